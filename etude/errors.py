@@ -1,0 +1,32 @@
+"""The errors Etude raises on purpose, and the exit codes they become.
+
+A message names the thing, what was expected and what to do; one line per problem, no traceback needed.
+
+    0 ok    1 failed    2 bad input, configuration or usage    3 busy: somebody holds it    130 interrupted
+"""
+
+from typing import ClassVar
+
+
+class EtudeError(Exception):
+    """Something failed that the user can read about in the message; anything else is a bug."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class InputError(EtudeError):
+    """What the user gave (a file, a key, a flag, a path) cannot be used as it is."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class BusyError(EtudeError):
+    """Another process holds what was asked for; waiting or choosing another name helps."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class Interrupted(EtudeError):
+    """The user stopped the work; the message says how to continue it."""
+
+    exit_code: ClassVar[int] = 130
