@@ -1,0 +1,1 @@
+"""Repositories and text, on their way to becoming packed token batches. Knows nothing of models or agents."""
