@@ -1,0 +1,99 @@
+"""Causal attention over whole rows or packed documents; the hardware chooses the kernel, never the result.
+
+Tensors are [rows, tokens, heads, dim]; fewer key heads than query heads means grouped queries. Values may be narrower
+than keys (latent attention). Packed documents on a CPU run one by one: a dense mask costs 3 to 10 times as much there
+and FlexAttention has no backward. On CUDA they go to torch's variable-length flash kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import signature
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+
+from etude.errors import InputError
+
+# cuDNN first: on Hopper it is the faster causal kernel (docs/performance.md); the rest take what it refuses.
+_PREFERRED = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+# torch 2.11 takes grouped queries without a word; later ones want it said.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Several documents in one row: attention never crosses from one to another and positions restart at each."""
+
+    lengths: tuple[int, ...]  # of all documents, row by row
+    positions: Tensor  # [rows, tokens]
+    starts: Tensor  # int32, 0 and then the running sum of the lengths
+    longest: int
+
+    @classmethod
+    def pack(cls, rows: Sequence[Sequence[int]], device: torch.device | str | None = None) -> Documents:
+        """The document lengths of each row; every row must add up to the same number of tokens."""
+        sizes = {sum(row) for row in rows}
+        lengths = tuple(chain.from_iterable(rows))
+        if len(sizes) != 1 or min(lengths) < 1:
+            raise InputError(f"packed rows must be of one length and documents at least one token; got {list(rows)}")
+        positions = torch.cat([torch.arange(n) for n in lengths]).view(len(rows), sizes.pop())
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(lengths, positions.to(device), starts.to(device), max(lengths))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, documents: Documents | None = None) -> Tensor:
+    """Each token attends to itself and to what came before it in its row, or in its document."""
+    if documents is None:
+        return _whole(q, k, v, scale)
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        return _variable_length(q, k, v, scale, documents)
+    return _one_by_one(q, k, v, scale, documents)
+
+
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
+    """Attention where `mask` [rows, queries, keys] is true; what a KV cache uses, its rows being of unequal length."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+def _whole(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    if not q.is_cuda:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    else:
+        with sdpa_kernel(_PREFERRED, set_priority=True):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents) -> Tensor:
+    rows, tokens = q.shape[:2]
+    pieces = [t.flatten(0, 1).split(documents.lengths) for t in (q, k, v)]
+    out = [_whole(a[None], b[None], c[None], scale)[0] for a, b, c in zip(*pieces, strict=True)]
+    return torch.cat(out).view(rows, tokens, *out[0].shape[1:])
+
+
+def _variable_length(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents) -> Tensor:
+    rows, tokens, narrow = *q.shape[:2], v.shape[-1]
+    if narrow != q.shape[-1]:
+        v = F.pad(v, (0, q.shape[-1] - narrow))  # the flash kernel wants keys and values of one width
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    starts, longest = documents.starts, documents.longest
+    out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(-1, 0), **_GROUPED)
+    assert isinstance(out, Tensor)
+    return out.view(rows, tokens, *out.shape[1:])[..., :narrow]

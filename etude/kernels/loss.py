@@ -1,0 +1,90 @@
+"""Output head and loss in one, a chunk of tokens at a time: the full logits [tokens, vocabulary] never exist.
+
+Two functions over the same rows. `linear_cross_entropy` knows each token's weight beforehand, so it turns a chunk of
+logits into its gradient on the spot and pays no second product: the loss of pretraining and fine-tuning.
+`token_logprobs` gives log p(target) per token for objectives that decide later how to use it, and recomputes a chunk
+in the backward. The softmax of a chunk runs in place in one Triton kernel on CUDA (`kernels/softmax.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.kernels.softmax import logprobs, softmax_gradient_
+
+IGNORE = -100  # the label of a token that is not trained on, as everywhere in the field
+_CHUNK_ELEMENTS = 2**28  # logits held at once; 512 MiB in bfloat16
+
+
+def linear_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Sum over tokens of weight x -log p(target), float32. hidden [n, width], head [vocabulary, width], targets [n]."""
+    if weights is None:
+        weights = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
+    loss: Tensor = _CrossEntropy.apply(hidden, head, targets, weights.float())  # type: ignore[no-untyped-call]
+    return loss
+
+
+def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """log p(target) of every token, float32 [n]; 0 where the target is IGNORE."""
+    found: Tensor = _TokenLogprobs.apply(hidden, head, targets)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
+    size = max(1, _CHUNK_ELEMENTS // vocabulary)
+    size = size // 128 * 128 or size  # whole tiles
+    return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        wants_hidden, wants_head = ctx.needs_input_grad[:2]
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        hidden_grad = torch.empty_like(hidden) if wants_hidden else None
+        # float32: many chunks are summed here, and bfloat16 would forget the small ones
+        head_grad = torch.zeros(head.shape, dtype=torch.float32, device=head.device) if wants_head else None
+        for rows in _chunks(*_sizes(hidden, head)):
+            logits = hidden[rows] @ head.T
+            loss -= (logprobs(logits, targets[rows]) * weights[rows]).sum()
+            if not (wants_hidden or wants_head):
+                continue
+            gradient = softmax_gradient_(logits, targets[rows], weights[rows])
+            if hidden_grad is not None:
+                torch.mm(gradient, head, out=hidden_grad[rows])
+            if head_grad is not None:
+                head_grad += gradient.T @ hidden[rows]
+        ctx.save_for_backward(hidden_grad, None if head_grad is None else head_grad.to(head.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden_grad, head_grad = (None if g is None else g * upstream.to(g.dtype) for g in ctx.saved_tensors)
+        return hidden_grad, head_grad, None, None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, head, targets)
+        chunks = _chunks(*_sizes(hidden, head))
+        return torch.cat([logprobs(hidden[rows] @ head.T, targets[rows]) for rows in chunks])
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, head, targets = ctx.saved_tensors
+        hidden_grad = torch.empty_like(hidden)
+        head_grad = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
+        for rows in _chunks(*_sizes(hidden, head)):
+            gradient = softmax_gradient_(hidden[rows] @ head.T, targets[rows], -upstream[rows])
+            torch.mm(gradient, head, out=hidden_grad[rows])
+            head_grad += gradient.T @ hidden[rows]
+        return hidden_grad, head_grad.to(head.dtype), None
+
+
+def _sizes(hidden: Tensor, head: Tensor) -> tuple[int, int]:
+    return hidden.shape[0], head.shape[0]

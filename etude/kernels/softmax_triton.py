@@ -1,0 +1,47 @@
+"""The Triton side of `softmax`: one program a row, float32 inside. Imported only where there is a GPU."""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _log_sum_exp(row, size, BLOCK: tl.constexpr):
+    """Running maximum and running sum, block by block; the blocks are combined at the end."""
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(top, x)
+        # lanes past the end stay at -inf; exp(-inf - -inf) would be NaN
+        total = tl.where(higher == float("-inf"), 0.0, total * tl.exp(top - higher) + tl.exp(x - higher))
+        top = higher
+    highest = tl.max(top, axis=0)
+    return highest + tl.log(tl.sum(total * tl.exp(top - highest), axis=0))
+
+
+@triton.jit
+def logprobs_kernel(logits, stride, targets, found, size, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    row = logits + index * stride
+    target = tl.load(targets + index)
+    if target < 0:
+        tl.store(found + index, 0.0)
+    else:
+        tl.store(found + index, tl.load(row + target).to(tl.float32) - _log_sum_exp(row, size, BLOCK))
+
+
+@triton.jit
+def gradient_kernel(logits, stride, targets, weights, size, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    row = logits + index * stride
+    target = tl.load(targets + index)
+    weight = tl.where(target < 0, 0.0, tl.load(weights + index))
+    log_sum = _log_sum_exp(row, size, BLOCK)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < size
+        x = tl.load(row + at, mask=inside, other=float("-inf")).to(tl.float32)
+        gradient = (tl.exp(x - log_sum) - tl.where(at == target, 1.0, 0.0)) * weight
+        tl.store(row + at, gradient.to(row.dtype.element_ty), mask=inside)

@@ -1,0 +1,155 @@
+"""Grouped-query and multi-head latent attention, and the rotary positions both use.
+
+Without a cache, attention runs over the tokens given. With one, the new keys go into the cache and the cache answers
+for all it holds. Latent attention caches one latent per token and attends to it directly: the key up-projection is
+moved into the query and the value up-projection behind the sum, so expanded keys never exist while decoding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from etude.kernels.attention import Documents, attend
+from etude.model.config import LatentConfig, ModelConfig, RopeConfig
+from etude.model.layers import Linear, RMSNorm
+
+
+class Rotation(NamedTuple):
+    """cos and sin of every token's angles, [rows, tokens, 1, dim / 2], rounded where transformers and vLLM round."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Cache(Protocol):
+    """Holds keys and values of earlier tokens. `v` is None for latent attention: the values are the first part of k."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, *, scale: float) -> Tensor: ...
+
+
+def inverse_frequencies(rope: RopeConfig) -> Tensor:
+    """The angle each pair of dimensions turns by per position, with the long-context scaling applied."""
+    plain = rope.theta ** -(torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
+    if rope.kind == "default":
+        return plain
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        turns = rope.original_length * plain / (2 * math.pi)
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    else:  # yarn: fast pairs keep their angle, slow ones are stretched, a ramp between
+        low, high = (_yarn_bound(rope, turns) for turns in (rope.beta_fast, rope.beta_slow))
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rope.dim - 1)
+        ramp = (torch.arange(rope.dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
+        keep = 1 - ramp.clamp(0, 1)
+    keep = keep.clamp(0, 1)
+    return plain * keep + plain / rope.factor * (1 - keep)
+
+
+def _yarn_bound(rope: RopeConfig, turns: float) -> float:
+    """The pair that makes `turns` full turns over the original context."""
+    return rope.dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+class Rope(nn.Module):
+    frequencies: Tensor
+
+    def __init__(self, config: RopeConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("frequencies", inverse_frequencies(config), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rope:
+        """Follow the model to its device, never to its dtype: angles in bfloat16 would lose their position."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        with torch.device(self.frequencies.device):
+            self.frequencies = inverse_frequencies(self.config)
+        return self
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        angles = positions[..., None, None].float() * self.frequencies
+        factor = self.config.attention_factor
+        return Rotation((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
+
+
+def rotate(x: Tensor, rotation: Rotation, interleaved: bool = False) -> Tensor:
+    """Turn each pair of dimensions by its angle. Interleaved pairs come out as halves, in queries and keys alike."""
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    cos, sin = rotation
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class GroupedQueryAttention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.dim = layer, config.head_dim
+        self.heads, self.kv_heads = config.heads, config.kv_heads
+        self.scale = config.head_dim**-0.5
+        bias = config.attention_bias
+        self.qkv = Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.dim, bias)
+        self.out = Linear(self.heads * self.dim, config.hidden_size, bias)
+        self.q_norm = RMSNorm(self.dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rotation: Rotation, documents: Documents | None, cache: Cache | None) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.dim))
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
+        q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
+        if cache is None:
+            y = attend(q, k, v, scale=self.scale, documents=documents)
+        else:
+            y = cache.attend(self.layer, q, k, v, scale=self.scale)
+        return F.linear(y.flatten(-2), self.out.weight, self.out.bias)
+
+
+class LatentAttention(nn.Module):
+    def __init__(self, config: ModelConfig, latent: LatentConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.heads, self.latent = layer, config.heads, latent
+        self.interleaved = config.rope.interleaved
+        self.scale = config.head_dim**-0.5 * config.rope.score_factor
+        hidden, bias, width = config.hidden_size, config.attention_bias, config.heads * config.head_dim
+        # The two inner norms keep DeepSeek's own epsilon whatever the config says; so do all its implementations.
+        if latent.q_rank is None:
+            self.q = Linear(hidden, width, False)
+        else:
+            self.q_down = Linear(hidden, latent.q_rank, bias)
+            self.q_norm = RMSNorm(latent.q_rank, 1e-6)
+            self.q_up = Linear(latent.q_rank, width, False)
+        self.kv_down = Linear(hidden, latent.kv_rank + latent.rope_dim, bias)
+        self.kv_norm = RMSNorm(latent.kv_rank, 1e-6)
+        self.kv_up = Linear(latent.kv_rank, self.heads * (latent.nope_dim + latent.v_dim), False)
+        self.out = Linear(self.heads * latent.v_dim, hidden, bias)
+
+    def forward(self, x: Tensor, rotation: Rotation, documents: Documents | None, cache: Cache | None) -> Tensor:
+        dims = self.latent
+        q = self.q(x) if dims.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
+        q_nope, q_rope = q.unflatten(-1, (self.heads, -1)).split((dims.nope_dim, dims.rope_dim), dim=-1)
+        latent, k_rope = self.kv_down(x).split((dims.kv_rank, dims.rope_dim), dim=-1)
+        latent = self.kv_norm(latent)
+        q_rope = rotate(q_rope, rotation, self.interleaved)
+        k_rope = rotate(k_rope[..., None, :], rotation, self.interleaved)
+        if cache is None:
+            kv = self.kv_up(latent).unflatten(-1, (self.heads, -1))
+            k_nope, v = kv.split((dims.nope_dim, dims.v_dim), dim=-1)
+            k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
+            y = attend(torch.cat((q_nope, q_rope), dim=-1), k, v, scale=self.scale, documents=documents)
+        else:
+            y = self._attend_latents(q_nope, q_rope, latent, k_rope, cache)
+        return F.linear(y.flatten(-2), self.out.weight, self.out.bias)
+
+    def _attend_latents(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, cache: Cache) -> Tensor:
+        up = self.kv_up.weight.view(self.heads, -1, self.latent.kv_rank)
+        k_up, v_up = up.split((self.latent.nope_dim, self.latent.v_dim), dim=1)
+        q = torch.cat((torch.einsum("bthn,hnr->bthr", q_nope, k_up), q_rope), dim=-1)
+        k = torch.cat((latent[..., None, :], k_rope), dim=-1)
+        y = cache.attend(self.layer, q, k, None, scale=self.scale)
+        return torch.einsum("bthr,hvr->bthv", y, v_up)

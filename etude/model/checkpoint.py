@@ -1,0 +1,262 @@
+"""Hugging Face safetensors directories, in and out, one tensor at a time.
+
+`views` is the whole mapping: every tensor of the Hugging Face format as a view of one of ours, so loading is a copy
+into the view and saving a read of it. All names and shapes are checked before the first byte of weights is read, and
+a directory gets its final name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from etude.errors import InputError
+from etude.model.attention import GroupedQueryAttention, LatentAttention
+from etude.model.config import ModelConfig
+from etude.model.layers import MLP
+from etude.model.moe import MoE
+from etude.model.transformer import Block, Transformer
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def load(
+    directory: Path | str, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> Transformer:
+    """A model from a Hugging Face directory, in the dtype of its files unless another is asked for."""
+    directory = Path(directory)
+    config = ModelConfig.load(directory)
+    if config.quantised:
+        raise InputError(f"{directory}: the weights are quantised; dequantise them to bfloat16 or float32 first")
+    with TensorFiles(directory) as files:
+        with torch.device("meta"):
+            model = Transformer(config)
+        _check(files, views(model), config, directory)
+        model = model.to(dtype or files.dtype()).to_empty(device=device or "cpu")
+        with torch.no_grad():
+            for name, view in views(model).items():
+                view.copy_(files.read(name))
+    return model
+
+
+def save(model: Transformer, directory: Path | str, shard_bytes: int = 5 * 10**9) -> None:
+    """Write a directory that transformers loads. An existing non-empty one is refused, never overwritten."""
+    with new_directory(Path(directory)) as place:
+        write_config(model, place)
+        write_tensors(place, views(model).items(), shard_bytes=shard_bytes)
+
+
+def write_config(model: Transformer, directory: Path) -> None:
+    dtype = str(model.embed.weight.dtype).removeprefix("torch.")
+    spelt = "torch_dtype" if "torch_dtype" in model.config.source else "dtype"
+    (directory / "config.json").write_text(json.dumps({**model.config.source, spelt: dtype}, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def new_directory(directory: Path) -> Iterator[Path]:
+    """A directory that appears under its name only when everything in it has been written."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InputError(f"{directory}: already exists and is not empty; choose another name or remove it")
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    partial.replace(directory)
+
+
+def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = 5 * 10**9) -> None:
+    """One model.safetensors, or shards with an index when there is more. Holds at most one shard in memory."""
+    shards: list[tuple[Path, list[str]]] = []
+    pending: dict[str, Tensor] = {}
+    total = held = 0
+
+    def flush() -> None:
+        path = directory / f"shard-{len(shards)}"
+        save_file(pending, path, metadata={"format": "pt"})
+        shards.append((path, list(pending)))
+        pending.clear()
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if pending and held + size > shard_bytes:
+            flush()
+            held = 0
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        held, total = held + size, total + size
+    flush()
+    for path, _ in shards:
+        path.chmod(0o644)  # safetensors writes files that only their owner may read
+    if len(shards) == 1:
+        shards[0][0].rename(directory / SINGLE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, (path, names) in enumerate(shards, 1):
+        final = path.rename(directory / f"model-{number:05d}-of-{len(shards):05d}.safetensors")
+        weight_map.update(dict.fromkeys(names, final.name))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def views(model: Transformer) -> dict[str, Tensor]:
+    """Every tensor of the Hugging Face checkpoint, under its name there, as a view of one of the model's own."""
+    prefix = model.config.tensor_prefix
+    found = {f"{prefix}model.embed_tokens.weight": model.embed.weight, f"{prefix}model.norm.weight": model.norm.weight}
+    if model.head is not None:
+        found[f"{prefix}lm_head.weight"] = model.head.weight
+    for i, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        at = f"{prefix}model.layers.{i}."
+        found[f"{at}input_layernorm.weight"] = block.attention_norm.weight
+        found[f"{at}post_attention_layernorm.weight"] = block.mlp_norm.weight
+        if isinstance(block.attention, LatentAttention):
+            found |= _latent_views(block.attention, f"{at}self_attn.")
+        else:
+            found |= _grouped_query_views(block.attention, f"{at}self_attn.")
+        found |= (_moe_views if isinstance(block.mlp, MoE) else _mlp_views)(block.mlp, f"{at}mlp.")  # type: ignore[arg-type]
+    return found
+
+
+def _grouped_query_views(attention: GroupedQueryAttention, at: str) -> dict[str, Tensor]:
+    q, kv = attention.heads * attention.dim, attention.kv_heads * attention.dim
+    found = _split_linear(attention.qkv, at, {"q_proj": q, "k_proj": kv, "v_proj": kv})
+    found |= _linear(attention.out, f"{at}o_proj")
+    for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm)):
+        found |= {f"{at}{name}.{key}": value for key, value in norm.named_parameters()}
+    return found
+
+
+def _latent_views(attention: LatentAttention, at: str) -> dict[str, Tensor]:
+    if attention.latent.q_rank is None:
+        found = _linear(attention.q, f"{at}q_proj")
+    else:
+        found = _linear(attention.q_down, f"{at}q_a_proj") | _linear(attention.q_up, f"{at}q_b_proj")
+        found[f"{at}q_a_layernorm.weight"] = attention.q_norm.weight
+    found |= _linear(attention.kv_down, f"{at}kv_a_proj_with_mqa") | _linear(attention.kv_up, f"{at}kv_b_proj")
+    found[f"{at}kv_a_layernorm.weight"] = attention.kv_norm.weight
+    return found | _linear(attention.out, f"{at}o_proj")
+
+
+def _mlp_views(mlp: MLP, at: str) -> dict[str, Tensor]:
+    size = mlp.down.in_features
+    return _split_linear(mlp.gate_up, at, {"gate_proj": size, "up_proj": size}) | _linear(mlp.down, f"{at}down_proj")
+
+
+def _moe_views(moe: MoE, at: str) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {f"{at}gate.weight": moe.router.weight}
+    if moe.router.config.scoring == "sigmoid":
+        found[f"{at}gate.e_score_correction_bias"] = moe.router.bias
+    for e, (gate_up, down) in enumerate(zip(moe.experts.gate_up, moe.experts.down, strict=True)):
+        gate, up = gate_up.chunk(2)
+        parts = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+        found |= {f"{at}experts.{e}.{name}.weight": part for name, part in parts.items()}
+    return found | (_mlp_views(moe.shared, f"{at}shared_experts.") if moe.shared else {})
+
+
+def _linear(linear: nn.Linear, name: str) -> dict[str, Tensor]:
+    return {f"{name}.{key}": value for key, value in linear.named_parameters()}
+
+
+def _split_linear(linear: nn.Linear, at: str, sizes: dict[str, int]) -> dict[str, Tensor]:
+    """One fused matrix of ours as the separate ones of the Hugging Face format."""
+    found: dict[str, Tensor] = {}
+    for key, value in linear.named_parameters():
+        parts = value.split(list(sizes.values()))
+        found |= {f"{at}{name}.{key}": part for name, part in zip(sizes, parts, strict=True)}
+    return found
+
+
+def _check(files: TensorFiles, wanted: dict[str, Tensor], config: ModelConfig, directory: Path) -> None:
+    """Every tensor present, none to spare, all of the right shape: said before any weight is read."""
+    missing = [name for name in wanted if name not in files.where]
+    if missing:
+        raise InputError(f"{directory}: tensor {missing[0]} is missing{_and_more(missing)}; {config.family} needs it")
+    extra = [name for name in files.where if name not in wanted and not _ignored(name, config)]
+    if extra:
+        raise InputError(f"{directory}: tensor {extra[0]} has no place in this {config.family} model{_and_more(extra)}")
+    for name, view in wanted.items():
+        if (shape := files.shape(name)) != list(view.shape):
+            raise InputError(f"{directory}: tensor {name} has shape {shape}; config.json asks for {list(view.shape)}")
+
+
+def _ignored(name: str, config: ModelConfig) -> bool:
+    """Tensors that others write and this model rightly does without."""
+    if name.endswith("rotary_emb.inv_freq") or (config.tied and name.endswith("lm_head.weight")):
+        return True  # derived from the config; a copy of the embedding
+    if config.family == "kimi_k25" and not name.startswith(config.tensor_prefix):
+        return True  # the vision tower and its projector
+    layer = re.match(re.escape(config.tensor_prefix) + r"model\.layers\.(\d+)\.", name)
+    return bool(layer and config.layers <= int(layer[1]) < config.layers + config.mtp_layers)
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+class TensorFiles:
+    """The safetensors files of a directory, open but unread: names and shapes at once, tensors when asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._stack = contextlib.ExitStack()
+        index = directory / INDEX
+        names = sorted(set(_weight_map(index).values())) if index.exists() else [SINGLE]
+        self.where: dict[str, Any] = {}
+        for name in names:
+            opened = self._open(directory / name)
+            self.where.update(dict.fromkeys(opened.keys(), opened))
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return self._stack.enter_context(safe_open(path, framework="pt"))
+        except FileNotFoundError:
+            raise InputError(f"{path}: not found; the checkpoint is incomplete") from None
+        except (SafetensorError, OSError) as problem:
+            raise InputError(f"{path}: not a whole safetensors file ({problem}); copy or download it again") from None
+
+    def shape(self, name: str) -> list[int]:
+        return list(self.where[name].get_slice(name).get_shape())
+
+    def dtype(self) -> torch.dtype:
+        """The type most of the weights are stored in: that of the first matrix."""
+        for name in self.where:
+            if len(self.shape(name)) > 1:
+                kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+                kind = self.where[name].get_slice(name).get_dtype()
+                if kind not in kinds:
+                    raise InputError(f"{self.directory}: tensor {name} is {kind}; expected one of {', '.join(kinds)}")
+                return kinds[kind]
+        raise InputError(f"{self.directory}: holds no weight matrices")
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self.where[name].get_tensor(name)
+        return tensor
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.where.clear()
+        self._stack.close()
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    except (OSError, ValueError, KeyError) as problem:
+        raise InputError(f"{index}: not a checkpoint index ({problem})") from None
+    return weight_map

@@ -1,0 +1,44 @@
+"""The small pieces every layer is made of. No weight is drawn here: they come from a checkpoint or `initialize`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Linear):
+    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__(in_features, out_features, bias)
+
+    def reset_parameters(self) -> None:
+        """Nothing: torch would draw random weights only to have them overwritten."""
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Normalise in float32, round, then scale: where transformers and vLLM round, so that bfloat16 logits agree.
+        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+
+
+class MLP(nn.Module):
+    """SwiGLU, gate and up as one matrix product."""
+
+    def __init__(self, hidden: int, size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up = Linear(hidden, 2 * size, bias)
+        self.down = Linear(size, hidden, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(swiglu(self.gate_up(x)))
+        return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

@@ -1,0 +1,145 @@
+"""Mixture of experts: a router, experts as one grouped product, a shared expert, and routing replay.
+
+Replay overrides which experts run, never their weights: gate scores are always computed, so gradients reach the
+router. A replayed expert stays only if it is plausible to this router (see `Routing`); what falls out is refilled
+with the router's own candidates, best first. Chosen experts are kept in ascending order, which makes the result
+independent of the order in which choices arrive: replaying the router's own choice is bit-identical to no replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from etude.errors import InputError
+from etude.kernels.grouped import grouped_matmul
+from etude.model.config import ModelConfig, MoEConfig
+from etude.model.layers import MLP, swiglu
+
+
+class Routing:
+    """The expert choices of one forward: replayed ones go in, `chosen` ones come out.
+
+    `replay` is [rows, tokens, moe layers, experts per token] of expert ids, in any integer type; -1 leaves a place to
+    the router. `plausibility` is a ratio: a replayed expert is kept if its gate score is at least that fraction of
+    the weakest score among the router's own choice. 0 keeps all; at 1 or below the router's own choice always stays.
+    """
+
+    def __init__(self, replay: Tensor | None = None, plausibility: float = 0.0) -> None:
+        if not 0.0 <= plausibility <= 1.0:
+            raise InputError(f"routing plausibility must be between 0 and 1, got {plausibility}")
+        if replay is not None and replay.dim() != 4:
+            raise InputError(f"replayed experts must be [rows, tokens, moe layers, k], got {list(replay.shape)}")
+        self.replay, self.plausibility = replay, plausibility
+        self.chosen: Tensor | None = None
+
+    def check(self, config: ModelConfig, rows: int, tokens: int) -> None:
+        if config.moe is None:
+            raise InputError(f"a {config.family} model without experts has no routing to replay or record")
+        if self.replay is None:
+            return
+        want = (rows, tokens, len(config.moe.layers), config.moe.per_token)
+        if tuple(self.replay.shape) != want:
+            raise InputError(f"replayed experts have shape {list(self.replay.shape)}; this forward needs {list(want)}")
+        if not self.replay.is_cuda:  # on a GPU the look would stop the stream; there the choice filter ignores strays
+            low, high = int(self.replay.min()), int(self.replay.max())
+            if low < -1 or high >= config.moe.experts:
+                raise InputError(f"replayed expert ids span {low}..{high}; expected -1..{config.moe.experts - 1}")
+
+
+class Router(nn.Module):
+    bias: Tensor
+
+    def __init__(self, hidden: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.experts, hidden))
+        if config.scoring == "sigmoid":
+            self.register_buffer("bias", torch.zeros(config.experts, dtype=torch.float32))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """The correction bias stays float32 whatever the model's dtype: its steps are too small for bfloat16."""
+        before = self._buffers.get("bias")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if before is not None and not before.is_meta:
+            self.bias = before.to(self.bias.device)
+        return self
+
+    def forward(self, x: Tensor, replay: Tensor | None, plausibility: float) -> tuple[Tensor, Tensor]:
+        """Tokens [n, hidden] -> chosen experts [n, k] in ascending order, and their weights."""
+        logits = F.linear(x.float(), self.weight.float())
+        scores = logits.softmax(dim=-1) if self.config.scoring == "softmax" else logits.sigmoid()
+        with torch.no_grad():
+            own = self._own_choice(scores)
+            chosen = own if replay is None else filter_replay(scores, own, replay, plausibility)
+            chosen = chosen.sort(dim=-1).values
+        weights = scores.gather(1, chosen)
+        if self.config.normalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return chosen, weights * self.config.scale
+
+    def _own_choice(self, scores: Tensor) -> Tensor:
+        """The router's top k, best first; with groups, only experts of the best groups may be chosen."""
+        c = self.config
+        choice = scores + self.bias if c.scoring == "sigmoid" else scores
+        if c.groups > c.groups_per_token:
+            grouped = choice.unflatten(-1, (c.groups, -1))
+            group_scores = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
+            kept = torch.zeros_like(group_scores, dtype=torch.bool)
+            kept.scatter_(1, group_scores.topk(c.groups_per_token, dim=-1).indices, True)
+            choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+        return choice.topk(c.per_token, dim=-1).indices
+
+
+def filter_replay(scores: Tensor, own: Tensor, replay: Tensor, plausibility: float) -> Tensor:
+    """Replayed experts that are plausible, then the router's own candidates in order until there are k. All [n, k]."""
+    n, k = own.shape
+    given = replay.to(torch.int64)
+    threshold = plausibility * scores.gather(1, own).min(dim=-1, keepdim=True).values
+    plausible = (given >= 0) & (scores.gather(1, given.clamp(min=0, max=scores.shape[1] - 1)) >= threshold)
+    # One priority per expert: kept replays above the router's candidates, candidates in order, all others below.
+    priority = torch.zeros(n, scores.shape[1] + 1, dtype=torch.int32, device=scores.device)
+    ranks = torch.arange(k, 0, -1, dtype=torch.int32, device=scores.device).expand(n, k)
+    priority.scatter_(1, own, ranks)
+    nowhere = scores.shape[1]  # a spare column takes what is not kept, so that duplicates and strays harm nothing
+    priority.scatter_(1, torch.where(plausible, given, nowhere), k + 1)
+    return priority[:, :nowhere].topk(k, dim=-1).indices
+
+
+class Experts(nn.Module):
+    def __init__(self, hidden: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(config.experts, 2 * config.expert_size, hidden))
+        self.down = nn.Parameter(torch.empty(config.experts, hidden, config.expert_size))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Sort (token, expert) pairs by expert, two grouped products, and back; no expert is looped over."""
+        n, k = chosen.shape
+        by_expert, order = chosen.flatten().sort(stable=True)
+        experts = torch.arange(self.gate_up.shape[0], device=x.device)
+        ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+        rows = x[order // k]
+        rows = grouped_matmul(swiglu(grouped_matmul(rows, self.gate_up, ends)), self.down, ends)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=x.device))
+        # A gather and a sum in fixed order, not index_add: the result does not depend on thread timing.
+        return (rows[back].view(n, k, -1).float() * weights[..., None]).sum(dim=1).to(x.dtype)
+
+
+class MoE(nn.Module):
+    def __init__(self, hidden: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.router = Router(hidden, config)
+        self.experts = Experts(hidden, config)
+        self.shared = MLP(hidden, config.shared_size) if config.shared_size else None
+
+    def forward(self, x: Tensor, replay: Tensor | None, plausibility: float) -> tuple[Tensor, Tensor]:
+        flat = x.flatten(0, 1)
+        given = None if replay is None else replay.flatten(0, 1)
+        chosen, weights = self.router(flat, given, plausibility)
+        y = self.experts(flat, chosen, weights)
+        if self.shared is not None:
+            y = y + self.shared(flat)
+        return y.view_as(x), chosen.view(*x.shape[:2], -1)

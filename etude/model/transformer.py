@@ -1,0 +1,150 @@
+"""The network, written once: the trainer and the sampler both run this forward, so they cannot disagree by design.
+
+Four uses, one code path, chosen by arguments: whole rows (none), packed documents (`documents`), incremental decoding
+(`cache`), routing replay and recording (`routing`). `hidden` stops before the output head so that a loss can be taken
+in chunks and full logits need never exist.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from etude.errors import InputError
+from etude.kernels.attention import Documents
+from etude.model.attention import Cache, GroupedQueryAttention, LatentAttention, Rope, Rotation
+from etude.model.cache import KVCache
+from etude.model.config import ModelConfig
+from etude.model.layers import MLP, Linear, RMSNorm
+from etude.model.moe import MoE, Routing
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention: GroupedQueryAttention | LatentAttention
+        if config.latent:
+            self.attention = LatentAttention(config, config.latent, layer)
+        else:
+            self.attention = GroupedQueryAttention(config, layer)
+        self.mlp: MLP | MoE
+        if config.moe and layer in config.moe.layers:
+            self.mlp = MoE(config.hidden_size, config.moe)
+        else:
+            self.mlp = MLP(config.hidden_size, config.mlp_size, config.mlp_bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        documents: Documents | None = None,
+        cache: Cache | None = None,
+        replay: Tensor | None = None,
+        plausibility: float = 0.0,
+    ) -> tuple[Tensor, Tensor | None]:
+        x = x + self.attention(self.attention_norm(x), rotation, documents, cache)
+        if isinstance(self.mlp, MoE):
+            y, chosen = self.mlp(self.mlp_norm(x), replay, plausibility)
+            return x + y, chosen
+        return x + self.mlp(self.mlp_norm(x)), None
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=_empty(config))
+        self.rope = Rope(config.rope)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.head = None if config.tied else Linear(config.hidden_size, config.vocab_size, False)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        documents: Documents | None = None,
+        cache: KVCache | None = None,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        """Tokens [rows, tokens] -> logits [rows, tokens, vocabulary]."""
+        return self.logits(self.hidden(tokens, documents=documents, cache=cache, routing=routing))
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        documents: Documents | None = None,
+        cache: KVCache | None = None,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        """The last hidden states, normalised: what the head, and a multi-token-prediction layer, read."""
+        positions = self._positions(tokens, documents, cache)
+        layers = iter(self._replayed(tokens, routing))
+        plausibility = routing.plausibility if routing else 0.0
+        x, choices = self.embed(tokens), []
+        rotation = self.rope(positions, x.dtype)
+        for block in self.blocks:
+            replay = next(layers, None) if isinstance(cast(Block, block).mlp, MoE) else None
+            x, chosen = block(x, rotation, documents, cache, replay, plausibility)
+            if chosen is not None:
+                choices.append(chosen)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        if routing is not None:
+            routing.chosen = torch.stack(choices, dim=2)
+        return cast(Tensor, self.norm(x))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def _positions(self, tokens: Tensor, documents: Documents | None, cache: KVCache | None) -> Tensor:
+        if documents is not None and cache is not None:
+            raise InputError("packed documents and a KV cache exclude each other: give a forward one of them")
+        if cache is not None:
+            return cache.positions(tokens.shape[1])
+        if documents is None:
+            return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        if documents.positions.shape != tokens.shape:
+            want, got = list(tokens.shape), list(documents.positions.shape)
+            raise InputError(f"the documents fill rows of shape {got}, the tokens are {want}")
+        return documents.positions
+
+    def _replayed(self, tokens: Tensor, routing: Routing | None) -> tuple[Tensor, ...]:
+        if routing is None:
+            return ()
+        routing.check(self.config, *tokens.shape)
+        return () if routing.replay is None else routing.replay.to(tokens.device).unbind(dim=2)
+
+
+def _empty(config: ModelConfig) -> Tensor:
+    return torch.empty(config.vocab_size, config.hidden_size)
+
+
+def initialize(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:
+    """A fresh model: normal weights of the config's width, norms at one, biases at zero. Same seed, same weights."""
+    model = Transformer(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, config.init_std, generator=generator)
+            elif name.endswith("bias"):
+                parameter.zero_()
+    return model.to(dtype)
+
+
+def compile_blocks(model: Transformer) -> Transformer:
+    """Compile one block and use it for all: the layers are alike, so it costs one compilation, not one per layer."""
+    for block in model.blocks:
+        block.compile()
+    return model
