@@ -1,0 +1,167 @@
+"""The `etude` command: one short function per verb, no logic of its own.
+
+Results go to standard output (`--json` for programs), progress and errors to standard error. Rooms that need
+torch are loaded when one of their verbs is asked for, so that `etude --help` answers at once.
+"""
+
+import json
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from etude import __version__
+from etude.errors import EtudeError
+
+EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 bad input or usage, 3 busy (another process holds it), 130 interrupted."
+
+
+def lazy_room(module: str) -> type[typer.core.TyperGroup]:
+    """A command group whose verbs are the typer app `module.app`, imported when one of them is needed."""
+
+    class Room(typer.core.TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            return _verbs(module).list_commands(ctx)
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            return _verbs(module).get_command(ctx, cmd_name)
+
+    return Room
+
+
+def _verbs(module: str) -> typer.core.TyperGroup:
+    try:
+        return typer.main.get_group(import_module(module).app)
+    except ModuleNotFoundError as error:
+        raise EtudeError(f"this verb needs the Python module {error.name}, which is not installed") from error
+
+
+app = typer.Typer(
+    name="etude",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=f"Start here:  etude run recipes/nano.toml --out runs/nano\n\n{EXIT_CODES}",
+)
+recipe_app = typer.Typer(no_args_is_help=True, help="Look at a recipe without running it, or at what one may say.")
+app.add_typer(recipe_app, name="recipe")
+app.add_typer(
+    typer.Typer(
+        cls=lazy_room("etude.model.cli"),
+        no_args_is_help=True,
+        help="Import, inspect, sample from and score a model.",
+    ),
+    name="model",
+)
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe in TOML.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a key of the recipe, such as nll.window=256; repeatable. VALUE is TOML, else a string.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text for people.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"etude {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def etude(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Train coding agents: from a base model to reinforcement learning in real sandboxes."""
+
+
+@app.command(
+    epilog="Examples:\n\n  etude run recipes/nano.toml --out runs/nano\n\n"
+    "  etude run recipes/nano.toml --out runs/small --set tokenizer.vocab_size=512 --set name=small\n\n"
+    f"  etude run recipes/nano.toml --out runs/nano --resume\n\n{EXIT_CODES}"
+)
+def run(
+    recipe: RecipeFile,
+    out: Annotated[Path, typer.Option(help="Directory of the run; made if it is not there.", show_default=False)],
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, if there is one.")] = False,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the stages a recipe names and leave everything they made in one run directory."""
+    from etude.pipeline import run_recipe
+    from etude.recipe import load_recipe
+
+    stages = run_recipe(load_recipe(recipe, overrides or ()), out, resume)
+    if as_json:
+        print(json.dumps({"run": str(out), "stages": stages}))
+        return
+    for stage, facts in stages.items():
+        print(f"{stage}: " + ", ".join(f"{name} {_shown(value)}" for name, value in facts.items()))
+    print(f"run: {out}")
+
+
+@recipe_app.command("show", epilog="Example:  etude recipe show recipes/nano.toml --set nll.window=256")
+def recipe_show(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Check a recipe and print it resolved: defaults filled in, overrides applied, paths absolute."""
+    from etude.recipe import load_recipe, recipe_data, render_toml
+
+    resolved = load_recipe(recipe, overrides or ())
+    print(json.dumps(recipe_data(resolved)) if as_json else render_toml(resolved).rstrip())
+
+
+@recipe_app.command("keys", epilog="Example:  etude recipe keys --json")
+def recipe_keys(as_json: AsJson = False) -> None:
+    """List every key a recipe may hold, with its type, its default and what it does."""
+    from etude.recipe import recipe_keys
+
+    keys = recipe_keys()
+    if as_json:
+        print(json.dumps([vars(key) for key in keys]))
+        return
+    table = Table(box=None, header_style="bold")
+    for column in ("key", "type", "default", "meaning"):
+        table.add_column(column, overflow="fold", no_wrap=column == "key")
+    for key in keys:
+        table.add_row(*(escape(text) for text in (key.name, key.type, key.default, key.doc)))
+    Console().print(table)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def main() -> None:
+    """Run the command; an error meant for the user becomes lines and an exit code, a bug a traceback."""
+    try:
+        app()
+    except (EtudeError, OSError, KeyboardInterrupt) as error:
+        if os.environ.get("ETUDE_TRACEBACK"):
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            sys.exit(130)
+        for line in str(error).splitlines():
+            print(line if line.startswith(" ") else f"etude: {line}", file=sys.stderr)
+        sys.exit(error.exit_code if isinstance(error, EtudeError) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""How well a model knows a codebase: the summed negative log-likelihood of its files, in a rolling window.
+
+The report's measure: files in the order given (alphabetical), joined, every token scored exactly once. It is a sum
+and not a mean per token, because the bytes are the same for every model while the tokens are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from etude.errors import InputError
+from etude.kernels.loss import IGNORE, token_logprobs
+from etude.model.tokenizer import Tokenizer, check_vocabulary
+from etude.model.transformer import Transformer
+
+_BATCH_TOKENS = 8192  # tokens of one forward; several windows when they are short
+
+
+@dataclass(frozen=True)
+class CodebaseNll:
+    nats: float  # summed over all tokens: the figure to compare between models
+    bits_per_byte: float
+    nats_per_token: float
+    tokens: int
+    bytes: int
+    files: int
+
+
+def codebase_nll(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    files: Sequence[Path],
+    *,
+    window: int,
+    stride: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> CodebaseNll:
+    """Score the files as one text; a token sees at least `window - stride` tokens before it, once there are so many."""
+    if not files:
+        raise InputError("there are no files to score")
+    if not 1 <= stride <= window:
+        raise InputError(f"stride {stride} must be between 1 and the window {window}")
+    if window > model.config.max_length:
+        raise InputError(f"window {window} is longer than the {model.config.max_length} tokens this model can read")
+    check_vocabulary(tokenizer, model.config.vocab_size, "the model")
+    texts = [_read(file) for file in files]
+    # The first token needs something before it: the end of an earlier document, as in training.
+    ids = torch.tensor([tokenizer.end_of_text, *chain.from_iterable(tokenizer.encode_batch(texts))])
+    nats, total = 0.0, len(ids) - 1
+    for tokens, targets, done in _windows(ids, window, stride):
+        nats -= _score(model, tokens, targets)
+        if progress:
+            progress(done, total)
+    size = sum(len(text.encode()) for text in texts)
+    per_byte = nats / math.log(2) / size if size else 0.0
+    return CodebaseNll(nats, per_byte, nats / total if total else 0.0, total, size, len(files))
+
+
+def rolling_spans(total: int, window: int, stride: int) -> list[tuple[int, int, int]]:
+    """(begin, first, end) of each window: tokens begin+1..end are predicted, those after `first` are scored."""
+    spans, scored = [], 0
+    while scored < total:
+        end = min(scored + (stride if scored else window), total)
+        spans.append((max(0, end - window), scored, end))
+        scored = end
+    return spans
+
+
+def _windows(ids: torch.Tensor, window: int, stride: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Batches of inputs and targets; all windows of one text are of one length, so they stack."""
+    spans = rolling_spans(len(ids) - 1, window, stride)
+    rows = max(1, _BATCH_TOKENS // window)
+    for at in range(0, len(spans), rows):
+        some = spans[at : at + rows]
+        tokens = torch.stack([ids[begin:end] for begin, _, end in some])
+        targets = torch.stack([ids[begin + 1 : end + 1] for begin, _, end in some])
+        for row, (begin, first, _) in zip(targets, some, strict=True):
+            row[: first - begin] = IGNORE
+        yield tokens, targets, some[-1][2]
+
+
+@torch.inference_mode()
+def _score(model: Transformer, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+    device = model.head_weight.device
+    hidden = model.hidden(tokens.to(device)).flatten(0, 1)
+    return token_logprobs(hidden, model.head_weight, targets.to(device).flatten()).double().sum().item()
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise InputError(f"{file}: cannot be read as UTF-8 text ({problem})") from None

@@ -1,0 +1,59 @@
+"""One prompt continued token by token: to look at a model, not to serve it. The sampler of RL is another room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from etude.errors import InputError
+from etude.model.cache import KVCache
+from etude.model.tokenizer import Tokenizer
+from etude.model.transformer import Transformer
+
+
+def generate(
+    model: Transformer,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    stop: frozenset[int] = frozenset(),
+) -> Iterator[int]:
+    """New token ids as they come, without the stop token; temperature 0 takes the likeliest one."""
+    if not prompt:
+        raise InputError("the prompt is empty; a model needs at least one token to continue")
+    if max_tokens < 1 or temperature < 0:
+        raise InputError(f"max_tokens {max_tokens} must be at least 1 and temperature {temperature} not negative")
+    length, limit = len(prompt) + max_tokens, model.config.max_length
+    if length > limit:
+        raise InputError(f"{len(prompt)} prompt tokens and {max_tokens} new ones exceed the model's {limit}")
+    device, dtype = model.head_weight.device, model.head_weight.dtype
+    cache = KVCache(model.config, rows=1, length=length, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens = torch.tensor([list(prompt)], device=device)
+    for _ in range(max_tokens):
+        with torch.inference_mode():
+            logits = model.logits(model.hidden(tokens, cache=cache)[:, -1]).float()
+            if temperature:
+                tokens = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            else:
+                tokens = logits.argmax(-1, keepdim=True)
+        token = int(tokens)
+        if token in stop:
+            return
+        yield token
+
+
+def as_text(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Text pieces of a stream of tokens; a character whose bytes have not all arrived is held back."""
+    seen: list[int] = []
+    shown = ""
+    for token in tokens:
+        seen.append(token)
+        text = tokenizer.decode(seen)
+        if not text.endswith("�"):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(seen)[len(shown) :]

@@ -1,0 +1,76 @@
+"""`etude model describe` for people: sizes as one would say them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from etude.model.config import ModelConfig
+from etude.model.known import KnownModel
+
+
+def describe_table(config: ModelConfig, facts: dict[str, Any], known: KnownModel | None) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    counts, sizes = facts["parameters"], facts["bytes"]
+    table.add_row(
+        "model", f"{facts['model']}  ({config.family}, vocabulary {config.vocab_size:,}, context {config.max_length:,})"
+    )
+    table.add_row("layers", _layers(config))
+    table.add_row("attention", _attention(config))
+    table.add_row("parameters", f"{in_words(counts['total'])} total, {in_words(counts['active'])} active per token")
+    with_mtp = in_words(counts["total"] + counts["mtp_layer"])
+    table.add_row("", f"{with_mtp} with one multi-token-prediction layer (+{in_words(counts['mtp_layer'])})")
+    if known:
+        table.add_row("published", known.published + (f"  ({known.remark})" if known.remark else ""))
+    table.add_row("weights", f"{in_bytes(sizes['weights'])} in bfloat16")
+    table.add_row(
+        "training state", f"{in_bytes(sizes['training_state'])}: weights, gradients, float32 master, two moments"
+    )
+    table.add_row("KV cache", f"{in_bytes(sizes['kv_cache_per_token'])} per token in bfloat16")
+    if "mesh" in facts:
+        mesh = facts["mesh"]
+        table.add_row("", "")
+        table.add_row(
+            f"{mesh['gpus']} GPUs",
+            f"EP {mesh['ep']}, CP {mesh['cp']}, sequences of {mesh['sequence']:,} tokens; per GPU:",
+        )
+        for name, size in facts["bytes_per_gpu"].items():
+            table.add_row(f"  {name.replace('_', ' ')}", f"{in_bytes(size):>10}")
+    return table
+
+
+def _layers(config: ModelConfig) -> str:
+    if config.moe is None:
+        return f"{config.layers} dense, hidden {config.hidden_size:,}, mlp {config.mlp_size:,}"
+    moe = config.moe
+    dense = config.layers - len(moe.layers)
+    shared = f" and a shared one of {moe.shared_size:,}" if moe.shared_size else ""
+    return (
+        f"{config.layers} ({dense} dense, {len(moe.layers)} with {moe.experts} experts of {moe.expert_size:,}, "
+        f"{moe.per_token} per token{shared}), hidden {config.hidden_size:,}"
+    )
+
+
+def _attention(config: ModelConfig) -> str:
+    if config.latent is None:
+        return f"grouped-query, {config.heads} heads of {config.head_dim}, {config.kv_heads} key-value heads"
+    latent = config.latent
+    return f"latent, {config.heads} heads, latents of {latent.kv_rank} + {latent.rope_dim} rotary"
+
+
+def in_words(count: int) -> str:
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            value = count / size
+            return f"{value:.2f}{unit}" if value < 10 else f"{value:.1f}{unit}"
+    return str(count)
+
+
+def in_bytes(count: int) -> str:
+    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,112 @@
+"""A recipe, carried out: the stages it names, in order, in one run directory.
+
+A stage is a function of the run, the recipe and a progress line. It leaves artefacts and metrics in the run
+and returns the facts worth telling. Each imports its room when it starts, so that nothing here loads torch.
+Interrupt it anywhere: stages that finished are skipped on resume, the one that did not starts again.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from etude.data.sources import source_files, spread
+from etude.errors import Interrupted
+from etude.progress import Report, progress_bars, progress_line
+from etude.recipe import Recipe
+from etude.run import Artefact, Parent, Run, files_digest
+
+Facts = dict[str, object]
+
+
+def run_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, dict[str, Any]]:
+    """Run the stages that are not done yet; return the facts of every stage. Progress goes to stderr."""
+    with Run.create_or_resume(out, recipe, resume=resume) as run, progress_bars() as progress:
+        for stage in recipe.stages:
+            if run.stage_done(stage):
+                progress.console.print(f"{stage}: done before, skipped")
+                continue
+            try:
+                with progress_line(stage, progress) as report:
+                    facts = STAGES[stage](run, recipe, report)
+            except KeyboardInterrupt:
+                raise Interrupted(f"stopped in stage {stage}; the same command with --resume goes on") from None
+            run.finish_stage(stage, **facts)
+        return {stage: run.facts(stage) for stage in recipe.stages}
+
+
+def train_tokenizer(run: Run, recipe: Recipe, report: Report) -> Facts:
+    """Learn a vocabulary from the sources."""
+    from etude.model.tokenizer import train_tokenizer
+
+    section = recipe.tokenizer
+    assert section is not None  # the recipe checks that every stage it names has its section
+    files = source_files(section.sources)
+    tokenizer = train_tokenizer(_texts(files, report), section.vocab_size)
+    parents = _text_parents(section.sources)
+    with run.artefact("tokenizer", kind="tokenizer", stage="tokenizer", parents=parents) as directory:
+        tokenizer.save(directory)
+    return {"files": len(files), "vocab_size": len(tokenizer)}
+
+
+def initialize(run: Run, recipe: Recipe, report: Report) -> Facts:
+    """Random weights, saved beside the tokenizer as a directory others can load."""
+    import torch
+
+    from etude import model as models
+    from etude.model.config import ModelConfig
+    from etude.model.tokenizer import Tokenizer
+
+    section = recipe.init
+    assert section is not None
+    origin: Artefact | Path = section.tokenizer or run.find("tokenizer")
+    tokenizer = Tokenizer.load(origin.path if isinstance(origin, Artefact) else origin)
+    config = ModelConfig.from_hugging_face({**section.config, "vocab_size": len(tokenizer)}, where="init.config")
+    model = models.initialize(config, seed=recipe.seed, dtype=getattr(torch, section.dtype))
+    with run.checkpoint("init", 0, parents=[origin]) as directory:
+        models.save(model, directory)
+        tokenizer.save(directory)
+    return {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+
+
+def measure_nll(run: Run, recipe: Recipe, report: Report) -> Facts:
+    """How many bits per byte the model needs for a codebase."""
+    from etude import model as models
+    from etude.model.evaluate import codebase_nll
+    from etude.model.tokenizer import Tokenizer
+
+    section = recipe.nll
+    assert section is not None
+    directory = section.model or run.find("checkpoint").path
+    files = spread(source_files(section.sources), section.max_files)
+    run.rewind("nll")
+    score = codebase_nll(
+        models.load(directory),
+        Tokenizer.load(directory),
+        files,
+        window=section.window,
+        stride=section.stride,
+        progress=report,
+    )
+    facts: Facts = dataclasses.asdict(score)
+    run.log("nll", 0, **facts)
+    return facts
+
+
+STAGES: dict[str, Callable[[Run, Recipe, Report], Facts]] = {
+    "tokenizer": train_tokenizer,
+    "init": initialize,
+    "nll": measure_nll,
+}
+
+
+def _texts(files: Sequence[Path], report: Report) -> Iterator[str]:
+    for done, file in enumerate(files, start=1):
+        yield file.read_text(encoding="utf-8")
+        report(done, len(files))
+
+
+def _text_parents(sources: Sequence[str]) -> list[Parent]:
+    """Sources as parents: named as the recipe names them, with one digest over the files of each."""
+    files = {source: source_files([source]) for source in sources}
+    return [Parent(source, files_digest((path.name, path) for path in files[source])) for source in sources]
