@@ -13,6 +13,9 @@ import typer
 from rich.console import Console
 
 from etude.errors import InputError
+from etude.model.checkpoint import load
+from etude.model.tokenizer import Tokenizer, check_vocabulary
+from etude.model.transformer import Transformer
 from etude.progress import progress_line
 
 app = typer.Typer(no_args_is_help=True)
@@ -186,12 +189,12 @@ def tokenizer(
     print(f"tokenizer: {out}, {len(trained):,} entries from {len(files):,} files")
 
 
-def _load(directory: Path, dtype: str | None, device: str):  # type: ignore[no-untyped-def]
-    from etude.model.checkpoint import load
-    from etude.model.tokenizer import Tokenizer, check_vocabulary
-
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"--device {device}: this machine's torch sees no CUDA GPU")
+def _load(directory: Path, dtype: str | None, device: str) -> tuple[Transformer, Tokenizer]:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as problem:  # torch asserts when it was built without CUDA
+        reason = str(problem).splitlines()[0]
+        raise InputError(f"--device {device}: torch cannot use it here ({reason})") from None
     tokenizer = Tokenizer.load(directory)
     network = load(directory, dtype=_dtype(dtype) if dtype else None, device=device)
     check_vocabulary(tokenizer, network.config.vocab_size, str(directory))

@@ -138,4 +138,5 @@ def _check_mesh(config: ModelConfig, mesh: Mesh) -> None:
 
 
 def _size(module: torch.nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+    """What a checkpoint of it holds: parameters, and the router's correction bias, which no gradient trains."""
+    return sum(tensor.numel() for tensor in module.state_dict().values())

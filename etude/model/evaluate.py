@@ -88,8 +88,9 @@ def _windows(ids: torch.Tensor, window: int, stride: int) -> Iterator[tuple[torc
 @torch.inference_mode()
 def _score(model: Transformer, tokens: torch.Tensor, targets: torch.Tensor) -> float:
     device = model.head_weight.device
-    hidden = model.hidden(tokens.to(device)).flatten(0, 1)
-    return token_logprobs(hidden, model.head_weight, targets.to(device).flatten()).double().sum().item()
+    kept = (targets != IGNORE).to(device)
+    hidden = model.hidden(tokens.to(device))[kept]  # context is read but not scored: the head need not see it
+    return token_logprobs(hidden, model.head_weight, targets.to(device)[kept]).double().sum().item()
 
 
 def _read(file: Path) -> str:

@@ -63,7 +63,7 @@ KNOWN: dict[str, KnownModel] = {
     ),
     "kimi-k2.5": KnownModel(
         published="1.04T / 32B",
-        remark="the published total is the released text model with one multi-token-prediction layer",
+        remark="the published total is met with one multi-token-prediction layer; the released weights are 1.03T",
         config={
             "architectures": ["KimiK25ForConditionalGeneration"],
             "model_type": "kimi_k25",
