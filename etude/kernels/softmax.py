@@ -24,15 +24,15 @@ def logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.where(kept, at - wide.logsumexp(dim=-1), 0.0)
 
 
-def softmax_gradient_(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """weight x (softmax - onehot(target)) of every row, written over the logits; 0 where the target is negative."""
+def logprobs_and_gradient_(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """`logprobs`, and weight x (softmax - onehot(target)) written over the logits; 0 where the target is negative."""
     if logits.is_cuda:
-        return _triton_gradient(logits, targets, weights)
-    kept = targets >= 0
+        return _triton_logprobs_and_gradient(logits, targets, weights)
+    found, kept = logprobs(logits, targets), targets >= 0
     gradient = logits.float().softmax(dim=-1)
     gradient[torch.arange(len(targets)), targets.clamp(min=0)] -= 1
     gradient *= torch.where(kept, weights, 0.0)[:, None]
-    return logits.copy_(gradient)
+    return found, logits.copy_(gradient)
 
 
 def _kernels() -> Any:
@@ -49,8 +49,9 @@ def _triton_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     return found
 
 
-def _triton_gradient(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    _kernels().gradient_kernel[(logits.shape[0],)](
-        logits, logits.stride(0), targets, weights, logits.shape[1], BLOCK=_BLOCK, num_warps=8
+def _triton_logprobs_and_gradient(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    found = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    _kernels().logprobs_and_gradient_kernel[(logits.shape[0],)](
+        logits, logits.stride(0), targets, weights, found, logits.shape[1], BLOCK=_BLOCK, num_warps=8
     )
-    return logits
+    return found, logits

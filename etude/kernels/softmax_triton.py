@@ -33,12 +33,15 @@ def logprobs_kernel(logits, stride, targets, found, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gradient_kernel(logits, stride, targets, weights, size, BLOCK: tl.constexpr):
+def logprobs_and_gradient_kernel(logits, stride, targets, weights, found, size, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     target = tl.load(targets + index)
     weight = tl.where(target < 0, 0.0, tl.load(weights + index))
     log_sum = _log_sum_exp(row, size, BLOCK)
+    at_target = tl.load(row + tl.maximum(target, 0)).to(tl.float32)
+    tl.store(found + index, tl.where(target < 0, 0.0, at_target - log_sum))
+    tl.debug_barrier()  # the target's logit is read before any thread writes over it
     for start in range(0, size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < size

@@ -60,7 +60,7 @@ def test_without_gradients_nothing_is_kept() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "vocabulary"), [(300, 49152), (77, 5001), (5, 100)])
 def test_the_triton_kernel_equals_the_reference(dtype: torch.dtype, n: int, vocabulary: int) -> None:
-    from etude.kernels.softmax import logprobs, softmax_gradient_
+    from etude.kernels.softmax import logprobs, logprobs_and_gradient_
 
     g = torch.Generator().manual_seed(1)
     logits = (4 * torch.randn(n, vocabulary, generator=g)).to(dtype)
@@ -69,7 +69,8 @@ def test_the_triton_kernel_equals_the_reference(dtype: torch.dtype, n: int, voca
     weights = torch.randn(n, generator=g)
     on_gpu = [t.cuda() for t in (logits, targets, weights)]
     torch.testing.assert_close(logprobs(*on_gpu[:2]).cpu(), logprobs(logits, targets), atol=1e-4, rtol=1e-5)
-    want = softmax_gradient_(logits, targets, weights)
-    got = softmax_gradient_(*on_gpu)
+    want_found, want = logprobs_and_gradient_(logits, targets, weights)
+    found, got = logprobs_and_gradient_(*on_gpu)
+    torch.testing.assert_close(found.cpu(), want_found, atol=1e-4, rtol=1e-5)
     assert got.data_ptr() == on_gpu[0].data_ptr()
     torch.testing.assert_close(got.cpu(), want, atol=1e-6, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4)

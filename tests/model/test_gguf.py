@@ -291,7 +291,6 @@ class TestSmolLM2:
         }
         assert config | expected == config
 
-    @pytest.mark.slow
     def test_every_tensor_is_what_transformers_reads(self, smollm2_dir: Path, smollm2_oracle: Any) -> None:
         ours = load_file(smollm2_dir / "model.safetensors")
         assert sum(value.numel() for value in ours.values()) == 134_515_008
@@ -301,7 +300,6 @@ class TestSmolLM2:
         print(f"largest difference of a weight: {worst:g}")
         assert worst <= 1e-6
 
-    @pytest.mark.slow
     def test_transformers_gives_the_same_logits_from_our_directory(
         self, smollm2_dir: Path, smollm2_oracle: Any
     ) -> None:
