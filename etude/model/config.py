@@ -125,6 +125,25 @@ class ModelConfig:
         return self.from_hugging_face({k: v for k, v in source.items() if k not in changes or v is not None})
 
 
+def with_rope(
+    config: ModelConfig, *, length: int, theta: float | None = None, scaling: Mapping[str, Any] | None = None
+) -> ModelConfig:
+    """The same model reading `length` tokens, with another RoPE base, another scaling, or neither."""
+    outer = dict(config.source)
+    text = dict(outer.get("text_config") or outer)
+    rope = {**(text.pop("rope_parameters", None) or {}), **(text.pop("rope_scaling", None) or {})}
+    rope_theta = theta or rope.pop("rope_theta", None) or text.get("rope_theta") or 10_000.0
+    chosen = dict(scaling) if scaling is not None else {k: v for k, v in rope.items() if v is not None}
+    kind = chosen.pop("rope_type", chosen.pop("type", "default"))
+    # both spellings of the base, and the scaling as transformers 5 writes it: older readers know rope_theta
+    text["rope_theta"] = rope_theta
+    text["rope_parameters"] = {"rope_type": kind, "rope_theta": rope_theta, **chosen}
+    text["max_position_embeddings"] = max(length, config.max_length)
+    if "text_config" in outer:
+        return ModelConfig.from_hugging_face({**outer, "text_config": text})
+    return ModelConfig.from_hugging_face(text)
+
+
 def _common(c: HuggingFaceConfig, head_dim: int) -> dict[str, Any]:
     """The keys that every family spells alike, and the values none of them can honour."""
     if (act := c.get("hidden_act", "silu")) != "silu":

@@ -110,6 +110,18 @@ def memory_per_gpu(config: ModelConfig, parameters: Parameters, mesh: Mesh) -> M
     )
 
 
+def training_flops_per_token(config: ModelConfig, length: int) -> float:
+    """Forward and backward, nothing recomputed: three times the forward's products; the embedding look-up is free.
+
+    Six for each active weight, and causal attention over half the row on average.
+    """
+    counted = count_parameters(config)
+    products = counted.active - (0 if config.tied else counted.embedding)
+    latent = config.latent
+    width = config.heads * (config.head_dim + (latent.v_dim if latent else config.head_dim))
+    return 6 * products + 3 * config.layers * 2 * width * length / 2
+
+
 def _layer_width(config: ModelConfig) -> int:
     """Numbers kept per token inside one layer while its backward runs, without attention's own scratch space."""
     heads = config.heads * config.head_dim

@@ -7,17 +7,22 @@ and not a mean per token, because the bytes are the same for every model while t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from etude.data.mixture import DocumentStore
 from etude.errors import InputError
 from etude.kernels.loss import IGNORE, token_logprobs
 from etude.model.tokenizer import Tokenizer, check_vocabulary
 from etude.model.transformer import Transformer
+from etude.progress import Report
 
 _BATCH_TOKENS = 8192  # tokens of one forward; several windows when they are short
 
@@ -39,7 +44,7 @@ def codebase_nll(
     *,
     window: int,
     stride: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Report | None = None,
 ) -> CodebaseNll:
     """Score the files as one text; a token sees at least `window - stride` tokens before it, once there are so many."""
     if not files:
@@ -50,16 +55,50 @@ def codebase_nll(
         raise InputError(f"window {window} is longer than the {model.config.max_length} tokens this model can read")
     check_vocabulary(tokenizer, model.config.vocab_size, "the model")
     texts = [_read(file) for file in files]
-    # The first token needs something before it: the end of an earlier document, as in training.
-    ids = torch.tensor([tokenizer.end_of_text, *chain.from_iterable(tokenizer.encode_batch(texts))])
-    nats, total = 0.0, len(ids) - 1
-    for tokens, targets, done in _windows(ids, window, stride):
-        nats -= _score(model, tokens, targets)
-        if progress:
-            progress(done, total)
+    ids = np.fromiter(chain.from_iterable(tokenizer.encode_batch(texts)), dtype=np.int64)
+    nats = stream_nll(model, ids, tokenizer.end_of_text, window=window, stride=stride, progress=progress)
+    total = len(ids)
     size = sum(len(text.encode()) for text in texts)
     per_byte = nats / math.log(2) / size if size else 0.0
     return CodebaseNll(nats, per_byte, nats / total if total else 0.0, total, size, len(files))
+
+
+def stream_nll(
+    model: Transformer,
+    ids: npt.NDArray[np.integer[Any]],
+    start: int,
+    *,
+    window: int,
+    stride: int,
+    progress: Report | None = None,
+) -> float:
+    """Summed negative log-likelihood of one long text of tokens, in nats.
+
+    The first token needs something before it: `start`, the end of an earlier document, as in training.
+    """
+    tokens_and_start = torch.from_numpy(np.concatenate([[start], ids]).astype(np.int64))
+    nats = 0.0
+    for tokens, targets, done in _windows(tokens_and_start, window, stride):
+        nats -= _score(model, tokens, targets)
+        if progress:
+            progress(done, len(ids))
+    return nats
+
+
+@torch.inference_mode()
+def loss_by_position(
+    model: Transformer, documents: DocumentStore, length: int, *, rows: int, buckets: int = 8
+) -> list[float]:
+    """Mean loss in each eighth of long documents: what more context is worth. Empty if no document is long enough."""
+    long = np.flatnonzero(documents.lengths > length)[:rows]
+    device, sums = model.head_weight.device, torch.zeros(length, dtype=torch.float64)
+    for document in long:
+        ids = torch.from_numpy(documents.read(int(document), 0, length + 1).astype(np.int64)).to(device)
+        hidden = model.hidden(ids[None, :-1])[0]
+        sums += token_logprobs(hidden, model.head_weight, ids[1:]).double().cpu()
+    if not len(long):
+        return []
+    return [round(-part.mean().item() / len(long), 4) for part in sums.chunk(buckets)]
 
 
 def rolling_spans(total: int, window: int, stride: int) -> list[tuple[int, int, int]]:

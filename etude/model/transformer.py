@@ -7,11 +7,12 @@ in chunks and full logits need never exist.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from etude.errors import InputError
 from etude.kernels.attention import Documents
@@ -62,6 +63,7 @@ class Transformer(nn.Module):
         self.rope = Rope(config.rope)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.recompute = False  # activation checkpointing: less memory, one more forward of each block
         self.head = None if config.tied else Linear(config.hidden_size, config.vocab_size, False)
 
     def forward(
@@ -91,7 +93,7 @@ class Transformer(nn.Module):
         rotation = self.rope(positions, x.dtype)
         for block in self.blocks:
             replay = next(layers, None) if isinstance(cast(Block, block).mlp, MoE) else None
-            x, chosen = block(x, rotation, documents, cache, replay, plausibility)
+            x, chosen = self._run(block, x, rotation, documents, cache, replay, plausibility)
             if chosen is not None:
                 choices.append(chosen)
         if cache is not None:
@@ -99,6 +101,12 @@ class Transformer(nn.Module):
         if routing is not None:
             routing.chosen = torch.stack(choices, dim=2)
         return cast(Tensor, self.norm(x))
+
+    def _run(self, block: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        if self.recompute and torch.is_grad_enabled():
+            # keeps only the block's input; the rest is computed again in the backward
+            return cast(tuple[Tensor, Tensor | None], checkpoint(block, *inputs, use_reentrant=False))
+        return cast(tuple[Tensor, Tensor | None], block(*inputs))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.head_weight)
@@ -133,14 +141,18 @@ def _empty(config: ModelConfig) -> Tensor:
 def initialize(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:
     """A fresh model: normal weights of the config's width, norms at one, biases at zero. Same seed, same weights."""
     model = Transformer(config)
+    draw_weights(model, config.init_std, seed)
+    return model.to(dtype)
+
+
+def draw_weights(module: nn.Module, std: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in module.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, config.init_std, generator=generator)
+                parameter.normal_(0.0, std, generator=generator)
             elif name.endswith("bias"):
                 parameter.zero_()
-    return model.to(dtype)
 
 
 def compile_blocks(model: Transformer) -> Transformer:

@@ -1,0 +1,141 @@
+"""Can a model follow a file through many edits? The report's second base-model measure, in the manner of LoCoDiff.
+
+A task shows a file and then a series of diffs; the model must write the file as it is after the last one. The score is
+the character-level edit distance to the truth, averaged over tasks: exact match would punish a single slip like a
+page of nonsense. Histories come from a git repository, or are made from plain files with a seed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rapidfuzz.distance import Levenshtein
+
+from etude.errors import InputError
+
+END = "=== end of file ==="
+Complete = Callable[[str, int], str]  # prompt and a bound on the answer's characters -> the model's continuation
+
+
+@dataclass(frozen=True)
+class StateTask:
+    name: str
+    versions: tuple[str, ...]  # the file after every change, oldest first
+
+    @property
+    def prompt(self) -> str:
+        """The first version whole, every later one as a diff, and an open heading for the last one whole."""
+        parts = [
+            f"The file {self.name}, and every change made to it.\n",
+            heading("first version"),
+            self.versions[0],
+            END,
+        ]
+        for number, (before, after) in enumerate(zip(self.versions, self.versions[1:], strict=False), start=1):
+            lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2)
+            parts += [heading(f"change {number}"), *list(lines)[2:]]  # the first two lines only name the files
+        return "\n".join([*parts, heading(f"after all {len(self.versions) - 1} changes"), ""])
+
+
+@dataclass(frozen=True)
+class StateScore:
+    distance: float  # mean characters to change; lower is better
+    unchanged: float  # the same for a model that only repeats the first version
+    exact: float  # share of tasks answered without a slip
+    tasks: int
+    changes: float  # mean number of diffs a task
+
+
+def heading(text: str) -> str:
+    return f"=== {text} ==="
+
+
+def track_state(tasks: Sequence[StateTask], complete: Complete, progress: Callable[[int, int], None]) -> StateScore:
+    """Ask for every task's last version and measure how far the answers are."""
+    if not tasks:
+        raise InputError("there are no state-tracking tasks; give files with some lines, or a git repository")
+    distances, unchanged = [], []
+    for done, task in enumerate(tasks, start=1):
+        truth = task.versions[-1].rstrip("\n")
+        answer = complete(task.prompt, 2 * len(truth) + 200).split(END)[0].rstrip("\n")
+        distances.append(Levenshtein.distance(answer, truth))
+        unchanged.append(Levenshtein.distance(task.versions[0].rstrip("\n"), truth))
+        progress(done, len(tasks))
+    count = len(tasks)
+    exact = sum(distance == 0 for distance in distances) / count
+    changes = sum(len(task.versions) - 1 for task in tasks) / count
+    return StateScore(sum(distances) / count, sum(unchanged) / count, exact, count, changes)
+
+
+def tasks_from_files(
+    files: Sequence[Path], *, count: int, changes: int, max_lines: int = 40, seed: int = 0
+) -> list[StateTask]:
+    """Files cut to a few dozen lines and edited by chance: lines dropped, doubled, swapped, words renamed."""
+    chance = random.Random(seed)
+    tasks = []
+    for file in files:
+        lines = file.read_text(encoding="utf-8").splitlines()[:max_lines]
+        if len([line for line in lines if line.strip()]) < 8:
+            continue
+        versions = [lines]
+        while len(versions) <= changes:
+            edited = _edit(versions[-1], chance)
+            if edited != versions[-1]:
+                versions.append(edited)
+        tasks.append(StateTask(file.name, tuple("\n".join(version) + "\n" for version in versions)))
+        if len(tasks) == count:
+            break
+    return tasks
+
+
+def _edit(lines: list[str], chance: random.Random) -> list[str]:
+    at, kind = chance.randrange(len(lines)), chance.choice(("drop", "double", "swap", "rename"))
+    if kind == "drop" and len(lines) > 6:
+        return lines[:at] + lines[at + 1 :]
+    if kind == "double":
+        return [*lines[: at + 1], lines[at], *lines[at + 1 :]]
+    if kind == "swap" and at:
+        return [*lines[: at - 1], lines[at], lines[at - 1], *lines[at + 1 :]]
+    words = [word for word in lines[at].split() if word.isidentifier()]
+    if not words:
+        return lines
+    old = chance.choice(words)
+    return [line.replace(old, f"{old}_{chance.randrange(10)}") if i == at else line for i, line in enumerate(lines)]
+
+
+def tasks_from_git(repository: Path, *, count: int, changes: int, max_characters: int = 4000) -> list[StateTask]:
+    """The last `changes` versions of small files that changed at least that often, most often changed first."""
+    try:
+        log = _git(repository, "log", "--no-renames", "--name-only", "--format=%x00%H")
+    except (subprocess.CalledProcessError, FileNotFoundError) as problem:
+        raise InputError(f"{repository}: its git history cannot be read ({problem})") from None
+    history: dict[str, list[str]] = {}
+    for entry in log.split("\0")[1:]:
+        commit, *names = entry.strip().splitlines()
+        for name in filter(None, names):
+            history.setdefault(name, []).append(commit)
+    tasks: list[StateTask] = []
+    for name, commits in sorted(history.items(), key=lambda item: (-len(item[1]), item[0])):
+        if len(commits) <= changes or len(tasks) == count:
+            break
+        versions = [_version(repository, commit, name) for commit in reversed(commits[: changes + 1])]
+        if all(version is not None and 0 < len(version) <= max_characters for version in versions):
+            tasks.append(StateTask(name, tuple(version for version in versions if version is not None)))
+    return tasks
+
+
+def _version(repository: Path, commit: str, name: str) -> str | None:
+    try:
+        return _git(repository, "show", f"{commit}:{name}")
+    except (subprocess.CalledProcessError, UnicodeDecodeError):
+        return None  # deleted in this commit, or not text
+
+
+def _git(repository: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(repository), *arguments]
+    return subprocess.run(command, capture_output=True, check=True, encoding="utf-8").stdout

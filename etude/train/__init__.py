@@ -1,0 +1,1 @@
+"""Training: one trainer, small objectives, and the stages that feed them."""

@@ -1,0 +1,67 @@
+"""One training step, whatever is being learned: the objective is an argument, the batches are given.
+
+The trainer owns the model, the optimizer and the step count, and nothing else: data, schedules, evaluation, files and
+what to do about a bad step belong to the stages around it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from etude.data.packing import Batch
+from etude.model.transformer import Transformer
+from etude.train.objectives import Objective
+from etude.train.optim import AdamSettings, MasterAdamW
+
+
+@dataclass(frozen=True)
+class StepResult:
+    values: dict[str, float]  # means per trained token of what the objective shows
+    gradient_norm: float
+    trained: int  # tokens with a target
+    tokens: int  # all tokens the forward saw
+    seconds: float
+
+
+@dataclass
+class Trainer:
+    model: Transformer
+    settings: AdamSettings
+    beside: dict[str, nn.Module] = field(default_factory=dict)  # further modules to train, by name: the MTP layers
+    step_count: int = 0
+
+    def __post_init__(self) -> None:
+        modules = {"model": self.model, **self.beside}
+        named = [(f"{name}.{key}", p) for name, module in modules.items() for key, p in module.named_parameters()]
+        self.optimizer = MasterAdamW(named, self.settings)
+
+    def step(self, batches: Sequence[Batch], objective: Objective, factor: float = 1.0) -> StepResult:
+        """Forward and backward every micro-batch, then one optimizer step at `factor` of the learning rate."""
+        start = time.perf_counter()
+        trained = max(1, sum(batch.trained for batch in batches))
+        sums: dict[str, Tensor] = {}
+        for batch in batches:
+            found = objective(self.model, batch.to(self.device))
+            (found.total / trained).backward()
+            self.optimizer.collect()
+            for name, value in found.shown.items():
+                sums[name] = sums[name] + value if name in sums else value
+        norm = self.optimizer.step(factor)
+        self.step_count += 1
+        numbers = torch.stack([*sums.values(), norm.to(self.device)]).tolist()  # the one wait for the device
+        return StepResult(
+            values={name: number / trained for name, number in zip(sums, numbers, strict=False)},
+            gradient_norm=numbers[-1],
+            trained=trained,
+            tokens=sum(batch.tokens.numel() for batch in batches),
+            seconds=time.perf_counter() - start,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.head_weight.device

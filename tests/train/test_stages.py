@@ -1,0 +1,230 @@
+"""Whole stages on real corpora: a killed run ends where an unbroken one does, and every artefact is what it says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from etude.data.corpus import CorpusOptions, build_corpus
+from etude.errors import EtudeError, InputError
+from etude.model import load
+from etude.model.tokenizer import Tokenizer
+from etude.pipeline import run_recipe
+from etude.recipe import load_recipe
+from etude.run import Run
+
+RECIPE = """
+name = "tiny"
+stages = ["tokenizer", "init", "corpus", "pretrain", "mtp", "extend", "sft"]
+[tokenizer]
+sources = ["code"]
+vocab_size = 320
+[init.config]
+model_type = "qwen3"
+hidden_size = 16
+intermediate_size = 24
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 8
+tie_word_embeddings = true
+max_position_embeddings = 32
+initializer_range = 0.1
+[[corpus.build]]
+name = "code"
+sources = ["code"]
+held_out = ["away"]
+[[corpus.build]]
+name = "chat"
+sources = ["chat.jsonl"]
+chat = true
+[pretrain]
+mix = [{ corpus = "code" }]
+length = 32
+tokens = 2560
+rows = 2
+micro_batches = 2
+learning_rate = 1e-2
+checkpoint_every = 4
+evaluate_every = 10
+held_out = { corpus = "code", window = 16 }
+[mtp]
+mix = [{ corpus = "code" }]
+length = 32
+tokens = 320
+rows = 2
+checkpoint_every = 2
+[extend]
+mix = [{ corpus = "code" }]
+length = 64
+tokens = 512
+rows = 2
+rope_theta = 40000.0
+min_document = 64
+held_out = { corpus = "code", window = 64 }
+[sft]
+mix = [{ corpus = "chat" }]
+length = 64
+tokens = 512
+rows = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("stages")
+    for package in ("one", "two", "away"):
+        (place / "code" / package).mkdir(parents=True)
+        for name in ("a", "b"):
+            text = "".join(f"def {package}_{name}_{i}(x, y):\n    return x * {i} + y\n\n" for i in range(12))
+            (place / f"code/{package}/{name}.py").write_text(text)
+    rows = [
+        {"messages": [{"role": "user", "content": f"add {i}"}, {"role": "assistant", "content": f"the sum is {2 * i}"}]}
+        for i in range(30)
+    ]
+    (place / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "tiny.toml").write_text(RECIPE)
+    return place
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Run:
+    run_recipe(load_recipe(place / "tiny.toml"), place / "whole")
+    return Run.read(place / "whole")
+
+
+def losses(run: Run, stage: str) -> list[tuple[int, float]]:
+    return [(record["step"], record["loss"]) for record in run.metrics(stage) if "loss" in record]
+
+
+def test_the_stages_leave_checkpoints_that_transformers_loads(whole: Run) -> None:
+    names = [artefact.name for artefact in whole.artefacts()]
+    assert {"init-0", "pretrain-20", "mtp-5", "extend-4", "sft-4"} <= set(names)
+    final = whole.find("checkpoint")
+    assert final.name == "sft-4"
+    ours = load(final.path)
+    assert ours.config.max_length == 64
+    assert ours.config.rope.theta == 40000.0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(final.path, dtype=torch.float32)
+    tokens = torch.tensor([Tokenizer.load(final.path).encode("def f(x):\n    return x")])
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-4, rtol=0)
+    assert (final.path / "mtp.safetensors").exists()
+    assert final.parents[0].path == "checkpoints/extend-4"
+
+
+def test_training_learns_and_measures(whole: Run) -> None:
+    steps = losses(whole, "pretrain")
+    assert [step for step, _ in steps] == list(range(1, 21))
+    assert steps[-1][1] < steps[0][1] - 0.5
+    scores = [record for record in whole.metrics("pretrain") if record.get("evaluation")]
+    assert [record["step"] for record in scores] == [0, 10, 20]
+    assert scores[-1]["held_out_nats"] < scores[0]["held_out_nats"]
+    assert len(whole.metrics("extend")[0]["loss_by_position"]) == 8
+    assert "mtp_1_overlap" in whole.metrics("sft")[-1]
+
+
+def test_only_the_newest_and_the_middle_checkpoint_are_kept(whole: Run) -> None:
+    kept = sorted(a.name for a in whole.artefacts("checkpoint") if a.stage == "pretrain")
+    assert kept == ["pretrain-12", "pretrain-16", "pretrain-20"]
+    (mtp,) = [a for a in whole.artefacts("mtp") if a.name == "mtp-5"]
+    assert mtp.parents[0].path == "checkpoints/pretrain-12"
+
+
+def test_the_main_model_is_untouched_by_the_mtp_stage(whole: Run) -> None:
+    """extend starts from what pretrain ended with, not from the checkpoint the MTP layers were trained on."""
+    extended = next(a for a in whole.artefacts("checkpoint") if a.stage == "extend")
+    assert extended.parents[0].path == "checkpoints/pretrain-20"
+
+
+def start(place: Path, out: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "etude.cli", "run", str(place / "tiny.toml"), "--out", str(out), "--resume"]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("until", ["checkpoints/pretrain-8", "artefacts/mtp-2", "checkpoints/extend-4"])
+def test_a_killed_run_resumes_to_the_same_bits(place: Path, whole: Run, tmp_path: Path, until: str) -> None:
+    process = start(place, tmp_path / "cut")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "cut" / until).exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    run_recipe(load_recipe(place / "tiny.toml"), tmp_path / "cut", resume=True)
+    cut = Run.read(tmp_path / "cut")
+    for stage in ("pretrain", "mtp", "extend", "sft"):
+        assert losses(cut, stage) == losses(whole, stage)
+    ours, theirs = (load_file(run.find("checkpoint").path / "model.safetensors") for run in (cut, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def resumable(place: Path, tmp_path: Path) -> Path:
+    """A run interrupted after its first checkpoint of pretrain."""
+    out = tmp_path / "run"
+    recipe = load_recipe(place / "tiny.toml")
+
+    class Enough(Exception):
+        pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        from etude.train import phase
+
+        written = phase.write_checkpoint
+
+        def stop(run: Run, work: Any) -> None:
+            written(run, work)
+            raise Enough
+
+        patch.setattr(phase, "write_checkpoint", stop)
+        with pytest.raises(Enough):
+            run_recipe(recipe, out)
+    return out
+
+
+def test_a_damaged_checkpoint_is_refused(place: Path, tmp_path: Path) -> None:
+    out = resumable(place, tmp_path)
+    file = out / "checkpoints/pretrain-4/optimizer.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(EtudeError, match=r"pretrain-4: the checkpoint is damaged"):
+        run_recipe(load_recipe(place / "tiny.toml"), out, resume=True)
+
+
+def test_a_corrupted_shard_is_named(place: Path, tmp_path: Path) -> None:
+    out = resumable(place, tmp_path)
+    shard = next((out / "artefacts/corpus-code/train").glob("*.tokens"))
+    data = bytearray(shard.read_bytes())
+    data[0] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(InputError, match=shard.name):
+        run_recipe(load_recipe(place / "tiny.toml"), out, resume=True)
+
+
+def test_a_corpus_changed_under_a_resumed_run_is_refused(place: Path, tmp_path: Path) -> None:
+    out = resumable(place, tmp_path)
+    corpus = out / "artefacts/corpus-code"
+    shutil.rmtree(corpus)
+    tokenizer = Tokenizer.load(out / "artefacts/tokenizer")
+    build_corpus([str(place / "code/one")], tokenizer, corpus, CorpusOptions())
+    with pytest.raises(InputError, match="corpus code has changed"):
+        run_recipe(load_recipe(place / "tiny.toml"), out, resume=True)
+
+
+def test_a_diverging_run_stops_with_its_batch(place: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(place / "tiny.toml", ["pretrain.learning_rate=1e30", "pretrain.clip=0.0"])
+    with pytest.raises(EtudeError, match="training stopped: loss"):
+        run_recipe(recipe, tmp_path / "run")
+    (kept,) = (tmp_path / "run/failures/pretrain").iterdir()
+    assert {"batch.safetensors", "batch.json"} == {file.name for file in kept.iterdir()}
