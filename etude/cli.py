@@ -168,6 +168,7 @@ def main() -> None:
         if os.environ.get("ETUDE_TRACEBACK"):
             raise
         if isinstance(error, KeyboardInterrupt):
+            print("etude: interrupted", file=sys.stderr)
             sys.exit(130)
         for line in str(error).splitlines():
             print(line if line.startswith(" ") else f"etude: {line}", file=sys.stderr)

@@ -35,6 +35,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from etude.data.sources import STDLIB
 from etude.errors import InputError
+from etude.model.config import ModelConfig, unread_keys
 
 
 class Typed(str):
@@ -113,9 +114,18 @@ class InitStage(Stage):
     tokenizer: AbsolutePath | None = made_by("tokenizer", doc="directory of a tokenizer, when no stage trains one")
 
     @model_validator(mode="after")
-    def _vocabulary_has_one_owner(self) -> Self:
+    def _config_is_one_we_can_build(self) -> Self:
         if "vocab_size" in self.config:
             raise ValueError("config.vocab_size would not be used: the tokenizer decides it; remove it")
+        stand_in = {**self.config, "vocab_size": 1024}
+        try:
+            ModelConfig.from_hugging_face(stand_in, "config")
+        except InputError as problem:
+            raise ValueError(str(problem)) from None
+        if unread := unread_keys(stand_in):
+            raise ValueError(
+                f"config.{unread[0]} would not be used: a {self.config['model_type']} model has no such key"
+            )
         return self
 
 
@@ -301,7 +311,8 @@ class Recipe(Section):
         """A stage without a section runs on its defaults; a default it lacks is then reported by its key."""
         if not isinstance(data, dict) or not isinstance(stages := data.get("stages"), list | tuple):
             return data
-        return {**{stage: {} for stage in stages if stage in stage_sections()}, **data}
+        known = stage_sections()
+        return {**{stage: {} for stage in stages if isinstance(stage, str) and stage in known}, **data}
 
     @model_validator(mode="after")
     def _mixtures_name_corpora_that_are_built(self) -> Self:
@@ -398,6 +409,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"recipe {path} cannot be read: {error.strerror}") from None
     try:
         return tomllib.loads(text)
+    except RecursionError:
+        raise InputError(f"recipe {path}: its values are nested too deeply to read") from None
     except tomllib.TOMLDecodeError as error:
         reason = str(error)
         found = re.search(r"at line (\d+)", reason)
@@ -430,7 +443,7 @@ def _apply(overrides: Sequence[str], data: dict[str, Any]) -> tuple[dict[str, st
 def _parse_value(text: str) -> object:
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return Typed(text)
     return _typed(parsed["value"]) if parsed.keys() == {"value"} else Typed(text)
 

@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import time
@@ -127,7 +128,7 @@ class Run:
     def metrics(self, stage: str | None = None) -> list[dict[str, Any]]:
         """All complete lines of metrics, oldest first."""
         records = _read_jsonl(self.path / "metrics.jsonl")
-        return [record for record in records if stage in (None, record["stage"])]
+        return [record for record in records if stage in (None, record.get("stage"))]
 
     def rewind(self, stage: str, step: int = -1) -> None:
         """Forget metrics of `stage` after `step`: a stage calls it before it repeats them."""
@@ -154,7 +155,7 @@ class Run:
 
     def _save_stage(self, stage: str, done: bool, facts: dict[str, object]) -> None:
         self._check_writable()
-        entry = {"done": done, "saved": _now(), "facts": {**self.facts(stage), **_plain(facts)}}
+        entry = {"done": done, "saved": _now(), "facts": {**self.facts(stage), **plain(facts)}}
         state = {**self._state, stage: entry}
         _replace(self.path / "state.json", json.dumps({"format": FORMAT, "stages": state}, indent=2) + "\n")
         self._state = state
@@ -255,11 +256,19 @@ class Run:
 
     def _append(self, name: str, record: dict[str, object]) -> None:
         self._check_writable()
-        line = json.dumps(_plain(record), allow_nan=False) + "\n"
+        line = json.dumps(plain(record), allow_nan=False) + "\n"
         path = self.path / name
         # One unbuffered write per line: a kill leaves the line whole or torn, and never mixes two.
         with _disk(path), path.open("ab", buffering=0) as file:
-            file.write(line.encode())
+            size = file.tell()
+            try:
+                written = file.write(line.encode())
+            except OSError:
+                file.truncate(size)
+                raise
+            if written != len(line.encode()):  # a full disk takes part of a line without a word
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def content_digest(path: Path) -> str:
@@ -298,9 +307,25 @@ def _check_resumable(path: Path, recipe: Recipe, resume: bool, allow_changes: bo
     if not resume:
         raise InputError(f"{path} already holds a run; add --resume to go on with it or name another directory")
     recorded = load_recipe(path / "recipe.toml")
-    if recorded != recipe and not allow_changes:
-        lines = "\n".join(f"    {line}" for line in differing_keys(recorded, recipe))
-        raise InputError(f"run {path} was started with another recipe; undo this or name another directory\n{lines}")
+    if recorded == recipe or allow_changes:
+        return
+    begun = _begun(path)
+    free = {"track", *(stage for stage in (*recorded.stages, *recipe.stages) if stage not in begun)}
+    if begun <= set(recipe.stages):
+        free.add("stages")
+    lines = [f"    {line}" for line in differing_keys(recorded, recipe) if re.split(r"[.:]", line)[0] not in free]
+    if lines:
+        about = "\n".join(lines)
+        raise InputError(
+            f"run {path} was started with another recipe; undo this or name another directory "
+            f"(only stages that have not begun may change)\n{about}"
+        )
+
+
+def _begun(path: Path) -> set[str]:
+    """Stages that have left anything behind: their settings can no longer change under them."""
+    records = [*_read_jsonl(path / "lineage.jsonl"), *_read_jsonl(path / "metrics.jsonl")]
+    return {*_read_state(path / "state.json"), *(str(record.get("stage")) for record in records)}
 
 
 def _take_lock(path: Path) -> int:
@@ -374,9 +399,9 @@ def _read_state(path: Path) -> dict[str, dict[str, Any]]:
         state = json.loads(path.read_text(encoding="utf-8"))
         if state["format"] != FORMAT:
             raise EtudeError(f"{path} has format {state['format']}, this etude reads {FORMAT}; use a newer one")
-        stages: dict[str, dict[str, Any]] = state["stages"]
+        stages: dict[str, dict[str, Any]] = {name: dict(entry) for name, entry in state["stages"].items()}
         return stages
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EtudeError(f"{path} cannot be understood ({error}); it was changed by something else") from None
 
 
@@ -419,27 +444,32 @@ def _disk(path: Path) -> Iterator[None]:
 
 
 def _artefact_from(record: dict[str, Any], run: Path) -> Artefact:
-    fields = {name: record[name] for name in Artefact.__dataclass_fields__}
-    parents = tuple(Parent(**parent) for parent in record["parents"])
-    return Artefact(**{**fields, "path": run / record["path"], "parents": parents})
+    try:
+        fields = {name: record[name] for name in Artefact.__dataclass_fields__}
+        parents = tuple(Parent(**parent) for parent in record["parents"])
+        return Artefact(**{**fields, "path": run / record["path"], "parents": parents})
+    except (KeyError, TypeError) as error:
+        raise EtudeError(
+            f"{run / 'lineage.jsonl'} holds a line that is no artefact ({error}); it was changed"
+        ) from None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value as JSON can hold it; tensors and numpy scalars of one element become numbers."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else json.dumps(value)  # JSON has no word for these
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     item: Callable[[], object] | None = getattr(value, "item", None)
     if item is None:
         raise TypeError(f"{value!r} is neither a number, a string nor a collection of them")
-    return _plain(item())
+    return plain(item())
 
 
 def _now() -> str:

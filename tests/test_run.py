@@ -72,13 +72,59 @@ def test_a_run_is_not_started_twice_without_resume(tmp_path: Path) -> None:
 
 
 def test_resuming_under_another_recipe_is_refused_key_by_key(tmp_path: Path) -> None:
-    with Run.create_or_resume(tmp_path, RECIPE):
-        pass
+    with Run.create_or_resume(tmp_path, RECIPE) as run:
+        run.keep("tokenizer", begun=True)
     with pytest.raises(InputError, match=r"another recipe[^\n]*\n +tokenizer\.vocab_size: 300 -> 1024"):
         Run.create_or_resume(tmp_path, OTHER, resume=True)
     assert Run.read(tmp_path).recipe == RECIPE
     with Run.create_or_resume(tmp_path, OTHER, resume=True, allow_changes=True):
         assert Run.read(tmp_path).recipe == OTHER
+
+
+def test_a_stage_that_has_not_begun_may_still_change(tmp_path: Path) -> None:
+    with Run.create_or_resume(tmp_path, RECIPE):
+        pass
+    with Run.create_or_resume(tmp_path, OTHER, resume=True) as run:
+        assert run.recipe == OTHER
+
+
+def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path: Path) -> None:
+    """A limit on file size stands in for the full disk: the kernel takes part of the line, then none."""
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from etude.run import Run; from etude.errors import *\n"
+        "from etude.recipe import load_recipe\n"
+        f"path = Path({str(tmp_path / 'run')!r}); recipe = load_recipe({str(written_recipe(tmp_path))!r})\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "with Run.create_or_resume(path, recipe) as run:\n"
+        "    run.log('s', 1, note='x' * 100)\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (250, resource.RLIM_INFINITY))\n"
+        "    try: run.log('s', 2, note='y' * 200); sys.exit('no error')\n"
+        "    except EtudeError: pass\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
+        "    run.log('s', 3)\n"
+        "    assert [r['step'] for r in run.metrics()] == [1, 3]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def written_recipe(place: Path) -> Path:
+    (place / "r.toml").write_text('name = "r"\nstages = ["tokenizer"]\n[tokenizer]\nsources = ["stdlib"]\n')
+    return place / "r.toml"
+
+
+@pytest.mark.parametrize(
+    "text", ['{"format": 1, "stages": []}', '{"format": 1, "stages": {"tokenizer": 5}}', "[]", "{"]
+)
+def test_a_state_file_somebody_edited_is_an_error(tmp_path: Path, text: str) -> None:
+    with Run.create_or_resume(tmp_path, RECIPE):
+        pass
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(EtudeError, match=r"state\.json"):
+        Run.read(tmp_path)
+    (tmp_path / "state.json").unlink()
+    (tmp_path / "lineage.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(EtudeError, match=r"lineage\.jsonl"):
+        Run.read(tmp_path).artefacts()
 
 
 def test_somebody_elses_directory_is_left_as_it_was(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ def usable_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        if name == "meta":
+            raise RuntimeError("it holds shapes and no numbers")
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as problem:  # torch asserts when it was built without CUDA
         raise InputError(f"device {name}: torch cannot use it here ({str(problem).splitlines()[0]})") from None

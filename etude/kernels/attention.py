@@ -46,7 +46,7 @@ class Documents:
         """The document lengths of each row; every row must add up to the same number of tokens."""
         sizes = {sum(row) for row in rows}
         lengths = tuple(chain.from_iterable(rows))
-        if len(sizes) != 1 or min(lengths) < 1:
+        if len(sizes) != 1 or min(lengths, default=0) < 1:
             raise InputError(f"packed rows must be of one length and documents at least one token; got {list(rows)}")
         positions = torch.cat([torch.arange(n) for n in lengths]).view(len(rows), sizes.pop())
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

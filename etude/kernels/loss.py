@@ -24,14 +24,29 @@ def linear_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, weights:
     """Sum over tokens of weight x -log p(target), float32. hidden [n, width], head [vocabulary, width], targets [n]."""
     if weights is None:
         weights = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
-    loss: Tensor = _CrossEntropy.apply(hidden, head, targets, weights.float())  # type: ignore[no-untyped-call]
+    _check(hidden, head, targets, weights)
+    # contiguous: the kernels walk targets and weights by their index
+    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, head, targets.contiguous(), weights.detach().float().contiguous()
+    )
     return loss
 
 
 def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """log p(target) of every token, float32 [n]; 0 where the target is IGNORE."""
-    found: Tensor = _TokenLogprobs.apply(hidden, head, targets)  # type: ignore[no-untyped-call]
+    _check(hidden, head, targets, targets)
+    found: Tensor = _TokenLogprobs.apply(hidden, head, targets.contiguous())  # type: ignore[no-untyped-call]
     return found
+
+
+def _check(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> None:
+    """A shape that broadcasts would give a loss, and the wrong one."""
+    tokens, width = hidden.shape
+    if head.shape[1] != width or targets.shape != (tokens,) or weights.shape != (tokens,):
+        shapes = [list(t.shape) for t in (hidden, head, targets, weights)]
+        raise ValueError(f"hidden [n, width], head [vocabulary, width], targets [n], weights [n]; got {shapes}")
+    if weights.requires_grad:
+        raise ValueError("weights are constants here; use token_logprobs where they must have a gradient")
 
 
 def token_chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
@@ -73,8 +88,10 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, head, targets)
-        chunks = token_chunks(*_sizes(hidden, head))
-        return torch.cat([logprobs(hidden[rows] @ head.T, targets[rows]) for rows in chunks])
+        found = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        for rows in token_chunks(*_sizes(hidden, head)):
+            found[rows] = logprobs(hidden[rows] @ head.T, targets[rows])
+        return found
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -82,7 +99,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden)
         head_grad = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
         for rows in token_chunks(*_sizes(hidden, head)):
-            _, gradient = logprobs_and_gradient_(hidden[rows] @ head.T, targets[rows], -upstream[rows])
+            _, gradient = logprobs_and_gradient_(hidden[rows] @ head.T, targets[rows], -upstream[rows].contiguous())
             torch.mm(gradient, head, out=hidden_grad[rows])
             head_grad += gradient.T @ hidden[rows]
         return hidden_grad, head_grad.to(head.dtype), None

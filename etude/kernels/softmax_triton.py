@@ -29,7 +29,9 @@ def logprobs_kernel(logits, stride, targets, found, size, BLOCK: tl.constexpr):
     if target < 0:
         tl.store(found + index, 0.0)
     else:
-        tl.store(found + index, tl.load(row + target).to(tl.float32) - _log_sum_exp(row, size, BLOCK))
+        # a target outside the vocabulary has no probability: NaN, which nobody overlooks
+        at_target = tl.load(row + target, mask=target < size, other=float("nan")).to(tl.float32)
+        tl.store(found + index, at_target - _log_sum_exp(row, size, BLOCK))
 
 
 @triton.jit
@@ -39,7 +41,7 @@ def logprobs_and_gradient_kernel(logits, stride, targets, weights, found, size, 
     target = tl.load(targets + index)
     weight = tl.where(target < 0, 0.0, tl.load(weights + index))
     log_sum = _log_sum_exp(row, size, BLOCK)
-    at_target = tl.load(row + tl.maximum(target, 0)).to(tl.float32)
+    at_target = tl.load(row + tl.maximum(target, 0), mask=target < size, other=float("nan")).to(tl.float32)
     tl.store(found + index, tl.where(target < 0, 0.0, at_target - log_sum))
     tl.debug_barrier()  # the target's logit is read before any thread writes over it
     for start in range(0, size, BLOCK):

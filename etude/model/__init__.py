@@ -1,12 +1,30 @@
-"""The network and its checkpoints: `load`, `save`, and `model(tokens) -> logits`."""
+"""The network and its checkpoints: `load`, `save`, and `model(tokens) -> logits`.
 
-from etude.kernels.attention import Documents
-from etude.model.cache import KVCache
-from etude.model.checkpoint import load, save
-from etude.model.config import ModelConfig
-from etude.model.moe import Routing
-from etude.model.transformer import Transformer, compile_blocks, initialize
+Names are imported when they are first used, so that reading a config (`etude.model.config`) needs no torch.
+"""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etude.kernels.attention import Documents
+    from etude.model.cache import KVCache
+    from etude.model.checkpoint import load, save
+    from etude.model.config import ModelConfig
+    from etude.model.moe import Routing
+    from etude.model.transformer import Transformer, compile_blocks, initialize
+
+_HOMES = {
+    "Documents": "etude.kernels.attention",
+    "KVCache": "etude.model.cache",
+    "ModelConfig": "etude.model.config",
+    "Routing": "etude.model.moe",
+    "Transformer": "etude.model.transformer",
+    "compile_blocks": "etude.model.transformer",
+    "initialize": "etude.model.transformer",
+    "load": "etude.model.checkpoint",
+    "save": "etude.model.checkpoint",
+}
 __all__ = [
     "Documents",
     "KVCache",
@@ -18,3 +36,9 @@ __all__ = [
     "load",
     "save",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'etude.model' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

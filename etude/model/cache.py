@@ -56,7 +56,7 @@ class KVCache:
 
     def truncate(self, lengths: Tensor) -> None:
         """Forget what stands after `lengths` tokens of each row: padding after a prefill, or rejected drafts."""
-        if lengths.shape != self.lengths.shape or bool((lengths > self.lengths).any()):
+        if lengths.shape != self.lengths.shape or bool(((lengths > self.lengths) | (lengths < 0)).any()):
             raise InputError(f"cannot truncate rows of {self.lengths.tolist()} tokens to {lengths.tolist()}")
         self.lengths = lengths.to(self.lengths)
         self.extent = int(self.lengths.max())

@@ -8,7 +8,9 @@ a directory gets its final name only when it is complete.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -20,13 +22,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from etude.errors import InputError
+from etude.errors import BusyError, EtudeError, InputError
 from etude.model.attention import GroupedQueryAttention, LatentAttention
 from etude.model.config import ModelConfig
 from etude.model.layers import MLP
 from etude.model.moe import MoE
 from etude.model.transformer import Block, Transformer
 
+KINDS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -50,7 +53,20 @@ def load(
         with torch.no_grad():
             for name, view in views(model).items():
                 view.copy_(files.read(name))
+        _check_tied_head(files, config, directory)
     return model
+
+
+def _check_tied_head(files: TensorFiles, config: ModelConfig, directory: Path) -> None:
+    """A tied model may carry its head once more; if that one differs, the config does not say what the file means."""
+    head, embedding = (f"{config.tensor_prefix}{name}" for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    if config.tied and head in files.where:
+        same = files.shape(head) == files.shape(embedding) and torch.equal(files.read(head), files.read(embedding))
+        if not same:
+            raise InputError(
+                f"{directory}: {head} differs from the embedding, but config.json ties them; "
+                "set tie_word_embeddings to false or remove the tensor"
+            )
 
 
 def save(model: Transformer, directory: Path | str, shard_bytes: int = 5 * 10**9) -> None:
@@ -70,17 +86,30 @@ def write_model(model: Transformer, directory: Path, shard_bytes: int = 5 * 10**
 @contextlib.contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
     """A directory that appears under its name only when everything in it has been written."""
+    directory = Path(os.path.realpath(directory))
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InputError(f"{directory}: already exists and is not empty; choose another name or remove it")
     partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    lock = partial.with_suffix(".lock").open("w")  # a file beside it: what a killed writer left is cleared below
     try:
-        yield partial
-    except BaseException:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise BusyError(f"{directory}: another process is writing it; wait for it or choose another name") from None
+    try:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
-    partial.replace(directory)
+        partial.mkdir()
+        yield partial
+        partial.replace(directory)
+    except SafetensorError as problem:  # what the disk says comes through it as text
+        raise EtudeError(
+            f"{directory}: the weights could not be written ({problem}); free some space and try again"
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        Path(lock.name).unlink(missing_ok=True)
+        lock.close()
 
 
 def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = 5 * 10**9) -> None:
@@ -195,6 +224,8 @@ def _check(files: TensorFiles, wanted: dict[str, Tensor], config: ModelConfig, d
     for name, view in wanted.items():
         if (shape := files.shape(name)) != list(view.shape):
             raise InputError(f"{directory}: tensor {name} has shape {shape}; config.json asks for {list(view.shape)}")
+        if (kind := files.kind(name)) not in KINDS:
+            raise InputError(f"{directory}: tensor {name} is {kind}; expected one of {', '.join(KINDS)}")
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:
@@ -235,15 +266,14 @@ class TensorFiles:
     def shape(self, name: str) -> list[int]:
         return list(self.where[name].get_slice(name).get_shape())
 
+    def kind(self, name: str) -> str:
+        return str(self.where[name].get_slice(name).get_dtype())
+
     def dtype(self) -> torch.dtype:
         """The type most of the weights are stored in: that of the first matrix."""
         for name in self.where:
-            if len(self.shape(name)) > 1:
-                kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-                kind = self.where[name].get_slice(name).get_dtype()
-                if kind not in kinds:
-                    raise InputError(f"{self.directory}: tensor {name} is {kind}; expected one of {', '.join(kinds)}")
-                return kinds[kind]
+            if len(self.shape(name)) > 1 and self.kind(name) in KINDS:
+                return KINDS[self.kind(name)]
         raise InputError(f"{self.directory}: holds no weight matrices")
 
     def read(self, name: str) -> Tensor:
@@ -260,7 +290,8 @@ class TensorFiles:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (OSError, ValueError, KeyError) as problem:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        names = {str(key): Path(value).name for key, value in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise InputError(f"{index}: not a checkpoint index ({problem})") from None
-    return weight_map
+    return names

@@ -19,6 +19,7 @@ from etude.model.checkpoint import load
 from etude.model.tokenizer import Tokenizer, check_vocabulary
 from etude.model.transformer import Transformer
 from etude.progress import progress_line
+from etude.run import plain
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -83,7 +84,8 @@ def describe(
         },
     }
     if gpus is not None:
-        mesh = room.Mesh(gpus, ep or 1, cp or 1, sequence or min(32_768, config.max_length))
+        sequence = min(32_768, config.max_length) if sequence is None else sequence
+        mesh = room.Mesh(gpus, 1 if ep is None else ep, 1 if cp is None else cp, sequence)
         per_gpu = room.memory_per_gpu(config, parameters, mesh)
         facts |= {"mesh": asdict(mesh), "bytes_per_gpu": {**asdict(per_gpu), "total": per_gpu.total}}
     if as_json:
@@ -113,11 +115,18 @@ def generate(
     from etude.model.generate import generate as stream
 
     network, tokenizer = _load(model, dtype, device)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+    except UnicodeDecodeError as problem:
+        raise InputError(f"standard input is not UTF-8 text ({problem})") from None
     if chat:
+        if spelt := tokenizer.control_in(text):
+            raise InputError(
+                f"the prompt spells the control token {spelt}, which would end the user's turn; leave it out"
+            )
         ids = tokenizer.encode(tokenizer.render([{"role": "user", "content": text}]), special=True)
     else:
-        ids = tokenizer.encode(text)
+        ids = [*tokenizer.prefix, *tokenizer.encode(text)]
     found: list[int] = []
     tokens = stream(network, ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tokenizer.stop_ids)
     for piece in as_text((found.append(t) or t for t in tokens), tokenizer):  # type: ignore[func-returns-value]
@@ -158,10 +167,15 @@ def nll(
     network, tokenizer = _load(model, dtype, device)
     with progress_line("nll") as report:
         score = codebase_nll(
-            network, tokenizer, files, window=window, stride=stride or max(1, window // 2), progress=report
+            network,
+            tokenizer,
+            files,
+            window=window,
+            stride=max(1, window // 2) if stride is None else stride,
+            progress=report,
         )
     if as_json:
-        print(json.dumps(asdict(score)))
+        print(json.dumps(plain(asdict(score))))
         return
     print(f"{score.nats:,.1f} nats summed over {score.tokens:,} tokens, {score.bytes:,} bytes, {score.files:,} files")
     print(f"{score.bits_per_byte:.4f} bits per byte, {score.nats_per_token:.4f} nats per token")
@@ -202,7 +216,7 @@ def evaluate(
     with progress_line("state tracking") as report:
         state = track_state(asked, _completer(network, words), report)
     if as_json:
-        print(json.dumps({"nll": asdict(score), "state_tracking": asdict(state)}))
+        print(json.dumps(plain({"nll": asdict(score), "state_tracking": asdict(state)})))
         return
     print(f"codebase NLL    {score.nats:,.1f} nats over {score.bytes:,} bytes, {score.bits_per_byte:.4f} bits per byte")
     print(
@@ -218,7 +232,7 @@ def _completer(network: Transformer, words: Tokenizer) -> Callable[[str, int], s
     from etude.model.state_tracking import END
 
     def complete(prompt: str, characters: int) -> str:
-        ids = words.encode(prompt)
+        ids = [*words.prefix, *words.encode(prompt)]
         room = network.config.max_length - len(ids)
         if room < 1:
             raise InputError(f"a task of {len(ids)} tokens does not fit the model's {network.config.max_length}")

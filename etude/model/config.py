@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,8 @@ class ModelConfig:
 
     @property
     def quantised(self) -> bool:
-        return "quantization_config" in {**self.source, **self.source.get("text_config", {})}
+        text = self.source.get("text_config") or {}
+        return bool(self.source.get("quantization_config") or text.get("quantization_config"))
 
     @classmethod
     def from_hugging_face(cls, source: HuggingFaceConfig, where: str = "config.json") -> ModelConfig:
@@ -100,10 +101,8 @@ class ModelConfig:
             known = ", ".join(sorted(FAMILIES))
             raise InputError(f"{where}: model_type is {family!r}; expected one of {known}")
         try:
-            return FAMILIES[family](source)
-        except KeyError as missing:
-            raise InputError(f"{where}: {missing.args[0]} is missing; {family} needs it") from None
-        except (TypeError, ValueError) as problem:
+            return FAMILIES[family](Reader(source))
+        except (TypeError, ValueError, KeyError) as problem:
             raise InputError(f"{where}: {problem}") from None
 
     @classmethod
@@ -121,8 +120,10 @@ class ModelConfig:
 
     def evolve(self, **changes: Any) -> ModelConfig:
         """The same model with some Hugging Face keys changed; None removes a key."""
-        source = {**self.source, **changes}
-        return self.from_hugging_face({k: v for k, v in source.items() if k not in changes or v is not None})
+        outer = dict(self.source)
+        text = {**(outer.get("text_config") or outer), **changes}
+        text = {key: value for key, value in text.items() if key not in changes or value is not None}
+        return self.from_hugging_face({**outer, "text_config": text} if "text_config" in outer else text)
 
 
 def with_rope(
@@ -144,32 +145,86 @@ def with_rope(
     return ModelConfig.from_hugging_face(text)
 
 
-def _common(c: HuggingFaceConfig, head_dim: int) -> dict[str, Any]:
+class Reader:
+    """Typed reading of a config: each value is of its kind and range, or the error names its key.
+
+    It remembers what was asked for, so that a config written by hand can be held to the keys that act.
+    """
+
+    def __init__(self, source: HuggingFaceConfig) -> None:
+        self.source = source
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        value = self.source.get(key)
+        return default if value is None else value
+
+    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        value = self.get(key, default)
+        if value is None:
+            raise ValueError(f"{key} is missing; {self.source.get('model_type')} needs it")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{key} is {value!r}; expected an integer of at least {least}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if value is None:
+            raise ValueError(f"{key} is missing; {self.source.get('model_type')} needs it")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{key} is {value!r}; expected a number above 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} is {value!r}; expected true or false")
+        return value
+
+    def only(self, key: str, *allowed: Any) -> None:
+        if (value := self.get(key, allowed[0])) not in allowed:
+            raise ValueError(f"{key} is {value!r}; only {' or '.join(map(repr, allowed))} is supported")
+
+    def part(self, key: str) -> Reader:
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{key} is {value!r}; expected a table")
+        return Reader(value)
+
+
+def _common(c: Reader, head_dim: int) -> dict[str, Any]:
     """The keys that every family spells alike, and the values none of them can honour."""
-    if (act := c.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"hidden_act is {act!r}; only 'silu' is supported")
-    if c.get("use_sliding_window") or any("sliding" in kind for kind in c.get("layer_types") or ()):
+    c.only("hidden_act", "silu")
+    if c.flag("use_sliding_window") or any("sliding" in str(kind) for kind in c.get("layer_types", ())):
         raise ValueError("sliding-window attention is not supported")
-    heads = c["num_attention_heads"]
-    kv_heads = c.get("num_key_value_heads") or heads
+    heads = c.size("num_attention_heads")
+    kv_heads = c.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     return {
-        "family": c["model_type"],
-        "vocab_size": c["vocab_size"],
-        "hidden_size": c["hidden_size"],
-        "layers": c["num_hidden_layers"],
+        "family": c.source["model_type"],
+        "vocab_size": c.size("vocab_size"),
+        "hidden_size": c.size("hidden_size"),
+        "layers": c.size("num_hidden_layers"),
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
-        "mlp_size": c["intermediate_size"],
-        "norm_eps": float(c.get("rms_norm_eps", 1e-6)),
-        "tied": bool(c.get("tie_word_embeddings", False)),
-        "max_length": c.get("max_position_embeddings", 2048),
-        "init_std": float(c.get("initializer_range", 0.02)),
-        "attention_bias": bool(c.get("attention_bias", False)),
-        "source": dict(c),
+        "mlp_size": c.size("intermediate_size"),
+        "norm_eps": c.number("rms_norm_eps", 1e-6),
+        "tied": c.flag("tie_word_embeddings"),
+        "max_length": c.size("max_position_embeddings", 2048),
+        "init_std": c.number("initializer_range", 0.02),
+        "attention_bias": c.flag("attention_bias"),
+        "source": dict(c.source),
     }
+
+
+def _head_dim(c: Reader, default: int | None = None) -> int:
+    dim = c.size("head_dim", default or c.size("hidden_size") // c.size("num_attention_heads"))
+    if dim % 2:
+        raise ValueError(f"head_dim is {dim}; rotary positions turn pairs, so it must be even")
+    return dim
 
 
 def _mscale(factor: float, weight: float = 1.0) -> float:
@@ -177,29 +232,28 @@ def _mscale(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _rope(c: HuggingFaceConfig, dim: int, *, interleaved: bool = False, score_scaling: bool = False) -> RopeConfig:
+def _rope(c: Reader, dim: int, *, interleaved: bool = False, score_scaling: bool = False) -> RopeConfig:
     """RoPE from either spelling: `rope_theta` + `rope_scaling`, or transformers 5's `rope_parameters`."""
-    scaling = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
-    theta = float(scaling.get("rope_theta") or c.get("rope_theta") or 10_000.0)
+    old, new = c.part("rope_scaling"), c.part("rope_parameters")
+    scaling = Reader({**old.source, **new.source})
+    theta = scaling.number("rope_theta", c.number("rope_theta", 10_000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if scaling.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError("partial_rotary_factor other than 1 is not supported")
-    base = RopeConfig(theta=theta, dim=dim, interleaved=interleaved)
+    scaling.only("partial_rotary_factor", 1.0)
+    c.only("partial_rotary_factor", 1.0)
     if kind == "default":
-        return base
+        return RopeConfig(theta=theta, dim=dim, interleaved=interleaved)
     if kind not in ("linear", "llama3", "yarn"):
         # dynamic NTK changes every key's rotation as a sequence grows, so cached and packed forwards would disagree
         raise ValueError(f"rope scaling {kind!r} is not supported; expected default, linear, llama3 or yarn")
-    factor = float(scaling["factor"])
-    original = int(scaling.get("original_max_position_embeddings") or c.get("max_position_embeddings", 2048))
-    known = {"theta": theta, "dim": dim, "kind": kind, "factor": factor, "original_length": original}
-    known["interleaved"] = interleaved
+    factor = scaling.number("factor")
+    known: dict[str, Any] = {"theta": theta, "dim": dim, "kind": kind, "factor": factor, "interleaved": interleaved}
+    known["original_length"] = scaling.size("original_max_position_embeddings", c.size("max_position_embeddings", 2048))
     if kind == "linear":
         return RopeConfig(**known)
     if kind == "llama3":
-        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
         return RopeConfig(**known, low_freq_factor=low, high_freq_factor=high)
-    weight, all_dim = float(scaling.get("mscale") or 0), float(scaling.get("mscale_all_dim") or 0)
+    weight, all_dim = float(scaling.get("mscale", 0)), float(scaling.get("mscale_all_dim", 0))
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         both = weight and all_dim
@@ -210,72 +264,75 @@ def _rope(c: HuggingFaceConfig, dim: int, *, interleaved: bool = False, score_sc
         score_factor=_mscale(factor, all_dim) ** 2 if score_scaling and all_dim else 1.0,
         beta_fast=float(scaling.get("beta_fast") or 32.0),
         beta_slow=float(scaling.get("beta_slow") or 1.0),
-        truncate=bool(scaling.get("truncate", True)),
+        truncate=scaling.flag("truncate", True),
     )
 
 
-def llama(c: HuggingFaceConfig) -> ModelConfig:
-    dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-    return ModelConfig(**_common(c, dim), rope=_rope(c, dim), mlp_bias=bool(c.get("mlp_bias", False)))
+def llama(c: Reader) -> ModelConfig:
+    dim = _head_dim(c)
+    return ModelConfig(**_common(c, dim), rope=_rope(c, dim), mlp_bias=c.flag("mlp_bias"))
 
 
-def qwen3(c: HuggingFaceConfig) -> ModelConfig:
-    dim = c.get("head_dim") or 128
+def qwen3(c: Reader) -> ModelConfig:
+    dim = _head_dim(c, 128)
     return ModelConfig(**_common(c, dim), rope=_rope(c, dim), qk_norm=True)
 
 
-def qwen3_moe(c: HuggingFaceConfig) -> ModelConfig:
-    dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-    dense, step = c.get("mlp_only_layers") or (), c.get("decoder_sparse_step", 1)
-    experts = c["num_experts"] if "num_experts" in c else c["num_local_experts"]  # transformers 5 writes the latter
+def qwen3_moe(c: Reader) -> ModelConfig:
+    dim = _head_dim(c)
+    dense, step = c.get("mlp_only_layers", ()), c.size("decoder_sparse_step", 1)
+    layers = range(c.size("num_hidden_layers"))
     moe = MoEConfig(
-        experts=experts,
-        per_token=c["num_experts_per_tok"],
-        expert_size=c["moe_intermediate_size"],
-        layers=tuple(i for i in range(c["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0),
-        normalize=bool(c.get("norm_topk_prob", False)),
+        experts=c.size("num_experts", c.get("num_local_experts")),  # transformers 5 writes the latter
+        per_token=c.size("num_experts_per_tok"),
+        expert_size=c.size("moe_intermediate_size"),
+        layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0),
+        normalize=c.flag("norm_topk_prob"),
     )
     return ModelConfig(**_common(c, dim), rope=_rope(c, dim), qk_norm=True, moe=_checked(moe))
 
 
-def deepseek_v3(c: HuggingFaceConfig) -> ModelConfig:
+def deepseek_v3(c: Reader) -> ModelConfig:
     """DeepSeek-V3, and with it Kimi K2: latent attention, sigmoid router with a correction bias, shared expert."""
-    if c.get("moe_layer_freq", 1) != 1:
-        raise ValueError("moe_layer_freq other than 1 is not supported")
+    c.only("moe_layer_freq", 1)
+    c.only("scoring_func", "sigmoid")
+    c.only("topk_method", "noaux_tc")
     latent = LatentConfig(
-        q_rank=c.get("q_lora_rank"),
-        kv_rank=c["kv_lora_rank"],
-        nope_dim=c["qk_nope_head_dim"],
-        rope_dim=c["qk_rope_head_dim"],
-        v_dim=c["v_head_dim"],
+        q_rank=None if c.get("q_lora_rank") is None else c.size("q_lora_rank"),
+        kv_rank=c.size("kv_lora_rank"),
+        nope_dim=c.size("qk_nope_head_dim"),
+        rope_dim=c.size("qk_rope_head_dim"),
+        v_dim=c.size("v_head_dim"),
     )
+    if latent.rope_dim % 2:
+        raise ValueError(f"qk_rope_head_dim is {latent.rope_dim}; rotary positions turn pairs, so it must be even")
+    expert_size = c.size("moe_intermediate_size")
+    # No defaults where transformers has others: a guess would be a different network.
     moe = MoEConfig(
-        experts=c["n_routed_experts"],
-        per_token=c["num_experts_per_tok"],
-        expert_size=c["moe_intermediate_size"],
-        layers=tuple(range(c.get("first_k_dense_replace", 0), c["num_hidden_layers"])),
-        shared_size=c["moe_intermediate_size"] * c["n_shared_experts"],
+        experts=c.size("n_routed_experts"),
+        per_token=c.size("num_experts_per_tok"),
+        expert_size=expert_size,
+        layers=tuple(range(c.size("first_k_dense_replace", least=0), c.size("num_hidden_layers"))),
+        shared_size=expert_size * c.size("n_shared_experts", 1),
         scoring="sigmoid",
-        groups=c.get("n_group") or 1,
-        groups_per_token=c.get("topk_group") or 1,
-        normalize=bool(c.get("norm_topk_prob", True)),
-        scale=float(c.get("routed_scaling_factor", 1.0)),
+        groups=c.size("n_group"),
+        groups_per_token=c.size("topk_group"),
+        normalize=c.flag("norm_topk_prob", True),
+        scale=c.number("routed_scaling_factor"),
     )
-    interleaved = bool(c.get("rope_interleave", True))
     return ModelConfig(
         **_common(c, latent.nope_dim + latent.rope_dim),
-        rope=_rope(c, latent.rope_dim, interleaved=interleaved, score_scaling=True),
+        rope=_rope(c, latent.rope_dim, interleaved=c.flag("rope_interleave", True), score_scaling=True),
         latent=latent,
         moe=_checked(moe),
-        mtp_layers=c.get("num_nextn_predict_layers") or 0,
+        mtp_layers=c.size("num_nextn_predict_layers", 0, least=0),
     )
 
 
-def kimi_k25(c: HuggingFaceConfig) -> ModelConfig:
+def kimi_k25(c: Reader) -> ModelConfig:
     """The text model inside Kimi K2.5. The vision tower is not ours to train and is not loaded."""
-    text = deepseek_v3(c["text_config"])
-    known = {name: getattr(text, name) for name in ModelConfig.__dataclass_fields__}
-    return ModelConfig(**{**known, "family": "kimi_k25", "tensor_prefix": "language_model.", "source": dict(c)})
+    text = deepseek_v3(c.part("text_config"))
+    return replace(text, family="kimi_k25", tensor_prefix="language_model.", source=dict(c.source))
 
 
 def _checked(moe: MoEConfig) -> MoEConfig:
@@ -292,7 +349,17 @@ def _checked(moe: MoEConfig) -> MoEConfig:
     return moe
 
 
-FAMILIES: dict[str, Callable[[HuggingFaceConfig], ModelConfig]] = {
+def unread_keys(source: HuggingFaceConfig) -> list[str]:
+    """Keys of a hand-written config that this code would not look at, and that are not a label of the file itself."""
+    reader = Reader(source)
+    FAMILIES[source["model_type"]](reader)
+    return [key for key in source if key not in reader.asked | LABELS]
+
+
+# What a config.json says about itself or to other tools; nothing here depends on it.
+LABELS = {"architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "model_type", "pad_token_id"}
+LABELS |= {"torch_dtype", "transformers_version", "use_cache"}
+FAMILIES: dict[str, Callable[[Reader], ModelConfig]] = {
     "llama": llama,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,

@@ -56,11 +56,12 @@ def codebase_nll(
     check_vocabulary(tokenizer, model.config.vocab_size, "the model")
     texts = [_read(file) for file in files]
     ids = np.fromiter(chain.from_iterable(tokenizer.encode_batch(texts)), dtype=np.int64)
-    nats = stream_nll(model, ids, tokenizer.end_of_text, window=window, stride=stride, progress=progress)
+    if not len(ids):
+        raise InputError(f"the {len(files)} files are empty: there is nothing to score")
+    nats = stream_nll(model, ids, tokenizer.start, window=window, stride=stride, progress=progress)
     total = len(ids)
     size = sum(len(text.encode()) for text in texts)
-    per_byte = nats / math.log(2) / size if size else 0.0
-    return CodebaseNll(nats, per_byte, nats / total if total else 0.0, total, size, len(files))
+    return CodebaseNll(nats, nats / math.log(2) / size, nats / total, total, size, len(files))
 
 
 def stream_nll(
@@ -134,6 +135,6 @@ def _score(model: Transformer, tokens: torch.Tensor, targets: torch.Tensor) -> f
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_bytes().decode("utf-8")  # as it is: text mode would turn \r\n into one character
     except (OSError, UnicodeDecodeError) as problem:
         raise InputError(f"{file}: cannot be read as UTF-8 text ({problem})") from None

@@ -24,8 +24,12 @@ def generate(
     """New token ids as they come, without the stop token; temperature 0 takes the likeliest one."""
     if not prompt:
         raise InputError("the prompt is empty; a model needs at least one token to continue")
-    if max_tokens < 1 or temperature < 0:
-        raise InputError(f"max_tokens {max_tokens} must be at least 1 and temperature {temperature} not negative")
+    if max_tokens < 1:
+        raise InputError(f"max_tokens {max_tokens} must be at least 1")
+    if temperature and not 1e-6 <= temperature <= 1e6:
+        raise InputError(f"temperature {temperature} must be 0, or between 1e-6 and 1e6")
+    if not 0 <= seed < 2**63:
+        raise InputError(f"seed {seed} must be between 0 and 2^63 - 1")
     length, limit = len(prompt) + max_tokens, model.config.max_length
     if length > limit:
         raise InputError(f"{len(prompt)} prompt tokens and {max_tokens} new ones exceed the model's {limit}")

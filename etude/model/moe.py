@@ -64,8 +64,9 @@ class Router(nn.Module):
         """The correction bias stays float32 whatever the model's dtype: its steps are too small for bfloat16."""
         before = self._buffers.get("bias")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if before is not None and not before.is_meta:
-            self.bias = before.to(self.bias.device)
+        if before is not None:
+            device = self.bias.device
+            self.bias = torch.zeros_like(before, device=device) if before.is_meta else before.to(device)
         return self
 
     def forward(self, x: Tensor, replay: Tensor | None, plausibility: float) -> tuple[Tensor, Tensor]:
@@ -99,7 +100,8 @@ def filter_replay(scores: Tensor, own: Tensor, replay: Tensor, plausibility: flo
     n, k = own.shape
     given = replay.to(torch.int64)
     threshold = plausibility * scores.gather(1, own).min(dim=-1, keepdim=True).values
-    plausible = (given >= 0) & (scores.gather(1, given.clamp(min=0, max=scores.shape[1] - 1)) >= threshold)
+    known = (given >= 0) & (given < scores.shape[1])
+    plausible = known & (scores.gather(1, torch.where(known, given, 0)) >= threshold)
     # One priority per expert: kept replays above the router's candidates, candidates in order, all others below.
     priority = torch.zeros(n, scores.shape[1] + 1, dtype=torch.int32, device=scores.device)
     ranks = torch.arange(k, 0, -1, dtype=torch.int32, device=scores.device).expand(n, k)
@@ -125,7 +127,7 @@ class Experts(nn.Module):
         rows = grouped_matmul(swiglu(grouped_matmul(rows, self.gate_up, ends)), self.down, ends)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=x.device))
         # A gather and a sum in fixed order, not index_add: the result does not depend on thread timing.
-        return (rows[back].view(n, k, -1).float() * weights[..., None]).sum(dim=1).to(x.dtype)
+        return (rows[back].view(n, k, x.shape[-1]).float() * weights[..., None]).sum(dim=1).to(x.dtype)
 
 
 class MoE(nn.Module):
@@ -142,4 +144,4 @@ class MoE(nn.Module):
         y = self.experts(flat, chosen, weights)
         if self.shared is not None:
             y = y + self.shared(flat)
-        return y.view_as(x), chosen.view(*x.shape[:2], -1)
+        return y.view_as(x), chosen.view(*x.shape[:2], chosen.shape[-1])

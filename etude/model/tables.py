@@ -21,8 +21,9 @@ def describe_table(config: ModelConfig, facts: dict[str, Any], known: KnownModel
     table.add_row("layers", _layers(config))
     table.add_row("attention", _attention(config))
     table.add_row("parameters", f"{in_words(counts['total'])} total, {in_words(counts['active'])} active per token")
-    with_mtp = in_words(counts["total"] + counts["mtp_layer"])
-    table.add_row("", f"{with_mtp} with one multi-token-prediction layer (+{in_words(counts['mtp_layer'])})")
+    if config.latent:  # the family whose design these layers are
+        with_mtp = in_words(counts["total"] + counts["mtp_layer"])
+        table.add_row("", f"{with_mtp} with one multi-token-prediction layer (+{in_words(counts['mtp_layer'])})")
     if known:
         table.add_row("published", known.published + (f"  ({known.remark})" if known.remark else ""))
     table.add_row("weights", f"{in_bytes(sizes['weights'])} in bfloat16")

@@ -6,6 +6,7 @@ token. Nothing here knows of models or agents; transformers reads what `save` wr
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -148,6 +149,8 @@ class Tokenizer:
         self.config = dict(config or {})
         self.roles = _roles(self.config, backend)
         self.end_of_text = self._find_end_of_text()
+        # What it puts before every text (DeepSeek's and Llama's do, Qwen's does not); `encode` leaves it out.
+        self.prefix = backend.encode("", add_special_tokens=True).ids[:1]
         own = (self.token_id(END_OF_TURN), self._role_id("eos_token"), self.end_of_text)
         self.stop_ids = frozenset(stop_ids) | {token for token in own if token is not None}
 
@@ -210,6 +213,22 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """The id of a token by its exact spelling, None when the vocabulary lacks it."""
         return self.backend.token_to_id(token)
+
+    @property
+    def start(self) -> int:
+        """The token a first token is predicted from: the model's own beginning, else the end of an earlier document."""
+        return self.prefix[0] if self.prefix else self.end_of_text
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        added = self.backend.get_added_tokens_decoder().values()
+        spelt = sorted(token.content for token in added if _is_control(token.content))
+        return re.compile("|".join(map(re.escape, spelt)) or r"(?!)")
+
+    def control_in(self, text: str) -> str | None:
+        """The first control token that `text` spells, None if it spells none."""
+        found = self._control.search(text)
+        return found[0] if found else None
 
     def __len__(self) -> int:
         """One more than the highest id: the rows an embedding needs."""
@@ -275,6 +294,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     reserved = (*FRAME_TOKENS, *MARKUP_TOKENS)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     smallest = len(reserved) + len(alphabet)
+    if vocab_size > 2**24:
+        raise InputError(f"vocab_size = {vocab_size} is more than any text has words for; at most {2**24}")
     if vocab_size < smallest:
         raise InputError(
             f"vocab_size = {vocab_size} is too small: "

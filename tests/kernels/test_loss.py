@@ -49,6 +49,42 @@ def test_both_losses_equal_the_plain_ones(n: int, width: int, vocabulary: int, s
             torch.testing.assert_close(ours, theirs.float(), atol=1e-4, rtol=1e-4)
 
 
+def test_shapes_that_would_broadcast_are_refused() -> None:
+    hidden, head, targets, weights = problem(6, 8, 40, 0)
+    for wrong in (
+        (hidden[:2], head, targets, weights),
+        (hidden, head, targets, weights[:1]),
+        (hidden, head[:, :3], targets, weights),
+    ):
+        with pytest.raises(ValueError, match="hidden"):
+            linear_cross_entropy(*wrong)
+    with pytest.raises(ValueError, match="hidden"):
+        token_logprobs(hidden, head, targets[:5])
+    with pytest.raises(ValueError, match="constants"):
+        linear_cross_entropy(hidden, head, targets, weights.requires_grad_())
+    assert token_logprobs(hidden[:0], head, targets[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_strided_targets_and_weights_count_the_same(device: str) -> None:
+    hidden, head, targets, weights = problem(30, 8, 40, 0, device)
+    hidden.requires_grad_()
+    plain = linear_cross_entropy(hidden, head, targets, torch.full_like(weights, 0.5))
+    spread = torch.stack((targets.flip(0), targets), dim=1)[:, 1]
+    strided = linear_cross_entropy(hidden, head, spread, torch.tensor(0.5, device=device).expand(30))
+    torch.testing.assert_close(strided, plain)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, hidden)[0] for loss in (strided, plain)))
+    torch.testing.assert_close(token_logprobs(hidden, head, spread), token_logprobs(hidden, head, targets))
+
+
+@pytest.mark.gpu
+def test_a_target_outside_the_vocabulary_is_nan_on_a_gpu() -> None:
+    hidden, head, targets, _ = problem(5, 8, 40, 0, "cuda")
+    targets[2] = 45
+    assert linear_cross_entropy(hidden, head, targets).isnan()
+    assert token_logprobs(hidden, head, targets).isnan().tolist() == [False, False, True, False, False]
+
+
 def test_without_gradients_nothing_is_kept() -> None:
     hidden, head, targets, _ = problem(30, 8, 40, 0)
     loss = linear_cross_entropy(hidden, head, targets)

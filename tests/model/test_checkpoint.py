@@ -17,8 +17,9 @@ import transformers
 from families import FAMILIES, random_tokens, small_config
 from safetensors.torch import load_file, save_file
 
-from etude.errors import InputError
+from etude.errors import BusyError, InputError
 from etude.model import ModelConfig, initialize, load, save
+from etude.model.checkpoint import new_directory
 
 
 @pytest.fixture
@@ -52,6 +53,51 @@ def test_dtype_follows_the_files_unless_asked(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "m/model.safetensors")
     biases = {v.dtype for k, v in stored.items() if k.endswith("e_score_correction_bias")}
     assert biases == {torch.float32}
+
+
+def test_a_routers_correction_bias_is_never_rounded(tmp_path: Path) -> None:
+    """Loaded into bfloat16, or cast to it after loading: the bias is the float32 one of the file."""
+    model = initialize(ModelConfig.from_hugging_face(small_config("deepseek_v3")), dtype=torch.bfloat16)
+    for name, buffer in model.named_buffers():
+        if name.endswith("router.bias"):
+            buffer.normal_(generator=torch.Generator().manual_seed(0))
+    wanted = {name: value for name, value in model.named_buffers() if name.endswith("router.bias")}
+    save(model, tmp_path / "m")
+    for again in (load(tmp_path / "m"), load(tmp_path / "m", dtype=torch.float32).to(torch.bfloat16)):
+        for name, bias in wanted.items():
+            assert torch.equal(again.get_buffer(name), bias)
+
+
+def test_a_tied_head_may_be_there_twice_but_not_in_two_versions(tmp_path: Path) -> None:
+    save(initialize(ModelConfig.from_hugging_face(small_config("llama", tie_word_embeddings=True))), tmp_path / "m")
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "m/model.safetensors")
+    load(tmp_path / "m")
+    for other in (tensors["lm_head.weight"] + 1, torch.ones(3, 3)):
+        save_file({**tensors, "lm_head.weight": other}, tmp_path / "m/model.safetensors")
+        with pytest.raises(InputError, match=r"lm_head\.weight differs from the embedding"):
+            load(tmp_path / "m")
+
+
+def test_changes_reach_a_nested_config() -> None:
+    from etude.model.describe import find_config
+
+    assert find_config("kimi-k2.5").evolve(num_hidden_layers=2).layers == 2
+
+
+def test_two_writers_of_one_directory_do_not_meet(tmp_path: Path) -> None:
+    with new_directory(tmp_path / "m") as first:
+        (first / "mine").write_text("1")
+        with pytest.raises(BusyError, match="another process is writing"), new_directory(tmp_path / "m"):
+            pass
+    assert (tmp_path / "m/mine").read_text() == "1"
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with new_directory(tmp_path / "link") as place:
+        (place / "x").write_text("2")
+    assert (tmp_path / "real/x").read_text() == "2"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "m", "real"]
 
 
 def test_unknown_config_keys_survive_a_round_trip(saved: Path, tmp_path: Path) -> None:
@@ -99,6 +145,19 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
         (lambda p: (p / "config.json").write_text("{"), "not readable as JSON"),
         (lambda p: (p / "config.json").write_text("[]"), "expected a JSON object"),
         (lambda p: (p / "model.safetensors.index.json").write_text("{}"), "not a checkpoint index"),
+        (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "not a checkpoint index"),
+        (lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": []}'), "not a checkpoint index"),
+        (
+            lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}'),
+            "not a checkpoint index",
+        ),
+        (change_config(num_hidden_layers=-1), "num_hidden_layers is -1; expected an integer"),
+        (change_config(head_dim=7), "head_dim is 7; rotary"),
+        (change_config(hidden_size="24"), "hidden_size is '24'; expected an integer"),
+        (change_config(tie_word_embeddings="false"), "tie_word_embeddings is 'false'; expected true or false"),
+        (change_config(rms_norm_eps=-1), "rms_norm_eps is -1; expected a number above 0"),
+        (change_config(decoder_sparse_step=0), "decoder_sparse_step is 0"),
+        (change_tensors(lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)})), "is F8_E4M3; expected"),
         (change_config(model_type="gpt2"), r"model_type is 'gpt2'; expected one of deepseek_v3"),
         (change_config(model_type=...), "model_type is None"),
         (change_config(hidden_size=...), "hidden_size is missing"),

@@ -107,12 +107,25 @@ def test_text_holds_back_half_a_character() -> None:
     assert not any("�" in piece for piece in pieces)
 
 
+def test_bytes_are_those_of_the_files(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes(b"x = 1\r\ny = 2\r\n")
+    tokenizer = train_tokenizer(["x = 1\n"], 300)
+    model = initialize(ModelConfig.from_hugging_face(small_config("llama", vocab_size=300)), seed=0)
+    assert codebase_nll(model, tokenizer, [tmp_path / "a.py"], window=8, stride=4).bytes == 14
+    (tmp_path / "a.py").write_text("")
+    with pytest.raises(InputError, match="nothing to score"):
+        codebase_nll(model, tokenizer, [tmp_path / "a.py"], window=8, stride=4)
+
+
 def test_bad_questions_are_refused(tmp_path: Path) -> None:
     model = initialize(ModelConfig.from_hugging_face(small_config("llama")), seed=0)
     tokenizer = train_tokenizer(["x"], 300)
     (tmp_path / "a.py").write_text("x")
     with pytest.raises(InputError, match="empty"):
         next(generate(model, [], max_tokens=1))
+    for wrong in ({"temperature": float("nan")}, {"temperature": 1e-40}, {"seed": 2**70, "temperature": 1.0}):
+        with pytest.raises(InputError, match=r"temperature|seed"):
+            next(generate(model, [1], max_tokens=1, **wrong))
     with pytest.raises(InputError, match="exceed the model's 128"):
         next(generate(model, [1] * 100, max_tokens=29))
     with pytest.raises(InputError, match="ids up to"):

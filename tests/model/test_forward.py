@@ -190,6 +190,30 @@ def test_wrong_arguments_are_refused_in_words() -> None:
         Documents.pack([[4], [5]])
 
 
+def test_a_cache_wants_its_own_number_of_rows() -> None:
+    for family in FAMILIES:
+        model = fresh(family)
+        cache = KVCache(model.config, 2, 9, torch.float32)
+        with pytest.raises(InputError, match="2 rows; the tokens have 1"):
+            model(tokens_for(model, 1, 3), cache=cache)
+        model(tokens_for(model, 2, 3), cache=cache)
+        with pytest.raises(InputError, match="cannot truncate"):
+            cache.truncate(torch.tensor([-1, 3]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_tokens_give_no_logits(family: str) -> None:
+    model = fresh(family)
+    assert model(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0, 61)
+
+
+def test_stray_replayed_ids_are_left_to_the_router() -> None:
+    scores = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
+    own = scores.topk(2).indices
+    strays = torch.tensor([[9, -5], [6, 6], [-1, 99], [-2, 7]])
+    assert torch.equal(filter_replay(scores, own, strays, 0.0).sort().values, own.sort().values)
+
+
 def test_a_model_cast_to_bfloat16_keeps_its_angles_and_its_router_bias() -> None:
     model = fresh("deepseek_v3")
     before = {n: b.clone() for n, b in model.named_buffers()}
