@@ -33,7 +33,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from etude.data.sources import STDLIB
+from etude.data.sources import is_word
 from etude.errors import InputError
 from etude.model.config import ModelConfig, unread_keys
 
@@ -52,7 +52,7 @@ def _absolute(value: object, info: ValidationInfo) -> object:
 
 
 def _absolute_source(value: object, info: ValidationInfo) -> object:
-    return value if value == STDLIB else _absolute(value, info)
+    return value if isinstance(value, str) and is_word(value) else _absolute(value, info)
 
 
 def _toml_can_hold(config: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -95,7 +95,7 @@ class Stage(Section):
 class TokenizerStage(Stage):
     """Train a byte-level BPE tokenizer."""
 
-    sources: Sources = Field(description='text to learn from: directories, files, or the word "stdlib"')
+    sources: Sources = Field(description='text to learn from: directories, files, "stdlib" or "site-packages"')
     vocab_size: int = Field(default=1024, ge=300, description="entries, single bytes and special tokens included")
 
 
@@ -132,7 +132,7 @@ class InitStage(Stage):
 class NllStage(Stage):
     """Measure the model's negative log-likelihood on a codebase."""
 
-    sources: Sources = Field(description='code to score: directories, files, or the word "stdlib"')
+    sources: Sources = Field(description='code to score: directories, files, "stdlib" or "site-packages"')
     window: int = Field(default=512, ge=2, description="tokens the model sees at once")
     stride: int = Field(default=256, ge=1, description="tokens scored per window, at most window")
     max_files: int | None = Field(default=None, ge=1, description="score at most so many files, spread evenly")
@@ -158,7 +158,9 @@ class CorpusBuild(Section):
     """One corpus of this run."""
 
     name: str = Field(min_length=1, description="what mixtures call it", pattern=r"^[A-Za-z0-9_-]+$")
-    sources: Sources = Field(description='directories, repositories, archives, .jsonl, .parquet, or "stdlib"')
+    sources: Sources = Field(
+        description='directories, repositories, archives, .jsonl, .parquet, "stdlib", "site-packages"'
+    )
     chat: bool = Field(default=False, description="rows are conversations; learn only what the assistant wrote")
     layout: Literal["file", "repository"] = Field(default="file", description="what one document is")
     suffixes: tuple[str, ...] | None = Field(default=None, strict=False, description="file endings to read")
@@ -227,7 +229,7 @@ class TrainingStage(Stage):
     evaluate_every: int = Field(default=0, ge=0, description="steps between measurements; 0 for before and after only")
     checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0 for the last only")
     keep: int = Field(default=2, ge=1, description="newest checkpoints to keep, beside the one at half the way")
-    spike: float = Field(default=2.0, ge=0, description="stop when the loss is so many nats above usual; 0 never")
+    spike: float = Field(default=3.0, ge=0, description="stop when the loss is so many nats above usual; 0 never")
 
     @model_validator(mode="after")
     def _measurements_have_something_to_measure(self) -> Self:

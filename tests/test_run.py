@@ -91,7 +91,8 @@ def test_a_stage_that_has_not_begun_may_still_change(tmp_path: Path) -> None:
 def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path: Path) -> None:
     """A limit on file size stands in for the full disk: the kernel takes part of the line, then none."""
     code = (
-        "import resource, signal, sys; from pathlib import Path; from etude.run import Run; from etude.errors import *\n"
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from etude.run import Run; from etude.errors import EtudeError\n"
         "from etude.recipe import load_recipe\n"
         f"path = Path({str(tmp_path / 'run')!r}); recipe = load_recipe({str(written_recipe(tmp_path))!r})\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"

@@ -10,14 +10,13 @@ import contextlib
 import hashlib
 import os
 import subprocess
-import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from etude.data.licences import is_licence
-from etude.data.sources import SKIPPED_FOLDERS, STDLIB
+from etude.data.sources import SKIPPED_FOLDERS, WORDS, locate
 from etude.errors import InputError
 
 PROJECT_FILES = ("pyproject.toml", "setup.py", "package.json", "Cargo.toml", "go.mod")
@@ -75,7 +74,7 @@ def document_name(repository: str, path: str) -> str:
 
 def read_source(source: str, limits: Limits = LIMITS) -> Iterator[File]:
     """The files of one source, in an order that depends on nothing but their content and names."""
-    root = Path(sysconfig.get_path("stdlib")) if source == STDLIB else Path(source)
+    root = locate(source)
     if root.is_dir():
         yield from _read_directory(root, source)
     elif root.is_file() and root.name.endswith(ARCHIVES):
@@ -91,7 +90,7 @@ def read_source(source: str, limits: Limits = LIMITS) -> Iterator[File]:
     elif (parts := _split_revision(source)) is not None:
         yield from _read_revision(*parts)
     else:
-        kinds = f"a directory, a file, PATH@REVISION, or {STDLIB}"
+        kinds = f"a directory, a file, PATH@REVISION, or {' or '.join(WORDS)}"
         raise InputError(f"source {source} does not exist; name {kinds}")
 
 

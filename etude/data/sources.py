@@ -1,6 +1,7 @@
 """What a recipe calls a source, expanded into text files.
 
-A source is a directory, a file, or the word "stdlib" (the running Python's standard library). The same files
+A source is a directory, a file, or a word: "stdlib" (the running Python's standard library) or "site-packages" (what
+is installed beside it); "site-packages/torch" is a part of it. The same files
 give the same list everywhere: sorted by path inside each source, sources in the given order, no file twice.
 Below a directory, hidden and generated folders, installed packages and files that are not UTF-8 are left out;
 a file named outright must be UTF-8.
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from etude.errors import InputError
 
-STDLIB = "stdlib"  # the one source that is a word, not a path: the running Python's standard library
+WORDS = {"stdlib": "stdlib", "site-packages": "purelib"}  # sources that are not paths, by sysconfig's names
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 
 
@@ -23,6 +24,16 @@ def source_files(sources: Sequence[str], suffixes: Sequence[str] = (".py",)) -> 
     for source in sources:
         files.update(dict.fromkeys(_expand(source, tuple(suffixes))))
     return list(files)
+
+
+def is_word(source: str) -> bool:
+    return source.partition("/")[0] in WORDS
+
+
+def locate(source: str) -> Path:
+    """Where a source is on this machine."""
+    word, _, rest = source.partition("/")
+    return Path(sysconfig.get_path(WORDS[word])) / rest if word in WORDS else Path(source)
 
 
 def spread(files: Sequence[Path], most: int | None) -> list[Path]:
@@ -35,13 +46,13 @@ def spread(files: Sequence[Path], most: int | None) -> list[Path]:
 
 
 def _expand(source: str, suffixes: tuple[str, ...]) -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib")) if source == STDLIB else Path(source)
+    root = locate(source)
     if root.is_file():
         if not _is_utf8(root):
             raise InputError(f"source {source} is not UTF-8 text; convert it or name another file")
         return [root]
     if not root.is_dir():
-        raise InputError(f'source {source} does not exist; name a directory, a file, or "{STDLIB}"')
+        raise InputError(f"source {source} does not exist; name a directory, a file, or {' or '.join(WORDS)}")
     matching = sorted(_walk(root, suffixes), key=lambda path: path.relative_to(root).as_posix())
     found = [path for path in matching if _is_utf8(path)]
     if not found:

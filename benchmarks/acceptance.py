@@ -1,0 +1,55 @@
+"""How many tokens one forward of the main model yields with MTP drafts, on held-out code.
+
+    python benchmarks/acceptance.py runs/nano/checkpoints/extend-147 runs/nano/artefacts/corpus-stdlib
+
+Real speculative decoding (`etude.model.speculate`): prompts are cut from held-out documents, both greedy and sampled at
+temperature 1. 1.00 would be decoding without drafts; the text is the same either way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from etude.data.shards import Shards
+from etude.model import load
+from etude.model.mtp import load_mtp
+from etude.model.speculate import speculate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("--split", default="held_out")
+    parser.add_argument("--mtp", type=Path, help="directory of mtp.safetensors; the model's own by default")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--drafts", type=int, default=3)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load(args.model, device=device)
+    mtp = load_mtp(args.mtp or args.model, model.config, model.head_weight.dtype, device)
+    shards = Shards.open(args.corpus, args.split)
+    long = [i for i, n in enumerate(shards.lengths) if n > args.prompt_tokens][: args.prompts]
+    prompts = [shards.read(i, 0, args.prompt_tokens).tolist() for i in long]
+    print(f"{'':18}{'tokens a forward':>18}   accepted by depth")
+    for name, temperature in (("greedy", 0.0), ("sampled, T = 1", 1.0)):
+        found = speculate(
+            model, mtp, prompts, new_tokens=args.new_tokens, drafts=args.drafts, temperature=temperature, seed=0
+        )
+        shares = "  ".join(f"{share:.2f}" for share in found.accepted_by_depth)
+        print(f"{name:18}{found.acceptance_length:18.2f}   {shares}")
+    print(
+        f"\n{len(prompts)} prompts of {args.prompt_tokens} tokens of held-out code, {args.new_tokens} new tokens each, on {device}."
+    )
+
+
+if __name__ == "__main__":
+    main()
