@@ -46,10 +46,8 @@ def main() -> None:
         )
         shares = "  ".join(f"{share:.2f}" for share in found.accepted_by_depth)
         print(f"{name:18}{found.acceptance_length:18.2f}   {shares}")
-    print(
     what = f"{len(prompts)} prompts of {args.prompt_tokens} tokens of held-out code, {args.new_tokens} new tokens each"
     print(f"\n{what}, on {device}.")
-    )
 
 
 if __name__ == "__main__":
