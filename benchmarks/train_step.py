@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--packed", type=int, default=8, help="documents a row in the packed line; 0 leaves it out")
+    parser.add_argument("--compiled-only", action="store_true", help="leave out the eager lines")
     parser.add_argument("--json", type=Path, help="also write the results here")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -132,6 +133,8 @@ def main() -> None:
         "etude eager": lambda: our_step(False),
         "etude compiled": lambda: our_step(True),
     }
+    if args.compiled_only:
+        lines = {name: build for name, build in lines.items() if "compiled" in name}
     if args.packed:
         length = args.tokens // args.packed
         packing = [[length] * (args.packed - 1) + [args.tokens - length * (args.packed - 1)]] * args.rows

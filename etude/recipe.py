@@ -200,7 +200,9 @@ class HeldOut(Section):
     split: Literal["held_out", "validation"] = Field(default="held_out", description="which part of it")
     max_tokens: int | None = Field(default=None, ge=1, description="read no further than this")
     window: int = Field(default=1024, ge=2, description="tokens the model sees at once")
-    long_rows: int = Field(default=8, ge=1, description="documents for the loss by position (extend)")
+    long_rows: int = Field(
+        default=8, ge=1, description="stretches of `length` tokens for the loss by position (extend)"
+    )
 
 
 class TrainingStage(Stage):

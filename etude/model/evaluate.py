@@ -90,16 +90,15 @@ def stream_nll(
 def loss_by_position(
     model: Transformer, documents: DocumentStore, length: int, *, rows: int, buckets: int = 8
 ) -> list[float]:
-    """Mean loss in each eighth of long documents: what more context is worth. Empty if no document is long enough."""
-    long = np.flatnonzero(documents.lengths > length)[:rows]
+    """Mean loss in each eighth of long stretches of documents: what more context is worth. Empty if none is so long."""
+    long = [int(document) for document in np.flatnonzero(documents.lengths > length)]
+    starts = [(d, at) for d in long for at in range(0, int(documents.lengths[d]) - length, length)][:rows]
     device, sums = model.head_weight.device, torch.zeros(length, dtype=torch.float64)
-    for document in long:
-        ids = torch.from_numpy(documents.read(int(document), 0, length + 1).astype(np.int64)).to(device)
+    for document, at in starts:
+        ids = torch.from_numpy(documents.read(document, at, at + length + 1).astype(np.int64)).to(device)
         hidden = model.hidden(ids[None, :-1])[0]
         sums += token_logprobs(hidden, model.head_weight, ids[1:]).double().cpu()
-    if not len(long):
-        return []
-    return [round(-part.mean().item() / len(long), 4) for part in sums.chunk(buckets)]
+    return [round(-part.mean().item() / len(starts), 4) for part in sums.chunk(buckets)] if starts else []
 
 
 def rolling_spans(total: int, window: int, stride: int) -> list[tuple[int, int, int]]:

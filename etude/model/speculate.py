@@ -46,7 +46,9 @@ def speculate(
     """Continue every prompt by at least `new_tokens`; stop tokens are not looked for, this is a measurement."""
     if not prompts or min(map(len, prompts)) < 2:
         raise InputError("speculation needs prompts of at least two tokens")
-    state = _Decoder(model, mtp, prompts, new_tokens + 2 * drafts + 2, drafts, temperature, seed)
+    # All rows run until the slowest has enough: a row that accepts everything gets this far meanwhile.
+    room = (drafts + 1) * new_tokens
+    state = _Decoder(model, mtp, prompts, room, drafts, temperature, seed)
     rows = range(len(prompts))
     written = [[token] for token in state.pending.tolist()]
     rounds, accepted = 0, torch.zeros(drafts)

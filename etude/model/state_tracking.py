@@ -62,7 +62,7 @@ def track_state(tasks: Sequence[StateTask], complete: Complete, progress: Callab
     distances, unchanged = [], []
     for done, task in enumerate(tasks, start=1):
         truth = task.versions[-1].rstrip("\n")
-        answer = complete(task.prompt, 2 * len(truth) + 200).split(END)[0].rstrip("\n")
+        answer = complete(task.prompt, len(truth) * 5 // 4 + 64).split(END)[0].rstrip("\n")
         distances.append(Levenshtein.distance(answer, truth))
         unchanged.append(Levenshtein.distance(task.versions[0].rstrip("\n"), truth))
         progress(done, len(tasks))

@@ -159,6 +159,8 @@ def draw_weights(module: nn.Module, std: float, seed: int) -> None:
 
 def compile_blocks(model: Transformer) -> Transformer:
     """Compile one block and use it for all: the layers are alike, so it costs one compilation, not one per layer."""
+    # packed or whole rows, training or measuring, two lengths: more variants than dynamo's default of eight
+    torch._dynamo.config.recompile_limit = 64
     for block in model.blocks:
         block.compile()
     return model
