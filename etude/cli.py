@@ -153,8 +153,10 @@ def recipe_keys(as_json: AsJson = False) -> None:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return "(" + ", ".join(f"{name} {_shown(item)}" for name, item in value.items()) + ")"
     if isinstance(value, float):
-        return f"{value:.4f}"
+        return f"{value:,.4f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -1,15 +1,14 @@
-"""The one typed configuration tree, read from TOML. Every default of the system lives here.
+"""The one typed configuration tree, read from TOML. Its tables are in `sections`, with every default of the system.
 
 A knob acts or errors: an unknown key, a key of the wrong type, a section whose stage does not run and a key
 that the chosen stages would ignore are all errors, reported together. Nothing is coerced.
 
-To add a stage: write one `Stage` subclass and give `Recipe` one line for it; the order of those lines is the
-order of the pipeline. Relative paths mean "from the recipe file"; a loaded recipe holds absolute ones only.
+The order of the stages' lines in `Recipe` is the order of the pipeline. Relative paths mean "from the recipe file"; a
+loaded recipe holds absolute ones only.
 """
 
 import difflib
 import json
-import math
 import os
 import re
 import tomllib
@@ -19,258 +18,26 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import tomli_w
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-    ValidationError,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from etude.data.sources import is_word
 from etude.errors import InputError
-from etude.model.config import ModelConfig, unread_keys
-
-
-class Typed(str):
-    """A string typed on the command line: a relative path in it is meant from the working directory."""
-
-
-def _absolute(value: object, info: ValidationInfo) -> object:
-    if not isinstance(value, str):
-        return value  # a Path is taken as it is, anything else is for the type check to refuse
-    if not value:
-        raise ValueError("must be a path, not an empty string")
-    directory = Path.cwd() if isinstance(value, Typed) else (info.context or {}).get("directory", Path.cwd())
-    return os.path.abspath(os.path.join(directory, os.path.expanduser(value)))
-
-
-def _absolute_source(value: object, info: ValidationInfo) -> object:
-    return value if isinstance(value, str) and is_word(value) else _absolute(value, info)
-
-
-def _toml_can_hold(config: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    def check(value: JsonValue, key: str) -> None:
-        if value is None:
-            raise ValueError(f"{key} is null, which TOML cannot hold: leave the key out")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{key} is {value}, which JSON cannot hold")
-        if isinstance(value, dict | list):
-            for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-                check(item, f"{key}.{name}")
-
-    for name, item in config.items():
-        check(item, name)
-    return config
-
-
-AbsolutePath = Annotated[Path, Field(strict=False), BeforeValidator(_absolute)]
-Source = Annotated[str, BeforeValidator(_absolute_source)]
-# strict=False here only lets a TOML array become a tuple; the items stay strict.
-Sources = Annotated[tuple[Source, ...], Field(strict=False, min_length=1)]
-HfConfig = Annotated[dict[str, JsonValue], AfterValidator(_toml_can_hold)]
-
-
-def made_by(*stages: str, doc: str) -> Any:
-    """A field for what an earlier stage may make: refused when such a stage runs, needed when none does."""
-    return Field(default=None, description=doc, json_schema_extra={"made_by": list(stages)})
-
-
-class Section(BaseModel):
-    """A table of the recipe: frozen, strict, closed."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-
-class Stage(Section):
-    """A section that configures the stage of the same name, and is given only when that stage runs."""
-
-
-class TokenizerStage(Stage):
-    """Train a byte-level BPE tokenizer."""
-
-    sources: Sources = Field(description='text to learn from: directories, files, "stdlib" or "site-packages"')
-    vocab_size: int = Field(default=1024, ge=300, description="entries, single bytes and special tokens included")
-
-
-class BaseStage(Stage):
-    """Start from an open model: turn a GGUF file into a checkpoint."""
-
-    source: str = Field(description="a .gguf file, or an installed package that carries one", min_length=1)
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="number format of the weights")
-
-
-class InitStage(Stage):
-    """Make a model with random weights."""
-
-    config: HfConfig = Field(description="a Hugging Face config.json as a table, without vocab_size")
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="number format of the weights")
-    tokenizer: AbsolutePath | None = made_by("tokenizer", doc="directory of a tokenizer, when no stage trains one")
-
-    @model_validator(mode="after")
-    def _config_is_one_we_can_build(self) -> Self:
-        if "vocab_size" in self.config:
-            raise ValueError("config.vocab_size would not be used: the tokenizer decides it; remove it")
-        stand_in = {**self.config, "vocab_size": 1024}
-        try:
-            ModelConfig.from_hugging_face(stand_in, "config")
-        except InputError as problem:
-            raise ValueError(str(problem)) from None
-        if unread := unread_keys(stand_in):
-            raise ValueError(
-                f"config.{unread[0]} would not be used: a {self.config['model_type']} model has no such key"
-            )
-        return self
-
-
-class NllStage(Stage):
-    """Measure the model's negative log-likelihood on a codebase."""
-
-    sources: Sources = Field(description='code to score: directories, files, "stdlib" or "site-packages"')
-    window: int = Field(default=512, ge=2, description="tokens the model sees at once")
-    stride: int = Field(default=256, ge=1, description="tokens scored per window, at most window")
-    max_files: int | None = Field(default=None, ge=1, description="score at most so many files, spread evenly")
-    model: AbsolutePath | None = made_by(
-        "base", "init", "pretrain", "extend", "sft", doc="directory of a model, when no stage makes one"
-    )
-
-    @model_validator(mode="after")
-    def _windows_leave_no_gap(self) -> Self:
-        if self.stride > self.window:
-            raise ValueError(f"stride must be at most window = {self.window}, not {self.stride}")
-        return self
-
-
-def _name_or_path(value: object, info: ValidationInfo) -> object:
-    return _absolute(value, info) if isinstance(value, str) and os.sep in value else value
-
-
-CorpusRef = Annotated[str, Field(min_length=1), BeforeValidator(_name_or_path)]
-
-
-class CorpusBuild(Section):
-    """One corpus of this run."""
-
-    name: str = Field(min_length=1, description="what mixtures call it", pattern=r"^[A-Za-z0-9_-]+$")
-    sources: Sources = Field(
-        description='directories, repositories, archives, .jsonl, .parquet, "stdlib", "site-packages"'
-    )
-    chat: bool = Field(default=False, description="rows are conversations; learn only what the assistant wrote")
-    layout: Literal["file", "repository"] = Field(default="file", description="what one document is")
-    suffixes: tuple[str, ...] | None = Field(default=None, strict=False, description="file endings to read")
-    fim: float = Field(default=0.0, ge=0, le=1, description="share of documents in fill-in-the-middle form")
-    validation: float = Field(default=0.0, ge=0, lt=1, description="share of repositories set aside by hash")
-    held_out: tuple[str, ...] = Field(default=(), strict=False, description="repositories set aside, names or globs")
-    against: tuple[Source, ...] = Field(default=(), strict=False, description="sources to decontaminate against")
-
-
-class CorpusStage(Stage):
-    """Build corpora: filter, deduplicate, decontaminate, split, tokenize."""
-
-    build: tuple[CorpusBuild, ...] = Field(strict=False, min_length=1, description="one table per corpus")
-    tokenizer: AbsolutePath | None = made_by(
-        "tokenizer", "base", doc="directory of a tokenizer, when no stage makes one"
-    )
-
-    @model_validator(mode="after")
-    def _names_are_unique(self) -> Self:
-        names = [corpus.name for corpus in self.build]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"build names {sorted(twice)[0]} twice")
-        return self
-
-
-class MixPart(Section):
-    """One source of a mixture."""
-
-    corpus: CorpusRef = Field(description="a corpus of this run by name, or a built one by path")
-    weight: float = Field(default=1.0, gt=0, description="share of the rows, relative to the others")
-
-
-class HeldOut(Section):
-    """What is measured while training and never trained on."""
-
-    corpus: CorpusRef = Field(description="a corpus of this run by name, or a built one by path")
-    split: Literal["held_out", "validation"] = Field(default="held_out", description="which part of it")
-    max_tokens: int | None = Field(default=None, ge=1, description="read no further than this")
-    window: int = Field(default=1024, ge=2, description="tokens the model sees at once")
-    long_rows: int = Field(
-        default=8, ge=1, description="stretches of `length` tokens for the loss by position (extend)"
-    )
-
-
-class TrainingStage(Stage):
-    """What pretrain, mtp, extend and sft have in common."""
-
-    model: AbsolutePath | None = None
-    mix: tuple[MixPart, ...] = Field(strict=False, min_length=1, description="sources and their weights")
-    length: int = Field(ge=2, description="tokens of a row")
-    tokens: int = Field(ge=1, description="tokens to train on, rounded up to whole steps")
-    rows: int = Field(default=8, ge=1, description="rows of one forward")
-    micro_batches: int = Field(default=1, ge=1, description="forwards of one step: gradient accumulation")
-    learning_rate: float = Field(default=3e-4, gt=0, description="at its peak")
-    warmup: float = Field(default=0.02, ge=0, le=1, description="share of the steps on the way up")
-    decay: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="how it comes down")
-    final: float = Field(default=0.1, ge=0, le=1, description="learning rate of the last step, as a share of the peak")
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False, description="of Adam")
-    weight_decay: float = Field(default=0.1, ge=0, description="on matrices only")
-    clip: float = Field(default=1.0, ge=0, description="largest gradient norm; 0 for no clipping")
-    device: str = Field(default="auto", description="cpu, cuda ...; auto takes a GPU if there is one")
-    precision: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="of weights and products; masters and moments are float32 always"
-    )
-    compile: bool = Field(default=False, description="compile the blocks; pays on a GPU")
-    recompute: bool = Field(default=False, description="activation checkpointing: less memory, a third more work")
-    held_out: HeldOut | None = Field(default=None, description="what to measure on")
-    evaluate_every: int = Field(default=0, ge=0, description="steps between measurements; 0 for before and after only")
-    checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0 for the last only")
-    keep: int = Field(default=2, ge=1, description="newest checkpoints to keep, beside the one at half the way")
-    spike: float = Field(default=3.0, ge=0, description="stop when the loss is so many nats above usual; 0 never")
-
-    @model_validator(mode="after")
-    def _measurements_have_something_to_measure(self) -> Self:
-        if self.evaluate_every and self.held_out is None:
-            raise ValueError("evaluate_every would not be used: there is no held_out to measure on")
-        return self
-
-
-class PretrainStage(TrainingStage):
-    """Continue pretraining at the base length."""
-
-    model: AbsolutePath | None = made_by("base", "init", doc="directory of a model, when no stage makes one")
-
-
-class MtpStage(TrainingStage):
-    """Train multi-token-prediction layers on a mid-run checkpoint."""
-
-    model: AbsolutePath | None = made_by("pretrain", doc="directory of a model, when no stage makes one")
-    layers: int = Field(default=1, ge=1, description="how many tokens further to look")
-    distance: Literal["kl", "tv"] = Field(default="kl", description="to the main head: KL, or total variation")
-
-
-class ExtendStage(TrainingStage):
-    """Extend the context."""
-
-    model: AbsolutePath | None = made_by(
-        "base", "init", "pretrain", doc="directory of a model, when no stage makes one"
-    )
-    rope_theta: float | None = Field(default=None, gt=0, description="another RoPE base")
-    rope_scaling: HfConfig | None = Field(default=None, description='such as {rope_type = "yarn", factor = 4.0, ...}')
-    min_document: int = Field(default=1, ge=1, description="leave out documents of fewer tokens")
-
-
-class SftStage(TrainingStage):
-    """Fine-tune on conversations."""
-
-    model: AbsolutePath | None = made_by(
-        "base", "init", "pretrain", "extend", doc="directory of a model, when no stage makes one"
-    )
+from etude.sections import (
+    BaseStage,
+    CorpusStage,
+    ExtendStage,
+    InitStage,
+    MtpStage,
+    NllStage,
+    PretrainStage,
+    Section,
+    SftStage,
+    Stage,
+    TokenizerStage,
+    TrainingStage,
+    Typed,
+)
 
 
 def _stages_in_order(stages: tuple[str, ...]) -> tuple[str, ...]:

@@ -43,9 +43,9 @@ def test_the_command_starts_without_torch() -> None:
 
 
 def test_rooms_are_attributes_of_the_package_and_nothing_else_is() -> None:
-    code = "import etude; print(etude.data.__name__, 'stdlib' in etude.data.sources.WORDS, hasattr(etude, 'nonsense'))"
+    code = "import etude; print(etude.data.__name__, etude.recipe.__name__, hasattr(etude, 'nonsense'))"
     shown = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
-    assert shown.stdout == "etude.data True False\n"
+    assert shown.stdout == "etude.data etude.recipe False\n"
 
 
 def test_recipe_show_prints_the_resolved_recipe(tmp_path: Path) -> None:

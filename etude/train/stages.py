@@ -27,8 +27,9 @@ from etude.model.mtp import MTP, initialize_mtp, load_mtp, save_mtp
 from etude.model.tokenizer import Tokenizer, check_vocabulary
 from etude.model.transformer import Transformer, compile_blocks
 from etude.progress import Report
-from etude.recipe import ExtendStage, Recipe, SftStage, TrainingStage
+from etude.recipe import Recipe
 from etude.run import Artefact, Run
+from etude.sections import ExtendStage, SftStage, TrainingStage
 from etude.train.guard import Guard
 from etude.train.objectives import Objective, next_token, with_mtp
 from etude.train.optim import AdamSettings, Schedule
