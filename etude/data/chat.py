@@ -6,7 +6,6 @@ and with the token that closed it. A row for which that does not hold is dropped
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,21 +59,17 @@ def read_chats(source: str, limits: Limits) -> Iterator[Chat]:
 
 
 class ChatFormat:
-    """How one tokenizer writes chats: its template, its control tokens, and those that close a turn."""
+    """How one tokenizer writes chats: its template, and the tokens that close a turn."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
-        added = tokenizer.backend.get_added_tokens_decoder().values()
-        # A lone space or "!" may be an added token too; those are text.
-        control = sorted(token.content for token in added if len(token.content.strip()) > 1)
-        self._control = re.compile("|".join(map(re.escape, control)) or r"(?!)")
         self._closers = [tokenizer.decode([token]) for token in sorted(tokenizer.stop_ids)]
 
     def segments(self, chat: Chat) -> tuple[Segment, ...] | str:
         """The rendered chat in segments, or the code of the reason to drop it."""
         if chat.messages is None:
             return "too_large"
-        if any(map(self._control.search, strings_of([chat.messages, chat.tools]))):
+        if any(map(self._tokenizer.control_in, strings_of([chat.messages, chat.tools]))):
             return "control_token"
         if not any(message.get("role") == "assistant" for message in chat.messages):
             return "no_assistant"
