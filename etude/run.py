@@ -311,7 +311,9 @@ def _check_resumable(path: Path, recipe: Recipe, resume: bool, allow_changes: bo
         return
     begun = _begun(path)
     free = {"track", *(stage for stage in (*recorded.stages, *recipe.stages) if stage not in begun)}
-    if begun <= set(recipe.stages):
+    waiting = [stage for stage in recipe.stages if stage not in begun]
+    # a new stage must come after what has begun: what is finished would not be made again on top of it
+    if begun <= set(recipe.stages) and list(recipe.stages[-len(waiting) :] if waiting else ()) == waiting:
         free.add("stages")
     lines = [f"    {line}" for line in differing_keys(recorded, recipe) if re.split(r"[.:]", line)[0] not in free]
     if lines:

@@ -223,7 +223,25 @@ class TrainingStage(Stage):
     def _measurements_have_something_to_measure(self) -> Self:
         if self.evaluate_every and self.held_out is None:
             raise ValueError("evaluate_every would not be used: there is no held_out to measure on")
+        if self.held_out and self.held_out.long_rows != 8 and not isinstance(self, ExtendStage):
+            raise ValueError("held_out.long_rows would not be used: only extend measures the loss by position")
         return self
+
+    @model_validator(mode="after")
+    def _numbers_make_sense(self) -> Self:
+        if self.decay == "constant" and self.final != 0.1:
+            raise ValueError('final would not be used: decay = "constant" stays at the peak')
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be at least 0 and below 1, not {list(self.betas)}")
+        names = [part.corpus for part in self.mix]
+        if len(set(names)) != len(names):
+            raise ValueError(f"mix names a corpus twice: {', '.join(names)}")
+        return self
+
+
+# rope_theta is not among them: it has a key of its own
+ROPE_SCALING_KEYS = {"rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor", "truncate"}
+ROPE_SCALING_KEYS |= {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"}
 
 
 class PretrainStage(TrainingStage):
@@ -249,6 +267,13 @@ class ExtendStage(TrainingStage):
     rope_theta: float | None = Field(default=None, gt=0, description="another RoPE base")
     rope_scaling: HfConfig | None = Field(default=None, description='such as {rope_type = "yarn", factor = 4.0, ...}')
     min_document: int = Field(default=1, ge=1, description="leave out documents of fewer tokens")
+
+    @model_validator(mode="after")
+    def _scaling_is_spelt_right(self) -> Self:
+        if unknown := set(self.rope_scaling or {}) - ROPE_SCALING_KEYS:
+            what = f"rope_scaling.{min(unknown)} would not be used"
+            raise ValueError(f"{what}; known are {', '.join(sorted(ROPE_SCALING_KEYS))}")
+        return self
 
 
 class SftStage(TrainingStage):

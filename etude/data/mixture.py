@@ -89,11 +89,25 @@ class Mixture:
         total = sum(source.weight for source in sources)
         self.shares = {source.name: source.weight / total for source in sources}
         self._usable = {s.name: np.flatnonzero(s.documents.lengths >= max(1, min_document)) for s in sources}
+        self.cut = 0  # whole documents that are longer than a row and lose their end
         for name, usable in self._usable.items():
             if not len(usable):
                 raise InputError(f"source {name} has no document of at least {min_document} tokens")
+            if whole:
+                self._usable[name] = self._with_something_to_learn(name, usable)
         self._orders: dict[str, tuple[int, npt.NDArray[np.int64]]] = {}
         self.cursors = {name: Cursor() for name in self.sources}
+
+    def _with_something_to_learn(self, name: str, usable: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of documents kept whole, those that have a target inside a row."""
+        store = self.sources[name].documents
+        kept = [int(d) for d in usable if store.mask(int(d), 1, self.length).any()]
+        if not kept:
+            raise InputError(
+                f"in source {name} nothing to learn lies within the first {self.length} tokens of a document"
+            )
+        self.cut += int((store.lengths[kept] > self.length).sum())
+        return np.array(kept, dtype=np.int64)
 
     def next_row(self) -> list[Piece]:
         rows = 1 + sum(cursor.rows for cursor in self.cursors.values())

@@ -133,9 +133,12 @@ def with_rope(
     outer = dict(config.source)
     text = dict(outer.get("text_config") or outer)
     rope = {**(text.pop("rope_parameters", None) or {}), **(text.pop("rope_scaling", None) or {})}
-    rope_theta = theta or rope.pop("rope_theta", None) or text.get("rope_theta") or 10_000.0
+    old_theta = rope.pop("rope_theta", None) or text.get("rope_theta") or 10_000.0
+    rope_theta = theta or old_theta
     chosen = dict(scaling) if scaling is not None else {k: v for k, v in rope.items() if v is not None}
     kind = chosen.pop("rope_type", chosen.pop("type", "default"))
+    if kind in ("yarn", "llama3"):  # the length it is stretched from, before the new one is written down
+        chosen.setdefault("original_max_position_embeddings", config.rope.original_length or config.max_length)
     # both spellings of the base, and the scaling as transformers 5 writes it: older readers know rope_theta
     text["rope_theta"] = rope_theta
     text["rope_parameters"] = {"rope_type": kind, "rope_theta": rope_theta, **chosen}

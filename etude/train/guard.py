@@ -19,23 +19,26 @@ from etude.train.trainer import StepResult
 
 @dataclass
 class Guard:
-    """A step is bad if its loss or gradient norm is not finite, or its loss is `spike` nats above the recent median."""
+    """A step is bad if a value or gradient norm is not finite, or what is watched is `spike` above its median."""
 
     spike: float
     directory: Path
+    watch: str = "loss"
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))
 
     SETTLE = 20  # steps before a spike can be told from the fall at the beginning
 
     def check(self, step: int, result: StepResult, batches: Sequence[Batch]) -> None:
-        loss = result.values["loss"]
+        loss = result.values[self.watch]
         problem = None
-        if not math.isfinite(loss) or not math.isfinite(result.gradient_norm):
-            problem = f"loss {loss} and gradient norm {result.gradient_norm} at step {step}"
+        if not all(map(math.isfinite, [*result.values.values(), *result.gradient_norms.values()])):
+            problem = f"{self.watch} {loss} and gradient norms {result.gradient_norms} at step {step}"
         elif self.spike and len(self.recent) >= self.SETTLE:
             usual = sorted(self.recent)[len(self.recent) // 2]
             if loss > usual + self.spike:
-                problem = f"loss {loss:.3f} at step {step} is {loss - usual:.3f} nats above the usual {usual:.3f}"
+                problem = (
+                    f"{self.watch} {loss:.3f} at step {step} is {loss - usual:.3f} nats above the usual {usual:.3f}"
+                )
         self.recent.append(loss)
         if problem:
             where = self._keep(step, result, batches)
@@ -52,6 +55,9 @@ class Guard:
             tensors |= {f"{number}.tokens": batch.tokens.contiguous(), f"{number}.targets": batch.targets.contiguous()}
         save_file(tensors, where / "batch.safetensors")
         pieces = [[asdict(piece) for piece in batch.pieces] for batch in batches]
-        facts = {"values": {k: repr(v) for k, v in result.values.items()}, "gradient_norm": repr(result.gradient_norm)}
+        facts = {
+            "values": {k: repr(v) for k, v in result.values.items()},
+            "gradient_norms": repr(result.gradient_norms),
+        }
         (where / "batch.json").write_text(json.dumps({**facts, "pieces": pieces}, indent=1))
         return where

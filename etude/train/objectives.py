@@ -7,7 +7,7 @@ number of trained tokens of the whole step, so that micro-batches of unequal wei
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -22,6 +22,9 @@ from etude.model.transformer import Transformer
 class Sums:
     total: Tensor  # has the gradient
     shown: dict[str, Tensor]
+    counts: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # of those that are means over other tokens than the trained
 
 
 Objective = Callable[[Transformer, Batch], Sums]
@@ -41,7 +44,8 @@ def with_mtp(mtp: MTP, *, distance: Distance = "kl", joint: bool = True) -> Obje
     def objective(model: Transformer, batch: Batch) -> Sums:
         hidden = model.hidden(batch.tokens, documents=batch.documents)
         loss = linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, batch.targets.flatten())
-        shown, total = {"loss": loss.detach()}, loss if joint else loss.detach()
+        total, shown = loss if joint else loss.detach(), {"loss": loss.detach()}
+        counts: dict[str, Tensor] = {}
         drafts = mtp.drafts(model, hidden, batch.tokens, batch.targets, batch.documents)
         for ahead, draft in enumerate(drafts, start=1):
             found = distill(
@@ -52,9 +56,9 @@ def with_mtp(mtp: MTP, *, distance: Distance = "kl", joint: bool = True) -> Obje
                 distance,
             )
             total = total + found.loss
-            shown[f"mtp_{ahead}_{distance}"] = found.loss.detach()
-            shown[f"mtp_{ahead}_overlap"] = found.overlap
-            shown[f"mtp_{ahead}_agreement"] = found.agreement
-        return Sums(total, shown)
+            sums = {distance: found.loss.detach(), "overlap": found.overlap, "agreement": found.agreement}
+            shown |= {f"mtp_{ahead}_{name}": value for name, value in sums.items()}
+            counts |= dict.fromkeys((f"mtp_{ahead}_{name}" for name in sums), draft.weights.sum())
+        return Sums(total, shown, counts)
 
     return objective

@@ -8,7 +8,7 @@ master. State is plain tensors by parameter name: it saves as safetensors and re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,9 +50,12 @@ class Schedule:
 
 
 class MasterAdamW:
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], settings: AdamSettings) -> None:
+    """Each module is clipped by its own norm, so that training one beside another does not change the other's steps."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], settings: AdamSettings) -> None:
         self.settings = settings
-        self.parameters = {name: p for name, p in parameters if p.requires_grad}
+        named = [(f"{module}.{name}", p) for module, m in modules.items() for name, p in m.named_parameters()]
+        self.parameters = {name: p for name, p in named if p.requires_grad}
         if not self.parameters:
             raise InputError("there is nothing to train: no parameter asks for a gradient")
         self.masters = {n: p if p.dtype == torch.float32 else p.detach().float() for n, p in self.parameters.items()}
@@ -79,12 +82,14 @@ class MasterAdamW:
                 master.grad += parameter.grad
             parameter.grad = None
 
-    def step(self, factor: float) -> Tensor:
-        """Clip, step at `factor` of the learning rate, round into the model; returns the norm before clipping."""
-        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if self.settings.clip:
-            torch.nn.utils.clip_grads_with_norm_(self.masters.values(), self.settings.clip, norm)
+    def step(self, factor: float) -> dict[str, Tensor]:
+        """Clip, step at `factor` of the learning rate, round into the model; returns each module's norm before that."""
+        norms = {}
+        for module in dict.fromkeys(name.partition(".")[0] for name in self.masters):
+            own = [m for name, m in self.masters.items() if name.partition(".")[0] == module and m.grad is not None]
+            norms[module] = torch.nn.utils.get_total_norm([m.grad for m in own if m.grad is not None])
+            if self.settings.clip:
+                torch.nn.utils.clip_grads_with_norm_(own, self.settings.clip, norms[module])
         for group in self.adam.param_groups:
             group["lr"] = self.settings.learning_rate * factor
         self.adam.step()
@@ -93,7 +98,7 @@ class MasterAdamW:
             for name, parameter in self.parameters.items():
                 if (master := self.masters[name]) is not parameter:
                     parameter.copy_(master)
-        return norm
+        return norms
 
     def state(self) -> dict[str, Tensor]:
         """Masters, both moments and the step count, by parameter name."""

@@ -8,7 +8,7 @@ on resume, because those steps are taken again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from etude.data.mixture import Mixture
 from etude.data.packing import next_batch
-from etude.errors import EtudeError, InputError
+from etude.errors import EtudeError
 from etude.progress import Report
 from etude.run import Artefact, Run, content_digest
 from etude.train.guard import Guard
@@ -44,6 +44,7 @@ class Phase:
     micro_batches: int
     padding: int
     flops_per_token: float
+    milestones: frozenset[int]  # steps that get a checkpoint whatever checkpoint_every says
     evaluate: Callable[[], dict[str, Any]]
     evaluate_every: int
     checkpoint_every: int
@@ -71,9 +72,10 @@ def train(run: Run, phase: Phase, report: Report) -> dict[str, Any]:
         last = trainer.step_count == steps
         if last or (phase.evaluate_every and trainer.step_count % phase.evaluate_every == 0):
             log_evaluation(run, phase)
-        if last or (phase.checkpoint_every and trainer.step_count % phase.checkpoint_every == 0):
+        due = phase.checkpoint_every and trainer.step_count % phase.checkpoint_every == 0
+        if last or due or trainer.step_count in phase.milestones:
             write_checkpoint(run, phase)
-    return summary(run, phase.name)
+    return summary(run, phase)
 
 
 def log_step(run: Run, phase: Phase, result: StepResult, factor: float, report: Report) -> None:
@@ -86,13 +88,13 @@ def log_step(run: Run, phase: Phase, result: StepResult, factor: float, report: 
         "tokens": step * phase.tokens_per_step,
         "trained": result.trained,
         "learning_rate": phase.trainer.settings.learning_rate * factor,
-        "gradient_norm": result.gradient_norm,
+        **{"gradient_norm" if n == "model" else f"{n}_gradient_norm": v for n, v in result.gradient_norms.items()},
         "tokens_per_second": round(rate, 1),
     }
     if device.type == "cuda":
         values |= {"mfu": round(mfu, 4), "memory": memory}
     run.log(phase.name, step, **values)
-    shown = f"loss {result.values['loss']:.3f}  {rate:,.0f} tok/s"
+    shown = f"{phase.guard.watch} {result.values[phase.guard.watch]:.3f}  {rate:,.0f} tok/s"
     if device.type == "cuda":
         shown += f"  MFU {mfu:.0%}  {memory / 2**30:.1f} GiB"
     report(step, phase.schedule.steps, shown)
@@ -112,17 +114,20 @@ def log_evaluation(run: Run, phase: Phase) -> None:
         run.log(phase.name, step, tokens=step * phase.tokens_per_step, evaluation=True, **found)
 
 
-def summary(run: Run, name: str) -> dict[str, Any]:
-    records = run.metrics(name)
+def summary(run: Run, phase: Phase) -> dict[str, Any]:
+    records, watch = run.metrics(phase.name), phase.guard.watch
     steps = [record for record in records if "loss" in record]
     scores = [record for record in records if record.get("evaluation")]
     facts: dict[str, Any] = {"steps": len(steps), "tokens": steps[-1]["tokens"] if steps else 0}
     if steps:
         edge = max(1, len(steps) // 20)
         for word, some in (("first", steps[:edge]), ("last", steps[-edge:])):
-            facts[f"{word}_loss"] = round(sum(record["loss"] for record in some) / len(some), 4)
-    if scores and "held_out_nats" in scores[0]:
-        facts |= {"held_out_before": scores[0]["held_out_nats"], "held_out_after": scores[-1]["held_out_nats"]}
+            facts[f"{word}_{watch}"] = round(sum(record[watch] for record in some) / len(some), 4)
+    for measure in ("held_out_nats", "held_out_overlap"):
+        if scores and measure in scores[0]:
+            facts |= {f"{measure}_before": scores[0][measure], f"{measure}_after": scores[-1][measure]}
+    if phase.mixture.cut:
+        facts["documents_cut"] = phase.mixture.cut
     return facts
 
 
@@ -172,16 +177,3 @@ def resume(run: Run, phase: Phase) -> None:
     phase.trainer.optimizer.restore(load_file(artefact.path / OPTIMIZER_FILE))
     phase.trainer.step_count = step
     run.rewind(phase.name, step)
-
-
-def newest_weights(run: Run, stages: Sequence[str]) -> Artefact | None:
-    """The last checkpoint that one of `stages` finished with."""
-    found = [a for a in run.artefacts("checkpoint") if a.stage in stages]
-    return found[-1] if found else None
-
-
-def check_tokenizer(mixture: Mixture, digest: str) -> None:
-    for name, source in mixture.sources.items():
-        theirs = getattr(source.documents, "tokenizer_digest", digest)
-        if theirs != digest:
-            raise InputError(f"corpus {name} was made with another tokenizer than the model's; build it again")

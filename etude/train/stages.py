@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from etude.data.mixture import Mixture, Source, read_on
+from etude.data.packing import Batch
 from etude.data.shards import Shards
 from etude.errors import InputError
 from etude.kernels import usable_device
@@ -33,7 +36,7 @@ from etude.sections import ExtendStage, SftStage, TrainingStage
 from etude.train.guard import Guard
 from etude.train.objectives import Objective, next_token, with_mtp
 from etude.train.optim import AdamSettings, Schedule
-from etude.train.phase import Phase, check_tokenizer, checkpoints_of, train
+from etude.train.phase import Phase, checkpoints_of, train
 from etude.train.trainer import Trainer
 
 Facts = dict[str, Any]
@@ -60,7 +63,7 @@ def mtp(run: Run, recipe: Recipe, report: Report) -> Facts:
     parts = assemble(run, recipe, "mtp", section)
     if parts.mtp is None:
         fresh = initialize_mtp(parts.model.config, section.layers, recipe.seed, parts.model.head_weight.dtype)
-        parts.mtp = fresh.to(parts.model.head_weight.device)
+        parts.mtp = _compiled(fresh.to(parts.model.head_weight.device), section)
     parts.model.requires_grad_(False)
     return train(
         run, make_phase(run, recipe, parts, with_mtp(parts.mtp, distance=section.distance, joint=False)), report
@@ -99,6 +102,7 @@ class Parts:
     mtp: MTP | None
     tokenizer: Tokenizer
     mixture: Mixture
+    held_out: Shards | None
 
 
 def assemble(run: Run, recipe: Recipe, stage: str, section: TrainingStage) -> Parts:
@@ -118,9 +122,13 @@ def assemble(run: Run, recipe: Recipe, stage: str, section: TrainingStage) -> Pa
     model.recompute = section.recompute
     if section.compile:
         compile_blocks(model)
-    layers = _mtp_directory(run, stage, weights, own)
-    mtp = load_mtp(layers, model.config, dtype, device) if layers else None
-    sources = [Source(part.corpus, _shards(run, part.corpus, "train"), part.weight) for part in section.mix]
+    layers = _mtp_directory(run, stage, origin, own)
+    mtp = _compiled(load_mtp(layers, model.config, dtype, device), section) if layers else None
+    shards = {part.corpus: _shards(run, part.corpus, "train", tokenizer) for part in section.mix}
+    for name, store in shards.items():
+        if stage == "sft" and not store.has_mask:
+            raise InputError(f"sft learns from conversations; corpus {name} has none: build it with chat = true")
+    sources = [Source(part.corpus, shards[part.corpus], part.weight) for part in section.mix]
     mixture = Mixture(
         sources,
         length=section.length,
@@ -128,8 +136,27 @@ def assemble(run: Run, recipe: Recipe, stage: str, section: TrainingStage) -> Pa
         whole=isinstance(section, SftStage),
         min_document=section.min_document if isinstance(section, ExtendStage) else 1,
     )
-    check_tokenizer(mixture, tokenizer.digest)
-    return Parts(stage, section, origin, model, mtp, tokenizer, mixture)
+    held_out = _held_out(run, stage, section, model, tokenizer)
+    return Parts(stage, section, origin, model, mtp, tokenizer, mixture, held_out)
+
+
+def _held_out(run: Run, stage: str, section: TrainingStage, model: Transformer, tokenizer: Tokenizer) -> Shards | None:
+    asked = section.held_out
+    if asked is None:
+        return None
+    if asked.window > model.config.max_length:
+        raise InputError(f"{stage}.held_out.window {asked.window} exceeds the model's {model.config.max_length} tokens")
+    shards = _shards(run, asked.corpus, asked.split, tokenizer)
+    if shards.has_mask:
+        raise InputError(f"{stage}.held_out names {asked.corpus}, a corpus of chats; the measure is for plain text")
+    return shards
+
+
+def _compiled(mtp: MTP, section: TrainingStage) -> MTP:
+    if section.compile:
+        for layer in mtp.layers:
+            layer.compile()
+    return mtp
 
 
 def make_phase(run: Run, recipe: Recipe, parts: Parts, objective: Objective) -> Phase:
@@ -138,6 +165,7 @@ def make_phase(run: Run, recipe: Recipe, parts: Parts, objective: Objective) -> 
     beside = {"mtp": parts.mtp} if parts.mtp else {}
     steps = -(-section.tokens // (section.rows * section.micro_batches * section.length))
     warmup = round(section.warmup * steps)
+    watch = f"mtp_1_{recipe.mtp.distance}" if stage == "mtp" and recipe.mtp else "loss"
 
     def open_checkpoint(step: int) -> AbstractContextManager[Path]:
         if stage == "mtp":
@@ -157,11 +185,12 @@ def make_phase(run: Run, recipe: Recipe, parts: Parts, objective: Objective) -> 
         objective=objective,
         schedule=Schedule(steps, warmup, section.decay, section.final),
         mixture=parts.mixture,
-        guard=Guard(section.spike, run.path / "failures" / stage),
+        guard=Guard(section.spike, run.path / "failures" / stage, watch),
         rows=section.rows,
         micro_batches=section.micro_batches,
         padding=parts.tokenizer.end_of_text,
-        flops_per_token=training_flops_per_token(model.config, section.length),
+        flops_per_token=_flops_per_token(parts),
+        milestones=frozenset({-(-steps // 2)} if stage == "pretrain" and recipe.mtp else ()),
         evaluate=lambda: evaluate(run, parts),
         evaluate_every=section.evaluate_every,
         checkpoint_every=section.checkpoint_every,
@@ -171,14 +200,46 @@ def make_phase(run: Run, recipe: Recipe, parts: Parts, objective: Objective) -> 
     )
 
 
+def _flops_per_token(parts: Parts) -> float:
+    """Products a step must do: the main model forward and, unless frozen, backward; each MTP layer with the head."""
+    config = parts.model.config
+    main = training_flops_per_token(config, parts.section.length)
+    if parts.mtp is None:
+        return main
+    # a layer reads the head three times: teacher, draft, and the draft's gradient
+    extra = 6 * sum(p.numel() for p in parts.mtp.parameters())
+    extra += len(parts.mtp.layers) * 3 * 2 * config.vocab_size * config.hidden_size
+    return (main / 3 if parts.stage == "mtp" else main) + extra
+
+
+@torch.inference_mode()
+def _draft_quality(parts: Parts, ids: npt.NDArray[np.int64]) -> Facts:
+    """How often held-out drafts of the first layer would be accepted: sampled (overlap), greedy (agreement)."""
+    assert parts.mtp is not None
+    length = parts.section.length
+    rows = torch.from_numpy(ids[: (len(ids) - 1) // length * length]).view(-1, length)
+    following = torch.from_numpy(ids[1 : len(rows) * length + 1]).view(-1, length)
+    sums = {"overlap": 0.0, "agreement": 0.0}
+    count = 0.0
+    for at in range(0, len(rows), parts.section.rows):
+        tokens, targets = rows[at : at + parts.section.rows], following[at : at + parts.section.rows]
+        batch = Batch(tokens, targets, tuple((length,) for _ in tokens), (), tokens.numel())
+        found = with_mtp(parts.mtp, joint=False)(parts.model, batch.to(parts.model.head_weight.device))
+        for name in sums:
+            sums[name] += found.shown[f"mtp_1_{name}"].item()
+        count += found.counts["mtp_1_overlap"].item()
+    return {f"held_out_{name}": value / max(1.0, count) for name, value in sums.items()}
+
+
 def evaluate(run: Run, parts: Parts) -> Facts:
     """The held-out measure: summed NLL over a rolling window, and by position where the context is being extended."""
-    held_out = parts.section.held_out
-    if held_out is None or parts.stage == "mtp":
+    held_out, shards = parts.section.held_out, parts.held_out
+    if held_out is None or shards is None:
         return {}
-    shards = _shards(run, held_out.corpus, held_out.split)
     ids = read_on(shards, held_out.max_tokens)
-    window = min(held_out.window, parts.model.config.max_length)
+    if parts.stage == "mtp":
+        return _draft_quality(parts, ids)
+    window = held_out.window
     nats = stream_nll(parts.model, ids, parts.tokenizer.end_of_text, window=window, stride=max(1, window // 2))
     found: Facts = {"held_out_nats": nats, "held_out_loss": nats / len(ids), "held_out_tokens": len(ids)}
     if parts.stage == "extend":
@@ -204,20 +265,30 @@ def _config(directory: Path, section: TrainingStage) -> ModelConfig:
     return config
 
 
-def _mtp_directory(run: Run, stage: str, weights: Path, own: list[tuple[int, Artefact]]) -> Path | None:
+def _mtp_directory(run: Run, stage: str, origin: Artefact | Path, own: list[tuple[int, Artefact]]) -> Path | None:
+    """This stage's own layers if it was interrupted; then those that came along in extend; then this run's; then the
+    ones the given model brought. pretrain has none: they would only fall behind it."""
+    if stage == "pretrain":
+        return None
+    if own:
+        return own[-1][1].path if (own[-1][1].path / MTP_FILE).exists() else None
     if stage == "mtp":
-        return own[-1][1].path if own else None
-    if (weights / MTP_FILE).exists():
-        return weights
+        return None
+    directory = origin.path if isinstance(origin, Artefact) else origin
+    carried = directory if (directory / MTP_FILE).exists() else None
     trained = run.artefacts("mtp")
-    return trained[-1].path if trained and stage != "pretrain" else None
+    if carried and isinstance(origin, Artefact) and origin.stage == "extend":
+        return carried
+    return trained[-1].path if trained else carried
 
 
-def _shards(run: Run, corpus: str, split: str) -> Shards:
-    """A corpus of this run by its name, or one on disk by its path."""
-    if Path(corpus).is_absolute():
-        return Shards.open(corpus, split)
+def _shards(run: Run, corpus: str, split: str, tokenizer: Tokenizer) -> Shards:
+    """A corpus of this run by its name, or one on disk by its path; made with the model's tokenizer."""
     named = {a.name: a.path for a in run.artefacts("corpus")}
-    if f"corpus-{corpus}" not in named:
+    path = Path(corpus) if Path(corpus).is_absolute() else named.get(f"corpus-{corpus}")
+    if path is None:
         raise InputError(f"this run has no corpus {corpus!r}; build it in [[corpus.build]] or give a path")
-    return Shards.open(named[f"corpus-{corpus}"], split)
+    shards = Shards.open(path, split)
+    if shards.tokenizer_digest != tokenizer.digest:
+        raise InputError(f"corpus {corpus} was made with another tokenizer than the model's; build it again")
+    return shards

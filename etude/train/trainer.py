@@ -21,8 +21,8 @@ from etude.train.optim import AdamSettings, MasterAdamW
 
 @dataclass(frozen=True)
 class StepResult:
-    values: dict[str, float]  # means per trained token of what the objective shows
-    gradient_norm: float
+    values: dict[str, float]  # means per token of what the objective shows
+    gradient_norms: dict[str, float]  # of the model, and of each module beside it
     trained: int  # tokens with a target
     tokens: int  # all tokens the forward saw
     seconds: float
@@ -36,27 +36,29 @@ class Trainer:
     step_count: int = 0
 
     def __post_init__(self) -> None:
-        modules = {"model": self.model, **self.beside}
-        named = [(f"{name}.{key}", p) for name, module in modules.items() for key, p in module.named_parameters()]
-        self.optimizer = MasterAdamW(named, self.settings)
+        self.optimizer = MasterAdamW({"model": self.model, **self.beside}, self.settings)
 
     def step(self, batches: Sequence[Batch], objective: Objective, factor: float = 1.0) -> StepResult:
         """Forward and backward every micro-batch, then one optimizer step at `factor` of the learning rate."""
         start = time.perf_counter()
         trained = max(1, sum(batch.trained for batch in batches))
         sums: dict[str, Tensor] = {}
+        counts: dict[str, Tensor] = {}
         for batch in batches:
             found = objective(self.model, batch.to(self.device))
             (found.total / trained).backward()
             self.optimizer.collect()
-            for name, value in found.shown.items():
-                sums[name] = sums[name] + value if name in sums else value
-        norm = self.optimizer.step(factor)
+            for kept, new in ((sums, found.shown), (counts, found.counts)):
+                for name, value in new.items():
+                    kept[name] = kept[name] + value if name in kept else value
+        norms = self.optimizer.step(factor)
         self.step_count += 1
-        numbers = torch.stack([*sums.values(), norm.to(self.device)]).tolist()  # the one wait for the device
+        everything = [*sums.values(), *counts.values(), *norms.values()]
+        numbers = torch.stack([value.to(self.device).float() for value in everything]).tolist()  # the one wait
+        shown, over = numbers[: len(sums)], dict(zip(counts, numbers[len(sums) :], strict=False))
         return StepResult(
-            values={name: number / trained for name, number in zip(sums, numbers, strict=False)},
-            gradient_norm=numbers[-1],
+            values={name: value / (over.get(name, trained) or 1) for name, value in zip(sums, shown, strict=True)},
+            gradient_norms=dict(zip(norms, numbers[len(sums) + len(counts) :], strict=True)),
             trained=trained,
             tokens=sum(batch.tokens.numel() for batch in batches),
             seconds=time.perf_counter() - start,

@@ -49,7 +49,7 @@ def test_targets_are_the_next_token_of_the_same_document(sizes: list[int], lengt
 
 
 @given(
-    sizes=st.lists(st.integers(1, 30), min_size=2, max_size=12),
+    sizes=st.lists(st.integers(2, 30), min_size=2, max_size=12),
     whole=st.booleans(),
     before=st.integers(0, 20),
     seed=st.integers(0, 99),
@@ -66,7 +66,7 @@ def test_a_restored_reader_reads_on(sizes: list[int], whole: bool, before: int, 
     assert [one.next_row() for _ in range(15)] == [other.next_row() for _ in range(15)]
 
 
-@given(sizes=st.lists(st.integers(1, 14), min_size=1, max_size=12), seed=st.integers(0, 99))
+@given(sizes=st.lists(st.integers(2, 14), min_size=1, max_size=12), seed=st.integers(0, 99))
 def test_whole_documents_are_never_cut_unless_longer_than_a_row(sizes: list[int], seed: int) -> None:
     mixture = Mixture([Source("s", counting(sizes), 1.0)], length=10, seed=seed, whole=True)
     placed = [piece for _ in range(40) for piece in mixture.next_row()]
@@ -80,6 +80,16 @@ def test_the_mask_decides_what_is_learned_token_by_token() -> None:
     store = Memory([[1, 2, 3, 4, 5, 6]], [[False, False, True, True, False, True]])
     batch = next_batch(Mixture([Source("s", store, 1.0)], length=6, seed=0, whole=True), 1, padding=0)
     assert batch.targets.tolist() == [[IGNORE, 3, 4, IGNORE, 6, IGNORE]]
+
+
+def test_conversations_with_nothing_to_learn_inside_a_row_are_left_out() -> None:
+    late, early = [False] * 9 + [True], [False, True] + [False] * 8
+    store = Memory([list(range(10)), list(range(10, 20))], [late, early])
+    mixture = Mixture([Source("s", store, 1.0)], length=6, seed=0, whole=True)
+    assert {piece.document for _ in range(5) for piece in mixture.next_row()} == {1}
+    assert mixture.cut == 1
+    with pytest.raises(InputError, match="nothing to learn lies within the first 6 tokens"):
+        Mixture([Source("s", Memory([list(range(10))], [late]), 1.0)], length=6, seed=0, whole=True)
 
 
 def test_short_documents_can_be_left_out() -> None:

@@ -65,6 +65,7 @@ length = 32
 tokens = 320
 rows = 2
 checkpoint_every = 2
+held_out = { corpus = "code" , window = 16 }
 [extend]
 mix = [{ corpus = "code" }]
 length = 64
@@ -133,13 +134,68 @@ def test_training_learns_and_measures(whole: Run) -> None:
     assert scores[-1]["held_out_nats"] < scores[0]["held_out_nats"]
     assert len(whole.metrics("extend")[0]["loss_by_position"]) == 8
     assert "mtp_1_overlap" in whole.metrics("sft")[-1]
+    drafts = [record["held_out_overlap"] for record in whole.metrics("mtp") if record.get("evaluation")]
+    assert len(drafts) == 2
+    assert 0 < drafts[0] < drafts[1] < 1
+    facts = whole.facts("mtp")
+    assert facts["last_mtp_1_kl"] < facts["first_mtp_1_kl"]
+
+
+def test_a_longer_context_takes_the_new_rope_and_remembers_the_old_length() -> None:
+    from etude.model.config import ModelConfig, with_rope
+
+    base = {"model_type": "llama", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    base |= {"num_attention_heads": 2, "max_position_embeddings": 32}
+    for spelling in ({"rope_theta": 1e4}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}):
+        config = ModelConfig.from_hugging_face(base | spelling)
+        wider = with_rope(config, length=128, theta=9e5)
+        assert (wider.rope.theta, wider.max_length) == (9e5, 128)
+        yarn = with_rope(wider, length=256, scaling={"rope_type": "yarn", "factor": 2.0})
+        assert (yarn.rope.kind, yarn.rope.original_length, yarn.rope.theta) == ("yarn", 128, 9e5)
+
+
+def test_a_given_models_own_mtp_layers_give_way_to_this_runs(place: Path, whole: Run, tmp_path: Path) -> None:
+    final = whole.find("checkpoint").path
+    text = RECIPE.replace(
+        'stages = ["tokenizer", "init", "corpus", "pretrain", "mtp", "extend", "sft"]', 'stages = ["mtp", "extend"]'
+    )
+    mtp, extend = text.index("[mtp]"), text.index("[sft]")
+    corpus = whole.path / "artefacts/corpus-code"
+    body = text[mtp:extend].replace('corpus = "code"', f'corpus = "{corpus}"')
+    body = body.replace("[mtp]", f'[mtp]\nmodel = "{final}"\nlayers = 2').replace(
+        "[extend]", f'[extend]\nmodel = "{final}"'
+    )
+    (tmp_path / "r.toml").write_text('name = "r"\nstages = ["mtp", "extend"]\n' + body)
+    run_recipe(load_recipe(tmp_path / "r.toml"), tmp_path / "run")
+    names = load_file(Run.read(tmp_path / "run").find("checkpoint").path / "mtp.safetensors")
+    assert any(name.startswith("layers.1.") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("sft.mix=[{corpus='code'}]", "sft learns from conversations; corpus code has none"),
+        ("pretrain.held_out.window=64", "pretrain.held_out.window 64 exceeds"),
+        ("extend.rope_scaling={orignal=3}", "rope_scaling.orignal would not be used"),
+        ("pretrain.betas=[1.0, 0.9]", "betas must be"),
+        ("pretrain.decay='constant'\x00pretrain.final=0.5", "final would not be used"),
+        ("pretrain.held_out.long_rows=3", "long_rows would not be used"),
+        ("sft.length=8", "nothing to learn lies within"),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error(
+    place: Path, whole: Run, tmp_path: Path, override: str, words: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        run_recipe(load_recipe(place / "tiny.toml", override.split("\x00")), tmp_path / "run")
+    assert words in str(caught.value)
 
 
 def test_only_the_newest_and_the_middle_checkpoint_are_kept(whole: Run) -> None:
     kept = sorted(a.name for a in whole.artefacts("checkpoint") if a.stage == "pretrain")
-    assert kept == ["pretrain-12", "pretrain-16", "pretrain-20"]
+    assert kept == ["pretrain-10", "pretrain-16", "pretrain-20"]
     (mtp,) = [a for a in whole.artefacts("mtp") if a.name == "mtp-5"]
-    assert mtp.parents[0].path == "checkpoints/pretrain-12"
+    assert mtp.parents[0].path == "checkpoints/pretrain-10"
 
 
 def test_the_main_model_is_untouched_by_the_mtp_stage(whole: Run) -> None:
@@ -217,7 +273,9 @@ def test_a_corpus_changed_under_a_resumed_run_is_refused(place: Path, tmp_path: 
     corpus = out / "artefacts/corpus-code"
     shutil.rmtree(corpus)
     tokenizer = Tokenizer.load(out / "artefacts/tokenizer")
-    build_corpus([str(place / "code/one")], tokenizer, corpus, CorpusOptions())
+    shutil.copytree(place / "code", tmp_path / "code")
+    (tmp_path / "code/one/a.py").write_text("x = 1\ny = 2\n" * 40)
+    build_corpus([str(tmp_path / "code")], tokenizer, corpus, CorpusOptions(held_out=("away",)))
     with pytest.raises(InputError, match="corpus code has changed"):
         run_recipe(load_recipe(place / "tiny.toml"), out, resume=True)
 
