@@ -61,7 +61,7 @@ class Router(nn.Module):
             self.register_buffer("bias", torch.zeros(config.experts, dtype=torch.float32))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """The correction bias stays float32 whatever the model's dtype: its steps are too small for bfloat16."""
+        """The correction bias stays float32 whatever the model's dtype: rounded, it would choose other experts."""
         before = self._buffers.get("bias")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if before is not None:
