@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from etude.data.mixture import Mixture
@@ -136,12 +137,16 @@ def summary(run: Run, phase: Phase) -> dict[str, Any]:
 
 def write_checkpoint(run: Run, phase: Phase) -> None:
     trainer = phase.trainer
-    with phase.open_checkpoint(trainer.step_count) as place:
-        phase.save_weights(place)
-        tensors = {name: value.cpu().contiguous() for name, value in trainer.optimizer.state().items()}
-        save_file(tensors, place / OPTIMIZER_FILE)
-        state = {"step": trainer.step_count, "mixture": phase.mixture.state(), "recent": list(phase.guard.recent)}
-        (place / STATE_FILE).write_text(json.dumps(state))
+    try:
+        with phase.open_checkpoint(trainer.step_count) as place:
+            phase.save_weights(place)
+            tensors = {name: value.cpu().contiguous() for name, value in trainer.optimizer.state().items()}
+            save_file(tensors, place / OPTIMIZER_FILE)
+            state = {"step": trainer.step_count, "mixture": phase.mixture.state(), "recent": list(phase.guard.recent)}
+            (place / STATE_FILE).write_text(json.dumps(state))
+    except SafetensorError as problem:  # a full disk, in safetensors' words
+        where = f"{run.path}: the checkpoint of step {trainer.step_count} could not be written"
+        raise EtudeError(f"{where} ({problem}); free some space, then continue with --resume") from None
     _forget_old(run, phase)
 
 

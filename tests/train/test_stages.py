@@ -258,6 +258,22 @@ def test_a_damaged_checkpoint_is_refused(place: Path, tmp_path: Path) -> None:
         run_recipe(load_recipe(place / "tiny.toml"), out, resume=True)
 
 
+def test_a_full_disk_stops_with_a_line_and_the_run_goes_on_later(place: Path, whole: Run, tmp_path: Path) -> None:
+    """A limit on file size stands in for the full disk: weights no longer fit, everything smaller does."""
+    limit = (
+        "import resource, signal, sys, etude.cli; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60000, resource.RLIM_INFINITY));"
+        f"sys.argv = ['etude', 'run', {str(place / 'tiny.toml')!r}, '--out', {str(tmp_path / 'run')!r}];"
+        "etude.cli.main()"
+    )
+    stopped = subprocess.run([sys.executable, "-c", limit], capture_output=True, text=True)
+    assert stopped.returncode == 1, stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    assert "could not be written" in stopped.stderr
+    run_recipe(load_recipe(place / "tiny.toml"), tmp_path / "run", resume=True)
+    assert losses(Run.read(tmp_path / "run"), "sft") == losses(whole, "sft")
+
+
 def test_a_corrupted_shard_is_named(place: Path, tmp_path: Path) -> None:
     out = resumable(place, tmp_path)
     shard = next((out / "artefacts/corpus-code/train").glob("*.tokens"))
