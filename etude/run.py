@@ -11,14 +11,12 @@ Kill the writer at any moment: what has its final name is complete, and the next
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -29,7 +27,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from etude import __version__
-from etude.errors import BusyError, EtudeError, InputError
+from etude.errors import EtudeError, InputError
+from etude.lock import take_lock
 from etude.recipe import Recipe, differing_keys, load_recipe, render_toml
 
 UNFINISHED = ".unfinished-"  # prefix of every name that is still being written
@@ -81,7 +80,7 @@ class Run:
         _check_usable(path)
         with _disk(path):
             path.mkdir(parents=True, exist_ok=True)
-        lock = _take_lock(path)
+            lock = take_lock(path / "lock", f"run {path}")
         try:
             if (path / "recipe.toml").exists():
                 _check_resumable(path, recipe, resume, allow_changes)
@@ -328,20 +327,6 @@ def _begun(path: Path) -> set[str]:
     """Stages that have left anything behind: their settings can no longer change under them."""
     records = [*_read_jsonl(path / "lineage.jsonl"), *_read_jsonl(path / "metrics.jsonl")]
     return {*_read_state(path / "state.json"), *(str(record.get("stage")) for record in records)}
-
-
-def _take_lock(path: Path) -> int:
-    with _disk(path):
-        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(lock, 1000, 0).decode(errors="replace").strip() or "another process"
-        os.close(lock)
-        raise BusyError(f"run {path} is in use by {holder}; wait for it or name another directory") from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()} since {_now()}\n".encode(), 0)
-    return lock
 
 
 def _sweep(path: Path) -> None:

@@ -30,7 +30,7 @@ class DocumentStore(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a document: tokens start..stop, and whether the token after them is known (the document goes on)."""
+    """Part of a document: its tokens from start up to stop."""
 
     source: str
     document: int

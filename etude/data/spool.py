@@ -10,18 +10,17 @@
 Killed at any moment it is in one of few states, and each is where a build can go on from.
 """
 
-import fcntl
 import json
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from etude.errors import BusyError, InputError
+from etude.errors import InputError
+from etude.lock import take_lock
 
 TEXTS = "texts"
 SHARDS = "shards.jsonl"
@@ -97,7 +96,7 @@ def open_workspace(out: Path, plan: dict[str, Any], *, restart: bool) -> Iterato
         raise InputError(f"{out}: already exists and is not empty; choose another name or remove it")
     path = out.with_name(f".{out.name}.partial")
     path.mkdir(parents=True, exist_ok=True)
-    lock = _take_lock(path)
+    lock = take_lock(path / "lock", str(path))
     work = Workspace(path)
     try:
         if restart:
@@ -144,16 +143,3 @@ def _clear(path: Path) -> None:
             shutil.rmtree(found)
         elif found.name != "lock":
             found.unlink()
-
-
-def _take_lock(path: Path) -> int:
-    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(lock, 1000, 0).decode(errors="replace").strip() or "another process"
-        os.close(lock)
-        raise BusyError(f"{path} is in use by {holder}; wait for it or choose another name") from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    return lock

@@ -17,7 +17,7 @@ from torch import Tensor
 from etude.kernels.softmax import logprobs, logprobs_and_gradient_
 
 IGNORE = -100  # the label of a token that is not trained on, as everywhere in the field
-_CHUNK_ELEMENTS = 2**28  # logits held at once; 512 MiB in bfloat16
+CHUNK_ELEMENTS = 2**28  # logits held at once; 512 MiB in bfloat16
 
 
 def linear_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -51,7 +51,7 @@ def _check(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> No
 
 def token_chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
     """Slices of tokens whose logits may be held at once."""
-    size = max(1, _CHUNK_ELEMENTS // vocabulary)
+    size = max(1, CHUNK_ELEMENTS // vocabulary)
     size = size // 128 * 128 or size  # whole tiles
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 

@@ -8,7 +8,6 @@ a directory gets its final name only when it is complete.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -22,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from etude.errors import BusyError, EtudeError, InputError
+from etude.errors import EtudeError, InputError
+from etude.lock import take_lock
 from etude.model.attention import GroupedQueryAttention, LatentAttention
 from etude.model.config import ModelConfig
 from etude.model.layers import MLP
@@ -91,12 +91,8 @@ def new_directory(directory: Path) -> Iterator[Path]:
         raise InputError(f"{directory}: already exists and is not empty; choose another name or remove it")
     partial = directory.with_name(f".{directory.name}.partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
-    lock = partial.with_suffix(".lock").open("w")  # a file beside it: what a killed writer left is cleared below
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise BusyError(f"{directory}: another process is writing it; wait for it or choose another name") from None
+    lock_file = partial.with_suffix(".lock")  # beside it: what a killed writer left is cleared below
+    lock = take_lock(lock_file, str(directory))
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -108,8 +104,8 @@ def new_directory(directory: Path) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        Path(lock.name).unlink(missing_ok=True)
-        lock.close()
+        lock_file.unlink(missing_ok=True)
+        os.close(lock)
 
 
 def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = 5 * 10**9) -> None:

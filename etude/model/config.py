@@ -130,22 +130,20 @@ def with_rope(
     config: ModelConfig, *, length: int, theta: float | None = None, scaling: Mapping[str, Any] | None = None
 ) -> ModelConfig:
     """The same model reading `length` tokens, with another RoPE base, another scaling, or neither."""
-    outer = dict(config.source)
-    text = dict(outer.get("text_config") or outer)
-    rope = {**(text.pop("rope_parameters", None) or {}), **(text.pop("rope_scaling", None) or {})}
-    old_theta = rope.pop("rope_theta", None) or text.get("rope_theta") or 10_000.0
+    source = config.source.get("text_config") or config.source
+    rope = {**(source.get("rope_parameters") or {}), **(source.get("rope_scaling") or {})}
+    old_theta = rope.pop("rope_theta", None) or source.get("rope_theta") or 10_000.0
     rope_theta = theta or old_theta
     chosen = dict(scaling) if scaling is not None else {k: v for k, v in rope.items() if v is not None}
     kind = chosen.pop("rope_type", chosen.pop("type", "default"))
     if kind in ("yarn", "llama3"):  # the length it is stretched from, before the new one is written down
         chosen.setdefault("original_max_position_embeddings", config.rope.original_length or config.max_length)
-    # both spellings of the base, and the scaling as transformers 5 writes it: older readers know rope_theta
-    text["rope_theta"] = rope_theta
-    text["rope_parameters"] = {"rope_type": kind, "rope_theta": rope_theta, **chosen}
-    text["max_position_embeddings"] = max(length, config.max_length)
-    if "text_config" in outer:
-        return ModelConfig.from_hugging_face({**outer, "text_config": text})
-    return ModelConfig.from_hugging_face(text)
+    return config.evolve(
+        rope_scaling=None,  # one spelling of the scaling, transformers 5's; older readers still find rope_theta
+        rope_theta=rope_theta,
+        rope_parameters={"rope_type": kind, "rope_theta": rope_theta, **chosen},
+        max_position_embeddings=max(length, config.max_length),
+    )
 
 
 class Reader:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from etude.errors import InputError
+from etude.kernels.loss import CHUNK_ELEMENTS
 from etude.model.config import ModelConfig
 from etude.model.known import KNOWN
 from etude.model.moe import MoE
@@ -22,7 +23,6 @@ from etude.model.transformer import Block, Transformer
 
 WEIGHT = GRADIENT = 2
 MASTER_AND_MOMENTS = 12
-HEAD_CHUNK = 2 * 2**28  # logits held at once by the chunked loss, see kernels/loss.py
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def memory_per_gpu(config: ModelConfig, parameters: Parameters, mesh: Mesh) -> M
         optimizer=MASTER_AND_MOMENTS * shard,
         gathered_layers=(2 * WEIGHT + GRADIENT) * layer,  # this layer, the next one on its way, gradients of this one
         activations=2 * tokens * (config.layers * config.hidden_size + _layer_width(config)),
-        head_and_loss=(WEIGHT + 4) * parameters.embedding + min(HEAD_CHUNK, 2 * tokens * config.vocab_size),
+        head_and_loss=(WEIGHT + 4) * parameters.embedding + 2 * min(CHUNK_ELEMENTS, tokens * config.vocab_size),
     )
 
 

@@ -59,7 +59,9 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=_empty(config))
+        shape = config.vocab_size, config.hidden_size
+        # given its weight, torch does not draw one only to have it overwritten
+        self.embed = nn.Embedding(*shape, _weight=torch.empty(shape))
         self.rope = Rope(config.rope)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -134,10 +136,6 @@ class Transformer(nn.Module):
             return ()
         routing.check(self.config, *tokens.shape)
         return () if routing.replay is None else routing.replay.to(tokens.device).unbind(dim=2)
-
-
-def _empty(config: ModelConfig) -> Tensor:
-    return torch.empty(config.vocab_size, config.hidden_size)
 
 
 def initialize(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:

@@ -27,7 +27,7 @@ def test_distances_equal_the_plain_ones(distance: Distance, n: int, vocabulary: 
     each = (p * (p / q).log()).sum(-1) if distance == "kl" else 0.5 * (p - q).abs().sum(-1)
     want = (each * weights).sum()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "_CHUNK_ELEMENTS", 8 * vocabulary * 3)
+        patch.setattr(kernel, "CHUNK_ELEMENTS", 8 * vocabulary * 3)
         found = distill(draft, teacher, head, weights, distance)
     torch.testing.assert_close(found.loss.double(), want, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(

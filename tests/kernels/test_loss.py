@@ -35,7 +35,7 @@ def test_both_losses_equal_the_plain_ones(n: int, width: int, vocabulary: int, s
     hidden, head, targets, weights = problem(n, width, vocabulary, seed)
     hidden.requires_grad_(), head.requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "_CHUNK_ELEMENTS", vocabulary * 7)  # several chunks, and a last one that is short
+        patch.setattr(kernel, "CHUNK_ELEMENTS", vocabulary * 7)  # several chunks, and a last one that is short
         wanted = reference(hidden, head, targets)
         want_loss = -(wanted * weights).sum()
         want = gradients(want_loss, hidden, head)
