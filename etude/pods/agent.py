@@ -1,0 +1,669 @@
+"""The tool server inside a pod: PID 1 there, answering the frames of `wire.py` on a listening socket.
+
+Single-threaded and small. It is forked, never exec'd, inside the pod's namespaces, and cannot import anything once
+the root has changed: standard library only, all of it loaded at the top. It runs untrusted programs but never
+trusts them: what they are given are pipes, a session of their own and nothing else. It must never block on them.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import resource  # noqa: F401  os.wait4 imports it when first called
+import select
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import encodings.idna  # noqa: F401  codecs are looked up by name: load what may be needed before the root changes
+import encodings.latin_1  # noqa: F401
+
+from etude.pods import linux, wire
+
+HIGH_WATER = 4 << 20  # bytes not yet taken by a peer at which its jobs' output is left in their pipes
+DRAIN = 1 << 20  # bytes read from a pipe after its process ended; a survivor may go on writing for ever
+READ_SIZE = 1 << 16
+
+
+class Job:
+    """A command somebody started, and the descriptors that lead to it."""
+
+    def __init__(self, peer: "Peer", call: int, limit: int) -> None:
+        self.peer, self.call, self.limit = peer, call, limit
+        self.pid = 0
+        self.outputs: dict[int, int] = {}  # descriptor -> wire.OUT or wire.ERR
+        self.sent = {wire.OUT: 0, wire.ERR: 0}
+        self.stdin = -1
+        self.stdin_closing = False
+        self.pending = bytearray()  # input that the pipe has not taken
+        self.terminal = -1
+        self.flags = 0
+        self.started = time.monotonic()
+        self.deadline = 0.0
+
+
+class Peer:
+    """One connection."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.splitter = wire.Splitter()
+        self.queue = bytearray()
+        self.jobs: dict[int, Job] = {}
+        self.stalled = False
+
+
+class Agent:
+    """Serve until told to end, until the owner goes, or until the time to live is over."""
+
+    def __init__(self, listener: socket.socket, carried: Sequence[int], workdir: str, mark_children: bool) -> None:
+        self.listener, self.carried, self.workdir = listener, list(carried), workdir
+        self.mark_children = mark_children
+        self.deadline = 0.0
+        self.owner: Peer | None = None
+        self.peers: dict[int, Peer] = {}
+        self.jobs: dict[int, Job] = {}  # by pid
+        self.pipes: dict[int, Job] = {}  # by descriptor
+        self.epoll = select.epoll()
+        self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        self.running = True
+        self.proc_device = os.stat("/proc").st_dev if os.path.isdir("/proc/1") else -1
+        self.self_prefix = f"/proc/{os.getpid()}/"
+        self.answers: dict[int, Callable[[Peer, int, wire.Fields], None]] = {
+            wire.PING: lambda peer, call, _: self.ok(peer, call),
+            wire.SPAWN: self.spawn,
+            wire.INPUT: self.give_input,
+            wire.SIGNAL: self.send_signal,
+            wire.RESIZE: self.resize,
+            wire.READ: self.read,
+            wire.WRITE: self.write,
+            wire.LIST: self.list_directory,
+            wire.STAT: self.stat_path,
+            wire.REMOVE: self.remove,
+            wire.MKDIR: self.make_directory,
+            wire.SYMLINK: self.make_link,
+            wire.OWN: self.own,
+            wire.PROCESSES: lambda peer, call, _: self.ok(peer, call, (wire.SIZE, len(other_processes()))),
+            wire.KILLALL: self.kill_all,
+        }
+
+    # ------------------------------------------------------------------------------------------- the loop
+
+    def serve(self) -> None:
+        """Wait, answer, reap; one turn per wake-up."""
+        wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.listener.setblocking(False)
+        self.epoll.register(self.listener.fileno(), select.EPOLLIN)
+        self.epoll.register(wake_r, select.EPOLLIN)
+        while self.running:
+            for fd, event in self.epoll.poll(self.patience()):
+                if fd == wake_r:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wake_r, 512)
+                elif fd == self.listener.fileno():
+                    self.accept()
+                elif fd in self.peers:
+                    self.exchange(self.peers[fd], event)
+                elif fd in self.pipes:
+                    self.move_pipe(fd, self.pipes[fd], event)
+            self.reap()
+            self.expire()
+
+    def patience(self) -> float:
+        """Seconds until a deadline, or -1."""
+        ends = [job.deadline for job in self.jobs.values() if job.deadline]
+        if self.deadline:
+            ends.append(self.deadline)
+        return max(0.0, min(ends) - time.monotonic()) + 0.001 if ends else -1
+
+    def expire(self) -> None:
+        now = time.monotonic()
+        if self.deadline and now >= self.deadline:
+            self.running = False
+        for job in list(self.jobs.values()):
+            if job.deadline and now >= job.deadline:
+                job.deadline = 0.0
+                job.flags |= wire.TIMED_OUT
+                kill_group(job.pid, signal.SIGKILL)
+
+    def accept(self) -> None:
+        try:
+            sock, _ = self.listener.accept()
+        except OSError:
+            return
+        sock.setblocking(False)
+        peer = Peer(sock)
+        hello = wire.frame(wire.HELLO, 0, (wire.NUMBER, wire.VERSION), (wire.PATH, self.workdir.encode()))
+        # The sockets opened for egress travel with the greeting, so that whoever takes the pod over can carry them.
+        socket.send_fds(sock, [hello], self.carried)
+        self.peers[sock.fileno()] = peer
+        self.epoll.register(sock.fileno(), select.EPOLLIN)
+
+    def exchange(self, peer: Peer, event: int) -> None:
+        if event & select.EPOLLOUT:
+            self.flush(peer)
+        if not event & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
+            return
+        try:
+            received = peer.sock.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        if not received:
+            self.part(peer)
+            return
+        try:
+            for op, call, fields in peer.splitter.feed(received):
+                self.answer(peer, op, call, fields)
+        except wire.WireError:
+            self.part(peer)
+
+    def answer(self, peer: Peer, op: int, call: int, fields: wire.Fields) -> None:
+        act = self.answers.get(op)
+        try:
+            if act is None:
+                raise OSError(errno.ENOSYS, f"unknown request {op}")
+            act(peer, call, fields)
+        except OSError as error:
+            where = f"{error.filename!r}: " if error.filename else ""
+            text = where + (error.strerror or os.strerror(error.errno or errno.EIO))
+            self.send(peer, wire.FAIL, call, (wire.NUMBER, error.errno or errno.EIO), (wire.DATA, text.encode()))
+        except (ValueError, LookupError, RecursionError, MemoryError, subprocess.SubprocessError) as error:
+            text = f"{type(error).__name__}: {error}"
+            self.send(peer, wire.FAIL, call, (wire.NUMBER, errno.EINVAL), (wire.DATA, text.encode()))
+
+    def part(self, peer: Peer) -> None:
+        """A connection ended: so do the jobs nobody can hear any more, and the pod if this was its owner."""
+        fd = peer.sock.fileno()
+        if fd in self.peers:
+            del self.peers[fd]
+            self.epoll.unregister(fd)
+        for job in list(peer.jobs.values()):
+            kill_group(job.pid, signal.SIGKILL)
+            self.forget_pipes(job)
+        peer.sock.close()
+        if peer is self.owner:
+            self.running = False
+
+    # ------------------------------------------------------------------------------------------- sending
+
+    def send(self, peer: Peer, op: int, call: int, *fields: tuple[int, wire.Value]) -> None:
+        if peer.sock.fileno() < 0:
+            return
+        peer.queue += wire.frame(op, call, *fields)
+        self.flush(peer)
+
+    def ok(self, peer: Peer, call: int, *fields: tuple[int, wire.Value]) -> None:
+        self.send(peer, wire.OK, call, *fields)
+
+    def flush(self, peer: Peer) -> None:
+        while peer.queue:
+            try:
+                del peer.queue[: peer.sock.send(peer.queue)]
+            except BlockingIOError:
+                break
+            except OSError:
+                peer.queue.clear()  # the reading side will see the end
+                return
+        fd = peer.sock.fileno()
+        if fd in self.peers:
+            self.epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if peer.queue else 0))
+        stalled = len(peer.queue) > HIGH_WATER
+        if stalled != peer.stalled:
+            peer.stalled = stalled
+            for job in peer.jobs.values():
+                for pipe in job.outputs:
+                    self.epoll.modify(pipe, 0 if stalled else select.EPOLLIN)
+
+    # ------------------------------------------------------------------------------------------- commands
+
+    def spawn(self, peer: Peer, call: int, fields: wire.Fields) -> None:
+        argv = [os.fsdecode(a) for a in fields.get(wire.ARG, [])]
+        env = dict(e.split(b"=", 1) for e in fields.get(wire.ENV, []) if b"=" in e)
+        flags, given = wire.number(fields, wire.FLAGS), wire.data(fields, wire.DATA)
+        job = Job(peer, call, wire.number(fields, wire.LIMIT))
+        theirs: list[int] = []
+        try:
+            if wire.ROWS in fields:
+                master, slave = os.openpty()
+                theirs.append(slave)
+                job.terminal = job.stdin = master
+                set_size(master, wire.number(fields, wire.ROWS), wire.number(fields, wire.COLS))
+                stdin = stdout = stderr = slave
+                job.outputs[master] = wire.OUT
+            else:
+                stdin, stdout, stderr = self.open_pipes(job, theirs, bool(given or flags & wire.KEEP_STDIN))
+            job.pid = self.start(argv, env, fields, stdin, stdout, stderr, job.terminal >= 0)
+        except BaseException:
+            for fd in {*job.outputs, job.stdin} - {-1}:
+                os.close(fd)
+            raise
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        for fd in {*job.outputs, job.stdin} - {-1}:
+            os.set_blocking(fd, False)
+            self.pipes[fd] = job
+        for fd in job.outputs:
+            self.epoll.register(fd, 0 if peer.stalled else select.EPOLLIN)
+        if limit := wire.number(fields, wire.TIME):
+            job.deadline = job.started + limit / 1000
+        self.jobs[job.pid] = peer.jobs[call] = job
+        self.send(peer, wire.STARTED, call, (wire.PID, job.pid))
+        if job.stdin >= 0 and job.terminal < 0:
+            job.pending += given
+            job.stdin_closing = not flags & wire.KEEP_STDIN
+            self.feed(job)
+
+    def open_pipes(self, job: Job, theirs: list[int], wants_input: bool) -> tuple[int, int, int]:
+        stdin = self.null
+        if wants_input:
+            stdin, job.stdin = os.pipe2(os.O_CLOEXEC)
+            theirs.append(stdin)
+        ends = []
+        for kind in (wire.OUT, wire.ERR):
+            ours, end = os.pipe2(os.O_CLOEXEC)
+            job.outputs[ours] = kind
+            theirs.append(end)
+            ends.append(end)
+        return stdin, ends[0], ends[1]
+
+    def start(
+        self,
+        argv: list[str],
+        env: dict[bytes, bytes],
+        fields: wire.Fields,
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        terminal: bool,
+    ) -> int:
+        """Start the program in a session of its own; by vfork where nothing has to be done between."""
+        user = os.fsdecode(wire.data(fields, wire.USER))
+        who = find_user(user) if user else None
+        cwd = os.path.join(self.workdir, os.fsdecode(wire.data(fields, wire.CWD)))
+        if not os.path.isdir(cwd):
+            raise OSError(errno.ENOTDIR, f"the working directory {cwd} is not there")
+
+        def take_terminal() -> None:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        process = subprocess.Popen(
+            argv,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=cwd,
+            env=env,
+            start_new_session=True,
+            close_fds=True,
+            user=who[0] if who else None,
+            group=who[1] if who else None,
+            extra_groups=who[2] if who else None,
+            umask=0o022,
+            preexec_fn=take_terminal if terminal else None,
+        )
+        process.returncode = 0  # we reap by wait4(-1); Popen must neither wait nor warn
+        if self.mark_children:
+            # When memory runs out the kernel must choose a program, not the agent. Children inherit the mark.
+            with contextlib.suppress(OSError), open(f"/proc/{process.pid}/oom_score_adj", "w") as file:
+                file.write("1000")
+        return process.pid
+
+    def give_input(self, peer: Peer, call: int, fields: wire.Fields) -> None:
+        job = self.job_of(peer, fields)
+        if job.stdin < 0:
+            raise OSError(errno.EPIPE, "its standard input is closed")
+        job.pending += wire.data(fields, wire.DATA)
+        if wire.number(fields, wire.FLAGS) & wire.END:
+            if job.terminal >= 0:
+                job.pending += b"\x04"
+            else:
+                job.stdin_closing = True
+        self.feed(job)
+        self.ok(peer, call)
+
+    def send_signal(self, peer: Peer, call: int, fields: wire.Fields) -> None:
+        job = self.job_of(peer, fields)
+        os.killpg(job.pid, wire.number(fields, wire.NUMBER))
+        self.ok(peer, call)
+
+    def resize(self, peer: Peer, call: int, fields: wire.Fields) -> None:
+        job = self.job_of(peer, fields)
+        if job.terminal < 0:
+            raise OSError(errno.ENOTTY, "it has no terminal")
+        set_size(job.terminal, wire.number(fields, wire.ROWS), wire.number(fields, wire.COLS))
+        self.ok(peer, call)
+
+    def job_of(self, peer: Peer, fields: wire.Fields) -> Job:
+        job = peer.jobs.get(wire.number(fields, wire.JOB))
+        if job is None:
+            raise OSError(errno.ESRCH, "no such job, or it has ended")
+        return job
+
+    def feed(self, job: Job) -> None:
+        """Give a job what it will take of its input; wait for room for the rest."""
+        while job.pending and job.stdin >= 0:
+            try:
+                del job.pending[: os.write(job.stdin, job.pending)]
+            except BlockingIOError:
+                break
+            except OSError:  # it closed its end: the rest is of no use
+                job.pending.clear()
+                job.stdin_closing = job.terminal < 0
+        fd = job.stdin
+        if fd < 0:
+            return
+        waiting = select.EPOLLOUT if job.pending else 0
+        if job.terminal >= 0:
+            self.epoll.modify(fd, waiting | (0 if job.peer.stalled else select.EPOLLIN))
+        elif not job.pending and job.stdin_closing:
+            self.forget_pipe(job, fd)
+        else:
+            try:
+                self.epoll.modify(fd, waiting)
+            except FileNotFoundError:
+                self.epoll.register(fd, waiting)
+
+    def move_pipe(self, fd: int, job: Job, event: int) -> None:
+        if event & select.EPOLLOUT or (fd == job.stdin and fd not in job.outputs):
+            if event & select.EPOLLERR and not event & select.EPOLLOUT:
+                job.pending.clear()
+                self.forget_pipe(job, fd)
+                return
+            self.feed(job)
+        if fd in job.outputs and event & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
+            if self.take(job, fd, READ_SIZE) == 0:
+                self.forget_pipe(job, fd)
+
+    def take(self, job: Job, fd: int, size: int) -> int:
+        """Read once and pass it on; 0 at the end, -1 when there is nothing now."""
+        try:
+            received = os.read(fd, size)
+        except BlockingIOError:
+            return -1
+        except OSError:  # EIO: the last holder of a terminal closed it
+            return 0
+        kind = job.outputs[fd]
+        room = len(received) if not job.limit else max(0, job.limit - job.sent[kind])
+        if len(received) > room:
+            job.flags |= wire.TRUNCATED
+        if kept := received[:room]:
+            job.sent[kind] += len(kept)
+            self.send(job.peer, kind, job.call, (wire.DATA, kept))
+        return len(received)
+
+    def forget_pipe(self, job: Job, fd: int) -> None:
+        if self.pipes.pop(fd, None) is None:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            self.epoll.unregister(fd)
+        job.outputs.pop(fd, None)
+        if fd == job.stdin:
+            job.stdin = -1
+        if fd == job.terminal:
+            job.terminal = -1
+        os.close(fd)
+
+    def forget_pipes(self, job: Job) -> None:
+        for fd in {*job.outputs, job.stdin} - {-1}:
+            self.forget_pipe(job, fd)
+
+    def reap(self) -> None:
+        """Wait for everything that ended: our jobs, and orphans, which would otherwise fill the pod with zombies."""
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if job := self.jobs.pop(pid, None):
+                self.finish(job, status, usage.ru_utime, usage.ru_stime, usage.ru_maxrss)
+
+    def finish(self, job: Job, status: int, user: float, system: float, rss: int) -> None:
+        """The main process ended; take what is in the pipes already and report. Nobody waits for survivors."""
+        for fd in list(job.outputs):
+            taken = 0
+            while taken < DRAIN and (size := self.take(job, fd, READ_SIZE)) > 0:
+                taken += size
+        self.forget_pipes(job)
+        job.peer.jobs.pop(job.call, None)
+        code = os.waitstatus_to_exitcode(status)
+        self.send(
+            job.peer,
+            wire.EXITED,
+            job.call,
+            (wire.CODE, code if code >= 0 else 128 - code),
+            (wire.FLAGS, job.flags),
+            (wire.TIME, int((time.monotonic() - job.started) * 1e6)),
+            (wire.UTIME, int(user * 1e6)),
+            (wire.STIME, int(system * 1e6)),
+            (wire.MAXRSS, rss << 10),
+        )
+
+    # ------------------------------------------------------------------------------------------- files
+
+    def path(self, fields: wire.Fields) -> str:
+        path = os.fsdecode(wire.data(fields, wire.PATH))
+        if not path or "\0" in path:
+            raise OSError(errno.ENOENT, "an empty path")
+        return os.path.join(self.workdir, path)
+
+    def open_regular(self, path: str, flags: int, mode: int = 0) -> int:
+        """Open a regular file that is not a window into this very process."""
+        fd = linux.open_plain(path, flags | os.O_NONBLOCK, mode)  # never wait for the other end of a fifo
+        try:
+            info = os.fstat(fd)
+            if stat.S_ISDIR(info.st_mode):
+                raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+            if not stat.S_ISREG(info.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", path)
+            if info.st_dev == self.proc_device:
+                real = os.readlink(f"/proc/self/fd/{fd}")
+                if flags & (os.O_WRONLY | os.O_RDWR) or real.startswith(self.self_prefix):
+                    raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def read(self, peer: Peer, call: int, fields: wire.Fields) -> None:
+        path = self.path(fields)
+        left = min(wire.number(fields, wire.LIMIT, wire.CHUNK), 4 * wire.CHUNK)
+        at = wire.number(fields, wire.OFFSET)
+        fd = self.open_regular(path, os.O_RDONLY)
+        try:
+            while left > 0 and (received := os.pread(fd, min(left, wire.CHUNK), at)):
+                self.send(peer, wire.OUT, call, (wire.DATA, received))
+                at, left = at + len(received), left - len(received)
+            self.ok(peer, call, (wire.SIZE, os.fstat(fd).st_size))
+        finally:
+            os.close(fd)
+
+    def write(self, peer: Peer, call: int, fields: wire.Fields) -> None:
+        path, how = self.path(fields), wire.number(fields, wire.FLAGS)
+        mode = wire.number(fields, wire.MODE, -1)
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if how & wire.APPEND else 0)
+        try:
+            fd = self.open_regular(path, flags, 0o644)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            fd = self.open_regular(path, flags, 0o644)
+        try:
+            if how & wire.TRUNCATE:
+                os.ftruncate(fd, 0)
+            left, at = memoryview(wire.data(fields, wire.DATA)), wire.number(fields, wire.OFFSET)
+            while left:
+                size = os.write(fd, left) if how & wire.APPEND else os.pwrite(fd, left, at)
+                left, at = left[size:], at + size
+            if mode >= 0:
+                os.fchmod(fd, mode & 0o7777)
+        finally:
+            os.close(fd)
+        self.ok(peer, call)
+
+    def list_directory(self, peer: Peer, call: int, fields: wire.Fields) -> None:
+        path = self.path(fields)
+        for name in sorted(os.listdir(path)):
+            with contextlib.suppress(FileNotFoundError):  # removed since
+                self.describe(peer, call, os.path.join(path, name), name)
+        self.ok(peer, call)
+
+    def stat_path(self, peer: Peer, call: int, fields: wire.Fields) -> None:
+        path = self.path(fields)
+        self.describe(peer, call, path, os.path.basename(path.rstrip("/")) or "/")
+        self.ok(peer, call)
+
+    def describe(self, peer: Peer, call: int, path: str, name: str) -> None:
+        info = os.lstat(path)
+        kinds = {stat.S_IFREG: b"f", stat.S_IFDIR: b"d", stat.S_IFLNK: b"l"}
+        kind = kinds.get(stat.S_IFMT(info.st_mode), b"o")
+        self.send(
+            peer,
+            wire.ENTRY,
+            call,
+            (wire.PATH, os.fsencode(name)),
+            (wire.KIND, kind),
+            (wire.SIZE, info.st_size),
+            (wire.MODE, stat.S_IMODE(info.st_mode)),
+            (wire.MTIME, info.st_mtime_ns),
+            (wire.TARGET, os.fsencode(os.readlink(path)) if kind == b"l" else b""),
+        )
+
+    def remove(self, peer: Peer, call: int, fields: wire.Fields) -> None:
+        remove_tree(self.path(fields))
+        self.ok(peer, call)
+
+    def make_directory(self, peer: Peer, call: int, fields: wire.Fields) -> None:
+        path, mode = self.path(fields), wire.number(fields, wire.MODE, -1)
+        os.makedirs(path, exist_ok=True)
+        if mode >= 0:
+            os.chmod(path, mode & 0o7777)
+        self.ok(peer, call)
+
+    def make_link(self, peer: Peer, call: int, fields: wire.Fields) -> None:
+        path = self.path(fields)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.symlink(wire.data(fields, wire.DATA), os.fsencode(path))
+        self.ok(peer, call)
+
+    # ------------------------------------------------------------------------------------------- the pod
+
+    def own(self, peer: Peer, call: int, fields: wire.Fields) -> None:
+        self.owner = peer if wire.number(fields, wire.FLAGS) & wire.ATTACHED else None
+        limit = wire.number(fields, wire.TIME)
+        self.deadline = time.monotonic() + limit / 1000 if limit else 0.0
+        self.ok(peer, call)
+
+    def kill_all(self, peer: Peer, call: int, _: wire.Fields) -> None:
+        deadline = time.monotonic() + 5
+        while other_processes() and time.monotonic() < deadline:  # one sweep can miss a fork in flight
+            kill_everything()
+            self.reap()
+        self.ok(peer, call)
+
+
+def other_processes() -> Sequence[int]:
+    """Processes beside this one, in the pod or below this one where it has no namespace of its own."""
+    me = os.getpid()
+    if me == 1:
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != 1 and not is_zombie(pid)]
+    return [pid for pid in descendants(me) if not is_zombie(pid)]
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except OSError:
+        return True
+
+
+def descendants(root: int) -> Iterator[int]:
+    """Every process below `root`."""
+    waiting = [root]
+    while waiting:
+        pid = waiting.pop()
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children", "rb") as file:
+            for child in map(int, file.read().split()):
+                yield child
+                waiting.append(child)
+
+
+def kill_everything() -> None:
+    """Kill all but this process."""
+    if os.getpid() == 1:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        return
+    for pid in list(descendants(os.getpid())):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def set_size(terminal: int, rows: int, columns: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows & 0xFFFF, columns & 0xFFFF, 0, 0))
+
+
+def find_user(text: str) -> tuple[int, int, list[int]]:
+    """User, group and groups of `name`, `uid` or `uid:gid`, by the pod's own /etc; no name services."""
+    name, _, group = text.partition(":")
+    uid, gid = (int(name), int(name)) if name.isdigit() else (-1, -1)
+    for row in read_table("/etc/passwd"):
+        if len(row) >= 4 and (row[0] == name or row[2] == name):
+            name, uid, gid = row[0], int(row[2]), int(row[3])
+            break
+    groups = [int(row[2]) for row in read_table("/etc/group") if len(row) >= 4 and name in row[3].split(",")]
+    if group:
+        found = [int(row[2]) for row in read_table("/etc/group") if len(row) >= 3 and group in (row[0], row[2])]
+        gid = found[0] if found else int(group) if group.isdigit() else -1
+    if uid < 0 or gid < 0:
+        raise OSError(errno.ENOENT, f"no user {text!r} in the pod")
+    return uid, gid, groups
+
+
+def read_table(path: str) -> list[list[str]]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return [line.rstrip("\n").split(":") for line in file]
+    except OSError:
+        return []
+
+
+def remove_tree(path: str) -> None:
+    """Remove a path and all below it, without following links and without recursion."""
+    info = os.lstat(path)
+    if not stat.S_ISDIR(info.st_mode):
+        os.unlink(path)
+        return
+    stack = [path]
+    while stack:
+        top = stack[-1]
+        with contextlib.suppress(PermissionError):
+            os.chmod(top, 0o700)
+        below = []
+        with os.scandir(top) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    below.append(entry.path)
+                else:
+                    os.unlink(entry.path)
+        if below:
+            stack += below
+        else:
+            os.rmdir(top)
+            stack.pop()

@@ -1,0 +1,281 @@
+"""A pod whose commands and files go through an agent; what remains for a backend is the pod's life."""
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from etude.pods import transfer, wire
+from etude.pods.client import Agent, Link, StreamJob, ended, not_started, spawn_fields
+from etude.pods.pod import (
+    MAX_OUTPUT,
+    Command,
+    Event,
+    ExecResult,
+    FileInfo,
+    Job,
+    Listing,
+    Pod,
+    PodError,
+    PodFileError,
+    PodGone,
+    Shell,
+)
+from etude.pods.shell import BashShell
+
+EVENTS_KEPT = 10_000  # of one pod; a program that loops on refused connections must not fill our memory
+
+
+class AgentPod(Pod):
+    """The half of a pod that is the same on every backend."""
+
+    def __init__(self, id: str, environment: Mapping[str, str], workdir: str, user: str = "") -> None:
+        self.id, self.environment, self.workdir, self.user = id, dict(environment), workdir, user
+        self.agent: Agent | None = None
+        self.history: list[Event] = []
+
+    @abstractmethod
+    async def open_link(self) -> Link:
+        """A new connection to the agent."""
+
+    def memory_ran_out(self) -> bool:
+        """Whether the kernel killed something for memory since the last time this was asked."""
+        return False
+
+    # ------------------------------------------------------------------------------------------- commands
+
+    @property
+    def line(self) -> Agent:
+        if self.agent is None:
+            raise PodGone(f"pod {self.id} is closed")
+        return self.agent
+
+    async def exec(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout: float | None = None,
+        max_output: int = MAX_OUTPUT,
+        user: str | None = None,
+    ) -> ExecResult:
+        fields = spawn_fields(command, cwd, {**self.environment, **(env or {})}, self._user(user), timeout)
+        if max_output < 1:
+            raise PodError(f"max_output is {max_output}; expected at least 1")
+        if len(stdin) > wire.CHUNK:
+            return await self._exec_large(command, stdin, cwd, env, timeout, max_output, user)
+        fields += [(wire.DATA, stdin), (wire.LIMIT, max_output)]
+        agent = self.line
+        done: asyncio.Future[ExecResult] = asyncio.get_running_loop().create_future()
+        out: dict[int, list[bytes]] = {wire.OUT: [], wire.ERR: []}
+
+        def take(op: int, got: wire.Fields) -> None:
+            if done.done():
+                return
+            if op in out:
+                out[op].append(wire.data(got, wire.DATA))
+            elif op == wire.EXITED:
+                done.set_result(ended(got, b"".join(out[wire.OUT]), b"".join(out[wire.ERR])))
+            elif op == wire.FAIL:
+                error = PodFileError(wire.number(got, wire.NUMBER), wire.data(got, wire.DATA).decode("utf-8", "replace"))
+                done.set_exception(error)
+            elif op == -1:
+                done.set_exception(agent.gone or PodGone(f"pod {self.id} is gone"))
+
+        call = agent.open_call(take)
+        agent.link.send(wire.frame(wire.SPAWN, call, *fields))
+        try:
+            return self._finished(await done)
+        except PodFileError as error:
+            if (result := not_started(error, command)) is not None:
+                return result
+            raise
+        except asyncio.CancelledError:
+            self._abandon(agent, call)
+            raise
+        finally:
+            agent.calls.pop(call, None)
+
+    def _abandon(self, agent: Agent, call: int) -> None:
+        """Nobody waits for the command any more: end it, and do not wait for that either."""
+        if agent.gone is None:
+            agent.next_call += 1
+            fields = ((wire.JOB, call), (wire.NUMBER, 9))
+            agent.link.send(wire.frame(wire.SIGNAL, agent.next_call, *fields))
+
+    async def _exec_large(
+        self,
+        command: Command,
+        stdin: bytes,
+        cwd: str | None,
+        env: Mapping[str, str] | None,
+        timeout: float | None,
+        max_output: int,
+        user: str | None,
+    ) -> ExecResult:
+        """Input that does not fit in one frame is streamed."""
+        job = await self.spawn(command, cwd=cwd, env=env, timeout=timeout, user=user)
+
+        async def give() -> None:
+            with contextlib.suppress(PodFileError):  # it ended, or closed its input
+                await job.write(stdin)
+                await job.close_stdin()
+
+        giving = asyncio.create_task(give())
+        kept: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+        truncated = False
+        try:
+            async for stream, data in job.output():
+                room = max_output - len(kept[stream])
+                truncated = truncated or len(data) > room
+                kept[stream] += data[: max(0, room)]
+            result = await job.wait()
+        finally:
+            giving.cancel()
+        return ExecResult(
+            result.exit_code,
+            bytes(kept["stdout"]),
+            bytes(kept["stderr"]),
+            result.timed_out,
+            result.out_of_memory,
+            truncated,
+            result.usage,
+        )
+
+    async def spawn(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        user: str | None = None,
+        terminal: tuple[int, int] | None = None,
+    ) -> Job:
+        fields = spawn_fields(command, cwd, {**self.environment, **(env or {})}, self._user(user), timeout)
+        if terminal is not None:
+            fields += [(wire.ROWS, terminal[0]), (wire.COLS, terminal[1])]
+        fields.append((wire.FLAGS, wire.KEEP_STDIN))
+        _ = self.line  # closed: say so before connecting
+        agent = Agent(await self.open_link(), self.id)
+        await agent.greeting()
+        for descriptor in agent.link.descriptors:
+            os.close(descriptor)
+        job = StreamJob(agent, self._finished)
+        agent.link.send(wire.frame(wire.SPAWN, job.call, *fields))
+        try:
+            await job.started
+        except PodFileError as error:
+            result = not_started(error, command)
+            raise PodError(result.stderr.strip() if result else str(error)) from error
+        return job
+
+    def _user(self, user: str | None) -> str | None:
+        return user if user is not None else self.user or None
+
+    def _finished(self, result: ExecResult) -> ExecResult:
+        """Add what only the host can see, and tell the log."""
+        if result.exit_code and self.memory_ran_out():
+            result = ExecResult(
+                result.exit_code,
+                result.stdout_bytes,
+                result.stderr_bytes,
+                result.timed_out,
+                True,
+                result.truncated,
+                result.usage,
+            )
+            self.record("out-of-memory", {"exit_code": result.exit_code})
+        self.record("exit", {"exit_code": result.exit_code, "timed_out": result.timed_out})
+        return result
+
+    async def shell(self, *, cwd: str | None = None, env: Mapping[str, str] | None = None) -> Shell:
+        shell = BashShell(self, cwd, env)
+        await shell.start()
+        return shell
+
+    # ------------------------------------------------------------------------------------------- files
+
+    async def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        parts: list[bytes] = []
+        left = length
+        while left is None or left > 0:
+            want = 4 * wire.CHUNK if left is None else min(left, 4 * wire.CHUNK)
+            fields = ((wire.PATH, os.fsencode(path)), (wire.OFFSET, offset), (wire.LIMIT, want))
+            *frames, _ = await self.line.ask(wire.READ, *fields)
+            got = sum(len(wire.data(found, wire.DATA)) for _, found in frames)
+            parts += [wire.data(found, wire.DATA) for _, found in frames]
+            offset, left = offset + got, None if left is None else left - got
+            if got < want:
+                break
+        return b"".join(parts)
+
+    async def write(self, path: str, data: bytes | str, *, mode: int | None = None, append: bool = False) -> None:
+        content = data.encode() if isinstance(data, str) else data
+        at = 0
+        while True:
+            part = content[at : at + wire.CHUNK]
+            flags = wire.APPEND if append else wire.TRUNCATE if at == 0 else 0
+            fields: list[tuple[int, wire.Value]] = [
+                (wire.PATH, os.fsencode(path)),
+                (wire.OFFSET, at),
+                (wire.FLAGS, flags),
+                (wire.DATA, part),
+            ]
+            if mode is not None:
+                fields.append((wire.MODE, mode))
+            await self.line.ask(wire.WRITE, *fields)
+            at += len(part)
+            if at >= len(content):
+                return
+
+    async def list(self, path: str = ".") -> Listing:
+        *entries, _ = await self.line.ask(wire.LIST, (wire.PATH, os.fsencode(path)))
+        return [_info(found) for _, found in entries]
+
+    async def stat(self, path: str) -> FileInfo:
+        entry, _ = await self.line.ask(wire.STAT, (wire.PATH, os.fsencode(path)))
+        return _info(entry[1])
+
+    async def remove(self, path: str) -> None:
+        await self.line.ask(wire.REMOVE, (wire.PATH, os.fsencode(path)))
+
+    async def make_directory(self, path: str, mode: int = 0o755) -> None:
+        await self.line.ask(wire.MKDIR, (wire.PATH, os.fsencode(path)), (wire.MODE, mode))
+
+    async def _make_link(self, path: str, target: str) -> None:
+        await self.line.ask(wire.SYMLINK, (wire.PATH, os.fsencode(path)), (wire.DATA, os.fsencode(target)))
+
+    async def upload(self, source: Path, path: str) -> None:
+        await transfer.upload(self, self._make_link, source, path)
+
+    async def download(self, path: str, target: Path) -> None:
+        await transfer.download(self, path, target)
+
+    # ------------------------------------------------------------------------------------------- the log
+
+    def record(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Add an event."""
+        if len(self.history) < EVENTS_KEPT:
+            self.history.append(Event(time.time(), kind, facts))
+
+    def events(self) -> Sequence[Event]:
+        return tuple(self.history)
+
+
+def _info(fields: wire.Fields) -> FileInfo:
+    return FileInfo(
+        name=os.fsdecode(wire.data(fields, wire.PATH)),
+        kind=cast(Any, wire.KINDS.get(wire.data(fields, wire.KIND), "other")),
+        size=wire.number(fields, wire.SIZE),
+        mode=wire.number(fields, wire.MODE),
+        modified=wire.number(fields, wire.MTIME) / 1e9,
+        target=os.fsdecode(wire.data(fields, wire.TARGET)),
+    )

@@ -1,0 +1,91 @@
+"""What a backend is to the fleet: it makes pods from a full description, finds them again, and cleans up."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from etude.pods.agentpod import AgentPod
+from etude.pods.images import Image
+from etude.pods.pod import Capabilities, Egress, Limits, Pod, Snapshot, SnapshotKind
+from etude.pods.store import Layer
+
+Storage = Literal["memory", "disk"]
+
+
+@dataclass(frozen=True)
+class PodSpec:
+    """A pod to be made: every decision taken. Written to disk before the pod is, so that nothing is ever lost."""
+
+    id: str
+    image: Image  # the image or snapshot it starts from
+    limits: Limits
+    egress: Egress = field(default_factory=Egress)
+    storage: Storage = "memory"
+    ttl: float | None = None  # seconds
+    attached: bool = True  # ends with the process that made it
+    key: str = ""  # idempotency
+    tenant: str = ""
+    created: float = 0.0
+
+
+class Home(Protocol):
+    """The host a pod lives on: it keeps snapshots and makes the children."""
+
+    async def snapshot_pod(self, pod: "LocalPod", kind: SnapshotKind | None) -> Snapshot: ...
+    async def fork_pod(self, pod: "LocalPod", n: int, kind: SnapshotKind | None) -> Sequence[Pod]: ...
+    async def close_pod(self, pod: "LocalPod") -> None: ...
+
+
+class LocalPod(AgentPod):
+    """A pod of a backend on this machine. `home` is set by the host that asked for it."""
+
+    spec: PodSpec
+    home: Home
+
+    async def snapshot(self, kind: SnapshotKind | None = None) -> Snapshot:
+        return await self.home.snapshot_pod(self, kind)
+
+    async def fork(self, n: int = 1, kind: SnapshotKind | None = None) -> Sequence[Pod]:
+        return await self.home.fork_pod(self, n, kind)
+
+    async def close(self) -> None:
+        await self.home.close_pod(self)
+
+    @abstractmethod
+    async def end(self) -> None:
+        """End every process and remove what the pod wrote; twice is fine."""
+
+    @abstractmethod
+    async def seal(self, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
+        """Keep what was written as a layer and go on; all layers of the state, bottom first, and how it was done."""
+
+
+class Backend(ABC):
+    """One way to run pods on this machine."""
+
+    name: str
+    capabilities: Capabilities
+
+    @abstractmethod
+    async def start(self, spec: PodSpec) -> LocalPod:
+        """Make a pod; on any failure nothing of it is left."""
+
+    @abstractmethod
+    async def adopt(self, spec: PodSpec) -> LocalPod | None:
+        """A pod that an earlier process made and that still runs; None when it does not."""
+
+    @abstractmethod
+    async def reap(self, known: Iterable[str]) -> list[str]:
+        """Remove what is left of pods that are not in `known`; their names."""
+
+    @abstractmethod
+    async def persist(self, layer: Layer) -> Layer:
+        """A layer held in memory, copied to the store."""
+
+    @abstractmethod
+    async def drop(self, layer: Layer) -> None:
+        """A layer is not used any more: let go of what the backend holds for it."""
+
+    async def close(self) -> None:
+        """Let go of connections; pods that are not attached go on."""

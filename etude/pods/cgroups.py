@@ -1,0 +1,255 @@
+"""Control groups of pods, in both of the kernel's layouts, sometimes side by side.
+
+On ordinary hosts one v2 directory per pod holds every limit; elsewhere memory, pids and cpu are v1 hierarchies and
+v2 can only freeze. What there is, is found by reading `cgroup.controllers` and by making a group, never by path.
+All pods of a state directory live below one group of its own, so that they compete with the host as one, and so that
+what a killed service left behind can be found.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.pods.pod import Limits, PodError
+
+MOUNTS = Path("/proc/self/mountinfo")
+MEMBERSHIP = Path("/proc/self/cgroup")
+CONTROLLERS = ("memory", "pids", "cpu")
+PERIOD = 100_000  # microseconds over which a cpu limit is counted
+DEADLINE_S = 5.0  # every wait on kernel state has one
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where groups can be made: the directory of this service in each hierarchy that works."""
+
+    unified: Path | None  # v2: freeze, and the controllers named in `in_unified`
+    in_unified: frozenset[str]
+    legacy: Mapping[str, Path]  # v1 controller -> directory
+    reason: str  # in words, when something is missing
+
+    @property
+    def controllers(self) -> frozenset[str]:
+        return self.in_unified | frozenset(self.legacy)
+
+    @property
+    def bases(self) -> list[Path]:
+        return [*([self.unified] if self.unified else []), *self.legacy.values()]
+
+
+def find_layout(name: str) -> Layout:
+    """Make `name` in every hierarchy that lets us, and say what can be controlled there."""
+    mounts = list(_mounts())
+    member = dict(_memberships())
+    unified: Path | None = None
+    in_unified: frozenset[str] = frozenset()
+    reasons = []
+    for mount, kind, options in mounts:
+        if kind == "cgroup2" and unified is None:
+            try:
+                unified, in_unified = _enter_unified(mount, member.get("", "/"), name)
+            except OSError as error:
+                reasons.append(f"cgroup v2 at {mount}: {error.strerror}")
+    legacy = {}
+    for mount, kind, options in mounts:
+        for controller in set(CONTROLLERS) & set(options if kind == "cgroup" else ()):
+            try:
+                base = _below(mount, member.get(controller, "/")) / name
+                base.mkdir(exist_ok=True)
+                probe = base / "probe"
+                probe.mkdir(exist_ok=True)
+                probe.rmdir()
+                legacy[controller] = base
+            except OSError as error:
+                reasons.append(f"cgroup v1 {controller}: {error.strerror}")
+    if not mounts:
+        reasons.append("no cgroup file system is mounted")
+    return Layout(unified, in_unified, legacy, "; ".join(reasons))
+
+
+def _mounts() -> Iterable[tuple[Path, str, list[str]]]:
+    for line in MOUNTS.read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.split()[:3]
+        if kind in ("cgroup", "cgroup2"):
+            yield Path(left.split()[4]), kind, options.split(",")
+
+
+def _memberships() -> Iterable[tuple[str, str]]:
+    for line in MEMBERSHIP.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            yield controller, path
+
+
+def _below(mount: Path, path: str) -> Path:
+    """Our own group in a hierarchy, or its root where the path is that of another namespace."""
+    own = mount / path.lstrip("/")
+    return own if own.is_dir() else mount
+
+
+def _enter_unified(mount: Path, path: str, name: str) -> tuple[Path, frozenset[str]]:
+    """A v2 group with as many of our controllers as can be had."""
+    parent = mount if os.geteuid() == 0 else _below(mount, path)
+    base = parent / name
+    base.mkdir(exist_ok=True)
+    wanted = set(CONTROLLERS) & set((parent / "cgroup.controllers").read_text().split())
+    for controller in wanted:
+        for group in (parent, base):
+            _enable(group, controller)
+    return base, frozenset(wanted & set((base / "cgroup.subtree_control").read_text().split()))
+
+
+def _enable(group: Path, controller: str) -> None:
+    control = group / "cgroup.subtree_control"
+    if controller in control.read_text().split():
+        return
+    try:
+        control.write_text(f"+{controller}")
+    except OSError:
+        # A group with processes of its own cannot hand controllers down (v2's "no internal processes" rule, seen in
+        # containers): they move to a leaf beside the pods, then it can.
+        leaf = group / "etude-service"
+        with contextlib.suppress(OSError):
+            leaf.mkdir(exist_ok=True)
+            for pid in (group / "cgroup.procs").read_text().split():
+                (leaf / "cgroup.procs").write_text(pid)
+            control.write_text(f"+{controller}")
+
+
+class Group:
+    """The control group of one pod."""
+
+    def __init__(self, layout: Layout, name: str) -> None:
+        self.layout, self.name = layout, name
+        self.directories = [base / name for base in layout.bases]
+        self._memory = self._of("memory")
+        self._seen_kills = 0
+
+    def _of(self, controller: str) -> Path | None:
+        if controller in self.layout.legacy:
+            return self.layout.legacy[controller] / self.name
+        if controller in self.layout.in_unified and self.layout.unified:
+            return self.layout.unified / self.name
+        return None
+
+    @property
+    def procs(self) -> list[Path]:
+        """Files that a process's number is written to, to move it in."""
+        return [directory / "cgroup.procs" for directory in self.directories]
+
+    def create(self, limits: Limits) -> None:
+        """Make it and set its limits."""
+        for directory in self.directories:
+            directory.mkdir(exist_ok=True)
+        memory, pids, cpu = (self._of(controller) for controller in CONTROLLERS)
+        if limits.memory and memory:
+            v1 = "memory" in self.layout.legacy
+            _write(memory / ("memory.limit_in_bytes" if v1 else "memory.max"), limits.memory)
+            for swap in ("memory.memsw.limit_in_bytes",) if v1 else ("memory.swap.max",):
+                if (memory / swap).exists():
+                    _write(memory / swap, limits.memory if v1 else 0)
+        if limits.pids and pids:
+            _write(pids / "pids.max", limits.pids)
+        if limits.cpu and cpu:
+            quota = max(1000, int(limits.cpu * PERIOD))
+            if "cpu" in self.layout.legacy:
+                _write(cpu / "cpu.cfs_quota_us", quota)
+            else:
+                _write(cpu / "cpu.max", f"{quota} {PERIOD}")
+        self._seen_kills = self._kills()
+
+    def out_of_memory(self) -> int:
+        """Processes killed for memory since the last time this was asked."""
+        kills = self._kills()
+        new, self._seen_kills = kills - self._seen_kills, kills
+        return new
+
+    def _kills(self) -> int:
+        if self._memory is None:
+            return 0
+        file = self._memory / ("memory.oom_control" if "memory" in self.layout.legacy else "memory.events")
+        with contextlib.suppress(OSError):
+            for line in file.read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+        return 0
+
+    def usage(self) -> dict[str, float]:
+        """Live numbers of whatever is counted."""
+        found: dict[str, float] = {}
+        pids, cpu = self._of("pids"), self._of("cpu")
+        if self._memory:
+            v1 = "memory" in self.layout.legacy
+            found["memory"] = _read(self._memory / ("memory.usage_in_bytes" if v1 else "memory.current"))
+        if pids:
+            found["pids"] = _read(pids / "pids.current")
+        stat = self.layout.unified / self.name / "cpu.stat" if self.layout.unified else None
+        if cpu and stat and stat.exists():
+            for line in stat.read_text().splitlines():
+                if line.startswith("usage_usec "):
+                    found["cpu_s"] = int(line.split()[1]) / 1e6
+        return found
+
+    def freeze(self, frozen: bool) -> None:
+        """Stop or continue every process in it; blocks for about half a millisecond."""
+        # Only v2's freezer: v1's stays in FREEZING for ever when a task is inside vfork.
+        if self.layout.unified is None:
+            raise PodError(f"cannot freeze: no cgroup v2 here ({self.layout.reason})")
+        directory = self.layout.unified / self.name
+        _write(directory / "cgroup.freeze", int(frozen))
+        deadline = time.monotonic() + DEADLINE_S
+        wanted = f"frozen {int(frozen)}"
+        while wanted not in (directory / "cgroup.events").read_text():
+            if time.monotonic() > deadline:
+                _write(directory / "cgroup.freeze", 0)
+                raise PodError(f"pod {self.name} did not freeze within {DEADLINE_S:g} s")
+            time.sleep(0.0002)
+
+    def remove(self) -> bool:
+        """Remove it; False when a process is still in it."""
+        for directory in self.directories:
+            try:
+                directory.rmdir()
+            except FileNotFoundError:
+                continue
+            except OSError:
+                return False
+        return True
+
+    def kill(self) -> None:
+        """Kill what is left in it, when its keeper no longer can."""
+        for file in self.procs:
+            with contextlib.suppress(OSError):
+                for pid in file.read_text().split():
+                    with contextlib.suppress(OSError):
+                        os.kill(int(pid), 9)
+
+
+def existing(layout: Layout) -> set[str]:
+    """Names of the groups that are there."""
+    names: set[str] = set()
+    for base in layout.bases:
+        with contextlib.suppress(OSError):
+            names |= {entry.name for entry in base.iterdir() if entry.is_dir()}
+    return names
+
+
+def _write(file: Path, value: object) -> None:
+    fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, str(value).encode())
+    except OSError as error:
+        raise PodError(f"cannot set {file.name} to {value}: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def _read(file: Path) -> float:
+    try:
+        return float(file.read_text())
+    except (OSError, ValueError):
+        return 0.0

@@ -1,0 +1,176 @@
+"""Our side of the keeper: find it or start it, and ask.
+
+One keeper serves all processes that use a state directory. It holds the lock file for as long as it lives, so there
+is never a second one; who finds nobody at the socket and can take the lock, starts it.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import etude
+from etude.errors import BusyError
+from etude.lock import take_lock
+from etude.pods import plan, wire
+from etude.pods.client import connect_unix, failure
+from etude.pods.pod import PodError, PodGone
+
+START_S = 20.0
+
+
+class KeeperLine:
+    """A connection to the keeper; starts one when there is none."""
+
+    def __init__(self, state: Path, helper: Path | None) -> None:
+        self.state, self.helper = state, helper
+        self.sock: socket.socket | None = None
+        self.splitter = wire.Splitter()
+        self.calls: dict[int, asyncio.Future[tuple[wire.Fields, list[int]]]] = {}
+        self.next_call = 0
+        self.descriptors: list[int] = []
+        self.opening = asyncio.Lock()
+
+    async def ask(
+        self, op: int, *fields: tuple[int, wire.Value], descriptors: Sequence[int] = ()
+    ) -> tuple[wire.Fields, list[int]]:
+        """One request; the fields of the answer and the descriptors that came with it."""
+        if self.sock is None:
+            async with self.opening:
+                if self.sock is None:
+                    await self._open()
+        assert self.sock is not None
+        loop = asyncio.get_running_loop()
+        self.next_call += 1
+        call = self.next_call
+        answer = self.calls[call] = loop.create_future()
+        # The keeper reads before it does anything else, so this never waits for long.
+        data = wire.frame(op, call, *fields)
+        try:
+            sent = socket.send_fds(self.sock, [data], list(descriptors))
+            while sent < len(data):
+                sent += self.sock.send(data[sent:])
+        except OSError as error:
+            self._lost()
+            raise PodGone(f"the keeper of {self.state} is gone ({error.strerror})") from error
+        try:
+            return await answer
+        finally:
+            self.calls.pop(call, None)
+
+    async def _open(self) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(OSError):
+                self.sock = connect_unix(str(self.state), plan.SOCKET)
+                break
+            with contextlib.suppress(BusyError):
+                start_keeper(self.state, self.helper)
+            if time.monotonic() > deadline:
+                raise PodError(f"no keeper answers in {self.state} within {START_S:g} s; see {plan.LOG} there")
+            await asyncio.sleep(0.005)
+        # Blocking sends, non-blocking reads by the loop: requests are small and answered in order.
+        asyncio.get_running_loop().add_reader(self.sock.fileno(), self._readable)
+
+    def _readable(self) -> None:
+        assert self.sock is not None
+        try:
+            data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, 16, socket.MSG_DONTWAIT)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data, fds = b"", []
+        self.descriptors += fds
+        if not data:
+            self._lost()
+            return
+        for op, call, fields in self.splitter.feed(data):
+            answer = self.calls.get(call)
+            given, self.descriptors = self.descriptors, []
+            if answer is None or answer.done():
+                for fd in given:
+                    os.close(fd)
+            elif op == wire.OK:
+                answer.set_result((fields, given))
+            else:
+                answer.set_exception(PodError(str(failure(fields))))
+
+    def _lost(self) -> None:
+        self.close()
+        for answer in self.calls.values():
+            if not answer.done():
+                answer.set_exception(PodGone(f"the keeper of {self.state} is gone, and every pod with it"))
+
+    def close(self) -> None:
+        if self.sock is not None:
+            asyncio.get_running_loop().remove_reader(self.sock.fileno())
+            self.sock.close()
+            self.sock = None
+            self.splitter = wire.Splitter()
+
+
+def start_keeper(state: Path, helper: Path | None) -> None:
+    """Start the keeper of `state`; BusyError when there is one."""
+    lock = take_lock(state / plan.LOCK, f"the pods of {state}")
+    directory = os.open(state, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            (state / plan.SOCKET).unlink()
+        listener.bind(f"/proc/self/fd/{directory}/{plan.SOCKET}")
+        listener.listen(64)
+        clean_mount_points(state)
+        with open(state / plan.LOG, "ab") as log, keeper_program(helper, state, listener.fileno()) as (argv, program):
+            subprocess.Popen(
+                argv,
+                stdin=program,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env={"PATH": os.defpath, "PYTHONDONTWRITEBYTECODE": "1"},  # nothing of ours: pods are forked from it
+                pass_fds=[listener.fileno(), lock],
+                start_new_session=True,
+            )
+    finally:
+        listener.close()
+        os.close(directory)
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def keeper_program(helper: Path | None, state: Path, listener: int) -> Iterator[tuple[list[str], IO[bytes]]]:
+    """The keeper as a command and its standard input.
+
+    Pods can read the command line of their first process, so what names our directories comes by standard input:
+    for the compiled keeper two lines, for Python the program itself.
+    """
+    root = str(Path(etude.__file__).parent.parent)
+    arguments = f"{listener}\n{state}\n"
+    code = f"import sys; sys.path.append({root!r}); from etude.pods.keeper import main; main({str(state)!r}, {listener})\n"
+    with tempfile.TemporaryFile() as file:
+        file.write((arguments if helper else code).encode())
+        file.seek(0)
+        yield [str(helper)] if helper else [sys.executable, "-I", "-S", "-"], file
+
+
+def clean_mount_points(state: Path) -> None:
+    """Empty directories that a killed keeper's mounts were on; the mounts themselves went with it."""
+    (state / plan.STAGE).mkdir(mode=0o700, exist_ok=True)
+    for name in (plan.MEMORY, plan.MAPPED):
+        (state / name).mkdir(mode=0o700, exist_ok=True)
+        for place in (state / name).iterdir():
+            place.rmdir()
+    (state / plan.ROOT).mkdir(mode=0o755, exist_ok=True)
+
+
+def find_compiler() -> str | None:
+    """A C compiler, if there is one."""
+    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")

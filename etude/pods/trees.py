@@ -1,0 +1,381 @@
+"""File trees that nobody should trust: delete them, copy their leaves, and give them a digest.
+
+Deletion walks by directory descriptors and never follows a link, so a tree that changes under it cannot lead it out;
+it copes with directories of mode 000 and with any depth. A tree here may be in overlay form: a whiteout is a
+character device 0:0, an opaque directory carries `user.overlay.opaque`.
+"""
+
+import errno
+import functools
+import hashlib
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from etude.pods.pod import PodError
+
+OPAQUE = "user.overlay.opaque"
+MAX_ID = 65535  # owners a pod can have; any other is shown as nobody
+NOBODY = 65534
+MAX_DEPTH = 200  # directories in each other; real trees stay under 100, and every level is a frame of ours
+
+_HOIST_DEPTH = 32  # deletion moves what is deeper to the top of the tree, so depth costs neither frames nor files
+_CAPABILITY = "security.capability"
+_BLOCK = 1 << 20
+
+
+@functools.cache
+def keeps_owners() -> bool:
+    """Whether this process may give files to any owner a pod has: root, with 65536 ids, allowed to chown."""
+    if os.geteuid() != 0:
+        return False
+    ids = sum(int(line.split()[2]) for line in Path("/proc/self/uid_map").read_text().splitlines())
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return ids > MAX_ID and int(status["CapEff"], 16) & 1 == 1
+
+
+# -- overlay marks
+
+
+def is_whiteout(info: os.stat_result) -> bool:
+    """Whether this is overlay's mark for "a name that is gone"."""
+    return stat.S_ISCHR(info.st_mode) and info.st_rdev == 0
+
+
+def is_opaque(directory: str) -> bool:
+    """Whether a directory hides those of the same name below it."""
+    try:
+        return os.getxattr(directory, OPAQUE, follow_symlinks=False) == b"y"
+    except OSError as error:
+        if error.errno in (errno.ENODATA, errno.ENOTSUP):
+            return False
+        raise
+
+
+def make_whiteout(path: str, at: int | None = None) -> None:
+    """Put a whiteout; allowed to every user, unlike other devices."""
+    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(0, 0), dir_fd=at)
+
+
+def make_opaque(directory: str | int) -> None:
+    """Mark a directory opaque."""
+    try:
+        os.setxattr(directory, OPAQUE, b"y")
+    except OSError as error:
+        if error.errno == errno.ENOTSUP:
+            raise PodError(
+                f"{directory}: the file system keeps no user.* attributes, which layers need; "
+                "put the store on ext4, xfs, btrfs, or tmpfs of Linux 6.6 or later"
+            ) from None
+        raise
+
+
+# -- deletion
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file or a tree. One that is not there, or that another process removes meanwhile, is fine."""
+    try:
+        parent = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        remove_at(parent, path.name)
+    finally:
+        os.close(parent)
+
+
+def remove_at(parent: int, name: str) -> None:
+    """Remove `name` in the directory `parent`, with all below it."""
+    if _unlinked(parent, name):
+        return
+    with suppress(FileNotFoundError):
+        top = _open_to_empty(parent, name)
+        try:
+            hoisted = 0
+
+            def hoist(directory: int, child: str) -> None:
+                nonlocal hoisted
+                hoisted += 1
+                os.rename(child, f".hoisted-{hoisted}-{os.getpid()}", src_dir_fd=directory, dst_dir_fd=top)
+
+            while names := os.listdir(top):
+                for child in names:
+                    _remove_below(top, child, 1, hoist)
+        finally:
+            os.close(top)
+        os.rmdir(name, dir_fd=parent)
+
+
+def _remove_below(parent: int, name: str, depth: int, hoist: Callable[[int, str], None]) -> None:
+    if _unlinked(parent, name):
+        return
+    with suppress(FileNotFoundError):
+        directory = _open_to_empty(parent, name)
+        try:
+            if depth > _HOIST_DEPTH:
+                hoist(parent, name)
+                return
+            for child in os.listdir(directory):
+                _remove_below(directory, child, depth + 1, hoist)
+        finally:
+            os.close(directory)
+        with suppress(OSError):  # something appeared meanwhile: the loop at the top comes back to it
+            os.rmdir(name, dir_fd=parent)
+
+
+def _unlinked(parent: int, name: str) -> bool:
+    """Whether `name` is gone now; False for a directory."""
+    try:
+        os.unlink(name, dir_fd=parent)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        # EISDIR is Linux's answer for a directory, EPERM the one of POSIX
+        if error.errno not in (errno.EISDIR, errno.EPERM):
+            raise
+        return False
+    return True
+
+
+def _open_to_empty(parent: int, name: str) -> int:
+    """A directory opened such that its entries can be removed, whatever its mode was."""
+    handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        if os.fstat(handle).st_mode & 0o700 != 0o700:
+            with suppress(PermissionError):  # not ours: opening it will say so, unless root needs no mode
+                os.chmod(f"/proc/self/fd/{handle}", 0o700)
+        return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    finally:
+        os.close(handle)
+
+
+# -- reading what its own mode forbids
+
+
+@contextmanager
+def entered(directory: str) -> Iterator[list[str]]:
+    """The names in a directory, sorted as bytes; inside the block its entries can be reached even if its mode forbids.
+
+    A user's own layers hold directories and files that he may not read (root's, in the image); he owns them, so the
+    mode is widened for as long as needed. Root never needs to.
+    """
+    mode = stat.S_IMODE(os.lstat(directory).st_mode)
+    widen = os.geteuid() != 0 and mode & 0o700 != 0o700 and os.lstat(directory).st_uid == os.geteuid()
+    if widen:
+        os.chmod(directory, mode | 0o700)
+    try:
+        yield sorted(os.listdir(directory), key=os.fsencode)
+    finally:
+        if widen:
+            os.chmod(directory, mode)
+
+
+def open_to_read(path: str) -> int:
+    """A regular file opened for reading, even if its mode forbids its owner to; a link is refused."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return os.open(path, flags)
+    except PermissionError:
+        info = os.lstat(path)
+        if info.st_uid != os.geteuid() or not stat.S_ISREG(info.st_mode):
+            raise
+        os.chmod(path, stat.S_IMODE(info.st_mode) | 0o400)
+        try:
+            return os.open(path, flags)
+        finally:
+            os.chmod(path, stat.S_IMODE(info.st_mode))
+
+
+# -- attributes
+
+
+def attributes(path: str, plain: bool = True) -> dict[str, bytes]:
+    """The extended attributes that travel with a file: the user's own, and capabilities, if `plain` in plain form."""
+    kept: dict[str, bytes] = {}
+    try:
+        names = os.listxattr(path, follow_symlinks=False)
+    except OSError as error:
+        if error.errno == errno.ENOTSUP:
+            return kept
+        raise
+    for name in names:
+        if travels(name):
+            with suppress(PermissionError):  # a user may not read some of an unreadable file of his own
+                kept[name] = os.getxattr(path, name, follow_symlinks=False)
+    if plain and _CAPABILITY in kept:
+        kept[_CAPABILITY] = _plain_capability(kept[_CAPABILITY])
+    return kept
+
+
+def travels(name: str) -> bool:
+    """Whether an attribute belongs to the file, not to overlay's bookkeeping or to this machine."""
+    if name.startswith("user.overlay."):
+        return name.startswith("user.overlay.overlay.")  # how overlay itself writes one that a pod's program set
+    return name.startswith("user.") or (name == _CAPABILITY and keeps_owners())
+
+
+def _plain_capability(value: bytes) -> bytes:
+    """A capability given inside a user namespace (version 3, with the namespace's root) as version 2."""
+    if len(value) != 24:
+        return value
+    magic, *rest = struct.unpack("<6I", value)
+    return struct.pack("<5I", (magic & 0x00FFFFFF) | 0x02000000, *rest[:4])
+
+
+def pod_id(owner: int, shift: int) -> int:
+    """The owner as a pod sees it, of one on disk in a layer whose ids start at `shift`."""
+    return owner - shift if 0 <= owner - shift <= MAX_ID else NOBODY
+
+
+# -- one file
+
+
+def copy_leaf(source: str, target: str, info: os.stat_result, shift: int | None = 0) -> bool:
+    """Copy what is not a directory; for `shift` see `copy_facts`. False: it is a device or a socket, which layers do not hold."""
+    if stat.S_ISREG(info.st_mode):
+        _copy_contents(source, target)
+    elif stat.S_ISLNK(info.st_mode):
+        os.symlink(os.readlink(source), target)
+    elif stat.S_ISFIFO(info.st_mode):
+        os.mkfifo(target)
+    else:
+        return False
+    copy_facts(source, target, info, shift)
+    return True
+
+
+def copy_facts(source: str, target: str, info: os.stat_result, shift: int | None = 0) -> None:
+    """Owner, mode, attributes and times. Ids lose `shift`; None keeps them as they are on disk."""
+    if keeps_owners():
+        if shift is None:
+            os.lchown(target, info.st_uid, info.st_gid)
+        else:
+            os.lchown(target, pod_id(info.st_uid, shift), pod_id(info.st_gid, shift))
+    if not stat.S_ISLNK(info.st_mode):
+        for name, value in attributes(source, plain=shift is not None).items():
+            os.setxattr(target, name, value)
+        os.chmod(target, stat.S_IMODE(info.st_mode))  # after chown, which clears the set-id bits
+    os.utime(target, ns=(info.st_atime_ns, info.st_mtime_ns), follow_symlinks=False)
+
+
+def _copy_contents(source: str, target: str) -> None:
+    reader = open_to_read(source)
+    try:
+        writer = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            size = os.fstat(reader).st_size
+            os.ftruncate(writer, size)
+            for start, end in _extents(reader, size):
+                _copy_range(reader, writer, start, end)
+        finally:
+            os.close(writer)
+    finally:
+        os.close(reader)
+
+
+def _extents(file: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where a file has data: a hole costs nothing, so a sparse terabyte that a pod left is copied at once."""
+    at = 0
+    while at < size:
+        try:
+            start = os.lseek(file, at, os.SEEK_DATA)
+            at = os.lseek(file, start, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return
+            start, at = at, size  # a file system that cannot tell
+        yield start, at
+
+
+def _copy_range(reader: int, writer: int, start: int, end: int) -> None:
+    while start < end:
+        try:
+            moved = os.copy_file_range(reader, writer, end - start, start, start)
+        except OSError:
+            moved = os.pwrite(writer, os.pread(reader, min(_BLOCK, end - start), start), start)
+        if moved == 0:
+            return  # it shrank meanwhile
+        start += moved
+
+
+# -- digests
+
+
+def digest(*parts: str) -> str:
+    """A name made of what it stands for: 40 hex digits, short enough for the 255 bytes a mount option may have."""
+    running = hashlib.sha256()
+    for part in parts:
+        data = os.fsencode(part)
+        running.update(len(data).to_bytes(8, "little") + data)
+    return running.hexdigest()[:40]
+
+
+def tree_digest(root: Path) -> str:
+    """What a tree is, apart from when: names, kinds, modes, owners, contents, links, attributes, whiteouts."""
+    running = hashlib.sha256()
+    links: dict[tuple[int, int], str] = {}
+
+    def add(*parts: bytes) -> None:
+        for part in parts:
+            running.update(len(part).to_bytes(8, "little") + part)
+
+    def visit(path: str, relative: str, depth: int) -> None:
+        info = os.lstat(path)
+        add(os.fsencode(relative), _facts(info))
+        if stat.S_ISDIR(info.st_mode):
+            check_depth(path, depth)
+            add(b"opaque" if is_opaque(path) else b"", _attribute_bytes(path))
+            with entered(path) as names:
+                for name in names:
+                    visit(f"{path}/{name}", f"{relative}/{name}", depth + 1)
+        elif stat.S_ISREG(info.st_mode):
+            first = links.setdefault((info.st_dev, info.st_ino), relative)
+            if first == relative:
+                add(_attribute_bytes(path), file_digest(path))
+            else:
+                add(b"link", os.fsencode(first))
+        elif stat.S_ISLNK(info.st_mode):
+            add(os.fsencode(os.readlink(path)))
+
+    visit(str(root), "", 0)
+    return running.hexdigest()[:40]
+
+
+def _facts(info: os.stat_result) -> bytes:
+    owners = (pod_id(info.st_uid, 0), pod_id(info.st_gid, 0)) if keeps_owners() else (0, 0)
+    mode = info.st_mode
+    # the mode of a link means nothing and differs by file system; that of a whiteout is overlay's own
+    shown = stat.S_IFMT(mode) if stat.S_ISLNK(mode) or is_whiteout(info) else mode
+    return f"{shown:o} {owners[0]} {owners[1]}".encode()
+
+
+def _attribute_bytes(path: str) -> bytes:
+    return b"".join(
+        len(part).to_bytes(4, "little") + part
+        for name, value in sorted(attributes(path).items())
+        for part in (os.fsencode(name), value)
+    )
+
+
+def file_digest(path: str) -> bytes:
+    """SHA-256 of a file's contents."""
+    with os.fdopen(open_to_read(path), "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def check_depth(path: str, depth: int) -> None:
+    """Refuse a directory too deep to walk."""
+    if depth > MAX_DEPTH:
+        raise PodError(f"{path[:200]}...: directories are nested deeper than {MAX_DEPTH}; remove them and try again")
+
+
+# -- where a path leads
+
+
+def components(path: str) -> Sequence[str]:
+    """The names in a path, without empty ones and dots."""
+    return [part for part in path.split("/") if part not in ("", ".")]

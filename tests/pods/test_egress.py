@@ -1,0 +1,413 @@
+"""Truths about egress rules, the sockets they need, and the readers of untrusted bytes."""
+
+import ssl
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.errors import InputError
+from etude.pods import egress
+from etude.pods.egress import Hello, HelloReader, Listen, Malformed, Policy, Rule, parse_rule
+from etude.pods.pod import Egress
+
+
+def client_hello(name: str | None) -> bytes:
+    """The first flight of a real TLS client."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    outgoing = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname=name).do_handshake()
+    return outgoing.read()
+
+
+def in_records(flight: bytes, size: int) -> bytes:
+    """The same ClientHello, cut into records of `size` bytes."""
+    message = flight[5:]
+    parts = [message[i : i + size] for i in range(0, len(message), size)]
+    return b"".join(b"\x16\x03\x01" + struct.pack(">H", len(part)) + part for part in parts)
+
+
+def query(name: str, kind: int = egress.A, flags: int = 0x0100) -> bytes:
+    labels = b"".join(bytes([len(label)]) + label.encode() for label in name.split("."))
+    return struct.pack(">6H", 7, flags, 1, 0, 0, 0) + labels + b"\0" + struct.pack(">HH", kind, 1)
+
+
+# -- rules
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("example.org", Rule("example.org", False, 443)),
+        (" Example.ORG.:8080 ", Rule("example.org", False, 8080)),
+        ("*.Example.org:443", Rule("example.org", True, 443)),
+        ("bücher.example:80", Rule("xn--bcher-kva.example", False, 80)),
+        ("192.0.2.7:22", Rule("192.0.2.7", False, 22)),
+        ("[2001:DB8:0::1]:443", Rule("2001:db8::1", False, 443)),
+        ("[::ffff:192.0.2.7]", Rule("192.0.2.7", False, 443)),
+        ("_srv.a-b.example.org", Rule("_srv.a-b.example.org", False, 443)),
+    ],
+)
+def test_a_rule_has_one_spelling(text: str, rule: Rule) -> None:
+    assert parse_rule(text) == rule
+    assert parse_rule(str(rule)) == rule
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("https://example.org", "URL"),
+        ("10.0.0.0/8", "networks"),
+        ("example.org:80-90", "ranges"),
+        ("example.org:*", "port"),
+        ("example.org:0", "port"),
+        ("example.org:65536", "port"),
+        ("example.org:٣", "port"),
+        ("2001:db8::1", "brackets"),
+        ("[2001:db8::1", "brackets"),
+        ("[example.org]:443", "brackets"),
+        ("[fe80::1%eth0]:443", "zone"),
+        ("*", "front"),
+        ("a.*.org", "front"),
+        ("*.*.org", "front"),
+        ("*.192.0.2.7", "no names below"),
+        ("0.0.0.0:80", "address"),
+        ("127.1:80", "neither"),
+        ("0x7f000001:80", "neither"),
+        ("localhost:8000", "127.0.0.1:8000"),
+        ("user:secret@example.org", "no user"),
+        ("a b.example.org", "host name"),
+        ("-a.example.org", "host name"),
+        ("a" * 64 + ".org", "host name"),
+        (("a" * 60 + ".") * 6 + "org", "253"),
+        ("", "host name"),
+        (":443", "host name"),
+    ],
+)
+def test_a_bad_rule_says_what_is_wrong(text: str, says: str) -> None:
+    with pytest.raises(InputError, match=says) as error:
+        parse_rule(text)
+    assert repr(text) in str(error.value)
+
+
+@given(st.text(max_size=40))
+def test_reading_a_rule_gives_a_rule_or_an_input_error(text: str) -> None:
+    try:
+        rule = parse_rule(text)
+    except InputError:
+        return
+    assert parse_rule(str(rule)) == rule
+
+
+def test_decisions_follow_the_rules_and_nothing_else() -> None:
+    policy = Policy.from_egress(Egress.to("example.org", "*.example.org:443", "*.a.example.org:443", "192.0.2.7:22"))
+    for host, port, rule in [
+        ("example.org", 443, "example.org:443"),
+        ("EXAMPLE.org.", 443, "example.org:443"),
+        ("b.example.org", 443, "*.example.org:443"),
+        ("b.a.example.org", 443, "*.a.example.org:443"),
+        ("::ffff:192.0.2.7", 22, "192.0.2.7:22"),
+    ]:
+        assert str(policy.decide(host, port).rule) == rule
+    for host, port in [
+        ("example.org", 80),
+        ("notexample.org", 443),
+        ("example.org.evil.example", 443),
+        ("192.0.2.7", 443),
+        ("3221225991", 22),
+        ("exa mple.org", 443),
+        ("", 443),
+    ]:
+        assert not policy.decide(host, port).allowed
+    assert "only port 443" in policy.decide("example.org", 80).reason
+
+
+def test_without_rules_a_pod_needs_nothing() -> None:
+    for transparent in (False, True):
+        policy = Policy.from_egress(Egress(transparent=transparent))
+        assert not policy.decide("example.org", 443).allowed
+        assert (policy.listens(), policy.addresses(), policy.environment(), policy.resolv_conf()) == ([], [], {}, "")
+
+
+def test_the_proxy_way_needs_one_socket_and_the_usual_variables() -> None:
+    policy = Policy.from_egress(Egress.to("example.org", "127.0.0.1:8000"))
+    carried = Listen("tcp", "127.0.0.1", 8000, "carry", "127.0.0.1")  # NO_PROXY keeps it from the proxy
+    assert policy.listens() == [Listen("tcp", "127.0.0.1", 3128, "proxy"), carried]
+    environment = policy.environment()
+    assert environment["https_proxy"] == environment["HTTP_PROXY"] == "http://127.0.0.1:3128"
+    assert environment["no_proxy"].startswith("localhost,127.0.0.1")
+    assert (policy.addresses(), policy.resolv_conf()) == ([], "")
+
+
+def test_the_transparent_way_gives_every_host_an_address() -> None:
+    rules = ("b.example.org:22", "a.example.org", "*.example.org:8080", "192.0.2.7:5432")
+    policy = Policy.from_egress(Egress.to(*rules, transparent=True))
+    assert policy.listens() == [
+        Listen("udp", "127.0.0.1", 53, "dns"),
+        Listen("tcp", "127.0.0.1", 53, "dns"),
+        Listen("tcp", "192.0.2.7", 5432, "carry", "192.0.2.7"),
+        Listen("tcp", "198.18.1.1", 22, "carry", "b.example.org"),
+        Listen("tcp", "198.18.1.1", 8080, "carry", "b.example.org"),  # the wildcard's port, at its own address
+        Listen("tcp", "198.18.1.2", 443, "carry", "a.example.org"),
+        Listen("tcp", "198.18.1.2", 8080, "carry", "a.example.org"),
+        Listen("tcp", "198.18.0.1", 8080, "carry"),
+    ]
+    assert policy.addresses() == ["192.0.2.7", "198.18.1.1", "198.18.1.2", "198.18.0.1"]
+    assert policy.environment() == {}
+    assert "nameserver 127.0.0.1" in policy.resolv_conf()
+    assert policy.lookup("a.example.org") == "198.18.1.2"
+    assert policy.lookup("z.example.org") == "198.18.0.1"
+    assert policy.lookup("example.org") is None
+    assert policy.lookup("192.0.2.7") is None
+
+
+def test_three_hundred_hosts_have_three_hundred_addresses() -> None:
+    policy = Policy.from_egress(Egress.to(*(f"h{n}.example.org" for n in range(300)), transparent=True))
+    assert len(set(policy.addresses())) == 300
+    assert policy.lookup("h299.example.org") == "198.18.2.44"
+
+
+@pytest.mark.parametrize("rule", ["127.0.0.1:53", "198.18.5.5:80"])
+def test_a_transparent_pod_cannot_be_given_its_own_places(rule: str) -> None:
+    with pytest.raises(InputError, match=r"127\.0\.0\.1:53|198\.18\.5\.5"):
+        Policy.from_egress(Egress.to(rule, transparent=True))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "10.1.2.3",
+        "172.16.0.1",
+        "192.168.1.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "100.100.100.200",
+        "0.0.0.0",
+        "224.0.0.1",
+        "255.255.255.255",
+        "198.18.0.1",
+        "168.63.129.16",
+        "::1",
+        "::",
+        "fe80::1",
+        "fe80::1%eth0",
+        "fd00:ec2::254",
+        "ff02::1",
+        "::ffff:10.0.0.1",
+        "::ffff:169.254.169.254",
+        "64:ff9b::a00:1",
+        "2002:7f00:1::",
+        "nonsense",
+    ],
+)
+def test_addresses_that_are_not_out_there_are_forbidden(address: str) -> None:
+    assert egress.forbidden_address(address)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "64:ff9b::808:808", "::ffff:8.8.8.8"])
+def test_public_addresses_are_not(address: str) -> None:
+    assert egress.forbidden_address(address) == ""
+
+
+# -- TLS
+
+
+@pytest.mark.parametrize("name", ["example.org", None])
+def test_the_server_name_of_a_real_client_is_read_however_it_is_cut(name: str | None) -> None:
+    for flight in (client_hello(name), in_records(client_hello(name), 7)):
+        for step in (1, 3, 100, len(flight)):
+            reader = HelloReader()
+            pieces = [flight[i : i + step] for i in range(0, len(flight), step)]
+            answers = [reader.feed(piece) for piece in pieces]
+            assert answers[:-1] == [None] * (len(pieces) - 1)
+            assert answers[-1] == Hello(name or "")
+    assert HelloReader().feed(client_hello("example.org") + b"early data" * 9000) == Hello("example.org")
+
+
+def test_a_hello_that_never_ends_is_given_up() -> None:
+    endless = b"\x16\x03\x01\x00\x01\x01" + b"\x16\x03\x01\x00\x01\x00" * egress.MAX_HELLO
+    for flight in (endless[:40_000], b"\x16\x03\x01\x00\x04\x01\xff\xff\xff"):
+        with pytest.raises(Malformed, match="too long|past the end"):
+            HelloReader().feed(flight)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_any_bytes_are_a_hello_or_malformed(data: st.DataObject) -> None:
+    flight = bytearray(_FLIGHT)
+    for _ in range(data.draw(st.integers(0, 6))):
+        at = data.draw(st.integers(0, len(flight) - 1))
+        flight[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+    raw = data.draw(st.one_of(st.just(bytes(flight)), st.binary(max_size=200), st.just(bytes(flight[5:]))))
+    for message in (raw, b"\x16\x03\x01" + struct.pack(">H", len(raw) or 1) + raw):
+        try:
+            found = HelloReader().feed(message)
+        except Malformed:
+            continue
+        assert found is None or isinstance(found, Hello)
+
+
+_FLIGHT = client_hello("example.org")
+
+
+# -- DNS
+
+
+def test_an_answer_repeats_its_question() -> None:
+    packet = query("A.Example.org")
+    question = egress.parse_question(packet)
+    assert (question.name, question.kind, question.internet) == ("a.example.org", egress.A, True)
+    answer = egress.dns_answer(packet, question, egress.NOERROR, "198.18.1.1")
+    assert struct.unpack(">6H", answer[:12]) == (7, 0x8180, 1, 1, 0, 0)
+    assert answer[12 : 12 + len(question.raw)] == packet[12:]
+    assert answer[-4:] == bytes([198, 18, 1, 1])
+    assert egress.dns_answer(packet, question, egress.NXDOMAIN)[3] & 15 == egress.NXDOMAIN
+    assert egress.dns_answer(answer, question, egress.NOERROR) == b""  # an answer is not answered
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"",
+        query("example.org")[:-1],
+        query("example.org", flags=0x8180),
+        query("example.org", flags=0x2800),
+        query("example.org").replace(b"\x07example", b"\xc0\x0cxample"),
+        query("example.org").replace(b"example", b"exa.ple"),
+        query("exa mple.org"),
+        struct.pack(">6H", 7, 0x100, 2, 0, 0, 0) + query("example.org")[12:],
+    ],
+)
+def test_a_question_that_is_not_one_is_malformed(packet: bytes) -> None:
+    with pytest.raises(Malformed):
+        egress.parse_question(packet)
+
+
+@settings(max_examples=300)
+@given(st.one_of(st.binary(max_size=80), st.binary(max_size=60).map(lambda tail: query("a")[:12] + tail)))
+def test_any_packet_is_a_question_or_malformed(packet: bytes) -> None:
+    try:
+        question = egress.parse_question(packet)
+    except Malformed:
+        assert egress.dns_answer(packet, None, egress.FORMERR)[:2] in (b"", packet[:2])
+    else:
+        assert packet[12:].startswith(question.raw)
+
+
+# -- HTTP
+
+
+def request(*lines: str) -> bytes:
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        request("GET / HTTP/1.1", "Host: a", "Content-Length: 1", "Transfer-Encoding: chunked"),
+        request("GET / HTTP/1.1", "Host: a", "Content-Length: 1", "Content-Length: 1"),
+        request("GET / HTTP/1.1", "Host: a", "Content-Length: 1, 1"),
+        request("GET / HTTP/1.1", "Host: a", "Content-Length: +1"),
+        request("GET / HTTP/1.1", "Host: a", "Transfer-Encoding: gzip, chunked"),
+        request("GET / HTTP/1.1", "Host: a", "Transfer-Encoding: chunked", "Transfer-Encoding: chunked"),
+        request("GET / HTTP/1.0", "Host: a", "Transfer-Encoding: chunked"),
+        request("GET / HTTP/1.1", "Host: a", "X: 1", " folded"),
+        request("GET / HTTP/1.1", "Host: a", "X : 1"),
+        request("GET / HTTP/1.1", "Host: a", "X: \x00"),
+        request("GET / HTTP/1.1", "Host: a", "X: 1\nY: 2"),
+        request("GET / HTTP/1.1", "Host: a", "X: 1\rY: 2"),
+        request("GET / HTTP/1.1", "Host: a", "no colon"),
+        request("GET / HTTP/1.1"),
+        request("GET / HTTP/1.1", "Host: a", "Host: a"),
+        request("GET / HTTP/2.0", "Host: a"),
+        request("GET  / HTTP/1.1", "Host: a"),
+        request("GET /\xff HTTP/1.1", "Host: a"),
+        request("GET", "Host: a"),
+        b"GET / HTTP/1.1\r\nHost: a\r\n",
+        b"GET / HTTP/1.1\nHost: a\n\n\r\n\r\n",
+    ],
+)
+def test_what_two_servers_could_read_in_two_ways_is_malformed(data: bytes) -> None:
+    with pytest.raises(Malformed):
+        egress.request_length(egress.parse_head(data))
+
+
+def test_the_target_and_the_host_must_agree() -> None:
+    def target(first: str, host: str, port: int | None = None) -> tuple[str, int, str]:
+        return egress.split_target(egress.parse_head(request(first, f"Host: {host}")), port)
+
+    assert target("GET http://A.example.org?q HTTP/1.1", "a.example.org:80") == ("a.example.org", 80, "/?q")
+    assert target("GET HTTP://[2001:db8::1]:81/x HTTP/1.1", "[2001:db8::1]:81") == ("2001:db8::1", 81, "/x")
+    assert target("GET /x HTTP/1.1", "a.example.org", 8080) == ("a.example.org", 8080, "/x")
+    for first, host, port in [
+        ("GET http://a.example.org/ HTTP/1.1", "b.example.org", None),
+        ("GET http://a.example.org/ HTTP/1.1", "a.example.org:81", None),
+        ("GET http://me:secret@a.example.org/ HTTP/1.1", "a.example.org", None),
+        ("GET https://a.example.org/ HTTP/1.1", "a.example.org", None),
+        ("GET / HTTP/1.1", "a.example.org", None),
+        ("GET http://a.example.org/ HTTP/1.1", "a.example.org", 80),
+        ("GET / HTTP/1.1", "a.example.org:81", 80),
+        ("GET / HTTP/1.1", "", 80),
+    ]:
+        with pytest.raises(Malformed) as error:
+            target(first, host, port)
+        assert "secret" not in str(error.value)
+
+
+def test_hop_by_hop_and_secret_headers_are_not_kept() -> None:
+    lines = (
+        "Connection: X-Mine, Content-Length",
+        "X-Mine: 1",
+        "TE: trailers",
+        "Cookie: s",
+        "Content-Length: 3",
+        "A: b",
+    )
+    head = egress.parse_head(request("POST / HTTP/1.1", "Host: a", *lines))
+    assert head.kept(egress.SENSITIVE) == [("Host", "a"), ("Content-Length", "3"), ("A", "b")]
+
+
+@given(st.binary(max_size=120))
+def test_any_head_is_read_or_malformed(data: bytes) -> None:
+    for message in (data, b"GET / HTTP/1.1\r\n" + data + b"\r\n\r\n", data + b" / HTTP/1.1\r\nHost: a\r\n\r\n"):
+        egress.protocol_of(message)
+        try:
+            head = egress.parse_head(message)
+            egress.request_length(head)
+            egress.split_target(head, None)
+        except Malformed:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("start", "kind"),
+    [
+        (b"", None),
+        (b"\x16", None),
+        (b"\x16\x03", "tls"),
+        (b"\x16\x02", "other"),
+        (b"G", None),
+        (b"GET / HTTP/1.1\r\n", "http"),
+        (b"get  / http/1.1\n", "http"),
+        (b"PRI * HTTP/2.0\r\n", "other"),
+        (b"SSH-2.0-x\r\n", "other"),
+        (b"AMQP\x00", "other"),
+        (b"GET /" + b"a" * egress.MAX_LINE, "http"),
+        (b"a" * (egress.MAX_LINE + 1), "other"),
+    ],
+)
+def test_the_first_bytes_tell_the_protocol(start: bytes, kind: str | None) -> None:
+    assert egress.protocol_of(start) == kind
+
+
+@pytest.mark.parametrize(
+    "line", [b"\r\n", b"-1\r\n", b"0x1\r\n", b"1 2\r\n", b"1" * 16 + b"\r\n", b"1;a\x00\r\n", b"1\n\r\n"]
+)
+def test_a_chunk_begins_with_its_size(line: bytes) -> None:
+    assert egress.parse_chunk_size(b"1aF;x=y\r\n") == 0x1AF
+    with pytest.raises(Malformed):
+        egress.parse_chunk_size(line)
