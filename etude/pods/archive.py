@@ -137,7 +137,7 @@ def decompressed(file: IO[bytes]) -> IO[bytes]:
     buffered = file if isinstance(file, io.BufferedReader) else io.BufferedReader(cast(io.RawIOBase, file), _BLOCK)
     magic = buffered.peek(6)[:6]
     if magic.startswith(b"\x1f\x8b"):
-        return gzip.GzipFile(fileobj=buffered)
+        return cast(IO[bytes], gzip.GzipFile(fileobj=buffered))
     if magic.startswith(b"BZh"):
         return bz2.BZ2File(buffered)
     if magic.startswith(b"\xfd7zXZ\0"):
@@ -233,9 +233,9 @@ class _CheckedInfo(tarfile.TarInfo):
     def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
         try:
             return super().fromtarfile(archive)
-        except (tarfile.EOFHeaderError, tarfile.EmptyHeaderError):
-            raise
         except tarfile.HeaderError as error:
+            if type(error).__name__ in ("EOFHeaderError", "EmptyHeaderError"):
+                raise  # the end
             raise ValueError(f"bad header at byte {archive.offset}: {error}") from None
 
     def _proc_member(self, archive: tarfile.TarFile) -> Self:
@@ -259,12 +259,10 @@ def unpack(
         counted = HashingReader(decompressed(source), allowance.size + 2048 * allowance.entries + _MAX_HEADER, what)
         stream = io.BufferedReader(counted, _BLOCK)
         with _Unpacker(target, what, allowance) as unpacker:
-            with tarfile.open(
-                fileobj=stream, mode="r|", bufsize=_BLOCK, tarinfo=_CheckedInfo, encoding="utf-8"
-            ) as tar:
+            with tarfile.open(fileobj=stream, mode="r|", bufsize=_BLOCK, tarinfo=_CheckedInfo, encoding="utf-8") as tar:
                 for member in tar:
                     unpacker.add(tar, member)
-                    tar.members = []  # tarfile keeps every one it has read
+                    tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every one it has read
             unpacker.finish(lowest)
         while stream.read(_BLOCK):
             pass  # what follows the end mark belongs to the digest of the layer
@@ -298,7 +296,7 @@ class _Unpacker:
         self._whiteouts: list[tuple[str, str]] = []
         self._opaque: set[str] = set()
         self._size = self._entries = 0
-        self._implied: set[str] = set()
+        self._implied: set[str] = {""}
 
     @property
     def implied(self) -> list[str]:
@@ -460,7 +458,7 @@ class _Unpacker:
 
     def _link(self, member: tarfile.TarInfo, parent: str, name: str) -> None:
         parts = self._parts(member.linkname, member.name)
-        missing = self._refuse(member.name, f"links to {member.linkname!r}, which is not an earlier file of the archive")
+        missing = self._refuse(member.name, f"links to {member.linkname!r}, not an earlier file of the archive")
         if not parts or "/".join(parts) == (f"{parent}/{name}" if parent else name):
             raise missing
         source = os.dup(self._directory("/".join(parts[:-1]), member.name))

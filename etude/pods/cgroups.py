@@ -178,13 +178,19 @@ class Group:
                     return int(line.split()[1])
         return 0
 
+    def memory(self) -> float:
+        """Bytes in use, 0 where they are not counted."""
+        if self._memory is None:
+            return 0.0
+        v1 = "memory" in self.layout.legacy
+        return _read(self._memory / ("memory.usage_in_bytes" if v1 else "memory.current"))
+
     def usage(self) -> dict[str, float]:
         """Live numbers of whatever is counted."""
         found: dict[str, float] = {}
         pids, cpu = self._of("pids"), self._of("cpu")
         if self._memory:
-            v1 = "memory" in self.layout.legacy
-            found["memory"] = _read(self._memory / ("memory.usage_in_bytes" if v1 else "memory.current"))
+            found["memory"] = self.memory()
         if pids:
             found["pids"] = _read(pids / "pids.current")
         stat = self.layout.unified / self.name / "cpu.stat" if self.layout.unified else None

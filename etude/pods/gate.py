@@ -15,6 +15,7 @@ import errno
 import logging
 import os
 import socket
+import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -116,6 +117,10 @@ class Stream:
             self.writer.write_eof()
 
     def abort(self) -> None:
+        """Cut off with a reset, so that what was passed on so far does not look complete."""
+        with suppress(OSError):  # closed already
+            sock = self.writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
     async def __aenter__(self) -> Self:
@@ -462,7 +467,7 @@ class Gate:
         if status and answer and not passage.answered:
             await self._answer(client, _refusal(status, text))
         elif status:
-            client.abort()  # a reset: what was passed on so far must not look complete
+            client.abort()
 
     async def _answer(self, client: Stream, message: bytes) -> None:
         with suppress(OSError, TimeoutError):

@@ -12,14 +12,15 @@ import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from etude.errors import InputError
 from etude.pods.archive import Allowance, HashingReader, decompressed, unpack
 from etude.pods.layers import Stack
 from etude.pods.records import Layer
-from etude.pods.trees import OPAQUE, copy_facts, digest, is_opaque
+from etude.pods.trees import copy_facts, digest, is_opaque
 
 if TYPE_CHECKING:
     from etude.pods.store import Store
@@ -89,7 +90,7 @@ class Layout:
 
     def json(self, descriptor: Mapping[str, Any]) -> dict[str, Any]:
         """A blob that is a JSON object."""
-        name = self._name(descriptor)
+        name = self.name(descriptor)
         with self.blob(descriptor) as reader:
             data = reader.read(_MAX_JSON + 1)
             if len(data) > _MAX_JSON:
@@ -99,7 +100,7 @@ class Layout:
     @contextmanager
     def blob(self, descriptor: Mapping[str, Any]) -> Iterator[HashingReader]:
         """A blob's bytes; at the end of the block it has been read whole, and is what its digest says."""
-        name = self._name(descriptor)
+        name = self.name(descriptor)
         kind, _, wanted = name.partition(":")
         with self._open(f"blobs/{kind}/{wanted}") as file:
             reader = HashingReader(file, kind=kind)
@@ -107,7 +108,8 @@ class Layout:
             if reader.drain() != wanted or descriptor.get("size", reader.size) != reader.size:
                 raise InputError(f"{self._what}: blob {name} is damaged (its content has another digest); get it again")
 
-    def _name(self, descriptor: Mapping[str, Any]) -> str:
+    def name(self, descriptor: Mapping[str, Any]) -> str:
+        """The digest of what a descriptor stands for, which is safe to use as a path."""
         name = descriptor.get("digest")
         if not isinstance(name, str) or not _DIGEST.fullmatch(name):
             raise InputError(f"{self._what}: {name!r} is not a digest")
@@ -143,23 +145,68 @@ def take_layers(
     chain = ""
     for descriptor, diff_id in zip(descriptors, diff_ids, strict=True):
         # a directory that a layer does not describe looks as below: what a layer is depends on those under it
-        chain = digest("oci", chain, str(diff_id), str(allow))
-        below = tuple(taken)
-
-        def fill(target: Path, entry: Any = descriptor, wanted: Any = diff_id, below: Any = below) -> None:
-            take_layer(layout, entry, wanted, target, what, allow, lowest=not below)
-            describe(target, Stack.of(store.parts(below)), layout_implied)
-
-        layout_implied: list[str] = []
-
-        def take_layer(
-            layout: Layout, entry: Any, wanted: Any, target: Path, what: str, allow: Allowance, lowest: bool,
-            implied: list[str] = layout_implied,
-        ) -> None:  # fmt: skip
-            implied += unpack_blob(layout, entry, wanted, target, what, allow, lowest)
-
+        chain = digest("oci", chain, str(diff_id))
+        fill = partial(_fill, store, layout, descriptor, str(diff_id), tuple(taken), what, allow)
         layer = store.add_layer(fill, key=chain)
         if is_opaque(str(store.layer_path(layer))):
             taken.clear()  # it hides everything below, which overlay does not do for the root itself
         taken.append(layer)
     return tuple(taken)
+
+
+def _fill(
+    store: "Store",
+    layout: Layout,
+    descriptor: Mapping[str, Any],
+    diff_id: str,
+    below: tuple[Layer, ...],
+    what: str,
+    allow: Allowance,
+    target: Path,
+) -> None:
+    implied = unpack_blob(layout, descriptor, diff_id, target, what, allow, lowest=not below)
+    describe(target, Stack.of(store.parts(below)), implied)
+
+
+def unpack_blob(
+    layout: Layout,
+    descriptor: Mapping[str, Any],
+    diff_id: str,
+    target: Path,
+    what: str,
+    allow: Allowance,
+    lowest: bool,
+) -> list[str]:
+    """Unpack one layer, checking its digests; returns what `unpack` does."""
+    kind, _, wanted = layout.name({"digest": diff_id}).partition(":")
+    with layout.blob(descriptor) as raw:
+        plain = HashingReader(decompressed(cast(IO[bytes], raw)), kind=kind)
+        implied = unpack(cast(IO[bytes], plain), target, what, allow, lowest)
+        if plain.drain() != wanted:
+            raise InputError(f"{what}: layer {diff_id} is damaged (its content has another digest); get it again")
+    return implied
+
+
+def describe(layer: Path, below: Stack, implied: Sequence[str]) -> None:
+    """Directories that are in a layer only for what is in them keep the owner and mode they have below."""
+    for path in implied:
+        where, found = below.locate(path, follow=False)
+        if found.directory and found.info is not None and where.strip("/") == path:
+            copy_facts(found.parts[0].path, str(layer / path), found.info, found.parts[0].shift)
+
+
+def configuration(config: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """What an image's configuration says about starting programs, as fields of `Image`."""
+    given = config.get("config") or {}
+    try:
+        env = dict(str(entry).split("=", 1) for entry in given.get("Env") or ())
+        return {
+            "env": env,
+            "workdir": str(given.get("WorkingDir") or "/"),
+            "user": str(given.get("User") or ""),
+            "entrypoint": tuple(map(str, given.get("Entrypoint") or ())),
+            "command": tuple(map(str, given.get("Cmd") or ())),
+            "labels": {str(key): str(value) for key, value in (given.get("Labels") or {}).items()},
+        }
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{what}: the image's configuration cannot be read ({error})") from None

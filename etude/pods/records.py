@@ -13,6 +13,8 @@ from etude.pods.pod import PodError, Snapshot
 from etude.pods.trees import digest
 
 FORMAT = 1
+# where a machine keeps its programs: what an image may show of it without being asked
+SYSTEM_BINDS = ("/usr", "/opt", "/nix", "/gnu", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +151,10 @@ def _object(value: Any, what: str) -> dict[str, Any]:
 
 
 def _strings(values: Any, what: str) -> list[str]:
-    values = list(values)
-    if not all(isinstance(value, str) for value in values):
+    found = list(values)
+    if not all(isinstance(value, str) for value in found):
         raise ValueError(f"{what}: expected text")
-    return values
+    return found
 
 
 def read_json(file: Path, what: str, remedy: str) -> Any:

@@ -117,11 +117,11 @@ class Policy:
 
     pull_s: float = 20.0  # an image of unknown size that is not there: about 2 GB
     pull_rate: float = 200e6  # bytes/s from a registry, unpacking included
-    startup_s: float = 2.0  # of one core while a pod starts; a warm one has had it
+    startup_s: float = 4.0  # of one core while a pod starts; a warm one has had it
     busy_s: float = 30.0  # price of a host whose cores are over their ceiling: last choice, better than none
-    pack_s: float = 1.0  # start-up time given up, at most, to fill hosts instead of spreading
-    target: float = 0.85  # fill up to here; beyond, the price rises to `crowd_s` at a full host
-    crowd_s: float = 20.0
+    pack_s: float = 2.0  # start-up time given up, at most, to fill hosts instead of spreading
+    target: float = 0.8  # fill up to here: the rest is for peaks, and for forks, which want to stay
+    crowd_s: float = 20.0  # the price of the last byte of a host; it rises from nothing at `target`
     stale_s: float = 10.0  # without a report for so long a host is taken for dead
     lag_s: float = 2.0  # from a placement until a report that arrives must have counted it
     suspect_s: float = 1.0  # after a failure; doubles with each further one

@@ -83,7 +83,7 @@ AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
 NETLINK_ROUTE = 0
 SOCK_STREAM, SOCK_FLAGS = 1, 0x80800  # SOCK_CLOEXEC | SOCK_NONBLOCK come in the same argument as the type
 IPPROTO_TCP = 6
-# Sending with this flag connects, and Landlock's port rules do not see it (its issue 41).
+# Sending with this flag connects, and Landlock's port rules do not see it: landlock-lsm/linux#41.
 MSG_FASTOPEN = 0x20000000
 
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000

@@ -340,8 +340,8 @@ class Simulation:
         def notice() -> None:
             self.placer.forget(host.spec.name)
             for pod in lost:
+                self.lost += not pod.lost  # twice before it ran again is once
                 pod.arrived, pod.origin, pod.lost, pod.uses = self.now, None, True, 0
-                self.lost += 1
                 self._place(pod)
 
         self._at(self.now + POLICY.stale_s, notice)

@@ -61,7 +61,7 @@ class Store:
         try:
             for place in _PLACES:
                 (self.root / place).mkdir(parents=True, exist_ok=True)
-            os.chmod(self.root, 0o700)  # layers hold set-id programs that anybody may have written: no other user gets in
+            os.chmod(self.root, 0o700)  # layers hold set-id programs of unknown origin: no other user gets in
         except OSError as error:
             raise InputError(f"store {self.root}: {error.strerror}; name a directory that can be written") from None
 
@@ -72,7 +72,7 @@ class Store:
         if not layer.memory:
             return self.root / "layers" / layer.id / "fs"
         if self.memory is None:
-            raise PodError(f"layer {layer.id} is in the memory of the pods' keeper; seal it to disk to use it from here")
+            raise PodError(f"layer {layer.id} is in the memory of the pods' keeper; copy it to disk to use it here")
         return self.memory / layer.id / "fs"
 
     def parts(self, stack: Iterable[Layer]) -> list[layers.Part]:
@@ -200,6 +200,10 @@ class Store:
         """Note that `key` made `image`. The note alone keeps no layer alive."""
         self._write(self._key_file(key), image_to_json(image))
 
+    def write_note(self, file: Path, value: Any) -> None:
+        """Replace a file of `keys` at once; losing it costs only time."""
+        self._write(file, value)
+
     def recall(self, key: str) -> Image | None:
         """What `key` made, if all of it is still here; it then has the grace of something new."""
         with self._shared():
@@ -210,7 +214,8 @@ class Store:
             image = image_from_json(json.loads(self._key_file(key).read_bytes()))
         except (FileNotFoundError, ValueError):
             return None  # a note is no record: without it the thing is made again
-        return image if all([self._present(layer) for layer in image.layers]) else None  # noqa: C419: touch them all
+        here = [self._present(layer) for layer in image.layers]  # all of them: being asked for renews their grace
+        return image if all(here) else None
 
     def _key_file(self, key: str) -> Path:
         return self.root / "keys" / f"{digest('owners' if keeps_owners() else 'mine', key)}.json"
@@ -379,7 +384,7 @@ class Store:
             if _abandoned(lock, min(grace, _START_S)):
                 lock.with_suffix(".json").unlink(missing_ok=True)
                 lock.unlink(missing_ok=True)
-        for note in (self.root / "keys").iterdir():
+        for note in (self.root / "keys").glob("*.json"):
             with contextlib.suppress(ValueError, FileNotFoundError):
                 if {layer.id for layer in image_from_json(json.loads(note.read_bytes())).layers}.isdisjoint(gone):
                     continue

@@ -235,7 +235,7 @@ def pod_id(owner: int, shift: int) -> int:
 
 
 def copy_leaf(source: str, target: str, info: os.stat_result, shift: int | None = 0) -> bool:
-    """Copy what is not a directory; for `shift` see `copy_facts`. False: it is a device or a socket, which layers do not hold."""
+    """Copy what is not a directory. False: it is a device or a socket, which layers do not hold."""
     if stat.S_ISREG(info.st_mode):
         _copy_contents(source, target)
     elif stat.S_ISLNK(info.st_mode):

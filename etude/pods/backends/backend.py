@@ -1,14 +1,15 @@
 """What a backend is to the fleet: it makes pods from a full description, finds them again, and cleans up."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from etude.pods import wire
 from etude.pods.agentpod import AgentPod
-from etude.pods.images import Image
 from etude.pods.pod import Capabilities, Egress, Limits, Pod, Snapshot, SnapshotKind
-from etude.pods.store import Layer
+from etude.pods.records import Image, Layer
 
 Storage = Literal["memory", "disk"]
 
@@ -26,7 +27,12 @@ class PodSpec:
     attached: bool = True  # ends with the process that made it
     key: str = ""  # idempotency
     tenant: str = ""
-    created: float = 0.0
+    owner: str = ""  # the service that made it
+    created: float = 0.0  # seconds since 1970
+
+    def remaining(self) -> float | None:
+        """Seconds of its time to live that are left."""
+        return None if self.ttl is None else max(0.001, self.created + self.ttl - time.time())
 
 
 class Home(Protocol):
@@ -52,13 +58,36 @@ class LocalPod(AgentPod):
     async def close(self) -> None:
         await self.home.close_pod(self)
 
+    async def own(self, spec: PodSpec) -> None:
+        """Take the pod with this lifetime; the agent itself ends it when that is over or, if attached, we are."""
+        self.spec = spec
+        left = spec.remaining()
+        ttl = 0 if left is None else max(1, round(left * 1000))
+        await self.line.ask(wire.OWN, (wire.TIME, ttl), (wire.FLAGS, wire.ATTACHED if spec.attached else 0))
+
+    def release(self) -> None:
+        """Let go of the pod: an attached one ends by that, another goes on."""
+        if self.agent is not None:
+            agent, self.agent = self.agent, None
+            agent.close()
+
+    def memory_used(self) -> int:
+        """Bytes it takes now, where they are counted."""
+        return 0
+
     @abstractmethod
     async def end(self) -> None:
         """End every process and remove what the pod wrote; twice is fine."""
 
     @abstractmethod
     async def seal(self, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
-        """Keep what was written as a layer and go on; all layers of the state, bottom first, and how it was done."""
+        """Keep what was written as a layer: all layers of the state, bottom first, and how it was done.
+
+        After `fs` the pod stands still until `restart`, so that its children can be made at the same time.
+        """
+
+    async def restart(self, layers: tuple[Layer, ...]) -> None:
+        """Go on over these layers after `seal` has said `fs`; nothing to do where sealing stops nothing."""
 
 
 class Backend(ABC):
@@ -89,3 +118,7 @@ class Backend(ABC):
 
     async def close(self) -> None:
         """Let go of connections; pods that are not attached go on."""
+
+    async def shut(self) -> None:
+        """End every pod, whoever made it, and all that serves them."""
+        await self.close()

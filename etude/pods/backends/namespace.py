@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from etude.pods import capabilities, layers, linux, plan, seccomp, trees, wire
+from etude.pods import capabilities, plan, seccomp, trees, wire
 from etude.pods.backends.backend import Backend, LocalPod, PodSpec
 from etude.pods.cgroups import CONTROLLERS, Group, Layout, existing, find_layout
 from etude.pods.client import CONNECT_S, Agent, Link, SocketLink, connect_unix
@@ -22,7 +22,8 @@ from etude.pods.egress import Policy
 from etude.pods.gate import Gate
 from etude.pods.keeping import KeeperLine
 from etude.pods.pod import Capabilities, PodError, PodGone, SnapshotKind, Unsupported
-from etude.pods.store import Layer, Store
+from etude.pods.records import Layer
+from etude.pods.store import Store
 
 FIRST_ID = 2_000_000_000  # host ids of pods as root: above every range that systemd and /etc/subuid hand out
 IDS = 65_536
@@ -104,6 +105,16 @@ class NamespaceBackend(Backend):
             await asyncio.wait(self.deletions)
         self.keeper.close()
 
+    async def shut(self) -> None:
+        with contextlib.suppress(PodError):
+            await self.keeper.ask(plan.STOP)
+        for name in existing(self.layout):
+            await self._remove_group(Group(self.layout, name))
+        for base in self.layout.bases:
+            with contextlib.suppress(OSError):
+                base.rmdir()
+        await self.close()
+
     # ------------------------------------------------------------------------------------------- layers
 
     async def lower(self, found: Iterable[Layer]) -> list[str]:
@@ -142,12 +153,8 @@ class NamespaceBackend(Backend):
 
     async def _copy(self, directory: int, shift: int) -> Layer:
         """A layer on disk with what is below a directory now."""
-
-        def fill(target: Path) -> None:
-            layers.copy_layer(Path(f"/proc/self/fd/{directory}"), target)
-
         try:
-            return await asyncio.to_thread(self.store.take_layer, fill, shift)
+            return await asyncio.to_thread(self.store.copy_layer, Path(f"/proc/self/fd/{directory}"), shift)
         finally:
             os.close(directory)
 
@@ -263,9 +270,7 @@ class NamespacePod(LocalPod):
         self.agent = Agent(await self.open_link(), self.id)
         await self.agent.greeting(timeout)
         await self._carry(list(self.agent.link.descriptors))
-        ttl = 0 if self.spec.ttl is None else max(1, round(self.spec.ttl * 1000))
-        flags = wire.ATTACHED if self.spec.attached else 0
-        await self.agent.ask(wire.OWN, (wire.TIME, ttl), (wire.FLAGS, flags))
+        await self.own(self.spec)
 
     async def open_link(self) -> Link:
         return SocketLink(connect_unix(str(self.directory), AGENT_SOCKET))
@@ -283,6 +288,9 @@ class NamespacePod(LocalPod):
 
     def memory_ran_out(self) -> bool:
         return self.group.out_of_memory() > 0
+
+    def memory_used(self) -> int:
+        return int(self.group.memory())
 
     async def pause(self) -> None:
         self.backend.capabilities.require("pausing a pod", self.backend.capabilities.pause)
@@ -305,11 +313,11 @@ class NamespacePod(LocalPod):
         supported = self.backend.capabilities.snapshots
         self.backend.capabilities.require(f"a snapshot of kind {kind}", kind in supported, f"it can do {sorted(supported)}")
         layer = await (self._seal_stopped() if kind == "fs" else self._seal_live())
-        stack = (*self.layers, layer)
-        if kind == "fs":
-            await self.boot(stack)
         self.record("snapshot", {"kind": kind, "layer": layer.id})
-        return stack, kind
+        return (*self.layers, layer), kind
+
+    async def restart(self, layers: tuple[Layer, ...]) -> None:
+        await self.boot(layers)
 
     async def _seal_stopped(self) -> Layer:
         """What was written becomes a layer, by moving it: as fast for a gigabyte as for nothing."""

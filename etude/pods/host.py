@@ -1,0 +1,541 @@
+"""One machine that runs pods: who may start now, what was started, what is left, what can be thrown away.
+
+A host owns a state directory (pods, layers, snapshots, the keeper's socket), which several processes may share. Every
+pod has a record on disk before it exists, so that whatever is killed, the next host to open the directory finds the
+pods that still run and removes what is left of the others.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from etude.errors import BusyError, InputError
+from etude.lock import take_lock
+from etude.pods.admission import Admission, Ask, FairQueue, Seat, Thresholds
+from etude.pods.backends.backend import Backend, LocalPod, PodSpec, Storage
+from etude.pods.images import host_image
+from etude.pods.pod import Egress, Limits, Pod, PodError, PodGone, Snapshot, SnapshotKind, Unsupported
+from etude.pods.pressure import read_pressure
+from etude.pods.records import Image, Layer, image_from_json, image_to_json
+from etude.pods.router import HostReport, summarize
+from etude.pods.store import Store
+
+GIB = 1 << 30
+DEFAULTS = Limits(memory=2 * GIB, pids=512, disk=GIB, inodes=200_000)
+FLATTEN_AT = 48  # layers; overlayfs slows down beyond 64
+WATCH_S = 2.0  # how often pods are measured, so that admission learns what an image really takes
+SWEEP_S = 0.5  # between looking for layers in memory that nobody needs any more
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What makes one warm pod as good as another."""
+
+    image: str
+    limits: Limits
+    egress: Egress
+    storage: Storage
+
+
+@dataclass
+class Pool:
+    """Pods started in advance."""
+
+    size: int
+    spec: Callable[[], PodSpec]
+    ready: list[LocalPod]
+    filling: asyncio.Task[None] | None = None
+
+
+class Host:
+    """The pods of one state directory on one backend."""
+
+    def __init__(self, state: Path, store: Store, backend: Backend, thresholds: Thresholds | None = None) -> None:
+        self.state, self.store, self.backend = state, store, backend
+        self.name = f"{os.uname().nodename}-{secrets.token_hex(4)}"
+        self.admission = Admission(lambda: read_pressure(state), thresholds)
+        self.queue = FairQueue(self.admission)
+        self.pods: dict[str, LocalPod] = {}
+        self.seats: dict[str, Seat] = {}
+        self.keys: dict[str, asyncio.Task[LocalPod]] = {}
+        self.pools: dict[Signature, Pool] = {}
+        self.uses: Counter[str] = Counter()  # of layers in memory, by our pods and snapshots
+        self.idle_layers: set[str] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.draining = False
+        self.owner = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self.lock = -1
+
+    async def open(self) -> list[str]:
+        """Take our place in the state directory; remove what dead services left there. The names of the removed."""
+        for name in ("pods", "owners", "trash"):
+            (self.state / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.lock = take_lock(self._owner_file(self.owner), f"owner {self.owner}")
+        reaped = await self.reap()
+        self._later(self._watch())
+        return reaped
+
+    async def close(self) -> None:
+        """End our attached pods and let go of the others."""
+        for task in list(self.tasks):
+            task.cancel()
+        for pool in self.pools.values():
+            if pool.filling:
+                pool.filling.cancel()
+        attached = [pod for pod in self.pods.values() if pod.spec.attached]
+        await asyncio.gather(*(self.close_pod(pod) for pod in attached), return_exceptions=True)
+        for pod in self.pods.values():
+            pod.release()
+        if self.idle_layers:
+            await self._sweep()
+        await self.backend.close()
+        if self.lock >= 0:
+            self._owner_file(self.owner).unlink(missing_ok=True)
+            os.close(self.lock)
+            self.lock = -1
+
+    # ------------------------------------------------------------------------------------------- making pods
+
+    def resolve(self, source: str | Image | Snapshot) -> Image:
+        """The image to start from: one by name or id, a snapshot, or "host", the machine's own toolchain."""
+        if isinstance(source, Image):
+            return source
+        if isinstance(source, Snapshot):
+            return replace(self.store.snapshot(source.id).image, name=source.image)
+        if source == "host":
+            return host_image(self.store)
+        with contextlib.suppress(InputError):
+            return self.store.image(source)
+        with contextlib.suppress(InputError):
+            saved = self.store.snapshot(source)
+            return replace(saved.image, name=saved.snapshot.image)
+        known = ", ".join(["host", *sorted(image.name or image.id for image in self.store.images())])
+        raise InputError(f"there is no image or snapshot {source!r} here; there are: {known}")
+
+    async def create(
+        self,
+        image: str | Image | Snapshot = "host",
+        *,
+        limits: Limits | None = None,
+        egress: Egress | None = None,
+        storage: Storage = "memory",
+        ttl: float | None = None,
+        key: str = "",
+        tenant: str = "",
+        attached: bool = True,
+        timeout: float | None = None,
+    ) -> LocalPod:
+        """A new pod when this machine can bear one; with a `key`, the pod that was made for it before, if there was."""
+        if key and key in self.keys:
+            return await asyncio.shield(self.keys[key])
+        spec = self._spec(self.resolve(image), limits, egress, storage, ttl, key, tenant, attached)
+        work = asyncio.create_task(self._create(spec, timeout))
+        if key:
+            self.keys[key] = work
+            work.add_done_callback(lambda done: self.keys.pop(key, None) if _failed(done) else None)
+            return await asyncio.shield(work)
+        return await work
+
+    def _spec(
+        self,
+        image: Image,
+        limits: Limits | None,
+        egress: Egress | None,
+        storage: Storage,
+        ttl: float | None,
+        key: str,
+        tenant: str,
+        attached: bool,
+    ) -> PodSpec:
+        can, asked = self.backend.capabilities, limits or Limits()
+        for name in asked.asked():
+            can.require(f"a limit on {name}", name in can.limits, "leave it out or use another backend")
+        if egress and egress.allow:
+            way = "transparent" if egress.transparent else "proxy"
+            can.require(f"egress by {way}", way in can.egress)
+        if ttl is not None and not ttl > 0:
+            raise InputError(f"a pod's time to live is {ttl!r}; expected seconds, more than 0")
+        possible = can.limits - ({"disk", "inodes"} if storage == "disk" else set())
+        defaults = Limits(**{k: v for k, v in DEFAULTS.asked().items() if k in possible})  # type: ignore[arg-type]
+        resolved = asked.over(defaults)
+        if storage == "memory" and resolved.memory and resolved.disk and resolved.disk > resolved.memory:
+            if asked.disk:
+                raise InputError(
+                    f"limits: disk {asked.disk:,} is over memory {resolved.memory:,}, and files are kept in memory; "
+                    'raise memory or use storage="disk"'
+                )
+            resolved = replace(resolved, disk=resolved.memory // 2)
+        return PodSpec(
+            id=secrets.token_hex(6),
+            image=image,
+            limits=resolved,
+            egress=egress or Egress(),
+            storage=storage,
+            ttl=ttl,
+            attached=attached,
+            key=key,
+            tenant=tenant,
+            owner=self.owner,
+            created=time.time(),
+        )
+
+    async def _create(self, spec: PodSpec, timeout: float | None) -> LocalPod:
+        if self.draining:
+            raise PodError(f"host {self.name} is draining and takes no new pods")
+        if (pod := self._warm(spec)) is not None:
+            await self._hand_over(pod, spec)
+            return pod
+        ask = Ask(spec.image.id, int(spec.limits.memory or DEFAULTS.memory or GIB), int(spec.limits.disk or 0))
+        if spec.storage == "memory":
+            ask = replace(ask, disk=0)
+        async with self.queue.turn(spec.tenant, ask, timeout=timeout) as seat:
+            pod = await self._start(spec)
+            self.seats[pod.id] = seat
+        return pod
+
+    async def _start(self, spec: PodSpec) -> LocalPod:
+        self.write_record(spec)
+        self._use(spec.image.layers, 1)
+        try:
+            pod = await self.backend.start(spec)
+        except BaseException:
+            self._use(spec.image.layers, -1)
+            raise
+        self._adopt(pod)
+        return pod
+
+    def _adopt(self, pod: LocalPod) -> None:
+        pod.home = self
+        self.pods[pod.id] = pod
+        pod.line.on_lost = lambda: self._later(self._died(pod))
+
+    async def _died(self, pod: LocalPod) -> None:
+        """A pod ended by itself: time to live, memory, or its keeper."""
+        if pod.id in self.pods:
+            pod.record("died", {})
+            await self.close_pod(pod)
+
+    # ------------------------------------------------------------------------------------------- warm pools
+
+    async def pool(
+        self,
+        image: str | Image | Snapshot,
+        size: int,
+        *,
+        limits: Limits | None = None,
+        egress: Egress | None = None,
+        storage: Storage = "memory",
+    ) -> None:
+        """Keep `size` pods of this kind started in advance; 0 gives them up."""
+
+        def spec() -> PodSpec:
+            return self._spec(self.resolve(image), limits, egress, storage, None, "", "", True)
+
+        first = spec()
+        signature = _signature(first)
+        pool = self.pools.setdefault(signature, Pool(size, spec, []))
+        pool.size = size
+        while len(pool.ready) > size:
+            await self.close_pod(pool.ready.pop())
+        if size == 0:
+            del self.pools[signature]
+        self._refill(pool)
+
+    def _warm(self, spec: PodSpec) -> LocalPod | None:
+        pool = self.pools.get(_signature(spec))
+        if pool is None:
+            return None
+        self._refill(pool)
+        while pool.ready:
+            pod = pool.ready.pop()
+            if pod.id in self.pods:
+                return pod
+        return None
+
+    async def _hand_over(self, pod: LocalPod, spec: PodSpec) -> None:
+        spec = replace(spec, id=pod.id)
+        self.write_record(spec)
+        await pod.own(spec)
+
+    def _refill(self, pool: Pool) -> None:
+        async def fill() -> None:
+            while len(pool.ready) < pool.size:
+                pool.ready.append(await self._create_cold(pool.spec()))
+
+        if pool.filling is None or pool.filling.done():
+            pool.filling = asyncio.create_task(fill())
+            pool.filling.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _create_cold(self, spec: PodSpec) -> LocalPod:
+        ask = Ask(spec.image.id, int(spec.limits.memory or DEFAULTS.memory or GIB))
+        async with self.queue.turn("warm pools", ask) as seat:
+            pod = await self._start(spec)
+            self.seats[pod.id] = seat
+        return pod
+
+    # ------------------------------------------------------------------------------------------- a pod's life
+
+    async def snapshot_pod(self, pod: LocalPod, kind: SnapshotKind | None) -> Snapshot:
+        sealed, kind = await self._seal(pod, kind)
+        await self._go_on(pod, sealed, kind)
+        layers = await self._shallow(sealed)
+        id = f"snap-{secrets.token_hex(8)}"
+        durable = not any(layer.memory for layer in layers)
+        parent = pod.spec.image.id if pod.spec.image.id.startswith("snap-") else None
+        snapshot = Snapshot(id, pod.image, parent, kind, durable)
+        self.store.save_snapshot(snapshot, pod.spec.image.with_(layers=layers))
+        self._use(layers, 1)
+        return snapshot
+
+    async def _seal(self, pod: LocalPod, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
+        if kind == "full":
+            raise Unsupported(
+                f"a snapshot of memory is not possible on the {self.backend.name} backend; "
+                "fs and fs-live keep the file system"
+            )
+        if pod.id not in self.pods:
+            raise PodGone(f"pod {pod.id} is closed")
+        return await pod.seal(kind)
+
+    async def _go_on(self, pod: LocalPod, layers: tuple[Layer, ...], kind: SnapshotKind) -> None:
+        """Let a sealed pod run again, over what it sealed."""
+        if kind != "fs":
+            return
+        self._use(layers, 1)
+        self._use(pod.spec.image.layers, -1)
+        pod.spec = replace(pod.spec, image=pod.spec.image.with_(layers=layers))
+        self.write_record(pod.spec)
+        await pod.restart(layers)
+        pod.line.on_lost = lambda: self._later(self._died(pod))
+
+    async def _shallow(self, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+        return await self._flatten(layers) if len(layers) > FLATTEN_AT else layers
+
+    async def _flatten(self, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+        """All but the lowest layer, in one: a chain of forks must not end at the kernel's limit."""
+        on_disk = [await self.backend.persist(layer) if layer.memory else layer for layer in layers]
+        flat = await asyncio.to_thread(self.store.flatten, on_disk[1:], on_disk[:1])
+        return on_disk[0], flat
+
+    async def fork_pod(self, pod: LocalPod, n: int, kind: SnapshotKind | None) -> Sequence[LocalPod]:
+        if n < 1:
+            raise InputError(f"fork: {n} children; expected at least 1")
+        sealed, kind = await self._seal(pod, kind)
+        self._use(sealed, 1)  # ours until every child has its own hold on them
+        going_on = asyncio.create_task(self._go_on(pod, sealed, kind))
+        made: list[asyncio.Task[LocalPod]] = []
+        try:
+            layers = await self._shallow(sealed)
+            child = replace(pod.spec, image=pod.spec.image.with_(layers=layers), key="", owner=self.owner)
+            for _ in range(n):
+                spec = replace(child, id=secrets.token_hex(6), created=time.time())
+                made.append(asyncio.create_task(self._create(spec, timeout=None)))
+            return await asyncio.gather(*made)
+        except BaseException:
+            for task in made:
+                task.cancel()
+            for done in await asyncio.gather(*made, return_exceptions=True):
+                if isinstance(done, Pod):
+                    await done.close()
+            raise
+        finally:
+            await going_on
+            self._use(sealed, -1)
+
+    async def close_pod(self, pod: LocalPod) -> None:
+        if self.pods.pop(pod.id, None) is None:
+            return
+        if seat := self.seats.pop(pod.id, None):
+            seat.leave()
+        self.keys.pop(pod.spec.key, None)
+        layers = pod.spec.image.layers
+        try:
+            await pod.end()
+        finally:
+            self._use(layers, -1)
+
+    async def remove_snapshot(self, id: str) -> None:
+        """Forget a snapshot; what only it needed goes."""
+        saved = self.store.snapshot(id)
+        self.store.remove_snapshot(id)
+        self._use(saved.image.layers, -1)
+
+    async def persist(self, id: str) -> Snapshot:
+        """Copy what a snapshot holds in memory to disk, so that it outlives the keeper of the pods."""
+        saved = self.store.snapshot(id)
+        before = saved.image.layers
+        layers = tuple([await self.backend.persist(layer) if layer.memory else layer for layer in before])
+        snapshot = replace(saved.snapshot, durable=True)
+        self.store.save_snapshot(snapshot, replace(saved.image, layers=layers))
+        self._use(before, -1)
+        return snapshot
+
+    # ------------------------------------------------------------------------------------------- layers in memory
+
+    def _use(self, layers: Sequence[Layer], by: int) -> None:
+        for layer in layers:
+            if layer.memory:
+                self.uses[layer.id] += by
+                if self.uses[layer.id] <= 0:
+                    del self.uses[layer.id]
+                    if not self.idle_layers:
+                        self._later(self._sweep_soon())
+                    self.idle_layers.add(layer.id)
+
+    async def _sweep_soon(self) -> None:
+        await asyncio.sleep(SWEEP_S)
+        await self._sweep()
+
+    async def _sweep(self) -> None:
+        """Drop layers in memory that neither we nor, by its records, any other process needs."""
+        idle, self.idle_layers = self.idle_layers, set()
+        needed = set(self.uses) | await asyncio.to_thread(self._needed)
+        for id in idle - needed:
+            with contextlib.suppress(PodError):
+                await self.backend.drop(Layer(id, memory=True))
+
+    def _needed(self) -> set[str]:
+        stacks = [spec.image.layers for spec in self.records()]
+        stacks += [saved.image.layers for saved in self.store.snapshots()]
+        return {layer.id for stack in stacks for layer in stack}
+
+    async def collect(self, grace: float = 60.0) -> dict[str, list[str]]:
+        """Garbage collection: pods nobody owns, layers nobody needs. What was removed."""
+        pods = await self.reap()
+        in_use = [layer for spec in self.records() for layer in spec.image.layers]
+        layers = await asyncio.to_thread(self.store.collect, in_use, grace)
+        for id in layers:
+            await self.backend.drop(Layer(id))
+        return {"pods": pods, "layers": layers}
+
+    # ------------------------------------------------------------------------------------------- records
+
+    def write_record(self, spec: PodSpec) -> None:
+        """Write a pod's description where the next service will look for it."""
+        directory = self.state / "pods" / spec.id
+        directory.mkdir(mode=0o700, exist_ok=True)
+        plain = {**asdict(replace(spec, image=None)), "image": image_to_json(spec.image)}  # type: ignore[arg-type]
+        part = directory / ".pod.json"
+        part.write_text(json.dumps(plain))
+        part.rename(directory / "pod.json")
+
+    def records(self) -> list[PodSpec]:
+        """Every pod's description in the state directory."""
+        found = []
+        for directory in (self.state / "pods").iterdir():
+            if (spec := read_record(directory / "pod.json")) is not None:
+                found.append(spec)
+        return found
+
+    def _owner_file(self, owner: str) -> Path:
+        return self.state / "owners" / f"{owner}.lock"
+
+    def _alive(self, owner: str) -> bool:
+        """Whether the service of that name still runs: it holds its lock as long as it does."""
+        file = self._owner_file(owner)
+        if not file.exists():
+            return False
+        try:
+            os.close(take_lock(file, owner))
+        except BusyError:
+            return True
+        file.unlink(missing_ok=True)
+        return False
+
+    async def reap(self) -> list[str]:
+        """Remove what is left of pods whose owner is dead, or that do not answer although they belong to nobody."""
+        known = []
+        alive = {owner.stem: self._alive(owner.stem) for owner in (self.state / "owners").glob("*.lock")}
+        for spec in self.records():
+            if spec.id in self.pods or alive.get(spec.owner, False):
+                known.append(spec.id)
+            elif not spec.attached and (pod := await self.backend.adopt(spec)) is not None:
+                pod.release()
+                known.append(spec.id)
+        starting = time.time() - 30  # a directory without a record is being made, or its maker died
+        for directory in (self.state / "pods").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if not (directory / "pod.json").exists() and directory.stat().st_mtime > starting:
+                    known.append(directory.name)
+        return await self.backend.reap(known)
+
+    async def find(self, id: str) -> LocalPod:
+        """A running pod by its id (or the beginning of it), made by whomever."""
+        matches = [spec for spec in self.records() if spec.id.startswith(id)]
+        if len(matches) != 1:
+            count = "no" if not matches else f"{len(matches)}"
+            raise InputError(f"there are {count} pods whose id begins with {id!r}; `etude pods ps` lists them")
+        spec = matches[0]
+        if spec.id in self.pods:
+            return self.pods[spec.id]
+        owned_elsewhere = spec.attached
+        pod = await self.backend.adopt(replace(spec, attached=False) if not owned_elsewhere else spec)
+        if pod is None:
+            raise PodError(f"pod {spec.id} does not answer; `etude pods gc` removes what is left of it")
+        self._adopt(pod)
+        self.seats[pod.id] = self.admission.adopt(Ask(spec.image.id, int(spec.limits.memory or GIB)))
+        self._use(spec.image.layers, 1)
+        return pod
+
+    # ------------------------------------------------------------------------------------------- watching
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for id, seat in list(self.seats.items()):
+                pod = self.pods.get(id)
+                if pod is not None and (memory := pod.memory_used()):
+                    seat.observed(memory)
+
+    def report(self, address: str = "") -> HostReport:
+        """What the router needs to know of this host."""
+        pressure = read_pressure(self.state)
+        return HostReport(
+            host=self.name,
+            address=address,
+            backend=self.backend.name,
+            pressure=pressure,
+            pods=len(self.admission),
+            max_pods=self.admission.thresholds.max_pods,
+            memory_free=self.admission.room(),
+            capabilities=summarize(self.backend.name, self.backend.capabilities),
+            images=frozenset({"host", *(name for image in self.store.images() for name in (image.id, image.name))}),
+            snapshots=frozenset(saved.snapshot.id for saved in self.store.snapshots()),
+            warm=dict(Counter({signature.image: len(pool.ready) for signature, pool in self.pools.items()})),
+            cores=pressure.cores,
+            starting=sum(seat.creating for seat in self.seats.values()),
+            draining=self.draining,
+            time=time.time(),
+        )
+
+
+def read_record(file: Path) -> PodSpec | None:
+    """A pod's description; None when there is none that can be read."""
+    try:
+        plain: Mapping[str, Any] = json.loads(file.read_text())
+        image = image_from_json(plain["image"])
+        egress = Egress(tuple(plain["egress"]["allow"]), plain["egress"]["transparent"])
+        return PodSpec(**{**plain, "image": image, "limits": Limits(**plain["limits"]), "egress": egress})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _signature(spec: PodSpec) -> Signature:
+    return Signature(spec.image.id, spec.limits, spec.egress, spec.storage)
+
+
+def _failed(task: "asyncio.Task[LocalPod]") -> bool:
+    return task.cancelled() or task.exception() is not None

@@ -1,0 +1,434 @@
+"""A pod goes where it starts soonest and does least harm; the columns decide as a plain loop would."""
+
+import json
+import math
+import random
+import time
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.errors import InputError
+from etude.pods.pod import Capabilities
+from etude.pods.pressure import Pressure
+from etude.pods.router import HostReport, NoHost, Placement, Policy, Request, Router, summarize
+
+GIB = 1 << 30
+CALM = Pressure(0, 0, 0, 0, 60 * GIB, 64 * GIB, 1 << 40, 2 << 40, 10**7, load=1, cores=16)
+
+
+def report(host: str, **facts: Any) -> HostReport:
+    stalls = {name: facts.pop(name) for name in ("memory_some", "memory_full", "io_full", "cpu_some") if name in facts}
+    usual = {"pods": 0, "max_pods": 100, "memory_free": 50 * GIB, "cores": 16.0}
+    return HostReport(host, f"{host}:1", "ns", replace(CALM, **stalls), **{**usual, **facts})
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def router(clock: Clock, *reports: HostReport, **policy: Any) -> Router:
+    made = Router(Policy(**policy), clock=clock)
+    for each in reports:
+        made.report(each)
+    return made
+
+
+ONE = Request("py", GIB)
+
+
+# -- the policy, case by case
+
+
+def test_the_host_that_has_the_image_is_preferred(clock: Clock) -> None:
+    placed = router(clock, report("a"), report("b", images=frozenset({"py"})), report("c")).place(ONE)
+    assert (placed.host, placed.address, placed.image_local, placed.reason) == ("b", "b:1", True, "its image is there")
+
+
+def test_a_warm_pod_is_better_than_an_image_and_is_used_once(clock: Clock) -> None:
+    images = frozenset({"py"})
+    made = router(clock, report("a", images=images), report("b", images=images, warm={"py": 2}))
+    placed = [made.place(ONE) for _ in range(3)]
+    assert [p.host for p in placed[:2]] == ["b", "b"]
+    assert [p.warm for p in placed] == [True, True, False]
+    assert placed[0].reason == "a warm pod is there"
+
+
+def test_forks_and_snapshots_stay_with_their_files(clock: Clock) -> None:
+    made = router(
+        clock, report("a", images=frozenset({"py"}), warm={"py": 5}), report("b", snapshots=frozenset({"s1"}))
+    )
+    fork = made.place(replace(ONE, origin="b"))
+    restored = made.place(replace(ONE, snapshot="s1"))
+    assert (fork.host, fork.transfer, fork.reason) == ("b", False, "its files are there")
+    assert (restored.host, restored.transfer) == ("b", False)
+
+
+@pytest.mark.parametrize("trouble", [{"memory_some": 50.0}, {"memory_free": 0}, {"pods": 100}, {"draining": True}])
+def test_a_fork_leaves_a_host_that_cannot_take_it_and_says_so(clock: Clock, trouble: dict[str, Any]) -> None:
+    placed = router(clock, report("a"), report("b", **trouble)).place(replace(ONE, origin="b"))
+    assert (placed.host, placed.transfer) == ("a", True)
+    assert placed.reason == "best fit, its image is fetched; its files must be brought: b cannot take it now"
+
+
+def test_a_snapshot_nobody_reported_says_so(clock: Clock) -> None:
+    placed = router(clock, report("a")).place(replace(ONE, snapshot="lost"))
+    assert placed.transfer
+    assert "no host is known to hold its files" in placed.reason
+
+
+def test_the_fuller_host_is_filled_first_until_its_target(clock: Clock) -> None:
+    images = frozenset({"py"})
+    half, empty = report("half", memory_free=30 * GIB, images=images), report("empty", images=images)
+    nearly = report("nearly", memory_free=3 * GIB, images=images)
+    assert router(clock, half, empty, nearly).place(ONE).host == "half"
+
+
+def test_a_burst_between_two_reports_is_spread(clock: Clock) -> None:
+    made = router(clock, *(report(f"h{i}", images=frozenset({"py"})) for i in range(20)))
+    placed = Counter(made.place(ONE).host for _ in range(700))
+    assert len(placed) == 20
+    assert max(placed.values()) * GIB <= 50 * GIB
+
+
+def test_a_group_of_an_image_that_is_nowhere_is_fetched_by_few(clock: Clock) -> None:
+    made = router(clock, *(report(f"h{i}") for i in range(100)))
+    placed = [made.place(ONE) for _ in range(16)]
+    assert len({p.host for p in placed}) == 1, "16 cores start 16 pods side by side behind one fetch"
+    assert not any(p.image_local for p in placed)
+
+
+def test_an_image_that_does_not_come_is_not_believed_in_for_ever(clock: Clock) -> None:
+    made = router(clock, report("a"), report("b", memory_free=49 * GIB))
+    first = made.place(ONE).host
+    other = "b" if first == "a" else "a"
+    clock.now += 100
+    made.report(report(first, time=1))
+    made.report(report(other, time=1, images=frozenset({"py"})))
+    assert made.place(ONE).host == other
+
+
+def test_claims_end_when_a_report_must_have_counted_them(clock: Clock) -> None:
+    made = router(clock, report("a", max_pods=2))
+    made.place(ONE)
+    clock.now += 1
+    made.place(ONE)
+    made.report(report("a", max_pods=2, pods=1, time=1))
+    with pytest.raises(NoHost):
+        made.place(ONE)
+    clock.now += 1.5
+    made.report(report("a", max_pods=2, pods=1, time=2))
+    with pytest.raises(NoHost):  # the second may still be on its way
+        made.place(ONE)
+    clock.now += 1
+    made.report(report("a", max_pods=2, pods=1, time=3))
+    made.place(ONE)
+
+
+def test_a_placement_that_was_not_used_gives_its_claim_back(clock: Clock) -> None:
+    made = router(clock, report("a", max_pods=1, warm={"py": 1}))
+    for _ in range(3):
+        placed = made.place(ONE)
+        assert placed.warm
+        made.returned(placed)
+        made.returned(placed)
+
+
+def test_hosts_that_are_silent_draining_failed_or_excluded_get_nothing(clock: Clock) -> None:
+    made = router(clock, report("silent"))
+    clock.now += 11
+    for each in (report("draining", draining=True), report("failed"), report("excluded"), report("good")):
+        made.report(each)
+    made.failed("failed")
+    assert {made.place(ONE, exclude={"excluded", "unknown"}).host for _ in range(50)} == {"good"}
+
+
+def test_suspicion_doubles_and_is_forgiven(clock: Clock) -> None:
+    made = router(clock, report("a"), stale_s=1e9)
+
+    def shut_for() -> float:
+        start = clock.now
+        while True:
+            try:
+                made.place(ONE)
+                return clock.now - start
+            except NoHost:
+                clock.now += 0.5
+
+    waits = []
+    for _ in range(4):
+        made.failed("a")
+        waits.append(shut_for())
+    assert waits == [1, 2, 4, 8]
+    clock.now += 100
+    made.failed("a")
+    assert shut_for() == 1
+
+
+def test_a_report_that_was_overtaken_is_dropped_unless_the_host_went_stale(clock: Clock) -> None:
+    made = router(clock, report("a", pods=100, time=50))
+    made.report(report("a", pods=0, time=49))
+    with pytest.raises(NoHost):
+        made.place(ONE)
+    clock.now += 20
+    made.report(report("a", pods=0, time=10))  # its clock was set back
+    assert made.place(ONE).host == "a"
+
+
+def test_busy_cores_are_the_last_choice_but_better_than_none(clock: Clock) -> None:
+    made = router(clock, report("busy", cpu_some=99.0, images=frozenset({"py"})), report("calm"))
+    assert made.place(ONE).host == "calm"
+    assert made.place(ONE, exclude={"calm"}).host == "busy"
+
+
+def test_needs_choose_hosts_that_can(clock: Clock) -> None:
+    can = summarize("fire", Capabilities("vm", limits=frozenset({"disk"}), snapshots=frozenset({"full"}), pause=True))
+    assert can >= {"backend:fire", "isolation:vm", "limit:disk", "snapshot:full", "images", "pause"}
+    made = router(clock, report("plain"), report("vm", capabilities=can))
+    assert made.place(replace(ONE, needs=frozenset({"isolation:vm"}))).host == "vm"
+    with pytest.raises(NoHost, match=r"\(needs egress:transparent\).*2 without what it needs; waiting will not help"):
+        made.place(replace(ONE, needs=frozenset({"egress:transparent"})))
+
+
+def test_nobody_fits_says_what_bound_how_many(clock: Clock) -> None:
+    made = router(clock, *(report(f"s{i}") for i in range(2)))
+    clock.now += 60
+    for i in range(5):
+        made.report(report(f"f{i}", pods=100))
+    for i in range(3):
+        made.report(report(f"m{i}", memory_full=20.0))
+    made.report(report("small", memory_free=10))
+    with pytest.raises(NoHost) as caught:
+        made.place(ONE)
+    assert str(caught.value) == (
+        "no host for a pod of py with 1024 MiB: of 11 hosts 5 full, 3 under memory pressure, 2 stale, "
+        "1 without enough free memory"
+    )
+    assert caught.value.bound["full"] == 5
+    assert caught.value.ever
+    with pytest.raises(NoHost, match="waiting will not help") as never:
+        made.place(replace(ONE, memory=63 * GIB))
+    assert not never.value.ever
+
+
+def test_no_hosts_at_all(clock: Clock) -> None:
+    with pytest.raises(NoHost, match="of 0 hosts none is known"):
+        router(clock).place(ONE)
+
+
+def test_a_forgotten_host_is_gone_and_may_come_back(clock: Clock) -> None:
+    made = router(clock, report("a", images=frozenset({"py"}), warm={"py": 1}, snapshots=frozenset({"s"})), report("b"))
+    made.place(ONE)
+    made.forget("a")
+    made.forget("a")
+    assert made.place(replace(ONE, snapshot="s")).host == "b"
+    made.report(report("c"))  # takes the row of the one that is gone, and nothing else of it
+    assert len(made) == 2
+    assert not made.place(ONE, exclude={"b"}).warm
+
+
+def test_a_report_crosses_processes_and_refuses_another_version() -> None:
+    sent = report("a", images=frozenset({"x", "y"}), warm={"x": 1}, capabilities=frozenset({"pause"}), memory_some=None)
+    wire = json.loads(json.dumps(sent.to_wire()))
+    assert HostReport.from_wire(wire) == sent
+    with pytest.raises(InputError, match="version 99; this router reads 1"):
+        HostReport.from_wire({**wire, "version": 99})
+
+
+# -- the same decisions in plain Python
+
+
+@dataclass
+class TwinHost:
+    report: HostReport
+    seen: float
+    claims: list[dict[str, Any]] = field(default_factory=list)
+    coming: dict[str, tuple[float, float]] = field(default_factory=dict)
+    until: float = -math.inf
+    failures: int = 0
+
+
+class Twin:
+    """The router's policy as a loop over hosts; slow and obvious."""
+
+    def __init__(self, policy: Policy, clock: Clock, seed: int) -> None:
+        self.p, self.clock, self.seed, self.hosts = policy, clock, seed, {}
+
+    def report(self, new: HostReport) -> None:
+        now, host = self.clock(), self.hosts.get(new.host)
+        if host is None:
+            self.hosts[new.host] = TwinHost(new, now)
+            return
+        if new.time < host.report.time and now - host.seen < self.p.stale_s:
+            return
+        host.report, host.seen = new, now
+        host.claims = [c for c in host.claims if c["time"] > now - self.p.lag_s]
+        host.coming = {i: v for i, v in host.coming.items() if i not in new.images and v[1] >= now}
+
+    def failed(self, name: str) -> None:
+        if host := self.hosts.get(name):
+            now, last = self.clock(), min(self.p.suspect_most_s, self.p.suspect_s * 2.0 ** (host.failures - 1))
+            if host.failures and now > host.until + last:
+                host.failures = 0
+            host.until = max(host.until, now + min(self.p.suspect_most_s, self.p.suspect_s * 2.0**host.failures))
+            host.failures += 1
+
+    def has_warm(self, host: TwinHost, image: str) -> bool:
+        return host.report.warm.get(image, 0) > sum(c["warm"] == image for c in host.claims)
+
+    def cost(self, name: str, host: TwinHost, request: Request) -> float | None:
+        p, now, r, lines = self.p, self.clock(), host.report, self.p.thresholds
+        free, stalls = r.memory_free - sum(c["memory"] for c in host.claims), r.pressure
+        fits = (
+            host.seen > now - p.stale_s
+            and host.until <= now
+            and not r.draining
+            and r.pods + len(host.claims) < r.max_pods
+            and (stalls.memory_some or 0) <= lines.memory_some
+            and (stalls.memory_full or 0) <= lines.memory_full
+            and (stalls.io_full or 0) <= lines.io_full
+            and free >= request.memory
+            and request.needs <= r.capabilities | {f"backend:{r.backend}"}
+        )
+        if not fits:
+            return None
+        fetch = pull = p.pull_s if request.image_size is None else request.image_size / p.pull_rate
+        if request.image in r.images:
+            fetch = 0.0
+        elif request.image in host.coming:
+            fetch = min(pull, max(0.0, host.coming[request.image][0] - now))
+        starting = r.starting + sum(not c["warm"] for c in host.claims)
+        start = p.startup_s * max(1.0, (starting + 1) / r.cores)
+        if self.has_warm(host, request.image):
+            fetch = start = 0.0
+        fill = 1 - (free - request.memory) / stalls.memory_total
+        price = p.pack_s * (1 - fill) + p.crowd_s * (max(0.0, fill - p.target) / (1 - p.target)) ** 2
+        busy = p.busy_s if (stalls.cpu_some or 0) > lines.cpu_some else 0.0
+        return fetch + start + price + busy + 1e-3 * zlib.crc32(f"{self.seed}:{name}".encode()) / 2**32
+
+    def place(self, request: Request, exclude: set[str]) -> tuple[str, float] | None:
+        costs = {n: self.cost(n, h, request) for n, h in self.hosts.items() if n not in exclude}
+        costs = {n: c for n, c in costs.items() if c is not None}
+        home = {n for n in costs if n == request.origin or request.snapshot in self.hosts[n].report.snapshots}
+        pool = {n: costs[n] for n in home} or costs
+        if not pool:
+            return None
+        name = min(pool, key=lambda n: pool[n])
+        host, now = self.hosts[name], self.clock()
+        warm = self.has_warm(host, request.image) and not home
+        if not home and request.image not in host.report.images and request.image not in host.coming:
+            pull = self.p.pull_s if request.image_size is None else request.image_size / self.p.pull_rate
+            host.coming[request.image] = (now + pull, now + 2 * pull + self.p.stale_s)
+        host.claims.append({"time": now, "memory": request.memory, "warm": request.image if warm else ""})
+        return name, costs[name]
+
+
+def attempt(made: Router, request: Request, exclude: set[str]) -> tuple[Placement | None, dict[str, int]]:
+    try:
+        return made.place(request, exclude), {}
+    except NoHost as error:
+        return None, error.bound
+
+
+def random_report(rng: random.Random, moment: int) -> HostReport:
+    def some(things: list[str], k: int) -> frozenset[str]:
+        return frozenset(rng.sample(things, rng.randrange(k)))
+
+    return report(
+        f"h{rng.randrange(12)}",
+        pods=rng.choice([0, 3, 9]),
+        max_pods=10,
+        memory_free=rng.randrange(20 * GIB),
+        images=some(["i1", "i2", "i3"], 3),
+        snapshots=some(["s1", "s2"], 2),
+        warm={"i1": rng.randrange(3)} if rng.random() < 0.3 else {},
+        capabilities=some(["pause", "users"], 3),
+        cores=float(rng.choice([2, 8])),
+        starting=rng.randrange(3),
+        draining=rng.random() < 0.1,
+        time=float(moment - rng.choice([0, 0, 0, 5])),
+        memory_some=rng.choice([0.0, 0.0, 0.0, None, 30.0]),
+        io_full=rng.choice([0.0, 0.0, 0.0, 90.0]),
+        cpu_some=rng.choice([0.0, 95.0]),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_the_columns_decide_as_a_plain_loop_would(seed: int) -> None:
+    rng, clock = random.Random(seed), Clock()
+    policy = Policy()
+    made, twin = Router(policy, seed=seed, clock=clock), Twin(policy, clock, seed)
+    for moment in range(150):
+        match rng.randrange(10):
+            case 0 | 1 | 2:
+                new = random_report(rng, moment)
+                made.report(new)
+                twin.report(new)
+            case 3:
+                clock.now += rng.choice([0.1, 1.0, 3.0, 8.0])
+            case 4 if rng.random() < 0.3:
+                name = f"h{rng.randrange(12)}"
+                made.forget(name)
+                twin.hosts.pop(name, None)
+            case 5 if rng.random() < 0.5:
+                name = f"h{rng.randrange(12)}"
+                made.failed(name)
+                twin.failed(name)
+            case _:
+                request = Request(
+                    rng.choice(["i1", "i2", "i3", "i4"]),
+                    rng.randrange(1, 8 * GIB),
+                    snapshot=rng.choice([None, None, "s1", "s2"]),
+                    origin=rng.choice([None, None, "h1", "gone"]),
+                    image_size=rng.choice([None, 10**9]),
+                    needs=frozenset(rng.sample(["pause", "users", "backend:ns"], rng.choice([0, 0, 1]))),
+                )
+                exclude = {f"h{rng.randrange(12)}"} if rng.random() < 0.2 else set()
+                wanted = twin.place(request, exclude)
+                got, bound = attempt(made, request, exclude)
+                assert (got is None) == (wanted is None), f"seed {seed}, step {moment}: {got}, {wanted}, {bound}"
+                assert got is not None or sum(bound.values()) == len(made), f"seed {seed}, step {moment}: {bound}"
+                if got is not None and wanted is not None:
+                    assert got.host == wanted[0], f"seed {seed}, step {moment}: {got}"
+                    assert got.score == pytest.approx(-wanted[1]), f"seed {seed}, step {moment}"
+
+
+def test_the_same_seed_and_reports_give_the_same_placements() -> None:
+    def play(seed: int) -> list[Placement]:
+        rng, clock = random.Random(5), Clock()
+        made = Router(seed=seed, clock=clock)
+        for i in range(300):
+            made.report(report(f"h{i}"))
+        return [made.place(Request(f"i{rng.randrange(9)}", GIB)) for _ in range(500)]
+
+    assert play(1) == play(1)
+    assert play(1) != play(2)
+
+
+def test_five_thousand_placements_a_second_over_a_thousand_hosts() -> None:
+    rng = random.Random(0)
+    made = Router()
+    for i in range(1000):
+        images = frozenset(f"i{k}" for k in rng.sample(range(300), 20))
+        made.report(report(f"h{i}", images=images))
+    best = 0.0
+    for _ in range(5):  # the best of five: other work on the machine is not ours to measure
+        start = time.perf_counter()
+        for _ in range(500):
+            made.place(Request(f"i{rng.randrange(300)}", GIB // 4))
+        best = max(best, 500 / (time.perf_counter() - start))
+    assert best >= 5000, f"{best:.0f}/s"

@@ -1,0 +1,94 @@
+"""The simulated cluster loses nothing, repeats itself, and shows the router better than what it is compared with."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from etude.pods.router import NoHost, Request, Router
+from etude.pods.simulate import (
+    LeastLoaded,
+    Outcome,
+    RandomPlacer,
+    Scene,
+    Simulation,
+    compare,
+    first_fit_decreasing,
+    make_world,
+    volume_bound,
+)
+
+SMALL = Scene(hosts=40, pods=1500, images=20, arrivals_s=200, bursts=4, life_s=80, deaths=0.1, seed=3)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    return compare(make_world(SMALL))
+
+
+def test_every_pod_ends_and_every_lost_one_runs_again(outcomes: list[Outcome]) -> None:
+    for each in outcomes:
+        assert each.unfinished == 0, f"{each.name}, seed {SMALL.seed}"
+        assert 0 < each.lost == each.replaced, f"{each.name}, seed {SMALL.seed}"
+        assert each.placed >= SMALL.pods + each.lost
+
+
+def test_the_router_beats_both_baselines_where_it_should(outcomes: list[Outcome]) -> None:
+    ours, *others = outcomes
+    for other in others:
+        assert ours.image_local > other.image_local, other.name
+        assert ours.fork_local > 0.8 > other.fork_local, other.name
+        assert ours.memory_over_s <= other.memory_over_s, other.name
+        assert ours.ready_p50_s < other.ready_p50_s, other.name
+
+
+def test_nobody_uses_fewer_hosts_than_the_bound(outcomes: list[Outcome]) -> None:
+    for each in outcomes:
+        assert each.hosts_bound <= each.hosts_first_fit <= each.hosts_used <= SMALL.hosts + 4, each.name
+        assert 0 < each.utilisation <= 1, each.name
+
+
+def test_the_same_world_gives_the_same_outcome() -> None:
+    world = make_world(Scene(hosts=10, pods=200, images=5, arrivals_s=60, life_s=30, seed=9))
+    assert world == make_world(world.scene)
+    first, second = (Simulation(world, "ours", lambda clock: Router(clock=clock)).run() for _ in range(2))
+    differ = {name for name in Outcome.__slots__ if getattr(first, name) != getattr(second, name)}
+    assert differ <= {"per_second"}
+
+
+def test_a_cluster_that_is_too_small_makes_pods_wait_instead_of_pressing_hosts() -> None:
+    world = make_world(Scene(hosts=2, pods=300, images=2, arrivals_s=30, bursts=1, life_s=20, deaths=0, seed=1))
+    ours = Simulation(world, "ours", lambda clock: Router(clock=clock)).run()
+    blind = Simulation(world, "random", partial(RandomPlacer, 1)).run()
+    assert ours.unfinished == 0
+    assert ours.wait_p99_s > 10
+    assert ours.memory_over_s < 0.1 * blind.memory_over_s
+
+
+def test_baselines_count_their_own_placements_and_refuse_when_nobody_lives() -> None:
+    world = make_world(Scene(hosts=4, pods=1, deaths=0))
+    now = [0.0]
+    placer = LeastLoaded(0, lambda: now[0])
+    simulation = Simulation(world, "x", lambda clock: placer)
+    for spec in world.hosts:
+        simulation._join(spec)
+        placer.report(simulation.hosts[spec.name].report(0.0))
+    placed = [placer.place(Request("i", 1)).host for _ in range(40)]
+    cores = {spec.name: spec.cores for spec in world.hosts}
+    loads = [placed.count(name) / cores[name] for name in cores]
+    assert max(loads) - min(loads) <= 1 / min(cores.values())
+    now[0] = 60
+    with pytest.raises(NoHost):
+        placer.place(Request("i", 1))
+
+
+def test_bounds_by_hand() -> None:
+    assert volume_bound([4, 4, 4], [10, 5, 5]) == 2
+    assert first_fit_decreasing([4, 4, 4], [10, 5, 5]) == 2
+    assert first_fit_decreasing([6, 6], [10, 5, 10]) == 2
+    assert volume_bound([], [10]) == first_fit_decreasing([], [10]) == 0
+    rng = np.random.default_rng(0)
+    for seed in range(50):
+        sizes = [int(size) for size in rng.integers(1, 10, 30)]
+        hosts = [20] * 30
+        assert volume_bound(sizes, hosts) <= first_fit_decreasing(sizes, hosts), f"seed {seed}"
