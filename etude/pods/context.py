@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import InputError
@@ -175,7 +175,6 @@ class Placing:
     owner: tuple[int, int] = (0, 0)
     mode: int | None = None
     binds: tuple[str, ...] = ()
-    _known: set[str] = field(default_factory=set)
 
     def directory(self, path: str) -> Path:
         """A directory of the pod, in the layer, with those above it; links below are followed."""
@@ -199,11 +198,9 @@ class Placing:
         for depth in range(1, len(parts) + 1):
             inside = "/".join(parts[:depth])
             place = self.target / inside
-            if inside in self._known:
-                continue
-            self._known.add(inside)
             if place.is_dir() and not place.is_symlink():
                 continue
+            remove_tree(place)  # an earlier source may have put a link here: never write through it
             place.mkdir()
             real, found = self.below.locate(f"/{inside}", follow=False)
             if found.directory and found.info is not None and real == f"/{inside}":

@@ -153,7 +153,7 @@ def authority(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def forbidden_address(text: str) -> str:
+def forbidden_address(text: str, private_ok: bool = False) -> str:
     """Why an address that a name resolved to must not be dialled; empty when it may be.
 
     A name's owner decides where it points: without this, `rebind.example.org` could be the cloud's metadata service
@@ -168,13 +168,14 @@ def forbidden_address(text: str) -> str:
         if address in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
-            return forbidden_address(str(inner))
-    for name in ("unspecified", "loopback", "link_local", "multicast", "private", "reserved"):
+            return forbidden_address(str(inner), private_ok)
+    kinds = ("unspecified", "loopback", "link_local", "multicast", "private", "reserved")
+    for name in kinds[:4] if private_ok else kinds:
         if getattr(address, f"is_{name}"):
             return f"{'an' if name == 'unspecified' else 'a'} {name.replace('_', '-')} address"
     if str(address) == "168.63.129.16":  # public by its number, but answered by the hypervisor of one cloud
         return "a cloud's own service address"
-    return "" if address.is_global else "not a public address"
+    return "" if address.is_global or private_ok else "not a public address"
 
 
 # -- policy
@@ -206,11 +207,11 @@ class Policy:
 
     rules: tuple[Rule, ...] = ()
     transparent: bool = False
-    private_ok: bool = False  # names may resolve to addresses of private networks and of this machine
+    private_ok: bool = False  # names may resolve to addresses of private networks; never to this machine's own
 
     @classmethod
-    def from_egress(cls, egress: Egress, *, private_ok: bool = False) -> Self:
-        policy = cls(tuple(dict.fromkeys(map(parse_rule, egress.allow))), egress.transparent, private_ok)
+    def from_egress(cls, egress: Egress) -> Self:
+        policy = cls(tuple(dict.fromkeys(map(parse_rule, egress.allow))), egress.transparent, egress.private)
         policy._check()
         return policy
 

@@ -10,34 +10,24 @@ One connection cannot hurt another: each is a task with deadlines and bounded bu
 """
 
 import asyncio
-import base64
 import errno
 import logging
 import os
 import socket
-import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Self
-from urllib.parse import unquote, urlsplit
-from urllib.request import getproxies_environment, proxy_bypass
+from typing import Any, Literal
 
 from etude.errors import InputError
 from etude.pods import egress
+from etude.pods.dial import CHUNK, FROM_ENVIRONMENT, MAX_HEAD, Dial, Dialer, Refused, Resolver, Unreachable
 from etude.pods.egress import CHUNKED, SENSITIVE, UNTIL_CLOSE, Head, HelloReader, Listen, Malformed, Policy, Rule
+from etude.pods.stream import LINGER_S, ServerGone, Stream, relay_body
 
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Dial = Callable[[str, int, Rule], Awaitable[Connection]]
-Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 Record = Callable[[Mapping[str, Any]], None]
 
-CHUNK = 1 << 16  # bytes in one read; at most about four of these are held per direction of a connection
-MAX_HEAD = 64 << 10
-LINGER_S = 1.0  # for the other side to take the last bytes
-NEXT_ADDRESS_S = 0.25  # before the next address of a name is tried beside the first (RFC 8305)
-FROM_ENVIRONMENT = "environment"
 REFUSED_NAMES = 1000  # names of which a refused lookup is recorded; a pod can ask for any number of them
 
 logger = logging.getLogger(__name__)
@@ -52,87 +42,6 @@ class GateLimits:
     connect_s: float = 15.0  # to resolve and reach the other side
     idle_s: float = 300.0  # without a byte in either direction
     total_bytes: int | None = None  # both directions, all connections
-
-
-class Refused(Exception):
-    """The policy says no. The text is for the record and for the client."""
-
-
-class Unreachable(Exception):
-    """Allowed, but the other side could not be reached or made no sense; `status` is for an HTTP client."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class ServerGone(Exception):
-    """The server does not take more of a request; its answer may be there already."""
-
-
-class Stream:
-    """One end of a connection, with what was read ahead of its use. Left by an exception, it is cut off."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer, self.ahead = reader, writer, bytearray()
-
-    async def fill(self) -> bool:
-        """Read ahead once more; False at the end."""
-        data = await self.reader.read(CHUNK)
-        self.ahead += data
-        return bool(data)
-
-    async def read(self, most: int = CHUNK) -> bytes:
-        if not self.ahead:
-            return await self.reader.read(min(most, CHUNK))
-        data = bytes(self.ahead[:most])
-        del self.ahead[:most]
-        return data
-
-    async def until(self, mark: bytes, limit: int) -> bytes:
-        """Everything up to and with `mark`, at most `limit` bytes of it."""
-        start = 0
-        while (at := self.ahead.find(mark, start, limit)) < 0:
-            if len(self.ahead) >= limit:
-                raise Malformed("a head or line is too long")
-            start = max(0, len(self.ahead) - len(mark) + 1)
-            if not await self.fill():
-                raise Malformed("the connection ended in the middle of a message")
-        return await self.read(at + len(mark))
-
-    async def sniff(self) -> Literal["tls", "http", "other"]:
-        """What the first bytes are; they stay to be read."""
-        while (kind := egress.protocol_of(bytes(self.ahead))) is None:
-            if not await self.fill():
-                return "other"
-        return kind
-
-    async def write(self, data: bytes) -> None:
-        self.writer.write(data)
-        await self.writer.drain()
-
-    def end(self) -> None:
-        """No more will be written; reading goes on."""
-        with suppress(OSError):  # not connected any more
-            self.writer.write_eof()
-
-    def abort(self) -> None:
-        """Cut off with a reset, so that what was passed on so far does not look complete."""
-        with suppress(OSError):  # closed already
-            sock = self.writer.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.writer.transport.abort()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: object, *rest: object) -> None:
-        with suppress(OSError, TimeoutError):
-            if kind is None:
-                self.writer.close()
-                async with asyncio.timeout(LINGER_S):
-                    await self.writer.wait_closed()
-        self.abort()
 
 
 class Passage:
@@ -162,123 +71,7 @@ class Passage:
         return facts | {"up": self.up, "down": self.down, "seconds": round(time.monotonic() - self.started, 3)}
 
 
-# -- the other side
-
-
-async def system_resolver(host: str, port: int) -> list[str]:
-    """The addresses of a name as this machine knows them."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(info[4][0]) for info in found))
-
-
-class Dialer:
-    """Connects to an allowed host: directly, or through the HTTP proxy this machine needs itself."""
-
-    def __init__(self, private_ok: bool, resolver: Resolver | None, upstream_proxy: str) -> None:
-        self._private_ok, self._resolver = private_ok, resolver or system_resolver
-        self._proxies = getproxies_environment()  # its no_proxy holds whoever names the proxy
-        if upstream_proxy == FROM_ENVIRONMENT:
-            upstream_proxy = self._proxies.get("https") or self._proxies.get("http") or ""
-        if upstream_proxy and "://" not in upstream_proxy:
-            upstream_proxy = "http://" + upstream_proxy
-        self._proxy = urlsplit(upstream_proxy) if upstream_proxy else None
-        if self._proxy and (self._proxy.scheme != "http" or not self._proxy.hostname):
-            raise InputError(f"upstream proxy: scheme {self._proxy.scheme!r}; expected http://host:port")
-
-    async def __call__(self, host: str, port: int, rule: Rule) -> Connection:
-        direct = self._proxy is None or proxy_bypass(egress.authority(host, port), self._proxies)
-        if rule.literal:
-            addresses = [host]
-        else:
-            try:
-                addresses = await self._addresses(host, port)
-            except OSError:
-                if direct:
-                    raise
-                addresses = []  # a machine behind a proxy often knows no outside names: the proxy resolves them
-        return await _race(addresses, port) if direct else await self._through_proxy(egress.authority(host, port))
-
-    async def _addresses(self, host: str, port: int) -> list[str]:
-        found = list(await self._resolver(host, port))
-        allowed = [address for address in found if self._private_ok or not egress.forbidden_address(address)]
-        if found and not allowed:
-            why = egress.forbidden_address(found[0])
-            raise Refused(f"{host} resolves to {found[0]}, {why}; only a rule for the address itself can allow that")
-        if not found:
-            raise OSError(errno.EHOSTUNREACH, "the name has no address")
-        return allowed
-
-    async def _through_proxy(self, place: str) -> Connection:
-        assert self._proxy is not None
-        reader, writer = await asyncio.open_connection(self._proxy.hostname, self._proxy.port or 80, limit=MAX_HEAD)
-        lines = [f"CONNECT {place} HTTP/1.1", f"Host: {place}"]
-        if self._proxy.username is not None:
-            login = f"{unquote(self._proxy.username)}:{unquote(self._proxy.password or '')}"
-            lines.append("Proxy-Authorization: Basic " + base64.b64encode(login.encode()).decode())
-        done = False
-        try:
-            writer.write("\r\n".join([*lines, "", ""]).encode())
-            head = egress.parse_head(await reader.readuntil(b"\r\n\r\n"))
-            if not head.start[1].startswith("2"):
-                raise Unreachable(502, f"the upstream proxy answered {head.start[1][:3]}")
-            done = True
-            return reader, writer
-        except (EOFError, asyncio.LimitOverrunError, Malformed):
-            raise Unreachable(502, "the upstream proxy did not answer in HTTP") from None
-        finally:
-            if not done:
-                writer.transport.abort()
-
-
-async def _race(addresses: Sequence[str], port: int) -> Connection:
-    """Connect to the first address that answers, trying each a little after the one before."""
-    left, running = list(addresses), set[asyncio.Task[Connection]]()
-    failure: BaseException = OSError(errno.EHOSTUNREACH, "no address")
-    winner: asyncio.Task[Connection] | None = None
-    try:
-        while left or running:
-            if left:
-                running.add(asyncio.create_task(asyncio.open_connection(left.pop(0), port, limit=CHUNK)))
-            wait = NEXT_ADDRESS_S if left else None
-            done, _ = await asyncio.wait(running, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                if (error := task.exception()) is None:
-                    winner = task
-                    return task.result()
-                running.discard(task)
-                failure = error
-        raise failure
-    finally:
-        for task in running:
-            task.cancel()
-        for result in await asyncio.gather(*(running - {winner}), return_exceptions=True):
-            if not isinstance(result, BaseException):
-                result[1].transport.abort()
-
-
 # -- messages
-
-
-async def relay_body(source: Stream, length: int, send: Callable[[bytes], Awaitable[None]]) -> None:
-    """Pass on the content of a body, without its framing, piece by piece."""
-    if length == UNTIL_CLOSE:
-        while data := await source.read():
-            await send(data)
-    elif length == CHUNKED:
-        while size := egress.parse_chunk_size(await source.until(b"\r\n", 4096)):
-            await relay_body(source, size, send)
-            await source.until(b"\r\n", 2)
-        for _ in range(100):  # trailers are read and dropped
-            if await source.until(b"\r\n", 4096) == b"\r\n":
-                return
-        raise Malformed("too many trailers")
-    else:
-        while length:
-            data = await source.read(min(length, CHUNK))
-            if not data:
-                raise Malformed("the connection ended in the middle of a body")
-            length -= len(data)
-            await send(data)
 
 
 def _head_bytes(first: str, headers: list[tuple[str, str]]) -> bytes:

@@ -527,7 +527,7 @@ def read_record(file: Path) -> PodSpec | None:
     try:
         plain: Mapping[str, Any] = json.loads(file.read_text())
         image = image_from_json(plain["image"])
-        egress = Egress(tuple(plain["egress"]["allow"]), plain["egress"]["transparent"])
+        egress = Egress(**{**plain["egress"], "allow": tuple(plain["egress"]["allow"])})
         return PodSpec(**{**plain, "image": image, "limits": Limits(**plain["limits"]), "egress": egress})
     except (OSError, ValueError, KeyError, TypeError):
         return None

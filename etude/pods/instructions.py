@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from etude.errors import InputError
 
-INSTRUCTIONS = frozenset(
-    ("FROM", "ARG", "ENV", "WORKDIR", "USER", "COPY", "ADD", "RUN", "SHELL", "LABEL", "CMD", "ENTRYPOINT", "EXPOSE")
-    + ("VOLUME", "STOPSIGNAL", "HEALTHCHECK", "MAINTAINER")
+INSTRUCTIONS = (
+    *("FROM", "ARG", "ENV", "WORKDIR", "USER", "COPY", "ADD", "RUN", "SHELL", "LABEL", "CMD", "ENTRYPOINT", "EXPOSE"),
+    *("VOLUME", "STOPSIGNAL", "HEALTHCHECK", "MAINTAINER"),
 )
 _HEREDOC = re.compile(r"<<(-?)(['\"]?)([A-Za-z_][A-Za-z0-9_]*)\2")
 _DIRECTIVE = re.compile(r"#\s*([A-Za-z]+)\s*=\s*(\S.*?)\s*$")

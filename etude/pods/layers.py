@@ -108,7 +108,8 @@ def merge(layers: Sequence[Part], below: Sequence[Part] | None, target: Path, li
 def copy(source: Path, target: Path, shift: int = 0, *, lowest: bool = False, keep_shift: bool = False) -> None:
     """Copy one layer into the empty directory `target`, with its marks; those of a `lowest` one mean nothing."""
     settings = _Merge(False, unknown=not lowest, keep_shift=keep_shift)
-    _merge_directory(settings, (Part(str(source), shift),), (), str(target), 0)
+    # the dot: a source may be given as an open directory in /proc, which is a link
+    _merge_directory(settings, (Part(f"{source}/.", shift),), (), str(target), 0)
 
 
 def _merge_directory(m: _Merge, parts: tuple[Part, ...], below: tuple[Part, ...], target: str, depth: int) -> None:

@@ -71,16 +71,18 @@ class Egress:
 
     A rule is `host:port`, or `host` for port 443; `*.example.org` means every name below example.org. With
     `transparent` programs need not know: names resolve inside the pod and connections to the allowed ports are
-    carried. Without it the pod is given the usual proxy variables.
+    carried. Without it the pod is given the usual proxy variables. With `private` a name may lead into a private
+    network, such as a package mirror behind the firewall; to this machine or a cloud's metadata service it never may.
     """
 
     allow: tuple[str, ...] = ()
     transparent: bool = False
+    private: bool = False
 
     @classmethod
-    def to(cls, *rules: str, transparent: bool = False) -> Self:
+    def to(cls, *rules: str, transparent: bool = False, private: bool = False) -> Self:
         """Allow these destinations and nothing else."""
-        return cls(tuple(rules), transparent)
+        return cls(tuple(rules), transparent, private)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,13 @@ class Host:
 
     def __init__(self, reading: Pressure = CALM, **thresholds: Any) -> None:
         self.reading, self.now = reading, 0.0
-        self.admission = Admission(lambda: self.reading, Thresholds(**thresholds), clock=lambda: self.now)
+        self.broken = False
+        self.admission = Admission(self.measure, Thresholds(**thresholds), clock=lambda: self.now)
+
+    def measure(self) -> Pressure:
+        if self.broken:
+            raise PodError("no meminfo")
+        return self.reading
 
     def set(self, **facts: Any) -> None:
         self.reading = replace(self.reading, **facts)
@@ -484,18 +490,13 @@ def test_a_reading_that_fails_fails_the_waiter_and_not_the_queue() -> None:
             async with queue.turn("run", SMALL):
                 pass
 
-        good = host.admission._measure
         async with queue.turn("run", SMALL):
             task = asyncio.create_task(ask())
             await settle()
-
-            def broken() -> Pressure:
-                raise PodError("no meminfo")
-
-            host.admission._measure = broken
+            host.broken = True
         with pytest.raises(PodError, match="no meminfo"):
             await task
-        host.admission._measure = good
+        host.broken = False
         await ask()
 
     play(story)

@@ -411,3 +411,24 @@ def test_a_chunk_begins_with_its_size(line: bytes) -> None:
     assert egress.parse_chunk_size(b"1aF;x=y\r\n") == 0x1AF
     with pytest.raises(Malformed):
         egress.parse_chunk_size(line)
+
+
+@pytest.mark.parametrize(
+    ("address", "plain", "behind"),
+    [
+        ("10.1.2.3", False, True),
+        ("203.0.113.9", False, True),
+        ("fd00::1", False, True),
+        ("93.184.215.14", True, True),
+        ("127.0.0.1", False, False),
+        ("169.254.169.254", False, False),
+        ("::ffff:127.0.0.1", False, False),
+        ("168.63.129.16", False, False),
+        ("0.0.0.0", False, False),
+    ],
+)
+def test_private_networks_can_be_allowed_but_never_this_machine_or_metadata(
+    address: str, plain: bool, behind: bool
+) -> None:
+    assert (egress.forbidden_address(address) == "") is plain
+    assert (egress.forbidden_address(address, private_ok=True) == "") is behind

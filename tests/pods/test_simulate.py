@@ -5,7 +5,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from etude.pods.router import NoHost, Request, Router
+from etude.pods.pressure import Pressure
+from etude.pods.router import HostReport, NoHost, Request, Router
 from etude.pods.simulate import (
     LeastLoaded,
     Outcome,
@@ -66,15 +67,12 @@ def test_a_cluster_that_is_too_small_makes_pods_wait_instead_of_pressing_hosts()
 
 
 def test_baselines_count_their_own_placements_and_refuse_when_nobody_lives() -> None:
-    world = make_world(Scene(hosts=4, pods=1, deaths=0))
-    now = [0.0]
+    now, cores = [0.0], {"a": 4, "b": 8, "c": 16, "d": 4}
+    reading = Pressure(0, 0, 0, 0, 1, 1, 1, 1, None, 0, 1)
     placer = LeastLoaded(0, lambda: now[0])
-    simulation = Simulation(world, "x", lambda clock: placer)
-    for spec in world.hosts:
-        simulation._join(spec)
-        placer.report(simulation.hosts[spec.name].report(0.0))
+    for name, count in cores.items():
+        placer.report(HostReport(name, "", "ns", reading, pods=0, max_pods=50, memory_free=0, cores=count))
     placed = [placer.place(Request("i", 1)).host for _ in range(40)]
-    cores = {spec.name: spec.cores for spec in world.hosts}
     loads = [placed.count(name) / cores[name] for name in cores]
     assert max(loads) - min(loads) <= 1 / min(cores.values())
     now[0] = 60
