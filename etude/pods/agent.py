@@ -6,6 +6,8 @@ trusts them: what they are given are pipes, a session of their own and nothing e
 """
 
 import contextlib
+import encodings.idna  # codecs are looked up by name: load what may be needed before the root changes
+import encodings.latin_1  # noqa: F401
 import errno
 import fcntl
 import os
@@ -20,14 +22,15 @@ import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import encodings.idna  # noqa: F401  codecs are looked up by name: load what may be needed before the root changes
-import encodings.latin_1  # noqa: F401
-
 from etude.pods import linux, wire
 
 HIGH_WATER = 4 << 20  # bytes not yet taken by a peer at which its jobs' output is left in their pipes
 DRAIN = 1 << 20  # bytes read from a pipe after its process ended; a survivor may go on writing for ever
 READ_SIZE = 1 << 16
+INPUT_ROOM = 1 << 20  # bytes a job has not read yet at which INPUT is no longer answered at once
+TABLE_SIZE = 1 << 22  # bytes of /etc/passwd and /etc/group that are looked at; programs of the pod may write them
+OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+PATIENCE = 3600.0  # seconds; the kernel's timer ends at 24 days, a deadline need not
 
 
 class Job:
@@ -41,6 +44,7 @@ class Job:
         self.stdin = -1
         self.stdin_closing = False
         self.pending = bytearray()  # input that the pipe has not taken
+        self.unanswered: list[int] = []  # calls of INPUT that wait for it to be taken
         self.terminal = -1
         self.flags = 0
         self.started = time.monotonic()
@@ -121,7 +125,7 @@ class Agent:
         ends = [job.deadline for job in self.jobs.values() if job.deadline]
         if self.deadline:
             ends.append(self.deadline)
-        return max(0.0, min(ends) - time.monotonic()) + 0.001 if ends else -1
+        return min(PATIENCE, max(0.0, min(ends) - time.monotonic()) + 0.001) if ends else -1
 
     def expire(self) -> None:
         now = time.monotonic()
@@ -140,9 +144,13 @@ class Agent:
             return
         sock.setblocking(False)
         peer = Peer(sock)
-        hello = wire.frame(wire.HELLO, 0, (wire.NUMBER, wire.VERSION), (wire.PATH, self.workdir.encode()))
-        # The sockets opened for egress travel with the greeting, so that whoever takes the pod over can carry them.
-        socket.send_fds(sock, [hello], self.carried)
+        hello = wire.frame(wire.HELLO, 0, (wire.NUMBER, wire.VERSION), (wire.PATH, os.fsencode(self.workdir)))
+        try:
+            # The sockets opened for egress travel with the greeting, so that whoever takes the pod over can carry them.
+            socket.send_fds(sock, [hello], self.carried)
+        except OSError:  # it is gone already
+            sock.close()
+            return
         self.peers[sock.fileno()] = peer
         self.epoll.register(sock.fileno(), select.EPOLLIN)
 
@@ -175,10 +183,11 @@ class Agent:
         except OSError as error:
             where = f"{error.filename!r}: " if error.filename else ""
             text = where + (error.strerror or os.strerror(error.errno or errno.EIO))
-            self.send(peer, wire.FAIL, call, (wire.NUMBER, error.errno or errno.EIO), (wire.DATA, text.encode()))
-        except (ValueError, LookupError, RecursionError, MemoryError, subprocess.SubprocessError) as error:
-            text = f"{type(error).__name__}: {error}"
-            self.send(peer, wire.FAIL, call, (wire.NUMBER, errno.EINVAL), (wire.DATA, text.encode()))
+            self.fail(peer, call, error.errno or errno.EIO, text)
+        except wire.WireError:
+            raise
+        except Exception as error:  # a number too large, a table that makes no sense: no request may end the agent
+            self.fail(peer, call, errno.EINVAL, f"{type(error).__name__}: {error}")
 
     def part(self, peer: Peer) -> None:
         """A connection ended: so do the jobs nobody can hear any more, and the pod if this was its owner."""
@@ -204,6 +213,9 @@ class Agent:
     def ok(self, peer: Peer, call: int, *fields: tuple[int, wire.Value]) -> None:
         self.send(peer, wire.OK, call, *fields)
 
+    def fail(self, peer: Peer, call: int, number: int, text: str) -> None:
+        self.send(peer, wire.FAIL, call, (wire.NUMBER, number), (wire.DATA, text.encode("utf-8", "replace")))
+
     def flush(self, peer: Peer) -> None:
         while peer.queue:
             try:
@@ -221,7 +233,8 @@ class Agent:
             peer.stalled = stalled
             for job in peer.jobs.values():
                 for pipe in job.outputs:
-                    self.epoll.modify(pipe, 0 if stalled else select.EPOLLIN)
+                    waiting = select.EPOLLOUT if pipe == job.terminal and job.pending else 0
+                    self.epoll.modify(pipe, waiting | (0 if stalled else select.EPOLLIN))
 
     # ------------------------------------------------------------------------------------------- commands
 
@@ -328,8 +341,8 @@ class Agent:
                 job.pending += b"\x04"
             else:
                 job.stdin_closing = True
+        job.unanswered.append(call)
         self.feed(job)
-        self.ok(peer, call)
 
     def send_signal(self, peer: Peer, call: int, fields: wire.Fields) -> None:
         job = self.job_of(peer, fields)
@@ -350,7 +363,7 @@ class Agent:
         return job
 
     def feed(self, job: Job) -> None:
-        """Give a job what it will take of its input; wait for room for the rest."""
+        """Give a job what it will take of its input; wait for room for the rest, and let the giver wait too."""
         while job.pending and job.stdin >= 0:
             try:
                 del job.pending[: os.write(job.stdin, job.pending)]
@@ -359,6 +372,8 @@ class Agent:
             except OSError:  # it closed its end: the rest is of no use
                 job.pending.clear()
                 job.stdin_closing = job.terminal < 0
+        if len(job.pending) <= INPUT_ROOM:
+            self.answer_input(job)
         fd = job.stdin
         if fd < 0:
             return
@@ -373,6 +388,11 @@ class Agent:
             except FileNotFoundError:
                 self.epoll.register(fd, waiting)
 
+    def answer_input(self, job: Job) -> None:
+        for call in job.unanswered:
+            self.ok(job.peer, call)
+        job.unanswered.clear()
+
     def move_pipe(self, fd: int, job: Job, event: int) -> None:
         if event & select.EPOLLOUT or (fd == job.stdin and fd not in job.outputs):
             if event & select.EPOLLERR and not event & select.EPOLLOUT:
@@ -380,9 +400,9 @@ class Agent:
                 self.forget_pipe(job, fd)
                 return
             self.feed(job)
-        if fd in job.outputs and event & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
-            if self.take(job, fd, READ_SIZE) == 0:
-                self.forget_pipe(job, fd)
+        readable = event & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR)
+        if fd in job.outputs and readable and self.take(job, fd, READ_SIZE) == 0:
+            self.forget_pipe(job, fd)
 
     def take(self, job: Job, fd: int, size: int) -> int:
         """Read once and pass it on; 0 at the end, -1 when there is nothing now."""
@@ -409,6 +429,7 @@ class Agent:
         job.outputs.pop(fd, None)
         if fd == job.stdin:
             job.stdin = -1
+            self.answer_input(job)
         if fd == job.terminal:
             job.terminal = -1
         os.close(fd)
@@ -632,38 +653,84 @@ def find_user(text: str) -> tuple[int, int, list[int]]:
         found = [int(row[2]) for row in read_table("/etc/group") if len(row) >= 3 and group in (row[0], row[2])]
         gid = found[0] if found else int(group) if group.isdigit() else -1
     if uid < 0 or gid < 0:
-        raise OSError(errno.ENOENT, f"no user {text!r} in the pod")
+        raise OSError(errno.EINVAL, f"no user {text!r} in the pod")
     return uid, gid, groups
 
 
 def read_table(path: str) -> list[list[str]]:
+    """Rows of a file that programs of the pod may have replaced by anything: never wait for it, never read for ever."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return [line.rstrip("\n").split(":") for line in file]
+        fd = linux.open_plain(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return []
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return []
+        text = os.pread(file.fileno(), TABLE_SIZE, 0).decode("utf-8", "replace")
+    return [line.split(":") for line in text.splitlines()]
 
 
 def remove_tree(path: str) -> None:
-    """Remove a path and all below it, without following links and without recursion."""
-    info = os.lstat(path)
-    if not stat.S_ISDIR(info.st_mode):
+    """Remove a path and all below it: any depth, no link followed, and it ends even if programs make more meanwhile."""
+    path = path.rstrip("/") or "/"
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
         os.unlink(path)
         return
-    stack = [path]
-    while stack:
-        top = stack[-1]
-        with contextlib.suppress(PermissionError):
-            os.chmod(top, 0o700)
-        below = []
-        with os.scandir(top) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    below.append(entry.path)
-                else:
-                    os.unlink(entry.path)
-        if below:
-            stack += below
-        else:
-            os.rmdir(top)
-            stack.pop()
+    here = open_to_empty(path, None)
+    above: list[tuple[int, int, str, list[str]]] = []  # the directory we came from, our name there, what is left there
+    try:
+        names = empty(here)
+        while names or above:
+            if names:
+                name = names.pop()
+                below = open_to_empty(name, here)
+                above.append((*identity(here), name, names))
+                here, names = step(below, here), empty(below)
+                continue
+            device, file, name, names = above.pop()
+            here = step(os.open("..", OPEN_DIRECTORY, dir_fd=here), here)
+            if identity(here) != (device, file):
+                raise OSError(errno.EBUSY, "it is being moved", path)
+            os.rmdir(name, dir_fd=here)
+    finally:
+        os.close(here)
+    os.rmdir(path)
+
+
+def step(to: int, here: int) -> int:
+    os.close(here)
+    return to
+
+
+def identity(fd: int) -> tuple[int, int]:
+    info = os.fstat(fd)
+    return info.st_dev, info.st_ino
+
+
+def empty(directory: int) -> list[str]:
+    """Remove the files of a directory, and say which directories are in it; each is looked at once."""
+    found = []
+    for name in os.listdir(directory):
+        try:
+            os.unlink(name, dir_fd=directory)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno not in (errno.EISDIR, errno.EPERM):
+                raise
+            if not stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+                raise
+            found.append(name)
+    return found
+
+
+def open_to_empty(name: str, at: int | None) -> int:
+    """Open a directory so that what is in it can be removed, whatever its mode."""
+    try:
+        fd = os.open(name, OPEN_DIRECTORY, dir_fd=at)
+    except PermissionError:
+        os.chmod(name, 0o700, dir_fd=at)  # a link put here meanwhile leads nowhere but into the pod
+        return os.open(name, OPEN_DIRECTORY, dir_fd=at)
+    with contextlib.suppress(PermissionError):
+        os.fchmod(fd, 0o700)
+    return fd

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import time
 from abc import abstractmethod
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from etude.pods import transfer, wire
-from etude.pods.client import Agent, Link, StreamJob, ended, not_started, spawn_fields
+from etude.pods.client import Agent, Link, StreamJob, ended, failure, not_started, spawn_fields
 from etude.pods.pod import (
     MAX_OUTPUT,
     Command,
@@ -28,6 +27,7 @@ from etude.pods.pod import (
 )
 from etude.pods.shell import BashShell
 
+MAX_READ = 1 << 30  # bytes of a file that `read` gives at once unless told how many
 EVENTS_KEPT = 10_000  # of one pod; a program that loops on refused connections must not fill our memory
 
 
@@ -76,16 +76,19 @@ class AgentPod(Pod):
         done: asyncio.Future[ExecResult] = asyncio.get_running_loop().create_future()
         out: dict[int, list[bytes]] = {wire.OUT: [], wire.ERR: []}
 
+        room = dict.fromkeys(out, max_output)
+
         def take(op: int, got: wire.Fields) -> None:
             if done.done():
                 return
             if op in out:
-                out[op].append(wire.data(got, wire.DATA))
+                data = wire.data(got, wire.DATA)[: room[op]]  # the agent cuts; were it to lie, our memory is ours
+                room[op] -= len(data)
+                out[op].append(data)
             elif op == wire.EXITED:
                 done.set_result(ended(got, b"".join(out[wire.OUT]), b"".join(out[wire.ERR])))
             elif op == wire.FAIL:
-                error = PodFileError(wire.number(got, wire.NUMBER), wire.data(got, wire.DATA).decode("utf-8", "replace"))
-                done.set_exception(error)
+                done.set_exception(failure(got))
             elif op == -1:
                 done.set_exception(agent.gone or PodGone(f"pod {self.id} is gone"))
 
@@ -121,10 +124,15 @@ class AgentPod(Pod):
         user: str | None,
     ) -> ExecResult:
         """Input that does not fit in one frame is streamed."""
-        job = await self.spawn(command, cwd=cwd, env=env, timeout=timeout, user=user)
+        try:
+            job = await self._spawn(command, cwd, env, timeout, user, None)
+        except PodFileError as error:
+            if (failed := not_started(error, command)) is not None:
+                return failed
+            raise
 
         async def give() -> None:
-            with contextlib.suppress(PodFileError):  # it ended, or closed its input
+            with contextlib.suppress(PodError):  # it ended, or closed its input
                 await job.write(stdin)
                 await job.close_stdin()
 
@@ -137,6 +145,9 @@ class AgentPod(Pod):
                 truncated = truncated or len(data) > room
                 kept[stream] += data[: max(0, room)]
             result = await job.wait()
+        except asyncio.CancelledError:
+            job.abandon()
+            raise
         finally:
             giving.cancel()
         return ExecResult(
@@ -159,22 +170,37 @@ class AgentPod(Pod):
         user: str | None = None,
         terminal: tuple[int, int] | None = None,
     ) -> Job:
+        try:
+            return await self._spawn(command, cwd, env, timeout, user, terminal)
+        except PodFileError as error:
+            result = not_started(error, command)
+            raise PodError(result.stderr.strip() if result else str(error)) from error
+
+    async def _spawn(
+        self,
+        command: Command,
+        cwd: str | None,
+        env: Mapping[str, str] | None,
+        timeout: float | None,
+        user: str | None,
+        terminal: tuple[int, int] | None,
+    ) -> StreamJob:
         fields = spawn_fields(command, cwd, {**self.environment, **(env or {})}, self._user(user), timeout)
         if terminal is not None:
             fields += [(wire.ROWS, terminal[0]), (wire.COLS, terminal[1])]
         fields.append((wire.FLAGS, wire.KEEP_STDIN))
         _ = self.line  # closed: say so before connecting
         agent = Agent(await self.open_link(), self.id)
-        await agent.greeting()
-        for descriptor in agent.link.descriptors:
-            os.close(descriptor)
-        job = StreamJob(agent, self._finished)
-        agent.link.send(wire.frame(wire.SPAWN, job.call, *fields))
         try:
+            await agent.greeting()
+            for descriptor in agent.link.descriptors:
+                os.close(descriptor)
+            job = StreamJob(agent, self._finished)
+            agent.link.send(wire.frame(wire.SPAWN, job.call, *fields))
             await job.started
-        except PodFileError as error:
-            result = not_started(error, command)
-            raise PodError(result.stderr.strip() if result else str(error)) from error
+        except BaseException:
+            agent.close()
+            raise
         return job
 
     def _user(self, user: str | None) -> str | None:
@@ -205,16 +231,21 @@ class AgentPod(Pod):
 
     async def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
         parts: list[bytes] = []
-        left = length
-        while left is None or left > 0:
-            want = 4 * wire.CHUNK if left is None else min(left, 4 * wire.CHUNK)
+        left = MAX_READ + 1 if length is None else length
+        while left > 0:
+            want = min(left, 4 * wire.CHUNK)
             fields = ((wire.PATH, os.fsencode(path)), (wire.OFFSET, offset), (wire.LIMIT, want))
-            *frames, _ = await self.line.ask(wire.READ, *fields)
-            got = sum(len(wire.data(found, wire.DATA)) for _, found in frames)
-            parts += [wire.data(found, wire.DATA) for _, found in frames]
-            offset, left = offset + got, None if left is None else left - got
+            *frames, (_, end) = await self.line.ask(wire.READ, *fields)
+            if length is None and wire.number(end, wire.SIZE) - offset > left:
+                left = 0  # with a hole a file can claim to be as large as it likes
+                break
+            parts += (found := [wire.data(got, wire.DATA) for _, got in frames])
+            got = sum(map(len, found))
+            offset, left = offset + got, left - got
             if got < want:
                 break
+        if length is None and left <= 0:
+            raise PodError(f"{path}: is over {MAX_READ:,} bytes; read it in parts, by offset and length")
         return b"".join(parts)
 
     async def write(self, path: str, data: bytes | str, *, mode: int | None = None, append: bool = False) -> None:
@@ -229,10 +260,10 @@ class AgentPod(Pod):
                 (wire.FLAGS, flags),
                 (wire.DATA, part),
             ]
-            if mode is not None:
+            at += len(part)
+            if mode is not None and at >= len(content):  # last: with mode 0400 a second part could not be written
                 fields.append((wire.MODE, mode))
             await self.line.ask(wire.WRITE, *fields)
-            at += len(part)
             if at >= len(content):
                 return
 

@@ -194,7 +194,7 @@ def import_(store: "Store", file: Path, binds: Sequence[str] = ()) -> str:
     with store.staging() as staging, store.pin() as pin:
         layout = open_layout(file, staging)
         manifest = layout.manifest()
-        saved, image, blobs = _read_record(manifest, file)
+        saved, image, blobs = _read_record(layout, manifest, file)
         refused = sorted(set(image.binds) - {*SYSTEM_BINDS, *binds})
         if refused:
             raise InputError(f"{file}: it wants to show {', '.join(refused)} of this machine; allow that to import it")
@@ -228,7 +228,9 @@ def open_layout(file: Path, staging: Path) -> oci.Layout:
     return oci.Layout(directory, str(file))
 
 
-def _read_record(manifest: Mapping[str, Any], file: Path) -> tuple[Saved | None, Image, dict[str, tuple[Any, str]]]:
+def _read_record(
+    layout: oci.Layout, manifest: Mapping[str, Any], file: Path
+) -> tuple[Saved | None, Image, dict[str, tuple[Any, str]]]:
     """The record, and for each layer that came along its blob's descriptor and the digest of its tar."""
     try:
         record = json.loads(manifest["annotations"][RECORD])
@@ -237,6 +239,7 @@ def _read_record(manifest: Mapping[str, Any], file: Path) -> tuple[Saved | None,
         if record["snapshot"] is not None:
             saved = saved_from_json({"snapshot": record["snapshot"], "image": record["image"]})
             check_id(saved.snapshot.id)
+        layout.json(manifest["config"])  # for other tools; damaged, it says that the file is
         pairs = zip(record["diff_ids"], manifest["layers"], strict=True)
         blobs = {str(id): (dict(descriptor), str(diff_id)) for (id, diff_id), descriptor in pairs}
         return saved, image, blobs

@@ -125,7 +125,8 @@ class Group:
 
     def __init__(self, layout: Layout, name: str) -> None:
         self.layout, self.name = layout, name
-        self.directories = [base / name for base in layout.bases]
+        self.directories = [base / name for base in layout.bases]  # wherever it may be
+        self.joined = [layout.unified / name] if layout.unified else []  # where its processes are put
         self._memory = self._of("memory")
         self._seen_kills = 0
 
@@ -139,11 +140,17 @@ class Group:
     @property
     def procs(self) -> list[Path]:
         """Files that a process's number is written to, to move it in."""
-        return [directory / "cgroup.procs" for directory in self.directories]
+        return [directory / "cgroup.procs" for directory in self.joined]
 
     def create(self, limits: Limits) -> None:
-        """Make it and set its limits."""
-        for directory in self.directories:
+        """Make it and set its limits.
+
+        A v1 hierarchy without a limit to set is left out: moving a process into each costs an RCU grace period.
+        """
+        bound = [name for name in self.layout.legacy if getattr(limits, name)]
+        self.joined = [base / self.name for base in ([self.layout.unified] if self.layout.unified else [])]
+        self.joined += [self.layout.legacy[name] / self.name for name in bound]
+        for directory in self.joined:
             directory.mkdir(exist_ok=True)
         memory, pids, cpu = (self._of(controller) for controller in CONTROLLERS)
         if limits.memory and memory:
@@ -228,9 +235,9 @@ class Group:
 
     def kill(self) -> None:
         """Kill what is left in it, when its keeper no longer can."""
-        for file in self.procs:
+        for directory in self.directories:
             with contextlib.suppress(OSError):
-                for pid in file.read_text().split():
+                for pid in (directory / "cgroup.procs").read_text().split():
                     with contextlib.suppress(OSError):
                         os.kill(int(pid), 9)
 

@@ -5,7 +5,6 @@ one link for short calls and opens another for every job that streams, so that a
 """
 
 import asyncio
-import contextlib
 import os
 import socket
 from abc import ABC, abstractmethod
@@ -15,13 +14,9 @@ from typing import Literal, Protocol
 
 from etude.pods import wire
 from etude.pods.pod import (
-    MAX_OUTPUT,
     Command,
     ExecResult,
-    FileInfo,
     Job,
-    Listing,
-    Pod,
     PodError,
     PodFileError,
     PodGone,
@@ -30,6 +25,7 @@ from etude.pods.pod import (
 
 CONNECT_S = 30.0  # for a new pod's agent to answer; it takes milliseconds unless the machine is drowning
 STREAM_ROOM = 8 << 20  # bytes of a job's output held for a reader that is slow
+FOR_EVER_S = 1e9  # no timeout is longer
 FIELD_ROOM = 1 << 17  # bytes of argv and environment; the kernel allows 128 KiB for one string anyway
 
 Frame = tuple[int, wire.Fields]
@@ -135,7 +131,7 @@ class SocketLink(Link):
             await self.space.wait()
 
     def hold(self, held: bool) -> None:
-        if self.sock.fileno() < 0:
+        if self.sock.fileno() < 0 or self.receiver is None:
             return
         if held:
             self.loop.remove_reader(self.sock.fileno())
@@ -314,6 +310,8 @@ def spawn_fields(
     if user:
         found.append((wire.USER, os.fsencode(user)))
     if timeout is not None:
+        if not timeout < FOR_EVER_S:
+            raise PodError(f"a command's timeout is {timeout!r}; expected seconds, or None for no limit")
         found.append((wire.TIME, max(1, round(timeout * 1000))))
     return found
 
@@ -364,18 +362,26 @@ class StreamJob(Job):
 
     async def output(self) -> AsyncIterator[tuple[Literal["stdout", "stderr"], bytes]]:
         self.reading = True
-        while True:
-            while self.chunks:
-                chunk = self.chunks.popleft()
-                full = self.held_bytes > STREAM_ROOM
-                self.held_bytes -= len(chunk[1])
-                if full and self.held_bytes <= STREAM_ROOM:
-                    self.agent.link.hold(False)
-                yield chunk
-            if self.result.done():
-                return
-            self.news.clear()
-            await self.news.wait()
+        try:
+            while True:
+                while self.chunks:
+                    chunk = self.chunks.popleft()
+                    full = self.held_bytes > STREAM_ROOM
+                    self.held_bytes -= len(chunk[1])
+                    if full and self.held_bytes <= STREAM_ROOM:
+                        self.agent.link.hold(False)
+                    yield chunk
+                if self.result.done():
+                    return
+                self.news.clear()
+                await self.news.wait()
+        finally:  # who stops reading in the middle does not stop the job
+            self.reading = False
+            self.agent.link.hold(False)
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more: the agent kills a job whose connection ends."""
+        self.agent.close()
 
     async def write(self, data: bytes) -> None:
         for at in range(0, len(data), wire.CHUNK):

@@ -84,6 +84,8 @@ class Fleet:
         self.local = local
         self.router = Router()
         self.homes: dict[str, str] = {}  # pod -> host
+        self.bringing: dict[tuple[str, str], asyncio.Task[None]] = {}  # (snapshot, host) -> its transfer
+        self.copies: dict[str, set[str]] = {}  # snapshot -> hosts we brought it to
         self.reporting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -148,7 +150,7 @@ class Fleet:
             door = self.doors[place.host]
             try:
                 if place.transfer and isinstance(image, Snapshot):
-                    await self._transfer(image.id, door)
+                    await self._bring(image.id, door)
                 left = None if deadline is None else max(0.1, deadline - time.monotonic())
                 pod = await door.create(image, timeout=left, **options)
             except (HostGone, OSError, NeverFits) as error:
@@ -181,12 +183,31 @@ class Fleet:
         if self.reporting is None or home is None or len(self.doors) == 1:
             return await pod.fork(n, kind)
         snapshot = await pod.snapshot(kind)
-        options = {"limits": pod.limits, "egress": pod.egress, "storage": "memory", "ttl": None, "key": "", "tenant": ""}
+        options = {"limits": pod.limits, "egress": pod.egress}
+        options |= {"storage": "memory", "ttl": None, "key": "", "tenant": ""}
+        made = [asyncio.create_task(self._place(snapshot, options, None, origin=home)) for _ in range(n)]
         try:
-            made = (self._place(snapshot, options, None, origin=home) for _ in range(n))
             return await asyncio.gather(*made)
+        except BaseException:
+            for task in made:
+                task.cancel()
+            for done in await asyncio.gather(*made, return_exceptions=True):
+                if isinstance(done, Pod):
+                    await done.close()
+            raise
         finally:
-            await self.doors[home].remove_snapshot(snapshot.id)
+            for name in {self.homes.get(pod.id, home), *self.copies.pop(snapshot.id, ())} & set(self.doors):
+                with contextlib.suppress(HostGone):
+                    await self.doors[name].remove_snapshot(snapshot.id)
+
+    async def _bring(self, snapshot: str, target: Door) -> None:
+        """Transfer a snapshot once, however many children wait for it there."""
+        key = (snapshot, target.name)
+        if key not in self.bringing:
+            task = self.bringing[key] = asyncio.create_task(self._transfer(snapshot, target))
+            task.add_done_callback(lambda _: self.bringing.pop(key, None))
+        await asyncio.shield(self.bringing[key])
+        self.copies.setdefault(snapshot, set()).add(target.name)
 
     async def _transfer(self, snapshot: str, target: Door) -> None:
         """Bring a snapshot from a host that has it to `target`."""
@@ -223,6 +244,7 @@ class Fleet:
                 report = await asyncio.wait_for(door.report(), REPORT_TIMEOUT_S)
                 if report.host != door.name:  # the host was started anew under the same address
                     self.doors[report.host] = self.doors.pop(door.name)
+                    self.homes.update({id: report.host for id, home in self.homes.items() if home == door.name})
                     self.router.forget(door.name)
                     door.name = report.host
                 self.router.report(report)
@@ -268,7 +290,10 @@ async def open_fleet(
     if hosts:
         from etude.pods.remote import RemoteDoor
 
-        fleet = Fleet([await RemoteDoor.open(url, token) for url in hosts])
+        doors = [await RemoteDoor.open(url, token, required=False) for url in hosts]
+        fleet = Fleet(doors)
+        for door in doors:
+            door.fleet = fleet  # so that pods there can fork to the others
     else:
         local = await open_host(backend, state, thresholds, compiled)
         fleet = Fleet([LocalDoor(local)], local)

@@ -8,6 +8,7 @@ pods that still run and removes what is left of the others.
 import asyncio
 import contextlib
 import json
+import math
 import os
 import secrets
 import time
@@ -32,6 +33,8 @@ GIB = 1 << 30
 DEFAULTS = Limits(memory=2 * GIB, pids=512, disk=GIB, inodes=200_000)
 FLATTEN_AT = 48  # layers; overlayfs slows down beyond 64
 WATCH_S = 2.0  # how often pods are measured, so that admission learns what an image really takes
+HOST_IMAGE_S = 2.0  # how long the machine's own /etc is taken to be as it was; looking costs half a millisecond
+EXPIRED_S = 0.001  # what `PodSpec.remaining` says when nothing is left
 SWEEP_S = 0.5  # between looking for layers in memory that nobody needs any more
 
 
@@ -64,6 +67,7 @@ class Host:
         self.admission = Admission(lambda: read_pressure(state), thresholds)
         self.queue = FairQueue(self.admission)
         self.pods: dict[str, LocalPod] = {}
+        self.guests: set[str] = set()  # of the pods, those that another living process runs
         self.seats: dict[str, Seat] = {}
         self.keys: dict[str, asyncio.Task[LocalPod]] = {}
         self.pools: dict[Signature, Pool] = {}
@@ -73,6 +77,8 @@ class Host:
         self.draining = False
         self.owner = f"{os.getpid()}-{secrets.token_hex(4)}"
         self.lock = -1
+        self.host_image: Image | None = None
+        self.host_image_seen = -HOST_IMAGE_S
 
     async def open(self) -> list[str]:
         """Take our place in the state directory; remove what dead services left there. The names of the removed."""
@@ -90,7 +96,7 @@ class Host:
         for pool in self.pools.values():
             if pool.filling:
                 pool.filling.cancel()
-        attached = [pod for pod in self.pods.values() if pod.spec.attached]
+        attached = [pod for pod in self.pods.values() if pod.spec.attached and pod.id not in self.guests]
         await asyncio.gather(*(self.close_pod(pod) for pod in attached), return_exceptions=True)
         for pod in self.pods.values():
             pod.release()
@@ -111,7 +117,10 @@ class Host:
         if isinstance(source, Snapshot):
             return replace(self.store.snapshot(source.id).image, name=source.image)
         if source == "host":
-            return host_image(self.store)
+            if time.monotonic() - self.host_image_seen > HOST_IMAGE_S:
+                self.host_image, self.host_image_seen = host_image(self.store), time.monotonic()
+            assert self.host_image is not None
+            return self.host_image
         with contextlib.suppress(InputError):
             return self.store.image(source)
         with contextlib.suppress(InputError):
@@ -131,12 +140,19 @@ class Host:
         key: str = "",
         tenant: str = "",
         attached: bool = True,
+        lease: float = 0.0,
         timeout: float | None = None,
     ) -> LocalPod:
-        """A new pod when this machine can bear one; with a `key`, the pod that was made for it before, if there was."""
+        """A new pod when this machine can bear one; with a `key`, the pod that was made for it before, if there was.
+
+        One with a `lease` ends after that many seconds unless they are renewed (wire.OWN) before.
+        """
         if key and key in self.keys:
             return await asyncio.shield(self.keys[key])
         spec = self._spec(self.resolve(image), limits, egress, storage, ttl, key, tenant, attached)
+        if not 0 <= lease < math.inf:
+            raise InputError(f"a pod's lease is {lease!r}; expected seconds, or 0 for none")
+        spec = replace(spec, lease=lease)
         work = asyncio.create_task(self._create(spec, timeout))
         if key:
             self.keys[key] = work
@@ -208,6 +224,7 @@ class Host:
             pod = await self.backend.start(spec)
         except BaseException:
             self._use(spec.image.layers, -1)
+            self.remove_record(spec.id)
             raise
         self._adopt(pod)
         return pod
@@ -219,7 +236,11 @@ class Host:
 
     async def _died(self, pod: LocalPod) -> None:
         """A pod ended by itself: time to live, memory, or its keeper."""
-        if pod.id in self.pods:
+        if pod.id in self.guests:  # it ended, or the process that runs it snapshot it; that one knows
+            self._leave(pod)
+            self._use(pod.spec.image.layers, -1)
+            pod.release()
+        elif pod.id in self.pods:
             pod.record("died", {})
             await self.close_pod(pod)
 
@@ -303,6 +324,13 @@ class Host:
             )
         if pod.id not in self.pods:
             raise PodGone(f"pod {pod.id} is closed")
+        if pod.id in self.guests:
+            if kind == "fs":
+                raise BusyError(
+                    f"pod {pod.id} is run by another process ({pod.spec.owner}), which a snapshot of kind fs would cut "
+                    "off; ask for fs-live"
+                )
+            kind = "fs-live"
         return await pod.seal(kind)
 
     async def _go_on(self, pod: LocalPod, layers: tuple[Layer, ...], kind: SnapshotKind) -> None:
@@ -351,16 +379,22 @@ class Host:
             self._use(sealed, -1)
 
     async def close_pod(self, pod: LocalPod) -> None:
-        if self.pods.pop(pod.id, None) is None:
+        if self.pods.get(pod.id) is not pod:
             return
-        if seat := self.seats.pop(pod.id, None):
-            seat.leave()
-        self.keys.pop(pod.spec.key, None)
+        self._leave(pod)
         layers = pod.spec.image.layers
         try:
             await pod.end()
         finally:
             self._use(layers, -1)
+
+    def _leave(self, pod: LocalPod) -> None:
+        """The pod is not ours any more."""
+        del self.pods[pod.id]
+        self.guests.discard(pod.id)
+        if seat := self.seats.pop(pod.id, None):
+            seat.leave()
+        self.keys.pop(pod.spec.key, None)
 
     async def remove_snapshot(self, id: str) -> None:
         """Forget a snapshot; what only it needed goes."""
@@ -422,10 +456,18 @@ class Host:
         """Write a pod's description where the next service will look for it."""
         directory = self.state / "pods" / spec.id
         directory.mkdir(mode=0o700, exist_ok=True)
-        plain = {**asdict(replace(spec, image=None)), "image": image_to_json(spec.image)}  # type: ignore[arg-type]
+        plain = {name: getattr(spec, name) for name in PodSpec.__dataclass_fields__}
+        plain |= {"image": image_to_json(spec.image), "limits": asdict(spec.limits), "egress": asdict(spec.egress)}
         part = directory / ".pod.json"
         part.write_text(json.dumps(plain))
         part.rename(directory / "pod.json")
+
+    def remove_record(self, id: str) -> None:
+        """Remove what `write_record` made, if nothing else is there."""
+        directory = self.state / "pods" / id
+        with contextlib.suppress(OSError):  # the backend has removed it already
+            (directory / "pod.json").unlink()
+            directory.rmdir()
 
     def records(self) -> list[PodSpec]:
         """Every pod's description in the state directory."""
@@ -473,13 +515,24 @@ class Host:
         if len(matches) != 1:
             count = "no" if not matches else f"{len(matches)}"
             raise InputError(f"there are {count} pods whose id begins with {id!r}; `etude pods ps` lists them")
-        spec = matches[0]
+        return await self.adopt(matches[0])
+
+    async def adopt(self, spec: PodSpec) -> LocalPod:
+        """Take up a running pod that another process made: as its owner if that process is dead, else as a guest."""
         if spec.id in self.pods:
             return self.pods[spec.id]
-        owned_elsewhere = spec.attached
-        pod = await self.backend.adopt(replace(spec, attached=False) if not owned_elsewhere else spec)
+        guest = spec.owner != self.owner and self._alive(spec.owner)
+        spec = spec if guest else replace(spec, owner=self.owner)
+        pod = await self.backend.adopt(spec)
         if pod is None:
             raise PodError(f"pod {spec.id} does not answer; `etude pods gc` removes what is left of it")
+        if spec.id in self.pods:  # taken up twice at once
+            pod.release()
+            return self.pods[spec.id]
+        if guest:
+            self.guests.add(spec.id)
+        else:
+            self.write_record(spec)
         self._adopt(pod)
         self.seats[pod.id] = self.admission.adopt(Ask(spec.image.id, int(spec.limits.memory or GIB)))
         self._use(spec.image.layers, 1)
@@ -495,6 +548,10 @@ class Host:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
+            for pod in list(self.pods.values()):  # agents end in time by themselves, unless they are paused
+                if (left := pod.spec.remaining()) is not None and left <= EXPIRED_S and pod.id not in self.guests:
+                    pod.record("died", {"reason": "its time to live was over"})
+                    self._later(self.close_pod(pod))
             for id, seat in list(self.seats.items()):
                 pod = self.pods.get(id)
                 if pod is not None and (memory := pod.memory_used()):

@@ -192,6 +192,8 @@ def substitute(text: str, variables: Mapping[str, str], escape: str = "\\", wher
     while at < len(text):
         if text[at] == escape and text[at + 1 : at + 2] == "$":
             value, at = "$", at + 2
+        elif text[at] == escape and text[at + 1 : at + 2] == escape:
+            value, at = escape * 2, at + 2  # an escaped escape protects nothing after it
         elif text[at] == "$":
             value, at = _variable(text, at, variables, escape, where)
         else:

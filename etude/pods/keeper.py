@@ -82,7 +82,10 @@ class Keeper:
                     poll.register(sock, select.POLLIN)
                 elif not self.exchange(*self.connections[fd]):
                     poll.unregister(fd)
-                    self.connections.pop(fd)[0].close()
+                    sock, _, waiting = self.connections.pop(fd)
+                    sock.close()
+                    for descriptor in waiting:
+                        os.close(descriptor)
 
     def exchange(self, sock: socket.socket, splitter: wire.Splitter, waiting: list[int]) -> bool:
         try:
@@ -111,7 +114,11 @@ class Keeper:
         finally:
             for fd in given:
                 os.close(fd)
-        socket.send_fds(sock, [reply], passed)
+        try:
+            socket.send_fds(sock, [reply], passed)
+        finally:
+            for fd in passed:  # theirs now; ours would keep what a pod wrote alive
+                os.close(fd)
 
     # ------------------------------------------------------------------------------------------- requests
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -38,6 +38,7 @@ class KeeperLine:
         self.next_call = 0
         self.descriptors: list[int] = []
         self.opening = asyncio.Lock()
+        self.on_open: Callable[[], object] = lambda: None  # another keeper may answer than the last time
 
     async def ask(
         self, op: int, *fields: tuple[int, wire.Value], descriptors: Sequence[int] = ()
@@ -77,6 +78,7 @@ class KeeperLine:
             if time.monotonic() > deadline:
                 raise PodError(f"no keeper answers in {self.state} within {START_S:g} s; see {plan.LOG} there")
             await asyncio.sleep(0.005)
+        self.on_open()
         # Blocking sends, non-blocking reads by the loop: requests are small and answered in order.
         asyncio.get_running_loop().add_reader(self.sock.fileno(), self._readable)
 

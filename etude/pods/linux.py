@@ -133,7 +133,7 @@ def open_plain(path: str, flags: int, mode: int = 0) -> int:
     result = _libc.syscall(
         ctypes.c_long(_OPENAT2),
         ctypes.c_long(AT_FDCWD),
-        ctypes.c_char_p(path.encode()),
+        ctypes.c_char_p(os.fsencode(path)),
         ctypes.c_char_p(how),
         ctypes.c_long(len(how)),
     )

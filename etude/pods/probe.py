@@ -14,16 +14,16 @@ from pathlib import Path
 from etude.errors import InputError
 from etude.pods import landlock, linux
 from etude.pods.backends.backend import Backend, PodSpec
-#from etude.pods.backends.directory import LandlockBackend, SubprocessBackend
+from etude.pods.backends.directory import LandlockBackend, SubprocessBackend
 from etude.pods.backends.namespace import NamespaceBackend
 from etude.pods.images import host_image
-def find_helper(c): return (None,"")
-#
+from etude.pods.native.build import find_helper
 from etude.pods.pod import Capabilities, Limits, PodError, Unsupported
 from etude.pods.store import Store
 
 ORDER = ("namespace", "landlock")  # tried by "auto", the stronger first; "subprocess" only by name
 TRY_S = 20.0
+_chosen: dict[str, str] = {}  # what "auto" meant, found once in a process
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,23 @@ class Verdict:
 def make_backend(name: str, state: Path, store: Store, compiled: bool = True) -> Backend:
     """A backend by name, not tried."""
     if name == "namespace":
-        return NamespaceBackend(state, store, find_helper(state / "cache")[0] if compiled else None)
+        return NamespaceBackend(state, store, find_helper(cache_directory(state))[0] if compiled else None)
     if name == "landlock":
         return LandlockBackend(state, store)
     if name == "subprocess":
         return SubprocessBackend(state, store)
     raise InputError(f"there is no pod backend {name!r}; there are: auto, {', '.join(ORDER)}, subprocess")
+
+
+def cache_directory(state: Path) -> Path:
+    """Where the compiled keeper is kept: once for a user, or with the pods of one who has no home."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    place = home / "etude"
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return state / "cache"
+    return place if os.access(place, os.W_OK | os.X_OK) else state / "cache"
 
 
 async def probe(name: str, compiled: bool = True) -> Verdict:
@@ -106,10 +117,13 @@ async def choose(name: str) -> str:
     """The backend to use: the one named, or the strongest that works here."""
     if name != "auto":
         return name
+    if name in _chosen:
+        return _chosen[name]
     verdicts = []
     for candidate in ORDER:
         verdict = await probe(candidate)
         if verdict.works:
+            _chosen[name] = candidate
             return candidate
         verdicts.append(verdict)
     reasons = "\n".join(f"  {verdict.backend}: {verdict.reason}" for verdict in verdicts)

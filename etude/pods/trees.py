@@ -5,6 +5,7 @@ it copes with directories of mode 000 and with any depth. A tree here may be in 
 character device 0:0, an opaque directory carries `user.overlay.opaque`.
 """
 
+import ctypes
 import errno
 import functools
 import hashlib
@@ -13,9 +14,13 @@ import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from etude.pods.pod import PodError
+
+T = TypeVar("T")
 
 OPAQUE = "user.overlay.opaque"
 MAX_ID = 65535  # owners a pod can have; any other is shown as nobody
@@ -23,6 +28,8 @@ NOBODY = 65534
 MAX_DEPTH = 200  # directories in each other; real trees stay under 100, and every level is a frame of ours
 
 _HOIST_DEPTH = 32  # deletion moves what is deeper to the top of the tree, so depth costs neither frames nor files
+_OPENAT2, _RESOLVE_NO_XDEV = 437, 1
+_libc = ctypes.CDLL(None, use_errno=True)
 _CAPABILITY = "security.capability"
 _BLOCK = 1 << 20
 
@@ -48,7 +55,7 @@ def is_whiteout(info: os.stat_result) -> bool:
 def is_opaque(directory: str) -> bool:
     """Whether a directory hides those of the same name below it."""
     try:
-        return os.getxattr(directory, OPAQUE, follow_symlinks=False) == b"y"
+        return reading(directory, lambda: os.getxattr(directory, OPAQUE, follow_symlinks=False)) == b"y"
     except OSError as error:
         if error.errno in (errno.ENODATA, errno.ENOTSUP):
             return False
@@ -113,7 +120,7 @@ def remove_at(parent: int, name: str) -> None:
 def _remove_below(parent: int, name: str, depth: int, hoist: Callable[[int, str], None]) -> None:
     if _unlinked(parent, name):
         return
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, NotADirectoryError):  # it changes meanwhile: the loop at the top comes back
         directory = _open_to_empty(parent, name)
         try:
             if depth > _HOIST_DEPTH:
@@ -123,8 +130,11 @@ def _remove_below(parent: int, name: str, depth: int, hoist: Callable[[int, str]
                 _remove_below(directory, child, depth + 1, hoist)
         finally:
             os.close(directory)
-        with suppress(OSError):  # something appeared meanwhile: the loop at the top comes back to it
+        try:
             os.rmdir(name, dir_fd=parent)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
 
 def _unlinked(parent: int, name: str) -> bool:
@@ -143,7 +153,7 @@ def _unlinked(parent: int, name: str) -> bool:
 
 def _open_to_empty(parent: int, name: str) -> int:
     """A directory opened such that its entries can be removed, whatever its mode was."""
-    handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    handle = _open_inside(parent, name)
     try:
         if os.fstat(handle).st_mode & 0o700 != 0o700:
             with suppress(PermissionError):  # not ours: opening it will say so, unless root needs no mode
@@ -151,6 +161,25 @@ def _open_to_empty(parent: int, name: str) -> int:
         return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     finally:
         os.close(handle)
+
+
+def _open_inside(parent: int, name: str) -> int:
+    """A directory as a place (O_PATH), never by a link; an error if something is mounted there.
+
+    A mount that was left in a tree, of the machine's own /usr say, must not be emptied with it. Only openat2 can tell
+    that a directory of the same file system is mounted there.
+    """
+    flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    how = struct.pack("<3Q", flags, 0, _RESOLVE_NO_XDEV)
+    handle = int(_libc.syscall(_OPENAT2, parent, os.fsencode(name), how, len(how)))
+    if handle >= 0:
+        return handle
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EPERM):  # before Linux 5.6, or a filter that does not know it
+        return os.open(name, flags, dir_fd=parent)
+    if number == errno.EXDEV:
+        raise PodError(f"{name}: something is mounted there, so it is not deleted; unmount it and try again")
+    raise OSError(number, os.strerror(number), name)
 
 
 # -- reading what its own mode forbids
@@ -174,20 +203,24 @@ def entered(directory: str) -> Iterator[list[str]]:
             os.chmod(directory, mode)
 
 
-def open_to_read(path: str) -> int:
-    """A regular file opened for reading, even if its mode forbids its owner to; a link is refused."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+def reading(path: str, do: Callable[[], T]) -> T:
+    """What `do` reads of a file or directory of our own, even if its mode forbids; a link is never touched."""
     try:
-        return os.open(path, flags)
+        return do()
     except PermissionError:
         info = os.lstat(path)
-        if info.st_uid != os.geteuid() or not stat.S_ISREG(info.st_mode):
+        if info.st_uid != os.geteuid() or stat.S_ISLNK(info.st_mode):
             raise
         os.chmod(path, stat.S_IMODE(info.st_mode) | 0o400)
         try:
-            return os.open(path, flags)
+            return do()
         finally:
             os.chmod(path, stat.S_IMODE(info.st_mode))
+
+
+def open_to_read(path: str) -> int:
+    """A file opened for reading; a link is refused, a pipe does not block."""
+    return reading(path, lambda: os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK))
 
 
 # -- attributes
@@ -202,10 +235,8 @@ def attributes(path: str, plain: bool = True) -> dict[str, bytes]:
         if error.errno == errno.ENOTSUP:
             return kept
         raise
-    for name in names:
-        if travels(name):
-            with suppress(PermissionError):  # a user may not read some of an unreadable file of his own
-                kept[name] = os.getxattr(path, name, follow_symlinks=False)
+    for name in filter(travels, names):
+        kept[name] = reading(path, partial(os.getxattr, path, name, follow_symlinks=False))
     if plain and _CAPABILITY in kept:
         kept[_CAPABILITY] = _plain_capability(kept[_CAPABILITY])
     return kept

@@ -1,5 +1,6 @@
 """What a backend is to the fleet: it makes pods from a full description, finds them again, and cleans up."""
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -27,12 +28,18 @@ class PodSpec:
     attached: bool = True  # ends with the process that made it
     key: str = ""  # idempotency
     tenant: str = ""
-    owner: str = ""  # the service that made it
+    owner: str = ""  # the service that made it, or took it up since
+    lease: float = 0.0  # seconds after which it ends unless somebody renews it; 0: needs no renewing
     created: float = 0.0  # seconds since 1970
 
     def remaining(self) -> float | None:
         """Seconds of its time to live that are left."""
         return None if self.ttl is None else max(0.001, self.created + self.ttl - time.time())
+
+    def granted(self) -> float:
+        """Seconds it may live from now on if nobody says more: its lease or what is left to it; 0 is for ever."""
+        left = self.remaining()
+        return min(self.lease or left, left) if left is not None else self.lease
 
 
 class Home(Protocol):
@@ -61,9 +68,8 @@ class LocalPod(AgentPod):
     async def own(self, spec: PodSpec) -> None:
         """Take the pod with this lifetime; the agent itself ends it when that is over or, if attached, we are."""
         self.spec = spec
-        left = spec.remaining()
-        ttl = 0 if left is None else max(1, round(left * 1000))
-        await self.line.ask(wire.OWN, (wire.TIME, ttl), (wire.FLAGS, wire.ATTACHED if spec.attached else 0))
+        time_ms = math.ceil(spec.granted() * 1000)
+        await self.line.ask(wire.OWN, (wire.TIME, time_ms), (wire.FLAGS, wire.ATTACHED if spec.attached else 0))
 
     def release(self) -> None:
         """Let go of the pod: an attached one ends by that, another goes on."""
@@ -102,7 +108,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def adopt(self, spec: PodSpec) -> LocalPod | None:
-        """A pod that an earlier process made and that still runs; None when it does not."""
+        """A pod that another process made and that still runs; None when it does not. One attached to it stays so."""
 
     @abstractmethod
     async def reap(self, known: Iterable[str]) -> list[str]:

@@ -43,7 +43,8 @@ class NamespaceBackend(Backend):
         self.filter = seccomp.build_filter("own")
         self.capability_mask = capabilities.mask()
         self.deletions: set[asyncio.Task[None]] = set()
-        self.mapped: set[str] = set()
+        self.mapped: set[str] = set()  # layers the present keeper shows id-mapped
+        self.keeper.on_open = self.mapped.clear
         self.capabilities = self._capabilities(self.layout)
 
     def _capabilities(self, layout: Layout) -> Capabilities:
@@ -81,7 +82,7 @@ class NamespaceBackend(Backend):
     async def adopt(self, spec: PodSpec) -> "NamespacePod | None":
         pod = NamespacePod(self, spec)
         try:
-            await pod.connect(timeout=1.0)
+            await pod.connect(timeout=1.0, own=not spec.attached)
         except (OSError, PodError):
             return None
         return pod
@@ -195,6 +196,7 @@ class NamespacePod(LocalPod):
         self.layers: tuple[Layer, ...] = spec.image.layers
         self.group = Group(backend.layout, spec.id)
         self.gate: Gate | None = None
+        self.paused = False
         self.closed = False
 
     # ------------------------------------------------------------------------------------------- starting
@@ -265,12 +267,13 @@ class NamespacePod(LocalPod):
                 os.chown(path, FIRST_ID, FIRST_ID)
         return upper
 
-    async def connect(self, timeout: float = CONNECT_S) -> None:
+    async def connect(self, timeout: float = CONNECT_S, own: bool = True) -> None:
         """Connect to the agent and take the pod: as its owner if it is attached."""
         self.agent = Agent(await self.open_link(), self.id)
         await self.agent.greeting(timeout)
         await self._carry(list(self.agent.link.descriptors))
-        await self.own(self.spec)
+        if own:
+            await self.own(self.spec)
 
     async def open_link(self) -> Link:
         return SocketLink(connect_unix(str(self.directory), AGENT_SOCKET))
@@ -284,6 +287,14 @@ class NamespacePod(LocalPod):
         self.gate = Gate(self.policy, lambda facts: self.record("egress", facts))
         await self.gate.start(list(zip(listens, (socket.socket(fileno=fd) for fd in descriptors), strict=True)))
 
+    def release(self) -> None:
+        super().release()
+        if self.gate is not None:
+            closing = asyncio.create_task(self.gate.close())
+            self.gate = None
+            self.backend.deletions.add(closing)
+            closing.add_done_callback(self.backend.deletions.discard)
+
     # ------------------------------------------------------------------------------------------- life
 
     def memory_ran_out(self) -> bool:
@@ -294,12 +305,16 @@ class NamespacePod(LocalPod):
 
     async def pause(self) -> None:
         self.backend.capabilities.require("pausing a pod", self.backend.capabilities.pause)
+        _ = self.line
         await asyncio.to_thread(self.group.freeze, True)
+        self.paused = True
         self.record("paused", {})
 
     async def resume(self) -> None:
         self.backend.capabilities.require("pausing a pod", self.backend.capabilities.pause)
+        _ = self.line
         await asyncio.to_thread(self.group.freeze, False)
+        self.paused = False
         self.record("resumed", {})
 
     async def processes(self) -> int:
@@ -309,7 +324,7 @@ class NamespacePod(LocalPod):
 
     async def seal(self, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
         if kind is None:
-            kind = "fs-live" if await self.processes() else "fs"
+            kind = "fs-live" if self.paused or await self.processes() else "fs"
         supported = self.backend.capabilities.snapshots
         self.backend.capabilities.require(f"a snapshot of kind {kind}", kind in supported, f"it can do {sorted(supported)}")
         layer = await (self._seal_stopped() if kind == "fs" else self._seal_live())
@@ -322,6 +337,7 @@ class NamespacePod(LocalPod):
     async def _seal_stopped(self) -> Layer:
         """What was written becomes a layer, by moving it: as fast for a gigabyte as for nothing."""
         await self._stop()
+        self.paused = False
         shift = FIRST_ID if self.backend.root else 0
         if self.spec.storage == "disk":
             await self.backend.keeper.ask(plan.KILL, (plan.ID, self.id.encode()))
@@ -344,7 +360,8 @@ class NamespacePod(LocalPod):
             await asyncio.to_thread(self.group.freeze, True)
             return await self.backend._copy(directory, FIRST_ID if self.backend.root else 0)
         finally:
-            await asyncio.to_thread(self.group.freeze, False)
+            if not self.paused:
+                await asyncio.to_thread(self.group.freeze, False)
 
     async def _stop(self) -> None:
         if self.gate is not None:

@@ -251,40 +251,6 @@ static void set_size(int terminal, int64_t rows, int64_t columns)
     ioctl(terminal, TIOCSWINSZ, &size);
 }
 
-/* The two ends of a new terminal. The peer end is asked of the master, so nothing in the pod's /dev can stand in. */
-static int open_terminal(int *master, int *slave)
-{
-    int unlocked = 0;
-    *master = open("/dev/ptmx", O_RDWR | O_NOCTTY | O_CLOEXEC | O_NONBLOCK);
-    if (*master < 0)
-        return fail_errno("open a terminal");
-    if (ioctl(*master, TIOCSPTLCK, &unlocked) ||
-        (*slave = ioctl(*master, TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC)) < 0) {
-        fail_errno("open a terminal");
-        close(*master);
-        *master = -1;
-        return -1;
-    }
-    return 0;
-}
-
-/* Our ends go into the job, theirs into `theirs`: standard input, output, error, -1 where there is none to close. */
-static int open_pipes(struct job *job, int theirs[3], bool wants_input)
-{
-    int ends[2];
-    if (wants_input) {
-        if (pipe2(ends, O_CLOEXEC))
-            return fail(errno, "%s", error_text(errno));
-        theirs[0] = ends[0], job->input = ends[1];
-    }
-    for (int i = 0; i < 2; i++) {
-        if (pipe2(ends, O_CLOEXEC))
-            return fail(errno, "%s", error_text(errno));
-        job->outputs[i] = ends[0], theirs[1 + i] = ends[1];
-    }
-    return 0;
-}
-
 /* Make our ends non-blocking and known to the loop. */
 static int adopt_pipes(struct job *job)
 {
@@ -631,10 +597,12 @@ static void exchange(struct peer *peer, uint32_t events)
     /* Always through the peer's own buffer: answering uses the scratch one. */
     append(&peer->received, scratch, (size_t)size);
     ssize_t done = peer->received.failed ? -1 : answer_frames(peer, bytes(&peer->received), peer->received.size);
-    if (done < 0)
-        part(peer);
-    else
+    if (done >= 0) {
         consume(&peer->received, (size_t)done);
+        return;
+    }
+    flush(peer); /* what was asked properly before is answered */
+    part(peer);
 }
 
 /* ---------------------------------------------------------------------------------------------- the loop */

@@ -55,6 +55,11 @@ void serve_agent(void);
 /* Start the program of a SPAWN in a session of its own, on these descriptors; its pid or -1. */
 pid_t start_program(const struct request *r, int input, int output, int error, bool terminal);
 
+/* The two ends of a new terminal. */
+int open_terminal(int *master, int *slave);
+/* Our ends go into the job, theirs into `theirs`: standard input, output, error, -1 where there is none to close. */
+int open_pipes(struct job *job, int theirs[3], bool wants_input);
+
 /* File calls; 0, or -1 with `trouble`. */
 int read_file(struct peer *peer, const struct request *r);
 int write_file(struct peer *peer, const struct request *r);

@@ -1,0 +1,252 @@
+"""Pods beside the sandboxes of the distribution, in one run: how long until a command has run, and what it costs.
+
+    python benchmarks/pods.py                          # about two minutes; as root also runc, crun and podman
+    python benchmarks/pods.py --peers bubblewrap       # only that one
+    python benchmarks/pods.py --python                 # our pure-Python keeper instead of the compiled one
+
+Every peer runs `/bin/echo hi` over the same root (the system's /usr, read-only), started from this process, from
+nothing to the end of the sandbox. Ours is given the same way (create, first command, close) and in its parts.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from etude.pods import Limits
+from etude.pods.admission import Thresholds
+from etude.pods.fleet import open_host
+from etude.pods.host import Host
+from etude.pods.native.build import find_helper
+
+ECHO = ["/bin/echo", "hi"]
+LIMITS = Limits(memory=512 << 20, pids=256, disk=400 << 20, inodes=50_000)
+TARGETS = "create+first command <= 7 ms and >= 1.2x bubblewrap; exec <= 1.5; fork <= 5, flat; >= 200 cycles/s; <= 1.5 MB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=200, help="of everything that is timed one by one")
+    parser.add_argument("--idle", type=int, default=300, help="pods alive when memory per pod is measured")
+    parser.add_argument("--python", action="store_true", help="use the pure-Python keeper")
+    parser.add_argument("--peers", default="bubblewrap,runc,crun,podman", help="comma-separated")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="etude-bench-") as directory:
+        ours = asyncio.run(measure_ours(Path(directory), arguments))
+        peers = {name: measure_peer(name, Path(directory), arguments.rounds) for name in arguments.peers.split(",")}
+    show(ours, peers)
+
+
+# ------------------------------------------------------------------------------------------------- ours
+
+
+async def measure_ours(directory: Path, arguments: argparse.Namespace) -> dict[str, float | str]:
+    compiled = not arguments.python
+    # Nothing may wait for its turn here: the queue is not what is measured.
+    thresholds = Thresholds(max_pods=5000, creations_per_core=64, unknown_need=0.001, cpu_some=100, memory_some=100)
+    host = await open_host("namespace", directory / "state", thresholds, compiled)
+    found: dict[str, float | str] = {"keeper": "compiled" if compiled and find_helper(host.state / "cache")[0] else "Python"}
+    try:
+        for _ in range(10):
+            await (await host.create(limits=LIMITS)).close()
+        await measure_cycles(host, arguments.rounds, found)
+        await measure_exec(host, arguments.rounds, found)
+        await measure_forks(host, max(20, arguments.rounds // 4), found)
+        await measure_parallel(host, arguments.rounds * 2, found)
+        await measure_memory(host, arguments.idle, found)
+    finally:
+        await host.close()
+        await host.backend.shut()
+    return found
+
+
+async def measure_cycles(host: Host, rounds: int, found: dict[str, float | str]) -> None:
+    created, ready, whole = [], [], []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        pod = await host.create(limits=LIMITS)
+        created.append(time.perf_counter() - start)
+        result = await pod.exec(ECHO)
+        ready.append(time.perf_counter() - start)
+        assert result.stdout == "hi\n", result
+        await pod.close()
+        whole.append(time.perf_counter() - start)
+    found |= {"create": median(created), "create+first": median(ready), "create+first p99": p99(ready)}
+    found |= {"cycle": median(whole), "cycles/s, one at a time": rounds / sum(whole)}
+
+
+async def measure_exec(host: Host, rounds: int, found: dict[str, float | str]) -> None:
+    async with await host.create(limits=LIMITS) as pod:
+        found["exec"] = median(await timed(rounds, lambda: pod.exec(["/bin/true"])))
+        found["exec bash -c"] = median(await timed(rounds, lambda: pod.exec(["bash", "-c", "echo hi"])))
+        found["write 1 KB"] = median(await timed(rounds, lambda: pod.write("file", b"x" * 1024)))
+        shell = await pod.shell()
+        found["command in a shell"] = median(await timed(rounds, lambda: shell.run("echo hi")))
+
+
+async def measure_forks(host: Host, rounds: int, found: dict[str, float | str]) -> None:
+    """One child, ready for a command, of an empty pod and of one with 200 MB in 5,000 files; each parent forks once."""
+    fill = "mkdir d; cd d; for i in $(seq 5000); do head -c 40960 /dev/zero > f$i; done; sync"
+    for name, command in (("fork, empty", "true"), ("fork, 200 MB in 5,000 files", fill)):
+        times = []
+        parent = await host.create(limits=LIMITS)
+        assert (await parent.exec(command, timeout=120)).ok
+        for _ in range(rounds):
+            start = time.perf_counter()
+            (child,) = await parent.fork()
+            times.append(time.perf_counter() - start)
+            if "MB" in name:
+                assert len(await child.list("d")) == 5000
+            await child.close()
+            # A fresh parent over the same state, so that depth does not grow with the rounds.
+            snapshot = await parent.snapshot() if len(times) % 16 == 0 else None
+            if snapshot is not None:
+                await host.remove_snapshot(snapshot.id)
+        found[name] = median(times)
+        await parent.close()
+
+
+async def measure_parallel(host: Host, cycles: int, found: dict[str, float | str]) -> None:
+    best = 0.0
+    for workers in (2, 4, 8):
+
+        async def work(count: int) -> None:
+            for _ in range(count):
+                pod = await host.create(limits=LIMITS)
+                await pod.exec(ECHO)
+                await pod.close()
+
+        start = time.perf_counter()
+        await asyncio.gather(*(work(cycles // workers) for _ in range(workers)))
+        best = max(best, cycles // workers * workers / (time.perf_counter() - start))
+    found["cycles/s, in parallel"] = best
+
+
+async def measure_memory(host: Host, count: int, found: dict[str, float | str]) -> None:
+    before = available()
+    pods = [await host.create(limits=LIMITS) for _ in range(count)]
+    await asyncio.sleep(0.5)
+    found["MB per idle pod"] = (before - available()) / count / 1e6
+    await asyncio.gather(*(pod.close() for pod in pods))
+
+
+async def timed(rounds: int, call: Callable[[], Awaitable[object]]) -> list[float]:
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        await call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def available() -> int:
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
+
+
+# ------------------------------------------------------------------------------------------------- peers
+
+
+def measure_peer(name: str, directory: Path, rounds: int) -> dict[str, float | str]:
+    """Median and rate of a peer, or why it is not in the table."""
+    binary = {"bubblewrap": "bwrap"}.get(name, name)
+    if shutil.which(binary) is None:
+        return {"why not": f"{binary} is not installed"}
+    rounds = max(10, rounds // {"podman": 10, "runc": 4, "crun": 4}.get(name, 1))
+    with sandbox_command(name, directory) as command:
+        try:
+            first = subprocess.run(command("warm"), capture_output=True, text=True, timeout=60)
+            if first.returncode or first.stdout.strip() != "hi":
+                return {"why not": (first.stderr.strip().splitlines() or ["it failed"])[-1][:120]}
+            times = []
+            for index in range(rounds):
+                start = time.perf_counter()
+                subprocess.run(command(str(index)), stdout=subprocess.DEVNULL, check=True, timeout=60)
+                times.append(time.perf_counter() - start)
+        except (subprocess.SubprocessError, OSError) as error:
+            return {"why not": str(error)[:120]}
+    return {"cycle": median(times), "cycle p99": p99(times), "cycles/s, one at a time": rounds / sum(times)}
+
+
+@contextlib.contextmanager
+def sandbox_command(name: str, directory: Path) -> Iterator[Callable[[str], list[str]]]:
+    """How a peer runs one echo over the system's /usr: a function from a unique name to its command line."""
+    links = [link for link in ("bin", "sbin", "lib", "lib64", "lib32") if Path("/", link).is_symlink()]
+    if name == "bubblewrap":
+        view = [part for link in links for part in ("--symlink", f"usr/{link}", f"/{link}")]
+        command = ["bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/usr", "/usr", *view]
+        command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", *ECHO]
+        yield lambda _: command
+        return
+    root = directory / name / "rootfs"
+    for place in ("usr", "proc", "dev", "sys", "tmp", "etc", "run"):
+        (root / place).mkdir(parents=True)
+    for link in links:
+        (root / link).symlink_to(f"usr/{link}")
+    if name == "podman":
+        limits = ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1000:1000"]
+        command = ["podman", "run", "--rm", "--network=none", *limits, "-v", "/usr:/usr:ro", "--rootfs", str(root), *ECHO]
+        yield lambda _: command
+        return
+    bundle = root.parent
+    subprocess.run([name, "spec", "--bundle", str(bundle)] if name == "runc" else [name, "spec"], cwd=bundle, check=True)
+    config = json.loads((bundle / "config.json").read_text())
+    config["process"] |= {"terminal": False, "args": ECHO}
+    config["process"].pop("rlimits", None)
+    config["mounts"].append({"destination": "/usr", "source": "/usr", "type": "bind", "options": ["rbind", "ro"]})
+    (bundle / "config.json").write_text(json.dumps(config))
+    yield lambda unique: [name, "run", "--bundle", str(bundle), f"etude-{os.getpid()}-{unique}"]
+
+
+# ------------------------------------------------------------------------------------------------- the table
+
+
+def median(times: list[float]) -> float:
+    return statistics.median(times) * 1000
+
+
+def p99(times: list[float]) -> float:
+    return sorted(times)[int(len(times) * 0.99)] * 1000
+
+
+def show(ours: dict[str, float | str], peers: dict[str, dict[str, float | str]]) -> None:
+    console = Console(width=110)
+    parts = Table(title=f"pods, {ours.pop('keeper')} keeper (median ms unless it says otherwise)")
+    parts.add_column("what")
+    parts.add_column("ours", justify="right")
+    for name, value in ours.items():
+        parts.add_row(name, f"{value:,.2f}")
+    console.print(parts)
+    table = Table(title="from nothing to the end of a sandbox that ran /bin/echo")
+    for column in ("", "median ms", "p99 ms", "per second", "ours is"):
+        table.add_column(column, justify="left" if not column else "right")
+    cycle, rate = float(ours["cycle"]), float(ours["cycles/s, one at a time"])
+    table.add_row("pod", f"{cycle:.2f}", "", f"{rate:.0f}", "")
+    for name, row in peers.items():
+        if "why not" in row:
+            table.add_row(name, "-", "-", "-", str(row["why not"]))
+            continue
+        time_, rate_ = float(row["cycle"]), float(row["cycles/s, one at a time"])
+        table.add_row(name, f"{time_:.2f}", f"{float(row['cycle p99']):.2f}", f"{rate_:.0f}", f"{time_ / cycle:.2f}x")
+    console.print(table)
+    if "cycle" in (bubble := peers.get("bubblewrap", {})):
+        first = float(bubble["cycle"]) / float(ours["create+first"])
+        console.print(
+            f"Create and first command {ours['create+first']:.2f} ms, {first:.2f}x faster than a bubblewrap sandbox; a fork "
+            f"of 200 MB takes {ours['fork, 200 MB in 5,000 files']:.2f} ms and an exec {ours['exec']:.2f} ms.\nWanted: {TARGETS}."
+        )
+
+
+if __name__ == "__main__":
+    main()

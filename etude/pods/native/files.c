@@ -1,0 +1,415 @@
+/* The agent's file calls. What they touch belongs to hostile programs, which may change it at any moment.
+ *
+ * Nothing is opened that could block or that leads out by procfs' own links; nothing but regular files is read or
+ * written, and never a window into this process. Trees are removed by descriptor, so no link is ever followed.
+ */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+
+#include "agent.h"
+
+enum { DEEPEST = 400, PASSES = 3 };
+
+#ifndef SYS_openat2
+#define SYS_openat2 437
+#endif
+static const uint64_t NO_MAGIC_LINKS = 2;
+
+/* ------------------------------------------------------------------------------------------------- paths */
+
+const char *quote(const char *text)
+{
+    static char quoted[320];
+    size_t at = 0;
+    char mark = strchr(text, '\'') && !strchr(text, '"') ? '"' : '\'';
+    quoted[at++] = mark;
+    for (const unsigned char *c = (const unsigned char *)text; *c && at < sizeof quoted - 8; c++)
+        if (*c == '\\' || *c == (unsigned char)mark)
+            at += (size_t)sprintf(quoted + at, "\\%c", *c);
+        else if (*c == '\n' || *c == '\t' || *c == '\r')
+            at += (size_t)sprintf(quoted + at, "\\%c", *c == '\n' ? 'n' : *c == '\t' ? 't' : 'r');
+        else if (*c < 0x20 || *c == 0x7f)
+            at += (size_t)sprintf(quoted + at, "\\x%02x", *c);
+        else
+            quoted[at++] = (char)*c;
+    quoted[at++] = mark;
+    quoted[at] = 0;
+    return quoted;
+}
+
+static int fail_path(const char *path)
+{
+    int number = errno;
+    return fail(number, "%s: %s", quote(path), error_text(number));
+}
+
+bool join_path(const char *base, const char *path, char *into, size_t room)
+{
+    size_t size = strlen(base);
+    const char *between = *path == '/' || !size || base[size - 1] == '/' ? "" : "/";
+    return (size_t)snprintf(into, room, "%s%s%s", *path == '/' ? "" : base, between, path) < room;
+}
+
+/* The PATH of a request as it is seen from the working directory. */
+static int path_of(const struct request *r, char path[PATH_MAX])
+{
+    char asked[PATH_MAX];
+    struct span value = field(r, PATH);
+    if (!value.size || memchr(value.data, 0, value.size))
+        return fail(ENOENT, "an empty path");
+    if (!text_of(value, asked, sizeof asked) || !join_path(agent.workdir, asked, path, PATH_MAX))
+        return fail(ENAMETOOLONG, "%s", error_text(ENAMETOOLONG));
+    return 0;
+}
+
+/* The directory a path is in, as os.path.dirname. */
+static void parent_of(const char *path, char parent[PATH_MAX])
+{
+    size_t size = strlen(path);
+    while (size && path[size - 1] != '/')
+        size--;
+    while (size > 1 && path[size - 1] == '/')
+        size--;
+    memcpy(parent, path, size);
+    parent[size] = 0;
+}
+
+/* Make a directory and those it is in; one that is there already will do. */
+static int make_directories(const char *path)
+{
+    char part[PATH_MAX];
+    struct stat info;
+    size_t size = strlen(path);
+    int number = 0;
+    for (size_t at = 1; at <= size && (!number || number == EEXIST); at++) {
+        if (at < size && path[at] != '/')
+            continue;
+        memcpy(part, path, at);
+        part[at] = 0;
+        number = mkdir(part, 0777) ? errno : 0;
+    }
+    if (!number || (stat(path, &info) == 0 && S_ISDIR(info.st_mode)))
+        return 0;
+    errno = number;
+    return fail_path(part);
+}
+
+int open_regular(const char *path, int flags, mode_t mode)
+{
+    /* O_NONBLOCK: never wait for the other end of a fifo. */
+    uint64_t how[3] = {(uint64_t)(flags | O_NONBLOCK | O_CLOEXEC | O_NOCTTY), flags & O_CREAT ? mode : 0, NO_MAGIC_LINKS};
+    char link[64], real[64] = "";
+    struct stat info;
+    int fd = (int)syscall(SYS_openat2, AT_FDCWD, path, how, sizeof how);
+    if (fd < 0)
+        return fail_path(path);
+    if (fstat(fd, &info)) {
+        fail_path(path);
+    } else if (S_ISDIR(info.st_mode)) {
+        errno = EISDIR;
+        fail_path(path);
+    } else if (!S_ISREG(info.st_mode)) {
+        fail(EINVAL, "%s: not a regular file", quote(path));
+    } else {
+        if (!agent.has_proc || info.st_dev != agent.proc_device)
+            return fd;
+        snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+        ssize_t size = readlink(link, real, sizeof real - 1); /* its beginning is enough */
+        real[size < 0 ? 0 : size] = 0;
+        snprintf(link, sizeof link, "/proc/%d/", (int)getpid());
+        if (size > 0 && !(flags & (O_WRONLY | O_RDWR)) && strncmp(real, link, strlen(link)) != 0)
+            return fd;
+        errno = EACCES;
+        fail_path(path);
+    }
+    close(fd);
+    return -1;
+}
+
+/* ---------------------------------------------------------------------------------------- reading, writing */
+
+int read_file(struct peer *peer, const struct request *r)
+{
+    char path[PATH_MAX];
+    int64_t left = number(r, LIMIT, CHUNK), at = number(r, OFFSET, 0);
+    struct buffer *queue = &peer->queue;
+    struct stat info;
+    if (path_of(r, path))
+        return -1;
+    int fd = open_regular(path, O_RDONLY, 0);
+    if (fd < 0)
+        return -1;
+    left = left < 4 * CHUNK ? left : 4 * CHUNK;
+    while (left > 0) {
+        size_t want = left < CHUNK ? (size_t)left : CHUNK, before = queue->size;
+        size_t mark = begin_frame(queue, OUT, r->call);
+        put_head(queue, DATA, 0);
+        uint8_t *room = reserve(queue, want);
+        ssize_t size = room ? pread(fd, room, want, at) : 0;
+        if (size <= 0) {
+            int number = errno;
+            queue->size = before;
+            if (size == 0)
+                break;
+            close(fd);
+            return fail(number, "%s", error_text(number));
+        }
+        uint32_t length = (uint32_t)size;
+        memcpy(room - 4, &length, 4);
+        queue->size += (size_t)size;
+        end_frame(queue, mark);
+        at += size, left -= size;
+    }
+    fstat(fd, &info);
+    close(fd);
+    size_t mark = begin_frame(queue, OK, r->call);
+    put_number(queue, SIZE, info.st_size);
+    end_frame(queue, mark);
+    return 0;
+}
+
+static int write_all(int fd, struct span data, int64_t at, bool at_end)
+{
+    while (data.size) {
+        ssize_t size = at_end ? write(fd, data.data, data.size) : pwrite(fd, data.data, data.size, at);
+        if (size < 0 && errno == EINTR)
+            continue;
+        if (size < 0)
+            return fail(errno, "%s", error_text(errno));
+        data.data += size, data.size -= (uint32_t)size, at += size;
+    }
+    return 0;
+}
+
+int write_file(struct peer *peer, const struct request *r)
+{
+    char path[PATH_MAX], parent[PATH_MAX];
+    int64_t how = number(r, FLAGS, 0), mode = number(r, MODE, -1);
+    int flags = O_WRONLY | O_CREAT | (how & APPEND ? O_APPEND : 0), failed = 0;
+    if (path_of(r, path))
+        return -1;
+    int fd = open_regular(path, flags, 0644);
+    if (fd < 0 && trouble.number == ENOENT) {
+        parent_of(path, parent);
+        if (make_directories(parent))
+            return -1;
+        fd = open_regular(path, flags, 0644);
+    }
+    if (fd < 0)
+        return -1;
+    if (how & TRUNCATE && ftruncate(fd, 0))
+        failed = fail(errno, "%s", error_text(errno));
+    if (!failed)
+        failed = write_all(fd, field(r, DATA), number(r, OFFSET, 0), how & APPEND);
+    if (!failed && mode >= 0 && fchmod(fd, (mode_t)mode & 07777))
+        failed = fail(errno, "%s", error_text(errno));
+    close(fd);
+    if (!failed)
+        put_ok(peer, r->call);
+    return failed;
+}
+
+/* --------------------------------------------------------------------------------------------- describing */
+
+static int describe(struct peer *peer, uint32_t call, int directory, const char *path, const char *name)
+{
+    struct buffer *queue = &peer->queue;
+    struct stat info;
+    char target[PATH_MAX];
+    ssize_t size = 0;
+    if (fstatat(directory, path, &info, AT_SYMLINK_NOFOLLOW))
+        return fail_path(path);
+    const char *kind = S_ISREG(info.st_mode) ? "f" : S_ISDIR(info.st_mode) ? "d" : S_ISLNK(info.st_mode) ? "l" : "o";
+    if (S_ISLNK(info.st_mode) && (size = readlinkat(directory, path, target, sizeof target)) < 0)
+        return fail_path(path);
+    size_t mark = begin_frame(queue, ENTRY, call);
+    put_text(queue, PATH, name);
+    put_text(queue, KIND, kind);
+    put_number(queue, SIZE, info.st_size);
+    put_number(queue, MODE, info.st_mode & 07777);
+    put_number(queue, MTIME, (int64_t)info.st_mtim.tv_sec * 1000000000 + info.st_mtim.tv_nsec);
+    put_bytes(queue, TARGET, target, (size_t)size);
+    end_frame(queue, mark);
+    return 0;
+}
+
+static int by_name(const void *one, const void *other)
+{
+    return strcmp(*(char *const *)one, *(char *const *)other);
+}
+
+/* The names in a directory, sorted, in one block the caller frees; NULL with `trouble`. */
+static char **names_in(DIR *directory, size_t *count)
+{
+    struct buffer text = {0};
+    size_t found = 0;
+    for (struct dirent *entry; (entry = readdir(directory));)
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0) {
+            append(&text, entry->d_name, strlen(entry->d_name) + 1);
+            found++;
+        }
+    char **names = text.failed ? NULL : malloc(found * sizeof *names + text.size + 1);
+    if (names) {
+        char *at = (char *)(names + found);
+        if (text.size)
+            memcpy(at, text.data, text.size);
+        for (size_t i = 0; i < found; i++, at += strlen(at) + 1)
+            names[i] = at;
+        qsort(names, found, sizeof *names, by_name);
+    } else {
+        fail(ENOMEM, "%s", error_text(ENOMEM));
+    }
+    empty(&text);
+    *count = found;
+    return names;
+}
+
+int list_directory(struct peer *peer, const struct request *r)
+{
+    char path[PATH_MAX];
+    size_t count;
+    int failed = 0;
+    if (path_of(r, path))
+        return -1;
+    DIR *directory = opendir(path);
+    if (!directory)
+        return fail_path(path);
+    char **names = names_in(directory, &count);
+    for (size_t i = 0; names && !failed && i < count; i++) {
+        failed = describe(peer, r->call, dirfd(directory), names[i], names[i]);
+        if (failed && trouble.number == ENOENT)
+            failed = 0; /* removed since */
+    }
+    failed = failed || !names ? -1 : 0;
+    free(names);
+    closedir(directory);
+    if (!failed)
+        put_ok(peer, r->call);
+    return failed;
+}
+
+int stat_path(struct peer *peer, const struct request *r)
+{
+    char path[PATH_MAX], bare[PATH_MAX];
+    if (path_of(r, path))
+        return -1;
+    size_t size = strlen(path);
+    while (size && path[size - 1] == '/')
+        size--;
+    memcpy(bare, path, size);
+    bare[size] = 0;
+    const char *slash = strrchr(bare, '/');
+    const char *name = slash ? slash + 1 : bare;
+    if (describe(peer, r->call, AT_FDCWD, path, *name ? name : "/"))
+        return -1;
+    put_ok(peer, r->call);
+    return 0;
+}
+
+/* --------------------------------------------------------------------------------------- making, removing */
+
+static int remove_below(int parent, const char *name, int depth);
+
+/* One sweep over a directory: 0 when every entry seen was removed. */
+static int sweep(DIR *directory, int depth)
+{
+    struct stat info;
+    int fd = dirfd(directory);
+    rewinddir(directory);
+    for (struct dirent *entry; (entry = readdir(directory));) {
+        const char *name = entry->d_name;
+        if (!strcmp(name, ".") || !strcmp(name, ".."))
+            continue;
+        bool below = entry->d_type == DT_DIR;
+        if (entry->d_type == DT_UNKNOWN)
+            below = fstatat(fd, name, &info, AT_SYMLINK_NOFOLLOW) == 0 && S_ISDIR(info.st_mode);
+        if (below && remove_below(fd, name, depth + 1))
+            return -1;
+        if (!below && unlinkat(fd, name, 0) && errno != ENOENT)
+            return fail_path(name);
+    }
+    return 0;
+}
+
+/* Remove a directory and all below it, by descriptor. Deeper than a path can be, we would run out of descriptors. */
+static int remove_below(int parent, const char *name, int depth)
+{
+    if (depth > DEEPEST) {
+        errno = ENAMETOOLONG;
+        return fail_path(name);
+    }
+    int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0 && errno == EACCES && !fchmodat(parent, name, 0700, 0))
+        fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0)
+        return fail_path(name);
+    fchmod(fd, 0700); /* as an ordinary user, we may lack what we are about to use */
+    DIR *directory = fdopendir(fd);
+    if (!directory) {
+        fail_path(name);
+        close(fd);
+        return -1;
+    }
+    int failed = -1;
+    for (int pass = 0; pass < PASSES && failed; pass++) { /* readdir may skip what moves while we remove */
+        if (sweep(directory, depth))
+            break;
+        failed = unlinkat(parent, name, AT_REMOVEDIR);
+        if (failed)
+            fail_path(name);
+        if (failed && trouble.number != ENOTEMPTY)
+            break;
+    }
+    closedir(directory);
+    return failed;
+}
+
+int remove_path(struct peer *peer, const struct request *r)
+{
+    char path[PATH_MAX];
+    struct stat info;
+    if (path_of(r, path))
+        return -1;
+    if (lstat(path, &info))
+        return fail_path(path);
+    if (!S_ISDIR(info.st_mode) && unlink(path))
+        return fail_path(path);
+    if (S_ISDIR(info.st_mode) && remove_below(AT_FDCWD, path, 0))
+        return -1;
+    put_ok(peer, r->call);
+    return 0;
+}
+
+int make_directory(struct peer *peer, const struct request *r)
+{
+    char path[PATH_MAX];
+    int64_t mode = number(r, MODE, -1);
+    if (path_of(r, path) || make_directories(path))
+        return -1;
+    if (mode >= 0 && chmod(path, (mode_t)mode & 07777))
+        return fail_path(path);
+    put_ok(peer, r->call);
+    return 0;
+}
+
+int make_link(struct peer *peer, const struct request *r)
+{
+    char path[PATH_MAX], parent[PATH_MAX], target[PATH_MAX];
+    struct span data = field(r, DATA);
+    if (path_of(r, path))
+        return -1;
+    parent_of(path, parent);
+    if (make_directories(parent))
+        return -1;
+    if (data.size && memchr(data.data, 0, data.size))
+        return fail(EINVAL, "ValueError: embedded null byte");
+    if (!text_of(data, target, sizeof target))
+        return fail(ENAMETOOLONG, "%s", error_text(ENAMETOOLONG));
+    if (symlink(target, path))
+        return fail_path(path);
+    put_ok(peer, r->call);
+    return 0;
+}

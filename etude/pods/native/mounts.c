@@ -1,0 +1,138 @@
+/* Mounts, and the calls the C library has no name for; each fails with what it was doing in `trouble`. */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+
+#include "keeper.h"
+
+enum { SYS_OPEN_TREE = 428, SYS_MOVE_MOUNT, SYS_FSOPEN, SYS_FSCONFIG, SYS_FSMOUNT, SYS_SETATTR = 442 };
+enum { SET_FLAG = 0, SET_STRING = 1, CMD_CREATE = 6, F_EMPTY = 4, T_SYMLINKS = 0x10, TREE_CLONE = 1 };
+
+int new_mount(const char *kind, const struct option *options, size_t count, int attributes)
+{
+    int context = (int)syscall(SYS_FSOPEN, kind, 1);
+    if (context < 0)
+        return fail_errno("open file system %s", kind);
+    int tree = -1;
+    for (size_t i = 0; i < count; i++) {
+        const struct option *o = &options[i];
+        if (syscall(SYS_FSCONFIG, context, o->value ? SET_STRING : SET_FLAG, o->name, o->value, 0)) {
+            fail_errno("%s: %s%s%s", kind, o->name, o->value ? "=" : "", o->value ? o->value : "");
+            goto out;
+        }
+    }
+    if (syscall(SYS_FSCONFIG, context, CMD_CREATE, NULL, NULL, 0))
+        fail_errno("create %s", kind);
+    else if ((tree = (int)syscall(SYS_FSMOUNT, context, 1, attributes)) < 0)
+        fail_errno("mount %s", kind);
+out:
+    close(context);
+    return tree;
+}
+
+int attach(int tree, const char *target)
+{
+    int flags = F_EMPTY | (!strncmp(target, "/proc/self/fd/", 14) ? T_SYMLINKS : 0);
+    if (syscall(SYS_MOVE_MOUNT, tree, "", AT_HERE, target, flags))
+        return fail_errno("attach a mount at %s", target);
+    return 0;
+}
+
+int clone_tree(int directory, const char *path, bool recursive)
+{
+    int flags = TREE_CLONE | O_CLOEXEC | (recursive ? AT_ALL_BELOW : 0) | (*path ? 0 : AT_EMPTY);
+    int tree = (int)syscall(SYS_OPEN_TREE, directory, path, flags);
+    return tree < 0 ? fail_errno("clone the mount of %s", *path ? path : "a directory") : tree;
+}
+
+int set_attributes(int tree, uint64_t attributes, bool recursive, int user_namespace)
+{
+    uint64_t packed[4] = {attributes, 0, 0, (uint64_t)user_namespace};
+    if (syscall(SYS_SETATTR, tree, "", AT_EMPTY | (recursive ? AT_ALL_BELOW : 0), packed, sizeof packed))
+        return fail_errno("set the attributes of a mount");
+    return 0;
+}
+
+int write_to(const char *path, const void *text, size_t size)
+{
+    int fd = open(path, O_WRONLY | O_CLOEXEC);
+    if (fd < 0)
+        return fail_errno("%s", path);
+    ssize_t written = write(fd, text, size);
+    int failed = written == (ssize_t)size ? 0 : fail_errno("write %.*s to %s", (int)size, (const char *)text, path);
+    close(fd);
+    return failed;
+}
+
+int write_map(pid_t pid, const char *file, const void *text, size_t size)
+{
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/%s", (int)pid, file);
+    return write_to(path, text, size);
+}
+
+/* A tmpfs for what a pod writes, attached only while the pod is made; the descriptor outlives that.
+ *
+ * The kernel copies every mount of this namespace into each new pod's, so a thousand pods must not mean a thousand
+ * mounts here. */
+int stage_memory(const struct request *r)
+{
+    static const char *const directories[] = {STAGE, STAGE "/u", STAGE "/w"};
+    char size[32], inodes[32];
+    struct option options[3] = {{"mode", "0755"}};
+    size_t count = 1;
+    uid_t owner = (uid_t)number(r, PLAN_OWNER, 0);
+    if (field(r, PLAN_SIZE).data) {
+        snprintf(size, sizeof size, "%lld", (long long)number(r, PLAN_SIZE, 0));
+        options[count++] = (struct option){"size", size};
+    }
+    if (field(r, PLAN_INODES).data) {
+        snprintf(inodes, sizeof inodes, "%lld", (long long)number(r, PLAN_INODES, 0));
+        options[count++] = (struct option){"nr_inodes", inodes};
+    }
+    int fresh = new_mount("tmpfs", options, count, ATTR_NODEV);
+    if (fresh < 0)
+        return -1;
+    int failed = attach(fresh, STAGE);
+    close(fresh);
+    if (failed)
+        return -1;
+    for (int i = 0; i < 3 && !failed; i++)
+        if ((i && mkdir(directories[i], 0755)) || chmod(directories[i], 0755) || chown(directories[i], owner, owner))
+            failed = fail_errno("prepare %s", directories[i]);
+    int tree = failed ? -1 : clone_tree(AT_HERE, STAGE, false);
+    if (tree < 0)
+        umount2(STAGE, MNT_DETACH);
+    return tree;
+}
+
+/* A descriptor of a user namespace with these maps; the process that made it is gone. */
+int user_namespace(struct span uids, struct span gids)
+{
+    char path[64];
+    int hold[2], fd = -1;
+    if (pipe2(hold, O_CLOEXEC))
+        return fail_errno("make a pipe");
+    pid_t pid = (pid_t)syscall(SYS_clone, CLONE_NEWUSER | SIGCHLD, 0, 0, 0, 0);
+    if (pid == 0) {
+        close(hold[1]);
+        _exit(read(hold[0], path, 1) < 0);
+    }
+    if (pid < 0)
+        fail_errno("clone into a user namespace");
+    else if (!write_map(pid, "uid_map", uids.data, uids.size) && !write_map(pid, "gid_map", gids.data, gids.size)) {
+        snprintf(path, sizeof path, "/proc/%d/ns/user", (int)pid);
+        if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0)
+            fail_errno("%s", path);
+    }
+    close(hold[0]);
+    close(hold[1]);
+    if (pid > 0)
+        waitpid(pid, NULL, 0);
+    return fd;
+}

@@ -1,0 +1,257 @@
+"""Conformance: commands that run to their end."""
+
+import asyncio
+import hashlib
+import time
+
+from etude.pods.pod import PodError, PodFileError
+from tests.pods.conformance import Home, Skip, check, eventually, raises
+
+
+@check
+async def a_list_is_an_argv_and_a_string_is_given_to_a_shell(home: Home) -> None:
+    async with home.pod() as pod:
+        assert (await pod.exec(["printf", "%s|", "a b", "$HOME", "*"])).stdout == "a b|$HOME|*|"
+        assert (await pod.exec("echo $((1 + 1)) && echo err >&2")).stdout == "2\n"
+        for wrong in ([], [1, 2]):
+            with raises(PodError):
+                await pod.exec(wrong)  # type: ignore[arg-type]
+
+
+@check
+async def the_two_streams_and_the_exit_code_come_back_apart(home: Home) -> None:
+    async with home.pod() as pod:
+        result = await pod.exec("echo out; echo err >&2; exit 7")
+        assert (result.exit_code, result.stdout, result.stderr) == (7, "out\n", "err\n")
+        assert not result.ok
+        assert not result.timed_out
+        assert not result.truncated
+        assert (await pod.exec("true")).ok
+
+
+@check
+async def a_command_killed_by_a_signal_has_128_plus_its_number(home: Home) -> None:
+    async with home.pod() as pod:
+        for number in (9, 11, 15):
+            assert (await pod.exec(f"kill -{number} $$")).exit_code == 128 + number
+
+
+@check
+async def what_cannot_be_found_is_127_and_what_cannot_run_is_126(home: Home) -> None:
+    async with home.pod() as pod:
+        missing = await pod.exec(["no-such-program"])
+        assert missing.exit_code == 127
+        assert "no-such-program" in missing.stderr
+        assert (await pod.exec(["./no-such-file"])).exit_code == 127
+        assert (await pod.exec(["no-such-program"], stdin=b"x" * (1 << 20))).exit_code == 127
+        await pod.write("plain", "not a program")
+        assert (await pod.exec(["./plain"])).exit_code == 126
+        await pod.write("broken", b"\x7fELF nothing", mode=0o755)
+        assert (await pod.exec(["./broken"])).exit_code == 126
+        assert (await pod.exec(["."])).exit_code == 126
+        assert (await pod.exec("nothing-of-this-name")).exit_code == 127
+
+
+@check
+async def a_command_runs_where_it_is_told_and_says_when_there_is_no_such_place(home: Home) -> None:
+    async with home.pod() as pod:
+        assert (await pod.exec("pwd")).stdout.strip() == pod.workdir
+        await pod.make_directory("below/this one")
+        assert (await pod.exec("pwd", cwd="below/this one")).stdout == f"{pod.workdir}/below/this one\n"
+        assert (await pod.exec("pwd", cwd="/")).stdout == "/\n"
+        for missing in ("nowhere", "/no/where"):
+            with raises(PodFileError) as caught:
+                await pod.exec("pwd", cwd=missing)
+            assert missing in str(caught["error"])
+        assert (await pod.exec("echo > mark")).ok  # where commands start can be written
+
+
+@check
+async def variables_are_added_to_those_of_the_image(home: Home) -> None:
+    async with home.pod() as pod:
+        result = await pod.exec('printf "%s|" "$A" "$B" "${PATH:+path}"', env={"A": "1 2", "B": "x=y\nz"})
+        assert result.stdout == "1 2|x=y\nz|path|"
+        assert (await pod.exec('echo "$PATH"', env={"PATH": "/bin:/usr/bin:/mine"})).stdout == "/bin:/usr/bin:/mine\n"
+        with raises(PodError):
+            await pod.exec("true", env={"A": "a\0b"})
+
+
+@check
+async def nothing_of_the_service_is_in_a_commands_environment(home: Home) -> None:
+    async with home.pod() as pod:
+        names = {line.split("=")[0] for line in (await pod.exec(["env"])).stdout.splitlines()}
+        assert names <= {"PATH", "LANG", "HOME", "PWD", "SHLVL", "_", "TMPDIR", "ETUDE_WORKDIR"}, names
+
+
+@check
+async def input_is_given_whole_and_then_ends(home: Home) -> None:
+    async with home.pod() as pod:
+        assert (await pod.exec(["cat"])).stdout == ""
+        assert (await pod.exec(["cat"], stdin=b"one\ntwo\x00\xff")).stdout_bytes == b"one\ntwo\x00\xff"
+        large = bytes(range(256)) * (5 << 12)  # 5 MB
+        result = await pod.exec(["sha256sum"], stdin=large)
+        assert result.stdout.split()[0] == hashlib.sha256(large).hexdigest()
+        echoed = await pod.exec(["cat"], stdin=large, max_output=len(large))
+        assert echoed.stdout_bytes == large
+        assert (await pod.exec(["head", "-c", "3"], stdin=large)).stdout_bytes == large[:3]  # the rest is of no use
+        assert (await pod.exec("exec <&-; sleep 0.05; echo fine", stdin=large)).stdout == "fine\n"
+
+
+@check
+async def a_timeout_kills_the_whole_process_group_at_once(home: Home) -> None:
+    async with home.pod() as pod:
+        started = time.monotonic()
+        result = await pod.exec("echo before; sleep 600 & sleep 600", timeout=0.3)
+        took = time.monotonic() - started
+        assert result.timed_out
+        assert not result.ok
+        assert result.exit_code == 137
+        assert result.stdout == "before\n"
+        assert took < 3, took
+        survivors = await pod.exec("pgrep -c sleep || ps -e | grep -c '[s]leep 600'")
+        assert survivors.stdout.split()[0] == "0", survivors
+        assert not (await pod.exec("sleep 0.05", timeout=30)).timed_out
+        ignoring = await pod.exec("trap '' TERM INT HUP; while :; do sleep 0.1; done", timeout=0.2)
+        assert ignoring.timed_out
+        assert (await pod.exec("cat > got; wc -c < got", stdin=b"x" * (1 << 20), timeout=20)).stdout == "1048576\n"
+        slow = await pod.exec("sleep 600", stdin=b"x" * (1 << 20), timeout=0.2)
+        assert slow.timed_out
+
+
+@check
+async def a_timeout_of_years_is_as_good_as_none(home: Home) -> None:
+    async with home.pod() as pod:
+        assert (await pod.exec("echo a", timeout=10 * 365 * 86400)).stdout == "a\n"
+        job = await pod.spawn("sleep 0.2; echo b", timeout=10 * 365 * 86400)
+        assert (await job.wait(10)).ok
+        assert (await pod.exec("echo c")).stdout == "c\n"
+
+
+@check
+async def each_stream_is_cut_at_its_limit_and_the_result_says_so(home: Home) -> None:
+    async with home.pod() as pod:
+        result = await pod.exec("printf 0123456789; printf abc >&2", max_output=4)
+        assert (result.stdout, result.stderr, result.truncated) == ("0123", "abc", True)
+        exact = await pod.exec("printf 0123", max_output=4)
+        assert (exact.stdout, exact.truncated) == ("0123", False)
+        flood = await pod.exec("head -c 30000000 /dev/zero; head -c 30000000 /dev/zero >&2; exit 3")
+        assert (len(flood.stdout_bytes), len(flood.stderr_bytes)) == (1 << 20, 1 << 20)
+        assert flood.truncated
+        assert flood.exit_code == 3
+        both = await pod.exec("head -c 3000000 /dev/zero", max_output=3_000_000)
+        assert len(both.stdout_bytes) == 3_000_000
+        assert not both.truncated
+        large = await pod.exec("cat; printf rest", stdin=b"x" * (1 << 20), max_output=10)
+        assert (large.stdout, large.truncated) == ("x" * 10, True)
+
+
+@check
+async def bytes_that_are_no_text_come_back_as_they_were(home: Home) -> None:
+    async with home.pod() as pod:
+        result = await pod.exec(r"printf '\377\376a\000b'")
+        assert result.stdout_bytes == b"\xff\xfea\x00b"
+        assert result.stdout == "\ufffd\ufffda\x00b"
+        odd = "caf\udce9 \u00e9\u4e2d"  # an argument with a byte that is no UTF-8
+        assert (await pod.exec(["printf", "%s", odd])).stdout_bytes == odd.encode("utf-8", "surrogateescape")
+
+
+@check
+async def what_a_command_left_running_does_not_hold_it(home: Home) -> None:
+    async with home.pod() as pod:
+        started = time.monotonic()
+        result = await pod.exec("(sleep 1; echo late > late; sleep 600) & echo now")
+        assert result.stdout == "now\n"
+        assert time.monotonic() - started < 0.9
+        noisy = await pod.exec("(while :; do echo noise; done) & sleep 0.05; exit 4")
+        assert noisy.exit_code == 4
+
+        async def late() -> bool:
+            return (await pod.exec("cat late")).stdout == "late\n"
+
+        await eventually(late)  # and it goes on
+        await pod.exec("pkill -9 -f noise; true")
+
+
+@check
+async def a_command_may_run_as_another_user_of_the_pod(home: Home) -> None:
+    async with home.pod() as pod:
+        if not home.can.users:
+            with raises(PodError):
+                await pod.exec("id -u", user="daemon")
+            return
+        assert (await pod.exec("id -u; id -g", user="daemon")).stdout == "1\n1\n"
+        assert (await pod.exec("id -u; id -g", user="1234")).stdout == "1234\n1234\n"
+        assert (await pod.exec("id -u; id -g", user="1234:56")).stdout == "1234\n56\n"
+        assert (await pod.exec("id -un", user="nobody", stdin=b"x" * (1 << 20))).stdout == "nobody\n"
+        assert not (await pod.exec("echo > /root/x", user="nobody")).ok
+        with raises(PodFileError) as caught:
+            await pod.exec("id", user="no-such-user")
+        assert "no-such-user" in str(caught["error"])
+
+
+@check
+async def fifty_commands_at_once_each_get_their_own_answer(home: Home) -> None:
+    async with home.pod() as pod:
+        commands = (pod.exec(f"sleep 0.0{n % 10}; echo out-{n}; echo err-{n} >&2; exit {n}") for n in range(50))
+        for n, result in enumerate(await asyncio.gather(*commands)):
+            assert (result.exit_code, result.stdout, result.stderr) == (n, f"out-{n}\n", f"err-{n}\n")
+
+
+@check
+async def a_cancelled_command_is_killed(home: Home) -> None:
+    async with home.pod() as pod:
+        for size in (0, 1 << 20):
+            task = asyncio.create_task(pod.exec("echo $$ > pid; exec sleep 611", stdin=b"x" * size))
+
+            async def started() -> bool:
+                return (await pod.exec("test -s pid")).ok
+
+            await eventually(started)
+            task.cancel()
+            with raises(asyncio.CancelledError):
+                await task
+
+            async def gone() -> bool:
+                return (await pod.exec("kill -0 $(cat pid)")).exit_code != 0
+
+            await eventually(gone)
+            await pod.remove("pid")
+
+
+@check
+async def a_command_reports_what_it_used(home: Home) -> None:
+    async with home.pod() as pod:
+        usage = (await pod.exec("i=0; while [ $i -lt 60000 ]; do i=$((i+1)); done; sleep 0.1")).usage
+        assert 0.1 <= usage.wall_s < 30
+        assert 0.005 < usage.user_s < 30
+        assert 100_000 < usage.max_rss < 1 << 30
+
+
+@check
+async def a_command_has_no_terminal_and_a_session_of_its_own(home: Home) -> None:
+    async with home.pod() as pod:
+        assert (await pod.exec("test -t 0 || test -t 1 || test -t 2")).exit_code == 1
+        assert not (await pod.exec("echo x > /dev/tty")).ok
+        result = await pod.exec(["python3", "-c", "import os; print(os.getsid(0) == os.getpid())"])
+        if result.exit_code == 127:
+            raise Skip("no python3 in the pod")
+        assert result.stdout == "True\n"
+
+
+@check
+async def a_command_is_given_no_descriptor_but_the_three(home: Home) -> None:
+    async with home.pod() as pod:
+        listed = await pod.exec(["ls", "/proc/self/fd"])
+        assert set(listed.stdout.split()) <= {"0", "1", "2", "3"}, listed.stdout  # 3 is ls reading the directory
+
+
+@check
+async def arguments_as_large_as_the_kernel_takes_arrive_and_larger_ones_are_refused(home: Home) -> None:
+    async with home.pod() as pod:
+        assert (await pod.exec(["printf", "%s", "x" * 100_000])).stdout == "x" * 100_000
+        many = ["printf", "%.0s", *(["y" * 1000] * 500)]
+        assert (await pod.exec(many)).ok
+        assert (await pod.exec(["printf", "%s", "x" * 200_000])).exit_code == 126
+        with raises(PodError):
+            await pod.exec(["printf", "%s", "x" * (2 << 20)])
+        assert (await pod.exec("echo still here")).ok

@@ -1,0 +1,313 @@
+"""Conformance: commands that stream, terminals, and the shell that remembers."""
+
+import asyncio
+import re
+import resource
+import signal
+import time
+
+from etude.pods.pod import Job, PodError
+from tests.pods.conformance import Home, check, eventually, raises
+
+
+async def gather_output(job: Job) -> dict[str, bytes]:
+    """All a job writes, by stream."""
+    found = {"stdout": b"", "stderr": b""}
+    async for stream, data in job.output():
+        found[stream] += data
+    return found
+
+
+async def read_until(job: Job, pattern: bytes, seconds: float = 10.0) -> bytes:
+    """What a terminal shows up to and with `pattern`. The job's output is read by one iterator kept on the job."""
+    stream = job.__dict__.setdefault("_conformance_stream", job.output())
+    seen = job.__dict__.setdefault("_conformance_seen", bytearray())
+    deadline = time.monotonic() + seconds
+    while not (found := re.search(pattern, seen)):
+        left = deadline - time.monotonic()
+        try:
+            _, data = await asyncio.wait_for(anext(stream), left)
+        except (TimeoutError, StopAsyncIteration) as error:
+            raise AssertionError(
+                f"{pattern!r} did not come ({type(error).__name__}); so far: {bytes(seen)!r}"
+            ) from None
+        seen += data
+    text = bytes(seen[: found.end()])
+    del seen[: found.end()]
+    return text
+
+
+@check
+async def a_job_streams_its_output_as_it_comes_and_in_order(home: Home) -> None:
+    async with home.pod() as pod:
+        job = await pod.spawn("for i in 1 2 3; do echo $i; sleep 0.15; done; echo e >&2; exit 5")
+        arrivals = []
+        async for stream, data in job.output():
+            arrivals.append((time.monotonic(), stream, data))
+        assert b"".join(data for _, stream, data in arrivals if stream == "stdout") == b"1\n2\n3\n"
+        assert arrivals[-1][0] - arrivals[0][0] > 0.2
+        assert (await job.wait()).exit_code == 5
+        counted = await pod.spawn("i=0; while [ $i -lt 20000 ]; do echo $i; i=$((i+1)); done")
+        lines = (await gather_output(counted))["stdout"].split()
+        assert [int(line) for line in lines] == list(range(20000))
+
+
+@check
+async def a_slow_reader_slows_its_job_and_memory_stays_bounded(home: Home) -> None:
+    async with home.pod() as pod:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        job = await pod.spawn("head -c 300000000 /dev/zero; echo done > done")
+        total = 0
+        async for _, data in job.output():
+            if total == 0:
+                await asyncio.sleep(0.7)
+                assert not (await pod.exec("test -e done")).ok  # 300 MB did not flow into anybody's memory
+            total += len(data)
+        assert total == 300_000_000
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert grown < 150_000, f"{grown} KiB"
+        assert (await job.wait()).ok
+        assert (await pod.exec("echo fine")).stdout == "fine\n"
+
+
+@check
+async def a_job_nobody_reads_goes_on_and_ends(home: Home) -> None:
+    async with home.pod() as pod:
+        job = await pod.spawn("head -c 50000000 /dev/zero; exit 6")
+        assert (await job.wait(30)).exit_code == 6
+        half_read = await pod.spawn("head -c 50000000 /dev/zero; exit 7")
+        stream = half_read.output()
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert (await half_read.wait(30)).exit_code == 7
+
+
+@check
+async def waiting_with_a_timeout_leaves_the_job_alone(home: Home) -> None:
+    async with home.pod() as pod:
+        job = await pod.spawn("sleep 0.5; echo finished")
+        with raises(TimeoutError):
+            await job.wait(0.05)
+        assert (await gather_output(job))["stdout"] == b"finished\n"
+        assert (await job.wait()).ok
+
+
+@check
+async def signals_reach_the_jobs_process_group(home: Home) -> None:
+    async with home.pod() as pod:
+        job = await pod.spawn("trap 'echo caught; exit 9' TERM; echo ready; while :; do sleep 0.05; done")
+        await read_until(job, b"ready")
+        await job.signal(signal.SIGTERM)
+        await read_until(job, b"caught")
+        assert (await job.wait(10)).exit_code == 9
+        hard = await pod.spawn("sleep 600 & sleep 600")
+        await hard.signal(signal.SIGKILL)
+        assert (await hard.wait(10)).exit_code == 137
+        for job_, number in ((hard, 9), (await pod.spawn("sleep 600"), 2**40), (await pod.spawn("sleep 600"), -5)):
+            with raises(PodError):
+                await job_.signal(number)
+        assert (await pod.exec("echo well")).stdout == "well\n"
+
+
+@check
+async def a_job_takes_input_until_it_is_ended(home: Home) -> None:
+    async with home.pod() as pod:
+        job = await pod.spawn("while read -r line; do echo got $line; done; echo end")
+        await job.write(b"one\n")
+        await read_until(job, b"got one\n")
+        await job.write(b"two\nthr")
+        await read_until(job, b"got two\n")
+        await job.write(b"ee\n")
+        await read_until(job, b"got three\n")
+        await job.close_stdin()
+        await read_until(job, b"end\n")
+        assert (await job.wait(10)).ok
+        with raises(PodError):
+            await job.write(b"too late")
+        many = await pod.spawn("wc -c")
+        await many.write(b"z" * 3_000_000)
+        await many.close_stdin()
+        assert (await gather_output(many))["stdout"] == b"3000000\n"
+
+
+@check
+async def input_nobody_reads_is_not_piled_up(home: Home) -> None:
+    async with home.pod() as pod:
+        job = await pod.spawn("sleep 600")
+        with raises(TimeoutError):
+            await asyncio.wait_for(job.write(b"x" * 200_000_000), 1.0)
+        assert (await pod.exec("echo fine")).stdout == "fine\n"
+        await job.signal(9)
+        await job.wait(10)
+
+
+@check
+async def a_jobs_timeout_ends_it(home: Home) -> None:
+    async with home.pod() as pod:
+        job = await pod.spawn("echo begun; sleep 600", timeout=0.3)
+        result = await job.wait(10)
+        assert result.timed_out
+        assert result.exit_code == 137
+
+
+@check
+async def a_job_that_cannot_start_says_so(home: Home) -> None:
+    async with home.pod() as pod:
+        with raises(PodError) as caught:
+            await pod.spawn(["no-such-program"])
+        assert "no-such-program" in str(caught["error"])
+        with raises(PodError):
+            await pod.spawn("true", cwd="/no/where")
+        with raises(PodError):
+            await (await pod.spawn("sleep 600")).resize(10, 10)  # it has no terminal
+
+
+@check
+async def a_terminal_echoes_and_knows_its_size(home: Home) -> None:
+    async with home.pod() as pod:
+        job = await pod.pty(["sh"], rows=33, columns=101, env={"PS1": "ready> ", "TERM": "dumb"})
+        await read_until(job, rb"ready> ")
+        await job.write(b"test -t 0 && stty size\n")
+        await read_until(job, rb"stty size\r\n.*33 101\r\n")
+        await job.resize(12, 47)
+        await job.write(b"stty size\n")
+        await read_until(job, rb"12 47\r\n")
+        await job.write(b"tty; echo x > /dev/tty\n")
+        await read_until(job, rb"/dev/pts/\d+\r\nx\r\n")
+        await job.write(b"exit 3\n")
+        assert (await job.wait(10)).exit_code == 3
+
+
+@check
+async def an_interrupt_and_the_end_of_input_are_keys_of_a_terminal(home: Home) -> None:
+    async with home.pod() as pod:
+        job = await pod.pty(["sh"], env={"PS1": "ready> ", "TERM": "dumb"})
+        await read_until(job, rb"ready> ")
+        await job.write(b"sleep 600; echo interrupted=$?\n")
+        await asyncio.sleep(0.2)
+        await job.write(b"\x03")
+        await job.write(b"\necho alive\n")
+        await read_until(job, rb"alive\r\n")
+        await job.write(b"cat\n")
+        await asyncio.sleep(0.1)
+        await job.write(b"line\n")
+        await read_until(job, rb"line\r\nline\r\n")
+        await job.write(b"\x04")
+        await read_until(job, rb"ready> ")
+        await job.close_stdin()
+        assert (await job.wait(10)).exit_code in (0, 130)
+
+
+@check
+async def a_terminal_takes_much_input_and_gives_much_output(home: Home) -> None:
+    async with home.pod() as pod:
+        job = await pod.pty(["sh", "-c", "stty raw -echo; echo go; head -c 300000 | wc -c"])
+        await read_until(job, rb"go")
+        await job.write(b"q" * 300_000)
+        await read_until(job, rb"300000")
+        flood = await pod.pty(["head", "-c", "20000000", "/dev/zero"])
+        assert len((await gather_output(flood))["stdout"]) == 20_000_000
+        assert (await flood.wait(10)).ok
+
+
+@check
+async def a_shell_remembers_directory_variables_and_functions(home: Home) -> None:
+    async with home.pod() as pod:
+        shell = await pod.shell(env={"GIVEN": "yes"})
+        assert (await shell.run("mkdir -p d && cd d && X=5 && f() { echo called $1; }; export Y=6")).ok
+        result = await shell.run('pwd; echo $X $GIVEN; f two; sh -c "echo $Y"')
+        assert result.stdout == f"{pod.workdir}/d\n5 yes\ncalled two\n6\n"
+        assert (await shell.run("false")).exit_code == 1
+        assert (await shell.run("(exit 42)")).exit_code == 42
+        both = await shell.run("echo out; echo err >&2; printf 'no newline'")
+        assert (both.stdout, both.stderr) == ("out\nno newline", "err\n")
+        assert (await shell.run("cat")).stdout == ""  # there is no input to wait for
+        assert (await shell.run("x='a\nb'; echo \"$x\" # comment")).stdout == "a\nb\n"
+        assert (await shell.run("cat <<E\nhere\nE")).stdout == "here\n"
+        await shell.close()
+        await shell.close()
+
+
+@check
+async def a_shell_survives_syntax_errors_and_an_exit(home: Home) -> None:
+    async with home.pod() as pod:
+        shell = await pod.shell()
+        wrong = await shell.run("if then fi (((")
+        assert wrong.exit_code != 0
+        assert "syntax" in wrong.stderr
+        assert (await shell.run('echo "unclosed')).exit_code != 0
+        await shell.run("mkdir -p here && cd here")
+        assert (await shell.run("echo last; exit 9")).exit_code == 9
+        assert (await shell.run("pwd")).stdout == f"{pod.workdir}/here\n"  # a new one, where the old one was
+        assert (await shell.run("kill -9 $$")).exit_code == 137
+        assert (await shell.run("echo again")).stdout == "again\n"
+        assert (await shell.run("set -e; false; echo not reached")).exit_code == 1
+        assert (await shell.run("echo on")).stdout == "on\n"
+        await shell.close()
+
+
+@check
+async def a_shell_command_can_run_out_of_time(home: Home) -> None:
+    async with home.pod() as pod:
+        shell = await pod.shell()
+        await shell.run("X=kept")
+        started = time.monotonic()
+        slow = await shell.run("echo before; sleep 600", timeout=0.3)
+        assert slow.timed_out
+        assert slow.stdout == "before\n"
+        assert time.monotonic() - started < 3
+        assert (await shell.run("echo $X")).stdout == "kept\n"
+        stubborn = await shell.run("trap '' INT; while :; do sleep 0.1; done", timeout=0.2)
+        assert stubborn.timed_out
+        assert (await shell.run("echo back")).stdout == "back\n"
+        cancelled = asyncio.create_task(shell.run("echo lost; sleep 600"))
+        await asyncio.sleep(0.2)
+        cancelled.cancel()
+        with raises(asyncio.CancelledError):
+            await cancelled
+        assert (await shell.run("echo mine")).stdout == "mine\n"
+        await shell.close()
+
+
+@check
+async def a_shell_cuts_much_output_and_finds_its_end(home: Home) -> None:
+    async with home.pod() as pod:
+        shell = await pod.shell()
+        big = await shell.run("head -c 20000000 /dev/zero; echo tail; (exit 3)")
+        assert len(big.stdout_bytes) == 1 << 20
+        assert big.truncated
+        assert big.exit_code == 3
+        small = await shell.run("printf 0123456789", max_output=4)
+        assert (small.stdout, small.truncated) == ("0123", True)
+        exact = await shell.run("printf 0123", max_output=4)
+        assert (exact.stdout, exact.truncated) == ("0123", False)
+        await shell.close()
+
+
+@check
+async def noise_in_the_background_neither_blocks_a_shell_nor_fills_our_memory(home: Home) -> None:
+    async with home.pod() as pod:
+        shell = await pod.shell()
+        await shell.run("(while :; do head -c 65536 /dev/zero; done) & noise=$!")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        await asyncio.sleep(0.5)
+        assert (await shell.run("cd /; (exit 5)", timeout=20)).exit_code == 5
+        assert (await shell.run("kill -9 $noise; wait $noise 2>&-; true", timeout=20)).ok
+        await asyncio.sleep(0.1)
+        assert (await shell.run("pwd", timeout=20)).stdout.endswith("/\n")
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert grown < 100_000, f"{grown} KiB"
+        await shell.close()
+
+
+@check
+async def closing_a_shell_ends_it(home: Home) -> None:
+    async with home.pod() as pod:
+        shell = await pod.shell()
+        await shell.run("echo $$ > pid")
+        await shell.close()
+
+        async def gone() -> bool:
+            return (await pod.exec("kill -0 $(cat pid)")).exit_code != 0
+
+        await eventually(gone)

@@ -1,0 +1,427 @@
+"""Dockerfiles: what is read, what variables mean, what COPY may take and where it goes, and when a step is new.
+
+RUN is done by a stand-in for pods here; `test_dockerfile_build.py` does it in real ones.
+"""
+
+import asyncio
+import io
+import os
+import secrets
+import stat
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.errors import InputError
+from etude.pods import trees
+from etude.pods.context import Ignore
+from etude.pods.dockerfile import build
+from etude.pods.instructions import Heredoc, expand, pairs, parse, substitute, words
+from etude.pods.layers import Stack
+from etude.pods.pod import Egress, ExecResult, PodError, Snapshot
+from etude.pods.records import Image
+from etude.pods.store import Store
+
+# -- reading
+
+
+def test_instructions_comments_and_continuations() -> None:
+    recipe = parse(
+        "# a comment\n\nARG V=1\nfrom base AS first\n  run a && \\\n# not this\n\n    b   \\\n  c\n"
+        'CMD ["x", "y"]\nFROM first\nRUN <<EOF\n# kept\n  $x \\\nEOF\nCOPY --chown=1:2 --from=0 a b /c/\n'
+    )
+    assert [line.text for line in recipe.arguments] == ["V=1"]
+    first, second = recipe.stages
+    assert (first.name, second.name) == ("first", "1")
+    assert [(step.name, step.text, step.where) for step in first.steps] == [
+        ("RUN", "a &&     b     c", "Dockerfile:5"),
+        ("CMD", '["x", "y"]', "Dockerfile:10"),
+    ]
+    assert first.steps[1].json == ("x", "y")
+    run, copied = second.steps
+    assert run.heredocs == (Heredoc("EOF", "# kept\n  $x \\\n", True),)
+    assert (copied.flag("chown"), copied.flag("from"), copied.text) == ("1:2", "0", "a b /c/")
+
+
+def test_heredocs_strip_tabs_quote_and_follow_each_other() -> None:
+    (step,) = parse("FROM x\nCOPY <<-'one' <<two /d/\n\tA $x\n\tone\nB\ntwo\n").stages[0].steps
+    assert step.heredocs == (Heredoc("one", "A $x\n", False), Heredoc("two", "B\n", True))
+
+
+def test_the_escape_directive_counts_only_at_the_top() -> None:
+    assert parse("# escape=`\nFROM a `\n AS b\n").stages[0].name == "b"
+    assert parse("# escape=`\r\nFROM a\r\nRUN a `\r\n b\r\n").stages[0].steps[0].text == "a  b"
+    (step,) = parse("# comment\n# escape=`\nFROM a\nRUN a `\n").stages[0].steps
+    assert step.text == "a `"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("FROM a\nFETCH b\n", r"f:2: FETCH is not an instruction"),
+        ("RUN a\n", r"f:1: RUN: only ARG may come before"),
+        ("# nothing\n", r"f: there is no FROM"),
+        ("FROM\n", r"f:1: FROM has no arguments"),
+        ("FROM a b\n", r"f:1: FROM: expected"),
+        ("FROM a AS x\nFROM b AS X\n", r"f:2: .*taken"),
+        ("FROM a\nRUN <<E\nb\n", r"f:2: the lines after <<E do not end"),
+        ("# escape=x\nFROM a\n", r"f:1: escape=x"),
+    ],
+)
+def test_mistakes_are_named_with_their_line(text: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        parse(text, "f")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("$A-${A}x$Ab", "1-1x"),
+        ("${N:-d} ${E:-d} ${E-d} ${N-d}", "d d  d"),
+        ("${A:+y} ${N:+y} ${E:+y} ${E+y}", "y   y"),
+        ("${N:-${A}${N:-z}}", "1z"),
+        (r"\$A \\$A", r"$A \\1"),
+        ("'$A' \"$A\"", "'1' \"1\""),
+        ("5$ $", "5$ $"),
+    ],
+)
+def test_substitution(text: str, value: str) -> None:
+    assert substitute(text, {"A": "1", "E": ""}) == value
+
+
+def test_words_and_quotes() -> None:
+    variables = {"S": "a b", "Q": "it's"}
+    assert words("x $S 'y $S' \"z $S\" w\\ w $Q ''", variables) == ["x", "a b", "y $S", "z a b", "w w", "it's", ""]
+    assert expand("/a b/'c'$S", variables) == "/a b/ca b"
+    with pytest.raises(InputError, match="does not end"):
+        words("'a", {})
+    with pytest.raises(InputError, match="N is not set: why"):
+        words("${N:?why}", {})
+    with pytest.raises(InputError, match="not a variable"):
+        words("${A", {})
+
+
+def test_pairs_in_both_forms() -> None:
+    (new, old) = parse('FROM a\nENV A=b C="d e" E=f\\ g H=$X$A\nENV K the rest  $X\n').stages[0].steps
+    assert pairs(new, {"X": "1", "A": "0"}) == {"A": "b", "C": "d e", "E": "f g", "H": "10"}
+    assert pairs(old, {"X": "1"}) == {"K": "the rest  1"}
+    with pytest.raises(InputError, match="expected name=value"):
+        pairs(parse("FROM a\nENV A=b c\n").stages[0].steps[0], {})
+
+
+def test_ignore_rules() -> None:
+    ignore = Ignore.parse("# no\n*.log\n**/cache\nbuild\n!build/keep.txt\nsrc/*/x?\n/top/\n\n!deep.log\n")
+    ignored = ["a.log", "cache", "a/b/cache", "a/cache/f", "build/x", "src/a/x1", "top", "top/f"]
+    kept = ["sub/a.log", "build/keep.txt", "src/x1", "src/a/b/x1", "deep.log", "cached", "other/top"]
+    assert [path for path in ignored if not ignore.ignores(path)] == []
+    assert [path for path in kept if ignore.ignores(path)] == []
+
+
+# -- building, with a stand-in for pods
+
+
+class FakePod:
+    """Notes what it is told to run, and leaves a file for each command."""
+
+    def __init__(self, fleet: "FakeFleet", image: Image) -> None:
+        self.fleet, self.image, self.commands = fleet, image, []  # type: ignore[var-annotated]
+
+    async def exec(self, command: list[str], **options: Any) -> ExecResult:
+        self.commands.append(command)
+        self.fleet.runs.append((command, options))
+        return ExecResult(1, b"out", b"bad") if command[-1] == "false" else ExecResult(0)
+
+    async def snapshot(self, kind: str) -> Snapshot:
+        store = self.fleet.store
+        layer = store.add_layer(lambda path: (path / f"ran-{secrets.token_hex(4)}").write_text("x") and None)
+        made = Snapshot(secrets.token_hex(8), self.image.id)
+        store.save_snapshot(made, self.image.with_(layers=(*self.image.layers, layer)))
+        return made
+
+    async def close(self) -> None:
+        self.fleet.open -= 1
+
+
+class FakeFleet:
+    def __init__(self, store: Store) -> None:
+        self.store, self.open = store, 0
+        self.runs: list[tuple[list[str], dict[str, Any]]] = []
+        self.egress: list[Egress] = []
+
+    async def create(self, *, image: Image, storage: str, egress: Egress) -> Any:
+        assert storage == "disk"
+        self.open += 1
+        self.egress.append(egress)
+        return FakePod(self, image)
+
+
+class Bench:
+    """A store, a context and a base image."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store = Store(directory / "store")
+        self.fleet = FakeFleet(self.store)
+        self.context = directory / "context"
+        self.context.mkdir()
+        self.file = directory / "Dockerfile"
+        self.base = self.store.add_image(
+            Image.of((self.store.add_layer(self._fill),), "base", env={"PATH": "/bin"}, workdir="/")
+        )
+
+    @staticmethod
+    def _fill(target: Path) -> None:
+        (target / "usr/bin").mkdir(parents=True)
+        (target / "bin").symlink_to("usr/bin")
+        (target / "etc").mkdir()
+        (target / "etc/passwd").write_text("app:x:33:44::/:/x\n")
+        (target / "etc/group").write_text("staff:x:55:\n")
+        (target / "tmp").mkdir()
+        os.chmod(target / "tmp", 0o1777)
+
+    def build(self, text: str, **options: Any) -> Image:
+        self.file.write_text(text)
+        made = asyncio.run(
+            build(self.fleet, self.store, self.file, self.context, options.pop("table", {"base": "base"}), **options)
+        )
+        assert self.fleet.open == 0
+        assert self.store.snapshots() == []
+        return made
+
+    def look(self, image: Image) -> Stack:
+        return Stack.of(self.store.parts(image.layers))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_run_sees_variables_user_shell_and_directory(bench: Bench) -> None:
+    image = bench.build(
+        "ARG G=glob\nFROM base\nARG G\nARG A=1\nARG B=2\nENV B=env C=$A$B\nWORKDIR /src\nWORKDIR sub\nUSER app\n"
+        'RUN echo $A\nRUN ["x", "$A"]\nSHELL ["/bin/bash", "-c"]\nRUN <<EOF\nlines\nEOF\n'
+        "RUN cat <<'E' > f\n$x\nE\nLABEL k=$A\nENTRYPOINT go $A\nCMD [\"c\"]\nEXPOSE 80\nVOLUME /v\n"
+        "HEALTHCHECK --interval=1s CMD x\nSTOPSIGNAL 9\nMAINTAINER me\n",
+        args={"A": "9"},
+        egress=Egress.to("example.org"),
+        name="built",
+    )
+    commands = [command for command, _ in bench.fleet.runs]
+    assert commands == [
+        ["/bin/sh", "-c", "echo $A"],
+        ["x", "$A"],
+        ["/bin/bash", "-c", "lines\n"],
+        ["/bin/bash", "-c", "cat <<'E' > f\n$x\nE\n"],
+    ]
+    options = bench.fleet.runs[0][1]
+    assert options["env"] == {"G": "glob", "A": "9", "B": "env", "C": "92", "PATH": "/bin"}
+    assert (options["cwd"], options["user"]) == ("/src/sub", "app")
+    assert set(bench.fleet.egress) == {Egress.to("example.org")}
+    assert dict(image.env) == {"PATH": "/bin", "B": "env", "C": "92"}, "ARG is for the build only"
+    assert (image.workdir, image.user, image.labels) == ("/src/sub", "app", {"k": "9"})
+    assert (image.entrypoint, image.command) == (("/bin/bash", "-c", "go $A"), ("c",))
+    assert bench.store.image("built") == image
+    assert bench.look(image).locate("/src/sub")[1].directory
+
+
+def test_steps_are_done_again_only_when_what_decides_them_changes(bench: Bench) -> None:
+    (bench.context / "f").write_text("1")
+    text = "FROM base\nARG V=1\nRUN one\nCOPY f /f\nRUN two\nENV X=1\nRUN three\n"
+
+    def done(**options: Any) -> list[str]:
+        bench.fleet.runs.clear()
+        bench.build(options.pop("text", text), **options)
+        return [command[-1] for command, _ in bench.fleet.runs]
+
+    assert done() == ["one", "two", "three"]
+    first = bench.build(text)
+    assert done() == []
+    os.utime(bench.context / "f", (1, 1))
+    assert done() == [], "a time is no change"
+    (bench.context / "f").write_text("2")
+    assert done() == ["two", "three"]
+    (bench.context / "f").write_text("1")
+    assert done() == []
+    assert done(text=text.replace("X=1", "X=2")) == ["three"]
+    assert done(args={"V": "2"}) == ["one", "two", "three"]
+    assert done(egress=Egress.to("example.org")) == ["one", "two", "three"]
+    assert bench.build(text) == first
+    os.chmod(bench.context / "f", 0o700)
+    assert done() == ["two", "three"]
+    bench.store.remove_image(first.id)
+    for image in bench.store.images():
+        if image.name != "base":
+            bench.store.remove_image(image.id)
+    bench.store.collect(grace=0)
+    assert done() == ["one", "two", "three"], "a cache keeps no layer alive"
+
+
+def test_a_failing_run_says_where_and_what(bench: Bench) -> None:
+    with pytest.raises(PodError, match=r"Dockerfile:2: RUN failed with exit code 1:\noutbad"):
+        bench.build("FROM base\nRUN false\n")
+    assert bench.fleet.open == 0
+    assert os.listdir(bench.store.root / "pins") == []
+
+
+def test_copy_goes_where_a_pod_would_put_it(bench: Bench) -> None:
+    (bench.context / "d/sub").mkdir(parents=True)
+    (bench.context / "d/sub/x").write_text("x")
+    (bench.context / "d/link").symlink_to("/etc/passwd")
+    (bench.context / "tool").write_text("#!")
+    os.chmod(bench.context / "tool", 0o755)
+    image = bench.build(
+        "FROM base\nWORKDIR /src\nCOPY tool /bin/\nCOPY tool d /tmp/new/\nCOPY d .\nCOPY tool rel\n"
+        'COPY ["tool", "/with space"]\nCOPY <<EOF <<"RAW" /etc/\n$PATH\nEOF\n$PATH\nRAW\nCOPY too? /glob/\n'
+    )
+    look = bench.look(image)
+    assert look.locate("/bin/tool")[0] == "/usr/bin/tool"
+    assert look.read("/usr/bin/tool") == b"#!"
+    found = look.locate("/tmp")[1]
+    assert found.info is not None
+    assert stat.S_IMODE(found.info.st_mode) == 0o1777, "directories on the way stay as they are"
+    assert look.names(look.locate("/tmp/new")[1]) == ["link", "sub", "tool"]
+    assert look.names(look.locate("/src")[1]) == ["link", "rel", "sub"]
+    assert look.read("/src/sub/x") == b"x"
+    assert look.read("/with space") == look.read("/glob/tool") == b"#!"
+    assert (look.read("/etc/EOF"), look.read("/etc/RAW")) == (b"/bin\n", b"$PATH\n")
+    assert look.names(look.locate("/etc")[1]) == ["EOF", "RAW", "group", "passwd"]
+
+
+def test_owners_and_modes(bench: Bench) -> None:
+    (bench.context / "f").write_text("x")
+    image = bench.build(
+        "FROM base\nCOPY f /a\nCOPY --chown=app f /b\nCOPY --chown=7:staff --chmod=640 f /n/c\nADD --chown=8 f /d\n"
+    )
+    look = bench.look(image)
+    modes = [stat.S_IMODE(found.info.st_mode) for found in [look.locate("/n/c")[1]] if found.info]
+    assert modes == [0o640]
+    if trees.keeps_owners():
+        owners = [look.owner(look.locate(path)[1]) for path in ("/a", "/b", "/n/c", "/n", "/d")]
+        assert owners == [(0, 0), (33, 44), (7, 55), (7, 55), (8, 8)]
+    for flags, why in (
+        ("--chown=nobody", "no user 'nobody'"),
+        ("--chmod=u+x", "octal"),
+        ("--parents", "not supported"),
+    ):
+        with pytest.raises(InputError, match=why):
+            bench.build(f"FROM base\nCOPY {flags} f /x\n")
+
+
+def test_add_unpacks_archives_and_copy_does_not(bench: Bench) -> None:
+    with tarfile.open(bench.context / "a.tar.gz", "w:gz") as tar:
+        member = tarfile.TarInfo("in/file")
+        member.size = 1
+        tar.addfile(member, io.BytesIO(b"x"))
+    look = bench.look(bench.build("FROM base\nADD a.tar.gz /out\nCOPY a.tar.gz /raw/\n"))
+    assert look.read("/out/in/file") == b"x"
+    assert look.names(look.locate("/raw")[1]) == ["a.tar.gz"]
+    for address in ("https://example.org/x", "git@example.org:x"):
+        with pytest.raises(InputError, match="is an address"):
+            bench.build(f"FROM base\nADD {address} /x\n")
+
+
+def test_sources_never_leave_the_context(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s")
+    (bench.context / "out").symlink_to(tmp_path)
+    (bench.context / "file").symlink_to(tmp_path / "secret")
+    (bench.context / "d").mkdir()
+    (bench.context / "d/in").symlink_to("../real")
+    (bench.context / "real").write_text("r")
+    (bench.context / "alias").symlink_to("real")
+    for source in ("out/secret", "out", "file", "out/*", "fil?"):
+        with pytest.raises(InputError, match="leads out of the context"):
+            bench.build(f"FROM base\nCOPY {source} /x/\n")
+    for source in ("../secret", "/../secret", "d/../../secret", "nothing", "*.none"):
+        with pytest.raises(InputError, match="is not in the context"):
+            bench.build(f"FROM base\nCOPY {source} /x/\n")
+    look = bench.look(bench.build("FROM base\nCOPY . /all/\nCOPY alias /one\n"))
+    assert look.read("/one") == b"r", "a link that is named is followed"
+    _, found = look.locate("/all/d/in", follow=False)
+    assert found.info is not None
+    assert stat.S_ISLNK(found.info.st_mode)
+    _, found = look.locate("/all/out", follow=False)
+    assert found.info is not None
+    assert stat.S_ISLNK(found.info.st_mode), "a link in a tree is copied as a link, wherever it leads"
+
+
+def test_a_link_from_one_source_is_not_written_through_by_the_next(bench: Bench, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    for name in ("one", "two", "three"):
+        (bench.context / name).mkdir()
+    (bench.context / "one/a").mkdir()
+    (bench.context / "one/a/f").write_text("1")
+    (bench.context / "two/a").symlink_to(victim)
+    (bench.context / "three/a").mkdir()
+    (bench.context / "three/a/evil").write_text("3")
+    look = bench.look(bench.build("FROM base\nCOPY one two three /x/\n"))
+    assert os.listdir(victim) == []
+    assert look.read("/x/a/evil") == b"3"
+
+
+def test_dockerignore_leaves_out(bench: Bench) -> None:
+    (bench.context / ".dockerignore").write_text("*.log\nsub\n!sub/keep\n")
+    (bench.context / "sub").mkdir()
+    for name in ("a.log", "b", "sub/drop", "sub/keep"):
+        (bench.context / name).write_text(name)
+    image = bench.build("FROM base\nCOPY . /all/\n")
+    look = bench.look(image)
+    assert look.names(look.locate("/all")[1]) == [".dockerignore", "b", "sub"]
+    assert look.names(look.locate("/all/sub")[1]) == ["keep"]
+    (bench.context / "a.log").write_text("changed")
+    assert bench.build("FROM base\nCOPY . /all/\n") == image, "what is left out decides nothing"
+    with pytest.raises(InputError, match=r"\.dockerignore leaves it out"):
+        bench.build("FROM base\nCOPY a.log /x\n")
+
+
+def test_stages_copy_from_each_other(bench: Bench) -> None:
+    (bench.context / "f").write_text("x")
+    (bench.context / "g").write_text("y")
+    text = (
+        "ARG BASE=base\nFROM $BASE AS one\nCOPY f g /out/\nFROM scratch AS two\nCOPY --from=one /out /got\n"
+        "COPY --from=0 /out/? /single/\nCOPY --from=base /etc/passwd /p\nCOPY --from=one /bin/../out/f /f\nFROM two\n"
+    )
+    look = bench.look(bench.build(text))
+    assert look.names(look.locate("/")[1]) == ["f", "got", "p", "single"]
+    assert look.names(look.locate("/single")[1]) == ["f", "g"]
+    assert look.read("/p").startswith(b"app")
+    assert bench.look(bench.build(text, target="one")).read("/out/g") == b"y"
+    for wrong, why in (("--from=none /x", "not in the table"), ("--from=one /none", "not in that stage")):
+        with pytest.raises(InputError, match=why):
+            bench.build(f"{text}COPY {wrong} /y\n")
+    with pytest.raises(InputError, match="no stage 'three'"):
+        bench.build(text, target="three")
+
+
+def test_what_the_machine_shows_is_neither_written_nor_copied(bench: Bench) -> None:
+    (bench.context / "f").write_text("x")
+    host = bench.base.with_(binds=("/usr",), name="host")
+    for line in ("COPY f /usr/local/bin/", "COPY f /bin/f", "FROM host AS b\nCOPY --from=0 /bin/sh /sh"):
+        with pytest.raises(InputError, match="this machine"):
+            bench.build(f"FROM host\n{line}\n", table={"host": host})
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("FROM other\n", "'other' is not in the table; there are: base, scratch"),
+        ("FROM base\nCOPY f\n", "at least one source"),
+        ("FROM base\nCOPY f g /x\n", "2 sources need a directory"),
+        ("FROM base\nCOPY f /etc/passwd/x\n", "is a file in the image"),
+        ("FROM base\nSHELL bash\n", "expected the JSON form"),
+        ("FROM base\nRUN --mount=type=cache x\n", "--mount is not supported"),
+        ("FROM base\nARG 1x\n", "not the name of a variable"),
+    ],
+)
+def test_mistakes_while_building_are_named_with_their_line(bench: Bench, text: str, why: str) -> None:
+    (bench.context / "f").write_text("x")
+    (bench.context / "g").write_text("x")
+    with pytest.raises(InputError, match=rf"Dockerfile:\d: .*{why}"):
+        bench.build(text)
+
+
+def test_an_argument_that_nobody_declares_is_refused(bench: Bench) -> None:
+    with pytest.raises(InputError, match="no ARG declares TYPO"):
+        bench.build("FROM base\nARG A\n", args={"TYPO": "1"})

@@ -1,0 +1,47 @@
+"""A Dockerfile built in real pods: what RUN wrote is in the image, and a second build runs nothing."""
+
+import asyncio
+from pathlib import Path
+
+from etude.pods import open_fleet
+from etude.pods.dockerfile import build
+from etude.pods.images import host_image
+
+TEXT = """
+FROM host AS made
+WORKDIR /made
+COPY words.txt .
+ARG SUFFIX=none
+RUN tr a-z A-Z < words.txt > loud.txt && echo "$SUFFIX" >> loud.txt && rm words.txt
+RUN <<SCRIPT
+mkdir -p out
+cp loud.txt out/final.txt
+SCRIPT
+FROM host
+ENV GREETING=hello
+COPY --from=made /made/out /result
+WORKDIR /result
+RUN grep -q QUIET final.txt && echo "$GREETING" > greeting && head -c 16 /dev/urandom | od -An -tx1 > random
+"""
+
+
+def test_an_image_is_built_in_pods_once(tmp_path: Path) -> None:
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context/words.txt").write_text("quiet\n")
+    (tmp_path / "Dockerfile").write_text(TEXT)
+
+    async def go() -> None:
+        async with open_fleet() as fleet:
+            assert fleet.local is not None
+            store = fleet.local.store
+            table = {"host": host_image(store)}
+            recipe, context = tmp_path / "Dockerfile", tmp_path / "context"
+            first = await build(fleet, store, recipe, context, table, {"SUFFIX": "end"})
+            second = await build(fleet, store, recipe, context, table, {"SUFFIX": "end"})
+            assert first == second, "the random bytes of the first build are there: nothing ran again"
+            async with await fleet.create(image=first) as pod:
+                done = await pod.exec("cat final.txt greeting; ls -d /made 2>/dev/null; echo $GREETING; pwd")
+                assert done.stdout == "QUIET\nend\nhello\nhello\n/result\n", done.stderr
+            store.remove_image(first.id)
+
+    asyncio.run(go())
