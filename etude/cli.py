@@ -71,6 +71,14 @@ app.add_typer(
     ),
     name="data",
 )
+app.add_typer(
+    typer.Typer(
+        cls=lazy_room("etude.pods.cli"),
+        no_args_is_help=True,
+        help="Sandboxes: run, look into, snapshot and fork pods.",
+    ),
+    name="pods",
+)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe in TOML.", show_default=False)]
 Overrides = Annotated[

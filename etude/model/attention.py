@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.kernels.attention import Documents, attend
+from etude.kernels.fused import rotate
 from etude.model.config import LatentConfig, ModelConfig, RopeConfig
 from etude.model.layers import Linear, RMSNorm
 
@@ -80,13 +81,6 @@ class Rope(nn.Module):
         return Rotation((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
 
 
-def rotate(x: Tensor, rotation: Rotation, interleaved: bool = False) -> Tensor:
-    """Turn each pair of dimensions by its angle. Interleaved pairs come out as halves, in queries and keys alike."""
-    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    cos, sin = rotation
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-
-
 class GroupedQueryAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -102,7 +96,7 @@ class GroupedQueryAttention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, documents: Documents | None, cache: Cache | None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.dim))
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
-        q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
+        q, k = rotate(self.q_norm(q), *rotation), rotate(self.k_norm(k), *rotation)
         if cache is None:
             y = attend(q, k, v, scale=self.scale, documents=documents)
         else:
@@ -135,8 +129,8 @@ class LatentAttention(nn.Module):
         q_nope, q_rope = q.unflatten(-1, (self.heads, -1)).split((dims.nope_dim, dims.rope_dim), dim=-1)
         latent, k_rope = self.kv_down(x).split((dims.kv_rank, dims.rope_dim), dim=-1)
         latent = self.kv_norm(latent)
-        q_rope = rotate(q_rope, rotation, self.interleaved)
-        k_rope = rotate(k_rope[..., None, :], rotation, self.interleaved)
+        q_rope = rotate(q_rope, *rotation, self.interleaved)
+        k_rope = rotate(k_rope[..., None, :], *rotation, self.interleaved)
         if cache is None:
             kv = self.kv_up(latent).unflatten(-1, (self.heads, -1))
             k_nope, v = kv.split((dims.nope_dim, dims.v_dim), dim=-1)

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.errors import InputError
+from etude.kernels.fused import swiglu
 from etude.kernels.grouped import grouped_matmul
 from etude.model.config import ModelConfig, MoEConfig
-from etude.model.layers import MLP, swiglu
+from etude.model.layers import MLP
 
 
 class Routing:

@@ -47,7 +47,7 @@ def find_layout(name: str) -> Layout:
     unified: Path | None = None
     in_unified: frozenset[str] = frozenset()
     reasons = []
-    for mount, kind, options in mounts:
+    for mount, kind, _ in mounts:
         if kind == "cgroup2" and unified is None:
             try:
                 unified, in_unified = _enter_unified(mount, member.get("", "/"), name)
@@ -221,6 +221,14 @@ class Group:
                 _write(directory / "cgroup.freeze", 0)
                 raise PodError(f"pod {self.name} did not freeze within {DEADLINE_S:g} s")
             time.sleep(0.0002)
+
+    def frozen(self) -> bool:
+        """Whether its processes stand still because somebody asked for it."""
+        if self.layout.unified is None:
+            return False
+        with contextlib.suppress(OSError):
+            return (self.layout.unified / self.name / "cgroup.freeze").read_text().strip() == "1"
+        return False
 
     def remove(self) -> bool:
         """Remove it; False when a process is still in it."""

@@ -8,81 +8,40 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
-import typer.core
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from etude.errors import BusyError, InputError, Interrupted
+from etude.errors import BusyError, InputError
 from etude.pods import cli_images
-from etude.pods.place import TOKEN, Here, Place, age, open_place
-from etude.pods.pod import Egress, ExecResult, Limits, Pod, SnapshotKind
+from etude.pods.admission import Thresholds
+from etude.pods.cli_options import (
+    DETACHED_S,
+    AsJson,
+    Backend,
+    Cwd,
+    Env,
+    HostUrl,
+    Input,
+    Kind,
+    PodId,
+    State,
+    Terminal,
+    Ttl,
+    User,
+    WithCommand,
+    act,
+)
+from etude.pods.place import TOKEN, Here, Place, age
+from etude.pods.pod import Egress, ExecResult, Limits, Pod, PodError, PodFileError, SnapshotKind
 from etude.pods.units import parse_seconds, parse_size, show_seconds, show_size
 
 app = typer.Typer(no_args_is_help=True)
-T = TypeVar("T")
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")]
-State = Annotated[
-    Path | None,
-    typer.Option(help="The state directory; $ETUDE_PODS or one in your home if not given.", show_default=False),
-]
-HostUrl = Annotated[
-    str | None,
-    typer.Option("--host", metavar="URL", help=f"Act on this `etude pods serve`; ${TOKEN} is its token."),
-]
-Backend = Annotated[str, typer.Option(help="auto, namespace, landlock or subprocess.")]
-PodId = Annotated[str, typer.Argument(metavar="POD", help="Its id, or the beginning of it.", show_default=False)]
-Kind = Annotated[str | None, typer.Option(help="fs (fast, ends its processes) or fs-live; chosen if not given.")]
-Input = Annotated[bool, typer.Option("-i", "--stdin", help="Pass our standard input to the command.")]
-Terminal = Annotated[bool, typer.Option("-t", "--tty", help="Run it on a terminal, this one.")]
-Ttl = Annotated[str | None, typer.Option(help="End the pod after this: 90s, 5m, 1h30m.", show_default=False)]
-User = Annotated[str | None, typer.Option(help="Run as this user: a name, uid or uid:gid.", show_default=False)]
-Cwd = Annotated[str | None, typer.Option(help="Start in this directory of the pod.", show_default=False)]
-Env = Annotated[list[str] | None, typer.Option(metavar="K=V", help="Set a variable; repeatable.", show_default=False)]
-Detached = 3600.0  # seconds that a detached pod lives unless told otherwise
-
-
-class WithCommand(typer.core.TyperCommand):
-    """A verb that ends in `-- COMMAND...`, whatever is optional before it."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        at = args.index("--") if "--" in args else len(args)
-        ctx.meta["etude.command"] = args[at + 1 :]
-        return super().parse_args(ctx, args[:at])
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "[-- COMMAND...]"]
-
-
-def act(state: Path | None, url: str | None, work: Callable[[Place], Coroutine[Any, Any, T]], backend: str = "auto") -> T:
-    """Do something at a place. Whatever ends this process ends its pods first."""
-
-    async def inside() -> T:
-        loop, me, got = asyncio.get_running_loop(), asyncio.current_task(), list[int]()
-        assert me is not None
-
-        def stop(number: int) -> None:
-            got.append(number)
-            me.cancel()
-
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, stop, number)
-        try:
-            async with open_place(state, url, backend) as place:
-                return await work(place)
-        except asyncio.CancelledError:
-            if got:
-                raise Interrupted(f"ended by {signal.Signals(got[0]).name}") from None
-            raise
-
-    return asyncio.run(inside())
 
 
 # ------------------------------------------------------------------------------------------------- running
@@ -96,7 +55,9 @@ def act(state: Path | None, url: str | None, work: Callable[[Place], Coroutine[A
 )
 def run(
     ctx: typer.Context,
-    image: Annotated[str, typer.Argument(help="An image or a snapshot; host is this machine's own toolchain.")] = "host",
+    image: Annotated[
+        str, typer.Argument(metavar="IMAGE", help="An image or a snapshot; host is this machine's own toolchain.")
+    ] = "host",
     stdin: Input = False,
     terminal: Terminal = False,
     detach: Annotated[
@@ -132,11 +93,16 @@ def run(
         cpu=cpu,
         pids=pids,
     )
-    life = parse_seconds(ttl, "--ttl") if ttl else Detached if detach else None
+    life = parse_seconds(ttl, "--ttl") if ttl else DETACHED_S if detach else None
     options = command_options(user, cwd, env, timeout)
     on_terminal = wants_terminal(stdin, terminal)
     egress = Egress.to(*allow or (), transparent=transparent, private=private)
-    asked = {"limits": limits, "egress": egress, "storage": "disk" if on_disk else "memory", "ttl": life}
+    asked: dict[str, Any] = {
+        "limits": limits,
+        "egress": egress,
+        "storage": "disk" if on_disk else "memory",
+        "ttl": life,
+    }
 
     async def work(place: Place) -> ExecResult | str:
         pod = await place.create(image, detach=detach, **asked)
@@ -214,10 +180,17 @@ def wants_terminal(stdin: bool, terminal: bool) -> bool:
 
 
 async def joined(pod: Pod, command: list[str], stdin: bool, terminal: bool, options: dict[str, Any]) -> ExecResult:
+    from etude.pods.client import not_started
     from etude.pods.terminal import SHELL, run_joined
 
     try:
         return await run_joined(pod, command or SHELL, stdin=stdin, terminal=terminal, **options)
+    except PodError as error:
+        cause = error.__cause__
+        if isinstance(cause, PodFileError) and (result := not_started(cause, command)):
+            print(f"etude: {result.stderr.strip()}", file=sys.stderr)
+            return result
+        raise
     except BrokenPipeError:  # whoever read our output has seen enough
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
@@ -343,8 +316,6 @@ def split_path(text: str) -> tuple[str, str]:
 
 
 async def is_directory(pod: Pod, path: str) -> bool:
-    from etude.pods.pod import PodFileError
-
     with contextlib.suppress(PodFileError):
         info = await pod.stat(path)
         return info.kind == "directory"
@@ -379,7 +350,9 @@ def events(pod: PodId, state: State = None, host: HostUrl = None, as_json: AsJso
         return
     for event in found:
         facts = " ".join(f"{name}={value}" for name, value in event.facts.items())
-        print(f"{datetime.fromtimestamp(event.time).isoformat(sep=' ', timespec='milliseconds')}  {event.kind}  {facts}")
+        print(
+            f"{datetime.fromtimestamp(event.time).isoformat(sep=' ', timespec='milliseconds')}  {event.kind}  {facts}"
+        )
 
 
 # ------------------------------------------------------------------------------------------------- the house
@@ -397,31 +370,37 @@ def gc(
 
     async def work(place: Place) -> dict[str, list[str]]:
         assert isinstance(place, Here)
-        ended, forgotten = [], []
-        if every:
-            if others := place.host.others():
-                raise BusyError(f"gc --all: {', '.join(others)} still run pods here; end them first")
-            for spec in place.host.records():
-                ended.append(spec.id)
-            for saved in place.host.store.snapshots():
-                await place.forget(saved.snapshot.id)
-                forgotten.append(saved.snapshot.id)
-            await place.host.backend.shut()
-        removed = await place.host.collect(grace=0 if every else 3600)
-        pods = sorted({*removed["pods"], *ended})
-        if every:
-            await place.host.backend.shut()
-        return {"pods": pods, "snapshots": forgotten, "layers": removed["layers"]}
+        host = place.host
+        if not every:
+            return {**await host.collect(grace=3600), "snapshots": []}
+        if others := host.others():
+            raise BusyError(f"gc --all: {', '.join(others)} still use this state directory; end them first")
+        pods, saved = [spec.id for spec in host.records()], host.store.snapshots()
+        for id in pods:
+            with contextlib.suppress(PodError):  # what does not answer is reaped below
+                await (await host.find(id)).close()
+        for each in saved:
+            await place.forget(each.snapshot.id)
+        removed = await host.collect(grace=0)
+        await host.backend.shut()
+        removed["pods"] = sorted({*removed["pods"], *pods})
+        return {**removed, "snapshots": [each.snapshot.id for each in saved]}
 
     done = act(state, None, work)
     print(json.dumps(done) if as_json else "removed " + ", ".join(f"{len(v)} {k}" for k, v in done.items()))
 
 
-@app.command(epilog="Examples:\n\n  etude pods serve --no-token\n\n"
-    f"  {TOKEN}=... etude pods serve --listen 0.0.0.0:7741 --certificate host.pem --key host.key --warm host=8")
+@app.command(
+    epilog="Examples:\n\n  etude pods serve --no-token\n\n"
+    f"  {TOKEN}=... etude pods serve --listen 0.0.0.0:7741 --certificate host.pem --key host.key --warm host=8"
+)
 def serve(
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where; port 0 takes a free one.")] = "127.0.0.1:7741",
-    token_file: Annotated[Path | None, typer.Option(help=f"Holds the token; else ${TOKEN}.", show_default=False)] = None,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where; port 0 takes a free one.")
+    ] = "127.0.0.1:7741",
+    token_file: Annotated[
+        Path | None, typer.Option(help=f"Holds the token; else ${TOKEN}.", show_default=False)
+    ] = None,
     no_token: Annotated[bool, typer.Option("--no-token", help="Let everybody on this machine in.")] = False,
     certificate: Annotated[Path | None, typer.Option(help="Of TLS, in PEM.", show_default=False)] = None,
     key: Annotated[Path | None, typer.Option(help="Of the certificate.", show_default=False)] = None,
@@ -434,9 +413,34 @@ def serve(
     state: State = None,
 ) -> None:
     """Offer this machine's pods to others over HTTP, until SIGTERM. Pods and clients survive a restart."""
-    from etude.pods.serving import serve_host
+    from etude.pods import serve as server
+    from etude.pods.fleet import open_host
 
-    asyncio.run(serve_host(listen, token_file, no_token, certificate, key, max_pods, warm or [], close, backend, state))
+    token = server.read_token(listen, token_file, no_token)
+    if bool(certificate) != bool(key):
+        raise InputError("--certificate and --key belong together: give both or none")
+    if not server.is_loopback(listen) and not certificate:
+        print("etude: warning: no TLS: the token and all that pods say can be read on the way", file=sys.stderr)
+    pools = [server.parse_warm(text) for text in warm or ()]
+    thresholds = Thresholds(max_pods=max_pods) if max_pods else None
+
+    async def work() -> None:
+        listener = server.bind(listen)
+        open_to = await open_host(backend, state, thresholds)
+        try:
+            for image, count in pools:
+                await open_to.pool(image, count)
+            name = listener.getsockname()
+            address = f"http{'s' if certificate else ''}://{f'[{name[0]}]' if ':' in name[0] else name[0]}:{name[1]}"
+
+            def ready() -> None:
+                print(f"{address}  pods of {open_to.state} on the {open_to.backend.name} backend", flush=True)
+
+            await server.run(open_to, token, listener, certificate=certificate, key=key, close=close, ready=ready)
+        finally:
+            await open_to.close()
+
+    asyncio.run(work())
 
 
 @app.command(epilog="Example:  etude pods doctor --json")

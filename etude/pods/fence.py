@@ -1,11 +1,12 @@
 """A second system-call filter, for pods that share the machine's network, user or IPC objects with everybody else.
 
-`seccomp.py` is written for pods with namespaces of their own. Without them three doors stay open that Landlock does
-not know either: objects of System V IPC and POSIX queues, sockets named by a path (before ABI 9), and TCP to any
-address, because Landlock's rules name a port and no address. `build` closes the first two. The third is turned around:
-with egress allowed, every `connect` is stopped and handed to a carrier process outside the pod, which puts a connection
-to the pod's gate in its place. The pod itself can connect to nothing and listen on nothing; no address that a program
-names is ever used or even read, so there is nothing to swap after a check. Imported inside pods: standard library only.
+`seccomp.py` is written for pods with namespaces of their own. Without them doors stay open that Landlock does not know
+either: objects of System V IPC and POSIX queues, limits and priorities of other processes of the same user, sockets
+named by a path (before ABI 9), and TCP to any address, because Landlock's rules name a port and no address. `build`
+closes all but the last. That one is turned around: with egress allowed, every `connect` is stopped and handed to a
+carrier process outside the pod, which puts a connection to the pod's gate in its place. The pod itself can connect to
+nothing and listen on nothing; no address that a program names is ever used or even read, so there is nothing to swap
+after a check. Imported inside pods: standard library only.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from etude.pods.capabilities import no_new_privileges
 
 # name -> number on x86_64 and aarch64
 IPC = {"shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180)}
+_PRLIMIT, _SETPRIORITY, _IOPRIO_SET = (302, 261), (141, 140), (251, 30)
 _SOCKET, _SOCKETPAIR, _CONNECT, _LISTEN = (41, 198), (53, 199), (42, 203), (50, 201)
 _SECCOMP = (317, 277)
 _ARCHES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
@@ -40,14 +42,23 @@ _libc = ctypes.CDLL(None, use_errno=True)
 Line = tuple[int, int, int, int]
 
 
-def build(unix: bool, carry: bool, machine: str | None = None) -> bytes:
-    """The filter. `unix`: sockets of the UNIX family may be opened; `carry`: every connect goes to the carrier."""
+def build(unix: bool, carry: bool, alone: bool, machine: str | None = None) -> bytes:
+    """The filter.
+
+    `unix`: sockets of the UNIX family may be opened; `carry`: every connect goes to the carrier; `alone`: nobody else
+    has the pod's user.
+    """
     arch, column = _ARCHES[machine or platform.machine()]
     refuse = _ERRNO | errno.EACCES
     program: list[Line] = [(_LOAD, 0, 0, _ARCH), (_JEQ, 1, 0, arch), _return(_ALLOW), (_LOAD, 0, 0, _NUMBER)]
     for numbers in IPC.values():
         # They outlive their makers and belong to a user id, not to a pod: nobody could clean up after it.
         program += _on(numbers[column], [_return(_ERRNO | errno.EPERM)])
+    if not alone:
+        # A limit of no time is a signal by another name. Its own a process may change, named as 0.
+        program += _on(_PRLIMIT[column], _unless(0, 0))
+        for numbers in (_SETPRIORITY, _IOPRIO_SET):
+            program += _on(numbers[column], _unless(1, 0))
     if not unix:
         argument: Line = (_LOAD, 0, 0, _ARGUMENTS)
         check = [argument, (_JEQ, 0, 1, _AF_UNIX), _return(refuse), _return(_ALLOW)]
@@ -67,6 +78,12 @@ def build(unix: bool, carry: bool, machine: str | None = None) -> bytes:
 def _on(number: int, then: list[Line]) -> list[Line]:
     """Do `then`, which must end by returning, when the call in the accumulator is `number`."""
     return [(_JEQ, 0, len(then), number), *then]
+
+
+def _unless(argument: int, value: int) -> list[Line]:
+    """Refuse, unless an argument has this value."""
+    load: Line = (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
+    return [load, (_JEQ, 1, 0, value), _return(_ERRNO | errno.EPERM), _return(_ALLOW)]
 
 
 def _return(value: int) -> Line:

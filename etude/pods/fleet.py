@@ -212,8 +212,9 @@ class Fleet:
     async def _transfer(self, snapshot: str, target: Door) -> None:
         """Bring a snapshot from a host that has it to `target`."""
         sources = [report.host for report in self.router.hosts() if snapshot in report.snapshots]
-        for name in sources or self.doors:
-            if name == target.name:
+        # Reports are a second old: those that said they have it first, then whoever may have it by now.
+        for name in dict.fromkeys((*sources, *self.doors)):
+            if name == target.name or name not in self.doors:
                 continue
             with tempfile.TemporaryDirectory(prefix="etude-snapshot-") as directory:
                 file = Path(directory) / "snapshot.tar"

@@ -12,8 +12,8 @@ import math
 import os
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class Host:
         self.admission = Admission(lambda: read_pressure(state), thresholds)
         self.queue = FairQueue(self.admission)
         self.pods: dict[str, LocalPod] = {}
+        self.turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # one snapshot of a pod at a time
         self.guests: set[str] = set()  # of the pods, those that another living process runs
         self.seats: dict[str, Seat] = {}
         self.keys: dict[str, asyncio.Task[LocalPod]] = {}
@@ -75,7 +76,7 @@ class Host:
         self.idle_layers: set[str] = set()
         self.tasks: set[asyncio.Task[Any]] = set()
         self.draining = False
-        self.owner = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self.owner = backend.owner = f"{os.getpid()}-{secrets.token_hex(4)}"
         self.lock = -1
         self.host_image: Image | None = None
         self.host_image_seen = -HOST_IMAGE_S
@@ -305,16 +306,48 @@ class Host:
     # ------------------------------------------------------------------------------------------- a pod's life
 
     async def snapshot_pod(self, pod: LocalPod, kind: SnapshotKind | None) -> Snapshot:
-        sealed, kind = await self._seal(pod, kind)
-        await self._go_on(pod, sealed, kind)
-        layers = await self._shallow(sealed)
-        id = f"snap-{secrets.token_hex(8)}"
-        durable = not any(layer.memory for layer in layers)
-        parent = pod.spec.image.id if pod.spec.image.id.startswith("snap-") else None
-        snapshot = Snapshot(id, pod.image, parent, kind, durable)
-        self.store.save_snapshot(snapshot, pod.spec.image.with_(layers=layers))
-        self._use(layers, 1)
-        return snapshot
+        sealed, kind, going_on = await self._sealed(pod, kind)
+        try:
+            await going_on
+            layers = await self._shallow(sealed)
+            id = f"snap-{secrets.token_hex(8)}"
+            durable = not any(layer.memory for layer in layers)
+            parent = pod.spec.image.id if pod.spec.image.id.startswith("snap-") else None
+            snapshot = Snapshot(id, pod.image, parent, kind, durable)
+            self.store.save_snapshot(snapshot, pod.spec.image.with_(layers=layers))
+            self._use(layers, 1)
+            return snapshot
+        finally:
+            self._use(sealed, -1)
+
+    async def _sealed(
+        self, pod: LocalPod, kind: SnapshotKind | None
+    ) -> tuple[tuple[Layer, ...], SnapshotKind, "asyncio.Task[None]"]:
+        """Seal a pod and let it go on: its layers, which the caller holds, how it was done, and when it goes on.
+
+        Once begun this is not cancelled: between the two there is no pod.
+        """
+        turn = self.turns[pod.id]
+        await turn.acquire()
+
+        async def work() -> tuple[tuple[Layer, ...], SnapshotKind, "asyncio.Task[None]"]:
+            try:
+                sealed, how = await self._seal(pod, kind)
+            except BaseException:
+                turn.release()
+                raise
+            self._use(sealed, 1)
+            going_on = asyncio.create_task(self._go_on(pod, sealed, how))
+            going_on.add_done_callback(lambda task: _failed(task))  # whoever waits for it hears of it
+            going_on.add_done_callback(lambda _: turn.release())
+            return sealed, how, going_on
+
+        working = asyncio.create_task(work())
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            working.add_done_callback(lambda done: None if _failed(done) else self._use(done.result()[0], -1))
+            raise
 
     async def _seal(self, pod: LocalPod, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
         if kind == "full":
@@ -337,6 +370,8 @@ class Host:
         """Let a sealed pod run again, over what it sealed."""
         if kind != "fs":
             return
+        if self.pods.get(pod.id) is not pod:
+            raise PodGone(f"pod {pod.id} was closed")
         self._use(layers, 1)
         self._use(pod.spec.image.layers, -1)
         pod.spec = replace(pod.spec, image=pod.spec.image.with_(layers=layers))
@@ -356,9 +391,7 @@ class Host:
     async def fork_pod(self, pod: LocalPod, n: int, kind: SnapshotKind | None) -> Sequence[LocalPod]:
         if n < 1:
             raise InputError(f"fork: {n} children; expected at least 1")
-        sealed, kind = await self._seal(pod, kind)
-        self._use(sealed, 1)  # ours until every child has its own hold on them
-        going_on = asyncio.create_task(self._go_on(pod, sealed, kind))
+        sealed, kind, going_on = await self._sealed(pod, kind)
         made: list[asyncio.Task[LocalPod]] = []
         try:
             layers = await self._shallow(sealed)
@@ -375,18 +408,19 @@ class Host:
                     await done.close()
             raise
         finally:
-            await going_on
-            self._use(sealed, -1)
+            self._use(sealed, -1)  # every child has its own hold on them
+            await asyncio.shield(going_on)
 
     async def close_pod(self, pod: LocalPod) -> None:
         if self.pods.get(pod.id) is not pod:
             return
         self._leave(pod)
-        layers = pod.spec.image.layers
         try:
-            await pod.end()
+            async with self.turns[pod.id]:  # a snapshot that is being taken does not bring it back
+                await pod.end()
         finally:
-            self._use(layers, -1)
+            self.turns.pop(pod.id, None)
+            self._use(pod.spec.image.layers, -1)
 
     def _leave(self, pod: LocalPod) -> None:
         """The pod is not ours any more."""
@@ -471,11 +505,8 @@ class Host:
 
     def records(self) -> list[PodSpec]:
         """Every pod's description in the state directory."""
-        found = []
-        for directory in (self.state / "pods").iterdir():
-            if (spec := read_record(directory / "pod.json")) is not None:
-                found.append(spec)
-        return found
+        found = (read_record(directory / "pod.json") for directory in (self.state / "pods").iterdir())
+        return [spec for spec in found if spec is not None]
 
     def _owner_file(self, owner: str) -> Path:
         return self.state / "owners" / f"{owner}.lock"
@@ -492,22 +523,43 @@ class Host:
         file.unlink(missing_ok=True)
         return False
 
+    def others(self) -> list[str]:
+        """Other living processes that have this state directory open."""
+        owners = (file.stem for file in (self.state / "owners").glob("*.lock"))
+        return [owner for owner in owners if owner != self.owner and self._alive(owner)]
+
     async def reap(self) -> list[str]:
         """Remove what is left of pods whose owner is dead, or that do not answer although they belong to nobody."""
-        known = []
-        alive = {owner.stem: self._alive(owner.stem) for owner in (self.state / "owners").glob("*.lock")}
+        for owner in (self.state / "owners").glob("*.lock"):
+            self._alive(owner.stem)  # removes the files of the dead
+        answering = set()
         for spec in self.records():
-            if spec.id in self.pods or alive.get(spec.owner, False):
-                known.append(spec.id)
-            elif not spec.attached and (pod := await self.backend.adopt(spec)) is not None:
-                pod.release()
-                known.append(spec.id)
+            if not spec.attached and spec.id not in self.pods and not self._expired(spec):
+                if self._alive(spec.owner):
+                    answering.add(spec.id)
+                elif (pod := await self.backend.adopt(spec)) is not None:
+                    pod.release()
+                    answering.add(spec.id)
+        removed = await self.backend.reap(self._known(answering))
+        for id in await self.backend.memory_layers() - set(self.uses) - await asyncio.to_thread(self._needed):
+            if not self._alive(id.partition(".")[0]):
+                await self.backend.drop(Layer(id, memory=True))
+        return removed
+
+    def _known(self, answering: set[str]) -> Iterator[str]:
+        """Pods that somebody looks after. Lazy: read after what there is was listed, or new ones would be missing."""
+        for spec in self.records():
+            if spec.id in self.pods or spec.id in answering or self._alive(spec.owner):
+                yield spec.id
         starting = time.time() - 30  # a directory without a record is being made, or its maker died
         for directory in (self.state / "pods").iterdir():
             with contextlib.suppress(FileNotFoundError):
                 if not (directory / "pod.json").exists() and directory.stat().st_mtime > starting:
-                    known.append(directory.name)
-        return await self.backend.reap(known)
+                    yield directory.name
+
+    def _expired(self, spec: PodSpec) -> bool:
+        left = spec.remaining()
+        return left is not None and left <= EXPIRED_S
 
     async def find(self, id: str) -> LocalPod:
         """A running pod by its id (or the beginning of it), made by whomever."""
@@ -548,10 +600,9 @@ class Host:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
-            for pod in list(self.pods.values()):  # agents end in time by themselves, unless they are paused
-                if (left := pod.spec.remaining()) is not None and left <= EXPIRED_S and pod.id not in self.guests:
-                    pod.record("died", {"reason": "its time to live was over"})
-                    self._later(self.close_pod(pod))
+            for late in [pod for pod in self.pods.values() if self._expired(pod.spec) and pod.id not in self.guests]:
+                late.record("died", {"reason": "its time to live was over"})  # a paused agent cannot see to it itself
+                self._later(self.close_pod(late))
             for id, seat in list(self.seats.items()):
                 pod = self.pods.get(id)
                 if pod is not None and (memory := pod.memory_used()):
@@ -594,5 +645,5 @@ def _signature(spec: PodSpec) -> Signature:
     return Signature(spec.image.id, spec.limits, spec.egress, spec.storage)
 
 
-def _failed(task: "asyncio.Task[LocalPod]") -> bool:
+def _failed(task: "asyncio.Task[Any]") -> bool:
     return task.cancelled() or task.exception() is not None

@@ -22,9 +22,7 @@ from collections.abc import Callable
 from etude.pods import agent, capabilities, linux, plan, seccomp, wire
 
 IDLE_S = 30.0  # with nothing to keep and nobody connected
-NAMESPACES = (
-    linux.NEWUSER | linux.NEWNS | linux.NEWPID | linux.NEWNET | linux.NEWIPC | linux.NEWUTS | linux.NEWCGROUP
-)
+NAMESPACES = linux.NEWUSER | linux.NEWNS | linux.NEWPID | linux.NEWNET | linux.NEWIPC | linux.NEWUTS | linux.NEWCGROUP
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
@@ -496,4 +494,3 @@ def main(state: str, descriptor: int) -> None:
     gc.freeze()  # pods share these pages until they are written to
     gc.disable()
     Keeper(listener).serve()
-

@@ -37,6 +37,7 @@ class KeeperLine:
         self.calls: dict[int, asyncio.Future[tuple[wire.Fields, list[int]]]] = {}
         self.next_call = 0
         self.descriptors: list[int] = []
+        self.fetching: set[int] = set()  # calls whose answer brings one
         self.opening = asyncio.Lock()
         self.on_open: Callable[[], object] = lambda: None  # another keeper may answer than the last time
 
@@ -53,6 +54,8 @@ class KeeperLine:
         self.next_call += 1
         call = self.next_call
         answer = self.calls[call] = loop.create_future()
+        if op == plan.FETCH:
+            self.fetching.add(call)
         # The keeper reads before it does anything else, so this never waits for long.
         data = wire.frame(op, call, *fields)
         try:
@@ -60,6 +63,7 @@ class KeeperLine:
             while sent < len(data):
                 sent += self.sock.send(data[sent:])
         except OSError as error:
+            del self.calls[call]
             self._lost()
             raise PodGone(f"the keeper of {self.state} is gone ({error.strerror})") from error
         try:
@@ -96,7 +100,9 @@ class KeeperLine:
             return
         for op, call, fields in self.splitter.feed(data):
             answer = self.calls.get(call)
-            given, self.descriptors = self.descriptors, []
+            # Answers that are read together come with the descriptors of all of them, in order.
+            given = [self.descriptors.pop(0)] if op == wire.OK and call in self.fetching else []
+            self.fetching.discard(call)
             if answer is None or answer.done():
                 for fd in given:
                     os.close(fd)
@@ -117,6 +123,10 @@ class KeeperLine:
             self.sock.close()
             self.sock = None
             self.splitter = wire.Splitter()
+            for fd in self.descriptors:
+                os.close(fd)
+            self.descriptors.clear()
+            self.fetching.clear()
 
 
 def start_keeper(state: Path, helper: Path | None) -> None:
@@ -156,7 +166,9 @@ def keeper_program(helper: Path | None, state: Path, listener: int) -> Iterator[
     """
     root = str(Path(etude.__file__).parent.parent)
     arguments = f"{listener}\n{state}\n"
-    code = f"import sys; sys.path.append({root!r}); from etude.pods.keeper import main; main({str(state)!r}, {listener})\n"
+    code = (
+        f"import sys; sys.path.append({root!r}); from etude.pods.keeper import main; main({str(state)!r}, {listener})\n"
+    )
     with tempfile.TemporaryFile() as file:
         file.write((arguments if helper else code).encode())
         file.seek(0)

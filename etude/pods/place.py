@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from etude.errors import InputError
 from etude.pods import api
 from etude.pods.backends.backend import LocalPod, PodSpec
-from etude.pods.fleet import open_host
+from etude.pods.fleet import default_state, open_host
 from etude.pods.host import Host
 from etude.pods.pod import Egress, Event, Limits, Pod, PodError, PodGone, Snapshot, SnapshotKind
 
@@ -216,15 +216,33 @@ async def open_place(state: Path | None, url: str | None, backend: str = "auto")
         finally:
             await door.close()
         return
-    host = await open_host(backend, state)
+    place = state or default_state()
+    host = await open_host(recall_backend(place) if backend == "auto" else backend, place)
+    with contextlib.suppress(OSError):  # only a matter of time saved
+        (host.state / "backend").write_text(f"{host.backend.name} {this_boot()}")
     try:
         yield Here(host)
     finally:
         await host.close()
 
 
+def recall_backend(state: Path) -> str:
+    """The backend last used in a state directory since this machine was started: trying them all costs a second."""
+    try:
+        name, boot = (state / "backend").read_text().split()
+    except (OSError, ValueError):
+        return "auto"
+    return name if boot == this_boot() else "auto"
+
+
+def this_boot() -> str:
+    """A name of this start of the machine, for this user; what a backend can do is as good as fixed for it."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{os.geteuid()}"
+    except OSError:
+        return "unknown"
+
+
 def age(pod: dict[str, Any]) -> float:
     """Seconds since a pod was made."""
     return max(0.0, time.time() - float(pod["created"]))
-
-

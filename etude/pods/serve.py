@@ -8,6 +8,7 @@ renewing a lease through the tunnel; what ended is reaped here. Nothing that com
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import json
 import logging
 import os
@@ -35,6 +36,7 @@ from etude.pods.backends.backend import LocalPod, PodSpec
 from etude.pods.client import Link
 from etude.pods.fleet import HostGone
 from etude.pods.host import Host
+from etude.pods.place import TOKEN
 from etude.pods.pod import PodError, PodGone, SnapshotKind
 
 MAX_JSON = 1 << 20
@@ -448,7 +450,7 @@ def app(host: Host, token: str, *, max_upload: int = MAX_UPLOAD) -> Starlette:
             route("GET", "/images/{id:path}", service.export),
         ],
         middleware=[Middleware(Guard, token=token)],
-        exception_handlers={HTTPException: show_error, EtudeError: show_error, OSError: show_error},
+        exception_handlers=dict.fromkeys((HTTPException, EtudeError, OSError, Exception), show_error),
         lifespan=life,
     )
 
@@ -458,6 +460,44 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals are ours: uvicorn would raise them again before the host is closed."""
         yield
+
+
+def is_loopback(address: str) -> bool:
+    """Whether `HOST:PORT` can be reached from this machine only."""
+    name = address.rpartition(":")[0].strip("[]")
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def read_token(listen: str, file: Path | None, none: bool) -> str:
+    """The token of a file or of the environment; empty only for who asks for that on this machine alone."""
+    try:
+        token = (file.read_text() if file else os.environ.get(TOKEN, "")).strip()
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"--token-file {file}: {error}") from None
+    if none:
+        if token:
+            raise InputError(f"--no-token, but there is one in {file or f'${TOKEN}'}; leave out one of them")
+        if not is_loopback(listen):
+            raise InputError(f"--no-token: {listen} can be reached from outside; that needs a token")
+        return ""
+    if len(token) < 16 or not token.isascii():
+        found = "is too short" if token else "is missing"
+        raise InputError(
+            f"the token {found}: give at least 16 characters in ${TOKEN} or --token-file (`openssl rand -hex 24` "
+            "makes some), or on this machine alone --no-token"
+        )
+    return token
+
+
+def parse_warm(text: str) -> tuple[str, int]:
+    """The image and the number of `IMAGE=N`."""
+    image, _, count = text.rpartition("=")
+    if not image or not count.isdigit():
+        raise InputError(f"--warm {text}: expected IMAGE=N, such as host=8")
+    return image, int(count)
 
 
 def bind(address: str) -> socket.socket:

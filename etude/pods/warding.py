@@ -106,7 +106,7 @@ def landlock_available(state: Path) -> tuple[bool, str]:
         (place / "inside").write_text("inside")
         (place / "outside").write_text("outside")
         allowed = [path for path in SYSTEM_BINDS if os.path.exists(path)]
-        filters = [fence.build(unix=False, carry=False).hex(), seccomp.build_filter("none").hex()]
+        filters = [fence.build(unix=False, carry=False, alone=False).hex(), seccomp.build_filter("none").hex()]
         arguments = [str(place / "inside"), str(place / "outside"), allowed]
         code = (
             f"{_LOAD}; import json; from etude.pods.warden import check; inside, outside, allowed = {arguments!r}; "

@@ -23,7 +23,9 @@ from typing import Any
 
 from etude.pods.fleet import open_host
 from etude.pods.host import Host
+from etude.pods.native.build import find_helper
 from etude.pods.pod import Capabilities, Pod
+from etude.pods.probe import cache_directory, probe
 
 DEADLINE_S = 60.0  # of one check; none takes more than a few seconds
 
@@ -62,6 +64,11 @@ class Home:
             yield pod
         finally:
             await pod.close()
+
+    @property
+    def own_root(self) -> bool:
+        """Whether a pod has a root file system of its own, and processes nobody else sees."""
+        return self.can.isolation not in ("none", "lsm")
 
     def place(self) -> Path:
         """A new empty directory of the host's."""
@@ -104,6 +111,9 @@ async def run_one(home: Home, name: str) -> dict[str, Any]:
 
 async def run(backend: str, state: Path, compiled: bool, names: list[str]) -> None:
     """Every check, one after the other, on one host; one JSON object per line."""
+    if (reason := await missing(backend, state, compiled)) is not None:
+        print(json.dumps({"name": UNAVAILABLE, "outcome": "skipped", "seconds": 0.0, "text": reason}), flush=True)
+        return
     host = await open_host(backend, state, compiled=compiled)
     with tempfile.TemporaryDirectory(dir=state.parent) as scratch:
         home = Home(host, Path(scratch))
@@ -111,13 +121,24 @@ async def run(backend: str, state: Path, compiled: bool, names: list[str]) -> No
             for name in names or CHECKS:
                 print(json.dumps(await run_one(home, name)), flush=True)
         finally:
-            await host.backend.shut()
             await host.close()
+            await host.backend.shut()
     left = [path for path in (state / "pods").iterdir() if path.name != "probe"]
     row = {"name": NOTHING_LEFT, "outcome": "failed" if left else "passed", "seconds": 0.0, "text": str(left or "")}
     print(json.dumps(row), flush=True)
 
 
+async def missing(backend: str, state: Path, compiled: bool) -> str | None:
+    """Why this backend cannot be checked here, in words; None when it can."""
+    if compiled:
+        helper, reason = find_helper(cache_directory(state))
+        if helper is None:
+            return f"there is no compiled keeper: {reason}"
+    verdict = await probe(backend, compiled)
+    return None if verdict.works else f"{backend} does not work here: {verdict.reason}"
+
+
+UNAVAILABLE = "unavailable"
 NOTHING_LEFT = "no_pod_directory_is_left_when_all_is_closed"
 
 
@@ -138,6 +159,7 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true")
     given = parser.parse_args()
     os.umask(0o022)
+    os.environ["ETUDE_CONFORMANCE_SECRET"] = "of the service"
     load()
     asyncio.run(run(given.backend, given.state, given.compiled, given.checks))
 

@@ -82,7 +82,11 @@ async def stat_and_list_describe_and_do_not_follow(home: Home) -> None:
         await pod.exec("ln -s file d/link; ln -s /nowhere d/broken; mkfifo d/pipe; mkdir d/sub", cwd=pod.workdir)
         found = {info.name: info for info in await pod.list("d")}
         assert {name: info.kind for name, info in found.items()} == {
-            **{"file": "file", "link": "symlink", "broken": "symlink", "pipe": "other", "sub": "directory"}
+            "file": "file",
+            "link": "symlink",
+            "broken": "symlink",
+            "pipe": "other",
+            "sub": "directory",
         }
         assert found["file"].size == 5
         assert found["broken"].target == "/nowhere"

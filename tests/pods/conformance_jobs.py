@@ -136,6 +136,8 @@ async def input_nobody_reads_is_not_piled_up(home: Home) -> None:
         job = await pod.spawn("sleep 600")
         with raises(TimeoutError):
             await asyncio.wait_for(job.write(b"x" * 200_000_000), 1.0)
+        if "memory" in home.can.limits:
+            assert (await pod.stats())["memory"] < 60 << 20
         assert (await pod.exec("echo fine")).stdout == "fine\n"
         await job.signal(9)
         await job.wait(10)
@@ -205,8 +207,8 @@ async def a_terminal_takes_much_input_and_gives_much_output(home: Home) -> None:
         await read_until(job, rb"go")
         await job.write(b"q" * 300_000)
         await read_until(job, rb"300000")
-        flood = await pod.pty(["head", "-c", "20000000", "/dev/zero"])
-        assert len((await gather_output(flood))["stdout"]) == 20_000_000
+        flood = await pod.pty(["head", "-c", "5000000", "/dev/zero"])
+        assert len((await gather_output(flood))["stdout"]) == 5_000_000
         assert (await flood.wait(10)).ok
 
 

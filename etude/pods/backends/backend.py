@@ -101,6 +101,7 @@ class Backend(ABC):
 
     name: str
     capabilities: Capabilities
+    owner: str = ""  # the service that uses it; layers it makes in memory are named after it
 
     @abstractmethod
     async def start(self, spec: PodSpec) -> LocalPod:
@@ -112,7 +113,12 @@ class Backend(ABC):
 
     @abstractmethod
     async def reap(self, known: Iterable[str]) -> list[str]:
-        """Remove what is left of pods that are not in `known`; their names."""
+        """Remove what is left of pods that are not in `known`, and name them. Read `known` after looking what there is:
+        it is lazy, so that a pod made meanwhile is in it."""
+
+    async def memory_layers(self) -> set[str]:
+        """Ids of the layers that are held in memory, `owner.something`; of whomever."""
+        return set()
 
     @abstractmethod
     async def persist(self, layer: Layer) -> Layer:

@@ -9,6 +9,7 @@ Landlock cannot tell apart within one user is closed by a system-call filter (`f
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import os
 import random
@@ -18,7 +19,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
 
 from etude.pods import capabilities, fence, landlock, layers, plan, seccomp, trees, warden, wire
@@ -30,7 +31,9 @@ from etude.pods.gate import Gate
 from etude.pods.pod import Capabilities, PodError, PodGone, SnapshotKind, Unsupported
 from etude.pods.records import SYSTEM_BINDS, Image, Layer
 from etude.pods.store import Store
-from etude.pods.warding import WardenLine
+from etude.pods.warding import WardenLine, landlock_available
+
+__all__ = ["DirectoryBackend", "DirectoryPod", "LandlockBackend", "SubprocessBackend", "landlock_available"]
 
 AGENT_SOCKET = "agent.sock"
 PLACES = ("work", "home", "tmp")
@@ -68,7 +71,8 @@ class DirectoryBackend(Backend):
         self.users = own_users() if self.confined else None
         self.outside = (OUTSIDE if OUTSIDE.is_dir() else Path(tempfile.gettempdir())) / f"etude-pods-{mark}"
         self.warden = WardenLine(state, self.name)
-        self.deletions: set[asyncio.Task[None]] = set()
+        self.recent: set[int] = set()  # users given to pods by this process
+        self.background: set[asyncio.Task[None]] = set()
         self.capabilities = self._capabilities()
 
     def _capabilities(self) -> Capabilities:
@@ -110,23 +114,32 @@ class DirectoryBackend(Backend):
 
     async def adopt(self, spec: PodSpec) -> "DirectoryPod | None":
         pod = DirectoryPod(self, spec)
+        pod.paused = pod.group.frozen()
         try:
-            await pod.connect(timeout=1.0)
+            if pod.paused:  # for a moment: the agent has to know us
+                await asyncio.to_thread(pod.group.freeze, False)
+            await pod.connect(timeout=1.0, own=not spec.attached)
         except (OSError, PodError):
             pod.release()
             return None
+        finally:
+            if pod.paused:
+                await asyncio.to_thread(pod.group.freeze, True)
         return pod
 
     async def reap(self, known: Iterable[str]) -> list[str]:
-        alive = set(known)
         reply, _ = await self.warden.ask(plan.STATUS)
         found = {name.decode() for name in reply.get(plan.ID, [])} | existing(self.layout)
         for place in (self.state / "pods", self.outside):
             with contextlib.suppress(FileNotFoundError):
                 found |= {entry.name for entry in place.iterdir()}
-        for name in sorted(found - alive):
+        for trash in {name for name in found if name.startswith(".")}:  # of a service that was killed while deleting
+            found.discard(trash)
+            self.later(asyncio.to_thread(trees.remove_tree, self.outside / trash))
+        found -= set(known)  # last: a pod made meanwhile is in no list of ours
+        for name in sorted(found):
             await self.clear(name, orphaned=True)
-        return sorted(found - alive)
+        return sorted(found)
 
     async def clear(self, name: str, orphaned: bool = False) -> None:
         """Remove everything of a pod: processes, groups, directories. `orphaned`: its warden may be dead as well."""
@@ -151,12 +164,13 @@ class DirectoryBackend(Backend):
         """A user that nobody has; -1 where pods have none of their own."""
         if self.users is None:
             return -1
-        with contextlib.suppress(FileNotFoundError):
-            taken = {entry.stat().st_uid for entry in self.outside.glob("*/fs")}
-            while (user := random.SystemRandom().choice(self.users)) in taken:
-                pass
-            return user
-        return random.SystemRandom().choice(self.users)
+        taken: set[int] = set()
+        if len(self.users) < 1_000_000:  # with more, chance is enough: one in a million with two hundred pods
+            taken = {place.stat().st_uid for place in self.outside.glob("*/fs")}
+        while (user := random.SystemRandom().choice(self.users)) in taken | self.recent:
+            pass
+        self.recent.add(user)
+        return user
 
     async def persist(self, layer: Layer) -> Layer:
         return layer  # all of ours are on disk
@@ -165,8 +179,8 @@ class DirectoryBackend(Backend):
         """Nothing is held for a layer."""
 
     async def close(self) -> None:
-        if self.deletions:
-            await asyncio.wait(self.deletions)
+        if self.background:
+            await asyncio.wait(self.background)
         self.warden.close()
 
     async def shut(self) -> None:
@@ -177,7 +191,7 @@ class DirectoryBackend(Backend):
         for base in self.layout.bases:
             with contextlib.suppress(OSError):
                 base.rmdir()
-        self.delete(self.outside)
+        await asyncio.to_thread(trees.remove_tree, self.outside)
         await self.close()
 
     # ------------------------------------------------------------------------------------------- cleaning
@@ -185,14 +199,19 @@ class DirectoryBackend(Backend):
     def delete(self, directory: Path) -> None:
         """Remove a directory in the background; it has another name from now on."""
         inside = directory.is_relative_to(self.state)
-        bin = self.state / "trash" if inside else self.outside.parent
-        bin.mkdir(exist_ok=True)
-        trash = bin / f"{'' if inside else '.etude-trash-'}{directory.name}-{secrets.token_hex(8)}"
+        bin = self.state / "trash" if inside else self.outside
+        trash = bin / f".{directory.name}-{secrets.token_hex(8)}"
         with contextlib.suppress(FileNotFoundError):
+            if inside:
+                bin.mkdir(mode=0o700, exist_ok=True)
             directory.rename(trash)
-            task = asyncio.create_task(asyncio.to_thread(trees.remove_tree, trash))
-            self.deletions.add(task)
-            task.add_done_callback(self.deletions.discard)
+            self.later(asyncio.to_thread(trees.remove_tree, trash))
+
+    def later(self, work: Coroutine[None, None, None]) -> None:
+        """Do it in the background; `close` waits for it."""
+        task = asyncio.create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
 
     async def _remove_group(self, group: Group) -> None:
         for _ in range(400):  # the last process of a dead pod leaves its group a moment later
@@ -281,7 +300,7 @@ class DirectoryPod(LocalPod):
         self.policy = Policy.from_egress(spec.egress)
         self.fs = backend.fs(spec.id)
         home, scratch = str(self.fs / "home"), str(self.fs / "tmp")
-        own = {"HOME": home, "TMPDIR": scratch, "USER": "pod", "LOGNAME": "pod", "PWD": str(self.fs / "work")}
+        own = {"HOME": home, "TMPDIR": scratch, "USER": "pod", "LOGNAME": "pod"}
         environment = {"PATH": PATH, "LANG": "C.UTF-8", **spec.image.env, **own, **self.policy.environment()}
         if backend.confined:  # a system file that may hold credentials; git takes "not allowed" for a fatal error
             environment["GIT_CONFIG_NOSYSTEM"] = "1"
@@ -293,6 +312,7 @@ class DirectoryPod(LocalPod):
         self.directory = backend.state / "pods" / spec.id
         self.group = Group(backend.layout, spec.id)
         self.gate: Gate | None = None
+        self.paused = False
         self.closed = False
 
     # ------------------------------------------------------------------------------------------- starting
@@ -336,8 +356,8 @@ class DirectoryPod(LocalPod):
         return [
             *fields,
             (plan.FLAGS, flags),
-            (plan.FILTER, seccomp.build_filter("tcp-only" if port else "none")),
-            (warden.FENCE, fence.build(unix=self.backend.unix and not port, carry=bool(port))),
+            (plan.FILTER, filter_of("tcp-only" if port else "none")),
+            (warden.FENCE, fence.build(self.backend.unix and not port, carry=bool(port), alone=user >= 0)),
             *paths(warden.EXECUTE, executable(self.spec.image)),
             *paths(
                 warden.READ, (*(f"/etc/{x}" for x in ETC), *(f"/proc/{x}" for x in PROC), "/sys/devices/system/cpu")
@@ -345,12 +365,16 @@ class DirectoryPod(LocalPod):
             *paths(warden.WRITE, [f"/dev/{name}" for name in (*DEVICES, *terminals)]),
         ]
 
-    async def connect(self, timeout: float = CONNECT_S) -> None:
-        """Connect to the agent and take the pod: as its owner if it is attached."""
+    async def connect(self, timeout: float = CONNECT_S, own: bool = True) -> None:
+        """Connect to the agent and take the pod, as its owner if it is attached; with `own` false only connect."""
         self.agent = Agent(await self.open_link(), self.id)
         await self.agent.greeting(timeout)
-        await self._carry(list(self.agent.link.descriptors))
-        await self.own(self.spec)
+        descriptors = list(self.agent.link.descriptors)
+        if own:
+            await self._carry(descriptors)
+            await self.own(self.spec)
+        else:  # its owner lives, and carries what it sends
+            warden.close_all(descriptors)
 
     async def open_link(self) -> Link:
         return SocketLink(connect_unix(str(self.directory), AGENT_SOCKET))
@@ -379,12 +403,16 @@ class DirectoryPod(LocalPod):
 
     async def pause(self) -> None:
         self.backend.capabilities.require("pausing a pod", self.backend.capabilities.pause)
+        _ = self.line
         await asyncio.to_thread(self.group.freeze, True)
+        self.paused = True
         self.record("paused", {})
 
     async def resume(self) -> None:
         self.backend.capabilities.require("pausing a pod", self.backend.capabilities.pause)
+        _ = self.line
         await asyncio.to_thread(self.group.freeze, False)
+        self.paused = False
         self.record("resumed", {})
 
     async def processes(self) -> int:
@@ -394,10 +422,12 @@ class DirectoryPod(LocalPod):
 
     async def seal(self, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
         if kind is None:
-            kind = "fs-live" if await self.processes() else "fs"
+            kind = "fs-live" if self.paused or await self.processes() else "fs"
         able = self.backend.capabilities.snapshots
         self.backend.capabilities.require(f"a snapshot of kind {kind}", kind in able, f"it can do {sorted(able)}")
         if kind == "fs":
+            if self.paused:  # its programs are to end, and its agent is to answer
+                await self.resume()
             await self.line.ask(wire.KILLALL)
             layer = await asyncio.to_thread(self._copy)
         else:
@@ -405,7 +435,8 @@ class DirectoryPod(LocalPod):
             try:
                 layer = await asyncio.to_thread(self._copy)
             finally:
-                await asyncio.to_thread(self.group.freeze, False)
+                if not self.paused:
+                    await asyncio.to_thread(self.group.freeze, False)
         self.record("snapshot", {"kind": kind, "layer": layer.id})
         return (layer,), kind
 
@@ -418,13 +449,16 @@ class DirectoryPod(LocalPod):
             layers.copy(self.fs, target, keep_shift=True)
             return store.adopt_layer(staging / "up", self.fs.stat().st_uid if self.backend.users else 0)
 
+    def release(self) -> None:
+        super().release()
+        if self.gate is not None:  # whoever takes the pod next carries its connections
+            gate, self.gate = self.gate, None
+            self.backend.later(gate.close())
+
     async def end(self) -> None:
         if self.closed:
             return
         self.closed = True
-        if self.gate is not None:
-            await self.gate.close()
-            self.gate = None
         self.release()
         await self.backend.clear(self.id)
         self.record("closed", {})
@@ -435,6 +469,9 @@ class DirectoryPod(LocalPod):
 
 
 # ------------------------------------------------------------------------------------------------- the pieces
+
+
+filter_of = functools.cache(seccomp.build_filter)
 
 
 def own_users() -> range | None:

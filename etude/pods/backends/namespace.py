@@ -70,7 +70,7 @@ class NamespaceBackend(Backend):
 
     async def start(self, spec: PodSpec) -> "NamespacePod":
         if spec.storage == "disk" and (spec.limits.disk or spec.limits.inodes):
-            raise Unsupported("a limit on disk or inodes needs storage in memory: this file system has no quotas for us")
+            raise Unsupported("a limit on disk or inodes needs storage in memory: there are no quotas on disk for us")
         pod = NamespacePod(self, spec)
         try:
             await pod.boot(spec.image.layers)
@@ -81,25 +81,35 @@ class NamespaceBackend(Backend):
 
     async def adopt(self, spec: PodSpec) -> "NamespacePod | None":
         pod = NamespacePod(self, spec)
+        pod.paused = pod.group.frozen()
         try:
+            if pod.paused:  # for a moment: the agent has to know us
+                await asyncio.to_thread(pod.group.freeze, False)
             await pod.connect(timeout=1.0, own=not spec.attached)
         except (OSError, PodError):
             return None
+        finally:
+            if pod.paused:
+                await asyncio.to_thread(pod.group.freeze, True)
         return pod
 
     async def reap(self, known: Iterable[str]) -> list[str]:
-        alive = set(known)
         reply, _ = await self.keeper.ask(plan.STATUS)
         running = {name.decode() for name in reply.get(plan.ID, [])}
         leftovers = {entry.name for entry in (self.state / "pods").iterdir()} | existing(self.layout) | running
-        for name in sorted(leftovers - alive):
+        leftovers -= set(known)  # last: a pod made meanwhile is in no list of ours
+        for name in sorted(leftovers):
             await self.keeper.ask(plan.KILL, (plan.ID, name.encode()))
             group = Group(self.layout, name)
             if not group.remove():
                 group.kill()  # its keeper died before it could
                 await self._remove_group(group)
             self.delete(self.state / "pods" / name)
-        return sorted(leftovers - alive)
+        return sorted(leftovers)
+
+    async def memory_layers(self) -> set[str]:
+        reply, _ = await self.keeper.ask(plan.STATUS)
+        return {name.decode() for name in reply.get(plan.LAYER, [])}
 
     async def close(self) -> None:
         if self.deletions:
@@ -243,8 +253,7 @@ class NamespacePod(LocalPod):
             *((plan.ADDRESS, address.encode()) for address in self.policy.addresses()),
             *((plan.LISTEN, f"{one.kind} {one.address} {one.port}".encode()) for one in self.policy.listens()),
         ]
-        for path in spec.image.binds:
-            fields.append((plan.BIND, os.fsencode(f"{path}\0{path}")))
+        fields += [(plan.BIND, os.fsencode(f"{path}\0{path}")) for path in spec.image.binds]
         if resolver := self.policy.resolv_conf():
             file = self.directory / "resolv.conf"
             file.write_text(resolver)
@@ -257,6 +266,8 @@ class NamespacePod(LocalPod):
             fields += [(plan.INODES, int(spec.limits.inodes))] if spec.limits.inodes else []
         if "memory" in backend.layout.controllers:
             fields.append((plan.FLAGS, plan.MARK_CHILDREN))
+        if spec.limits.memory:  # files and shared memory together must leave something to the agent
+            fields.append((plan.SHM, min(64 << 20, spec.limits.memory // 4)))
         return fields
 
     def _make_upper(self) -> Path:
@@ -325,8 +336,8 @@ class NamespacePod(LocalPod):
     async def seal(self, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
         if kind is None:
             kind = "fs-live" if self.paused or await self.processes() else "fs"
-        supported = self.backend.capabilities.snapshots
-        self.backend.capabilities.require(f"a snapshot of kind {kind}", kind in supported, f"it can do {sorted(supported)}")
+        can = self.backend.capabilities
+        can.require(f"a snapshot of kind {kind}", kind in can.snapshots, f"it can do {sorted(can.snapshots)}")
         layer = await (self._seal_stopped() if kind == "fs" else self._seal_live())
         self.record("snapshot", {"kind": kind, "layer": layer.id})
         return (*self.layers, layer), kind
@@ -344,7 +355,7 @@ class NamespacePod(LocalPod):
             layer = self.backend.store.adopt_layer(self.directory / "writes" / "u", shift)
             self.backend.delete(self.directory / "writes")
         else:
-            layer = Layer(os.urandom(12).hex(), shift, memory=True)
+            layer = Layer(f"{self.backend.owner}.{os.urandom(12).hex()}", shift, memory=True)
             await self.backend.keeper.ask(plan.SEAL, (plan.ID, self.id.encode()), (plan.LAYER, layer.id.encode()))
         # A new group: the old one is charged for the sealed files, which now belong to everybody who stacks on them.
         await self.backend._remove_group(self.group)

@@ -21,6 +21,7 @@
 enum {
     HIGH_WATER = 4 << 20,   /* bytes not yet taken by a peer at which its jobs' output is left in their pipes */
     QUEUE_MOST = 64 << 20,  /* bytes not yet taken by a peer at which its requests are left in the socket */
+    INPUT_ROOM = 1 << 20,   /* bytes a job has not read yet at which INPUT is no longer answered at once */
     INPUT_MOST = 256 << 20, /* bytes of input a job may have waiting, from a peer that does not wait for answers */
     DRAIN = 1 << 20,        /* bytes read from a pipe after its process ended; a survivor may go on writing for ever */
     READ_SIZE = 1 << 16,
@@ -92,17 +93,20 @@ static void watch_job(struct job *job)
     for (int i = 0; i < 2; i++)
         if (job->outputs[i] >= 0) {
             bool typing = job->outputs[i] == job->input && job->pending.size;
-            listen_for(job->outputs[i], (stalled ? 0 : EPOLLIN) | (typing ? EPOLLOUT : 0));
+            listen_for(job->outputs[i], (stalled ? 0 : EPOLLIN) | (typing ? EPOLLOUT : 0) | (job->left ? EPOLLET : 0));
         }
     if (job->input >= 0 && job->terminal < 0)
         listen_for(job->input, job->pending.size ? EPOLLOUT : 0);
 }
 
-static void pay_owed(struct job *job)
+/* Whoever waits for answers to INPUT never fills our memory: they come when the job has read most of it. */
+static void answer_input(struct job *job)
 {
-    if (job->owes && job->peer)
-        put_ok(job->peer, job->owed_call);
-    job->owes = false;
+    for (uint32_t call; job->unanswered.size; consume(&job->unanswered, sizeof call)) {
+        memcpy(&call, bytes(&job->unanswered), sizeof call);
+        if (job->peer)
+            put_ok(job->peer, call);
+    }
 }
 
 static void forget_pipe(struct job *job, int fd)
@@ -117,7 +121,7 @@ static void forget_pipe(struct job *job, int fd)
     if (job->input == fd) {
         job->input = -1;
         empty(&job->pending);
-        pay_owed(job);
+        answer_input(job);
     }
     release(fd);
 }
@@ -143,8 +147,8 @@ static void feed(struct job *job)
             job->input_ends = job->terminal < 0;
         }
     }
-    if (job->pending.size <= HIGH_WATER)
-        pay_owed(job);
+    if (job->pending.size <= INPUT_ROOM)
+        answer_input(job);
     if (job->terminal < 0 && !job->pending.size && job->input_ends)
         forget_pipe(job, job->input);
     else
@@ -180,9 +184,17 @@ static void move_pipe(int fd, struct job *job, uint32_t events)
         }
         feed(job);
     }
-    if (is_output && events & (EPOLLIN | EPOLLHUP | EPOLLERR))
-        if (take(job, fd == job->outputs[1]) == 0)
-            forget_pipe(job, fd);
+    if (!is_output || !(events & (EPOLLIN | EPOLLHUP | EPOLLERR)))
+        return;
+    ssize_t size = take(job, fd == job->outputs[1]);
+    if (fd == job->terminal && size >= 0) {
+        /* Nobody has the terminal open now. Closing our end would kill the program, which may just be ending, or open
+         * it again; so wait for a change, and drain at its end. */
+        job->left = size == 0;
+        watch_job(job);
+    } else if (size == 0) {
+        forget_pipe(job, fd);
+    }
 }
 
 static void unlink_job(struct job *job)
@@ -220,7 +232,7 @@ static void finish(struct job *job, int status, const struct rusage *usage)
         put_number(queue, MAXRSS, (int64_t)usage->ru_maxrss << 10);
         end_frame(queue, mark);
     }
-    empty(&job->pending);
+    empty(&job->unanswered);
     free(job);
 }
 
@@ -336,7 +348,7 @@ static int give_input(struct peer *peer, const struct request *r)
         return -1;
     if (job->input < 0)
         return fail(EPIPE, "its standard input is closed");
-    if (job->pending.size + data.size > INPUT_MOST)
+    if (job->pending.size + job->unanswered.size + data.size > INPUT_MOST)
         return fail(ENOBUFS, "%d bytes of input wait for it already", INPUT_MOST);
     append(&job->pending, data.data, data.size);
     if (number(r, FLAGS, 0) & END) {
@@ -345,16 +357,12 @@ static int give_input(struct peer *peer, const struct request *r)
         else
             job->input_ends = true;
     }
-    if (job->pending.failed) {
-        job->pending.failed = false;
+    append(&job->unanswered, &r->call, sizeof r->call);
+    if (job->pending.failed || job->unanswered.failed) {
+        job->pending.failed = job->unanswered.failed = false;
         return fail(ENOMEM, "%s", error_text(ENOMEM));
     }
     feed(job);
-    /* A long queue is answered late: whoever waits for answers then never fills our memory. */
-    if (job->pending.size > HIGH_WATER && !job->owes)
-        job->owes = true, job->owed_call = r->call;
-    else
-        put_ok(peer, r->call);
     return 0;
 }
 

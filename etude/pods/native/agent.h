@@ -27,11 +27,11 @@ struct job {
     int outputs[2]; /* standard output, standard error; -1 when closed */
     int64_t sent[2], limit;
     int input;
-    bool input_ends;       /* close it when `pending` is empty */
-    struct buffer pending; /* input that the pipe has not taken */
-    bool owes;             /* an INPUT is answered when `pending` is short again */
-    uint32_t owed_call;
-    int terminal; /* the same descriptor as input and outputs[0], or -1 */
+    bool input_ends;          /* close it when `pending` is empty */
+    struct buffer pending;    /* input that the pipe has not taken */
+    struct buffer unanswered; /* calls of INPUT that wait for it to be taken */
+    int terminal;             /* the same descriptor as input and outputs[0], or -1 */
+    bool left;                /* nobody has the terminal open at the moment */
     int flags;
     int64_t started, deadline; /* 0: none */
 };

@@ -270,7 +270,7 @@ static int enter(const struct request *plan)
     if (syscall(SYS_setresgid, 0, 0, 0) || syscall(SYS_setresuid, 0, 0, 0))
         return fail_errno("become the pod's root");
     umask(0);
-    if (open_network(plan) || mount_overlay() || mount_binds() || mount_devices(number(plan, PLAN_SHM, 64 << 20)) ||
+    if (mount_overlay() || mount_binds() || mount_devices(number(plan, PLAN_SHM, 64 << 20)) ||
         mount_at("proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL))
         return -1;
     if (syscall(SYS_pivot_root, ".", ".") || umount2(".", MNT_DETACH) || chdir("/"))
@@ -308,9 +308,8 @@ static int drop_capabilities(uint64_t keep)
 {
     struct { uint32_t version; int pid; } header = {0x20080522, 0};
     struct { uint32_t effective, permitted, inheritable; } sets[2];
-    for (int number = 0; number < 64; number++)
-        if (!(keep >> number & 1) && prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1 &&
-            prctl(PR_CAPBSET_DROP, number, 0, 0, 0))
+    for (int number = 0, held; number < 64 && (held = prctl(PR_CAPBSET_READ, number, 0, 0, 0)) >= 0; number++)
+        if (held && !(keep >> number & 1) && prctl(PR_CAPBSET_DROP, number, 0, 0, 0))
             return fail_errno("drop capability %d", number);
     if (prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0))
         return fail_errno("clear the ambient capabilities");
@@ -370,16 +369,18 @@ void be_pod(const struct request *plan, const struct birth *birth)
 {
     char go;
     agent.listener = birth->listener;
+    prctl(PR_SET_NAME, "agent", 0, 0, 0);
     prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
-    if (read(birth->go, &go, 1) != 1)
-        _exit(1);
     struct span workdir = field(plan, PLAN_WORKDIR);
     agent.mark_children = number(plan, PLAN_FLAGS, 0) & MARK_CHILDREN;
-    if (!text_of(workdir.data ? workdir : span_of("/"), agent.workdir, sizeof agent.workdir)) {
-        fail(EINVAL, "the working directory is no path");
-        refuse(birth->listener);
-    }
-    if (open_places(plan) || enter(plan) || lock_in(plan, birth))
+    int failed = 0;
+    if (!text_of(workdir.data ? workdir : span_of("/"), agent.workdir, sizeof agent.workdir))
+        failed = fail(EINVAL, "the working directory is no path");
+    /* While the keeper maps our ids: neither needs them, and it saves a tenth of a millisecond. */
+    failed = failed || open_places(plan) || open_network(plan);
+    if (read(birth->go, &go, 1) != 1)
+        _exit(1);
+    if (failed || enter(plan) || lock_in(plan, birth))
         refuse(birth->listener);
     serve_agent();
     _exit(0);

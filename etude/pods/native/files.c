@@ -11,8 +11,6 @@
 
 #include "agent.h"
 
-enum { DEEPEST = 400, PASSES = 3 };
-
 #ifndef SYS_openat2
 #define SYS_openat2 437
 #endif
@@ -311,60 +309,123 @@ int stat_path(struct peer *peer, const struct request *r)
 
 /* --------------------------------------------------------------------------------------- making, removing */
 
-static int remove_below(int parent, const char *name, int depth);
+/* A directory on the way down: which it is, what is left to remove in it, and which of these we are in. */
+struct level {
+    struct level *above;
+    dev_t device;
+    ino_t file;
+    char **names;
+    size_t left;
+};
 
-/* One sweep over a directory: 0 when every entry seen was removed. */
-static int sweep(DIR *directory, int depth)
+/* Open a directory so that what is in it can be removed, whatever its mode. */
+static int open_to_empty(int parent, const char *name)
 {
-    struct stat info;
-    int fd = dirfd(directory);
-    rewinddir(directory);
-    for (struct dirent *entry; (entry = readdir(directory));) {
-        const char *name = entry->d_name;
-        if (!strcmp(name, ".") || !strcmp(name, ".."))
-            continue;
-        bool below = entry->d_type == DT_DIR;
-        if (entry->d_type == DT_UNKNOWN)
-            below = fstatat(fd, name, &info, AT_SYMLINK_NOFOLLOW) == 0 && S_ISDIR(info.st_mode);
-        if (below && remove_below(fd, name, depth + 1))
-            return -1;
-        if (!below && unlinkat(fd, name, 0) && errno != ENOENT)
-            return fail_path(name);
-    }
-    return 0;
-}
-
-/* Remove a directory and all below it, by descriptor. Deeper than a path can be, we would run out of descriptors. */
-static int remove_below(int parent, const char *name, int depth)
-{
-    if (depth > DEEPEST) {
-        errno = ENAMETOOLONG;
-        return fail_path(name);
-    }
-    int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (fd < 0 && errno == EACCES && !fchmodat(parent, name, 0700, 0))
-        fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    const int flags = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
+    int fd = openat(parent, name, flags);
+    if (fd < 0 && errno == EACCES && !fchmodat(parent, name, 0700, 0)) /* a link put here leads nowhere but into the pod */
+        fd = openat(parent, name, flags);
     if (fd < 0)
         return fail_path(name);
     fchmod(fd, 0700); /* as an ordinary user, we may lack what we are about to use */
-    DIR *directory = fdopendir(fd);
-    if (!directory) {
-        fail_path(name);
-        close(fd);
+    return fd;
+}
+
+/* Remove the files of a directory, and keep the names of the directories in it; each is looked at once. */
+static int empty_level(int fd, struct level *level)
+{
+    struct stat info;
+    size_t count;
+    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+    DIR *directory = copy < 0 ? NULL : fdopendir(copy);
+    if (!directory || fstat(fd, &info)) {
+        fail_path("a directory");
+        if (directory)
+            closedir(directory);
+        else if (copy >= 0)
+            close(copy);
         return -1;
     }
-    int failed = -1;
-    for (int pass = 0; pass < PASSES && failed; pass++) { /* readdir may skip what moves while we remove */
-        if (sweep(directory, depth))
-            break;
-        failed = unlinkat(parent, name, AT_REMOVEDIR);
-        if (failed)
-            fail_path(name);
-        if (failed && trouble.number != ENOTEMPTY)
-            break;
-    }
+    level->device = info.st_dev, level->file = info.st_ino, level->left = 0;
+    level->names = names_in(directory, &count);
     closedir(directory);
-    return failed;
+    for (size_t i = 0; level->names && i < count; i++) {
+        char *name = level->names[i];
+        if (!unlinkat(fd, name, 0) || errno == ENOENT)
+            continue;
+        int number = errno;
+        bool is_directory = fstatat(fd, name, &info, AT_SYMLINK_NOFOLLOW) == 0 && S_ISDIR(info.st_mode);
+        errno = number;
+        if (!is_directory)
+            return fail_path(name);
+        level->names[level->left++] = name;
+    }
+    return level->names ? 0 : -1;
+}
+
+/* Go into the next directory of a level, or back up out of an empty one; where we are then, or -1. */
+static int descend(int here, struct level **at)
+{
+    struct level *level = calloc(1, sizeof *level);
+    int below = level ? open_to_empty(here, (*at)->names[(*at)->left - 1]) : fail(ENOMEM, "%s", error_text(ENOMEM));
+    close(here);
+    if (below < 0) {
+        free(level);
+        return -1;
+    }
+    level->above = *at;
+    *at = level;
+    if (!empty_level(below, level))
+        return below;
+    close(below);
+    return -1;
+}
+
+static int ascend(int here, struct level **at)
+{
+    struct level *done = *at, *level = done->above;
+    struct stat info;
+    *at = level;
+    free(done->names);
+    free(done);
+    int above = openat(here, "..", O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    close(here);
+    if (above < 0)
+        return fail_path("..");
+    const char *name = level->names[--level->left];
+    if (fstat(above, &info) || info.st_dev != level->device || info.st_ino != level->file)
+        fail(EBUSY, "%s: it is being moved", quote(name));
+    else if (unlinkat(above, name, AT_REMOVEDIR))
+        fail_path(name);
+    else
+        return above;
+    close(above);
+    return -1;
+}
+
+/* Remove all below a directory: any depth, no link followed, and it ends even if programs make more meanwhile. */
+static int empty_tree(const char *path)
+{
+    struct level *at = calloc(1, sizeof *at);
+    if (!at)
+        return fail(ENOMEM, "%s", error_text(ENOMEM));
+    int here = open_to_empty(AT_FDCWD, path);
+    if (here >= 0 && empty_level(here, at)) {
+        close(here);
+        here = -1;
+    }
+    while (here >= 0 && (at->left || at->above))
+        here = at->left ? descend(here, &at) : ascend(here, &at);
+    while (at) {
+        struct level *above = at->above;
+        free(at->names);
+        free(at);
+        at = above;
+    }
+    if (here < 0)
+        return -1;
+    close(here);
+    return 0;
 }
 
 int remove_path(struct peer *peer, const struct request *r)
@@ -373,12 +434,14 @@ int remove_path(struct peer *peer, const struct request *r)
     struct stat info;
     if (path_of(r, path))
         return -1;
+    for (size_t size = strlen(path); size > 1 && path[size - 1] == '/'; size--)
+        path[size - 1] = 0; /* a link to a directory is a link */
     if (lstat(path, &info))
         return fail_path(path);
-    if (!S_ISDIR(info.st_mode) && unlink(path))
-        return fail_path(path);
-    if (S_ISDIR(info.st_mode) && remove_below(AT_FDCWD, path, 0))
+    if (S_ISDIR(info.st_mode) && empty_tree(path))
         return -1;
+    if (S_ISDIR(info.st_mode) ? rmdir(path) : unlink(path))
+        return fail_path(path);
     put_ok(peer, r->call);
     return 0;
 }

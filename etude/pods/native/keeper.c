@@ -501,8 +501,10 @@ static void accept_connection(void)
 {
     const struct timeval patience = {.tv_sec = SEND_S};
     int fd = accept4(keeper.listener, NULL, NULL, SOCK_CLOEXEC);
-    if (fd < 0)
+    if (fd < 0) {
+        usleep(5000); /* no descriptors left: do not spin until there are */
         return;
+    }
     if (keeper.connected == CONNECTIONS) {
         close(fd);
         return;
@@ -589,7 +591,9 @@ static int prepare(char *name, const char *state)
     int life[2], null = open("/dev/null", O_RDWR | O_CLOEXEC);
     struct rlimit files;
     sigset_t blocked;
-    memset(name, 0, strlen(name)); /* it is the path of this program, and a pod can read it */
+    size_t room = strlen(name); /* of the path of this program, which a pod must not read */
+    memset(name, 0, room);
+    memcpy(name, "keeper", room < 6 ? room : 6);
     prctl(PR_SET_NAME, "keeper", 0, 0, 0);
     if (null < 0 || dup2(null, 0) < 0 || pipe2(life, O_CLOEXEC))
         return fail_errno("prepare descriptors");

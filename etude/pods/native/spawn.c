@@ -14,7 +14,7 @@
 
 #include "agent.h"
 
-enum { GROUPS = 256, TABLE = 1 << 20, UNIQUE = 1024 };
+enum { GROUPS = 256, TABLE = 1 << 22, UNIQUE = 1024 };
 
 #ifndef SYS_close_range
 #define SYS_close_range 436
@@ -176,7 +176,7 @@ static int find_user(struct start *s, const char *asked)
     int failed = find_groups(s, called, group ? group : "", &gid);
     free(text);
     if (!failed && (uid < 0 || gid < 0))
-        failed = fail(ENOENT, "no user %s in the pod", quote(asked));
+        failed = fail(EINVAL, "no user %s in the pod", quote(asked));
     s->as_user = true, s->uid = (uint32_t)uid, s->gid = (uint32_t)gid;
     return failed;
 }
@@ -362,7 +362,7 @@ pid_t start_program(const struct request *r, int input, int output, int error, b
     char user[256];
     struct span asked = field(r, USER);
     if (!text_of(asked, user, sizeof user))
-        return fail(ENOENT, "no such user in the pod");
+        return fail(EINVAL, "no such user in the pod");
     if ((asked.size && find_user(&s, user)) || find_directory(&s, r))
         return -1;
     void *block = take_words(&s, r);

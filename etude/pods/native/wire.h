@@ -130,7 +130,7 @@ static inline uint8_t *reserve(struct buffer *b, size_t more)
 {
     if (b->failed)
         return NULL;
-    if (b->room - b->start - b->size < more && b->start >= b->room / 2) { /* seldom: moving is linear */
+    if (b->room - b->start - b->size < more && b->start && b->start >= b->room / 2) { /* moving is linear: seldom */
         memmove(b->data, b->data + b->start, b->size);
         b->start = 0;
     }

@@ -1,0 +1,200 @@
+"""The sampler: continuous batching over pages, weights that change under running requests, every token accounted for.
+
+`step` is the whole algorithm: plan, lay out, run the model, draw, hand out. It is synchronous and knows nothing of
+threads or servers; `service.py` runs it in a thread for callers that await. The model is the trainer's own code.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from etude.errors import InputError
+from etude.inference.paged import Batch, PagedCache, make_batch
+from etude.inference.pages import PagePool
+from etude.inference.request import Ending, Stream, streams_of
+from etude.inference.sampling import Drawn, Knobs, Sampling, draw
+from etude.inference.scheduler import Scheduler, Step
+from etude.model.moe import Routing
+from etude.model.tokenizer import Tokenizer
+from etude.model.transformer import Transformer
+
+CachePolicy = Literal["keep", "recompute"]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How much room there is and how it is used."""
+
+    tokens: int = 65_536  # of KV cache, over all streams
+    page: int = 16  # tokens of a page
+    max_streams: int = 64  # running at once
+    budget: int = 512  # tokens of one step: decoding streams first, then prompts in pieces
+    sharing: bool = True  # streams that begin alike share pages
+    on_swap: CachePolicy = "keep"  # what new weights do to keys and values of the old ones
+    invariant: bool = False  # a stream's numbers never depend on what else is in the batch; slower
+
+
+class Engine:
+    """One model, one cache, any number of requests. Not thread-safe: one thread drives it."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        options: EngineOptions | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        version: int = 0,
+    ) -> None:
+        self.model, self.options, self.tokenizer, self.version = model, options or EngineOptions(), tokenizer, version
+        weight = model.head_weight
+        self.device, config, o = weight.device, model.config, self.options
+        self.pool = PagePool(o.tokens // o.page, o.page, o.sharing)
+        self.scheduler = Scheduler(self.pool, max_streams=o.max_streams, budget=o.budget)
+        self.cache = PagedCache(config, self.pool.count, o.page, weight.dtype, self.device, o.invariant)
+        self.routes: npt.NDArray[np.unsignedinteger] | None = None
+        if config.moe:
+            small = np.uint8 if config.moe.experts <= 256 else np.uint16
+            shape = (self.pool.count * o.page, len(config.moe.layers), config.moe.per_token)
+            self.routes = np.zeros(shape, small)  # by slot, so that a shared prefix brings its routing along
+        self.steps = 0
+        self.read_tokens = self.made_tokens = 0
+
+    # ------------------------------------------------------------------------------------------- asking
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        listener: Callable[[Stream, list[int]], None] | None = None,
+    ) -> list[Stream]:
+        """Queue a prompt; one stream per sample. They are finished when their `ending` is set."""
+        config = self.model.config
+        if not prompt:
+            raise InputError("the prompt is empty; a model needs at least one token to continue")
+        if (low := min(prompt)) < 0 or (high := max(prompt)) >= config.vocab_size:
+            stray = low if low < 0 else high
+            raise InputError(f"token id {stray} is not in the vocabulary of {config.vocab_size:,}")
+        if len(prompt) + sampling.max_tokens > config.max_length:
+            asked = f"{len(prompt):,} prompt tokens and {sampling.max_tokens:,} new ones"
+            raise InputError(f"{asked} exceed the model's {config.max_length:,}")
+        if sampling.stop_text and self.tokenizer is None:
+            raise InputError("stop texts need an engine with a tokenizer; give stop token ids instead")
+        streams = streams_of(prompt, sampling, listener)
+        self.scheduler.add(streams)
+        return streams
+
+    def cancel(self, stream: Stream) -> None:
+        """End a stream at the next step; what it has made stays."""
+        if stream.ending is None:
+            stream.cancelled = True
+
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """New weights between two steps, in place; tokens from here on are of `version`."""
+        own = dict(self.model.state_dict())
+        if missing := sorted(set(weights) - set(own)):
+            raise InputError(f"weights of version {version}: {missing[0]} is not a tensor of this model")
+        for name, tensor in weights.items():
+            if own[name].shape != tensor.shape:
+                shape = list(tensor.shape)
+                raise InputError(f"weights of version {version}: {name} is {shape}, expected {list(own[name].shape)}")
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        self.version = version
+        if self.options.on_swap == "recompute":
+            self.scheduler.recompute_all()
+
+    # ------------------------------------------------------------------------------------------- running
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Run one step; False when there is nothing to do."""
+        step = self.scheduler.plan()
+        if not step:
+            return False
+        batch = make_batch(step, self.pool.size, self.device)
+        routing = Routing() if self.routes is not None else None
+        self.cache.batch = batch
+        hidden = self.model.hidden(batch.tokens[None], cache=self.cache, routing=routing)  # type: ignore[arg-type]
+        self._keep_routing(batch, routing)
+        writers = [*step.decoding, *(piece.stream for piece in step.reading if piece.writes)]
+        drawn = self._draw(hidden[0, batch.writers], writers) if writers else None
+        self._account(step, writers, drawn)
+        return True
+
+    def _draw(self, hidden: Tensor, writers: list[Stream]) -> Drawn:
+        knobs = Knobs.of([s.sampling for s in writers], [s.seed for s in writers], self.device)
+        places = torch.tensor([len(stream.made) for stream in writers], device=self.device)
+        if not self.options.invariant:
+            return draw(self.model.logits(hidden), knobs, places)
+        rows = [self.model.logits(hidden[row : row + 1]) for row in range(len(writers))]
+        return draw(torch.cat(rows), knobs, places)
+
+    def _keep_routing(self, batch: Batch, routing: Routing | None) -> None:
+        if routing is not None and self.routes is not None:
+            assert routing.chosen is not None
+            self.routes[batch.slots.cpu().numpy()] = routing.chosen[0].cpu().numpy()
+
+    def _account(self, step: Step, writers: list[Stream], drawn: Drawn | None) -> None:
+        """Write down what the step read and made."""
+        for stream in step.decoding:
+            self._record_routes(stream, stream.length)
+            self.scheduler.advance(stream, stream.length)
+        for piece in step.reading:
+            self._record_routes(piece.stream, piece.end)
+            self.scheduler.advance(piece.stream, piece.end)
+        self.steps += 1
+        self.read_tokens += sum(piece.end - piece.start for piece in step.reading)
+        if drawn is None:
+            return
+        rows = zip(writers, drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.raw_logprobs.tolist(), strict=True)
+        for stream, token, logprob, raw in rows:
+            self._give(stream, token, logprob, raw)
+
+    def _record_routes(self, stream: Stream, end: int) -> None:
+        """The experts of tokens up to `end`, as they were when first read: what made the tokens that followed."""
+        if self.routes is None:
+            return
+        known = sum(map(len, stream.routing))
+        if known < end:
+            places = np.arange(known, end)
+            slots = np.asarray(stream.pages)[places // self.pool.size] * self.pool.size + places % self.pool.size
+            stream.routing.append(self.routes[slots])
+
+    def _give(self, stream: Stream, token: int, logprob: float, raw: float) -> None:
+        stream.made.append(token)
+        stream.logprobs.append(logprob)
+        stream.raw_logprobs.append(raw)
+        stream.versions.append(self.version)
+        self.made_tokens += 1
+        ending = self._ending(stream, token)
+        if stream.listener is not None:
+            stream.listener(stream, [token])
+        if ending is not None:
+            stream.ending = ending
+            self.scheduler.finish(stream)
+            if stream.listener is not None:
+                stream.listener(stream, [])
+
+    def _ending(self, stream: Stream, token: int) -> Ending | None:
+        if token in stream.sampling.stop:
+            return "stop"
+        if stream.sampling.stop_text and self._wrote(stream):
+            return "stop"
+        return "length" if len(stream.made) >= stream.sampling.max_tokens else None
+
+    def _wrote(self, stream: Stream) -> bool:
+        """Whether the latest tokens complete one of the stop texts."""
+        assert self.tokenizer is not None
+        longest = max(map(len, stream.sampling.stop_text))
+        text = self.tokenizer.decode(stream.made[-(longest * 4 + 8) :])  # a token is at least a quarter of a character
+        return any(stop in text for stop in stream.sampling.stop_text)

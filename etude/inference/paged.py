@@ -1,0 +1,118 @@
+"""Keys and values in pages, and one step's batch over them: what `etude.model` sees as its cache.
+
+A step is one flat row of tokens: first one for each decoding stream, then pieces of prompts. Latent attention keeps
+latents, as everywhere. Attention itself is in `kernels/paged.py`; this file decides where things lie.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.inference.scheduler import Step
+from etude.kernels.paged import Span, attend_pages, attend_spans, store_pages
+from etude.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step as tensors. Decoding streams come first, one token each."""
+
+    tokens: Tensor  # [T]
+    positions: Tensor  # [T]
+    slots: Tensor  # [T], where each token's keys and values go: page * size + offset
+    decoding: int  # how many of the tokens are decoding streams
+    tables: Tensor  # [decoding, most pages], page numbers; padded with page 0
+    lengths: Tensor  # [decoding], tokens visible to each, itself included
+    spans: list[Span]  # pieces of prompts
+    writers: Tensor  # rows of the step from which a next token is drawn
+
+
+def make_batch(step: Step, size: int, device: torch.device | str) -> Batch:
+    """Lay a step out. Built with numpy on the host and moved once."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[np.ndarray] = []
+    for stream in step.decoding:
+        at = stream.length - 1
+        tokens.append(stream.made[-1])
+        positions.append(at)
+        slots.append(np.array([stream.pages[at // size] * size + at % size]))
+    spans: list[Span] = []
+    writers = list(range(len(step.decoding)))
+    for piece in step.reading:
+        first = len(tokens)
+        tokens += piece.stream.tokens(piece.start, piece.end)
+        positions += range(piece.start, piece.end)
+        where = _slots(piece.stream.pages, piece.end, size)
+        slots.append(where[piece.start :])
+        spans.append(Span(first, piece.end - piece.start, torch.from_numpy(where).to(device)))
+        if piece.writes:
+            writers.append(len(tokens) - 1)
+    most = max((len(stream.pages) for stream in step.decoding), default=0)
+    tables = np.zeros((len(step.decoding), most), np.int64)
+    for row, stream in enumerate(step.decoding):
+        tables[row, : len(stream.pages)] = stream.pages
+    lengths = [stream.length for stream in step.decoding]
+
+    def move(values: object) -> Tensor:
+        return torch.as_tensor(np.asarray(values, np.int64)).to(device, non_blocking=True)
+
+    return Batch(
+        move(tokens),
+        move(positions),
+        move(np.concatenate(slots)),
+        len(step.decoding),
+        torch.from_numpy(tables).to(device),
+        move(lengths),
+        spans,
+        move(writers),
+    )
+
+
+def _slots(pages: list[int], end: int, size: int) -> np.ndarray:
+    """Where the first `end` tokens of a stream lie."""
+    places = np.arange(end)
+    return np.asarray(pages, np.int64)[places // size] * size + places % size
+
+
+class PagedCache:
+    """The pages of every layer. `batch` is the step that is running."""
+
+    def __init__(
+        self, config: ModelConfig, pages: int, size: int, dtype: torch.dtype, device: torch.device | str, exact: bool
+    ) -> None:
+        self.size, self.exact = size, exact
+        latent = config.latent
+        self.value_dim = latent.kv_rank if latent else config.head_dim
+        k_shape = (1, latent.kv_rank + latent.rope_dim) if latent else (config.kv_heads, config.head_dim)
+
+        def slabs() -> list[Tensor]:
+            return [torch.zeros(pages * size, *k_shape, dtype=dtype, device=device) for _ in range(config.layers)]
+
+        self.keys = slabs()
+        self.values = [] if latent else slabs()
+        self.batch: Batch | None = None
+        self.lengths = torch.zeros(1, dtype=torch.int64, device=device)  # the model sees one row
+
+    def positions(self, tokens: int) -> Tensor:
+        assert self.batch is not None
+        return self.batch.positions[None]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, *, scale: float) -> Tensor:
+        batch = self.batch
+        assert batch is not None
+        keys = self.keys[layer]
+        values = self.values[layer] if v is not None else keys[..., : self.value_dim]
+        store_pages(k[0], None if v is None else v[0], keys, values, batch.slots)
+        n, parts = batch.decoding, []
+        if n:
+            table = (batch.tables, batch.lengths, self.size)
+            parts.append(attend_pages(q[0, :n], keys, values, *table, scale=scale, exact=self.exact))
+        if batch.spans:
+            parts.append(attend_spans(q[0, n:], keys, values, batch.spans, first=n, scale=scale))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+
+    def advance(self, tokens: int) -> None:
+        """The scheduler keeps count."""

@@ -1,0 +1,48 @@
+"""The small steps between matrix products, each in one pass where nothing is differentiated and nobody compiles.
+
+Decoding runs hundreds of them for one token: in eager torch a norm is four kernels and a rotation seven. On CUDA, in
+inference, each is one here; everywhere else (training, compiled code, CPU) they are the plain lines, and the rounding
+is the same: float32 inside, rounded where transformers and vLLM round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise in float32, round, then scale: where transformers and vLLM round, so that bfloat16 logits agree."""
+    if fusing(x):
+        return _kernels().rms_norm(x, weight, eps)  # type: ignore[no-any-return]
+    return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(first half) times second half."""
+    if fusing(gate_up):
+        return _kernels().swiglu(gate_up)  # type: ignore[no-any-return]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Turn each pair of dimensions by its angle. Interleaved pairs come out as halves, in queries and keys alike."""
+    if fusing(x) and not interleaved:
+        return _kernels().rotate(x, cos, sin)  # type: ignore[no-any-return]
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def fusing(x: Tensor) -> bool:
+    """Whether the one-pass kernels are used: on CUDA, with no gradient to come and no compiler that fuses itself."""
+    return x.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def _kernels() -> Any:
+    from etude.kernels import fused_triton
+
+    return fused_triton

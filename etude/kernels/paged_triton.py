@@ -1,0 +1,207 @@
+"""The Triton side of `paged`: decode attention over pages, and keys and values into their slots. GPU only.
+
+One program reads a run of one stream's tokens for one key head and all the query heads that share it, so every key and
+value crosses from memory once. Runs have a fixed length, whatever the batch: with `exact` the order of every sum is the
+same for a stream alone or among many. Without, a full grid reads each stream in one run.
+"""
+
+# mypy: ignore-errors
+import torch
+import triton
+import triton.language as tl
+
+RUN = 512  # tokens of one program when streams are cut into runs
+BLOCK = 64  # tokens read at once
+
+
+@triton.jit
+def _decode_kernel(
+    q,
+    keys,
+    values,
+    tables,
+    lengths,
+    out,
+    weight,
+    scale,
+    table_stride,
+    key_stride,
+    value_stride,
+    heads,
+    kv_heads,
+    runs,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    stream = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    run = tl.program_id(2)
+    length = tl.load(lengths + stream).to(tl.int32)
+    first = run * LENGTH if SPLIT else 0
+    last = tl.minimum(length, first + LENGTH) if SPLIT else length
+    row = tl.arange(0, ROWS)
+    at = tl.arange(0, DIM)
+    mine = row < GROUP
+    asks = q + (stream * heads + head * GROUP + row[:, None]) * DIM + at[None, :]
+    query = tl.load(asks, mask=mine[:, None], other=0.0)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, DIM), tl.float32)
+    for start in range(first, last, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        inside = token < last
+        page = tl.load(tables + stream * table_stride + token // PAGE, mask=inside, other=0)
+        slot = page.to(tl.int64) * PAGE + token % PAGE
+        k = tl.load(keys + slot[:, None] * key_stride + head * DIM + at[None, :], mask=inside[:, None], other=0.0)
+        scores = tl.dot(query, tl.trans(k)).to(tl.float32) * scale
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        odds = tl.exp(scores - higher[:, None])
+        fade = tl.exp(top - higher)
+        v = tl.load(values + slot[:, None] * value_stride + head * DIM + at[None, :], mask=inside[:, None], other=0.0)
+        sums = sums * fade[:, None] + tl.dot(odds.to(v.dtype), v).to(tl.float32)
+        total = total * fade + tl.sum(odds, axis=1)
+        top = higher
+    place = stream * heads + head * GROUP + row
+    if SPLIT:
+        # a run past the end has weight zero
+        tl.store(weight + place * runs + run, tl.where(first < length, top + tl.log(total), float("-inf")), mask=mine)
+        sums = tl.where(first < length, sums / total[:, None], 0.0)
+        tl.store(out + (place[:, None] * runs + run) * DIM + at[None, :], sums, mask=mine[:, None])
+    else:
+        sums = sums / total[:, None]
+        tl.store(out + place[:, None] * DIM + at[None, :], sums.to(out.dtype.element_ty), mask=mine[:, None])
+
+
+@triton.jit
+def _join_kernel(parts, weight, out, runs, DIM: tl.constexpr, RUNS: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64)
+    run = tl.arange(0, RUNS)
+    at = tl.arange(0, DIM)
+    logs = tl.load(weight + place * runs + run, mask=run < runs, other=float("-inf"))
+    share = tl.exp(logs - tl.max(logs, axis=0))
+    share = share / tl.sum(share, axis=0)
+    part = tl.load(parts + (place * runs + run[:, None]) * DIM + at[None, :], mask=(run < runs)[:, None], other=0.0)
+    tl.store(out + place * DIM + at, tl.sum(part * share[:, None], axis=0).to(out.dtype.element_ty))
+
+
+def decode(q, keys, values, tables, lengths, size, scale, exact):
+    """q [n, heads, dim] over pages -> [n, heads, dim]."""
+    n, heads, dim = q.shape
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    split = exact or n * kv_heads < 512  # too few programs for the device's 132 multiprocessors: cut the streams
+    runs = triton.cdiv(tables.shape[1] * size, RUN) if split else 1
+    target, weight = out, out
+    if split:
+        target = torch.empty((n, heads, runs, dim), dtype=torch.float32, device=q.device)
+        weight = torch.empty((n, heads, runs), dtype=torch.float32, device=q.device)
+    _decode_kernel[(n, kv_heads, runs)](
+        q,
+        keys,
+        values,
+        tables,
+        lengths,
+        target,
+        weight,
+        scale,
+        tables.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        heads,
+        kv_heads,
+        runs,
+        GROUP=group,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        DIM=dim,
+        PAGE=size,
+        LENGTH=RUN,
+        TOKENS=BLOCK,
+        SPLIT=split,
+        num_warps=4,
+        num_stages=3,
+    )
+    if split:
+        _join_kernel[(n * heads,)](target, weight, out, runs, DIM=dim, RUNS=triton.next_power_of_2(runs))
+    return out
+
+
+@triton.jit
+def _store_kernel(k, v, keys, values, slots, k_stride, v_stride, size, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    slot = tl.load(slots + token).to(tl.int64)
+    tl.store(keys + slot * size + at, tl.load(k + token * k_stride + at, mask=inside), mask=inside)
+    tl.store(values + slot * size + at, tl.load(v + token * v_stride + at, mask=inside), mask=inside)
+
+
+def store(k, v, keys, values, slots):
+    """k and v [n, heads, dim] into their slots, both in one pass."""
+    size = k.shape[1] * k.shape[2]
+    k = k if k[0].is_contiguous() else k.contiguous()
+    v = v if v[0].is_contiguous() else v.contiguous()
+    block = triton.next_power_of_2(size)
+    _store_kernel[(k.shape[0],)](k, v, keys, values, slots, k.stride(0), v.stride(0), size, BLOCK=block)
+
+
+@triton.jit
+def _draw_kernel(
+    logits, stride, temperatures, seeds, places, tokens, logprobs, raw_logprobs, size, BLOCK: tl.constexpr
+):
+    """One pass over a row: the running sums of both softmaxes, and the largest of logit + Gumbel noise."""
+    index = tl.program_id(0).to(tl.int64)
+    row = logits + index * stride
+    temperature = tl.load(temperatures + index)
+    greedy = temperature == 0.0
+    cool = tl.where(greedy, 1.0, 1.0 / tl.where(greedy, 1.0, temperature))
+    seed = (tl.load(seeds + index) * 1000003 + tl.load(places + index)).to(tl.int64)
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    plain = tl.zeros((BLOCK,), tl.float32)
+    warm = tl.zeros((BLOCK,), tl.float32)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    chosen = tl.zeros((BLOCK,), tl.int32)
+    value = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(top, x)
+        gone = higher == float("-inf")
+        plain = tl.where(gone, 0.0, plain * tl.exp(top - higher) + tl.exp(x - higher))
+        warm = tl.where(gone, 0.0, warm * tl.exp((top - higher) * cool) + tl.exp((x - higher) * cool))
+        top = higher
+        luck = tl.maximum(tl.rand(seed, at), 5.9604645e-08)  # never 0: its logarithm is taken twice
+        noise = tl.where(greedy, 0.0, -tl.log(-tl.log(luck)))
+        score = tl.where(at < size, x * cool + noise, float("-inf"))
+        better = score > best
+        best = tl.where(better, score, best)
+        chosen = tl.where(better, at, chosen)
+        value = tl.where(better, x, value)
+    highest = tl.max(top, axis=0)
+    plain_sum = tl.sum(plain * tl.exp(top - highest), axis=0)
+    warm_sum = tl.sum(warm * tl.exp((top - highest) * cool), axis=0)
+    winner = tl.max(best, axis=0)
+    # of equals the lowest token, as argmax does
+    token = tl.min(tl.where(best == winner, chosen, 2147483647), axis=0)
+    at_token = tl.max(tl.where((best == winner) & (chosen == token), value, float("-inf")), axis=0)
+    tl.store(tokens + index, token.to(tl.int64))
+    tl.store(logprobs + index, tl.where(greedy, 0.0, (at_token - highest) * cool - tl.log(warm_sum)))
+    tl.store(raw_logprobs + index, at_token - highest - tl.log(plain_sum))
+
+
+def draw(logits, temperatures, seeds, places):
+    """A token for each row of logits, its log-probability as drawn and under the model's own distribution."""
+    n, size = logits.shape
+    tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
+    logprobs, raw = (torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(2))
+    _draw_kernel[(n,)](
+        logits, logits.stride(0), temperatures, seeds, places, tokens, logprobs, raw, size, BLOCK=2048, num_warps=8
+    )
+    return tokens, logprobs, raw

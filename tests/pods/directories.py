@@ -1,0 +1,111 @@
+"""Pods without namespaces for tests: a backend that must leave nothing, pods on it, and attacks from inside them.
+
+`shared` is `landlock` where pods have their maker's user, which is all an ordinary user gets; root gets it by being
+told that it cannot give pods users of their own.
+"""
+
+import asyncio
+import contextlib
+import textwrap
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from etude.pods import agent, landlock
+from etude.pods.backends import directory
+from etude.pods.backends.backend import PodSpec
+from etude.pods.backends.directory import DirectoryBackend, DirectoryPod, LandlockBackend, SubprocessBackend
+from etude.pods.pod import Limits
+from etude.pods.records import SYSTEM_BINDS, Image
+from etude.pods.store import Store
+
+needs_landlock = pytest.mark.skipif(landlock.abi() < 6, reason="needs Landlock ABI 6 (Linux 6.12)")
+HOST = Image("host", "host", (), binds=SYSTEM_BINDS)
+PYTHON = "/usr/bin/python3"
+needs_python = pytest.mark.skipif(not Path(PYTHON).exists(), reason="attacks are written in the system's Python")
+KINDS = [pytest.param("landlock", marks=needs_landlock), pytest.param("shared", marks=needs_landlock), "subprocess"]
+CONFINED = KINDS[:2]
+
+
+@contextlib.asynccontextmanager
+async def opened(state: Path, kind: str) -> AsyncIterator[DirectoryBackend]:
+    """A backend of a state directory; at the end everything is shut and nothing may be left."""
+    (state / "pods").mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "shared":
+            patch.setattr(directory, "own_users", lambda: None)
+        store = Store(state / "store")
+        backend = SubprocessBackend(state, store) if kind == "subprocess" else LandlockBackend(state, store)
+        try:
+            yield backend
+        finally:
+            await backend.shut()
+    assert not list((state / "pods").iterdir())
+    assert not backend.outside.exists()
+    assert not any(base.exists() for base in backend.layout.bases), "a control group is left"
+
+
+async def start(backend: DirectoryBackend, id: str = "one", **options: object) -> DirectoryPod:
+    spec = {"image": HOST, "limits": Limits(), "created": time.time()} | options
+    return await backend.start(PodSpec(id, **spec))  # type: ignore[arg-type]
+
+
+def with_pod(
+    state: Path, kind: str, check: Callable[[DirectoryPod, DirectoryBackend], Awaitable[None]], **options: object
+) -> None:
+    """Run `check` on a new pod, end the pod, and see that none of its processes is left."""
+
+    async def main() -> None:
+        async with opened(state, kind) as backend:
+            pod = await start(backend, **options)
+            agent_pid, worker, guard = await family(pod)
+            await check(pod, backend)
+            seen = {agent_pid, *agent.descendants(agent_pid)}
+            await pod.end()
+            await pod.end()
+            assert not pod.fs.exists()
+            assert not [pid for pid in seen if alive(pid)]
+        assert await gone({worker, guard})
+
+    asyncio.run(main())
+
+
+async def family(pod: DirectoryPod) -> tuple[int, int, int]:
+    """A pod's agent, the worker that made it, and the guard above."""
+    agent_pid = int((await pod.exec("echo $PPID")).stdout)
+    worker = parent(agent_pid)
+    return agent_pid, worker, parent(worker)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def alive(pid: int) -> bool:
+    return not agent.is_zombie(pid)
+
+
+async def gone(pids: set[int], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    return not [pid for pid in pids if alive(pid)]
+
+
+async def attack(pod: DirectoryPod, code: str, *arguments: object) -> str:
+    """What a Python program in the pod prints; an attempt in it prints its error's name."""
+    tools = """
+        import ctypes, errno, os, signal, socket, sys
+        def attempt(call, *arguments):
+            try:
+                call(*arguments)
+            except OSError as error:
+                return errno.errorcode[error.errno]
+            return "done"
+    """
+    program = textwrap.dedent(tools) + textwrap.dedent(code)
+    result = await pod.exec([PYTHON, "-c", program, *map(str, arguments)], timeout=30)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout.strip()

@@ -1,0 +1,132 @@
+"""A real `etude pods serve` in a process of its own, and proof that nothing is left: for tests of hosts and the CLI."""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from etude.errors import BusyError
+from etude.lock import take_lock
+from etude.pods import plan
+from etude.pods.fleet import open_host
+from etude.pods.probe import probe
+from etude.pods.remote import RemoteDoor
+
+ROOT = Path(__file__).parent.parent.parent
+TOKEN = "a-token-for-tests-0123456789"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "ETUDE_PODS_TOKEN": TOKEN}
+T = TypeVar("T")
+
+
+@functools.cache
+def why_not() -> str:
+    """Why the namespace backend cannot run here; empty when it can."""
+    verdict = asyncio.run(probe("namespace"))
+    return "" if verdict.works else verdict.reason
+
+
+def need_namespaces() -> None:
+    """Skip, in the probe's words, where these pods cannot run."""
+    if reason := why_not():
+        pytest.skip(f"the namespace backend does not work here: {reason}")
+
+
+@contextlib.contextmanager
+def state_directory() -> Iterator[Path]:
+    """A state directory; afterwards its keeper is ended, and nothing of it may be left."""
+    state = Path(tempfile.mkdtemp(prefix="etude-test-"))
+    try:
+        yield state
+        asyncio.run(shut(state))
+        assert left_behind(state) == []
+    finally:
+        shutil.rmtree(state, ignore_errors=True)
+
+
+async def shut(state: Path) -> None:
+    host = await open_host("namespace", state)
+    await host.backend.shut()
+    await host.close()
+
+
+def left_behind(state: Path) -> list[str]:
+    """What of a state directory's pods still is: a keeper, control groups, mounts, directories of pods."""
+    found = []
+    try:
+        os.close(take_lock(state / plan.LOCK, "the keeper"))
+    except BusyError as error:
+        found.append(str(error))
+    name = f"etude-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"
+    found += [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/{name}*")]
+    found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(state) in line]
+    return found + [str(path) for path in (state / "pods").iterdir()]
+
+
+class Server:
+    """`etude pods serve` on a port of its own."""
+
+    def __init__(self, state: Path, *options: str) -> None:
+        self.state, self.options, self.url = state, options, "http://127.0.0.1:0"
+        self.process: subprocess.Popen[str] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start it, on the same address as before if it ran before."""
+        listen = self.url.removeprefix("http://")
+        command = [sys.executable, "-m", "etude.cli", "pods", "serve", "--backend", "namespace", "--listen", listen]
+        self.process = subprocess.Popen(
+            [*command, "--state", str(self.state), *self.options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=ENVIRONMENT,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("http://"), line + self.process.stdout.read()
+        self.url = line.split()[0]
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        code = self.process.wait(20)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+
+@contextlib.contextmanager
+def server(*options: str) -> Iterator[Server]:
+    """A server with a state directory of its own; both are gone afterwards, without a trace."""
+    need_namespaces()
+    with state_directory() as state:
+        running = Server(state, *options)
+        try:
+            yield running
+        finally:
+            if running.process is not None and running.process.poll() is None:
+                running.end()
+
+
+def with_door(running: Server, work: Callable[[RemoteDoor], Awaitable[T]], **options: Any) -> T:
+    """Do something with a client of a server; every pod it made is closed."""
+
+    async def inside() -> T:
+        door = await RemoteDoor.open(running.url, TOKEN, **options)
+        try:
+            return await work(door)
+        finally:
+            await door.close()
+
+    return asyncio.run(inside())

@@ -1,0 +1,152 @@
+"""Every backend that works here passes the one suite, as root and as an ordinary user.
+
+Each variant runs in a process of its own (`conformance.py`), once, with the checks that were selected; each check is a
+test here. Every check runs on the default backend; on the others those that take long are among the slow tests.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.pods import conformance
+from tests.pods.conformance import CHECKS, NOTHING_LEFT, UNAVAILABLE
+
+ROOT = Path(__file__).resolve().parents[2]
+NOBODY = 65534
+SUITE_S = 600
+TRY = "import subprocess, sys, etude.pods.fleet; subprocess.run([sys.executable, '-I', '-S', '-c', ''], check=True)"
+
+LENGTHY = {  # more than about a quarter of a second
+    "a_chain_of_seventy_forks_keeps_everything",
+    "a_file_with_a_hole_of_a_terabyte_harms_nobody",
+    "a_job_nobody_reads_goes_on_and_ends",
+    "a_job_streams_its_output_as_it_comes_and_in_order",
+    "a_jobs_timeout_ends_it",
+    "a_large_file_goes_in_and_out_unchanged",
+    "a_paused_pod_answers_nothing_and_loses_nothing",
+    "a_paused_pod_can_be_kept_and_closed",
+    "a_pod_ends_when_its_time_is_over",
+    "a_share_of_a_core_is_all_a_pod_gets",
+    "a_shell_command_can_run_out_of_time",
+    "a_slow_reader_slows_its_job_and_memory_stays_bounded",
+    "a_terminal_takes_much_input_and_gives_much_output",
+    "an_interrupt_and_the_end_of_input_are_keys_of_a_terminal",
+    "input_nobody_reads_is_not_piled_up",
+    "noise_in_the_background_neither_blocks_a_shell_nor_fills_our_memory",
+    "time_to_live_counts_for_a_paused_pod_too",
+    "waiting_with_a_timeout_leaves_the_job_alone",
+    "what_a_command_left_running_does_not_hold_it",
+}
+
+
+class Variant(NamedTuple):
+    """One way to run the suite."""
+
+    backend: str
+    user: str
+    compiled: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.backend}{'-compiled' if self.compiled else ''}-{self.user}"
+
+
+VARIANTS = [
+    Variant(backend, user, compiled)
+    for user in ("root", "nobody")
+    for backend, compiled in (("namespace", False), ("namespace", True), ("landlock", False), ("subprocess", False))
+]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    conformance.load()
+    rows = []
+    for variant in VARIANTS:
+        for name in (*CHECKS, NOTHING_LEFT):
+            late = name in LENGTHY and variant != VARIANTS[0]
+            marks = [pytest.mark.slow] if late else []
+            rows.append(pytest.param(variant, name, id=f"{variant}-{name}", marks=marks))
+    metafunc.parametrize(("variant", "name"), rows)
+
+
+@pytest.fixture(scope="session")
+def tables() -> dict[Variant, dict[str, dict[str, str]]]:
+    """The results of each variant, by check; filled when the first test of a variant runs."""
+    return {}
+
+
+def test_backend(
+    variant: Variant, name: str, tables: dict[Variant, dict[str, dict[str, str]]], request: pytest.FixtureRequest
+) -> None:
+    if variant not in tables:
+        selected = [item.callspec.params for item in request.session.items if getattr(item, "callspec", None)]
+        names = [params["name"] for params in selected if params.get("variant") == variant]
+        tables[variant] = run_suite(variant, [name for name in names if name != NOTHING_LEFT])
+    table = tables[variant]
+    row = table.get(UNAVAILABLE) or table.get(name)
+    assert row is not None, f"the suite ended before this check:\n{table['output']['text']}"
+    if row["outcome"] == "skipped":
+        pytest.skip(row["text"])
+    assert row["outcome"] == "passed", row["text"]
+
+
+def run_suite(variant: Variant, names: list[str]) -> dict[str, dict[str, str]]:
+    """Run the checks as the variant says; rows by name."""
+    prefix, environment, reason = command_of(variant.user)
+    if variant.backend == "subprocess" and variant.user == "root":
+        reason = "nothing is isolated on this backend, so its checks run as an ordinary user only"
+    if reason:
+        return {UNAVAILABLE: {"outcome": "skipped", "text": reason}}
+    with tempfile.TemporaryDirectory(prefix="etude-conformance-") as directory:
+        if variant.user == "nobody":
+            os.chown(directory, NOBODY, NOBODY)
+        script = str(ROOT / "tests/pods/conformance.py")
+        command = [*prefix, script, variant.backend, f"{directory}/state", *names, *["--compiled"] * variant.compiled]
+        done = subprocess.run(
+            command,
+            env={**environment, "HOME": directory, "TMPDIR": directory},
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=SUITE_S,
+        )
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    tail = done.stdout[-1000:] + done.stderr[-3000:]
+    return {**{row["name"]: row for row in rows}, "output": {"outcome": "failed", "text": tail}}
+
+
+@cache
+def command_of(user: str) -> tuple[list[str], dict[str, str], str]:
+    """Interpreter and environment to run as `user`; the third is why that cannot be."""
+    environment = {"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    if os.geteuid() != 0:
+        reason = "" if user == "nobody" else "needs root"
+        return [sys.executable], environment, reason
+    if user == "root":
+        return [sys.executable], environment, ""
+    if shutil.which("setpriv") is None:
+        return [], {}, "needs setpriv (util-linux) to run as another user"
+    become = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--inh-caps=-all"]
+    # Our interpreter may be in a home directory that others cannot enter; one of the machine's can use our packages.
+    packages = [str(ROOT), *(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))]
+    environment = {**environment, "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(packages)}
+    reason = "no interpreter found"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for program in (sys.executable, f"/usr/bin/python{version}", f"/usr/local/bin/python{version}"):
+        tried = [*become, program, "-c", TRY]
+        try:
+            done = subprocess.run(tried, env=environment, cwd="/", capture_output=True, text=True, timeout=60)
+        except OSError as error:
+            reason = str(error)
+            continue
+        if done.returncode == 0:
+            return [*become, program], environment, ""
+        reason = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+    return [], {}, f"another user cannot run an interpreter with what Etude needs: {reason}"

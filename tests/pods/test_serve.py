@@ -1,0 +1,346 @@
+"""Hosts over HTTP, as their clients meet them: a real server in a process of its own, on the loopback."""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from etude.errors import InputError
+from etude.pods.fleet import Fleet, HostGone
+from etude.pods.pod import Limits, Pod, PodError, PodFileError, PodGone, Unsupported
+from etude.pods.remote import RemoteDoor, RemotePod
+from tests.pods.serving import TOKEN, Server, server, with_door
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Server]:
+    with server() as running:
+        yield running
+
+
+async def until(true: Callable[[], Any], seconds: float = 10.0) -> None:
+    """Wait for something that must become true."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = true()
+        if await found if asyncio.iscoroutine(found) else found:
+            return
+        assert time.monotonic() < deadline, f"not true within {seconds:g} s"
+        await asyncio.sleep(0.05)
+
+
+def test_a_remote_pod_runs_commands_and_tells_how_they_ended(host: Server) -> None:
+    async def work(door: RemoteDoor) -> None:
+        pod = await door.create(limits=Limits(memory=128 << 20))
+        done = await pod.exec("cat; echo $A >&2; exit 3", stdin=b"in", env={"A": "err"}, cwd="/tmp")
+        assert (done.exit_code, done.stdout, done.stderr) == (3, "in", "err\n")
+        assert (await pod.exec(["sleep", "9"], timeout=0.2)).timed_out
+        assert (await pod.exec(["no-such-program"])).exit_code == 127
+        assert (await pod.exec("head -c 3000000 /dev/zero", max_output=1000)).truncated
+        assert (await pod.exec("wc -c", stdin=bytes(3 << 20))).stdout.strip() == str(3 << 20)
+        eater = ["python3", "-c", "b'x' * (512 << 20)"]
+        assert (await pod.exec(eater)).out_of_memory
+        job = await pod.spawn(eater)
+        assert (await job.wait(20)).out_of_memory
+        assert not (await pod.exec("exit 1")).out_of_memory
+        assert (await pod.stats())["pids"] >= 1
+
+    with_door(host, work)
+
+
+def test_jobs_stream_take_input_signals_and_terminals(host: Server) -> None:
+    async def work(door: RemoteDoor) -> None:
+        pod = await door.create()
+        job = await pod.spawn("read line; echo got $line; echo bad >&2; exec sleep 60")
+        await job.write(b"hello\n")
+        seen: dict[str, bytes] = {}
+        async for stream, data in job.output():
+            seen[stream] = seen.get(stream, b"") + data
+            if len(seen) == 2:
+                await job.signal(15)
+        assert seen == {"stdout": b"got hello\n", "stderr": b"bad\n"}
+        assert (await job.wait()).exit_code == 143
+        terminal = await pod.pty(["sh", "-c", "read go; stty size"], rows=30, columns=90)
+        await terminal.resize(40, 120)
+        await terminal.write(b"\n")
+        text = b"".join([data async for _, data in terminal.output()])
+        assert b"40 120" in text
+        shell = await pod.shell()
+        await shell.run("cd /tmp; x=5")
+        assert (await shell.run("echo $x $PWD")).stdout == "5 /tmp\n"
+        await shell.close()
+
+    with_door(host, work)
+
+
+def test_a_slow_reader_holds_back_its_own_job_and_nobody_else(host: Server) -> None:
+    async def work(door: RemoteDoor) -> None:
+        pod = await door.create()
+        size = 64 << 20
+        job = await pod.spawn(["head", "-c", str(size), "/dev/zero"])
+        got = 0
+        async for _, data in job.output():
+            if not got:
+                await asyncio.sleep(0.5)  # far more than all buffers between is on its way
+                assert (await pod.exec("echo quick")).stdout == "quick\n"
+            got += len(data)
+        assert got == size
+
+    with_door(host, work)
+
+
+def test_files_and_trees_go_both_ways(host: Server, tmp_path: Path) -> None:
+    async def work(door: RemoteDoor) -> None:
+        pod = await door.create()
+        big = os.urandom(12 << 20)
+        await pod.write("deep/er/big", big, mode=0o750)
+        assert await pod.read("deep/er/big") == big
+        assert await pod.read("deep/er/big", offset=5 << 20, length=10) == big[5 << 20 :][:10]
+        assert (await pod.stat("deep/er/big")).mode == 0o750
+        source = tmp_path / "tree"
+        (source / "sub").mkdir(parents=True)
+        for n in range(40):
+            (source / "sub" / f"{n}").write_text(f"{n}")
+        (source / "link").symlink_to("sub/1")
+        await pod.upload(source, "tree")
+        await pod.download("tree", tmp_path / "back")
+        assert {p.name: p.read_text() for p in (tmp_path / "back" / "sub").iterdir()} == {
+            f"{n}": f"{n}" for n in range(40)
+        }
+        assert os.readlink(tmp_path / "back" / "link") == "sub/1"
+        await pod.make_directory("made")
+        assert [entry.name for entry in await pod.list()] == ["deep", "made", "tree"]
+        await pod.remove("tree")
+        with pytest.raises(PodFileError) as missing:
+            await pod.read("tree/link")
+        assert missing.value.errno == 2
+
+    with_door(host, work)
+
+
+def test_snapshots_forks_pauses_and_the_log(host: Server) -> None:
+    async def work(door: RemoteDoor) -> None:
+        pod = await door.create()
+        await pod.write("a", "1")
+        snapshot = await pod.snapshot("fs")
+        await pod.write("a", "2")  # the line was made anew, since `fs` starts the pod anew
+        job = await pod.spawn("echo kept > b; sleep 60")
+        live, children = await pod.snapshot(), await pod.fork(2)
+        assert live.kind == "fs-live"
+        old = await door.create(snapshot)
+        assert [await each.read("a") for each in (old, *children)] == [b"1", b"2", b"2"]
+        assert [await each.exec("cat b") for each in children][1].stdout == "kept\n"
+        await pod.pause()
+        waiting = asyncio.create_task(pod.exec("echo on"))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        await pod.resume()
+        assert (await waiting).stdout == "on\n"
+        await job.signal(9)
+        await pod.close()
+        await pod.close()
+        kinds = [event.kind for event in pod.events()]
+        for kind in ("created", "snapshot", "paused", "resumed", "exit", "closed"):
+            assert kind in kinds, kinds
+        with pytest.raises(PodGone):
+            await pod.exec("true")
+        assert {each.id for each in await door.snapshots()} >= {snapshot.id, live.id}
+        for each in (snapshot, live):
+            await door.remove_snapshot(each.id)
+
+    with_door(host, work)
+
+
+def test_errors_are_of_the_same_class_as_on_the_host_itself(host: Server) -> None:
+    async def work(door: RemoteDoor) -> None:
+        with pytest.raises(InputError, match="no image or snapshot 'nope'"):
+            await door.create("nope")
+        pod = await door.create()
+        with pytest.raises(Unsupported, match="memory"):
+            await pod.snapshot("full")
+        with pytest.raises(PodGone):
+            await door.attach("ffffffffffff")
+        with pytest.raises(PodError, match="can never start here"):
+            await door.create(limits=Limits(memory=1 << 50))
+        with pytest.raises(InputError, match="no image and no snapshot"):
+            await door.export("snap-none", Path("/nonexistent/file"))
+
+    with_door(host, work)
+
+
+def test_only_the_token_opens_and_unknown_fields_are_named(host: Server) -> None:
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {TOKEN}"}):
+        for path in ("/v1/report", "/v1/pods/x/agent", "/nothing"):
+            assert httpx.get(host.url + path, headers=headers, trust_env=False).status_code == 401
+    with pytest.raises(InputError, match="token"):
+        asyncio.run(RemoteDoor.open(host.url, "wrong"))
+    with pytest.raises(HostGone, match="does not answer"):
+        asyncio.run(RemoteDoor.open("http://127.0.0.1:9", TOKEN))
+
+    def post(body: Any) -> tuple[int, dict[str, str]]:
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        answer = httpx.post(f"{host.url}/v1/pods", content=json.dumps(body), headers=headers, trust_env=False)
+        return answer.status_code, answer.json()
+
+    for body, words in (
+        ({"imagge": "host"}, "'imagge' is not a field"),
+        ({"limits": {"memroy": 1}}, "'memroy' is not a field"),
+        ({"limits": {"memory": "1G"}}, "memory is '1G'"),
+        ({"lease": 0}, "needs a ttl"),
+        ([], "expected a JSON object"),
+        ({"key": "x" * (2 << 20)}, "over"),
+    ):
+        status, told = post(body)
+        assert (status, told["kind"]) == (400, "InputError")
+        assert words in told["error"]
+
+
+def test_asking_twice_with_a_key_gives_the_same_pod(host: Server) -> None:
+    async def work(door: RemoteDoor) -> None:
+        first, second = await asyncio.gather(door.create(key="k1"), door.create(key="k1"))
+        assert first.id == second.id
+        await first.close()
+        again = await door.create(key="k1")
+        assert again.id != first.id
+
+    with_door(host, work)
+
+
+def test_a_creation_that_is_given_up_leaves_no_pod() -> None:
+    async def work(door: RemoteDoor) -> None:
+        pod = await door.create()
+        waiting = asyncio.create_task(door.create())  # there is one seat, and it is taken
+        await asyncio.sleep(0.3)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        with pytest.raises(PodError, match="waited"):
+            await door.create(timeout=0.3)
+        await pod.close()
+        await asyncio.sleep(0.5)
+        assert await door.list_pods() == []
+
+    with server("--max-pods", "1") as running:
+        with_door(running, work)
+
+
+def test_a_pod_whose_client_died_ends_within_its_lease(host: Server) -> None:
+    async def work(door: RemoteDoor) -> None:
+        kept, lost = await door.create(), await door.create()
+        assert lost.renewing is not None
+        lost.renewing.cancel()  # as if the client had been killed
+        await until(lambda: gone(door, lost.id), 5)
+        assert (await kept.exec("echo fine")).stdout == "fine\n"
+        with pytest.raises(PodGone):
+            await lost.exec("true")
+        brief = await door.create(ttl=1.0)
+        await until(lambda: gone(door, brief.id), 5)
+
+    with_door(host, work, lease=1.5)
+
+
+async def gone(door: RemoteDoor, id: str) -> bool:
+    return id not in [pod["id"] for pod in await door.list_pods()]
+
+
+def test_killing_the_server_loses_no_pod_and_its_client_goes_on() -> None:
+    async def work(running: Server) -> None:
+        door = await RemoteDoor.open(running.url, TOKEN)
+        pod = await door.create(key="mine")
+        await pod.write("a", "before")
+        await pod.exec("sleep 300 </dev/null >/dev/null 2>&1 & echo $! > pid")
+        under_way = asyncio.create_task(pod.exec("sleep 60"))
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(running.end, 9)
+        with pytest.raises(HostGone, match="broke"):
+            await under_way
+        reading = asyncio.create_task(pod.read("a"))  # waits for the line
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(running.start)
+        assert await reading == b"before"
+        assert (await pod.exec("kill -0 $(cat pid) && echo alive")).stdout == "alive\n"
+        assert (await door.create(key="mine")).id == pod.id
+        assert await asyncio.to_thread(running.end) == 0  # SIGTERM leaves the pods too
+        await asyncio.to_thread(running.start)
+        assert (await pod.exec("cat a")).stdout == "before"
+        await pod.close()
+        assert await door.list_pods() == []
+        await door.close()
+
+    with server() as running:
+        asyncio.run(work(running))
+
+
+def test_close_at_the_end_closes_every_pod() -> None:
+    with server("--close", "--warm", "host=1") as running:
+
+        async def work() -> None:
+            door = await RemoteDoor.open(running.url, TOKEN)
+            await door.create(lease=0, ttl=100)
+            assert await asyncio.to_thread(running.end) == 0
+            await door.http.aclose()
+
+        asyncio.run(work())
+        assert list((running.state / "pods").iterdir()) == []
+
+
+def test_two_hosts_are_one_fleet(tmp_path: Path) -> None:
+    async def work(first: Server, second: Server) -> None:
+        doors = [await RemoteDoor.open(each.url, TOKEN, lease=2.0) for each in (first, second)]
+        fleet = Fleet(doors)
+        for door in doors:
+            door.fleet = fleet
+        await fleet.start()
+        try:
+            await snapshots_travel(doors, fleet, tmp_path)
+            await the_dead_are_left_out(first, doors, fleet)
+        finally:
+            await fleet.close()
+
+    with server("--max-pods", "2") as first, server() as second:
+        asyncio.run(work(first, second))
+
+
+async def snapshots_travel(doors: list[RemoteDoor], fleet: Fleet, place: Path) -> None:
+    pod = await doors[0].create()
+    await pod.write("a", "travels")
+    snapshot = await pod.snapshot()
+    await doors[0].export(snapshot.id, place / "file.tar")
+    assert await doors[1].import_(place / "file.tar") == snapshot.id
+    there = await doors[1].create(snapshot)
+    assert await there.read("a") == b"travels"
+    for door in doors:
+        await door.remove_snapshot(snapshot.id)
+    await there.close()
+    fleet.homes[pod.id] = doors[0].name
+    children = await pod.fork(4)  # the first host has two seats
+    assert [await child.read("a") for child in children] == [b"travels"] * 4
+    homes = [child.door for child in children if isinstance(child, RemotePod)]
+    assert doors[1] in homes
+    assert [await door.snapshots() for door in doors] == [[], []]
+    await asyncio.gather(*(each.close() for each in (pod, *children)))
+
+
+async def the_dead_are_left_out(first: Server, doors: list[RemoteDoor], fleet: Fleet) -> None:
+    async def create() -> Pod:
+        return await fleet.create(timeout=20)
+
+    making = [asyncio.create_task(create()) for _ in range(6)]
+    await asyncio.sleep(0.03)
+    await asyncio.to_thread(first.end, 9)
+    made = [*await asyncio.gather(*making), await create()]
+    on_second = [pod for pod in made if isinstance(pod, RemotePod) and pod.door is doors[1]]
+    assert made[-1] in on_second
+    assert all([(await pod.exec("echo ok")).ok for pod in on_second])
+    await asyncio.gather(*(pod.close() for pod in made))
+    await asyncio.to_thread(first.start)
+    await until(lambda: nobody(doors), 8)  # what the killed host had made ends with its lease
+
+
+async def nobody(doors: list[RemoteDoor]) -> bool:
+    return [await door.list_pods() for door in doors] == [[], []]
