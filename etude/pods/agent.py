@@ -46,6 +46,7 @@ class Job:
         self.pending = bytearray()  # input that the pipe has not taken
         self.unanswered: list[int] = []  # calls of INPUT that wait for it to be taken
         self.terminal = -1
+        self.hung = False  # every program closed the terminal
         self.flags = 0
         self.started = time.monotonic()
         self.deadline = 0.0
@@ -232,7 +233,7 @@ class Agent:
         if stalled != peer.stalled:
             peer.stalled = stalled
             for job in peer.jobs.values():
-                for pipe in job.outputs:
+                for pipe in () if job.hung else job.outputs:
                     waiting = select.EPOLLOUT if pipe == job.terminal and job.pending else 0
                     self.epoll.modify(pipe, waiting | (0 if stalled else select.EPOLLIN))
 
@@ -378,7 +379,9 @@ class Agent:
         if fd < 0:
             return
         waiting = select.EPOLLOUT if job.pending else 0
-        if job.terminal >= 0:
+        if job.hung:
+            job.pending.clear()
+        elif job.terminal >= 0:
             self.epoll.modify(fd, waiting | (0 if job.peer.stalled else select.EPOLLIN))
         elif not job.pending and job.stdin_closing:
             self.forget_pipe(job, fd)
@@ -402,7 +405,19 @@ class Agent:
             self.feed(job)
         readable = event & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR)
         if fd in job.outputs and readable and self.take(job, fd, READ_SIZE) == 0:
-            self.forget_pipe(job, fd)
+            if fd == job.terminal and job.pid in self.jobs:
+                self.silence(job)
+            else:
+                self.forget_pipe(job, fd)
+
+    def silence(self, job: Job) -> None:
+        """Nobody has the terminal open now. Closing our end would hang up on a program that is only ending: it
+        stays, unwatched, until the job is over."""
+        with contextlib.suppress(FileNotFoundError):
+            self.epoll.unregister(job.terminal)
+        job.pending.clear()
+        self.answer_input(job)
+        job.hung = True
 
     def take(self, job: Job, fd: int, size: int) -> int:
         """Read once and pass it on; 0 at the end, -1 when there is nothing now."""

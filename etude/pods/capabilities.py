@@ -57,7 +57,11 @@ def drop(keep: Collection[str] = KEEP, *, bounding: bool = True) -> None:
     Cutting the bounding set needs setpcap. A user without it has to say `bounding=False` and rely on no-new-privileges,
     with which no program gains a capability either.
     """
-    bits = mask(keep)
+    drop_to(mask(keep), bounding=bounding)
+
+
+def drop_to(bits: int, *, bounding: bool = True) -> None:
+    """`drop`, with the capabilities to keep as a number."""
     if bounding:
         _cut_bounding(bits)
     if _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL):

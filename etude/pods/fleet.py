@@ -7,6 +7,7 @@ unless that host is over its ceiling; then the snapshot travels.
 
 import asyncio
 import contextlib
+import math
 import os
 import tempfile
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from etude.errors import InputError
-from etude.pods.admission import NeverFits, Thresholds
+from etude.pods.admission import NeverFits, Thresholds, WaitedTooLong
 from etude.pods.backends.backend import Storage
 from etude.pods.host import Host
 from etude.pods.pod import Egress, Limits, Pod, PodError, Snapshot, SnapshotKind
@@ -27,6 +28,7 @@ from etude.pods.store import Store
 
 REPORT_S = 1.0  # between reports of one host
 REPORT_TIMEOUT_S = 5.0
+PATIENCE_S = 3.0  # for a turn on one host, before others are asked
 RETRY_S = 0.25  # between attempts when no host has room
 EXPECTED = 256 << 20  # bytes of memory a new pod is placed for; its host knows better what its image takes
 
@@ -151,8 +153,15 @@ class Fleet:
             try:
                 if place.transfer and isinstance(image, Snapshot):
                     await self._bring(image.id, door)
-                left = None if deadline is None else max(0.1, deadline - time.monotonic())
-                pod = await door.create(image, timeout=left, **options)
+                left = math.inf if deadline is None else max(0.1, deadline - time.monotonic())
+                wait = min(left, PATIENCE_S) if len(self.doors) > 1 else left
+                pod = await door.create(image, timeout=None if wait == math.inf else wait, **options)
+            except WaitedTooLong:  # its report was too old to show that it is full
+                self.router.returned(place)
+                if deadline is not None and time.monotonic() > deadline:
+                    raise
+                tried.add(place.host)
+                continue
             except (HostGone, OSError, NeverFits) as error:
                 self.router.returned(place)
                 if not isinstance(error, NeverFits):

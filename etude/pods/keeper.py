@@ -11,6 +11,7 @@ import errno
 import fcntl
 import gc
 import os
+import resource
 import select
 import signal
 import socket
@@ -21,6 +22,7 @@ from collections.abc import Callable
 
 from etude.pods import agent, capabilities, linux, plan, seccomp, wire
 
+FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # as we were started; what programs in pods get
 IDLE_S = 30.0  # with nothing to keep and nobody connected
 NAMESPACES = linux.NEWUSER | linux.NEWNS | linux.NEWPID | linux.NEWNET | linux.NEWIPC | linux.NEWUTS | linux.NEWCGROUP
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
@@ -45,6 +47,7 @@ class Keeper:
         self.namespaces: dict[bytes, int] = {}  # uid map -> user namespace for id-mapping
         self.connections: dict[int, tuple[socket.socket, wire.Splitter, list[int]]] = {}
         self.running = True
+        self.life = os.pipe2(os.O_CLOEXEC)  # nobody else keeps the writing end: a pod sees by it whether we live
         self.answers: dict[int, Callable[[wire.Fields, list[int]], tuple[list[tuple[int, wire.Value]], list[int]]]] = {
             plan.CREATE: self.create,
             plan.KILL: self.kill,
@@ -130,7 +133,7 @@ class Keeper:
         try:
             pid = linux.clone(NAMESPACES)
             if pid == 0:
-                be_pod(fields, given[0], sync_r, sync_w)  # never returns
+                be_pod(fields, given[0], (sync_r, sync_w), self.life)  # never returns
             try:
                 write(f"/proc/{pid}/uid_map", wire.data(fields, plan.UIDMAP))
                 if os.getuid() != 0 or b" 1\n" in wire.data(fields, plan.GIDMAP):
@@ -171,12 +174,16 @@ class Keeper:
         finally:
             os.close(fresh)
         owner = wire.number(fields, plan.OWNER)
-        for place in (plan.STAGE, f"{plan.STAGE}/u", f"{plan.STAGE}/w"):
-            if place != plan.STAGE:
-                os.mkdir(place)
-            os.chmod(place, 0o755)
-            os.chown(place, owner, owner)
-        return linux.clone_tree(plan.STAGE)
+        try:
+            for place in (plan.STAGE, f"{plan.STAGE}/u", f"{plan.STAGE}/w"):
+                if place != plan.STAGE:
+                    os.mkdir(place)
+                os.chmod(place, 0o755)
+                os.chown(place, owner, owner)
+            return linux.clone_tree(plan.STAGE)
+        except OSError:
+            linux.umount(plan.STAGE)
+            raise
 
     def kill(self, fields: wire.Fields, _: list[int]) -> tuple[list[tuple[int, wire.Value]], list[int]]:
         """Kill a pod's first process; the kernel kills the rest before that one can be waited for."""
@@ -205,11 +212,11 @@ class Keeper:
         pod = self.pods.get(name)
         if pod is None or pod.tree < 0:
             raise OSError(errno.ENOENT, f"pod {name.decode()} writes nothing to memory here")
-        del self.pods[name]
         self.end(pod)
         place = f"{plan.MEMORY}/{layer.decode()}"
         os.mkdir(place, 0o700)
-        linux.attach(pod.tree, place)
+        linux.attach(pod.tree, place)  # failing, it leaves the pod as it is: dead, but what it wrote is there
+        del self.pods[name]
         os.close(pod.tree)
         self.layers.add(layer)
         return [], []
@@ -294,21 +301,22 @@ def at(fd: int) -> str:
     return f"/proc/self/fd/{fd}"
 
 
-def be_pod(fields: wire.Fields, listener: int, sync_r: int, sync_w: int) -> None:
+def be_pod(fields: wire.Fields, listener: int, sync: tuple[int, int], life: tuple[int, int]) -> None:
     """The child's life: wait for its identity, build its world, lock itself in, serve; never returns."""
     code = 1
     sock = socket.socket(fileno=os.dup(listener))
     try:
-        os.close(sync_w)
-        if os.read(sync_r, 1) != b"g":
+        os.close(sync[1])
+        os.close(life[1])
+        if os.read(sync[0], 1) != b"g":
             os._exit(1)
-        linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         try:
             carried = enter(fields, Places(fields))
+            die_with_keeper(life[0])
             close_others(sorted({sock.fileno(), *carried}))
             lock_in(fields)
-        except OSError as error:
+        except (OSError, KeyError, ValueError) as error:
             refuse(sock, error)
             os._exit(1)
         mark = bool(wire.number(fields, plan.FLAGS) & plan.MARK_CHILDREN)
@@ -406,11 +414,21 @@ def open_network(fields: wire.Fields) -> list[int]:
     return carried
 
 
+def die_with_keeper(life: int) -> None:
+    """Be killed when the keeper dies. Only now: becoming the pod's root makes the kernel forget it."""
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    poll = select.poll()
+    poll.register(life, 0)
+    if poll.poll(0):  # it died in between
+        os._exit(1)
+
+
 def lock_in(fields: wire.Fields) -> None:
     """Give up what programs of the pod must never have; they inherit it. From here on nothing can be undone."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, FILES)
     # Not dumpable: the pod's root is our uid, and must not trace us or open /proc/1/mem.
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
-    capabilities.drop()
+    capabilities.drop_to(wire.number(fields, plan.CAPS))
     if plan.FILTER in fields:
         seccomp.install(wire.data(fields, plan.FILTER))
     else:
@@ -427,12 +445,12 @@ def close_others(kept: list[int]) -> None:
     linux.close_range(first)
 
 
-def refuse(sock: socket.socket, error: OSError) -> None:
+def refuse(sock: socket.socket, error: Exception) -> None:
     """Tell whoever connects why there is no pod."""
     sock.settimeout(5)
     with contextlib.suppress(OSError):
         peer, _ = sock.accept()
-        peer.sendall(wire.frame(wire.FAIL, 0, (wire.NUMBER, error.errno or 5), (wire.DATA, str(error).encode())))
+        peer.sendall(wire.frame(wire.FAIL, 0, (wire.NUMBER, getattr(error, "errno", None) or 5), (wire.DATA, str(error).encode())))
         peer.close()
 
 
@@ -490,6 +508,8 @@ def main(state: str, descriptor: int) -> None:
     os.umask(0o077)
     own_namespaces()
     os.chdir(state)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one descriptor for each pod
     gc.collect()
     gc.freeze()  # pods share these pages until they are written to
     gc.disable()

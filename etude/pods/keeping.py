@@ -7,11 +7,11 @@ is never a second one; who finds nobody at the socket and can take the lock, sta
 import asyncio
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -141,7 +141,7 @@ def start_keeper(state: Path, helper: Path | None) -> None:
         listener.listen(64)
         clean_mount_points(state)
         with open(state / plan.LOG, "ab") as log, keeper_program(helper, state, listener.fileno()) as (argv, program):
-            subprocess.Popen(
+            keeper = subprocess.Popen(
                 argv,
                 stdin=program,
                 stdout=log,
@@ -151,6 +151,8 @@ def start_keeper(state: Path, helper: Path | None) -> None:
                 pass_fds=[listener.fileno(), lock],
                 start_new_session=True,
             )
+        # It outlives us or not; if not, somebody must take its exit status.
+        threading.Thread(target=keeper.wait, daemon=True).start()
     finally:
         listener.close()
         os.close(directory)
@@ -183,8 +185,3 @@ def clean_mount_points(state: Path) -> None:
         for place in (state / name).iterdir():
             place.rmdir()
     (state / plan.ROOT).mkdir(mode=0o755, exist_ok=True)
-
-
-def find_compiler() -> str | None:
-    """A C compiler, if there is one."""
-    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")

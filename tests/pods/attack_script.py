@@ -51,7 +51,6 @@ CALLS = {  # name: (number on x86_64, arguments)
     "open_tree": (428, -100, 0, 1),
     "move_mount": (429, -1, 0, -1, 0, 0),
     "mount_setattr": (442, -100, 0, 0, 0, 0),
-    "process_vm_readv of the agent": (310, 1, 0, 0, 0, 0, 0),
     "quotactl": (179, 0x80000100, 0, 0, 0),
     "acct": (163, 0),
 }
@@ -116,10 +115,28 @@ ATTACKS["write to /usr"] = lambda: open("/usr/bin/etude-was-here", "w")
 ATTACKS["change /usr"] = lambda: os.chmod("/usr/bin/env", 0o755)
 ATTACKS["set the host's name"] = lambda: socket.sethostname("pwned")
 
-for kind_, number_ in ((stat.S_IFCHR, os.makedev(1, 1)), (stat.S_IFBLK, os.makedev(8, 0)), (stat.S_IFBLK, os.makedev(254, 0))):
+for kind_, number_ in (
+    (stat.S_IFCHR, os.makedev(1, 1)),
+    (stat.S_IFBLK, os.makedev(8, 0)),
+    (stat.S_IFBLK, os.makedev(254, 0)),
+):
     name_ = f"make a {'character' if kind_ == stat.S_IFCHR else 'block'} device {os.major(number_)}:{os.minor(number_)}"
     ATTACKS[name_] = lambda kind=kind_, number=number_: os.mknod("device", kind | 0o666, number)
-for name_ in ("mem", "kmem", "port", "kmsg", "sda", "vda", "vda1", "nvme0n1", "loop0", "loop-control", "fuse", "kvm", "net/tun"):
+for name_ in (
+    "mem",
+    "kmem",
+    "port",
+    "kmsg",
+    "sda",
+    "vda",
+    "vda1",
+    "nvme0n1",
+    "loop0",
+    "loop-control",
+    "fuse",
+    "kvm",
+    "net/tun",
+):
     ATTACKS[f"open /dev/{name_}"] = lambda name=name_: open(f"/dev/{name}", "rb")
 for name_ in ("sysrq-trigger", "sys/kernel/core_pattern", "sys/kernel/modprobe", "sys/vm/drop_caches", "sys/kernel/panic",
               "sys/kernel/dmesg_restrict", "sys/fs/binfmt_misc/register", "sys/vm/overcommit_memory", "timer_list", "kcore"):  # fmt: skip
@@ -127,6 +144,14 @@ for name_ in ("sysrq-trigger", "sys/kernel/core_pattern", "sys/kernel/modprobe",
     ATTACKS[f"open /proc/{name_}"] = lambda name=name_, way=way_: os.open(f"/proc/{name}", way)
 ATTACKS["list /sys"] = lambda: os.listdir("/sys") or (_ for _ in ()).throw(FileNotFoundError(2, "empty"))
 ATTACKS["list /sys/fs/cgroup"] = lambda: os.listdir("/sys/fs/cgroup")
+
+
+@attack("read the agent's memory")
+def read_agent() -> object:
+    buffer = ctypes.create_string_buffer(8)
+    ours = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), 8)
+    theirs = (ctypes.c_void_p * 2)(0x400000, 8)
+    return check(libc.process_vm_readv(1, ours, 1, theirs, 1, 0))
 
 
 @attack("leave by chroot")
@@ -195,7 +220,16 @@ def see_other_interfaces() -> object:
 
 for path_ in FACTS.get("hidden", []):
     ATTACKS[f"see {path_}"] = lambda path=path_: os.lstat(path)
-for path_ in ("/etc/shadow", "/etc/gshadow", "/etc/sudoers", "/etc/machine-id", "/etc/ssh", "/root/.ssh", "/root/.bashrc", "/home"):
+for path_ in (
+    "/etc/shadow",
+    "/etc/gshadow",
+    "/etc/sudoers",
+    "/etc/machine-id",
+    "/etc/ssh",
+    "/root/.ssh",
+    "/root/.bashrc",
+    "/home",
+):
     if path_ != "/home":
         ATTACKS[f"see {path_}"] = lambda path=path_: os.lstat(path)
 
@@ -261,7 +295,9 @@ for name_ in ("sudo", "su", "pkexec", "mount"):
 
 
 def as_nobody(name: str) -> object:
-    arguments = {"sudo": ["-n", "id"], "su": ["-c", "id"], "pkexec": ["id"], "mount": ["-t", "tmpfs", "x", "/mnt"]}[name]
+    arguments = {"sudo": ["-n", "id"], "su": ["-c", "id"], "pkexec": ["id"], "mount": ["-t", "tmpfs", "x", "/mnt"]}[
+        name
+    ]
     try:
         done = subprocess.run([name, *arguments], user=1234, group=1234, extra_groups=[], stdin=subprocess.DEVNULL,
                               capture_output=True, text=True, timeout=10)  # fmt: skip

@@ -1,0 +1,248 @@
+"""Attacks from inside a pod on the kernel, the host's files, sockets and secrets, and on the agent itself: all refused.
+
+`attack_script.py` runs inside, once for each keeper; every attack is a test here. Afterwards the host and other pods
+are well, and nothing is left.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from etude.pods.fleet import open_host
+from etude.pods.native.build import find_helper
+from etude.pods.pod import Pod, PodError
+from etude.pods.probe import cache_directory, probe
+from tests.pods import inventory
+
+SCRIPT = Path(__file__).with_name("attack_script.py")
+SECRET = "secret-6f1c0d1e"
+KEEPERS = ("python", "compiled")
+
+
+@pytest.fixture(scope="module", params=KEEPERS)
+def keeper(request: pytest.FixtureRequest) -> str:
+    verdict = asyncio.run(probe("namespace", compiled=False))
+    if not verdict.works:
+        pytest.skip(f"no namespaces here: {verdict.reason}")
+    if request.param == "compiled":
+        helper, reason = find_helper(cache_directory(Path(tempfile.gettempdir())))
+        if helper is None:
+            pytest.skip(f"there is no compiled keeper: {reason}")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def state() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="etude-attacks-") as directory:
+        yield Path(directory) / "state"
+
+
+@pytest.fixture(scope="module")
+def findings(keeper: str, state: Path) -> dict[str, str]:
+    """What the script inside found, with everything it must not find put in its way."""
+    os.environ["ETUDE_ATTACK_SECRET"] = SECRET
+    with (
+        tempfile.TemporaryDirectory(prefix="etude-hidden-") as directory,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
+        hidden = Path(directory) / "root" / ".ssh" / "id_ed25519"
+        hidden.parent.mkdir(parents=True)
+        hidden.write_text(SECRET)
+        abstract = socket.socket(socket.AF_UNIX)
+        abstract.bind(f"\0etude-attack-{os.getpid()}")
+        abstract.listen()
+        docker = socket.socket(socket.AF_UNIX)
+        docker.bind(f"{directory}/docker.sock")
+        docker.listen()
+        facts = {
+            "port": server.getsockname()[1],
+            "abstract": f"etude-attack-{os.getpid()}",
+            "secret": SECRET,
+            "hidden": [str(hidden), directory, str(state), str(Path(__file__)), str(Path.home() / ".ssh")],
+            "sockets": [f"{directory}/docker.sock", f"{state}/keeper.sock"],
+            "private_names": [str(state), directory],
+        }
+        try:
+            return asyncio.run(run_script(keeper, state, facts))
+        finally:
+            abstract.close()
+            docker.close()
+
+
+async def run_script(keeper: str, state: Path, facts: dict[str, object]) -> dict[str, str]:
+    host = await open_host("namespace", state, compiled=keeper == "compiled")
+    try:
+        before = inventory.take(host)
+        pod, other = await host.create(), await host.create()
+        await other.write("/tmp/file-of-the-other", SECRET)
+        facts = {**facts, "hidden": [*facts["hidden"], "/tmp/file-of-the-other", str(state / "pods" / other.id)]}  # type: ignore[misc]
+        facts["sockets"] = [*facts["sockets"], *(f"{state}/pods/{one.id}/agent.sock" for one in (pod, other))]  # type: ignore[misc]
+        await pod.write("attack.py", SCRIPT.read_bytes())
+        result = await pod.exec(["python3", "attack.py", json.dumps(facts)], timeout=60)
+        assert result.exit_code == 0, result
+        found: dict[str, str] = json.loads(result.stdout)
+        found["the pod afterwards"] = await well(pod)
+        found["the other pod afterwards"] = await well(other)
+        await pod.close()
+        await other.close()
+        found["what is left"] = str(await asyncio.to_thread(left, host, before))
+        return found
+    finally:
+        await host.close()
+        await host.backend.shut()
+
+
+def left(host: object, before: inventory.Inventory) -> object:
+    difference = inventory.settled(host, before).difference(before)  # type: ignore[arg-type]
+    difference.pop("keeper_descriptors", None)  # a user namespace for id-mapped layers, kept from the first pod on
+    difference.pop("keeper_mounts", None)
+    difference.pop("files", None)
+    return difference
+
+
+async def well(pod: Pod) -> str:
+    return (await pod.exec("echo well", timeout=10)).stdout.strip()
+
+
+def attack_names() -> list[str]:
+    """The names, by running the script's table without running it."""
+    import importlib.util
+    import sys
+
+    spec = importlib.util.spec_from_file_location("attack_script_names", SCRIPT)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    arguments, sys.argv = sys.argv, [str(SCRIPT)]
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.argv = arguments
+    return sorted(module.ATTACKS)
+
+
+@pytest.mark.parametrize("name", attack_names())
+def test_an_attack_from_inside_is_refused(name: str, findings: dict[str, str]) -> None:
+    assert findings[name].startswith("refused"), findings[name]
+
+
+def test_every_other_attack_the_script_made_of_the_facts_is_refused_too(findings: dict[str, str]) -> None:
+    rest = {name: how for name, how in findings.items() if not how.startswith("refused")}
+    assert rest == {"the pod afterwards": "well", "the other pod afterwards": "well", "what is left": "{}"}
+    assert sum("connect to socket" in name for name in findings) >= 6
+    assert sum(name.startswith("see ") for name in findings) >= 10
+
+
+# -- the agent, PID 1 of the pod
+
+
+def run_in_pod(keeper: str, state: Path, act: "Act") -> None:
+    """Run an attack in a pod; afterwards another pod is well and, when both are closed, nothing is left."""
+
+    async def main() -> None:
+        host = await open_host("namespace", state, compiled=keeper == "compiled")
+        try:
+            await (await host.create()).close()
+            before = inventory.take(host)
+            pod, other = await host.create(), await host.create()
+            await act(pod)
+            assert await well(other) == "well"
+            await pod.close()
+            await other.close()
+            now = await asyncio.to_thread(inventory.settled, host, before)
+            assert now.difference(before) == {}
+        finally:
+            await host.close()
+            await host.backend.shut()
+
+    asyncio.run(main())
+
+
+Act = object  # an async function of a pod
+
+
+@pytest.mark.parametrize("command", ["kill -9 1", "kill -STOP 1", "kill -TERM 1", "kill -9 -1", "kill -STOP -1"])
+def test_signals_to_the_agent_do_nothing(command: str, keeper: str, state: Path) -> None:
+    async def act(pod: Pod) -> None:
+        with_python = "import os,signal; os.kill(%d, %d)"
+        _, number, target = command.split()
+        code = with_python % (int(target), {"-9": 9, "-STOP": 19, "-TERM": 15}[number])
+        await pod.exec(["python3", "-c", code], timeout=5)
+        assert await well(pod) == "well"
+
+    run_in_pod(keeper, state, act)
+
+
+def test_typing_into_a_terminal_from_inside_is_refused(keeper: str, state: Path) -> None:
+    async def act(pod: Pod) -> None:
+        code = "import fcntl, termios\nfor c in 'id\\n': fcntl.ioctl(0, termios.TIOCSTI, c.encode())"
+        job = await pod.pty(["python3", "-c", code])
+        text = b"".join([data async for _, data in job.output()])
+        assert b"PermissionError" in text or b"OSError" in text, text
+
+    run_in_pod(keeper, state, act)
+
+
+def test_a_pod_that_answers_no_more_can_be_given_up(keeper: str, state: Path) -> None:
+    async def act(pod: Pod) -> None:
+        await pod.pause()
+        calls = [pod.exec("true"), pod.read("/etc/hosts"), pod.write("x", "y"), pod.list("/"), pod.spawn("true")]
+        for call in calls:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(call, 0.1)
+
+    run_in_pod(keeper, state, act)
+
+
+def test_programs_have_no_new_privileges_and_few_capabilities(keeper: str, state: Path) -> None:
+    async def act(pod: Pod) -> None:
+        status = (await pod.exec("cat /proc/self/status")).stdout
+        rows = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        assert rows["NoNewPrivs"] == "1"
+        assert rows["Seccomp"] == "2"
+        from etude.pods import capabilities
+
+        for name in ("CapEff", "CapPrm", "CapBnd"):
+            assert int(rows[name], 16) & ~capabilities.mask() == 0
+        assert int(rows["CapInh"], 16) == int(rows["CapAmb"], 16) == 0
+
+    run_in_pod(keeper, state, act)
+
+
+def test_account_files_turned_into_traps_do_not_stop_the_agent(keeper: str, state: Path) -> None:
+    async def act(pod: Pod) -> None:
+        for trap in ("mkfifo /etc/passwd", "ln -s /dev/zero /etc/passwd", "mkdir /etc/passwd", "ln -s /proc/1/mem /etc/passwd",
+                     "head -c 30000000 /dev/zero > /etc/passwd", "yes x:y:z:w > /etc/passwd & sleep 0.1; kill $!"):  # fmt: skip
+            await pod.exec(f"rm -rf /etc/passwd; {trap}", timeout=10)
+            with pytest.raises(PodError):
+                await asyncio.wait_for(pod.exec("id", user="daemon"), 10)
+            assert await well(pod) == "well"
+
+    run_in_pod(keeper, state, act)
+
+
+def test_connections_that_come_and_go_do_not_harm_the_agent(keeper: str, state: Path) -> None:
+    async def act(pod: Pod) -> None:
+        directory = os.open(state / "pods" / pod.id, os.O_PATH)
+        try:
+            for payload in (
+                b"",
+                b"\xff" * 64,
+                b"\x05\0\0\0\x01\x01\0\0\0",
+                b"\x09\0\0\0\x02\x01\0\0\0\x01\xff\xff\xff\x7f",
+            ):
+                for _ in range(50):
+                    with socket.socket(socket.AF_UNIX) as sock:
+                        sock.connect(f"/proc/self/fd/{directory}/agent.sock")
+                        sock.sendall(payload)
+        finally:
+            os.close(directory)
+        assert await well(pod) == "well"
+
+    run_in_pod(keeper, state, act)
