@@ -6,7 +6,7 @@ threads or servers; `service.py` runs it in a thread for callers that await. The
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,15 @@ from etude.errors import InputError
 from etude.inference.paged import Batch, PagedCache, make_batch
 from etude.inference.pages import PagePool
 from etude.inference.request import Ending, Stream, streams_of
-from etude.inference.sampling import Drawn, Knobs, Sampling, draw
+from etude.inference.sampling import Knobs, Sampling, draw
 from etude.inference.scheduler import Scheduler, Step
+from etude.kernels.draw import Drawn
 from etude.model.moe import Routing
 from etude.model.tokenizer import Tokenizer
 from etude.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from etude.inference.graphs import Decoder
 
 CachePolicy = Literal["keep", "recompute"]
 
@@ -36,6 +40,7 @@ class EngineOptions:
     budget: int = 512  # tokens of one step: decoding streams first, then prompts in pieces
     sharing: bool = True  # streams that begin alike share pages
     on_swap: CachePolicy = "keep"  # what new weights do to keys and values of the old ones
+    burst: int = 16  # tokens a decoding stream makes before the host looks, where graphs are captured
     invariant: bool = False  # a stream's numbers never depend on what else is in the batch; slower
 
 
@@ -54,15 +59,24 @@ class Engine:
         weight = model.head_weight
         self.device, config, o = weight.device, model.config, self.options
         self.pool = PagePool(o.tokens // o.page, o.page, o.sharing)
-        self.scheduler = Scheduler(self.pool, max_streams=o.max_streams, budget=o.budget)
+        captured = can_capture(model) and o.burst > 1
+        ahead = o.burst if captured else 1
+        self.scheduler = Scheduler(self.pool, max_streams=o.max_streams, budget=o.budget, ahead=ahead)
         self.cache = PagedCache(config, self.pool.count, o.page, weight.dtype, self.device, o.invariant)
         self.routes: npt.NDArray[np.unsignedinteger] | None = None
         if config.moe:
             small = np.uint8 if config.moe.experts <= 256 else np.uint16
             shape = (self.pool.count * o.page, len(config.moe.layers), config.moe.per_token)
             self.routes = np.zeros(shape, small)  # by slot, so that a shared prefix brings its routing along
+        self.decoder = self._make_decoder() if captured else None
         self.steps = 0
         self.read_tokens = self.made_tokens = 0
+
+    def _make_decoder(self) -> "Decoder":
+        from etude.inference.graphs import Decoder  # needs Triton
+
+        o = self.options
+        return Decoder(self.model, self.cache, pages=self.pool.count, steps=o.burst, most=o.max_streams)
 
     # ------------------------------------------------------------------------------------------- asking
 
@@ -121,6 +135,9 @@ class Engine:
         step = self.scheduler.plan()
         if not step:
             return False
+        if self.decoder is not None and not step.reading and all(s.sampling.plain for s in step.decoding):
+            self._burst(self.decoder, step.decoding)
+            return True
         batch = make_batch(step, self.pool.size, self.device)
         routing = Routing() if self.routes is not None else None
         self.cache.batch = batch
@@ -130,6 +147,28 @@ class Engine:
         drawn = self._draw(hidden[0, batch.writers], writers) if writers else None
         self._account(step, writers, drawn)
         return True
+
+    def _burst(self, decoder: "Decoder", streams: list[Stream]) -> None:
+        """Several tokens for everybody; what a stream makes after its end is thrown away."""
+        steps = min(self.options.burst, max(s.sampling.max_tokens - len(s.made) for s in streams))
+        made = decoder.burst(streams, steps)
+        self.steps += steps
+        for row, stream in enumerate(streams):
+            start, tokens = stream.length, made.tokens[row]
+            kept = self._take(stream, tokens, made.logprobs[row], made.raw_logprobs[row])
+            if made.routing is not None:
+                self._keep_burst_routing(stream, start, made.routing[:kept, row])
+            if stream.ending is None:
+                self.scheduler.advance(stream, stream.length - 1)
+            else:
+                self._finish(stream, start - 1 + kept)
+
+    def _keep_burst_routing(self, stream: Stream, start: int, chosen: npt.NDArray[np.integer]) -> None:
+        """Experts of the tokens a burst read: the one it began with and all it made but the last."""
+        assert self.routes is not None
+        size, places = self.pool.size, np.arange(start - 1, start - 1 + len(chosen))
+        self.routes[np.asarray(stream.pages)[places // size] * size + places % size] = chosen
+        self._record_routes(stream, start - 1 + len(chosen))
 
     def _draw(self, hidden: Tensor, writers: list[Stream]) -> Drawn:
         knobs = Knobs.of([s.sampling for s in writers], [s.seed for s in writers], self.device)
@@ -158,7 +197,9 @@ class Engine:
             return
         rows = zip(writers, drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.raw_logprobs.tolist(), strict=True)
         for stream, token, logprob, raw in rows:
-            self._give(stream, token, logprob, raw)
+            self._take(stream, [token], [logprob], [raw])
+            if stream.ending is not None:
+                self._finish(stream, stream.length - 1)
 
     def _record_routes(self, stream: Stream, end: int) -> None:
         """The experts of tokens up to `end`, as they were when first read: what made the tokens that followed."""
@@ -170,31 +211,47 @@ class Engine:
             slots = np.asarray(stream.pages)[places // self.pool.size] * self.pool.size + places % self.pool.size
             stream.routing.append(self.routes[slots])
 
-    def _give(self, stream: Stream, token: int, logprob: float, raw: float) -> None:
-        stream.made.append(token)
-        stream.logprobs.append(logprob)
-        stream.raw_logprobs.append(raw)
-        stream.versions.append(self.version)
-        self.made_tokens += 1
-        ending = self._ending(stream, token)
+    def _take(self, stream: Stream, tokens: list[int], logprobs: list[float], raws: list[float]) -> int:
+        """Give a stream its new tokens, up to its end; how many they were."""
+        count = min(len(tokens), stream.sampling.max_tokens - len(stream.made))
+        ending: Ending | None = "length" if len(stream.made) + count == stream.sampling.max_tokens else None
+        if stream.sampling.stop:
+            for index, token in enumerate(tokens[:count]):
+                if token in stream.sampling.stop:
+                    count, ending = index + 1, "stop"
+                    break
+        if stream.sampling.stop_text:
+            count, ending = self._find_text(stream, tokens[:count], ending)
+        stream.made += tokens[:count]
+        stream.logprobs += logprobs[:count]
+        stream.raw_logprobs += raws[:count]
+        stream.versions += [self.version] * count
+        self.made_tokens += count
+        stream.ending = ending
         if stream.listener is not None:
-            stream.listener(stream, [token])
-        if ending is not None:
-            stream.ending = ending
-            self.scheduler.finish(stream)
-            if stream.listener is not None:
-                stream.listener(stream, [])
+            stream.listener(stream, tokens[:count])
+        return count
 
-    def _ending(self, stream: Stream, token: int) -> Ending | None:
-        if token in stream.sampling.stop:
-            return "stop"
-        if stream.sampling.stop_text and self._wrote(stream):
-            return "stop"
-        return "length" if len(stream.made) >= stream.sampling.max_tokens else None
+    def _finish(self, stream: Stream, read: int) -> None:
+        """A stream has its end: its full pages can be found by whoever continues it, and its room is free."""
+        self.scheduler.advance(stream, read)
+        self.scheduler.finish(stream)
+        if stream.listener is not None:
+            stream.listener(stream, [])
 
-    def _wrote(self, stream: Stream) -> bool:
-        """Whether the latest tokens complete one of the stop texts."""
+    def _find_text(self, stream: Stream, tokens: list[int], ending: Ending | None) -> tuple[int, Ending | None]:
+        """How many of the new tokens there are up to the one that completes a stop text."""
         assert self.tokenizer is not None
-        longest = max(map(len, stream.sampling.stop_text))
-        text = self.tokenizer.decode(stream.made[-(longest * 4 + 8) :])  # a token is at least a quarter of a character
-        return any(stop in text for stop in stream.sampling.stop_text)
+        reach = max(map(len, stream.sampling.stop_text)) * 4 + 8  # a token is at least a quarter of a character
+        for count in range(1, len(tokens) + 1):
+            text = self.tokenizer.decode((stream.made + tokens[:count])[-reach:])
+            if any(stop in text for stop in stream.sampling.stop_text):
+                return count, "stop"
+        return len(tokens), ending
+
+
+def can_capture(model: Transformer) -> bool:
+    """Whether a model decodes by captured graphs: on CUDA, half precision, keys and values of a kernel's size."""
+    weight, config = model.head_weight, model.config
+    fits = config.latent is None and config.head_dim in (16, 32, 64, 128, 256)
+    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) and fits

@@ -7,11 +7,12 @@ latents, as everywhere. Attention itself is in `kernels/paged.py`; this file dec
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from etude.inference.scheduler import Step
-from etude.kernels.paged import Span, attend_pages, attend_spans, store_pages
+from etude.kernels.paged import Spans, attend_pages, attend_spans, store_pages
 from etude.model.config import ModelConfig
 
 
@@ -25,7 +26,7 @@ class Batch:
     decoding: int  # how many of the tokens are decoding streams
     tables: Tensor  # [decoding, most pages], page numbers; padded with page 0
     lengths: Tensor  # [decoding], tokens visible to each, itself included
-    spans: list[Span]  # pieces of prompts
+    spans: Spans | None  # pieces of prompts, after the decoding streams
     writers: Tensor  # rows of the step from which a next token is drawn
 
 
@@ -33,21 +34,20 @@ def make_batch(step: Step, size: int, device: torch.device | str) -> Batch:
     """Lay a step out. Built with numpy on the host and moved once."""
     tokens: list[int] = []
     positions: list[int] = []
-    slots: list[np.ndarray] = []
+    slots: list[npt.NDArray[np.int64]] = []
     for stream in step.decoding:
         at = stream.length - 1
         tokens.append(stream.made[-1])
         positions.append(at)
         slots.append(np.array([stream.pages[at // size] * size + at % size]))
-    spans: list[Span] = []
+    runs: list[npt.NDArray[np.int64]] = []
     writers = list(range(len(step.decoding)))
     for piece in step.reading:
-        first = len(tokens)
         tokens += piece.stream.tokens(piece.start, piece.end)
         positions += range(piece.start, piece.end)
         where = _slots(piece.stream.pages, piece.end, size)
         slots.append(where[piece.start :])
-        spans.append(Span(first, piece.end - piece.start, torch.from_numpy(where).to(device)))
+        runs.append(where)
         if piece.writes:
             writers.append(len(tokens) - 1)
     most = max((len(stream.pages) for stream in step.decoding), default=0)
@@ -66,12 +66,12 @@ def make_batch(step: Step, size: int, device: torch.device | str) -> Batch:
         len(step.decoding),
         torch.from_numpy(tables).to(device),
         move(lengths),
-        spans,
+        Spans.of([piece.end - piece.start for piece in step.reading], runs, device) if runs else None,
         move(writers),
     )
 
 
-def _slots(pages: list[int], end: int, size: int) -> np.ndarray:
+def _slots(pages: list[int], end: int, size: int) -> npt.NDArray[np.int64]:
     """Where the first `end` tokens of a stream lie."""
     places = np.arange(end)
     return np.asarray(pages, np.int64)[places // size] * size + places % size
@@ -89,7 +89,9 @@ class PagedCache:
         k_shape = (1, latent.kv_rank + latent.rope_dim) if latent else (config.kv_heads, config.head_dim)
 
         def slabs() -> list[Tensor]:
-            return [torch.zeros(pages * size, *k_shape, dtype=dtype, device=device) for _ in range(config.layers)]
+            # one page more than the pool has: rows that only fill a captured graph write there
+            shape = ((pages + 1) * size, *k_shape)
+            return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
 
         self.keys = slabs()
         self.values = [] if latent else slabs()
@@ -111,7 +113,7 @@ class PagedCache:
             table = (batch.tables, batch.lengths, self.size)
             parts.append(attend_pages(q[0, :n], keys, values, *table, scale=scale, exact=self.exact))
         if batch.spans:
-            parts.append(attend_spans(q[0, n:], keys, values, batch.spans, first=n, scale=scale))
+            parts.append(attend_spans(q[0, n:], keys, values, batch.spans, scale=scale))
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
     def advance(self, tokens: int) -> None:

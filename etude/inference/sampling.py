@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from etude.errors import InputError
+from etude.kernels.draw import Drawn, draw_from, draw_plain, warmed
 
 MAX_SAMPLES = 1024  # of one prompt
-GREEDY = 0.0  # as a temperature: take the likeliest
-DRAW, ACCEPT, REDRAW = 0, 1, 2  # what luck is used for: three independent streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,54 +56,51 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Knobs:
-    """The sampling of a batch as tensors [n]; `cut` says whether any row needs sorting."""
+    """The sampling of a batch as tensors [n]; `cut` are the rows whose distribution is cut off, if any."""
 
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor
     min_p: Tensor
     seeds: Tensor
-    cut: bool
+    cut: Tensor | None
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], seeds: Sequence[int], device: torch.device | str) -> "Knobs":
+        cut = [index for index, row in enumerate(rows) if not row.plain]
         return cls(
             torch.tensor([row.temperature for row in rows], dtype=torch.float32, device=device),
             torch.tensor([row.top_p for row in rows], dtype=torch.float32, device=device),
             torch.tensor([row.top_k for row in rows], dtype=torch.int64, device=device),
             torch.tensor([row.min_p for row in rows], dtype=torch.float32, device=device),
             torch.tensor(list(seeds), dtype=torch.int64, device=device),
-            not all(row.plain for row in rows),
+            torch.tensor(cut, device=device) if cut else None,
         )
 
-
-@dataclass(frozen=True)
-class Drawn:
-    """Tokens [n] and their log-probabilities: as they were drawn, and under the model's own distribution."""
-
-    tokens: Tensor
-    logprobs: Tensor
-    raw_logprobs: Tensor
+    def rows(self, index: Tensor) -> "Knobs":
+        """The knobs of some rows, all of them cut."""
+        parts = (self.temperature, self.top_p, self.top_k, self.min_p, self.seeds)
+        return Knobs(*(part[index] for part in parts), torch.arange(len(index), device=index.device))
 
 
 def draw(logits: Tensor, knobs: Knobs, places: Tensor) -> Drawn:
     """One token for each row of logits [n, vocabulary]; `places` [n] count the tokens each row has made before."""
-    raw = logits.float().log_softmax(dim=-1)
-    odds = distribution(raw, knobs)
-    tokens = pick(odds, luck(knobs.seeds, places, DRAW))
-    chosen = tokens[:, None]
-    return Drawn(tokens, odds.gather(1, chosen)[:, 0].log(), raw.gather(1, chosen)[:, 0])
+    drawn = draw_plain(logits, knobs.temperature, knobs.seeds, places)
+    if knobs.cut is None:
+        return drawn
+    # Row by row, so that a neighbour with top-p never changes how a plain row is drawn.
+    mine = knobs.rows(knobs.cut)
+    raw = logits[knobs.cut].float().log_softmax(dim=-1)
+    found = draw_from(distribution(raw, mine), raw, mine.seeds, places[knobs.cut])
+    return Drawn(*(whole.index_copy(0, knobs.cut, part) for whole, part in zip(drawn, found, strict=True)))
 
 
 def distribution(raw: Tensor, knobs: Knobs) -> Tensor:
-    """The probabilities tokens are drawn with, from the model's log-probabilities; a greedy row is all on one."""
-    greedy = knobs.temperature == GREEDY
-    warm = torch.where(greedy, 1.0, knobs.temperature)[:, None]
-    odds = (raw / warm).softmax(dim=-1)
-    if knobs.cut:
-        odds = _cut(odds, knobs)
-    likeliest = torch.zeros_like(odds).scatter_(1, raw.argmax(dim=-1, keepdim=True), 1.0)
-    return torch.where(greedy[:, None], likeliest, odds)
+    """The probabilities tokens are drawn with, from the model's log-probabilities."""
+    odds = warmed(raw, knobs.temperature)
+    if knobs.cut is None:
+        return odds
+    return odds.index_copy(0, knobs.cut, _cut(odds[knobs.cut], knobs.rows(knobs.cut)))
 
 
 def _cut(odds: Tensor, knobs: Knobs) -> Tensor:
@@ -118,25 +114,3 @@ def _cut(odds: Tensor, knobs: Knobs) -> Tensor:
     best = best.masked_fill(best < knobs.min_p[:, None] * best[:, :1], 0.0)
     kept = torch.zeros_like(odds).scatter_(1, order, best)
     return kept / kept.sum(dim=-1, keepdim=True)
-
-
-def pick(odds: Tensor, lucks: Tensor) -> Tensor:
-    """The token at which the running sum of the odds passes each row's luck; one of weight zero is never picked."""
-    # In float64: in float32 a vocabulary of 150,000 leaves the tail of the sum a multiple of 6e-8.
-    sums = odds.double().cumsum(dim=-1)
-    aim = lucks.double()[:, None] * sums[:, -1:]
-    found = torch.searchsorted(sums, aim, right=True)
-    return found.clamp(max=odds.shape[-1] - 1)[:, 0]
-
-
-def luck(seeds: Tensor, places: Tensor, stream: int) -> Tensor:
-    """A number in [0, 1) for each (seed, place, stream): splitmix64's finaliser, 53 bits of it, as float64."""
-    mixed = _mix(seeds * -7046029254386353131 + _mix(places * 4 + stream))  # 0x9E3779B97F4A7C15, signed
-    return (mixed >> 11 & (1 << 53) - 1).double() * 2.0**-53
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = x + -7046029254386353131
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685  # 0x94D049BB133111EB
-    return x ^ (x >> 31 & (1 << 33) - 1)

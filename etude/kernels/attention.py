@@ -29,7 +29,7 @@ _PREFERRED = [
     SDPBackend.MATH,
 ]
 # torch 2.11 takes grouped queries without a word; later ones want it said.
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,6 @@ def _variable_length(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: D
         v = F.pad(v, (0, q.shape[-1] - narrow))  # the flash kernel wants keys and values of one width
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     starts, bound = documents.starts, documents.bound
-    out = varlen_attn(q, k, v, starts, starts, bound, bound, scale=scale, window_size=(-1, 0), **_GROUPED)
+    out = varlen_attn(q, k, v, starts, starts, bound, bound, scale=scale, window_size=(-1, 0), **GROUPED)
     assert isinstance(out, Tensor)
     return out.view(rows, tokens, *out.shape[1:])[..., :narrow]

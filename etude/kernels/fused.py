@@ -31,7 +31,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Turn each pair of dimensions by its angle. Interleaved pairs come out as halves, in queries and keys alike."""
-    if fusing(x) and not interleaved:
+    half = x.shape[-1] // 2
+    if fusing(x) and not interleaved and half & (half - 1) == 0:
         return _kernels().rotate(x, cos, sin)  # type: ignore[no-any-return]
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

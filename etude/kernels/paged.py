@@ -6,21 +6,37 @@ Keys and values are [slots, heads, dim]; a page is `size` slots in a row. Values
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from etude.kernels.attention import GROUPED
 
 
 @dataclass(frozen=True)
-class Span:
-    """Consecutive tokens of one stream in a step: rows `first` to `first + count`, the last of those in `slots`."""
+class Spans:
+    """Runs of consecutive tokens of streams in one step, laid end to end: queries, and all they may look at."""
 
-    first: int
-    count: int
-    slots: Tensor  # where every token up to the last of the span lies
+    counts: tuple[int, ...]  # queries of each
+    lengths: tuple[int, ...]  # tokens each stream has up to its last query
+    slots: Tensor  # where all of those lie, stream after stream
+    query_starts: Tensor  # int32, 0 and the running sum of the counts
+    key_starts: Tensor  # int32, likewise of the lengths
+
+    @classmethod
+    def of(cls, counts: Sequence[int], slots: Sequence[npt.NDArray[np.int64]], device: torch.device | str) -> Spans:
+        """Runs of `counts` queries at the end of streams that lie in `slots`."""
+        lengths = tuple(map(len, slots))
+        starts = [torch.tensor([0, *accumulate(sizes)], dtype=torch.int32).to(device) for sizes in (counts, lengths)]
+        return cls(tuple(counts), lengths, torch.from_numpy(np.concatenate(slots)).to(device), starts[0], starts[1])
 
 
 def attend_pages(
@@ -86,23 +102,39 @@ def _gathered(
 
 
 def _pages(slab: Tensor, tables: Tensor, size: int) -> Tensor:
-    pages = slab.unflatten(0, (-1, size))[tables]
+    pages: Tensor = slab.unflatten(0, (-1, size))[tables]
     return pages.flatten(1, 2)
 
 
-def attend_spans(q: Tensor, keys: Tensor, values: Tensor, spans: list[Span], *, first: int, scale: float) -> Tensor:
-    """Runs of queries, each over everything its stream has up to itself; `first` is the row q begins at."""
-    outs = []
-    for span in spans:
-        rows = q[span.first - first : span.first - first + span.count]
-        k, v = keys[span.slots], values[span.slots]
-        grouped = rows.shape[1] != k.shape[1]
-        a, b, c = (t.transpose(0, 1)[None] for t in (rows, k, v))
-        if span.count == len(span.slots):
-            out = F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=scale, enable_gqa=grouped)
-        else:
-            ends = torch.arange(len(span.slots) - span.count, len(span.slots), device=q.device)
-            mask = torch.arange(len(span.slots), device=q.device) <= ends[:, None]
-            out = F.scaled_dot_product_attention(a, b, c, attn_mask=mask, scale=scale, enable_gqa=grouped)
-        outs.append(out[0].transpose(0, 1))
-    return torch.cat(outs)
+def attend_spans(q: Tensor, keys: Tensor, values: Tensor, spans: Spans, *, scale: float) -> Tensor:
+    """Each query of q [n, heads, dim] over everything its stream has up to itself."""
+    k, v = keys[spans.slots], values[spans.slots]
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        return _variable_length(q, k, v, spans, scale)
+    pieces = zip(q.split(spans.counts), k.split(spans.lengths), v.split(spans.lengths), strict=True)
+    return torch.cat([_causal(a, b, c, scale) for a, b, c in pieces])
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    queries, tokens = len(q), len(k)
+    grouped = q.shape[1] != k.shape[1]
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    if queries == tokens:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    else:
+        ends = torch.arange(tokens - queries, tokens, device=q.device)
+        mask = torch.arange(tokens, device=q.device) <= ends[:, None]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return out[0].transpose(0, 1)
+
+
+def _variable_length(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tensor:
+    narrow, wide = v.shape[-1], -(-q.shape[-1] // 8) * 8
+    # the flash kernel wants queries, keys and values of one width, a multiple of eight
+    q, k, v = (F.pad(t, (0, wide - t.shape[-1])) if t.shape[-1] != wide else t for t in (q, k, v))
+    most = max(spans.counts), max(spans.lengths)
+    # Fewer queries than keys: the kernel takes the queries to be the last tokens, which is what they are.
+    starts = spans.query_starts, spans.key_starts
+    out = varlen_attn(q, k, v, *starts, *most, scale=scale, window_size=(-1, 0), **GROUPED)
+    assert isinstance(out, Tensor)
+    return out[..., :narrow]

@@ -13,8 +13,8 @@ from etude.errors import InputError
 from etude.pods.cgroups import CONTROLLERS, find_layout
 from etude.pods.fleet import default_state
 from etude.pods.host import DEFAULTS
-from etude.pods.pressure import read_pressure
 from etude.pods.native.build import find_helper
+from etude.pods.pressure import read_pressure
 from etude.pods.probe import ORDER, Verdict, cache_directory, probe
 from etude.pods.units import show_size
 
@@ -105,7 +105,7 @@ def print_findings(found: dict[str, Any]) -> None:
     if groups["reason"]:
         line("", groups["reason"])
     helper = found["helper"]
-    line("helper", f"compiled, {helper['path']}" if helper["path"] else f"none, pods start from Python: {helper['reason']}")
+    line("helper", f"compiled, {helper['path']}" if helper["path"] else f"Python's instead: {helper['reason']}")
     defaults = {**found["default_limits"]}
     sizes = [f"{name} {show_size(defaults.pop(name))}" for name in ("memory", "disk")]
     line("limits", ", ".join([*sizes, *(f"{name} {count:,}" for name, count in defaults.items())]) + " unless told")

@@ -13,7 +13,6 @@ import os
 import secrets
 import ssl
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +20,13 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 from urllib.parse import quote, urlsplit
 
 import httpx
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus, WebSocketException
 
 from etude.errors import EtudeError, InputError
 from etude.pods import api, wire
 from etude.pods.agentpod import AgentPod
-from etude.pods.client import Agent, Link, Receiver
+from etude.pods.client import Agent, Link
 from etude.pods.fleet import Fleet, HostGone
 from etude.pods.pod import (
     MAX_OUTPUT,
@@ -43,98 +42,16 @@ from etude.pods.pod import (
 )
 from etude.pods.records import Image
 from etude.pods.router import HostReport
+from etude.pods.websocket import WebSocketLink
 
 CONNECT_S = 10.0
 ANSWER_S = 60.0
 LONG_S = 1800.0  # for what moves or copies files
 RETRIES = (0.1, 0.4)  # seconds between attempts of what can be asked twice
 RECONNECT_S = 30.0  # at least, before a pod's line is given up
-SEND_ROOM = 4 * wire.CHUNK
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class WebSocketLink(Link):
-    """A byte stream to an agent, in binary messages."""
-
-    def __init__(self, socket: ClientConnection, where: str) -> None:
-        self.socket, self.where = socket, where
-        self.receiver: Receiver | None = None
-        self.queue: deque[bytes] = deque()
-        self.queued = 0
-        self.flowing, self.news, self.space = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.flowing.set()
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.closed = False
-
-    def start(self, receiver: Receiver) -> None:
-        self.receiver = receiver
-        self.tasks = {asyncio.create_task(self._read()), asyncio.create_task(self._write())}
-
-    async def _read(self) -> None:
-        assert self.receiver is not None
-        try:
-            while True:
-                await self.flowing.wait()
-                data = await self.socket.recv(decode=False)
-                self.receiver.received(data)
-        except ConnectionClosed as closed:
-            if not self.closed:
-                self._lost(closed.rcvd.code if closed.rcvd else 1006)
-
-    def _lost(self, code: int) -> None:
-        self.close()
-        if isinstance(self.receiver, Agent) and code != api.TUNNEL_ENDED and self.receiver.gone is None:
-            name = self.receiver.name
-            self.receiver.gone = HostGone(f"pod {name}: the connection to {self.where} broke; what ran on it was ended")
-        assert self.receiver is not None
-        self.receiver.lost()
-
-    async def _write(self) -> None:
-        with contextlib.suppress(ConnectionClosed):  # the reader tells
-            while True:
-                while self.queue:
-                    data = self.queue.popleft()
-                    await self.socket.send(data)  # waits while the other side is slow
-                    self.queued -= len(data)
-                    if self.queued <= SEND_ROOM:
-                        self.space.set()
-                self.news.clear()
-                await self.news.wait()
-
-    def send(self, data: bytes) -> None:
-        if not self.closed:
-            self.queue.append(data)
-            self.queued += len(data)
-            self.news.set()
-
-    async def drain(self) -> None:
-        while self.queued > SEND_ROOM and not self.closed:
-            self.space.clear()
-            await self.space.wait()
-
-    def hold(self, held: bool) -> None:
-        if held:
-            self.flowing.clear()
-        else:
-            self.flowing.set()
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self.space.set()
-            asyncio.create_task(self._hang_up())  # noqa: RUF006  the connection's own tasks keep it alive
-
-    async def _hang_up(self) -> None:
-        with contextlib.suppress(TimeoutError, ConnectionClosed):  # what was sent before the end still goes
-            async with asyncio.timeout(1):
-                while self.queue:
-                    await asyncio.sleep(0.005)
-        with contextlib.suppress(WebSocketException, OSError):
-            await self.socket.close()
-        for task in self.tasks:
-            task.cancel()
 
 
 class RemoteDoor:

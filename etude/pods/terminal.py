@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import select
-import shutil
 import signal
 import sys
 import termios
@@ -20,7 +19,7 @@ SHELL: Command = ["/bin/sh", "-c", "command -v bash >/dev/null && exec bash; exe
 
 def size() -> tuple[int, int]:
     """Rows and columns of our terminal."""
-    found = shutil.get_terminal_size()
+    found = os.get_terminal_size(1)  # not what COLUMNS says: that is for programs that only print
     return found.lines, found.columns
 
 

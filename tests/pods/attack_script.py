@@ -22,6 +22,7 @@ libc.syscall.restype = ctypes.c_long
 libc.ptrace.restype = ctypes.c_long
 FACTS: dict[str, Any] = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
 ATTACKS: dict[str, Callable[[], object]] = {}
+USUAL_SOCKETS = ("/run/docker.sock", "/var/run/docker.sock", "/run/dbus/system_bus_socket")
 CALLS = {  # name: (number on x86_64, arguments)
     "bpf": (321, 0, 0, 0),
     "perf_event_open": (298, 0, 0, -1, -1, 0),
@@ -90,16 +91,15 @@ for name_, (number_, *arguments_) in CALLS.items():
         ATTACKS[f"system call {name_}"] = lambda number=number_, rest=tuple(arguments_): call(number, *rest)
 
 for path_ in ("mem", "environ", "maps", "syscall", "stack", "auxv"):
-    ATTACKS[f"read /proc/1/{path_}"] = lambda path=path_: open(f"/proc/1/{path}", "rb").read(1)
+    ATTACKS[f"read /proc/1/{path_}"] = lambda path=path_: os.read(os.open(f"/proc/1/{path}", os.O_RDONLY), 1)
 for path_ in ("cwd", "root", "exe", "fd/0", "fd/2", "fd/3", "ns/mnt"):
     ATTACKS[f"follow /proc/1/{path_}"] = lambda path=path_: os.readlink(f"/proc/1/{path}")
 ATTACKS["list /proc/1/fd"] = lambda: os.listdir("/proc/1/fd")
 ATTACKS["list /proc/1/root"] = lambda: os.listdir("/proc/1/root/")
 ATTACKS["list /proc/1/map_files"] = lambda: os.listdir("/proc/1/map_files")
-ATTACKS["write /proc/1/oom_score_adj"] = lambda: open("/proc/1/oom_score_adj", "w").write("0")
+ATTACKS["write /proc/1/oom_score_adj"] = lambda: os.write(os.open("/proc/1/oom_score_adj", os.O_WRONLY), b"0")
 ATTACKS["trace the agent"] = lambda: check(libc.ptrace(16, 1, 0, 0))
 ATTACKS["seize the agent"] = lambda: check(libc.ptrace(0x4206, 1, 0, 0))
-ATTACKS["limit the agent"] = lambda: __import__("resource").prlimit(1, 7, (3, 3))
 ATTACKS["take a descriptor of the agent"] = lambda: call(438, os.pidfd_open(1), 0, 0)
 
 ATTACKS["mount tmpfs"] = lambda: mount("none", "/mnt", "tmpfs")
@@ -111,37 +111,23 @@ ATTACKS["make /usr writable"] = lambda: mount("", "/usr", "", 32 | 4096)
 ATTACKS["unmount /proc"] = lambda: check(libc.umount2(b"/proc", 2))
 ATTACKS["unmount /usr"] = lambda: check(libc.umount2(b"/usr", 2))
 ATTACKS["pivot_root"] = lambda: call(155, 0, 0) if platform.machine() == "x86_64" else (_ for _ in ()).throw(OSError(1))
-ATTACKS["write to /usr"] = lambda: open("/usr/bin/etude-was-here", "w")
+ATTACKS["write to /usr"] = lambda: os.open("/usr/bin/etude-was-here", os.O_CREAT | os.O_WRONLY)
 ATTACKS["change /usr"] = lambda: os.chmod("/usr/bin/env", 0o755)
 ATTACKS["set the host's name"] = lambda: socket.sethostname("pwned")
 
-for kind_, number_ in (
-    (stat.S_IFCHR, os.makedev(1, 1)),
-    (stat.S_IFBLK, os.makedev(8, 0)),
-    (stat.S_IFBLK, os.makedev(254, 0)),
-):
-    name_ = f"make a {'character' if kind_ == stat.S_IFCHR else 'block'} device {os.major(number_)}:{os.minor(number_)}"
-    ATTACKS[name_] = lambda kind=kind_, number=number_: os.mknod("device", kind | 0o666, number)
+for kind_, major_, minor_ in (("character", 1, 1), ("block", 8, 0), ("block", 254, 0)):
+    mode_ = (stat.S_IFCHR if kind_ == "character" else stat.S_IFBLK) | 0o666
+    name_ = f"make a {kind_} device {major_}:{minor_}"
+    ATTACKS[name_] = lambda mode=mode_, number=os.makedev(major_, minor_): os.mknod("device", mode, number)
+for name_ in "mem kmem port kmsg sda vda vda1 nvme0n1 loop0 loop-control fuse kvm net/tun".split():
+    ATTACKS[f"open /dev/{name_}"] = lambda name=name_: os.open(f"/dev/{name}", os.O_RDONLY)
 for name_ in (
-    "mem",
-    "kmem",
-    "port",
-    "kmsg",
-    "sda",
-    "vda",
-    "vda1",
-    "nvme0n1",
-    "loop0",
-    "loop-control",
-    "fuse",
-    "kvm",
-    "net/tun",
+    *("sysrq-trigger", "sys/kernel/core_pattern", "sys/kernel/modprobe", "sys/kernel/panic", "sys/vm/drop_caches"),
+    *("sys/kernel/dmesg_restrict", "sys/fs/binfmt_misc/register", "sys/vm/overcommit_memory"),
 ):
-    ATTACKS[f"open /dev/{name_}"] = lambda name=name_: open(f"/dev/{name}", "rb")
-for name_ in ("sysrq-trigger", "sys/kernel/core_pattern", "sys/kernel/modprobe", "sys/vm/drop_caches", "sys/kernel/panic",
-              "sys/kernel/dmesg_restrict", "sys/fs/binfmt_misc/register", "sys/vm/overcommit_memory", "timer_list", "kcore"):  # fmt: skip
-    way_ = os.O_RDONLY if name_ in ("timer_list", "kcore") else os.O_WRONLY
-    ATTACKS[f"open /proc/{name_}"] = lambda name=name_, way=way_: os.open(f"/proc/{name}", way)
+    ATTACKS[f"open /proc/{name_} to write"] = lambda name=name_: os.open(f"/proc/{name}", os.O_WRONLY)
+for name_ in ("timer_list", "kcore"):
+    ATTACKS[f"open /proc/{name_}"] = lambda name=name_: os.open(f"/proc/{name}", os.O_RDONLY)
 ATTACKS["list /sys"] = lambda: os.listdir("/sys") or (_ for _ in ()).throw(FileNotFoundError(2, "empty"))
 ATTACKS["list /sys/fs/cgroup"] = lambda: os.listdir("/sys/fs/cgroup")
 
@@ -189,9 +175,8 @@ for name_, kind_, address_ in (
     ("the cloud's metadata", socket.AF_INET, ("169.254.169.254", 80)),
     ("a private network", socket.AF_INET, ("10.0.0.1", 22)),
     ("an abstract socket of the host", socket.AF_UNIX, "\0" + FACTS.get("abstract", "none")),
-    *((f"socket {path}", socket.AF_UNIX, path) for path in FACTS.get("sockets", [])),
-    *((f"socket {path}", socket.AF_UNIX, path) for path in ("/run/docker.sock", "/var/run/docker.sock", "/run/dbus/system_bus_socket")),
-):  # fmt: skip
+    *((f"socket {path}", socket.AF_UNIX, path) for path in [*FACTS.get("sockets", []), *USUAL_SOCKETS]),
+):
     ATTACKS[f"connect to {name_}"] = lambda kind=kind_, address=address_: connect(kind, address)
 ATTACKS["send to a name server"] = lambda: connect(socket.AF_INET, ("8.8.8.8", 53), socket.SOCK_DGRAM)
 for name_, family_, type_, protocol_ in (
@@ -220,18 +205,8 @@ def see_other_interfaces() -> object:
 
 for path_ in FACTS.get("hidden", []):
     ATTACKS[f"see {path_}"] = lambda path=path_: os.lstat(path)
-for path_ in (
-    "/etc/shadow",
-    "/etc/gshadow",
-    "/etc/sudoers",
-    "/etc/machine-id",
-    "/etc/ssh",
-    "/root/.ssh",
-    "/root/.bashrc",
-    "/home",
-):
-    if path_ != "/home":
-        ATTACKS[f"see {path_}"] = lambda path=path_: os.lstat(path)
+for path_ in "/etc/shadow /etc/gshadow /etc/sudoers /etc/machine-id /etc/ssh /root/.ssh /root/.bashrc".split():
+    ATTACKS[f"see {path_}"] = lambda path=path_: os.lstat(path)
 
 
 @attack("find the secret in some process")
@@ -279,7 +254,7 @@ def gains(mode: str, capability: bytes = b"") -> object:
     if capability:
         os.setxattr("/tmp/tool", "security.capability", capability)
     try:
-        status = subprocess.run(["/tmp/tool", "/proc/self/status"], user=1234, group=1234, extra_groups=[], capture_output=True, text=True)  # fmt: skip
+        status = as_other(["/tmp/tool", "/proc/self/status"])
     except OSError:
         raise PermissionError(errno.EPERM, "") from None
     finally:
@@ -295,17 +270,21 @@ for name_ in ("sudo", "su", "pkexec", "mount"):
 
 
 def as_nobody(name: str) -> object:
-    arguments = {"sudo": ["-n", "id"], "su": ["-c", "id"], "pkexec": ["id"], "mount": ["-t", "tmpfs", "x", "/mnt"]}[
-        name
-    ]
+    arguments = {"sudo": ["-n", "id"], "su": ["-c", "id"], "pkexec": ["id"], "mount": ["-t", "tmpfs", "x", "/mnt"]}
     try:
-        done = subprocess.run([name, *arguments], user=1234, group=1234, extra_groups=[], stdin=subprocess.DEVNULL,
-                              capture_output=True, text=True, timeout=10)  # fmt: skip
+        done = as_other([name, *arguments[name]])
     except OSError:
         raise PermissionError(errno.EPERM, "") from None
     if done.returncode:
         raise PermissionError(errno.EPERM, "")
     return done.stdout
+
+
+def as_other(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    nothing = subprocess.DEVNULL
+    return subprocess.run(
+        command, user=1234, group=1234, extra_groups=[], stdin=nothing, capture_output=True, text=True, timeout=10
+    )
 
 
 def main() -> None:

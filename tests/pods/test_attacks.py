@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from etude.pods.pod import Pod, PodError
 from etude.pods.probe import cache_directory, probe
 from tests.pods import inventory
 
+Act = Callable[[Pod], Awaitable[None]]
 SCRIPT = Path(__file__).with_name("attack_script.py")
 SECRET = "secret-6f1c0d1e"
 KEEPERS = ("python", "compiled")
@@ -47,10 +48,8 @@ def state() -> Iterator[Path]:
 def findings(keeper: str, state: Path) -> dict[str, str]:
     """What the script inside found, with everything it must not find put in its way."""
     os.environ["ETUDE_ATTACK_SECRET"] = SECRET
-    with (
-        tempfile.TemporaryDirectory(prefix="etude-hidden-") as directory,
-        socket.create_server(("127.0.0.1", 0)) as server,
-    ):
+    private = tempfile.TemporaryDirectory(prefix="etude-hidden-")
+    with private as directory, socket.create_server(("127.0.0.1", 0)) as server:
         hidden = Path(directory) / "root" / ".ssh" / "id_ed25519"
         hidden.parent.mkdir(parents=True)
         hidden.write_text(SECRET)
@@ -142,7 +141,7 @@ def test_every_other_attack_the_script_made_of_the_facts_is_refused_too(findings
 # -- the agent, PID 1 of the pod
 
 
-def run_in_pod(keeper: str, state: Path, act: "Act") -> None:
+def run_in_pod(keeper: str, state: Path, act: Act) -> None:
     """Run an attack in a pod; afterwards another pod is well and, when both are closed, nothing is left."""
 
     async def main() -> None:
@@ -164,7 +163,13 @@ def run_in_pod(keeper: str, state: Path, act: "Act") -> None:
     asyncio.run(main())
 
 
-Act = object  # an async function of a pod
+
+def test_a_pod_that_starves_its_agent_harms_nobody_else(keeper: str, state: Path) -> None:
+    async def act(pod: Pod) -> None:
+        code = "import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (3, 3))"  # our uid is the agent's
+        await pod.exec(["python3", "-c", code], timeout=5)
+
+    run_in_pod(keeper, state, act)
 
 
 @pytest.mark.parametrize("command", ["kill -9 1", "kill -STOP 1", "kill -TERM 1", "kill -9 -1", "kill -STOP -1"])
@@ -215,10 +220,19 @@ def test_programs_have_no_new_privileges_and_few_capabilities(keeper: str, state
     run_in_pod(keeper, state, act)
 
 
+TRAPS = (
+    "mkfifo /etc/passwd",
+    "mkdir /etc/passwd",
+    "ln -s /dev/zero /etc/passwd",
+    "ln -s /proc/1/mem /etc/passwd",
+    "head -c 30000000 /dev/zero > /etc/passwd",
+    "yes x:y:z:w > /etc/passwd & sleep 0.1; kill $!",
+)
+
+
 def test_account_files_turned_into_traps_do_not_stop_the_agent(keeper: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
-        for trap in ("mkfifo /etc/passwd", "ln -s /dev/zero /etc/passwd", "mkdir /etc/passwd", "ln -s /proc/1/mem /etc/passwd",
-                     "head -c 30000000 /dev/zero > /etc/passwd", "yes x:y:z:w > /etc/passwd & sleep 0.1; kill $!"):  # fmt: skip
+        for trap in TRAPS:
             await pod.exec(f"rm -rf /etc/passwd; {trap}", timeout=10)
             with pytest.raises(PodError):
                 await asyncio.wait_for(pod.exec("id", user="daemon"), 10)
@@ -231,12 +245,8 @@ def test_connections_that_come_and_go_do_not_harm_the_agent(keeper: str, state: 
     async def act(pod: Pod) -> None:
         directory = os.open(state / "pods" / pod.id, os.O_PATH)
         try:
-            for payload in (
-                b"",
-                b"\xff" * 64,
-                b"\x05\0\0\0\x01\x01\0\0\0",
-                b"\x09\0\0\0\x02\x01\0\0\0\x01\xff\xff\xff\x7f",
-            ):
+            ping, broken = b"\x05\0\0\0\x01\x01\0\0\0", b"\x09\0\0\0\x02\x01\0\0\0\x01\xff\xff\xff\x7f"
+            for payload in (b"", b"\xff" * 64, ping, broken):
                 for _ in range(50):
                     with socket.socket(socket.AF_UNIX) as sock:
                         sock.connect(f"/proc/self/fd/{directory}/agent.sock")

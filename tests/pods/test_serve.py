@@ -291,7 +291,7 @@ def test_close_at_the_end_closes_every_pod() -> None:
 
 def test_two_hosts_are_one_fleet(tmp_path: Path) -> None:
     async def work(first: Server, second: Server) -> None:
-        doors = [await RemoteDoor.open(each.url, TOKEN, lease=2.0) for each in (first, second)]
+        doors = [await RemoteDoor.open(each.url, TOKEN, lease=3.0) for each in (first, second)]
         fleet = Fleet(doors)
         for door in doors:
             door.fleet = fleet
@@ -339,7 +339,7 @@ async def the_dead_are_left_out(first: Server, doors: list[RemoteDoor], fleet: F
     assert all([(await pod.exec("echo ok")).ok for pod in on_second])
     await asyncio.gather(*(pod.close() for pod in made))
     await asyncio.to_thread(first.start)
-    await until(lambda: nobody(doors), 8)  # what the killed host had made ends with its lease
+    await until(lambda: nobody(doors), 12)  # what the killed host had made ends with its lease
 
 
 async def nobody(doors: list[RemoteDoor]) -> bool:

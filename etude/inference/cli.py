@@ -1,0 +1,89 @@
+"""`etude serve`: a checkpoint behind HTTP. Torch is imported when it runs, not before."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from etude.errors import InputError
+
+
+def serve(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A Hugging Face model directory.", show_default=False)
+    ],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than this machine need a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Holds the token that clients must send.", show_default=False)
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="What clients call the model; the directory's name by default.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16; the stored one by default.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto takes a GPU if there is one.")] = "auto",
+    tokens: Annotated[int, typer.Option(min=1, help="Room of the KV cache, over all streams.")] = 65_536,
+    page: Annotated[int, typer.Option(min=1, help="Tokens of a page of the cache.")] = 16,
+    max_streams: Annotated[int, typer.Option(min=1, help="Samples made at the same time.")] = 64,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Samples that may wait; more are refused.")] = 1024,
+    on_swap: Annotated[
+        Literal["keep", "recompute"], typer.Option(help="What new weights do to the cache of running samples.")
+    ] = "keep",
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="The same request gives the same numbers whatever else runs; slower.")
+    ] = False,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests have to finish at the end.")
+    ] = 30.0,
+) -> None:
+    """Serve a model over HTTP, OpenAI-compatible and token-exact, until SIGTERM."""
+    from etude.inference import server
+    from etude.inference.engine import Engine, EngineOptions
+    from etude.inference.service import EngineService
+    from etude.kernels import usable_device
+    from etude.model.checkpoint import load
+    from etude.model.tokenizer import Tokenizer, check_vocabulary
+
+    secret = server.read_token(host, token_file)
+    listener = server.bind(host, port)
+    kind = _dtype(dtype)
+    tokenizer = Tokenizer.load(checkpoint)
+    model = load(checkpoint, dtype=kind, device=usable_device(device))
+    check_vocabulary(tokenizer, model.config.vocab_size, str(checkpoint))
+    options = EngineOptions(tokens=tokens, page=page, max_streams=max_streams, on_swap=on_swap, invariant=invariant)
+    engine = Engine(model, options, tokenizer=tokenizer)
+    called = name or checkpoint.resolve().name
+
+    async def work() -> None:
+        address = listener.getsockname()
+        url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"
+
+        def ready() -> None:
+            print(f"{url}/v1  {called} on {engine.device}, room for {tokens:,} tokens", flush=True)
+
+        async with EngineService(engine, max_waiting=max_waiting) as service:
+            await server.run(service, listener, name=called, token=secret, grace=grace, ready=ready)
+            if service.failure is not None:
+                raise service.failure
+
+    if not server.is_loopback(host):
+        print("etude: warning: no TLS: the token and all that is said can be read on the way", file=sys.stderr)
+    asyncio.run(work())
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    known = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in known:
+        raise InputError(f"--dtype {name}: expected float32 or bfloat16")
+    return known[name]

@@ -1,0 +1,139 @@
+"""Decoding on CUDA as captured graphs: several tokens for every stream without the host looking in between.
+
+A graph is one decode step at a fixed number of rows: it reads its inputs from buffers that stay, draws the next tokens
+and writes them back as the next inputs. A burst replays it, and the host copies all results once. Rows beyond the
+streams at hand are dummies that write to a page nobody owns. What cannot be captured (latents, float32, cut-off
+sampling) runs step by step instead.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from etude.inference.paged import Batch, PagedCache
+from etude.inference.request import Stream
+from etude.kernels.draw import draw_plain
+from etude.model.moe import Routing
+from etude.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Burst:
+    """What a burst made, by stream and step, on the host."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    raw_logprobs: list[list[float]]
+    routing: np.ndarray | None  # [steps, streams, moe layers, experts per token]
+
+
+class _Graph:
+    """Buffers of `rows` rows, and the captured step over them."""
+
+    def __init__(self, decoder: "Decoder", rows: int) -> None:
+        device, steps = decoder.device, decoder.steps
+        self.rows = rows
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.tables = torch.full((rows, decoder.width), decoder.spare, dtype=torch.int32, device=device)
+        self.temperatures = torch.ones(rows, dtype=torch.float32, device=device)
+        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.places = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self.out = torch.zeros(steps, rows, dtype=torch.int64, device=device)
+        self.scores = torch.zeros(steps, 2, rows, dtype=torch.float32, device=device)
+        moe = decoder.model.config.moe
+        shape = (steps, rows, len(moe.layers), moe.per_token) if moe else (0,)
+        self.routes = torch.zeros(shape, dtype=torch.int16, device=device)
+        self.captured = torch.cuda.CUDAGraph()
+
+    def capture(self, decoder: "Decoder") -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # kernels are compiled and chosen outside the capture
+                decoder.run_step(self)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(self.captured, pool=decoder.memory):
+            decoder.run_step(self)
+
+
+class Decoder:
+    """Graphs by number of rows, captured when first needed."""
+
+    def __init__(self, model: Transformer, cache: PagedCache, *, pages: int, steps: int, most: int) -> None:
+        self.model, self.cache, self.steps, self.most = model, cache, steps, most
+        self.device = model.head_weight.device
+        self.width = -(-(model.config.max_length + steps) // cache.size)
+        self.spare = pages  # the page beyond the pool's
+        self.memory = torch.cuda.graph_pool_handle()
+        self.graphs: dict[int, _Graph] = {}
+
+    def run_step(self, graph: _Graph) -> None:
+        """One step over a graph's buffers; what is captured."""
+        size = self.cache.size
+        page = graph.tables.gather(1, (graph.positions // size)[:, None])[:, 0]
+        slots = page.long() * size + graph.positions % size
+        lengths = graph.positions + 1
+        rows, none = graph.rows, torch.empty(0, dtype=torch.int64, device=self.device)
+        self.cache.batch = Batch(graph.tokens, graph.positions, slots, rows, graph.tables, lengths, None, none)
+        routing = Routing() if self.model.config.moe else None
+        hidden = self.model.hidden(graph.tokens[None], cache=self.cache, routing=routing)  # type: ignore[arg-type]
+        logits = self.model.logits(hidden[0])
+        tokens, logprobs, raw = draw_plain(logits, graph.temperatures, graph.seeds, graph.places)
+        graph.out.index_copy_(0, graph.turn, tokens[None])
+        graph.scores.index_copy_(0, graph.turn, torch.stack((logprobs, raw))[None])
+        if routing is not None and routing.chosen is not None:
+            graph.routes.index_copy_(0, graph.turn, routing.chosen.to(torch.int16))
+        graph.tokens.copy_(tokens)
+        graph.positions += 1
+        graph.places += 1
+        graph.turn += 1
+
+    def burst(self, streams: Sequence[Stream], steps: int) -> Burst:
+        """`steps` tokens for every stream."""
+        graph = self._graph(len(streams))
+        self._fill(graph, streams)
+        for _ in range(steps):
+            graph.captured.replay()
+        n = len(streams)
+        tokens = graph.out[:steps, :n].T.tolist()
+        scores = graph.scores[:steps, :, :n].permute(1, 2, 0).tolist()
+        routing = graph.routes[:steps, :n].cpu().numpy() if graph.routes.numel() else None
+        return Burst(tokens, scores[0], scores[1], routing)
+
+    def _graph(self, streams: int) -> _Graph:
+        rows = min(self.most, _bucket(streams))
+        if rows not in self.graphs:
+            graph = self.graphs[rows] = _Graph(self, rows)
+            graph.capture(self)
+        return self.graphs[rows]
+
+    def _fill(self, graph: _Graph, streams: Sequence[Stream]) -> None:
+        n = len(streams)
+        tables = np.full((graph.rows, self.width), self.spare, np.int32)
+        numbers = np.zeros((4, graph.rows), np.int64)
+        warmth = np.ones(graph.rows, np.float32)
+        for row, stream in enumerate(streams):
+            tables[row, : len(stream.pages)] = stream.pages
+        numbers[0, :n] = [stream.made[-1] for stream in streams]
+        numbers[1, :n] = [stream.length - 1 for stream in streams]
+        numbers[2, :n] = [stream.seed for stream in streams]
+        numbers[3, :n] = [len(stream.made) for stream in streams]
+        warmth[:n] = [stream.sampling.temperature for stream in streams]
+        moved = torch.from_numpy(numbers).to(self.device)
+        for buffer, values in zip((graph.tokens, graph.positions, graph.seeds, graph.places), moved, strict=True):
+            buffer.copy_(values)
+        graph.tables.copy_(torch.from_numpy(tables))
+        graph.temperatures.copy_(torch.from_numpy(warmth))
+        graph.turn.zero_()
+
+
+def _bucket(rows: int) -> int:
+    """The number of rows a graph is captured for: few enough graphs, little waste."""
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
+    step = max(8, 1 << (rows.bit_length() - 3))
+    return -(-rows // step) * step

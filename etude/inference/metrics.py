@@ -1,0 +1,33 @@
+"""What the service has done, in the text format that Prometheus reads."""
+
+from etude.inference.service import Stats
+
+
+def prometheus(stats: Stats) -> str:
+    """One family per number; counters end in _total."""
+    lines: list[str] = []
+
+    def family(name: str, kind: str, meaning: str, *values: tuple[str, float]) -> None:
+        full = f"etude_inference_{name}"
+        lines.extend((f"# HELP {full} {meaning}", f"# TYPE {full} {kind}"))
+        lines.extend(f"{full}{labels} {value:.17g}" for labels, value in values)
+
+    family("tokens_made_total", "counter", "Tokens sampled.", ("", stats.made_tokens))
+    family("tokens_read_total", "counter", "Tokens read before sampling, repeats included.", ("", stats.read_tokens))
+    family("prompt_tokens_total", "counter", "Prompt tokens of samples that ended.", ("", stats.prompt_tokens))
+    family("cached_tokens_total", "counter", "Of those, found in the cache.", ("", stats.cached_tokens))
+    family("requests_total", "counter", "Requests taken in.", ("", stats.requests))
+    family("refused_total", "counter", "Requests refused because the queue was full.", ("", stats.refused))
+    endings = [(f'{{ending="{name}"}}', count) for name, count in sorted(stats.endings.items())]
+    family("samples_total", "counter", "Samples by how they ended.", *endings)
+    family("preemptions_total", "counter", "Times a sample lost its pages.", ("", stats.preemptions))
+    family("swaps_total", "counter", "Times the weights were changed.", ("", stats.swaps))
+    family("steps_total", "counter", "Steps of the engine.", ("", stats.steps))
+    family("busy_seconds_total", "counter", "Seconds inside steps.", ("", stats.busy_s))
+    family("running", "gauge", "Samples being made.", ("", stats.running))
+    family("waiting", "gauge", "Samples in the queue.", ("", stats.waiting))
+    family("pages_held", "gauge", "Pages of the cache in use.", ("", stats.pages_held))
+    family("pages", "gauge", "Pages of the cache.", ("", stats.pages))
+    family("version", "gauge", "Version of the weights.", ("", stats.version))
+    family("state", "gauge", "1 for the state the service is in.", (f'{{state="{stats.state}"}}', 1))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,293 @@
+"""What a request may say: OpenAI's chat and completion schemas, and our own token-exact one.
+
+Nothing is ignored in silence. A field that OpenAI defines and this server cannot honour is an error unless its value
+asks for what happens anyway; a field nobody knows is an error that names it. `user` alone is taken and unused.
+"""
+
+import difflib
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
+
+from etude.errors import InputError
+from etude.inference.sampling import MAX_SAMPLES, Sampling
+
+NUMBER = Field(allow_inf_nan=False)
+AskT = TypeVar("AskT", bound=BaseModel)
+COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use all the room there is
+
+# Fields of OpenAI's schema with the values that ask for nothing this server does not do anyway.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "audio": (),
+    "function_call": (),
+    "functions": (),
+    "moderation": (),
+    "prediction": (),
+    "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": (),
+    "safety_identifier": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+# What an assistant message of OpenAI's carries besides what was said, when it is sent back as it came.
+NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": (),
+}
+
+
+class Strict(BaseModel):
+    """Fields with null are as good as absent; any other field that is not declared is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        kept = {}
+        for name, value in given.items():
+            if value is None:
+                if name in cls.model_fields or name in cls.neutral:
+                    continue
+            elif name in cls.neutral:
+                if value not in cls.neutral[name]:
+                    raise ValueError(f"{name} is {value!r:.80}, which this server cannot honour; leave it out")
+                continue
+            if name not in cls.model_fields:
+                close = difflib.get_close_matches(name, cls.model_fields, 1)
+                raise ValueError(f"unknown field {name!r:.80}" + (f"; did you mean {close[0]}?" if close else ""))
+            kept[name] = value
+        return kept
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: StrictStr
+
+
+class CalledFunction(Strict):
+    name: StrictStr
+    arguments: StrictStr
+
+
+class PastCall(Strict):
+    id: StrictStr = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Strict):
+    neutral = NEUTRAL_IN_MESSAGES
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: StrictStr | list[TextPart] | None = None
+    name: StrictStr | None = None
+    tool_calls: list[PastCall] | None = None
+    tool_call_id: StrictStr | None = None
+    reasoning_content: StrictStr | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> "Message":
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
+            raise ValueError(f"tool_calls and reasoning_content belong to the assistant, not to role {self.role}")
+        if self.role != "tool" and self.tool_call_id:
+            raise ValueError(f"tool_call_id belongs to role tool, not to role {self.role}")
+        if self.content is None and not self.tool_calls:
+            raise ValueError(f"content is missing in a message of role {self.role}")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """As the chat template wants it. `developer` is OpenAI's newer word for `system`."""
+        said = self.model_dump(exclude_none=True)
+        return {**said, "role": "system"} if self.role == "developer" else said
+
+
+class FunctionTool(Strict):
+    name: Annotated[StrictStr, Field(min_length=1)]
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None  # a schema that must be kept would need constrained sampling
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class StreamOptions(Strict):
+    neutral = {"include_obfuscation": (False,)}  # noqa: RUF012  declared as a ClassVar above
+
+    include_usage: StrictBool = False
+
+
+class Ask(Strict):
+    """What chats and completions have in common. `top_k` and `min_p` are not OpenAI's, but everybody's."""
+
+    neutral = NEUTRAL
+
+    model: StrictStr | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=MAX_SAMPLES)] = 1
+    stream: StrictBool = False
+    stream_options: StreamOptions | None = None
+    stop: Annotated[StrictStr, Field(min_length=1)] | list[Annotated[StrictStr, Field(min_length=1)]] | None = None
+    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    temperature: Annotated[float, NUMBER] = 1.0
+    top_p: Annotated[float, NUMBER] = 1.0
+    top_k: StrictInt = 0
+    min_p: Annotated[float, NUMBER] = 0.0
+    seed: StrictInt | None = None
+    user: StrictStr | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> "Ask":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for stream: true")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, max_tokens: int, luck: int, stop: frozenset[int]) -> Sampling:
+        """How to sample; `luck` is the seed of who names none. OpenAI's seeds may be negative, ours are not."""
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=luck if self.seed is None else self.seed % 2**61,
+            samples=self.n,
+            stop=stop,
+            stop_text=self.stops,
+        )
+
+
+class ChatAsk(Ask):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: Any = "auto"
+    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    logprobs: StrictBool = False
+    top_logprobs: StrictInt = 0
+
+    @model_validator(mode="after")
+    def _can_be_honoured(self) -> "ChatAsk":
+        if self.tool_choice not in ("auto", "none"):
+            raise ValueError(f"tool_choice is {self.tool_choice!r:.80}; this server knows auto and none")
+        if self.top_logprobs:
+            raise ValueError(
+                "top_logprobs: this server gives the log-probabilities of chosen tokens only; leave it out"
+            )
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens are the same thing and differ; give one")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def usable_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+
+class CompletionAsk(Ask):
+    prompt: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]]
+    logprobs: StrictInt | None = None
+
+    @model_validator(mode="after")
+    def _can_be_honoured(self) -> "CompletionAsk":
+        if self.logprobs:
+            raise ValueError("logprobs: this server gives those of chosen tokens only; ask with logprobs: 0")
+        if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int):
+            if len(self.prompt) != 1:
+                raise ValueError(f"{len(self.prompt)} prompts; this server takes one in a request")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens or COMPLETION_TOKENS
+
+    @property
+    def one_prompt(self) -> str | list[int]:
+        first = self.prompt[0] if isinstance(self.prompt, list) and self.prompt else 0
+        return self.prompt if isinstance(first, int) or isinstance(self.prompt, str) else first  # type: ignore[return-value]
+
+
+class SamplingAsk(Strict):
+    """`Sampling` as it crosses the wire; the values are checked by `Sampling` itself."""
+
+    max_tokens: StrictInt = 256
+    temperature: Annotated[float, NUMBER] = 1.0
+    top_p: Annotated[float, NUMBER] = 1.0
+    top_k: StrictInt = 0
+    min_p: Annotated[float, NUMBER] = 0.0
+    seed: StrictInt = 0
+    samples: StrictInt = 1
+    stop: list[StrictInt] = Field(default_factory=list)
+    stop_text: list[StrictStr] = Field(default_factory=list)
+
+    def sampling(self) -> Sampling:
+        plain = self.model_dump(exclude={"stop", "stop_text"})
+        return Sampling(**plain, stop=frozenset(self.stop), stop_text=tuple(self.stop_text))
+
+
+class GenerateAsk(Strict):
+    tokens: list[StrictInt]
+    sampling: SamplingAsk = SamplingAsk()
+    routing: StrictBool = False
+    stream: StrictBool = False
+
+
+class WeightsAsk(Strict):
+    path: StrictStr
+    version: Annotated[StrictInt, Field(ge=0)]
+
+
+def explain(error: ValidationError) -> tuple[str, str | None]:
+    """What is wrong with a request, and the field it is about."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    # The names of the alternatives of a union mean nothing to who sent the request.
+    place = ".".join(str(part) for part in first["loc"] if not isinstance(part, str) or part.isidentifier())
+    said = first["msg"].removeprefix("Value error, ")
+    return (f"{place}: {said}" if place else said), place or None
+
+
+def parse(kind: type[AskT], given: Any) -> AskT:
+    """A request of this kind, or InputError with what is wrong."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        message, place = explain(error)
+        raise BadField(message, place) from None
+
+
+class BadField(InputError):
+    """A field of a request that cannot be used as it is."""
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message)
+        self.param = param

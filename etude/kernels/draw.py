@@ -1,0 +1,69 @@
+"""A token from each row of logits at a temperature, by luck that depends on the row's own seed and place only.
+
+On CUDA one pass over the logits does all: Gumbel noise added to each, the largest wins. On a CPU the running sum of the
+probabilities is searched. The two are equal in distribution, not token for token; each is the same in any batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DRAW, ACCEPT, REDRAW = 0, 1, 2  # what luck is used for: three independent streams
+
+
+class Drawn(NamedTuple):
+    """Tokens [n] and their log-probabilities: as they were drawn, and under the model's own distribution."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    raw_logprobs: Tensor
+
+
+def draw_plain(logits: Tensor, temperatures: Tensor, seeds: Tensor, places: Tensor) -> Drawn:
+    """One token for each row of logits [n, vocabulary]; temperature 0 takes the likeliest."""
+    if logits.is_cuda:
+        from etude.kernels import draw_triton
+
+        return Drawn(*draw_triton.draw(logits, temperatures, seeds, places))
+    raw = logits.float().log_softmax(dim=-1)
+    return draw_from(warmed(raw, temperatures), raw, seeds, places)
+
+
+def draw_from(odds: Tensor, raw: Tensor, seeds: Tensor, places: Tensor) -> Drawn:
+    """A token for each row of probabilities; `raw` are the model's own log-probabilities."""
+    tokens = pick(odds, luck(seeds, places, DRAW))
+    chosen = tokens[:, None]
+    return Drawn(tokens, odds.gather(1, chosen)[:, 0].log(), raw.gather(1, chosen)[:, 0])
+
+
+def warmed(raw: Tensor, temperatures: Tensor) -> Tensor:
+    """Probabilities at a temperature from log-probabilities; at temperature 0 all weight is on the likeliest."""
+    greedy = temperatures == 0
+    odds = (raw / torch.where(greedy, 1.0, temperatures)[:, None]).softmax(dim=-1)
+    likeliest = torch.zeros_like(odds).scatter_(1, raw.argmax(dim=-1, keepdim=True), 1.0)
+    return torch.where(greedy[:, None], likeliest, odds)
+
+
+def pick(odds: Tensor, lucks: Tensor) -> Tensor:
+    """The token at which the running sum of the odds passes each row's luck; one of weight zero is never picked."""
+    # In float64: in float32 a vocabulary of 150,000 leaves the tail of the sum a multiple of 6e-8.
+    sums = odds.double().cumsum(dim=-1)
+    aim = lucks.double()[:, None] * sums[:, -1:]
+    found = torch.searchsorted(sums, aim, right=True)
+    return found.clamp(max=odds.shape[-1] - 1)[:, 0]
+
+
+def luck(seeds: Tensor, places: Tensor, stream: int) -> Tensor:
+    """A number in [0, 1) for each (seed, place, stream): splitmix64's finaliser, 53 bits of it, as float64."""
+    mixed = _mix(seeds * -7046029254386353131 + _mix(places * 4 + stream))  # 0x9E3779B97F4A7C15, signed
+    return (mixed >> 11 & (1 << 53) - 1).double() * 2.0**-53
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = x + -7046029254386353131
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685  # 0x94D049BB133111EB
+    return x ^ (x >> 31 & (1 << 33) - 1)

@@ -1,0 +1,94 @@
+"""The sampler on CUDA: its kernels against plain lines, its graphs against the model's own forward."""
+
+import pytest
+import torch
+from families import small_config
+
+from etude.inference.engine import Engine, EngineOptions
+from etude.inference.sampling import Sampling
+from etude.kernels import fused
+from etude.kernels.draw import draw_plain, warmed
+from etude.kernels.paged import _gathered, attend_pages
+from etude.model.config import ModelConfig
+from etude.model.transformer import Transformer, initialize
+
+pytestmark = pytest.mark.gpu
+
+
+def model_of(family: str, dtype: torch.dtype, **changes: object) -> Transformer:
+    return initialize(ModelConfig.from_hugging_face(small_config(family, **changes)), 0, dtype).to("cuda").eval()
+
+
+def test_one_pass_kernels_round_as_the_plain_lines_do() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(3, 7, 576, device="cuda", dtype=dtype)
+        weight = torch.rand(576, device="cuda", dtype=dtype) + 0.5
+        q = torch.randn(3, 7, 9, 64, device="cuda", dtype=dtype)
+        cos, sin = (torch.randn(3, 7, 1, 32, device="cuda").cos().to(dtype) for _ in range(2))
+        plain = fused.rms_norm(x, weight, 1e-5), fused.swiglu(x), fused.rotate(q, cos, sin)
+        with torch.no_grad():
+            assert fused.fusing(x)
+            quick = fused.rms_norm(x, weight, 1e-5), fused.swiglu(x), fused.rotate(q, cos, sin)
+        for a, b in zip(plain, quick, strict=True):
+            assert (a != b).float().mean() < (0.002 if dtype == torch.bfloat16 else 1)  # a sum in another order
+            torch.testing.assert_close(a, b, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (8, 8, 32), (16, 2, 128)])
+def test_attention_over_pages_is_attention(heads: int, kv_heads: int, dim: int, exact: bool) -> None:
+    torch.manual_seed(0)
+    size, pages, n = 16, 400, 40
+    keys, values = (torch.randn(pages * size, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(n, heads, dim, device="cuda", dtype=torch.bfloat16)
+    tables = torch.randint(0, pages, (n, 60), device="cuda", dtype=torch.int32)
+    lengths = torch.randint(1, 60 * size, (n,), device="cuda")
+    scale = dim**-0.5
+    got = attend_pages(q, keys, values, tables, lengths, size, scale=scale, exact=exact)
+    wide = _gathered(q.float(), keys.float(), values.float(), tables.long(), lengths, size, scale)
+    torch.testing.assert_close(got.float(), wide, rtol=2e-2, atol=1e-2)
+    if exact:
+        alone = attend_pages(q[7:8], keys, values, tables[7:8], lengths[7:8], size, scale=scale, exact=True)
+        assert torch.equal(alone, got[7:8])
+
+
+def test_drawing_follows_the_distribution_and_the_seed() -> None:
+    torch.manual_seed(0)
+    n, size = 200_000, 50
+    logits = torch.randn(1, size, device="cuda").expand(n, size).contiguous()
+    temperature = torch.full((n,), 0.7, device="cuda")
+    seeds, places = torch.arange(n, device="cuda"), torch.zeros(n, dtype=torch.int64, device="cuda")
+    drawn = draw_plain(logits, temperature, seeds, places)
+    want = warmed(logits[:1].log_softmax(-1), temperature[:1])[0].double()
+    counts = torch.bincount(drawn.tokens, minlength=size).double()
+    chi_square = ((counts - n * want) ** 2 / (n * want)).sum()
+    assert chi_square < 100, float(chi_square)  # 49 degrees of freedom: 1 in 30,000
+    torch.testing.assert_close(drawn.logprobs, want.log().float()[drawn.tokens], rtol=1e-4, atol=1e-4)
+    raw = logits[0].log_softmax(-1)
+    torch.testing.assert_close(drawn.raw_logprobs, raw[drawn.tokens], rtol=1e-4, atol=1e-4)
+    again = draw_plain(logits[5:9], temperature[5:9], seeds[5:9], places[5:9])
+    assert torch.equal(again.tokens, drawn.tokens[5:9])
+    greedy = draw_plain(logits, torch.zeros(n, device="cuda"), seeds, places)
+    assert (greedy.tokens == logits[0].argmax()).all()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sampler_agrees_with_the_models_own_forward(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype)
+    options = EngineOptions(tokens=2048, page=8, max_streams=16, budget=64, burst=4)
+    engine = Engine(model, options)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, model.config.vocab_size, (n,), generator=generator).tolist() for n in (3, 17, 40, 64, 1)]
+    streams = [engine.submit(prompt, Sampling(max_tokens=24, seed=7))[0] for prompt in prompts]
+    while engine.step():
+        engine.pool.check()
+    assert engine.pool.held == 0
+    for stream in streams:
+        assert len(stream.made) == 24
+        with torch.no_grad():
+            logits = model(torch.tensor([stream.prompt + stream.made], device="cuda"))[0].float().log_softmax(-1)
+        want = [float(logits[len(stream.prompt) - 1 + i, token]) for i, token in enumerate(stream.made)]
+        gap = max(abs(a - b) for a, b in zip(want, stream.raw_logprobs, strict=True))
+        assert gap < (1e-3 if dtype == torch.float32 else 0.15), gap

@@ -1,0 +1,242 @@
+"""`etude pods` as its users meet it: processes with arguments, streams, a terminal and exit codes."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+
+from etude.cli import app
+from etude.errors import InputError
+from etude.pods.units import parse_seconds, parse_size, show_seconds, show_size
+from tests.pods.serving import ENVIRONMENT, TOKEN, need_namespaces, server, state_directory
+
+
+@pytest.fixture(scope="module")
+def state() -> Iterator[Path]:
+    need_namespaces()
+    with state_directory() as directory:
+        yield directory
+
+
+def arguments(*words: object) -> list[str]:
+    return [sys.executable, "-m", "etude.cli", "pods", *map(str, words)]
+
+
+def pods(state: Path, *words: object, stdin: bytes = b"", **environment: str) -> "subprocess.CompletedProcess[str]":
+    done = subprocess.run(
+        arguments(*words), input=stdin, capture_output=True, env=environment_of(state, **environment), timeout=60
+    )
+    assert b"Traceback" not in done.stderr, done.stderr.decode()
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def environment_of(state: Path, **more: str) -> dict[str, str]:
+    return {**ENVIRONMENT, "ETUDE_PODS": str(state), **more}
+
+
+def fine(state: Path, *words: object) -> str:
+    done = pods(state, *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_run_passes_streams_and_the_exit_code_through(state: Path) -> None:
+    done = pods(state, "run", "--env", "A=b", "--cwd", "/tmp", "--", "sh", "-c", "echo $A $PWD; echo bad >&2; exit 7")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "b /tmp\n", "bad\n")
+    assert pods(state, "run", "-i", "--", "cat", stdin=b"x" * 3_000_000).stdout == "x" * 3_000_000
+    assert pods(state, "run", "--", "cat", stdin=b"not asked for").stdout == ""
+    assert pods(state, "run", "--", "no-such-program").returncode == 127
+    late = pods(state, "run", "--timeout", "0.3s", "--", "sleep", "9")
+    assert (late.returncode, late.stderr) == (137, "etude: the command was killed: its time was over\n")
+    full = pods(state, "run", "--memory", "64M", "--", "python3", "-c", "b'x' * (256 << 20)")
+    assert "memory ran out in the pod (limit 64 MiB)" in full.stderr
+    assert fine(state, "ps") == "no pods"
+
+
+def test_a_detached_pod_is_there_for_other_invocations(state: Path, tmp_path: Path) -> None:
+    pod = fine(state, "run", "-d", "--ttl", "5m", "--", "sh", "-c", "echo begun; sleep 600")
+    try:
+        assert fine(state, "exec", pod[:6], "--", "cat", "run.log") == "begun"
+        (shown,) = json.loads(fine(state, "ps", "--json"))
+        assert (shown["id"], shown["state"], shown["stats"]["pids"]) == (pod, "running", 3)
+        assert 200 < shown["remaining"] <= 300
+        (tmp_path / "tree").mkdir()
+        (tmp_path / "tree" / "file").write_text("there and back")
+        fine(state, "cp", tmp_path / "tree", f"{pod}:/tmp/")
+        fine(state, "cp", f"{pod}:/tmp/tree/file", tmp_path)
+        assert (tmp_path / "file").read_text() == "there and back"
+        snapshot = fine(state, "snapshot", pod)
+        children = fine(state, "fork", pod, "-n", "2").splitlines()
+        assert [fine(state, "exec", child, "--", "cat", "/tmp/tree/file") for child in children] == [
+            "there and back"
+        ] * 2
+        assert fine(state, "run", snapshot, "--", "cat", "/tmp/tree/file") == "there and back"
+        fine(state, "export", snapshot, tmp_path / "snapshot.tar")
+        fine(state, "forget", snapshot)
+        assert fine(state, "import", tmp_path / "snapshot.tar") == snapshot
+        assert snapshot in fine(state, "snapshots")
+        assert "created" in fine(state, "events", pod)
+        fine(state, "close", *children)
+        assert [shown["id"] for shown in json.loads(fine(state, "ps", "--json"))] == [pod]
+    finally:
+        removed = json.loads(fine(state, "gc", "--all", "--json"))
+    assert (removed["pods"], removed["snapshots"]) == ([pod], [snapshot])
+    assert fine(state, "ps") == "no pods"
+
+
+def test_images_are_added_used_and_removed(state: Path, tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM host\nRUN echo built > /made\nENV A=b\nCMD cat /made\n")
+    assert fine(state, "image", "add", "mine", "--dockerfile", tmp_path / "Dockerfile").startswith("mine  ")
+    assert fine(state, "run", "mine") == "built"
+    assert "mine" in [image["name"] for image in json.loads(fine(state, "images", "--json"))]
+    fine(state, "image", "remove", "mine")
+    assert pods(state, "run", "mine").returncode == 2
+
+
+BAD = (
+    (("run", "--memory", "lots", "--", "true"), "--memory lots: expected a size"),
+    (("run", "nonsense", "--", "true"), "no image or snapshot 'nonsense'"),
+    (("run",), "no command"),
+    (("run", "-t", "--", "sh"), "not on a terminal"),
+    (("run", "-d", "--allow", "example.org"), "etude pods serve"),
+    (("exec", "ffff", "--", "true"), "no pods whose id begins with 'ffff'"),
+    (("cp", "a", "b"), "must be POD:path"),
+    (("close",), "name pods, or say --all"),
+    (("serve",), "openssl"),
+    (("serve", "--no-token", "--listen", "0.0.0.0:0"), "needs a token"),
+    (("ps", "--host", "ftp://x"), "expected the address"),
+    (("image", "add", "x"), "give one of"),
+    (("doctor", "--backend", "x"), "there are: all"),
+)
+
+
+@pytest.mark.parametrize(("words", "told"), BAD)
+def test_bad_input_is_explained(
+    state: Path, words: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ETUDE_PODS", str(state))
+    monkeypatch.delenv("ETUDE_PODS_TOKEN", raising=False)
+    with pytest.raises(InputError, match=re.escape(told)):
+        app(["pods", *words], standalone_mode=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing(state: Path, number: int) -> None:
+    command = arguments("run", "--", "sh", "-c", "echo up; sleep 60")
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment_of(state)
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"up\n"
+        running.send_signal(number)
+        _, errors = running.communicate(timeout=20)
+    assert running.returncode == 130, errors
+    assert b"Traceback" not in errors
+    assert list((state / "pods").iterdir()) == []
+
+
+def test_a_terminal_has_our_size_and_follows_it(state: Path) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execve(sys.executable, arguments("run", "-t", "--", "sh"), environment_of(state))
+    try:
+        ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 99, 0, 0))
+        type_and_see(terminal, b"", b"# ")
+        type_and_see(terminal, b"stty size\n", b"33 99")
+        ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 44, 111, 0, 0))
+        time.sleep(0.3)
+        type_and_see(terminal, b"stty size\n", b"44 111")
+        type_and_see(terminal, b"sleep 60\n", b"sleep 60")
+        time.sleep(0.3)
+        type_and_see(terminal, b"\x03", b"# ")  # goes to the command, not to us
+        os.write(terminal, b"exit 5\n")
+        deadline, status = time.monotonic() + 10, (0, 0)
+        while status == (0, 0):
+            drain(terminal)
+            status = os.waitpid(child, os.WNOHANG)
+            assert time.monotonic() < deadline
+        assert os.waitstatus_to_exitcode(status[1]) == 5
+    finally:
+        os.close(terminal)
+
+
+def type_and_see(terminal: int, keys: bytes, wanted: bytes) -> None:
+    os.write(terminal, keys)
+    seen, deadline = b"", time.monotonic() + 15
+    while wanted not in seen:
+        assert time.monotonic() < deadline, f"typed {keys!r}, saw {seen!r}, expected {wanted!r}"
+        seen += drain(terminal)
+
+
+def drain(terminal: int) -> bytes:
+    if select.select([terminal], [], [], 0.1)[0]:
+        try:
+            return os.read(terminal, 1 << 16)
+        except OSError:  # EIO: the other end is closed
+            time.sleep(0.05)
+    return b""
+
+
+@pytest.mark.slow
+def test_every_verb_acts_on_another_host_too(state: Path, tmp_path: Path) -> None:
+    with server() as running:
+
+        def there(*words: object) -> str:
+            return fine(state, *words, "--host", running.url)
+
+        def run_there(*words: object, command: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
+            return pods(state, *words, "--host", running.url, "--", *command)
+
+        assert run_there("run", command=("sh", "-c", "echo far; exit 4")).returncode == 4
+        pod = run_there("run", "-d", command=("sleep", "600")).stdout.strip()
+        assert run_there("exec", pod[:6], command=("hostname",)).stdout == "pod\n"
+        (shown,) = json.loads(there("ps", "--json"))
+        assert shown["id"] == pod
+        (tmp_path / "here").write_text("sent")
+        there("cp", tmp_path / "here", f"{pod}:/tmp/there")
+        (child,) = there("fork", pod).splitlines()
+        assert run_there("exec", child, command=("cat", "/tmp/there")).stdout == "sent"
+        snapshot = there("snapshot", pod)
+        there("export", snapshot, tmp_path / "file.tar")
+        assert fine(state, "import", tmp_path / "file.tar") == snapshot
+        assert "snapshot" in there("events", pod)
+        there("close", "--all")
+        assert there("ps") == "no pods"
+        wrong = pods(state, "ps", "--host", running.url, ETUDE_PODS_TOKEN="x" * len(TOKEN))
+        assert (wrong.returncode, "token" in wrong.stderr) == (2, True)
+
+
+def test_doctor_tells_what_works_and_why(state: Path) -> None:
+    found = json.loads(fine(state, "doctor", "--backend", "namespace", "--json"))
+    (backend,) = found["backends"]
+    assert backend["works"]
+    assert backend["capabilities"]["isolation"] == "namespace"
+    assert found["state"]["path"] == str(state)
+    assert {"kernel", "cgroups", "helper", "pressure", "default_limits"} <= set(found)
+    text = fine(state, "doctor", "--backend", "namespace")
+    for word in ("kernel", "namespace   works", "cgroups", "helper", "pressure", "state"):
+        assert word in text
+
+
+def test_numbers_with_units() -> None:
+    sizes = ("512", "1K", "512M", "1.5G", "2GiB", "3 MB")
+    assert [parse_size(text, "x") for text in sizes] == [512, 1024, 512 << 20, 3 << 29, 2 << 30, 3 << 20]
+    assert [parse_seconds(text, "x") for text in ("90", "1.5s", "5m", "1h30m", "2d")] == [90, 1.5, 300, 5400, 172800]
+    for text in ("", "0", "-1M", "1X", "M", "1M5"):
+        with pytest.raises(InputError, match="expected a size"):
+            parse_size(text, "--memory")
+        with pytest.raises(InputError, match="expected a time"):
+            parse_seconds(text.lower().replace("m", "y"), "--ttl")
+    assert (show_size(512 << 20), show_size(None), show_seconds(7300)) == ("512 MiB", "-", "2h")
