@@ -8,6 +8,7 @@ what a killed service left behind can be found.
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ DEADLINE_S = 5.0  # every wait on kernel state has one
 class Layout:
     """Where groups can be made: the directory of this service in each hierarchy that works."""
 
+    name: str
     unified: Path | None  # v2: freeze, and the controllers named in `in_unified`
     in_unified: frozenset[str]
     legacy: Mapping[str, Path]  # v1 controller -> directory
@@ -59,15 +61,22 @@ def find_layout(name: str) -> Layout:
             try:
                 base = _below(mount, member.get(controller, "/")) / name
                 base.mkdir(exist_ok=True)
-                probe = base / "probe"
-                probe.mkdir(exist_ok=True)
+                probe = base / f"probe-{os.getpid()}-{threading.get_ident()}"
+                probe.mkdir()
                 probe.rmdir()
                 legacy[controller] = base
             except OSError as error:
                 reasons.append(f"cgroup v1 {controller}: {error.strerror}")
     if not mounts:
         reasons.append("no cgroup file system is mounted")
-    return Layout(unified, in_unified, legacy, "; ".join(reasons))
+    return Layout(name, unified, in_unified, legacy, "; ".join(reasons))
+
+
+def leave(layout: Layout) -> None:
+    """Remove our own groups where no pod is in them; they are made again when needed."""
+    for base in layout.bases:
+        with contextlib.suppress(OSError):
+            base.rmdir()
 
 
 def _mounts() -> Iterable[tuple[Path, str, list[str]]]:
@@ -150,8 +159,13 @@ class Group:
         bound = [name for name in self.layout.legacy if getattr(limits, name)]
         self.joined = [base / self.name for base in ([self.layout.unified] if self.layout.unified else [])]
         self.joined += [self.layout.legacy[name] / self.name for name in bound]
-        for directory in self.joined:
-            directory.mkdir(exist_ok=True)
+        try:
+            for directory in self.joined:
+                directory.mkdir(exist_ok=True)
+        except FileNotFoundError:  # another process, the last to have a pod here, left
+            find_layout(self.layout.name)
+            for directory in self.joined:
+                directory.mkdir(exist_ok=True)
         memory, pids, cpu = (self._of(controller) for controller in CONTROLLERS)
         if limits.memory and memory:
             v1 = "memory" in self.layout.legacy

@@ -117,9 +117,13 @@ ATTACKS["set the host's name"] = lambda: socket.sethostname("pwned")
 
 for kind_, major_, minor_ in (("character", 1, 1), ("block", 8, 0), ("block", 254, 0)):
     mode_ = (stat.S_IFCHR if kind_ == "character" else stat.S_IFBLK) | 0o666
+    number_ = os.makedev(major_, minor_)
     name_ = f"make a {kind_} device {major_}:{minor_}"
-    ATTACKS[name_] = lambda mode=mode_, number=os.makedev(major_, minor_): os.mknod("device", mode, number)
-for name_ in "mem kmem port kmsg sda vda vda1 nvme0n1 loop0 loop-control fuse kvm net/tun".split():
+    ATTACKS[name_] = lambda mode=mode_, number=number_: os.mknod("device", mode, number)
+for name_ in (
+    *("mem", "kmem", "port", "kmsg", "sda", "vda", "vda1", "nvme0n1", "loop0", "loop-control", "fuse", "kvm"),
+    "net/tun",
+):
     ATTACKS[f"open /dev/{name_}"] = lambda name=name_: os.open(f"/dev/{name}", os.O_RDONLY)
 for name_ in (
     *("sysrq-trigger", "sys/kernel/core_pattern", "sys/kernel/modprobe", "sys/kernel/panic", "sys/vm/drop_caches"),
@@ -205,8 +209,8 @@ def see_other_interfaces() -> object:
 
 for path_ in FACTS.get("hidden", []):
     ATTACKS[f"see {path_}"] = lambda path=path_: os.lstat(path)
-for path_ in "/etc/shadow /etc/gshadow /etc/sudoers /etc/machine-id /etc/ssh /root/.ssh /root/.bashrc".split():
-    ATTACKS[f"see {path_}"] = lambda path=path_: os.lstat(path)
+for path_ in ("etc/shadow", "etc/gshadow", "etc/sudoers", "etc/machine-id", "etc/ssh", "root/.ssh", "root/.bashrc"):
+    ATTACKS[f"see /{path_}"] = lambda path=path_: os.lstat(f"/{path}")
 
 
 @attack("find the secret in some process")

@@ -1,5 +1,6 @@
 """What a host's pods take of the machine at one moment, so that two moments can be compared: the measure of a leak."""
 
+import asyncio
 import contextlib
 import os
 import time
@@ -48,6 +49,15 @@ def take(host: Host) -> Inventory:
         keeper_descriptors=tuple(sorted(links(f"/proc/{keeper}/fd"))),
         keeper_memory=own_memory(keeper),
     )
+
+
+async def baseline(host: Host) -> Inventory:
+    """An inventory after a first pod has come and gone: what the keeper makes once is made."""
+    await (await host.create()).close()
+    deadline = time.monotonic() + SETTLE_S
+    while any((host.state / "trash").iterdir()) and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    return take(host)
 
 
 def settled(host: Host, before: Inventory) -> Inventory:

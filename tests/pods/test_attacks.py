@@ -77,7 +77,7 @@ def findings(keeper: str, state: Path) -> dict[str, str]:
 async def run_script(keeper: str, state: Path, facts: dict[str, object]) -> dict[str, str]:
     host = await open_host("namespace", state, compiled=keeper == "compiled")
     try:
-        before = inventory.take(host)
+        before = await inventory.baseline(host)
         pod, other = await host.create(), await host.create()
         await other.write("/tmp/file-of-the-other", SECRET)
         facts = {**facts, "hidden": [*facts["hidden"], "/tmp/file-of-the-other", str(state / "pods" / other.id)]}  # type: ignore[misc]
@@ -90,19 +90,12 @@ async def run_script(keeper: str, state: Path, facts: dict[str, object]) -> dict
         found["the other pod afterwards"] = await well(other)
         await pod.close()
         await other.close()
-        found["what is left"] = str(await asyncio.to_thread(left, host, before))
+        now = await asyncio.to_thread(inventory.settled, host, before)
+        found["what is left"] = str(now.difference(before))
         return found
     finally:
         await host.close()
         await host.backend.shut()
-
-
-def left(host: object, before: inventory.Inventory) -> object:
-    difference = inventory.settled(host, before).difference(before)  # type: ignore[arg-type]
-    difference.pop("keeper_descriptors", None)  # a user namespace for id-mapped layers, kept from the first pod on
-    difference.pop("keeper_mounts", None)
-    difference.pop("files", None)
-    return difference
 
 
 async def well(pod: Pod) -> str:
@@ -147,8 +140,7 @@ def run_in_pod(keeper: str, state: Path, act: Act) -> None:
     async def main() -> None:
         host = await open_host("namespace", state, compiled=keeper == "compiled")
         try:
-            await (await host.create()).close()
-            before = inventory.take(host)
+            before = await inventory.baseline(host)
             pod, other = await host.create(), await host.create()
             await act(pod)
             assert await well(other) == "well"

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from etude.pods import capabilities, fence, landlock, layers, plan, seccomp, trees, warden, wire
 from etude.pods.backends.backend import Backend, LocalPod, PodSpec
-from etude.pods.cgroups import CONTROLLERS, Group, existing, find_layout
+from etude.pods.cgroups import CONTROLLERS, Group, existing, find_layout, leave
 from etude.pods.client import CONNECT_S, Agent, Link, SocketLink, connect_unix
 from etude.pods.egress import Policy
 from etude.pods.gate import Gate
@@ -182,15 +182,13 @@ class DirectoryBackend(Backend):
         if self.background:
             await asyncio.wait(self.background)
         self.warden.close()
+        leave(self.layout)
 
     async def shut(self) -> None:
         with contextlib.suppress(PodError):
             await self.warden.ask(plan.STOP)
         for name in existing(self.layout):
             await self._remove_group(Group(self.layout, name))
-        for base in self.layout.bases:
-            with contextlib.suppress(OSError):
-                base.rmdir()
         await asyncio.to_thread(trees.remove_tree, self.outside)
         await self.close()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from etude.pods import capabilities, plan, seccomp, trees, wire
 from etude.pods.backends.backend import Backend, LocalPod, PodSpec
-from etude.pods.cgroups import CONTROLLERS, Group, Layout, existing, find_layout
+from etude.pods.cgroups import CONTROLLERS, Group, Layout, existing, find_layout, leave
 from etude.pods.client import CONNECT_S, Agent, Link, SocketLink, connect_unix
 from etude.pods.egress import Policy
 from etude.pods.gate import Gate
@@ -115,15 +115,13 @@ class NamespaceBackend(Backend):
         if self.deletions:
             await asyncio.wait(self.deletions)
         self.keeper.close()
+        leave(self.layout)
 
     async def shut(self) -> None:
         with contextlib.suppress(PodError):
             await self.keeper.ask(plan.STOP)
         for name in existing(self.layout):
             await self._remove_group(Group(self.layout, name))
-        for base in self.layout.bases:
-            with contextlib.suppress(OSError):
-                base.rmdir()
         await self.close()
 
     # ------------------------------------------------------------------------------------------- layers
