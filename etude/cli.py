@@ -19,6 +19,7 @@ from rich.table import Table
 
 from etude import __version__
 from etude.errors import EtudeError
+from etude.inference.cli import serve
 
 EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 bad input or usage, 3 busy (another process holds it), 130 interrupted."
 
@@ -132,6 +133,12 @@ def run(
     for stage, facts in stages.items():
         print(f"{stage}: " + ", ".join(f"{name} {_shown(value)}" for name, value in facts.items()))
     print(f"run: {out}")
+
+
+app.command(
+    epilog="Examples:\n\n  etude serve runs/smollm2-135m\n\n"
+    "  etude serve runs/nano/checkpoints/init-0 --port 8001 --name nano --max-streams 16 --tokens 16384"
+)(serve)
 
 
 @recipe_app.command("show", epilog="Example:  etude recipe show recipes/nano.toml --set nll.window=256")

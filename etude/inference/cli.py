@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from etude.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def serve(
@@ -25,7 +28,7 @@ def serve(
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option(help="What clients call the model; the directory's name by default.", show_default=False),
+        typer.Option(help="What clients call the model; else the directory's name.", show_default=False),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16; the stored one by default.", show_default=False)
@@ -41,9 +44,7 @@ def serve(
     invariant: Annotated[
         bool, typer.Option("--invariant", help="The same request gives the same numbers whatever else runs; slower.")
     ] = False,
-    grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests have to finish at the end.")
-    ] = 30.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds for running requests to finish at the end.")] = 30.0,
 ) -> None:
     """Serve a model over HTTP, OpenAI-compatible and token-exact, until SIGTERM."""
     from etude.inference import server

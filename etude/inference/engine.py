@@ -19,8 +19,10 @@ from etude.inference.pages import PagePool
 from etude.inference.request import Ending, Stream, streams_of
 from etude.inference.sampling import Knobs, Sampling, draw
 from etude.inference.scheduler import Scheduler, Step
+from etude.inference.speculation import Speculator
 from etude.kernels.draw import Drawn
 from etude.model.moe import Routing
+from etude.model.mtp import MTP
 from etude.model.tokenizer import Tokenizer
 from etude.model.transformer import Transformer
 
@@ -40,6 +42,7 @@ class EngineOptions:
     budget: int = 512  # tokens of one step: decoding streams first, then prompts in pieces
     sharing: bool = True  # streams that begin alike share pages
     on_swap: CachePolicy = "keep"  # what new weights do to keys and values of the old ones
+    drafts: int = 0  # tokens drafted by the MTP layer for each verification; 0: no speculation
     burst: int = 16  # tokens a decoding stream makes before the host looks, where graphs are captured
     invariant: bool = False  # a stream's numbers never depend on what else is in the batch; slower
 
@@ -53,14 +56,17 @@ class Engine:
         options: EngineOptions | None = None,
         *,
         tokenizer: Tokenizer | None = None,
+        mtp: MTP | None = None,
         version: int = 0,
     ) -> None:
         self.model, self.options, self.tokenizer, self.version = model, options or EngineOptions(), tokenizer, version
         weight = model.head_weight
         self.device, config, o = weight.device, model.config, self.options
         self.pool = PagePool(o.tokens // o.page, o.page, o.sharing)
-        captured = can_capture(model) and o.burst > 1
-        ahead = o.burst if captured else 1
+        if o.drafts and mtp is None:
+            raise InputError(f"{o.drafts} drafts need a model with MTP layers; this checkpoint has none")
+        captured = can_capture(model) and o.burst > 1 and not o.drafts
+        ahead = o.burst if captured else 1 + o.drafts
         self.scheduler = Scheduler(self.pool, max_streams=o.max_streams, budget=o.budget, ahead=ahead)
         self.cache = PagedCache(config, self.pool.count, o.page, weight.dtype, self.device, o.invariant)
         self.routes: npt.NDArray[np.unsignedinteger] | None = None
@@ -69,6 +75,10 @@ class Engine:
             shape = (self.pool.count * o.page, len(config.moe.layers), config.moe.per_token)
             self.routes = np.zeros(shape, small)  # by slot, so that a shared prefix brings its routing along
         self.decoder = self._make_decoder() if captured else None
+        self.speculator: Speculator | None = None
+        if mtp is not None and o.drafts:
+            self.speculator = Speculator(model, mtp, self.cache, self.pool.count, o.drafts)
+            self.scheduler.on_forget = self.speculator.forget
         self.steps = 0
         self.read_tokens = self.made_tokens = 0
 
@@ -138,6 +148,11 @@ class Engine:
         if self.decoder is not None and not step.reading and all(s.sampling.plain for s in step.decoding):
             self._burst(self.decoder, step.decoding)
             return True
+        if self.speculator is not None and step.decoding:
+            self._speculate(self.speculator, step.decoding)
+            step = Step([], [piece for piece in step.reading if piece.stream in self.scheduler.running])
+            if not step:
+                return True
         batch = make_batch(step, self.pool.size, self.device)
         routing = Routing() if self.routes is not None else None
         self.cache.batch = batch
@@ -146,7 +161,27 @@ class Engine:
         writers = [*step.decoding, *(piece.stream for piece in step.reading if piece.writes)]
         drawn = self._draw(hidden[0, batch.writers], writers) if writers else None
         self._account(step, writers, drawn)
+        if self.speculator is not None:
+            alive = [piece for piece in step.reading if piece.stream.ending is None]
+            sizes = [piece.end - piece.start for piece in step.reading]
+            states = dict(zip((id(piece) for piece in step.reading), hidden[0].split(sizes), strict=True))
+            self.speculator.absorb([piece.stream for piece in alive], [states[id(piece)] for piece in alive])
         return True
+
+    def _speculate(self, speculator: Speculator, streams: list[Stream]) -> None:
+        """A verified run of tokens for everybody."""
+        made = speculator.round(streams)
+        self.steps += 1
+        for row, stream in enumerate(streams):
+            start = stream.length
+            kept = self._take(stream, made.tokens[row], made.logprobs[row], made.raw_logprobs[row])
+            chosen = made.routing[row]
+            if chosen is not None:
+                self._keep_burst_routing(stream, start, chosen[:kept])
+            if stream.ending is None:
+                self.scheduler.advance(stream, stream.length - 1)
+            else:
+                self._finish(stream, start - 1 + kept)
 
     def _burst(self, decoder: "Decoder", streams: list[Stream]) -> None:
         """Several tokens for everybody; what a stream makes after its end is thrown away."""

@@ -45,7 +45,7 @@ def make_batch(step: Step, size: int, device: torch.device | str) -> Batch:
     for piece in step.reading:
         tokens += piece.stream.tokens(piece.start, piece.end)
         positions += range(piece.start, piece.end)
-        where = _slots(piece.stream.pages, piece.end, size)
+        where = stream_slots(piece.stream.pages, piece.end, size)
         slots.append(where[piece.start :])
         runs.append(where)
         if piece.writes:
@@ -71,7 +71,7 @@ def make_batch(step: Step, size: int, device: torch.device | str) -> Batch:
     )
 
 
-def _slots(pages: list[int], end: int, size: int) -> npt.NDArray[np.int64]:
+def stream_slots(pages: list[int], end: int, size: int) -> npt.NDArray[np.int64]:
     """Where the first `end` tokens of a stream lie."""
     places = np.arange(end)
     return np.asarray(pages, np.int64)[places // size] * size + places % size

@@ -6,6 +6,7 @@ stream gives its pages up and is read again later: older ones always finish, so 
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from etude.errors import InputError
@@ -45,6 +46,7 @@ class Scheduler:
         self.waiting: deque[Stream] = deque()
         self.running: list[Stream] = []  # oldest first
         self.preemptions = 0
+        self.on_forget: Callable[[Stream], None] = lambda stream: None  # somebody else keeps things for a stream
 
     def add(self, streams: list[Stream]) -> None:
         """Queue the samples of a prompt; one that could never fit is an error now, not a hang later."""
@@ -133,6 +135,7 @@ class Scheduler:
         self.waiting.appendleft(stream)
 
     def _forget(self, stream: Stream) -> None:
+        self.on_forget(stream)
         self.pool.release(stream.pages)
         stream.pages, stream.read, stream.published, stream.content = [], 0, 0, 0
         # what was recorded of its routing stays: it is of the reading that made its tokens
@@ -150,6 +153,7 @@ class Scheduler:
     def finish(self, stream: Stream) -> None:
         """A stream has ended: its pages are free for others."""
         self.running.remove(stream)
+        self.on_forget(stream)
         self.pool.release(stream.pages)
         stream.pages = []
 

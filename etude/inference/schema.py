@@ -133,7 +133,7 @@ class Tool(Strict):
 
 
 class StreamOptions(Strict):
-    neutral = {"include_obfuscation": (False,)}  # noqa: RUF012  declared as a ClassVar above
+    neutral = {"include_obfuscation": (False,)}
 
     include_usage: StrictBool = False
 
@@ -198,9 +198,7 @@ class ChatAsk(Ask):
         if self.tool_choice not in ("auto", "none"):
             raise ValueError(f"tool_choice is {self.tool_choice!r:.80}; this server knows auto and none")
         if self.top_logprobs:
-            raise ValueError(
-                "top_logprobs: this server gives the log-probabilities of chosen tokens only; leave it out"
-            )
+            raise ValueError("top_logprobs: this server gives those of chosen tokens only; leave it out")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens are the same thing and differ; give one")
         return self
@@ -222,9 +220,8 @@ class CompletionAsk(Ask):
     def _can_be_honoured(self) -> "CompletionAsk":
         if self.logprobs:
             raise ValueError("logprobs: this server gives those of chosen tokens only; ask with logprobs: 0")
-        if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int):
-            if len(self.prompt) != 1:
-                raise ValueError(f"{len(self.prompt)} prompts; this server takes one in a request")
+        if isinstance(self.prompt, list) and len(self.prompt) > 1 and not isinstance(self.prompt[0], int):
+            raise ValueError(f"{len(self.prompt)} prompts; this server takes one in a request")
         return self
 
     @property

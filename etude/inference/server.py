@@ -122,9 +122,7 @@ class Server:
         tokenizer = self._check_model(ask.model)
         room = self.service.room - len(prompt)
         if room < 1:
-            raise TooLong(
-                f"the prompt has {len(prompt):,} tokens; with an answer at most {self.service.room:,} fit here"
-            )
+            raise TooLong(f"the prompt has {len(prompt):,} tokens; with an answer {self.service.room:,} fit here")
         sampling = ask.sampling(ask.limit or room, random.getrandbits(60), tokenizer.stop_ids)
         submitting = self.service.submit(prompt, sampling, streaming=ask.stream)
         answer = make(await unless_gone(request, submitting))
@@ -383,9 +381,7 @@ def read_token(host: str, file: Path | None) -> str:
     except (OSError, UnicodeError) as error:
         raise InputError(f"--token-file {file}: {error}") from None
     if len(token) < 16 or not token.isascii():
-        raise InputError(
-            f"--token-file {file}: a token has at least 16 ASCII characters; `openssl rand -hex 24` makes one"
-        )
+        raise InputError(f"--token-file {file}: a token has at least 16 ASCII characters (`openssl rand -hex 24`)")
     return token
 
 

@@ -2,7 +2,7 @@
 
 The thread alone touches the engine: everything asked for is a command that runs between two steps, and everything that
 comes of a step is told to the callers once, after it. A request that was taken in ends exactly once: with its samples,
-or with an error that says why. An exception inside a step ends all of them and marks the service broken; it never hangs.
+or with an error that says why. An exception inside a step ends all of them and marks the service broken.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -100,7 +100,7 @@ class Stats:
 
 
 class Generation:
-    """A request that was taken in: iterate over its pieces, or await its samples. Leaving it cancels what still runs."""
+    """A request that was taken in: iterate over its pieces or await its samples. Leaving it cancels what still runs."""
 
     def __init__(self, service: "EngineService", prompt: Sequence[int], sampling: Sampling, streaming: bool) -> None:
         self.prompt, self.sampling, self.streaming = list(prompt), sampling, streaming
@@ -162,11 +162,16 @@ class Generation:
                 start, end = shown[index], self._ready[index]
                 if start < end or (index in endings and index not in told):
                     shown[index] = end
-                    parts = (stream.made, stream.logprobs, stream.raw_logprobs, stream.versions)
-                    ending = endings.get(index)
-                    if ending is not None:
+                    if index in endings:
                         told.add(index)
-                    yield Piece(index, *(part[start:end] for part in parts), ending)  # type: ignore[arg-type]
+                    yield Piece(
+                        index,
+                        stream.made[start:end],
+                        stream.logprobs[start:end],
+                        stream.raw_logprobs[start:end],
+                        stream.versions[start:end],
+                        endings.get(index),
+                    )
             if len(told) == len(shown):
                 return
             if error is not None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-DRAW, ACCEPT, REDRAW = 0, 1, 2  # what luck is used for: three independent streams
+DRAW, ACCEPT, REDRAW, DRAFT = 0, 1, 2, 3  # what luck is used for: independent streams
 
 
 class Drawn(NamedTuple):

@@ -383,18 +383,23 @@ class StreamJob(Job):
         """Nobody waits for it any more: the agent kills a job whose connection ends."""
         self.agent.close()
 
+    async def _ask(self, op: int, *fields: tuple[int, wire.Value]) -> None:
+        if self.result.done() and not self.result.exception():
+            raise PodFileError(3, "the command has ended")  # ESRCH; its connection has ended with it
+        await self.agent.ask(op, (wire.JOB, self.call), *fields)
+
     async def write(self, data: bytes) -> None:
         for at in range(0, len(data), wire.CHUNK):
-            await self.agent.ask(wire.INPUT, (wire.JOB, self.call), (wire.DATA, data[at : at + wire.CHUNK]))
+            await self._ask(wire.INPUT, (wire.DATA, data[at : at + wire.CHUNK]))
 
     async def close_stdin(self) -> None:
-        await self.agent.ask(wire.INPUT, (wire.JOB, self.call), (wire.FLAGS, wire.END))
+        await self._ask(wire.INPUT, (wire.FLAGS, wire.END))
 
     async def signal(self, number: int) -> None:
-        await self.agent.ask(wire.SIGNAL, (wire.JOB, self.call), (wire.NUMBER, number))
+        await self._ask(wire.SIGNAL, (wire.NUMBER, number))
 
     async def resize(self, rows: int, columns: int) -> None:
-        await self.agent.ask(wire.RESIZE, (wire.JOB, self.call), (wire.ROWS, rows), (wire.COLS, columns))
+        await self._ask(wire.RESIZE, (wire.ROWS, rows), (wire.COLS, columns))
 
     async def wait(self, timeout: float | None = None) -> ExecResult:
         return await asyncio.wait_for(asyncio.shield(self.result), timeout)

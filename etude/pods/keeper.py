@@ -17,7 +17,6 @@ import signal
 import socket
 import struct
 import time
-import traceback
 from collections.abc import Callable
 
 from etude.pods import agent, capabilities, linux, plan, seccomp, wire
@@ -316,15 +315,14 @@ def be_pod(fields: wire.Fields, listener: int, sync: tuple[int, int], life: tupl
             die_with_keeper(life[0])
             close_others(sorted({sock.fileno(), *carried}))
             lock_in(fields)
+            hide_log()
         except (OSError, KeyError, ValueError) as error:
             refuse(sock, error)
             os._exit(1)
         mark = bool(wire.number(fields, plan.FLAGS) & plan.MARK_CHILDREN)
         agent.Agent(sock, carried, os.fsdecode(wire.data(fields, plan.WORKDIR, b"/")), mark).serve()
         code = 0
-    except Exception:  # the child of a fork must not return into its parent's code, whatever happened
-        os.write(2, traceback.format_exc().encode())
-    finally:
+    finally:  # the child of a fork must not return into its parent's code, whatever happened
         os._exit(code)
 
 
@@ -433,6 +431,14 @@ def lock_in(fields: wire.Fields) -> None:
         seccomp.install(wire.data(fields, plan.FILTER))
     else:
         linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+
+
+def hide_log() -> None:
+    """The keeper's log is a file of the host: its name would show in /proc/1/fd."""
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in (1, 2):
+        os.dup2(null, fd)
+    os.close(null)
 
 
 def close_others(kept: list[int]) -> None:

@@ -9,39 +9,17 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from etude.pods.fleet import open_host
-from etude.pods.native.build import find_helper
 from etude.pods.pod import Pod, PodError
-from etude.pods.probe import cache_directory, probe
 from tests.pods import inventory
+from tests.pods.attacking import run_in_pod, well
 
-Act = Callable[[Pod], Awaitable[None]]
 SCRIPT = Path(__file__).with_name("attack_script.py")
 SECRET = "secret-6f1c0d1e"
-KEEPERS = ("python", "compiled")
-
-
-@pytest.fixture(scope="module", params=KEEPERS)
-def keeper(request: pytest.FixtureRequest) -> str:
-    verdict = asyncio.run(probe("namespace", compiled=False))
-    if not verdict.works:
-        pytest.skip(f"no namespaces here: {verdict.reason}")
-    if request.param == "compiled":
-        helper, reason = find_helper(cache_directory(Path(tempfile.gettempdir())))
-        if helper is None:
-            pytest.skip(f"there is no compiled keeper: {reason}")
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def state() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="etude-attacks-") as directory:
-        yield Path(directory) / "state"
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +76,6 @@ async def run_script(keeper: str, state: Path, facts: dict[str, object]) -> dict
         await host.backend.shut()
 
 
-async def well(pod: Pod) -> str:
-    return (await pod.exec("echo well", timeout=10)).stdout.strip()
-
-
 def attack_names() -> list[str]:
     """The names, by running the script's table without running it."""
     import importlib.util
@@ -132,28 +106,6 @@ def test_every_other_attack_the_script_made_of_the_facts_is_refused_too(findings
 
 
 # -- the agent, PID 1 of the pod
-
-
-def run_in_pod(keeper: str, state: Path, act: Act) -> None:
-    """Run an attack in a pod; afterwards another pod is well and, when both are closed, nothing is left."""
-
-    async def main() -> None:
-        host = await open_host("namespace", state, compiled=keeper == "compiled")
-        try:
-            before = await inventory.baseline(host)
-            pod, other = await host.create(), await host.create()
-            await act(pod)
-            assert await well(other) == "well"
-            await pod.close()
-            await other.close()
-            now = await asyncio.to_thread(inventory.settled, host, before)
-            assert now.difference(before) == {}
-        finally:
-            await host.close()
-            await host.backend.shut()
-
-    asyncio.run(main())
-
 
 
 def test_a_pod_that_starves_its_agent_harms_nobody_else(keeper: str, state: Path) -> None:

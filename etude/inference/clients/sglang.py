@@ -1,0 +1,121 @@
+"""A policy behind an SGLang server: token ids in and out through `/generate`, new weights from a directory.
+
+SGLang reports log-probabilities at the temperature of the request, before top-p and its like cut anything. With stop
+ids it also ends at the model's own end token; and it uses seeds only with `--enable-deterministic-inference`.
+"""
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from etude.inference.clients.foreign import both_logprobs, ending_of, readable_path
+from etude.inference.clients.transport import Patience, Transport
+from etude.inference.clients.vllm import small
+from etude.inference.engine import CachePolicy
+from etude.inference.policy import OneSample, Weights
+from etude.inference.request import Sample
+from etude.inference.sampling import Sampling
+from etude.inference.wire import BadAnswer, member
+
+
+class Sglang(OneSample):
+    """Samples from the SGLang server at `url`. `routing` is (moe layers, experts per token) where it returns them."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str = "",
+        *,
+        version: int = 0,
+        routing: tuple[int, int] | None = None,
+        on_swap: CachePolicy = "keep",
+        patience: Patience | None = None,
+    ) -> None:
+        self.url, self.routing, self.on_swap = url.rstrip("/"), routing, on_swap
+        self._version = version
+        self._transport = Transport(token, patience)
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    async def _call(self, path: str, body: Any) -> Any:
+        return await self._transport.call("POST", path, lambda: self.url, json=body)
+
+    async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
+        """One request for each sample: with `n` the server would give all of them the same seed."""
+        seeds = range(sampling.seed, sampling.seed + sampling.samples)
+        return list(await asyncio.gather(*(self._one(tokens, sampling, seed) for seed in seeds)))
+
+    async def _one(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Sample:
+        version = self._version
+        where = f"{self.url}/generate"
+        knobs = {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "sampling_seed": seed,
+            "stop": list(sampling.stop_text),
+            "stop_token_ids": sorted(sampling.stop),
+            "ignore_eos": not sampling.stop,  # it would ignore the stop ids too
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        body: dict[str, Any] = {"input_ids": list(tokens), "sampling_params": knobs, "return_logprob": True}
+        if self.routing is not None:
+            body["return_routed_experts"] = True
+        answer = await self._call("/generate", body)
+        meta = member(answer, "meta_info", dict, where)
+        made, reported = self._tokens(meta, where)
+        ending = ending_of(member(member(meta, "finish_reason", dict, where), "type", str, where), where)
+        greedy = sampling.temperature == 0.0  # it then reports them at temperature 1
+        drawn, raw = both_logprobs(reported, "raw" if greedy or not sampling.plain else "drawn", sampling)
+        if not greedy and not sampling.plain and sampling.temperature != 1.0:
+            raw = drawn  # neither distribution is the one it reports: unknown
+        routing = None
+        if self.routing is not None:
+            data = member(meta, "routed_experts", str, where)
+            routing = read_routing(data, len(tokens) + len(made) - 1, self.routing, where)
+        cached = member(meta, "cached_tokens", int, where) if "cached_tokens" in meta else 0
+        return Sample(made, drawn, raw, [version] * len(made), ending, routing, cached)
+
+    def _tokens(self, meta: Any, where: str) -> tuple[list[int], list[float]]:
+        made, reported = [], []
+        for item in member(meta, "output_token_logprobs", list, where):
+            if not isinstance(item, list) or len(item) < 2 or not isinstance(item[1], int):
+                raise BadAnswer(f"{where}: output_token_logprobs holds {item!r:.60}; expected [log-probability, token]")
+            if not isinstance(item[0], int | float):
+                raise BadAnswer(f"{where}: the log-probability of token {item[1]} is {item[0]!r:.60}")
+            made.append(item[1])
+            reported.append(float(item[0]))
+        return made, reported
+
+    async def load(self, weights: Weights, version: int) -> None:
+        """Reload from a directory. Running samples keep their cache, or are taken back and computed again."""
+        path, keep = readable_path(weights, "SGLang"), self.on_swap == "keep"
+        await self._call("/pause_generation", {"mode": "in_place" if keep else "retract"})
+        try:
+            body = {"model_path": path, "weight_version": str(version), "flush_cache": not keep}
+            answer = await self._call("/update_weights_from_disk", body)
+            if member(answer, "success", bool, f"{self.url}/update_weights_from_disk") is not True:
+                raise BadAnswer(f"{self.url}/update_weights_from_disk: {answer.get('message')}")
+            self._version = version
+        finally:
+            await self._call("/continue_generation", {})
+
+    async def version(self) -> int:
+        return self._version
+
+
+def read_routing(data: str, tokens: int, shape: tuple[int, int], where: str) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """Experts as SGLang sends them: base64 of int32 [tokens, layers, experts per token]."""
+    try:
+        array = np.frombuffer(base64.b64decode(data, validate=True), np.int32).reshape(tokens, *shape)
+    except ValueError as error:
+        raise BadAnswer(f"{where}: routed_experts is not [{tokens}, {shape[0]}, {shape[1]}]: {error}") from None
+    return small(array)

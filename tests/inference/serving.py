@@ -1,0 +1,171 @@
+"""Tiny models that say what a test wants, and a real server around them: for tests of service, server and clients.
+
+A parrot is an ordinary llama whose blocks do nothing and whose head knows, for each token of a script, the next one.
+The script's pieces are tokens of their own, so that any text can be said, cut anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import torch
+import uvicorn
+from families import small_config
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from etude.inference import server
+from etude.inference.engine import Engine, EngineOptions
+from etude.inference.service import EngineService
+from etude.model.config import ModelConfig
+from etude.model.tokenizer import END_OF_TURN, Tokenizer, train_tokenizer
+from etude.model.transformer import Transformer
+
+NAME = "tiny"
+TEXTS = ["def add(a, b):\n    return a + b\n", "Zürich, 東京, naïve café\n"]
+VOCABULARY = 330
+LENGTH = 2048
+
+
+@functools.cache
+def tiny_tokenizer() -> Tokenizer:
+    return train_tokenizer(TEXTS * 3, 300)
+
+
+def config_of(family: str, **changes: Any) -> ModelConfig:
+    changes = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "tie_word_embeddings": False, **changes}
+    return ModelConfig.from_hugging_face(small_config(family, **changes))
+
+
+def tiny_model(family: str = "llama", seed: int = 0) -> Transformer:
+    """A model with lively random weights."""
+    torch.manual_seed(seed)
+    model = Transformer(config_of(family)).eval()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point() and tensor.dim() > 1:
+                tensor.normal_(0, 0.3)
+    return model
+
+
+def tiny_engine(family: str = "llama", *, tokenizer: bool = True, seed: int = 0, **options: Any) -> Engine:
+    room = {"tokens": 8192, "page": 8, "max_streams": 16, **options}
+    return Engine(tiny_model(family, seed), EngineOptions(**room), tokenizer=tiny_tokenizer() if tokenizer else None)
+
+
+def parrot(*pieces: str | int, end: bool = True, **options: Any) -> Engine:
+    """An engine that answers every chat with these pieces (texts, or single bytes) and then ends its turn."""
+    tokenizer = speaking(pieces)
+    tokens = [byte_token(tokenizer, piece) if isinstance(piece, int) else piece_token(tokenizer, piece) for piece in pieces]
+    stop = tokenizer.token_id(END_OF_TURN)
+    assert stop is not None
+    begin = tokenizer.encode(tokenizer.render([{"role": "user", "content": "x"}]), special=True)[-1]
+    chain = [begin, *tokens, *([stop] if end else [tokens[0]])]
+    room = {"tokens": 8192, "page": 8, "max_streams": 16, **options}
+    return Engine(follow(chain), EngineOptions(**room), tokenizer=tokenizer)
+
+
+def speaking(pieces: Sequence[str | int]) -> Tokenizer:
+    """The tiny tokenizer with a token for each text; a sign keeps apart pieces that the vocabulary has already."""
+    own = tiny_tokenizer()
+    backend = Backend.from_str(own.backend.to_str())
+    new = [piece for piece in pieces if isinstance(piece, str) and backend.token_to_id(piece) is None]
+    backend.add_tokens([AddedToken(piece, normalized=False) for piece in new])
+    return Tokenizer(backend, chat_template=own.chat_template, config=own.config)
+
+
+def piece_token(tokenizer: Tokenizer, piece: str) -> int:
+    token = tokenizer.token_id(piece)
+    assert token is not None and tokenizer.decode([token]) == piece
+    return token
+
+
+def byte_token(tokenizer: Tokenizer, value: int) -> int:
+    """The token of one byte, found by what it decodes to beside the bytes that complete it."""
+    vocabulary = json.loads(tokenizer.backend.to_str())["model"]["vocab"]
+    # GPT-2's alphabet of printable stand-ins for bytes.
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    spelt = chr(value) if value in plain else chr(256 + others.index(value))
+    found: int = vocabulary[spelt]
+    return found
+
+
+def follow(chain: Sequence[int]) -> Transformer:
+    """A model in which every token of a chain is followed by the next, at any usual temperature."""
+    assert len(set(chain[:-1])) == len(chain) - 1, "a token with two successors cannot be said"
+    torch.manual_seed(1)
+    model = Transformer(config_of("llama", hidden_size=256)).eval()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if name.startswith("blocks.") and tensor.dim() > 1:
+                tensor.zero_()
+        model.norm.weight.fill_(1.0)
+        model.embed.weight.normal_()
+        assert model.head is not None
+        model.head.weight.zero_()
+        for token, following in zip(chain, chain[1:], strict=False):
+            row = model.embed.weight[token]
+            model.head.weight[following] += 10.0 * row / row.norm()
+    return model
+
+
+@contextlib.asynccontextmanager
+async def serving(service: EngineService, **options: Any) -> AsyncIterator[str]:
+    """The URL of a server around a service, in this event loop."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    application = server.app(service, **{"name": NAME, **options})
+    async with running(application, listener):
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def running(application: Any, listener: socket.socket) -> AsyncIterator[None]:
+    config = uvicorn.Config(application, log_level="error", access_log=False, lifespan="off")
+    web = server.Uvicorn(config)
+    task = asyncio.create_task(web.serve(sockets=[listener]))
+    while not web.started and not task.done():
+        await asyncio.sleep(0.005)
+    try:
+        yield
+    finally:
+        web.should_exit = web.force_exit = True
+        await task
+
+
+@contextlib.contextmanager
+def served(engine: Engine, *, max_waiting: int = 64, **options: Any) -> Iterator[tuple[str, EngineService]]:
+    """A server in a thread of its own, so that a test can use blocking clients."""
+    ready, stop = threading.Event(), threading.Event()
+    found: dict[str, Any] = {}
+
+    async def work() -> None:
+        async with EngineService(engine, max_waiting=max_waiting) as service, serving(service, **options) as url:
+            found.update(url=url, service=service)
+            ready.set()
+            while not stop.is_set():
+                await asyncio.sleep(0.01)
+
+    thread = threading.Thread(target=lambda: asyncio.run(work()), daemon=True)
+    thread.start()
+    assert ready.wait(20)
+    try:
+        yield found["url"], found["service"]
+    finally:
+        stop.set()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+async def until(true: Any, seconds: float = 10.0) -> None:
+    """Wait until something holds."""
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0.005)

@@ -1,0 +1,38 @@
+"""What the tests of attacks share: a pod on each keeper, a neighbour that must stay well, and nothing left behind."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from etude.pods.admission import Thresholds
+from etude.pods.fleet import open_host
+from etude.pods.pod import Limits, Pod
+from tests.pods import inventory
+
+Act = Callable[[Pod], Awaitable[None]]
+
+
+async def well(pod: Pod) -> str:
+    return (await pod.exec("echo well", timeout=10)).stdout.strip()
+
+
+def run_in_pod(keeper: str, state: Path, act: Act, limits: Limits | None = None) -> None:
+    """Run an attack in a pod; afterwards another pod is well and, when both are closed, nothing is left."""
+
+    async def main() -> None:
+        calm = Thresholds(memory_some=101, memory_full=101, io_full=101)  # attacks press; do not wait for it to pass
+        host = await open_host("namespace", state, calm, compiled=keeper == "compiled")
+        try:
+            before = await inventory.baseline(host)
+            pod, other = await host.create(limits=limits), await host.create()
+            await act(pod)
+            assert await well(other) == "well"
+            await pod.close()
+            await other.close()
+            now = await asyncio.to_thread(inventory.settled, host, before)
+            assert now.difference(before) == {}
+        finally:
+            await host.close()
+            await host.backend.shut()
+
+    asyncio.run(main())

@@ -1,0 +1,199 @@
+"""Attacks through files: paths that lead elsewhere, trees that hurt whoever copies them, files that lie."""
+
+import asyncio
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from etude.pods.pod import Limits, Pod, PodError
+from tests.pods.attacking import run_in_pod, well
+
+SECRET = "a secret of the host"
+WINDOWS = (  # by which a process reaches what it cannot name
+    *("/proc/self/root{}", "/proc/1/root{}", "/proc/1/cwd{}", "/proc/self/cwd{}", "/proc/1/task/1/root{}"),
+    *("/proc/thread-self/root{}", "/../../../../../../..{}", "a/../../../../../..{}", "link{}", "//{}"),
+)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_no_file_call_reaches_a_file_of_the_host(window: str, keeper: str, state: Path, tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.write_text(SECRET)
+
+    async def act(pod: Pod) -> None:
+        await pod.exec("mkdir a; ln -s / link")
+        path = window.format(hidden)
+        calls = (pod.read(path), pod.stat(path), pod.list(os.path.dirname(path)), pod.download(path, tmp_path / "out"))
+        for call in calls:
+            with pytest.raises(PodError):
+                await call
+        with contextlib.suppress(PodError):
+            await pod.write(path, "changed")  # may make such a file inside
+        with contextlib.suppress(PodError):
+            await pod.make_directory(os.path.dirname(path) + "/made")
+        with contextlib.suppress(PodError):
+            await pod.upload(hidden, path + ".up")
+        with contextlib.suppress(PodError):
+            await pod.remove(os.path.dirname(path))
+        assert hidden.read_text() == SECRET
+        assert os.listdir(tmp_path) == ["hidden"]
+        assert await well(pod) == "well"
+
+    run_in_pod(keeper, state, act)
+
+
+def test_the_agents_own_memory_and_descriptors_cannot_be_named(keeper: str, state: Path, tmp_path: Path) -> None:
+    async def act(pod: Pod) -> None:
+        await pod.exec("ln -s /proc/self/mem m; ln -s /proc/self/environ e; ln -s /proc/self/fd f; ln -s /proc/1 one")
+        names = ["mem", "environ", "maps", "pagemap", "fd/0", "fd/1", "fd/2", "fd/3", "fd/4", "fdinfo/3", "cwd", "exe"]
+        paths = [f"/proc/{who}/{name}" for who in ("self", "1", "thread-self") for name in names]
+        for path in [*paths, "m", "e", "f/0", "f/2", "f/3", "one/mem", "one/environ", "one/fd/2"]:
+            for call in (pod.read(path), pod.write(path, "x"), pod.write(path, "x", append=True)):
+                with pytest.raises(PodError):
+                    await asyncio.wait_for(call, 10)
+        for path in ("/proc/self/oom_score_adj", "/proc/1/comm", "/proc/self/attr/current", "/proc/sys/kernel/tainted"):
+            with pytest.raises(PodError):
+                await pod.write(path, "0")
+        for path in ("/proc", "/proc/self", "/dev/null", "/usr/bin"):
+            with pytest.raises(PodError):
+                await pod.remove(path)
+        assert await well(pod) == "well"
+
+    run_in_pod(keeper, state, act)
+
+
+def test_what_the_agent_says_of_itself_names_no_path_of_the_host(keeper: str, state: Path) -> None:
+    async def act(pod: Pod) -> None:
+        for directory in ("/proc/self/fd", "/proc/1/fd", "/proc/self"):
+            with contextlib.suppress(PodError):
+                for info in await pod.list(directory):
+                    assert str(state) not in info.target, info
+
+    run_in_pod(keeper, state, act)
+
+
+HOSTILE = r"""
+import os, socket, sys
+os.makedirs("tree/sub"); os.chdir("tree")
+for name in (b"new\nline", b"\xff\xfe", b"-rf", b"...", b"a\\b", b"\x1b[2J", b" ", b"x" * 255, "\u202egpj".encode()):
+    open(name, "wb").write(b"content")
+os.symlink("/etc/passwd", "passwd"); os.symlink("../../../../../../../../etc", "up"); os.symlink("/", "root")
+os.symlink("loop", "loop"); os.symlink("x" * 4000, "long")
+os.mkfifo("fifo"); s = socket.socket(socket.AF_UNIX); s.bind("socket")
+open("suid", "w").close(); os.chmod("suid", 0o6777); os.mkdir("closed", 0o000)
+open("sub/file", "w").write("fine")
+"""
+
+
+def test_a_hostile_tree_is_downloaded_without_harm(keeper: str, state: Path, tmp_path: Path) -> None:
+    async def act(pod: Pod) -> None:
+        assert (await pod.exec(["python3", "-c", HOSTILE])).ok
+        target = tmp_path / "out"
+        await pod.download("tree", target)
+        found = {os.path.relpath(os.path.join(d, n), target) for d, ds, fs in os.walk(target) for n in (*ds, *fs)}
+        assert {"passwd", "up", "root", "loop", "sub/file", "suid", "closed"} <= found
+        assert not {"fifo", "socket"} & found
+        for name in found:
+            info = os.lstat(target / name)
+            assert stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode) or stat.S_ISLNK(info.st_mode)
+            assert stat.S_ISLNK(info.st_mode) or not info.st_mode & 0o7000
+        assert os.readlink(target / "passwd") == "/etc/passwd"  # a link comes as a link
+        assert os.listdir(tmp_path) == ["out"]
+
+    run_in_pod(keeper, state, act)
+
+
+def test_a_tree_that_changes_while_it_is_copied_stays_in_its_place(keeper: str, state: Path, tmp_path: Path) -> None:
+    race = (
+        "import os\nos.makedirs('t/d', exist_ok=True)\nopen('t/d/f', 'w').write('x')\n"
+        "open('ready', 'w').close()\n"
+        "def attempt(act, *paths):\n    try: act(*paths)\n    except OSError: pass\n"
+        "while True:\n    attempt(os.rename, 't/d', 't/e'); attempt(os.symlink, '/etc', 't/d')\n"
+        "    attempt(os.unlink, 't/d'); attempt(os.rename, 't/e', 't/d')\n"
+    )
+
+    async def act(pod: Pod) -> None:
+        job = await pod.spawn(["python3", "-c", race])
+        while not (await pod.exec("test -e ready")).ok:
+            await asyncio.sleep(0.01)
+        outcomes = set()
+        for n in range(40):
+            try:
+                await pod.download("t", tmp_path / f"out-{n}")
+                outcomes.add("copied")
+            except PodError:
+                outcomes.add("refused")
+            with contextlib.suppress(PodError):
+                await pod.remove("t/d/f")
+            with contextlib.suppress(PodError):
+                await pod.write("t/d/f", "x")
+        assert outcomes <= {"copied", "refused"}
+        await job.signal(9)
+        for directory, names, files in os.walk(tmp_path):
+            for name in (*names, *files):
+                assert os.path.realpath(directory).startswith(str(tmp_path)), name
+        assert await pod.read("/etc/hosts")  # the agent was not led to remove what it was not asked to
+
+    run_in_pod(keeper, state, act)
+
+
+def test_a_file_that_grows_while_it_is_read_ends(keeper: str, state: Path, tmp_path: Path) -> None:
+    async def act(pod: Pod) -> None:
+        job = await pod.spawn("while :; do head -c 100000 /dev/zero >> grow; done")
+        while not (await pod.exec("test -s grow")).ok:
+            await asyncio.sleep(0.01)
+        with contextlib.suppress(PodError):
+            await asyncio.wait_for(pod.download("grow", tmp_path / "grow"), 20)
+        with contextlib.suppress(PodError):
+            await asyncio.wait_for(pod.read("grow"), 20)
+        await job.signal(9)
+        assert await well(pod) == "well"
+
+    run_in_pod(keeper, state, act, Limits(memory=256 << 20, disk=64 << 20))
+
+
+def test_ten_thousand_directories_in_each_other_are_survived(keeper: str, state: Path, tmp_path: Path) -> None:
+    deep = "import os\nfor _ in range(10000):\n    os.mkdir('d'); os.chdir('d')\nopen('end', 'w').close()"
+
+    async def act(pod: Pod) -> None:
+        assert (await pod.exec(["python3", "-c", deep], timeout=60)).ok
+        with pytest.raises(PodError):
+            await pod.download("d", tmp_path / "d")
+        if "fs-live" in pod.backend.capabilities.snapshots:  # type: ignore[attr-defined]
+            with contextlib.suppress(PodError):
+                await pod.home.remove_snapshot((await pod.snapshot("fs-live")).id)  # type: ignore[attr-defined]
+        await pod.remove("d")
+        assert await pod.list(".") == []
+
+    run_in_pod(keeper, state, act)
+
+
+def test_a_directory_of_very_many_names_is_listed(keeper: str, state: Path) -> None:
+    many = "import os\nos.mkdir('many')\nfor n in range(30000): os.close(os.open(f'many/{n}', os.O_CREAT))"
+
+    async def act(pod: Pod) -> None:
+        assert (await pod.exec(["python3", "-c", many], timeout=60)).ok
+        assert len(await pod.list("many")) == 30_000
+        await pod.remove("many")
+
+    run_in_pod(keeper, state, act)
+
+
+def test_a_pod_full_of_deep_and_closed_trees_is_removed_with_nothing_left(keeper: str, state: Path) -> None:
+    mess = (
+        "import os\nfor _ in range(300):\n    os.mkdir('d'); os.chdir('d')\n"
+        "os.chdir('/work')\nfor n in range(50): os.makedirs(f'c{n}/x/y'); os.chmod(f'c{n}/x', 0)"
+    )
+
+    async def act(pod: Pod) -> None:
+        assert (await pod.exec(["python3", "-c", mess])).ok
+        (child,) = await pod.fork()
+        disk = await pod.home.create(storage="disk")  # type: ignore[attr-defined]
+        assert (await disk.exec(["python3", "-c", mess])).ok
+        await disk.close()
+        await child.close()
+
+    run_in_pod(keeper, state, act)
