@@ -4,7 +4,7 @@
 threads or servers; `service.py` runs it in a thread for callers that await. The model is the trainer's own code.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from etude.inference.graphs import Decoder
 
 CachePolicy = Literal["keep", "recompute"]
+PIECE = 256  # tokens of a prompt read at once when a stream's numbers must not depend on others
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Engine:
             raise InputError(f"{o.drafts} drafts need a model with MTP layers; this checkpoint has none")
         captured = can_capture(model) and o.burst > 1 and not o.drafts
         ahead = o.burst if captured else 1 + o.drafts
-        self.scheduler = Scheduler(self.pool, max_streams=o.max_streams, budget=o.budget, ahead=ahead)
+        piece = PIECE - PIECE % o.page if o.invariant else 0
+        self.scheduler = Scheduler(self.pool, max_streams=o.max_streams, budget=o.budget, ahead=ahead, piece=piece)
         self.cache = PagedCache(config, self.pool.count, o.page, weight.dtype, self.device, o.invariant)
         self.routes: npt.NDArray[np.unsignedinteger] | None = None
         if config.moe:
@@ -86,7 +88,8 @@ class Engine:
         from etude.inference.graphs import Decoder  # needs Triton
 
         o = self.options
-        return Decoder(self.model, self.cache, pages=self.pool.count, steps=o.burst, most=o.max_streams)
+        fixed = o.invariant
+        return Decoder(self.model, self.cache, pages=self.pool.count, steps=o.burst, most=o.max_streams, fixed=fixed)
 
     # ------------------------------------------------------------------------------------------- asking
 
@@ -145,14 +148,30 @@ class Engine:
         step = self.scheduler.plan()
         if not step:
             return False
+        for part in self._one_by_one(step) if self.options.invariant else [step]:
+            self._run(part)
+        return True
+
+    def _one_by_one(self, step: Step) -> Iterator[Step]:
+        """Every stream in a step of its own; but a captured graph of fixed size may hold all who decode."""
+        if self.decoder is not None and step.decoding:
+            plain = [stream for stream in step.decoding if stream.sampling.plain]
+            if plain:
+                yield Step(plain, [])
+            yield from (Step([stream], []) for stream in step.decoding if not stream.sampling.plain)
+        else:
+            yield from (Step([stream], []) for stream in step.decoding)
+        yield from (Step([], [piece]) for piece in step.reading)
+
+    def _run(self, step: Step) -> None:
         if self.decoder is not None and not step.reading and all(s.sampling.plain for s in step.decoding):
             self._burst(self.decoder, step.decoding)
-            return True
+            return
         if self.speculator is not None and step.decoding:
             self._speculate(self.speculator, step.decoding)
             step = Step([], [piece for piece in step.reading if piece.stream in self.scheduler.running])
             if not step:
-                return True
+                return
         batch = make_batch(step, self.pool.size, self.device)
         routing = Routing() if self.routes is not None else None
         self.cache.batch = batch
@@ -166,7 +185,6 @@ class Engine:
             sizes = [piece.end - piece.start for piece in step.reading]
             states = dict(zip((id(piece) for piece in step.reading), hidden[0].split(sizes), strict=True))
             self.speculator.absorb([piece.stream for piece in alive], [states[id(piece)] for piece in alive])
-        return True
 
     def _speculate(self, speculator: Speculator, streams: list[Stream]) -> None:
         """A verified run of tokens for everybody."""
@@ -208,10 +226,7 @@ class Engine:
     def _draw(self, hidden: Tensor, writers: list[Stream]) -> Drawn:
         knobs = Knobs.of([s.sampling for s in writers], [s.seed for s in writers], self.device)
         places = torch.tensor([len(stream.made) for stream in writers], device=self.device)
-        if not self.options.invariant:
-            return draw(self.model.logits(hidden), knobs, places)
-        rows = [self.model.logits(hidden[row : row + 1]) for row in range(len(writers))]
-        return draw(torch.cat(rows), knobs, places)
+        return draw(self.model.logits(hidden), knobs, places)
 
     def _keep_routing(self, batch: Batch, routing: Routing | None) -> None:
         if routing is not None and self.routes is not None:

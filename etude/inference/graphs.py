@@ -63,8 +63,11 @@ class _Graph:
 class Decoder:
     """Graphs by number of rows, captured when first needed."""
 
-    def __init__(self, model: Transformer, cache: PagedCache, *, pages: int, steps: int, most: int) -> None:
+    def __init__(
+        self, model: Transformer, cache: PagedCache, *, pages: int, steps: int, most: int, fixed: bool = False
+    ) -> None:
         self.model, self.cache, self.steps, self.most = model, cache, steps, most
+        self.fixed = fixed  # always the same number of rows: another number may mean another matrix kernel
         self.device = model.head_weight.device
         self.width = -(-(model.config.max_length + steps) // cache.size)
         self.spare = pages  # the page beyond the pool's
@@ -105,7 +108,7 @@ class Decoder:
         return Burst(tokens, scores[0], scores[1], routing)
 
     def _graph(self, streams: int) -> _Graph:
-        rows = min(self.most, _bucket(streams))
+        rows = self.most if self.fixed else min(self.most, _bucket(streams))
         if rows not in self.graphs:
             graph = self.graphs[rows] = _Graph(self, rows)
             graph.capture(self)

@@ -73,6 +73,11 @@ class PagePool:
                 found.content = self._pages[page].content
         return found
 
+    def shorten(self, prefix: Prefix, pages: int) -> Prefix:
+        """The first `pages` pages of a prefix."""
+        kept = prefix.pages[:pages]
+        return Prefix(kept, self._pages[kept[-1]].content if kept else 0)
+
     def idle(self, page: int) -> bool:
         """Whether nobody holds a page whose content is kept: holding it takes it from what is available."""
         return page in self._cached

@@ -3,6 +3,10 @@
 Pure bookkeeping over `Stream`s and the `PagePool`. Running streams come first, because a token for each costs one pass
 over the weights whatever their number; what is left of the step's budget reads prompts. When pages run out the youngest
 stream gives its pages up and is read again later: older ones always finish, so nothing starves and nothing is lost.
+
+With `piece`, what a stream is computed from depends on the stream alone: prompts are read in pieces of that many tokens
+counted from their beginning, only whole pieces are shared, and all room is taken at the start, so that nobody is ever
+preempted.
 """
 
 from collections import deque
@@ -41,8 +45,11 @@ class Step:
 class Scheduler:
     """Streams waiting and running. `ahead` is how many tokens a decoding stream may make before we look again."""
 
-    def __init__(self, pool: PagePool, *, max_streams: int, budget: int, ahead: int = 1) -> None:
+    def __init__(self, pool: PagePool, *, max_streams: int, budget: int, ahead: int = 1, piece: int = 0) -> None:
+        if piece % pool.size:
+            raise InputError(f"pieces of {piece} tokens are not whole pages of {pool.size}")
         self.pool, self.max_streams, self.budget, self.ahead = pool, max_streams, budget, ahead
+        self.piece = piece
         self.waiting: deque[Stream] = deque()
         self.running: list[Stream] = []  # oldest first
         self.preemptions = 0
@@ -81,7 +88,9 @@ class Scheduler:
                 held_back.append(stream)
                 continue
             found = self.pool.find(stream.tokens(0, stream.length - 1))  # one token is always read: it writes the next
-            need = self._pages_for(stream.length + self.ahead) - len(found.pages)
+            if self.piece:
+                found = self.pool.shorten(found, len(found.pages) - len(found.pages) % (self.piece // self.pool.size))
+            need = self._pages_for(self._room(stream)) - len(found.pages)
             cached = sum(1 for page in found.pages if self.pool.idle(page))
             if need > self.pool.available - cached:
                 self.waiting.appendleft(stream)
@@ -103,7 +112,10 @@ class Scheduler:
         if stream not in self.running or budget <= 0:
             return 0
         end = min(stream.length, stream.read + budget)
-        if not self._reserve(stream, end + (self.ahead if end == stream.length else 0)):
+        if self.piece:
+            end = min(stream.length, stream.read - stream.read % self.piece + self.piece)
+        room = self._room(stream) if self.piece else end + (self.ahead if end == stream.length else 0)
+        if not self._reserve(stream, room):
             return 0
         reading.append(Piece(stream, stream.read, end))
         return end - stream.read
@@ -144,6 +156,8 @@ class Scheduler:
         """A stream's pages now hold `read` tokens; the full ones can be shared."""
         stream.read = read
         size = self.pool.size
+        if self.piece:  # a page written while decoding is not, to the last bit, what reading it would give
+            read = min(read, len(stream.prompt) - len(stream.prompt) % self.piece)
         while (stream.published + 1) * size <= read:
             start = stream.published * size
             tokens = stream.tokens(start, start + size)
@@ -173,6 +187,12 @@ class Scheduler:
         for stream in [one for one in self.waiting if one.cancelled]:
             self.waiting.remove(stream)
             stream.ending = "cancelled"
+
+    def _room(self, stream: Stream) -> int:
+        """Tokens to have pages for before a stream starts."""
+        if self.piece:
+            return len(stream.prompt) + stream.sampling.max_tokens + self.ahead
+        return stream.length + self.ahead
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.size)

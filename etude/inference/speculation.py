@@ -113,9 +113,7 @@ class Speculator:
                 last = self._read(streams, where, list(last[:, None]), [[token] for token in steps])
         return torch.stack(tokens, dim=1), torch.stack(odds, dim=1)
 
-    def _read(
-        self, streams: list[Stream], ats: list[int], states: list[Tensor], following: list[list[int]]
-    ) -> Tensor:
+    def _read(self, streams: list[Stream], ats: list[int], states: list[Tensor], following: list[list[int]]) -> Tensor:
         """Run the MTP layer over states from position `at` on; its last output for each stream."""
         counts = [len(tokens) for tokens in following]
         tokens = [token for row in following for token in row]
