@@ -54,9 +54,8 @@ def serve(
     from etude.model.checkpoint import load
     from etude.model.tokenizer import Tokenizer, check_vocabulary
 
-    secret = server.read_token(host, token_file)
+    secret, kind = server.read_token(host, token_file), _dtype(dtype)
     listener = server.bind(host, port)
-    kind = _dtype(dtype)
     tokenizer = Tokenizer.load(checkpoint)
     model = load(checkpoint, dtype=kind, device=usable_device(device))
     check_vocabulary(tokenizer, model.config.vocab_size, str(checkpoint))

@@ -47,6 +47,13 @@ class EngineOptions:
     burst: int = 16  # tokens a decoding stream makes before the host looks, where graphs are captured
     invariant: bool = False  # a stream's numbers never depend on what else is in the batch; slower
 
+    def __post_init__(self) -> None:
+        for name in ("tokens", "page", "max_streams", "budget", "burst"):
+            if (value := getattr(self, name)) < 1:
+                raise InputError(f"engine: {name} is {value}; expected at least 1")
+        if self.drafts < 0:
+            raise InputError(f"engine: drafts is {self.drafts}; expected 0 (none) or more")
+
 
 class Engine:
     """One model, one cache, any number of requests. Not thread-safe: one thread drives it."""
@@ -63,12 +70,14 @@ class Engine:
         self.model, self.options, self.tokenizer, self.version = model, options or EngineOptions(), tokenizer, version
         weight = model.head_weight
         self.device, config, o = weight.device, model.config, self.options
-        self.pool = PagePool(o.tokens // o.page, o.page, o.sharing)
         if o.drafts and mtp is None:
             raise InputError(f"{o.drafts} drafts need a model with MTP layers; this checkpoint has none")
+        # The draft of a shared prefix ends in a state that belongs to the stream that read it: drafts may change with
+        # the company, and with them, though never their distribution, the tokens.
+        self.pool = PagePool(o.tokens // o.page, o.page, o.sharing and not (o.invariant and o.drafts))
         captured = can_capture(model) and o.burst > 1 and not o.drafts
         ahead = o.burst if captured else 1 + o.drafts
-        piece = PIECE - PIECE % o.page if o.invariant else 0
+        piece = -(-PIECE // o.page) * o.page if o.invariant else 0
         self.scheduler = Scheduler(self.pool, max_streams=o.max_streams, budget=o.budget, ahead=ahead, piece=piece)
         self.cache = PagedCache(config, self.pool.count, o.page, weight.dtype, self.device, o.invariant)
         self.routes: npt.NDArray[np.unsignedinteger] | None = None
@@ -117,11 +126,14 @@ class Engine:
 
     def cancel(self, stream: Stream) -> None:
         """End a stream at the next step; what it has made stays."""
-        if stream.ending is None:
-            stream.cancelled = True
+        self.scheduler.cancel(stream)
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """New weights between two steps, in place; tokens from here on are of `version`."""
+        """New weights between two steps, in place; tokens from here on are of `version`.
+
+        Streams that run `keep` their keys and values of older weights, or `recompute` them all; either way what
+        starts later finds nothing of older weights.
+        """
         own = dict(self.model.state_dict())
         if missing := sorted(set(weights) - set(own)):
             raise InputError(f"weights of version {version}: {missing[0]} is not a tensor of this model")
@@ -135,6 +147,8 @@ class Engine:
         self.version = version
         if self.options.on_swap == "recompute":
             self.scheduler.recompute_all()
+        else:
+            self.scheduler.keep_to_themselves()
 
     # ------------------------------------------------------------------------------------------- running
 
@@ -146,6 +160,8 @@ class Engine:
     def step(self) -> bool:
         """Run one step; False when there is nothing to do."""
         step = self.scheduler.plan()
+        for stream in step.ended:
+            _tell_end(stream)
         if not step:
             return False
         for part in self._one_by_one(step) if self.options.invariant else [step]:
@@ -169,7 +185,7 @@ class Engine:
             return
         if self.speculator is not None and step.decoding:
             self._speculate(self.speculator, step.decoding)
-            step = Step([], [piece for piece in step.reading if piece.stream in self.scheduler.running])
+            step = Step([], step.reading)
             if not step:
                 return
         batch = make_batch(step, self.pool.size, self.device)
@@ -255,11 +271,11 @@ class Engine:
         """The experts of tokens up to `end`, as they were when first read: what made the tokens that followed."""
         if self.routes is None:
             return
-        known = sum(map(len, stream.routing))
-        if known < end:
-            places = np.arange(known, end)
+        if stream.routed < end:
+            places = np.arange(stream.routed, end)
             slots = np.asarray(stream.pages)[places // self.pool.size] * self.pool.size + places % self.pool.size
             stream.routing.append(self.routes[slots])
+            stream.routed = end
 
     def _take(self, stream: Stream, tokens: list[int], logprobs: list[float], raws: list[float]) -> int:
         """Give a stream its new tokens, up to its end; how many they were."""
@@ -286,8 +302,7 @@ class Engine:
         """A stream has its end: its full pages can be found by whoever continues it, and its room is free."""
         self.scheduler.advance(stream, read)
         self.scheduler.finish(stream)
-        if stream.listener is not None:
-            stream.listener(stream, [])
+        _tell_end(stream)
 
     def _find_text(self, stream: Stream, tokens: list[int], ending: Ending | None) -> tuple[int, Ending | None]:
         """How many of the new tokens there are up to the one that completes a stop text."""
@@ -298,6 +313,11 @@ class Engine:
             if any(stop in text for stop in stream.sampling.stop_text):
                 return count, "stop"
         return len(tokens), ending
+
+
+def _tell_end(stream: Stream) -> None:
+    if stream.listener is not None:
+        stream.listener(stream, [])
 
 
 def can_capture(model: Transformer) -> bool:

@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from etude.inference.beside import Beside
+from etude.inference.request import Stream
 from etude.inference.scheduler import Step
 from etude.kernels.paged import Spans, attend_pages, attend_spans, store_pages
 from etude.model.config import ModelConfig
@@ -28,18 +30,16 @@ class Batch:
     lengths: Tensor  # [decoding], tokens visible to each, itself included
     spans: Spans | None  # pieces of prompts, after the decoding streams
     writers: Tensor  # rows of the step from which a next token is drawn
+    beside: Beside | None = None  # where decoding streams lie side by side; tables are empty then
 
 
-def make_batch(step: Step, size: int, device: torch.device | str) -> Batch:
+def make_batch(step: Step, size: int, device: torch.device | str, beside: Beside | None = None) -> Batch:
     """Lay a step out. Built with numpy on the host and moved once."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[npt.NDArray[np.int64]] = []
-    for stream in step.decoding:
-        at = stream.length - 1
-        tokens.append(stream.made[-1])
-        positions.append(at)
-        slots.append(np.array([stream.pages[at // size] * size + at % size]))
+    tokens = [stream.made[-1] for stream in step.decoding]
+    positions = [stream.length - 1 for stream in step.decoding]
+    places = zip(step.decoding, positions, strict=True)
+    slots = [np.array([stream.pages[at // size] * size + at % size for stream, at in places], np.int64)]
+    lengths = np.array(positions, np.int64) + 1
     runs: list[npt.NDArray[np.int64]] = []
     writers = list(range(len(step.decoding)))
     for piece in step.reading:
@@ -50,11 +50,7 @@ def make_batch(step: Step, size: int, device: torch.device | str) -> Batch:
         runs.append(where)
         if piece.writes:
             writers.append(len(tokens) - 1)
-    most = max((len(stream.pages) for stream in step.decoding), default=0)
-    tables = np.zeros((len(step.decoding), most), np.int64)
-    for row, stream in enumerate(step.decoding):
-        tables[row, : len(stream.pages)] = stream.pages
-    lengths = [stream.length for stream in step.decoding]
+    tables = np.zeros((0, 0), np.int64) if beside else _tables(step.decoding)
 
     def move(values: object) -> Tensor:
         return torch.as_tensor(np.asarray(values, np.int64)).to(device, non_blocking=True)
@@ -68,7 +64,15 @@ def make_batch(step: Step, size: int, device: torch.device | str) -> Batch:
         move(lengths),
         Spans.of([piece.end - piece.start for piece in step.reading], runs, device) if runs else None,
         move(writers),
+        beside,
     )
+
+
+def _tables(streams: list[Stream]) -> npt.NDArray[np.int64]:
+    tables = np.zeros((len(streams), max((len(stream.pages) for stream in streams), default=0)), np.int64)
+    for row, stream in enumerate(streams):
+        tables[row, : len(stream.pages)] = stream.pages
+    return tables
 
 
 def stream_slots(pages: list[int], end: int, size: int) -> npt.NDArray[np.int64]:
@@ -109,7 +113,10 @@ class PagedCache:
         values = self.values[layer] if v is not None else keys[..., : self.value_dim]
         store_pages(k[0], None if v is None else v[0], keys, values, batch.slots)
         n, parts = batch.decoding, []
-        if n:
+        if n and batch.beside is not None:
+            kv = (k[0, :n], None if v is None else v[0, :n])
+            parts.append(batch.beside.attend(layer, q[0, :n], *kv, scale=scale))
+        elif n:
             table = (batch.tables, batch.lengths, self.size)
             parts.append(attend_pages(q[0, :n], keys, values, *table, scale=scale, exact=self.exact))
         if batch.spans:

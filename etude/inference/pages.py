@@ -142,4 +142,5 @@ class PagePool:
         assert len(free | cached | held) == len(free) + len(cached) + len(held), "a page is in two places"
         assert len(free) + len(cached) + len(held) == self.count, "a page is lost"
         assert all(self._pages[page].key is not None for page in cached), "a cached page cannot be found"
-        assert all(self._index[key] is not None for key in self._index)
+        assert all(self._pages[page].key is None for page in free), "a free page can be found"
+        assert all(self._pages[page].key == key for key, page in self._index.items()), "a page is found by mistake"

@@ -23,7 +23,8 @@ class Sample:
     raw_logprobs: list[float]  # under the model's own
     versions: list[int]  # of the weights that made each token
     ending: Ending
-    # [prompt and new tokens but the last, moe layers, experts per token]; the last token was never read by the model
+    # [prompt and new tokens but the last, moe layers, experts per token]; the last token was never read by the model,
+    # and of a cancelled sample only what was read is there
     routing: npt.NDArray[np.unsignedinteger] | None = None
     cached: int = 0  # prompt tokens whose keys and values were there already
     preempted: int = 0  # times it lost its pages and was computed again
@@ -36,7 +37,7 @@ class Stream:
     prompt: list[int]
     sampling: Sampling
     seed: int
-    listener: Callable[["Stream", list[int]], None] | None = None  # called with new tokens, and with [] at the end
+    listener: Callable[["Stream", list[int]], None] | None = None  # called with new tokens; once, with [], at the end
     number: int = field(default_factory=lambda: next(_numbers))  # age: lower is older
     leader: "Stream | None" = None  # whose prompt it shares; it starts when that one's prompt is read
 
@@ -45,6 +46,7 @@ class Stream:
     raw_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     routing: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)  # chunks, in order
+    routed: int = 0  # tokens they cover
 
     pages: list[int] = field(default_factory=list)
     read: int = 0  # tokens whose keys and values are in the pages

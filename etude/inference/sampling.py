@@ -37,7 +37,7 @@ class Sampling:
             ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
             ("temperature", self.temperature, warm, "0, or 0.001 to 1000"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1"),
-            ("top_k", self.top_k, self.top_k >= 0, "0 (all) or more"),
+            ("top_k", self.top_k, 0 <= self.top_k < 2**31, "0 (all), or below 2^31"),
             ("min_p", self.min_p, 0 <= self.min_p < 1, "from 0 to below 1"),
             ("seed", self.seed, 0 <= self.seed < 2**62, "between 0 and 2^62"),
             ("samples", self.samples, 1 <= self.samples <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
@@ -110,7 +110,8 @@ def _cut(odds: Tensor, knobs: Knobs) -> Tensor:
     limit = torch.where(knobs.top_k > 0, knobs.top_k, odds.shape[-1])[:, None]
     best = best.masked_fill(ranks >= limit, 0.0)
     before = best.cumsum(dim=-1) - best  # weight of everything likelier: the first token always stays
-    best = best.masked_fill(before >= knobs.top_p[:, None] * best.sum(dim=-1, keepdim=True), 0.0)
+    head = knobs.top_p[:, None] * best.sum(dim=-1, keepdim=True)
+    best = best.masked_fill((before >= head) & (ranks > 0), 0.0)  # rank 0 stays even if top_p rounds to nothing
     best = best.masked_fill(best < knobs.min_p[:, None] * best[:, :1], 0.0)
     kept = torch.zeros_like(odds).scatter_(1, order, best)
     return kept / kept.sum(dim=-1, keepdim=True)

@@ -1,21 +1,25 @@
 """Who runs in the next step: everybody who is decoding, then prompts in pieces, as far as tokens and pages go.
 
 Pure bookkeeping over `Stream`s and the `PagePool`. Running streams come first, because a token for each costs one pass
-over the weights whatever their number; what is left of the step's budget reads prompts. When pages run out the youngest
-stream gives its pages up and is read again later: older ones always finish, so nothing starves and nothing is lost.
+over the weights whatever their number; what is left of the step's budget reads prompts, for which pages are taken when
+a stream starts. When pages run out the youngest stream gives its own up and is read again later: older ones always
+finish, so nothing starves and nothing is lost.
 
 With `piece`, what a stream is computed from depends on the stream alone: prompts are read in pieces of that many tokens
 counted from their beginning, only whole pieces are shared, and all room is taken at the start, so that nobody is ever
 preempted.
 """
 
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from etude.errors import InputError
 from etude.inference.pages import PagePool
 from etude.inference.request import Stream
+
+OUTDATED = -1  # as a stream's content: its pages are of weights that others must not meet
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Step:
 
     decoding: list[Stream]
     reading: list[Piece]
+    ended: list[Stream] = field(default_factory=list)  # cancelled before it
 
     def __bool__(self) -> bool:
         return bool(self.decoding or self.reading)
@@ -48,12 +53,15 @@ class Scheduler:
     def __init__(self, pool: PagePool, *, max_streams: int, budget: int, ahead: int = 1, piece: int = 0) -> None:
         if piece % pool.size:
             raise InputError(f"pieces of {piece} tokens are not whole pages of {pool.size}")
+        if max_streams < 1 or budget < 1:
+            raise InputError(f"{max_streams} streams at once, {budget} tokens a step: nothing would ever run")
         self.pool, self.max_streams, self.budget, self.ahead = pool, max_streams, budget, ahead
         self.piece = piece
-        self.waiting: deque[Stream] = deque()
-        self.running: list[Stream] = []  # oldest first
+        self.waiting: deque[Stream] = deque()  # oldest first
+        self.running: list[Stream] = []  # oldest first; they and nobody else hold pages
         self.preemptions = 0
         self.on_forget: Callable[[Stream], None] = lambda stream: None  # somebody else keeps things for a stream
+        self._leaving: list[Stream] = []  # cancelled, still among the waiting or running
 
     def add(self, streams: list[Stream]) -> None:
         """Queue the samples of a prompt; one that could never fit is an error now, not a hang later."""
@@ -63,69 +71,31 @@ class Scheduler:
             raise InputError(f"prompt and max_tokens are {longest:,} tokens; the KV cache holds {room:,}")
         self.waiting.extend(streams)
 
+    def cancel(self, stream: Stream) -> None:
+        """A stream leaves at the next plan, wherever it is."""
+        if stream.ending is None and not stream.cancelled:
+            stream.cancelled = True
+            self._leaving.append(stream)
+
     def plan(self) -> Step:
         """The next step; empty when there is nothing to do."""
-        self._drop_cancelled()
+        ended = self._drop_cancelled()
         decoding = self._grow([stream for stream in self.running if stream.decoding])
+        self._admit()
         budget = self.budget - len(decoding)
         reading: list[Piece] = []
-        for stream in [stream for stream in self.running if not stream.decoding]:
-            budget -= self._read(stream, budget, reading)
-        self._admit()
         for stream in self.running:
             if budget <= 0:
                 break
-            if not stream.decoding and not any(piece.stream is stream for piece in reading):
-                budget -= self._read(stream, budget, reading)
-        return Step([stream for stream in decoding if stream in self.running], reading)
-
-    def _admit(self) -> None:
-        """Let waiting streams in while there is room for their prompt and nobody is short of pages."""
-        held_back = deque[Stream]()
-        while self.waiting and len(self.running) < self.max_streams:
-            stream = self.waiting.popleft()
-            if stream.leader is not None and stream.leader.ending is None and stream.leader.read < len(stream.prompt):
-                held_back.append(stream)
-                continue
-            found = self.pool.find(stream.tokens(0, stream.length - 1))  # one token is always read: it writes the next
-            if self.piece:
-                found = self.pool.shorten(found, len(found.pages) - len(found.pages) % (self.piece // self.pool.size))
-            need = self._pages_for(self._room(stream)) - len(found.pages)
-            cached = sum(1 for page in found.pages if self.pool.idle(page))
-            if need > self.pool.available - cached:
-                self.waiting.appendleft(stream)
-                break
-            self.pool.hold(found.pages)
-            stream.pages, stream.content = list(found.pages), found.content
-            stream.published = len(found.pages)
-            stream.read = len(found.pages) * self.pool.size
-            stream.cached = max(stream.cached, min(stream.read, len(stream.prompt)) if not stream.preempted else 0)
-            self._insert(stream)
-        self.waiting.extendleft(reversed(held_back))
-
-    def _insert(self, stream: Stream) -> None:
-        self.running.append(stream)
-        self.running.sort(key=lambda one: one.number)
-
-    def _read(self, stream: Stream, budget: int, reading: list[Piece]) -> int:
-        """Plan a piece of what a stream has not read; the tokens of it."""
-        if stream not in self.running or budget <= 0:
-            return 0
-        end = min(stream.length, stream.read + budget)
-        if self.piece:
-            end = min(stream.length, stream.read - stream.read % self.piece + self.piece)
-        room = self._room(stream) if self.piece else end + (self.ahead if end == stream.length else 0)
-        if not self._reserve(stream, room):
-            return 0
-        reading.append(Piece(stream, stream.read, end))
-        return end - stream.read
+            if not stream.decoding:
+                reading.append(self._next_piece(stream, budget))
+                budget -= reading[-1].end - reading[-1].start
+        return Step(decoding, reading, ended)
 
     def _grow(self, decoding: list[Stream]) -> list[Stream]:
-        """Give every decoding stream the pages it needs to go on, oldest first."""
-        for stream in decoding:
-            if stream in self.running:
-                self._reserve(stream, stream.length + self.ahead)
-        return [stream for stream in decoding if stream in self.running]
+        """Give every decoding stream the pages it needs to go on, oldest first; those who can."""
+        # A victim is the youngest of all, so never one that has its pages already; it has none when its turn comes.
+        return [stream for stream in decoding if stream.pages and self._reserve(stream, stream.length + self.ahead)]
 
     def _reserve(self, stream: Stream, tokens: int) -> bool:
         """Pages for `tokens` tokens of a stream, taken from younger ones if need be; False when it had to go itself."""
@@ -138,13 +108,55 @@ class Scheduler:
         stream.pages += [self.pool.take() for _ in range(missing)]
         return True
 
+    def _admit(self) -> None:
+        """Let waiting streams in, oldest first, each with pages for all it has to read.
+
+        The oldest that does not fit keeps younger ones out: a huge prompt gets its turn. Samples whose leader is still
+        reading their prompt are passed over; they will find its pages.
+        """
+        held_back: list[Stream] = []
+        while self.waiting and len(self.running) < self.max_streams and self.pool.available:
+            stream = self.waiting.popleft()
+            leader = stream.leader
+            if leader is not None and leader.ending is None and leader.read < len(stream.prompt):
+                held_back.append(stream)
+            elif not self._start(stream):
+                self.waiting.appendleft(stream)
+                break
+        self.waiting.extendleft(reversed(held_back))
+
+    def _start(self, stream: Stream) -> bool:
+        """Give a stream what others have computed of it and pages for the rest; False when there are too few."""
+        # One token is always read, since it writes the next; of a stream that has written already two are, because
+        # whoever drafts needs the state before the last token.
+        found = self.pool.find(stream.tokens(0, stream.length - (2 if stream.made else 1)))
+        if self.piece:
+            found = self.pool.shorten(found, len(found.pages) - len(found.pages) % (self.piece // self.pool.size))
+        need = self._pages_for(self._room(stream)) - len(found.pages)
+        if need > self.pool.available - sum(1 for page in found.pages if self.pool.idle(page)):
+            return False
+        self.pool.hold(found.pages)
+        stream.pages = [*found.pages, *(self.pool.take() for _ in range(need))]
+        stream.content, stream.published = found.content, len(found.pages)
+        stream.read = len(found.pages) * self.pool.size
+        if not stream.preempted:
+            stream.cached = max(stream.cached, min(stream.read, len(stream.prompt)))
+        insort(self.running, stream, key=_age)
+        return True
+
+    def _next_piece(self, stream: Stream, budget: int) -> Piece:
+        """What a stream reads next; with `piece` always that many tokens, even if the budget ends inside them."""
+        end = stream.read + (self.piece - stream.read % self.piece if self.piece else budget)
+        return Piece(stream, stream.read, min(stream.length, end))
+
     def preempt(self, stream: Stream) -> None:
         """Take a stream's pages; it will be read again, and what it has written stays."""
-        self.running.remove(stream)
+        self._leave(stream)
         self._forget(stream)
         stream.preempted += 1
         self.preemptions += 1
-        self.waiting.appendleft(stream)
+        place = bisect_left(self.waiting, stream.number, key=_age)
+        self.waiting.insert(place, stream)
 
     def _forget(self, stream: Stream) -> None:
         self.on_forget(stream)
@@ -155,6 +167,8 @@ class Scheduler:
     def advance(self, stream: Stream, read: int) -> None:
         """A stream's pages now hold `read` tokens; the full ones can be shared."""
         stream.read = read
+        if stream.content == OUTDATED:
+            return
         size = self.pool.size
         if self.piece:  # a page written while decoding is not, to the last bit, what reading it would give
             read = min(read, len(stream.prompt) - len(stream.prompt) % self.piece)
@@ -166,27 +180,53 @@ class Scheduler:
 
     def finish(self, stream: Stream) -> None:
         """A stream has ended: its pages are free for others."""
-        self.running.remove(stream)
+        self._leave(stream)
         self.on_forget(stream)
         self.pool.release(stream.pages)
         stream.pages = []
 
+    def _leave(self, stream: Stream) -> None:
+        place = bisect_left(self.running, stream.number, key=_age)
+        assert self.running[place] is stream
+        del self.running[place]
+
     def recompute_all(self) -> None:
         """Nothing computed so far may be used any more: every running stream is read again from its beginning."""
-        for stream in list(self.running):
-            self.running.remove(stream)
+        for stream in self.running:
             self._forget(stream)
-            self.waiting.appendleft(stream)
-        self.waiting = deque(sorted(self.waiting, key=lambda one: one.number))
+        self.waiting = deque(sorted((*self.running, *self.waiting), key=_age))
+        self.running.clear()
         self.pool.forget_all()
+        self._elect(set())
 
-    def _drop_cancelled(self) -> None:
-        for stream in [one for one in self.running if one.cancelled]:
-            self.finish(stream)
+    def keep_to_themselves(self) -> None:
+        """Running streams go on with what they have, but nobody else may find it: a new one starts with new weights."""
+        self.pool.forget_all()
+        for stream in self.running:
+            stream.content = OUTDATED
+        self._elect(set(self.running))
+
+    def _drop_cancelled(self) -> list[Stream]:
+        gone = [stream for stream in self._leaving if stream.ending is None]
+        self._leaving.clear()
+        if not gone:
+            return gone
+        for stream in gone:
+            if stream.pages:
+                self.finish(stream)
             stream.ending = "cancelled"
-        for stream in [one for one in self.waiting if one.cancelled]:
-            self.waiting.remove(stream)
-            stream.ending = "cancelled"
+        self.waiting = deque(stream for stream in self.waiting if stream.ending is None)
+        self._elect(set(gone))
+        return gone
+
+    def _elect(self, gone: set[Stream]) -> None:
+        """Samples whose leader will not have the prompt for them follow the oldest of themselves instead."""
+        heirs: dict[Stream, Stream] = {}
+        for stream in self.waiting:
+            leader = stream.leader
+            if leader is not None and (leader in gone or leader.ending is not None):
+                heir = heirs.setdefault(leader, stream)
+                stream.leader = None if heir is stream else heir
 
     def _room(self, stream: Stream) -> int:
         """Tokens to have pages for before a stream starts."""
@@ -196,3 +236,7 @@ class Scheduler:
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.size)
+
+
+def _age(stream: Stream) -> int:
+    return stream.number

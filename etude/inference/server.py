@@ -13,7 +13,6 @@ import contextlib
 import hmac
 import ipaddress
 import json
-import logging
 import random
 import signal
 import socket
@@ -47,9 +46,9 @@ from etude.model.tokenizer import Tokenizer
 
 MAX_BODY = 64 << 20  # bytes of a JSON body: a prompt of a few million tokens
 GRACE_S = 30.0  # that running requests have to finish when the server is told to stop
+WATCH_S = 0.5  # between two looks whether the engine still works
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 
 class Guard:
@@ -413,7 +412,10 @@ async def run(
     grace: float = GRACE_S,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT: then nothing new, what runs has `grace` seconds, and the rest is cancelled."""
+    """Serve until SIGTERM or SIGINT: then nothing new, what runs has `grace` seconds, and the rest is cancelled.
+
+    A broken engine ends it too, so that whoever supervises the process can start another.
+    """
     config = uvicorn.Config(
         app(service, name=name, token=token),
         log_level="warning",
@@ -431,9 +433,9 @@ async def run(
         await asyncio.sleep(0.01)
     if server.started:
         ready()
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
+    while not stop.is_set() and not serving.done() and service.failure is None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), WATCH_S)
     if service.state == "running" or (service.state == "draining" and service.held):
         with contextlib.suppress(TimeoutError, EtudeError):
             await asyncio.wait_for(service.drain(), grace)

@@ -29,7 +29,8 @@ class Text:
             return ""
         self._window += [token for token in tokens if token not in self.silent]
         text = self._decode()
-        certain = text.removesuffix(UNFINISHED)
+        # No longer than what was shown: a lone last byte of a character looks unfinished too.
+        certain = text.removesuffix(UNFINISHED) if len(text) > self._shown else text
         new, self._shown = certain[self._shown :], len(certain)
         if certain == text:
             # The last token stays for decoders that treat a beginning differently.

@@ -151,6 +151,11 @@ class Group:
         """Files that a process's number is written to, to move it in."""
         return [directory / "cgroup.procs" for directory in self.joined]
 
+    @property
+    def unified(self) -> Path | None:
+        """Its v2 directory, into which a process can be cloned."""
+        return self.layout.unified / self.name if self.layout.unified else None
+
     def create(self, limits: Limits) -> None:
         """Make it and set its limits.
 

@@ -341,7 +341,8 @@ class StreamJob(Job):
             while self.held_bytes > STREAM_ROOM and not self.reading:
                 self.held_bytes -= len(self.chunks.popleft()[1])  # nobody reads: the newest output is kept
         elif op == wire.STARTED:
-            self.started.set_result(wire.number(fields, wire.PID))
+            if not self.started.done():  # who asked may have been cancelled
+                self.started.set_result(wire.number(fields, wire.PID))
         else:
             self._finish(op, fields)
         self.news.set()

@@ -28,6 +28,7 @@ from etude.pods.pressure import read_pressure
 from etude.pods.records import Image, Layer, image_from_json, image_to_json
 from etude.pods.router import HostReport, summarize
 from etude.pods.store import Store
+from etude.pods.trees import remove_tree
 
 GIB = 1 << 30
 DEFAULTS = Limits(memory=2 * GIB, pids=512, disk=GIB, inodes=200_000)
@@ -159,7 +160,11 @@ class Host:
             self.keys[key] = work
             work.add_done_callback(lambda done: self.keys.pop(key, None) if _failed(done) else None)
             return await asyncio.shield(work)
-        return await work
+        try:
+            return await work
+        except asyncio.CancelledError:  # it may have been made in that very moment, and then nobody has it
+            work.add_done_callback(lambda done: None if _failed(done) else self._later(self.close_pod(done.result())))
+            raise
 
     def _spec(
         self,
@@ -208,7 +213,11 @@ class Host:
         if self.draining:
             raise PodError(f"host {self.name} is draining and takes no new pods")
         if (pod := self._warm(spec)) is not None:
-            await self._hand_over(pod, spec)
+            try:
+                await self._hand_over(pod, spec)
+            except BaseException:
+                await self.close_pod(pod)
+                raise
             return pod
         ask = Ask(spec.image.id, int(spec.limits.memory or DEFAULTS.memory or GIB), int(spec.limits.disk or 0))
         if spec.storage == "memory":
@@ -541,6 +550,8 @@ class Host:
                     pod.release()
                     answering.add(spec.id)
         removed = await self.backend.reap(self._known(answering))
+        for rest in (self.state / "trash").iterdir():  # of a service that was killed while it removed a pod
+            self._later(asyncio.to_thread(remove_tree, rest))
         for id in await self.backend.memory_layers() - set(self.uses) - await asyncio.to_thread(self._needed):
             if not self._alive(id.partition(".")[0]):
                 await self.backend.drop(Layer(id, memory=True))

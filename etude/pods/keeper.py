@@ -130,7 +130,7 @@ class Keeper:
         tree = self.stage_memory(fields) if in_memory else -1
         sync_r, sync_w = os.pipe2(os.O_CLOEXEC)
         try:
-            pid = linux.clone(NAMESPACES)
+            pid, left = clone_pod(fields)
             if pid == 0:
                 be_pod(fields, given[0], (sync_r, sync_w), self.life)  # never returns
             try:
@@ -138,7 +138,7 @@ class Keeper:
                 if os.getuid() != 0 or b" 1\n" in wire.data(fields, plan.GIDMAP):
                     write(f"/proc/{pid}/setgroups", b"deny")
                 write(f"/proc/{pid}/gid_map", wire.data(fields, plan.GIDMAP))
-                for file in fields.get(plan.CGROUP, []):
+                for file in [*fields.get(plan.CGROUP, []), *left]:
                     write(os.fsdecode(file), b"%d" % pid)
                 os.write(sync_w, b"g")
             except OSError:
@@ -298,6 +298,17 @@ class Places:
 def at(fd: int) -> str:
     """The path of an open descriptor."""
     return f"/proc/self/fd/{fd}"
+
+
+def clone_pod(fields: wire.Fields) -> tuple[int, list[bytes]]:
+    """Clone into new namespaces and, where it can be, into the v2 group; and the group files left to write."""
+    groups = fields.get(plan.GROUP, [])
+    try:
+        if groups:
+            return linux.clone_into(NAMESPACES, os.fsdecode(groups[0])), []
+    except OSError:  # an old kernel, or a filter that knows no clone3: the process is moved afterwards
+        pass
+    return linux.clone(NAMESPACES), [group + b"/cgroup.procs" for group in groups]
 
 
 def be_pod(fields: wire.Fields, listener: int, sync: tuple[int, int], life: tuple[int, int]) -> None:

@@ -17,7 +17,8 @@ _NUMBERS = {"x86_64": (56, 155), "aarch64": (220, 41)}
 SUPPORTED = platform.system() == "Linux" and platform.machine() in _NUMBERS
 _CLONE, _PIVOT_ROOT = _NUMBERS.get(platform.machine(), (-1, -1))
 _OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT = 428, 429, 430, 431, 432
-_CLOSE_RANGE, _OPENAT2, _MOUNT_SETATTR = 436, 437, 442
+_CLONE3, _CLOSE_RANGE, _OPENAT2, _MOUNT_SETATTR = 435, 436, 437, 442
+_CLONE_INTO_CGROUP = 1 << 33
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
     0x20000,
@@ -56,6 +57,16 @@ def _syscall(number: int, what: str, *arguments: int | bytes | None) -> int:
 def clone(flags: int) -> int:
     """A fork into new namespaces: 0 in the child. Only for a process with a single thread that never exec's there."""
     return _syscall(_CLONE, "clone into new namespaces", flags | 17, 0, 0, 0, 0)  # 17: SIGCHLD
+
+
+def clone_into(flags: int, group: str) -> int:
+    """`clone`, straight into a v2 control group: to move a running process costs an RCU grace period."""
+    directory = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        arguments = struct.pack("11Q", flags | _CLONE_INTO_CGROUP, 0, 0, 0, 17, 0, 0, 0, 0, 0, directory)
+        return _syscall(_CLONE3, "clone into a control group", arguments, len(arguments))
+    finally:
+        os.close(directory)
 
 
 def unshare(flags: int) -> None:

@@ -6,7 +6,7 @@ out: it looks nothing up and chooses nothing. Imported by the keeper: standard l
     request   fields                                                                      answer
     CREATE    ID, LOWER* (top first), UPPER | SIZE INODES, BIND* (source NUL target),      OK PID
               UIDMAP GIDMAP OWNER, CGROUP* (files a pid is written to), HOSTNAME WORKDIR,
-              CAPS FILTER, ADDRESS* LISTEN* (kind address port), FLAGS, SHM; descriptor: the agent's listening socket
+              GROUP (a v2 control group), CAPS FILTER, ADDRESS* LISTEN* (kind address port), FLAGS, SHM; descriptor: the agent's listening socket
     KILL      ID                                                                           OK when every process is gone
     SEAL      ID LAYER    what the pod wrote becomes the layer; the pod must be dead        OK
     FETCH     ID | LAYER  the directory of what was written                                 OK and a descriptor
@@ -43,7 +43,8 @@ CREATE, KILL, SEAL, FETCH, DROP, MAP, STATUS, STOP = range(32, 40)
     LAYER,
     PATH,
     PID,
-) = range(128, 149)
+    GROUP,
+) = range(128, 150)
 
 MARK_CHILDREN = 1  # FLAGS: programs are the first to go when memory runs out; needs a memory limit to make sense
 

@@ -71,7 +71,11 @@ class BashShell(Shell):
         self.job = await self.pod.spawn(["bash", "--noprofile", "--norc"], cwd=self.cwd, env=self.env)
         self.over = False
         self.reader = asyncio.create_task(self._read(self.job))
-        await self.job.write(START.encode())
+        try:
+            await self.job.write(START.encode())
+        except BaseException:
+            self._abandon()
+            raise
 
     async def _read(self, job: Job) -> None:
         async for stream, data in job.output():

@@ -13,6 +13,7 @@ import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def tiny_engine(family: str = "llama", *, tokenizer: bool = True, seed: int = 0,
 def parrot(*pieces: str | int, end: bool = True, **options: Any) -> Engine:
     """An engine that answers every chat with these pieces (texts, or single bytes) and then ends its turn."""
     tokenizer = speaking(pieces)
-    tokens = [byte_token(tokenizer, piece) if isinstance(piece, int) else piece_token(tokenizer, piece) for piece in pieces]
+    tokens = [token_of(tokenizer, piece) for piece in pieces]
     stop = tokenizer.token_id(END_OF_TURN)
     assert stop is not None
     begin = tokenizer.encode(tokenizer.render([{"role": "user", "content": "x"}]), special=True)[-1]
@@ -73,7 +74,7 @@ def parrot(*pieces: str | int, end: bool = True, **options: Any) -> Engine:
 
 
 def speaking(pieces: Sequence[str | int]) -> Tokenizer:
-    """The tiny tokenizer with a token for each text; a sign keeps apart pieces that the vocabulary has already."""
+    """The tiny tokenizer with a token for each text that it has none for."""
     own = tiny_tokenizer()
     backend = Backend.from_str(own.backend.to_str())
     new = [piece for piece in pieces if isinstance(piece, str) and backend.token_to_id(piece) is None]
@@ -81,14 +82,17 @@ def speaking(pieces: Sequence[str | int]) -> Tokenizer:
     return Tokenizer(backend, chat_template=own.chat_template, config=own.config)
 
 
-def piece_token(tokenizer: Tokenizer, piece: str) -> int:
+def token_of(tokenizer: Tokenizer, piece: str | int) -> int:
+    if isinstance(piece, int):
+        return byte_token(tokenizer, piece)
     token = tokenizer.token_id(piece)
-    assert token is not None and tokenizer.decode([token]) == piece
+    assert token is not None
+    assert tokenizer.decode([token]) == piece
     return token
 
 
 def byte_token(tokenizer: Tokenizer, value: int) -> int:
-    """The token of one byte, found by what it decodes to beside the bytes that complete it."""
+    """The token of one byte, part of a character maybe."""
     vocabulary = json.loads(tokenizer.backend.to_str())["model"]["vocab"]
     # GPT-2's alphabet of printable stand-ins for bytes.
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -111,7 +115,7 @@ def follow(chain: Sequence[int]) -> Transformer:
         model.embed.weight.normal_()
         assert model.head is not None
         model.head.weight.zero_()
-        for token, following in zip(chain, chain[1:], strict=False):
+        for token, following in pairwise(chain):
             row = model.embed.weight[token]
             model.head.weight[following] += 10.0 * row / row.norm()
     return model

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.errors import InputError
+from etude.errors import EtudeError, InputError
 from etude.inference.clients.transport import Patience, Transport
 from etude.inference.policy import OneSample, Weights
 from etude.inference.request import Sample
@@ -96,6 +96,8 @@ class Http(OneSample):
 
         done = await asyncio.gather(*map(put, self.urls), return_exceptions=True)
         failed = [error for error in done if isinstance(error, BaseException)]
+        if len(failed) > 1:
+            raise EtudeError("\n".join(map(str, failed)))
         if failed:
             raise failed[0]
         for url, answer in zip(self.urls, done, strict=True):

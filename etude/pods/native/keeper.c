@@ -34,6 +34,11 @@ enum {
 
 static const unsigned long NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC |
                                         CLONE_NEWUTS | CLONE_NEWCGROUP;
+static const uint64_t INTO_CGROUP = 0x200000000ull;
+
+#ifndef SYS_clone3
+#define SYS_clone3 435
+#endif
 
 struct trouble trouble;
 
@@ -155,7 +160,7 @@ static void reap(void)
 /* ---------------------------------------------------------------------------------------------- creating */
 
 /* Give a new process its ids and its groups, and let it go on. */
-static int identify(const struct request *r, pid_t pid, int go)
+static int identify(const struct request *r, pid_t pid, int go, bool moved)
 {
     struct span uids = field(r, PLAN_UIDMAP), gids = field(r, PLAN_GIDMAP), value;
     char path[PATH_MAX], text[16];
@@ -168,13 +173,36 @@ static int identify(const struct request *r, pid_t pid, int go)
         return -1;
     int size = snprintf(text, sizeof text, "%d", (int)pid);
     for (size_t at = 0; next_field(r, &at, &key, &value);)
-        if (key == PLAN_CGROUP) {
-            if (!text_of(value, path, sizeof path))
+        if (key == PLAN_CGROUP || (key == PLAN_GROUP && !moved)) {
+            if (!text_of(value, path, sizeof path - 16))
                 return fail(EINVAL, "a control group file is no path");
+            if (key == PLAN_GROUP)
+                strcat(path, "/cgroup.procs");
             if (write_to(path, text, (size_t)size))
                 return -1;
         }
     return write(go, "g", 1) == 1 ? 0 : fail_errno("start the pod");
+}
+
+/* As fork does, but straight into new namespaces, without a stack of its own, and into a v2 control group: to move a
+ * running process there costs an RCU grace period. Where that cannot be, `*moved` stays false. */
+static pid_t clone_into(const struct request *r, bool *moved)
+{
+    char path[PATH_MAX];
+    struct span group = field(r, PLAN_GROUP);
+    if (group.data && text_of(group, path, sizeof path)) {
+        int directory = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (directory >= 0) {
+            uint64_t arguments[11] = {[0] = (uint64_t)NAMESPACES | INTO_CGROUP, [4] = SIGCHLD, [10] = (uint64_t)directory};
+            pid_t pid = (pid_t)syscall(SYS_clone3, arguments, sizeof arguments);
+            close(directory);
+            if (pid >= 0) {
+                *moved = true;
+                return pid;
+            }
+        }
+    }
+    return (pid_t)syscall(SYS_clone, NAMESPACES | SIGCHLD, 0, 0, 0, 0);
 }
 
 /* Clone the first process of a pod; its pid or -1. It builds its world by itself: nobody waits for it here. */
@@ -183,8 +211,8 @@ static pid_t clone_pod(const struct request *r, int listener)
     int go[2];
     if (pipe2(go, O_CLOEXEC))
         return fail_errno("make a pipe");
-    /* As fork does, but straight into new namespaces, and without a stack of its own. */
-    pid_t pid = (pid_t)syscall(SYS_clone, NAMESPACES | SIGCHLD, 0, 0, 0, 0);
+    bool moved = false;
+    pid_t pid = clone_into(r, &moved);
     if (pid == 0) {
         struct birth birth = keeper.birth;
         close(go[1]);
@@ -194,7 +222,7 @@ static pid_t clone_pod(const struct request *r, int listener)
     }
     if (pid < 0)
         fail_errno("clone into new namespaces");
-    else if (identify(r, pid, go[1])) {
+    else if (identify(r, pid, go[1], moved)) {
         kill(pid, SIGKILL);
         waitpid(pid, NULL, 0);
         pid = -1;

@@ -1,0 +1,339 @@
+"""Whatever is killed, and however often pods come and go: no process, mount, group, file or descriptor is left."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from etude.errors import InputError
+from etude.pods.admission import Thresholds
+from etude.pods.backends.backend import LocalPod
+from etude.pods.fleet import open_host
+from etude.pods.host import Host
+from etude.pods.pod import Limits, PodError, PodGone
+from tests.pods import inventory
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+
+
+def with_host(keeper: str, state: Path, act: Callable[[Host], Awaitable[None]], most: int = 1000) -> None:
+    """Run `act` on a host; afterwards everything is as before its first pod."""
+
+    async def main() -> None:
+        thresholds = Thresholds(max_pods=most, unknown_need=0.05)
+        host = await open_host("namespace", state, thresholds, compiled=keeper == "compiled")
+        try:
+            before = await inventory.baseline(host)
+            await act(host)
+            now = await asyncio.to_thread(inventory.settled, host, before)
+            assert now.difference(before) == {}
+            assert now.keeper_memory - before.keeper_memory < 2 * MIB
+            assert not host.uses
+        finally:
+            await host.close()
+            await host.backend.shut()
+        async with asyncio.timeout(10):
+            while inventory.keeper_of(state):
+                await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+async def cycles(host: Host, count: int, workers: int = 4) -> None:
+    left = iter(range(count))
+
+    async def work() -> None:
+        for n in left:
+            pod = await host.create()
+            assert (await pod.exec(["echo", str(n)])).stdout == f"{n}\n"
+            await pod.close()
+
+    await asyncio.gather(*(work() for _ in range(workers)))
+
+
+def test_a_hundred_and_fifty_pods_come_and_go_and_nothing_stays(keeper: str, state: Path) -> None:
+    with_host(keeper, state, lambda host: cycles(host, 150))
+
+
+def test_snapshots_and_forks_that_are_removed_leave_nothing(keeper: str, state: Path) -> None:
+    async def act(host: Host) -> None:
+        pod = await host.create()
+        job = await pod.spawn("sleep 600")
+        for n in range(6):
+            await pod.write("file", str(n))
+            live = await pod.snapshot("fs-live")
+            children = await pod.fork(2, "fs-live")
+            await asyncio.gather(*(child.close() for child in children))
+            await host.remove_snapshot(live.id)
+        await job.signal(9)
+        for n in range(6):
+            await pod.write("file", str(n))
+            sealed = await pod.snapshot("fs")
+            if n % 2:
+                await host.persist(sealed.id)
+            children = await pod.fork(2)
+            await asyncio.gather(*(child.close() for child in children))
+            await host.remove_snapshot(sealed.id)
+        await pod.close()
+        async with asyncio.timeout(10):
+            while await host.backend.memory_layers():
+                await asyncio.sleep(0.05)
+
+    with_host(keeper, state, act)
+
+
+def test_creations_that_are_cancelled_leave_nothing(one_keeper: str, state: Path) -> None:
+    async def act(host: Host) -> None:
+        for n in range(40):
+            task = asyncio.create_task(host.create())
+            await asyncio.sleep(n / 4000)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await (await task).close()
+
+    with_host(one_keeper, state, act)
+
+
+def test_commands_and_jobs_that_are_cancelled_leave_nothing(one_keeper: str, state: Path) -> None:
+    async def act(host: Host) -> None:
+        pod = await host.create()
+        before = len(os.listdir("/proc/self/fd"))
+        for n in range(30):
+            for call in (pod.exec("sleep 600"), pod.spawn("sleep 600"), pod.read("/etc/hosts"), pod.shell()):
+                task = asyncio.create_task(call)
+                await asyncio.sleep(n / 10_000)
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    made = await task
+                    if hasattr(made, "signal"):
+                        await made.signal(9)
+                        await made.wait(10)
+                    elif hasattr(made, "run"):
+                        await made.close()
+        async with asyncio.timeout(10):
+            while len(os.listdir("/proc/self/fd")) > before or await pod.processes():  # type: ignore[attr-defined]
+                await asyncio.sleep(0.02)
+        await pod.close()
+
+    with_host(one_keeper, state, act)
+
+
+# -- deaths
+
+
+def start_service(
+    keeper: str, state: Path, attached: int, detached: int
+) -> tuple["subprocess.Popen[str]", dict[str, list[str]]]:
+    command = [sys.executable, "-m", "tests.pods.service_child", str(state), keeper, str(attached), str(detached)]
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert child.stdout
+    with child.stdout as said:
+        return child, json.loads(said.readline())
+
+
+def test_a_killed_service_takes_its_pods_along_and_leaves_the_detached(keeper: str, state: Path) -> None:
+    child, ids = start_service(keeper, state, attached=10, detached=3)
+    time.sleep(0.3)  # in the middle of snapshots and forks
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+
+    async def main() -> None:
+        host = await open_host("namespace", state, compiled=keeper == "compiled")
+        try:
+            left = inventory.take(host)
+            assert {Path(group).name for group in left.groups} == set(ids["detached"])
+            assert {path.name for path in (state / "pods").iterdir()} == set(ids["detached"])
+            for id in ids["detached"]:
+                pod = await host.find(id)
+                assert await pod.read("name") == id.encode()
+                assert await pod.processes() == 1  # type: ignore[attr-defined]  # its sleep
+            for id in ids["attached"]:
+                with pytest.raises(InputError):
+                    await host.find(id)
+            for saved in host.store.snapshots():
+                await host.remove_snapshot(saved.snapshot.id)
+            for pod in list(host.pods.values()):
+                await pod.close()
+            await host.collect(grace=0)
+            async with asyncio.timeout(10):
+                while any((state / "trash").iterdir()) or await host.backend.memory_layers():
+                    await asyncio.sleep(0.05)
+            now = inventory.take(host)
+            assert (now.processes, now.groups) == (frozenset(), frozenset())
+            assert not list((state / "pods").iterdir())
+        finally:
+            await host.close()
+            await host.backend.shut()
+
+    asyncio.run(main())
+
+
+def test_a_paused_detached_pod_outlives_its_service(one_keeper: str, state: Path) -> None:
+    async def main() -> None:
+        host = await open_host("namespace", state, compiled=one_keeper == "compiled")
+        pod = await host.create(attached=False)
+        await pod.write("kept", "x")
+        await pod.pause()
+        await host.close()
+        again = await open_host("namespace", state, compiled=one_keeper == "compiled")
+        try:
+            found = await again.find(pod.id)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(found.read("kept"), 0.3)
+            await found.resume()
+            assert await found.read("kept") == b"x"
+            await found.close()
+        finally:
+            await again.close()
+            await again.backend.shut()
+
+    asyncio.run(main())
+
+
+def test_a_killed_keeper_takes_every_pod_along_and_another_takes_its_place(keeper: str, state: Path) -> None:
+    async def main() -> None:
+        host = await open_host("namespace", state, compiled=keeper == "compiled")
+        try:
+            await inventory.baseline(host)
+            pods = [await host.create() for _ in range(5)]
+            job = await pods[0].spawn("sleep 600")
+            snapshot = await pods[1].snapshot()
+            victims = list(inventory.descendants(inventory.keeper_of(state)))
+            assert len(victims) >= 6
+            os.kill(inventory.keeper_of(state), signal.SIGKILL)
+            with pytest.raises(PodGone):
+                await job.wait(10)
+            async with asyncio.timeout(10):
+                while host.pods or any(map(alive, victims)):
+                    await asyncio.sleep(0.02)
+            for pod in pods:
+                with pytest.raises(PodGone):
+                    await pod.exec("true")
+                assert "died" in [event.kind for event in pod.events()]
+            with pytest.raises(PodError):  # it was in the memory of the dead
+                await host.create(snapshot)
+            fresh = await host.create()
+            assert (await fresh.exec("ls /usr/bin/env")).ok
+            await fresh.close()
+            async with asyncio.timeout(10):
+                while inventory.take(host).groups or any((state / "pods").iterdir()):
+                    await asyncio.sleep(0.05)
+        finally:
+            await host.close()
+            await host.backend.shut()
+
+    asyncio.run(main())
+
+
+def alive(pid: int) -> bool:
+    return inventory.read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"], ["X"])
+
+
+def test_a_killed_agent_ends_its_pod_only(keeper: str, state: Path) -> None:
+    async def act(host: Host) -> None:
+        pod, other = await host.create(), await host.create()
+        await pod.spawn("sleep 600")
+        members = host.backend.layout.bases[0] / pod.id / "cgroup.procs"  # type: ignore[attr-defined]
+        agent = min(map(int, members.read_text().split()))
+        os.kill(agent, signal.SIGKILL)
+        with pytest.raises(PodGone):
+            await pod.exec("sleep 600")
+        async with asyncio.timeout(10):
+            while pod.id in host.pods:
+                await asyncio.sleep(0.02)
+        assert (await other.exec("echo well")).stdout == "well\n"
+        await other.close()
+
+    with_host(keeper, state, act)
+
+
+def test_a_service_that_opens_beside_another_harms_none_of_its_pods(one_keeper: str, state: Path) -> None:
+    """A pod made while the newcomer looks for leftovers is not one."""
+
+    async def main() -> None:
+        host = await open_host("namespace", state, compiled=one_keeper == "compiled")
+        stop = asyncio.Event()
+
+        async def come_and_go() -> int:
+            made = 0
+            while not stop.is_set():
+                pod: LocalPod = await host.create()
+                assert (await pod.exec(["echo", "x"])).stdout == "x\n"
+                children = await pod.fork(1)
+                assert (await children[0].exec(["echo", "y"])).stdout == "y\n"
+                await asyncio.gather(pod.close(), *(child.close() for child in children))
+                made += 2
+            return made
+
+        async def newcomers() -> None:
+            for _ in range(25):
+                other = await open_host("namespace", state, compiled=one_keeper == "compiled")
+                await other.collect()
+                await other.close()
+            stop.set()
+
+        try:
+            counts = await asyncio.gather(come_and_go(), come_and_go(), newcomers())
+            assert min(counts[:2]) > 0
+        finally:
+            await host.close()
+            await host.backend.shut()
+
+    asyncio.run(main())
+
+
+# -- many
+
+
+@pytest.mark.slow
+def test_a_thousand_pods_live_at_once(keeper: str, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def act(host: Host) -> None:
+        free, started = available(), time.perf_counter()
+        pods: list[LocalPod] = []
+        gate = asyncio.Semaphore(8)
+
+        async def make() -> None:
+            async with gate:
+                pods.append(await host.create(limits=Limits(memory=64 * MIB, pids=16)))
+
+        await asyncio.gather(*(make() for _ in range(1000)))
+        made, taken = time.perf_counter() - started, free - available()
+        started = time.perf_counter()
+        results = await asyncio.gather(*(pod.exec(["echo", pod.id]) for pod in pods))
+        assert [result.stdout.strip() for result in results] == [pod.id for pod in pods]
+        ran, started = time.perf_counter() - started, time.perf_counter()
+        await asyncio.gather(*(pod.close() for pod in pods))
+        closed = time.perf_counter() - started
+        with capsys.disabled():
+            print(
+                f"\n1,000 pods on the {keeper} keeper: made in {made:.1f} s, {taken / 1000 / MIB:.2f} MiB each, "
+                f"a command in each in {ran:.1f} s, closed in {closed:.1f} s"
+            )
+
+    with_host(keeper, state, act, most=2000)
+
+
+@pytest.mark.slow
+def test_ten_thousand_pods_come_and_go(keeper: str, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def act(host: Host) -> None:
+        started = time.perf_counter()
+        await cycles(host, 10_000)
+        took = time.perf_counter() - started
+        with capsys.disabled():
+            print(f"\n10,000 pods on the {keeper} keeper: {took:.0f} s, {10_000 / took:.0f} a second, nothing left")
+
+    with_host(keeper, state, act)
+
+
+def available() -> int:
+    rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(rows["MemAvailable"].split()[0]) << 10

@@ -1,0 +1,257 @@
+"""A fleet does what a model of it says, whatever is asked in whatever order and whoever is killed in between.
+
+The model is a dictionary of files for every pod and snapshot. The fleet runs in a child process, so that it can be
+killed; detached pods outlive it, and nothing but durable snapshots outlives the keeper.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from etude.pods.probe import probe
+from tests.pods import inventory
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST = 8  # pods alive at once
+NAMES = st.sampled_from(["a", "b", "c"])
+PICKS = st.integers(0, 1000)
+Files = dict[str, str]
+
+
+class Service:
+    """The child process, and how to ask it."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        command = [sys.executable, "-m", "tests.pods.fleet_child", str(state)]
+        self.child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.answer() == "ready"
+
+    def ask(self, *command: Any) -> Any:
+        assert self.child.stdin
+        self.child.stdin.write(json.dumps(command) + "\n")
+        self.child.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> Any:
+        assert self.child.stdout
+        line = self.child.stdout.readline()
+        assert line, f"the service ended with {self.child.wait()}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise Refused(f"{answer['error']}: {answer['text']}")
+        return answer["ok"]
+
+    def end(self, number: int) -> None:
+        if number:
+            self.child.send_signal(number)
+        assert self.child.stdin
+        assert self.child.stdout
+        self.child.stdin.close()
+        self.child.wait(60)
+        self.child.stdout.close()
+
+
+class Refused(Exception):
+    """The service answered with an error."""
+
+
+class FleetMachine(RuleBasedStateMachine):
+    """Commands in any order, against the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.mkdtemp(prefix="etude-stateful-")
+        self.state = Path(self.directory) / "state"
+        self.pods: dict[str, Files] = {}
+        self.detached: set[str] = set()
+        self.paused: set[str] = set()
+        self.snapshots: dict[str, tuple[Files, bool]] = {}
+
+    @initialize()
+    def start(self) -> None:
+        self.service = Service(self.state)
+
+    def teardown(self) -> None:
+        if hasattr(self, "service"):
+            for id in self.paused:
+                self.service.ask("call", id, "resume")
+            for id in [*self.pods]:
+                self.service.ask("call", id, "close")
+            left = inventory.keeper_of(self.state)
+            self.service.end(0)
+            deadline = time.monotonic() + 10
+            while left and inventory.keeper_of(self.state) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not list((self.state / "pods").iterdir())
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def pick(self, n: int, running: bool = True) -> str:
+        ids = [id for id in self.pods if not running or id not in self.paused]
+        return ids[n % len(ids)]
+
+    def has_pods(self) -> bool:
+        return any(id not in self.paused for id in self.pods)
+
+    def has_room(self) -> bool:
+        return len(self.pods) < MOST
+
+    # -- rules
+
+    @precondition(has_room)
+    @rule(attached=st.booleans())
+    def create(self, attached: bool) -> None:
+        id = self.service.ask("create", "host", attached)
+        self.pods[id] = {}
+        if not attached:
+            self.detached.add(id)
+
+    @precondition(has_pods)
+    @rule(n=PICKS, name=NAMES, text=st.text(st.characters(codec="ascii", exclude_characters="'"), max_size=20))
+    def write(self, n: int, name: str, text: str) -> None:
+        id = self.pick(n)
+        self.service.ask("call", id, "write", name, text)
+        self.pods[id][name] = text
+
+    @precondition(has_pods)
+    @rule(n=PICKS, name=NAMES)
+    def remove(self, n: int, name: str) -> None:
+        id = self.pick(n)
+        if self.pods[id].pop(name, None) is None:
+            with pytest.raises(Refused):
+                self.service.ask("call", id, "remove", name)
+        else:
+            self.service.ask("call", id, "remove", name)
+
+    @precondition(has_pods)
+    @rule(n=PICKS)
+    def look(self, n: int) -> None:
+        id = self.pick(n)
+        assert sorted(self.service.ask("list", id)) == sorted(self.pods[id])
+        for name, text in self.pods[id].items():
+            assert self.service.ask("read", id, name) == text
+            assert self.service.ask("exec", id, f"cat {name}; printf .") == text + "."
+
+    @precondition(has_pods)
+    @rule(n=PICKS, kind=st.sampled_from(["fs", "fs-live", None]))
+    def snapshot(self, n: int, kind: str | None) -> None:
+        id = self.pick(n)
+        made, durable = self.service.ask("snapshot", id, kind)
+        self.snapshots[made] = (dict(self.pods[id]), durable)
+
+    @precondition(lambda self: self.snapshots)
+    @rule(n=PICKS)
+    def persist(self, n: int) -> None:
+        id = sorted(self.snapshots)[n % len(self.snapshots)]
+        self.service.ask("persist", id)
+        self.snapshots[id] = (self.snapshots[id][0], True)
+
+    @precondition(lambda self: self.snapshots and self.has_room())
+    @rule(n=PICKS)
+    def restore(self, n: int) -> None:
+        id = sorted(self.snapshots)[n % len(self.snapshots)]
+        self.pods[self.service.ask("create", id, True)] = dict(self.snapshots[id][0])
+
+    @precondition(lambda self: self.snapshots)
+    @rule(n=PICKS)
+    def remove_snapshot(self, n: int) -> None:
+        id = sorted(self.snapshots)[n % len(self.snapshots)]
+        self.service.ask("remove-snapshot", id)
+        del self.snapshots[id]
+
+    @precondition(lambda self: self.has_pods() and self.has_room())
+    @rule(n=PICKS)
+    def fork(self, n: int) -> None:
+        id = self.pick(n)
+        (child,) = self.service.ask("fork", id, 1)
+        self.pods[child] = dict(self.pods[id])
+        if id in self.detached:
+            self.detached.add(child)
+
+    @precondition(lambda self: self.pods)
+    @rule(n=PICKS)
+    def close(self, n: int) -> None:
+        self.gone(self.pick(n, running=False), ask=True)
+
+    def gone(self, id: str, ask: bool = False) -> None:
+        if ask:
+            self.service.ask("call", id, "close")
+        del self.pods[id]
+        self.detached.discard(id)
+        self.paused.discard(id)
+
+    @precondition(has_pods)
+    @rule(n=PICKS)
+    def pause(self, n: int) -> None:
+        id = self.pick(n)
+        self.service.ask("call", id, "pause")
+        self.paused.add(id)
+
+    @precondition(lambda self: self.paused)
+    @rule(n=PICKS)
+    def resume(self, n: int) -> None:
+        id = sorted(self.paused)[n % len(self.paused)]
+        self.service.ask("call", id, "resume")
+        self.paused.discard(id)
+
+    @rule()
+    def collect_garbage(self) -> None:
+        self.service.ask("gc")
+
+    @rule()
+    def kill_the_service(self) -> None:
+        self.service.end(signal.SIGKILL)
+        for id in set(self.pods) - self.detached:
+            self.gone(id)
+        self.service = Service(self.state)
+
+    @rule()
+    def kill_the_keeper(self) -> None:
+        if keeper := inventory.keeper_of(self.state):
+            os.kill(keeper, signal.SIGKILL)
+            while inventory.keeper_of(self.state) == keeper:
+                time.sleep(0.005)
+        for id in list(self.pods):
+            self.gone(id)
+        for id in [id for id, (_, durable) in self.snapshots.items() if not durable]:
+            self.service.ask("remove-snapshot", id)
+            del self.snapshots[id]
+
+
+def explore(examples: int, steps: int) -> None:
+    verdict = asyncio.run(probe("namespace"))
+    if not verdict.works:
+        pytest.skip(f"no namespaces here: {verdict.reason}")
+    if verdict.capabilities is not None and not verdict.capabilities.pause:
+        pytest.skip(f"pods cannot be paused here: {'; '.join(verdict.capabilities.notes)}")
+    machine = FleetMachine.TestCase()
+    machine.settings = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
+    machine.runTest()
+
+
+def test_a_fleet_does_what_its_model_says() -> None:
+    explore(examples=8, steps=25)
+
+
+@pytest.mark.slow
+def test_a_fleet_does_what_its_model_says_for_longer() -> None:
+    explore(examples=60, steps=60)
