@@ -95,7 +95,7 @@ def on_gpu(arguments: argparse.Namespace, table: Table) -> None:
 
 
 def gpu_options(streams: int, **changes: Any) -> EngineOptions:
-    return EngineOptions(tokens=1 << 20, page=16, max_streams=streams, budget=16384, **changes)
+    return EngineOptions(tokens=1 << 20, page=16, max_streams=streams, budget=32768, **changes)
 
 
 def run(engine: Engine, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:

@@ -17,10 +17,12 @@ from etude.errors import InputError
 from etude.inference.paged import Batch, PagedCache, make_batch
 from etude.inference.pages import PagePool
 from etude.inference.request import Ending, Stream, streams_of
+from etude.inference.rows import Rows
 from etude.inference.sampling import Knobs, Sampling, draw
 from etude.inference.scheduler import Scheduler, Step
 from etude.inference.speculation import Speculator
 from etude.kernels.draw import Drawn
+from etude.kernels.paged import dense_rows_pay
 from etude.model.moe import Routing
 from etude.model.mtp import MTP
 from etude.model.tokenizer import Tokenizer
@@ -90,6 +92,11 @@ class Engine:
         if mtp is not None and o.drafts:
             self.speculator = Speculator(model, mtp, self.cache, self.pool.count, o.drafts)
             self.scheduler.on_forget = self.speculator.forget
+        self.rows: Rows | None = None
+        if dense_rows_pay(weight) and not o.invariant and not o.drafts:
+            self.rows = Rows(self.cache, limit=self.pool.count * o.page)
+            self.scheduler.on_forget = self.rows.forget
+        self._knobs: tuple[list[Stream], Knobs] | None = None  # of the streams that wrote last
         self.steps = 0
         self.read_tokens = self.made_tokens = 0
 
@@ -188,7 +195,11 @@ class Engine:
             step = Step([], step.reading)
             if not step:
                 return
-        batch = make_batch(step, self.pool.size, self.device)
+        rows = None
+        if self.rows is not None and step.decoding:
+            order, rows = self.rows.arrange(step.decoding)
+            step = Step(order, step.reading)
+        batch = make_batch(step, self.pool.size, self.device, rows)
         routing = Routing() if self.routes is not None else None
         self.cache.batch = batch
         hidden = self.model.hidden(batch.tokens[None], cache=self.cache, routing=routing)  # type: ignore[arg-type]
@@ -240,9 +251,11 @@ class Engine:
         self._record_routes(stream, start - 1 + len(chosen))
 
     def _draw(self, hidden: Tensor, writers: list[Stream]) -> Drawn:
-        knobs = Knobs.of([s.sampling for s in writers], [s.seed for s in writers], self.device)
+        if self._knobs is None or self._knobs[0] != writers:
+            knobs = Knobs.of([s.sampling for s in writers], [s.seed for s in writers], self.device)
+            self._knobs = writers, knobs
         places = torch.tensor([len(stream.made) for stream in writers], device=self.device)
-        return draw(self.model.logits(hidden), knobs, places)
+        return draw(self.model.logits(hidden), self._knobs[1], places)
 
     def _keep_routing(self, batch: Batch, routing: Routing | None) -> None:
         if routing is not None and self.routes is not None:

@@ -65,6 +65,22 @@ def attend_pages(
     return _gathered(q, keys, values, tables, lengths, size, scale)
 
 
+def attend_rows(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float) -> Tensor:
+    """One query per row: q [n, heads, dim] over dense keys [n, kv heads, tokens, dim] -> [n, heads, value dim].
+
+    `mask` [n * kv heads, 1, tokens] is added to the scores: zero, or minus infinity for what is not there.
+    """
+    n, heads, dim = q.shape
+    k, v = keys.flatten(0, 1), values.flatten(0, 1)
+    scores = torch.baddbmm(mask, q.reshape(len(k), -1, dim), k.transpose(1, 2), alpha=scale)
+    return torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype), v).view(n, heads, -1)
+
+
+def dense_rows_pay(weight: Tensor) -> bool:
+    """Whether decoding is faster over dense rows than over pages: where no kernel follows a page table."""
+    return weight.device.type == "cpu"
+
+
 def store_pages(k: Tensor, v: Tensor | None, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """New keys and values [n, heads, dim] into their slots; without values only keys."""
     if v is not None and _fits_kernel(k, keys, values):

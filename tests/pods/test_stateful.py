@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -86,7 +86,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.service = Service(self.state)
 
     def teardown(self) -> None:
-        if hasattr(self, "service"):
+        if hasattr(self, "service") and sys.exc_info()[0] is None:
             for id in self.paused:
                 self.service.ask("call", id, "resume")
             for id in [*self.pods]:
@@ -97,6 +97,8 @@ class FleetMachine(RuleBasedStateMachine):
             while left and inventory.keeper_of(self.state) and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert not list((self.state / "pods").iterdir())
+        elif hasattr(self, "service"):
+            self.service.end(signal.SIGKILL)
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def pick(self, n: int, running: bool = True) -> str:
@@ -244,6 +246,7 @@ def explore(examples: int, steps: int) -> None:
         deadline=None,
         suppress_health_check=list(HealthCheck),
         database=None,
+        phases=[Phase.generate],  # what others do to the machine is not repeated exactly: the steps are printed instead
     )
     machine.runTest()
 

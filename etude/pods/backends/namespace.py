@@ -73,7 +73,10 @@ class NamespaceBackend(Backend):
             raise Unsupported("a limit on disk or inodes needs storage in memory: there are no quotas on disk for us")
         pod = NamespacePod(self, spec)
         try:
-            await pod.boot(spec.image.layers)
+            try:
+                await pod.boot(spec.image.layers)
+            except PodGone:  # the keeper had just died: another takes its place, and shows the layers anew
+                await pod.boot(spec.image.layers)
         except BaseException:
             await pod.end()
             raise
@@ -146,7 +149,7 @@ class NamespaceBackend(Backend):
         return os.path.relpath(path, self.state)
 
     async def map(self, layer: Layer) -> None:
-        if layer.id in self.mapped:
+        if layer.id in self.mapped and self.keeper.sock is not None:  # without a connection it may be another keeper
             return
         path = os.fsencode(self.relative(self.store.layer_path(layer)))
         await self.keeper.ask(plan.MAP, (plan.LAYER, layer.id.encode()), (plan.PATH, path), *self.id_maps())
@@ -386,7 +389,7 @@ class NamespacePod(LocalPod):
             return
         self.closed = True
         await self._stop()
-        with contextlib.suppress(PodGone):  # without a keeper there is no pod either
+        with contextlib.suppress(PodError):  # without a keeper there is no pod either
             await self.backend.keeper.ask(plan.KILL, (plan.ID, self.id.encode()))
         self.record("closed", {})
         self.backend.delete(self.directory)
