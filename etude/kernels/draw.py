@@ -27,7 +27,7 @@ def draw_plain(logits: Tensor, temperatures: Tensor, seeds: Tensor, places: Tens
     if logits.is_cuda:
         from etude.kernels import draw_triton
 
-        return Drawn(*draw_triton.draw(logits, temperatures, seeds, places))
+        return Drawn(*draw_triton.draw(logits, temperatures, seeds, places))  # type: ignore[no-untyped-call]
     raw = logits.float().log_softmax(dim=-1)
     return draw_from(warmed(raw, temperatures), raw, seeds, places)
 
@@ -43,6 +43,8 @@ def warmed(raw: Tensor, temperatures: Tensor) -> Tensor:
     """Probabilities at a temperature from log-probabilities; at temperature 0 all weight is on the likeliest."""
     greedy = temperatures == 0
     odds = (raw / torch.where(greedy, 1.0, temperatures)[:, None]).softmax(dim=-1)
+    if not raw.is_cuda and not greedy.any():  # on CUDA the look would cost more than what it saves
+        return odds
     likeliest = torch.zeros_like(odds).scatter_(1, raw.argmax(dim=-1, keepdim=True), 1.0)
     return torch.where(greedy[:, None], likeliest, odds)
 

@@ -35,12 +35,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     if fusing(x) and not interleaved and half & (half - 1) == 0:
         return _kernels().rotate(x, cos, sin)  # type: ignore[no-any-return]
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    if _in_place(x):
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        first, second = out.chunk(2, dim=-1)
+        torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
+        torch.mul(b, cos, out=second).addcmul_(a, sin)
+        return out
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def fusing(x: Tensor) -> bool:
     """Whether the one-pass kernels are used: on CUDA, with no gradient to come and no compiler that fuses itself."""
     return x.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def _in_place(x: Tensor) -> bool:
+    """Whether results may be written where they belong: float32 on a CPU in inference, where calls are what costs."""
+    plain = x.device.type == "cpu" and x.dtype == torch.float32
+    return plain and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _kernels() -> Any:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         Unsupported,
     )
 
-_HOMES = {name: "etude.pods.fleet" for name in ("Fleet", "open_fleet")}
+_HOMES = dict.fromkeys(("Fleet", "open_fleet"), "etude.pods.fleet")
 _NAMES = (
     *("Capabilities", "Egress", "Event", "ExecResult", "FileInfo", "Job", "Limits", "Pod", "PodError"),
     *("PodFileError", "PodGone", "Shell", "Snapshot", "Unsupported"),

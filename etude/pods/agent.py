@@ -15,21 +15,20 @@ import resource  # noqa: F401  os.wait4 imports it when first called
 import select
 import signal
 import socket
-import stat
 import struct
 import subprocess
 import termios
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-from etude.pods import linux, wire
+from etude.pods import wire
+from etude.pods.agentfiles import Files
+from etude.pods.processes import find_user, kill_everything, kill_group, other_processes
 
 HIGH_WATER = 4 << 20  # bytes not yet taken by a peer at which its jobs' output is left in their pipes
 DRAIN = 1 << 20  # bytes read from a pipe after its process ended; a survivor may go on writing for ever
 READ_SIZE = 1 << 16
 INPUT_ROOM = 1 << 20  # bytes a job has not read yet at which INPUT is no longer answered at once
-TABLE_SIZE = 1 << 22  # bytes of /etc/passwd and /etc/group that are looked at; programs of the pod may write them
-OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 PATIENCE = 3600.0  # seconds; the kernel's timer ends at 24 days, a deadline need not
 
 
@@ -63,7 +62,7 @@ class Peer:
         self.stalled = False
 
 
-class Agent:
+class Agent(Files):
     """Serve until told to end, until the owner goes, or until the time to live is over."""
 
     def __init__(self, listener: socket.socket, carried: Sequence[int], workdir: str, mark_children: bool) -> None:
@@ -486,112 +485,6 @@ class Agent:
             (wire.MAXRSS, rss << 10),
         )
 
-    # ------------------------------------------------------------------------------------------- files
-
-    def path(self, fields: wire.Fields) -> str:
-        path = os.fsdecode(wire.data(fields, wire.PATH))
-        if not path or "\0" in path:
-            raise OSError(errno.ENOENT, "an empty path")
-        return os.path.join(self.workdir, path)
-
-    def open_regular(self, path: str, flags: int, mode: int = 0) -> int:
-        """Open a regular file that is not a window into this very process."""
-        fd = linux.open_plain(path, flags | os.O_NONBLOCK, mode)  # never wait for the other end of a fifo
-        try:
-            info = os.fstat(fd)
-            if stat.S_ISDIR(info.st_mode):
-                raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-            if not stat.S_ISREG(info.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", path)
-            if info.st_dev == self.proc_device:
-                real = os.readlink(f"/proc/self/fd/{fd}")
-                if flags & (os.O_WRONLY | os.O_RDWR) or real.startswith(self.self_prefix):
-                    raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
-        except OSError:
-            os.close(fd)
-            raise
-        return fd
-
-    def read(self, peer: Peer, call: int, fields: wire.Fields) -> None:
-        path = self.path(fields)
-        left = min(wire.number(fields, wire.LIMIT, wire.CHUNK), 4 * wire.CHUNK)
-        at = wire.number(fields, wire.OFFSET)
-        fd = self.open_regular(path, os.O_RDONLY)
-        try:
-            while left > 0 and (received := os.pread(fd, min(left, wire.CHUNK), at)):
-                self.send(peer, wire.OUT, call, (wire.DATA, received))
-                at, left = at + len(received), left - len(received)
-            self.ok(peer, call, (wire.SIZE, os.fstat(fd).st_size))
-        finally:
-            os.close(fd)
-
-    def write(self, peer: Peer, call: int, fields: wire.Fields) -> None:
-        path, how = self.path(fields), wire.number(fields, wire.FLAGS)
-        mode = wire.number(fields, wire.MODE, -1)
-        flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if how & wire.APPEND else 0)
-        try:
-            fd = self.open_regular(path, flags, 0o644)
-        except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            fd = self.open_regular(path, flags, 0o644)
-        try:
-            if how & wire.TRUNCATE:
-                os.ftruncate(fd, 0)
-            left, at = memoryview(wire.data(fields, wire.DATA)), wire.number(fields, wire.OFFSET)
-            while left:
-                size = os.write(fd, left) if how & wire.APPEND else os.pwrite(fd, left, at)
-                left, at = left[size:], at + size
-            if mode >= 0:
-                os.fchmod(fd, mode & 0o7777)
-        finally:
-            os.close(fd)
-        self.ok(peer, call)
-
-    def list_directory(self, peer: Peer, call: int, fields: wire.Fields) -> None:
-        path = self.path(fields)
-        for name in sorted(os.listdir(path)):
-            with contextlib.suppress(FileNotFoundError):  # removed since
-                self.describe(peer, call, os.path.join(path, name), name)
-        self.ok(peer, call)
-
-    def stat_path(self, peer: Peer, call: int, fields: wire.Fields) -> None:
-        path = self.path(fields)
-        self.describe(peer, call, path, os.path.basename(path.rstrip("/")) or "/")
-        self.ok(peer, call)
-
-    def describe(self, peer: Peer, call: int, path: str, name: str) -> None:
-        info = os.lstat(path)
-        kinds = {stat.S_IFREG: b"f", stat.S_IFDIR: b"d", stat.S_IFLNK: b"l"}
-        kind = kinds.get(stat.S_IFMT(info.st_mode), b"o")
-        self.send(
-            peer,
-            wire.ENTRY,
-            call,
-            (wire.PATH, os.fsencode(name)),
-            (wire.KIND, kind),
-            (wire.SIZE, info.st_size),
-            (wire.MODE, stat.S_IMODE(info.st_mode)),
-            (wire.MTIME, info.st_mtime_ns),
-            (wire.TARGET, os.fsencode(os.readlink(path)) if kind == b"l" else b""),
-        )
-
-    def remove(self, peer: Peer, call: int, fields: wire.Fields) -> None:
-        remove_tree(self.path(fields))
-        self.ok(peer, call)
-
-    def make_directory(self, peer: Peer, call: int, fields: wire.Fields) -> None:
-        path, mode = self.path(fields), wire.number(fields, wire.MODE, -1)
-        os.makedirs(path, exist_ok=True)
-        if mode >= 0:
-            os.chmod(path, mode & 0o7777)
-        self.ok(peer, call)
-
-    def make_link(self, peer: Peer, call: int, fields: wire.Fields) -> None:
-        path = self.path(fields)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        os.symlink(wire.data(fields, wire.DATA), os.fsencode(path))
-        self.ok(peer, call)
-
     # ------------------------------------------------------------------------------------------- the pod
 
     def own(self, peer: Peer, call: int, fields: wire.Fields) -> None:
@@ -608,144 +501,5 @@ class Agent:
         self.ok(peer, call)
 
 
-def other_processes() -> Sequence[int]:
-    """Processes beside this one, in the pod or below this one where it has no namespace of its own."""
-    me = os.getpid()
-    if me == 1:
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != 1 and not is_zombie(pid)]
-    return [pid for pid in descendants(me) if not is_zombie(pid)]
-
-
-def is_zombie(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
-    except OSError:
-        return True
-
-
-def descendants(root: int) -> Iterator[int]:
-    """Every process below `root`."""
-    waiting = [root]
-    while waiting:
-        pid = waiting.pop()
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children", "rb") as file:
-            for child in map(int, file.read().split()):
-                yield child
-                waiting.append(child)
-
-
-def kill_everything() -> None:
-    """Kill all but this process."""
-    if os.getpid() == 1:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
-        return
-    for pid in list(descendants(os.getpid())):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def kill_group(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
-
-
 def set_size(terminal: int, rows: int, columns: int) -> None:
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows & 0xFFFF, columns & 0xFFFF, 0, 0))
-
-
-def find_user(text: str) -> tuple[int, int, list[int]]:
-    """User, group and groups of `name`, `uid` or `uid:gid`, by the pod's own /etc; no name services."""
-    name, _, group = text.partition(":")
-    uid, gid = (int(name), int(name)) if name.isdigit() else (-1, -1)
-    for row in read_table("/etc/passwd"):
-        if len(row) >= 4 and (row[0] == name or row[2] == name):
-            name, uid, gid = row[0], int(row[2]), int(row[3])
-            break
-    groups = [int(row[2]) for row in read_table("/etc/group") if len(row) >= 4 and name in row[3].split(",")]
-    if group:
-        found = [int(row[2]) for row in read_table("/etc/group") if len(row) >= 3 and group in (row[0], row[2])]
-        gid = found[0] if found else int(group) if group.isdigit() else -1
-    if uid < 0 or gid < 0:
-        raise OSError(errno.EINVAL, f"no user {text!r} in the pod")
-    return uid, gid, groups
-
-
-def read_table(path: str) -> list[list[str]]:
-    """Rows of a file that programs of the pod may have replaced by anything: never wait for it, never read for ever."""
-    try:
-        fd = linux.open_plain(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return []
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return []
-        text = os.pread(file.fileno(), TABLE_SIZE, 0).decode("utf-8", "replace")
-    return [line.split(":") for line in text.splitlines()]
-
-
-def remove_tree(path: str) -> None:
-    """Remove a path and all below it: any depth, no link followed, and it ends even if programs make more meanwhile."""
-    path = path.rstrip("/") or "/"
-    if not stat.S_ISDIR(os.lstat(path).st_mode):
-        os.unlink(path)
-        return
-    here = open_to_empty(path, None)
-    above: list[tuple[int, int, str, list[str]]] = []  # the directory we came from, our name there, what is left there
-    try:
-        names = empty(here)
-        while names or above:
-            if names:
-                name = names.pop()
-                below = open_to_empty(name, here)
-                above.append((*identity(here), name, names))
-                here, names = step(below, here), empty(below)
-                continue
-            device, file, name, names = above.pop()
-            here = step(os.open("..", OPEN_DIRECTORY, dir_fd=here), here)
-            if identity(here) != (device, file):
-                raise OSError(errno.EBUSY, "it is being moved", path)
-            os.rmdir(name, dir_fd=here)
-    finally:
-        os.close(here)
-    os.rmdir(path)
-
-
-def step(to: int, here: int) -> int:
-    os.close(here)
-    return to
-
-
-def identity(fd: int) -> tuple[int, int]:
-    info = os.fstat(fd)
-    return info.st_dev, info.st_ino
-
-
-def empty(directory: int) -> list[str]:
-    """Remove the files of a directory, and say which directories are in it; each is looked at once."""
-    found = []
-    for name in os.listdir(directory):
-        try:
-            os.unlink(name, dir_fd=directory)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            if error.errno not in (errno.EISDIR, errno.EPERM):
-                raise
-            if not stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
-                raise
-            found.append(name)
-    return found
-
-
-def open_to_empty(name: str, at: int | None) -> int:
-    """Open a directory so that what is in it can be removed, whatever its mode."""
-    try:
-        fd = os.open(name, OPEN_DIRECTORY, dir_fd=at)
-    except PermissionError:
-        os.chmod(name, 0o700, dir_fd=at)  # a link put here meanwhile leads nowhere but into the pod
-        return os.open(name, OPEN_DIRECTORY, dir_fd=at)
-    with contextlib.suppress(PermissionError):
-        os.fchmod(fd, 0o700)
-    return fd

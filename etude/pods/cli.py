@@ -373,9 +373,9 @@ def gc(
         host = place.host
         if not every:
             return {**await host.collect(grace=3600), "snapshots": []}
-        if others := host.others():
+        if others := host.registry.others():
             raise BusyError(f"gc --all: {', '.join(others)} still use this state directory; end them first")
-        pods, saved = [spec.id for spec in host.records()], host.store.snapshots()
+        pods, saved = [spec.id for spec in host.registry.records()], host.store.snapshots()
         for id in pods:
             with contextlib.suppress(PodError):  # what does not answer is reaped below
                 await (await host.find(id)).close()

@@ -7,25 +7,24 @@ pods that still run and removes what is left of the others.
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from etude.errors import BusyError, InputError
-from etude.lock import take_lock
 from etude.pods.admission import Admission, Ask, FairQueue, Seat, Thresholds
 from etude.pods.backends.backend import Backend, LocalPod, PodSpec, Storage
 from etude.pods.images import host_image
 from etude.pods.pod import Egress, Limits, Pod, PodError, PodGone, Snapshot, SnapshotKind, Unsupported
 from etude.pods.pressure import read_pressure
-from etude.pods.records import Image, Layer, image_from_json, image_to_json
+from etude.pods.records import Image, Layer
+from etude.pods.registry import Registry
 from etude.pods.router import HostReport, summarize
 from etude.pods.store import Store
 from etude.pods.trees import remove_tree
@@ -77,16 +76,14 @@ class Host:
         self.idle_layers: set[str] = set()
         self.tasks: set[asyncio.Task[Any]] = set()
         self.draining = False
-        self.owner = backend.owner = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self.lock = -1
+        self.registry = Registry(state)
+        self.owner = backend.owner = self.registry.owner
         self.host_image: Image | None = None
         self.host_image_seen = -HOST_IMAGE_S
 
     async def open(self) -> list[str]:
         """Take our place in the state directory; remove what dead services left there. The names of the removed."""
-        for name in ("pods", "owners", "trash"):
-            (self.state / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.lock = take_lock(self._owner_file(self.owner), f"owner {self.owner}")
+        self.registry.open()
         reaped = await self.reap()
         self._later(self._watch())
         return reaped
@@ -105,10 +102,7 @@ class Host:
         if self.idle_layers:
             await self._sweep()
         await self.backend.close()
-        if self.lock >= 0:
-            self._owner_file(self.owner).unlink(missing_ok=True)
-            os.close(self.lock)
-            self.lock = -1
+        self.registry.close()
 
     # ------------------------------------------------------------------------------------------- making pods
 
@@ -228,13 +222,13 @@ class Host:
         return pod
 
     async def _start(self, spec: PodSpec) -> LocalPod:
-        self.write_record(spec)
+        self.registry.write(spec)
         self._use(spec.image.layers, 1)
         try:
             pod = await self.backend.start(spec)
         except BaseException:
             self._use(spec.image.layers, -1)
-            self.remove_record(spec.id)
+            self.registry.remove(spec.id)
             raise
         self._adopt(pod)
         return pod
@@ -293,7 +287,7 @@ class Host:
 
     async def _hand_over(self, pod: LocalPod, spec: PodSpec) -> None:
         spec = replace(spec, id=pod.id)
-        self.write_record(spec)
+        self.registry.write(spec)
         await pod.own(spec)
 
     def _refill(self, pool: Pool) -> None:
@@ -384,7 +378,7 @@ class Host:
         self._use(layers, 1)
         self._use(pod.spec.image.layers, -1)
         pod.spec = replace(pod.spec, image=pod.spec.image.with_(layers=layers))
-        self.write_record(pod.spec)
+        self.registry.write(pod.spec)
         await pod.restart(layers)
         pod.line.on_lost = lambda: self._later(self._died(pod))
 
@@ -480,71 +474,29 @@ class Host:
                 await self.backend.drop(Layer(id, memory=True))
 
     def _needed(self) -> set[str]:
-        stacks = [spec.image.layers for spec in self.records()]
+        stacks = [spec.image.layers for spec in self.registry.records()]
         stacks += [saved.image.layers for saved in self.store.snapshots()]
         return {layer.id for stack in stacks for layer in stack}
 
     async def collect(self, grace: float = 60.0) -> dict[str, list[str]]:
         """Garbage collection: pods nobody owns, layers nobody needs. What was removed."""
         pods = await self.reap()
-        in_use = [layer for spec in self.records() for layer in spec.image.layers]
+        in_use = [layer for spec in self.registry.records() for layer in spec.image.layers]
         layers = await asyncio.to_thread(self.store.collect, in_use, grace)
         for id in layers:
             await self.backend.drop(Layer(id))
         return {"pods": pods, "layers": layers}
 
-    # ------------------------------------------------------------------------------------------- records
-
-    def write_record(self, spec: PodSpec) -> None:
-        """Write a pod's description where the next service will look for it."""
-        directory = self.state / "pods" / spec.id
-        directory.mkdir(mode=0o700, exist_ok=True)
-        plain = {name: getattr(spec, name) for name in PodSpec.__dataclass_fields__}
-        plain |= {"image": image_to_json(spec.image), "limits": asdict(spec.limits), "egress": asdict(spec.egress)}
-        part = directory / ".pod.json"
-        part.write_text(json.dumps(plain))
-        part.rename(directory / "pod.json")
-
-    def remove_record(self, id: str) -> None:
-        """Remove what `write_record` made, if nothing else is there."""
-        directory = self.state / "pods" / id
-        with contextlib.suppress(OSError):  # the backend has removed it already
-            (directory / "pod.json").unlink()
-            directory.rmdir()
-
-    def records(self) -> list[PodSpec]:
-        """Every pod's description in the state directory."""
-        found = (read_record(directory / "pod.json") for directory in (self.state / "pods").iterdir())
-        return [spec for spec in found if spec is not None]
-
-    def _owner_file(self, owner: str) -> Path:
-        return self.state / "owners" / f"{owner}.lock"
-
-    def _alive(self, owner: str) -> bool:
-        """Whether the service of that name still runs: it holds its lock as long as it does."""
-        file = self._owner_file(owner)
-        if not file.exists():
-            return False
-        try:
-            os.close(take_lock(file, owner))
-        except BusyError:
-            return True
-        file.unlink(missing_ok=True)
-        return False
-
-    def others(self) -> list[str]:
-        """Other living processes that have this state directory open."""
-        owners = (file.stem for file in (self.state / "owners").glob("*.lock"))
-        return [owner for owner in owners if owner != self.owner and self._alive(owner)]
+    # ------------------------------------------------------------------------------------------- what was left
 
     async def reap(self) -> list[str]:
         """Remove what is left of pods whose owner is dead, or that do not answer although they belong to nobody."""
         for owner in (self.state / "owners").glob("*.lock"):
-            self._alive(owner.stem)  # removes the files of the dead
+            self.registry.alive(owner.stem)  # removes the files of the dead
         answering = set()
-        for spec in self.records():
+        for spec in self.registry.records():
             if not spec.attached and spec.id not in self.pods and not self._expired(spec):
-                if self._alive(spec.owner):
+                if self.registry.alive(spec.owner):
                     answering.add(spec.id)
                 elif (pod := await self.backend.adopt(spec)) is not None:
                     pod.release()
@@ -553,14 +505,14 @@ class Host:
         for rest in (self.state / "trash").iterdir():  # of a service that was killed while it removed a pod
             self._later(asyncio.to_thread(remove_tree, rest))
         for id in await self.backend.memory_layers() - set(self.uses) - await asyncio.to_thread(self._needed):
-            if not self._alive(id.partition(".")[0]):
+            if not self.registry.alive(id.partition(".")[0]):
                 await self.backend.drop(Layer(id, memory=True))
         return removed
 
     def _known(self, answering: set[str]) -> Iterator[str]:
         """Pods that somebody looks after. Lazy: read after what there is was listed, or new ones would be missing."""
-        for spec in self.records():
-            if spec.id in self.pods or spec.id in answering or self._alive(spec.owner):
+        for spec in self.registry.records():
+            if spec.id in self.pods or spec.id in answering or self.registry.alive(spec.owner):
                 yield spec.id
         starting = time.time() - 30  # a directory without a record is being made, or its maker died
         for directory in (self.state / "pods").iterdir():
@@ -574,7 +526,7 @@ class Host:
 
     async def find(self, id: str) -> LocalPod:
         """A running pod by its id (or the beginning of it), made by whomever."""
-        matches = [spec for spec in self.records() if spec.id.startswith(id)]
+        matches = [spec for spec in self.registry.records() if spec.id.startswith(id)]
         if len(matches) != 1:
             count = "no" if not matches else f"{len(matches)}"
             raise InputError(f"there are {count} pods whose id begins with {id!r}; `etude pods ps` lists them")
@@ -584,7 +536,7 @@ class Host:
         """Take up a running pod that another process made: as its owner if that process is dead, else as a guest."""
         if spec.id in self.pods:
             return self.pods[spec.id]
-        guest = spec.owner != self.owner and self._alive(spec.owner)
+        guest = spec.owner != self.owner and self.registry.alive(spec.owner)
         spec = spec if guest else replace(spec, owner=self.owner)
         pod = await self.backend.adopt(spec)
         if pod is None:
@@ -595,7 +547,7 @@ class Host:
         if guest:
             self.guests.add(spec.id)
         else:
-            self.write_record(spec)
+            self.registry.write(spec)
         self._adopt(pod)
         self.seats[pod.id] = self.admission.adopt(Ask(spec.image.id, int(spec.limits.memory or GIB)))
         self._use(spec.image.layers, 1)
@@ -639,17 +591,6 @@ class Host:
             draining=self.draining,
             time=time.time(),
         )
-
-
-def read_record(file: Path) -> PodSpec | None:
-    """A pod's description; None when there is none that can be read."""
-    try:
-        plain: Mapping[str, Any] = json.loads(file.read_text())
-        image = image_from_json(plain["image"])
-        egress = Egress(**{**plain["egress"], "allow": tuple(plain["egress"]["allow"])})
-        return PodSpec(**{**plain, "image": image, "limits": Limits(**plain["limits"]), "egress": egress})
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _signature(spec: PodSpec) -> Signature:

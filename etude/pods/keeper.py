@@ -414,9 +414,9 @@ def open_network(fields: wire.Fields) -> list[int]:
             fcntl.ioctl(control, 0x8916, packed)  # SIOCSIFADDR
     carried = []
     for entry in fields.get(plan.LISTEN, []):
-        kind, address, port = entry.decode().split()
+        kind, host, port = entry.decode().split()
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM)
-        sock.bind((address, int(port)))
+        sock.bind((host, int(port)))
         if kind == "tcp":
             sock.listen(128)
         carried.append(sock.detach())
@@ -467,7 +467,11 @@ def refuse(sock: socket.socket, error: Exception) -> None:
     sock.settimeout(5)
     with contextlib.suppress(OSError):
         peer, _ = sock.accept()
-        peer.sendall(wire.frame(wire.FAIL, 0, (wire.NUMBER, getattr(error, "errno", None) or 5), (wire.DATA, str(error).encode())))
+        peer.sendall(
+            wire.frame(
+                wire.FAIL, 0, (wire.NUMBER, getattr(error, "errno", None) or 5), (wire.DATA, str(error).encode())
+            )
+        )
         peer.close()
 
 

@@ -53,7 +53,8 @@ class KeeperLine:
         loop = asyncio.get_running_loop()
         self.next_call += 1
         call = self.next_call
-        answer = self.calls[call] = loop.create_future()
+        answer: asyncio.Future[tuple[wire.Fields, list[int]]] = loop.create_future()
+        self.calls[call] = answer
         if op == plan.FETCH:
             self.fetching.add(call)
         # The keeper reads before it does anything else, so this never waits for long.

@@ -108,7 +108,7 @@ class Here(Place):
         return await self.host.find(id)
 
     async def pods(self) -> list[dict[str, Any]]:
-        found = await asyncio.gather(*map(self._describe, self.host.records()))
+        found = await asyncio.gather(*map(self._describe, self.host.registry.records()))
         return sorted(found, key=lambda pod: float(pod["created"]))
 
     async def _describe(self, spec: PodSpec) -> dict[str, Any]:

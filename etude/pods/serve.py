@@ -262,7 +262,7 @@ class Service:
         id = request.path_params["id"]
         if id in self.host.pods:
             return self.host.pods[id]
-        matches = [spec for spec in self.host.records() if spec.id.startswith(id)]
+        matches = [spec for spec in self.host.registry.records() if spec.id.startswith(id)]
         if not matches or (len(matches) > 1 and id in self.seen):
             raise PodGone(f"there is no pod {id} on this host any more: closed, past its time, or never made")
         if len(matches) > 1:
@@ -386,7 +386,7 @@ async def adopt_detached(host: Host) -> list[str]:
             host.keys[spec.key] = asyncio.create_task(finished(pod))
         return pod.id
 
-    found = [spec for spec in host.records() if not spec.attached]
+    found = [spec for spec in host.registry.records() if not spec.attached]
     return [id for id in await asyncio.gather(*map(take_up, found)) if id is not None]
 
 

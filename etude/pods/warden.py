@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from etude.pods import agent, capabilities, fence, landlock, linux, plan, seccomp, wire
+from etude.pods import agent, capabilities, fence, landlock, linux, plan, processes, seccomp, wire
 from etude.pods.keeper import close_others, refuse, write
 
 READ, EXECUTE, WRITE, FENCE, PORT = range(160, 165)  # fields beside those of plan.py
@@ -248,7 +248,7 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 def living_below(root: int) -> Iterator[int]:
-    return (pid for pid in agent.descendants(root) if not agent.is_zombie(pid))
+    return (pid for pid in processes.descendants(root) if not processes.is_zombie(pid))
 
 
 def clear_below(root: int) -> int:
@@ -268,7 +268,7 @@ def clear_children(kept: set[int]) -> None:
         if time.monotonic() > deadline:
             raise OSError(errno.EBUSY, f"processes {strays[:8]} of a pod that ended do not die")
         for pid in strays:
-            kill_each([pid, *agent.descendants(pid)])
+            kill_each([pid, *processes.descendants(pid)])
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 

@@ -67,7 +67,9 @@ async def deletions_of_what_the_image_holds_survive_a_snapshot(home: Home) -> No
     if not home.own_root:
         raise Skip(f"pods have no root of their own here: {'; '.join(home.can.notes)}")
     async with home.pod() as pod:
-        assert not (await pod.exec("test -e /etc/shadow")).ok  # really not the machine's own, of which none must be lost
+        assert not (
+            await pod.exec("test -e /etc/shadow")
+        ).ok  # really not the machine's own, of which none must be lost
         await pod.exec("mkdir /etc/mine; touch /etc/mine/x")
         first = await pod.snapshot()
         await pod.exec("cd /etc; rm services hosts; rm -r mine ssl; ln -s /nowhere ssl; mkdir hosts")
@@ -86,7 +88,9 @@ async def deletions_of_what_the_image_holds_survive_a_snapshot(home: Home) -> No
 @check
 async def owners_modes_and_times_survive_a_snapshot(home: Home) -> None:
     async with home.pod() as pod:
-        mode = 4751 if home.own_root else 751  # without a root of its own a pod's files change owners, and lose that bit
+        mode = (
+            4751 if home.own_root else 751
+        )  # without a root of its own a pod's files change owners, and lose that bit
         await pod.exec(f"touch -d '2001-02-03 04:05:06 UTC' f; chmod {mode} f; mkdir -m 1733 d; ln f hard")
         if home.can.users:
             await pod.exec("chown 7:8 f d")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.pods import agent, landlock
+from etude.pods import landlock, processes
 from etude.pods.backends import directory
 from etude.pods.backends.backend import PodSpec
 from etude.pods.backends.directory import DirectoryBackend, DirectoryPod, LandlockBackend, SubprocessBackend
@@ -62,7 +62,7 @@ def with_pod(
             pod = await start(backend, **options)
             agent_pid, worker, guard = await family(pod)
             await check(pod, backend)
-            seen = {agent_pid, *agent.descendants(agent_pid)}
+            seen = {agent_pid, *processes.descendants(agent_pid)}
             await pod.end()
             await pod.end()
             assert not pod.fs.exists()
@@ -84,7 +84,7 @@ def parent(pid: int) -> int:
 
 
 def alive(pid: int) -> bool:
-    return not agent.is_zombie(pid)
+    return not processes.is_zombie(pid)
 
 
 async def gone(pids: set[int], seconds: float = 10.0) -> bool:

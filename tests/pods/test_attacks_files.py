@@ -106,7 +106,9 @@ def test_a_hostile_tree_is_downloaded_without_harm(one_keeper: str, state: Path,
     run_in_pod(one_keeper, state, act)
 
 
-def test_a_tree_that_changes_while_it_is_copied_stays_in_its_place(one_keeper: str, state: Path, tmp_path: Path) -> None:
+def test_a_tree_that_changes_while_it_is_copied_stays_in_its_place(
+    one_keeper: str, state: Path, tmp_path: Path
+) -> None:
     race = (
         "import os\nos.makedirs('t/d', exist_ok=True)\nopen('t/d/f', 'w').write('x')\n"
         "open('ready', 'w').close()\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.pods import agent, fence, landlock
+from etude.pods import fence, landlock, processes
 from etude.pods.backends import directory
 from etude.pods.backends.backend import PodSpec
 from etude.pods.backends.directory import DirectoryBackend, DirectoryPod, LandlockBackend
@@ -251,7 +251,7 @@ def sleepers(root: int) -> set[int]:
     """What LEAVE leaves below an agent, once all of it is there."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        found = set(agent.descendants(root))
+        found = set(processes.descendants(root))
         with contextlib.suppress(OSError):
             found = {pid for pid in found if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"}
             if len(found) == 3:

@@ -252,7 +252,7 @@ def explore(examples: int, steps: int) -> None:
 
 
 def test_a_fleet_does_what_its_model_says() -> None:
-    explore(examples=8, steps=25)
+    explore(examples=5, steps=20)
 
 
 @pytest.mark.slow

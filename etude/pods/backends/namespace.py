@@ -97,12 +97,12 @@ class NamespaceBackend(Backend):
         return pod
 
     async def reap(self, known: Iterable[str]) -> list[str]:
-        reply, _ = await self.keeper.ask(plan.STATUS)
+        reply, _ = await self._ask(plan.STATUS)
         running = {name.decode() for name in reply.get(plan.ID, [])}
         leftovers = {entry.name for entry in (self.state / "pods").iterdir()} | existing(self.layout) | running
         leftovers -= set(known)  # last: a pod made meanwhile is in no list of ours
         for name in sorted(leftovers):
-            await self.keeper.ask(plan.KILL, (plan.ID, name.encode()))
+            await self._ask(plan.KILL, (plan.ID, name.encode()))
             group = Group(self.layout, name)
             if not group.remove():
                 group.kill()  # its keeper died before it could
@@ -111,7 +111,7 @@ class NamespaceBackend(Backend):
         return sorted(leftovers)
 
     async def memory_layers(self) -> set[str]:
-        reply, _ = await self.keeper.ask(plan.STATUS)
+        reply, _ = await self._ask(plan.STATUS)
         return {name.decode() for name in reply.get(plan.LAYER, [])}
 
     async def close(self) -> None:
@@ -126,6 +126,13 @@ class NamespaceBackend(Backend):
         for name in existing(self.layout):
             await self._remove_group(Group(self.layout, name))
         await self.close()
+
+    async def _ask(self, op: int, *fields: tuple[int, wire.Value]) -> tuple[wire.Fields, list[int]]:
+        """Ask the keeper what may be asked twice: one that died just now is replaced."""
+        try:
+            return await self.keeper.ask(op, *fields)
+        except PodGone:
+            return await self.keeper.ask(op, *fields)
 
     # ------------------------------------------------------------------------------------------- layers
 
@@ -152,7 +159,7 @@ class NamespaceBackend(Backend):
         if layer.id in self.mapped and self.keeper.sock is not None:  # without a connection it may be another keeper
             return
         path = os.fsencode(self.relative(self.store.layer_path(layer)))
-        await self.keeper.ask(plan.MAP, (plan.LAYER, layer.id.encode()), (plan.PATH, path), *self.id_maps())
+        await self._ask(plan.MAP, (plan.LAYER, layer.id.encode()), (plan.PATH, path), *self.id_maps())
         self.mapped.add(layer.id)
 
     def id_maps(self) -> list[tuple[int, bytes]]:
@@ -172,7 +179,7 @@ class NamespaceBackend(Backend):
 
     async def drop(self, layer: Layer) -> None:
         self.mapped.discard(layer.id)
-        await self.keeper.ask(plan.DROP, (plan.LAYER, layer.id.encode()))
+        await self._ask(plan.DROP, (plan.LAYER, layer.id.encode()))
 
     # ------------------------------------------------------------------------------------------- cleaning
 

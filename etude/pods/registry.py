@@ -1,0 +1,95 @@
+"""What is written down about the pods of a state directory: their records, and the services that own them.
+
+A pod's record is there before the pod is. A service holds a lock for as long as it lives, so that anybody can tell
+which owners are dead.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from etude.errors import BusyError
+from etude.lock import take_lock
+from etude.pods.backends.backend import PodSpec
+from etude.pods.pod import Egress, Limits
+from etude.pods.records import image_from_json, image_to_json
+
+
+class Registry:
+    """The records of a state directory, and our own place in it."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self.owner = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self.lock = -1
+
+    def open(self) -> None:
+        """Take our place."""
+        for name in ("pods", "owners", "trash"):
+            (self.state / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.lock = take_lock(self.owner_file(self.owner), f"owner {self.owner}")
+
+    def close(self) -> None:
+        """Leave it."""
+        if self.lock >= 0:
+            self.owner_file(self.owner).unlink(missing_ok=True)
+            os.close(self.lock)
+            self.lock = -1
+
+    def write(self, spec: PodSpec) -> None:
+        """Write a pod's description where the next service will look for it."""
+        directory = self.state / "pods" / spec.id
+        directory.mkdir(mode=0o700, exist_ok=True)
+        plain = {name: getattr(spec, name) for name in PodSpec.__dataclass_fields__}
+        plain |= {"image": image_to_json(spec.image), "limits": asdict(spec.limits), "egress": asdict(spec.egress)}
+        part = directory / ".pod.json"
+        part.write_text(json.dumps(plain))
+        part.rename(directory / "pod.json")
+
+    def remove(self, id: str) -> None:
+        """Remove what `write` made, if nothing else is there."""
+        directory = self.state / "pods" / id
+        with contextlib.suppress(OSError):  # the backend has removed it already
+            (directory / "pod.json").unlink()
+            directory.rmdir()
+
+    def records(self) -> list[PodSpec]:
+        """Every pod's description in the state directory."""
+        found = (read_record(directory / "pod.json") for directory in (self.state / "pods").iterdir())
+        return [spec for spec in found if spec is not None]
+
+    def owner_file(self, owner: str) -> Path:
+        return self.state / "owners" / f"{owner}.lock"
+
+    def alive(self, owner: str) -> bool:
+        """Whether the service of that name still runs: it holds its lock as long as it does."""
+        file = self.owner_file(owner)
+        if not file.exists():
+            return False
+        try:
+            os.close(take_lock(file, owner))
+        except BusyError:
+            return True
+        file.unlink(missing_ok=True)
+        return False
+
+    def others(self) -> list[str]:
+        """Other living processes that have this state directory open."""
+        owners = (file.stem for file in (self.state / "owners").glob("*.lock"))
+        return [owner for owner in owners if owner != self.owner and self.alive(owner)]
+
+
+def read_record(file: Path) -> PodSpec | None:
+    """A pod's description; None when there is none that can be read."""
+    try:
+        plain: Mapping[str, Any] = json.loads(file.read_text())
+        image = image_from_json(plain["image"])
+        egress = Egress(**{**plain["egress"], "allow": tuple(plain["egress"]["allow"])})
+        return PodSpec(**{**plain, "image": image, "limits": Limits(**plain["limits"]), "egress": egress})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
