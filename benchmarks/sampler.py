@@ -190,10 +190,7 @@ def on_cpu(arguments: argparse.Namespace, table: Table) -> None:
     for batch in (1, 8, 32):
         prompts = [[rng.randrange(4096) for _ in range(64)] for _ in range(batch)]
         options = EngineOptions(tokens=16384, max_streams=batch, budget=1024, sharing=False)
-        rates = []
-        for _ in range(3):
-            rates.append(run(Engine(model, options), prompts, 64)[0])
-        ours = max(rates)
+        ours = max(run(Engine(model, options), prompts, 64)[0] for _ in range(3))
         if arguments.skip_peers:
             table.add_row(f"nano, batch {batch}, tok/s", f"{ours:,.0f}", "", "")
             continue

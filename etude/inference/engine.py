@@ -22,7 +22,9 @@ from etude.inference.sampling import Knobs, Sampling, draw
 from etude.inference.scheduler import Scheduler, Step
 from etude.inference.speculation import Speculator
 from etude.kernels.draw import Drawn
+from etude.kernels.linear import can_pack, pack
 from etude.kernels.paged import dense_rows_pay
+from etude.model.layers import Linear
 from etude.model.moe import Routing
 from etude.model.mtp import MTP
 from etude.model.tokenizer import Tokenizer
@@ -96,6 +98,9 @@ class Engine:
         if dense_rows_pay(weight) and not o.invariant and not o.drafts:
             self.rows = Rows(self.cache, limit=self.pool.count * o.page)
             self.scheduler.on_forget = self.rows.forget
+        if can_pack(weight) and not o.invariant:
+            for each in {id(w): w for w in (weight, *(m.weight for m in model.modules() if isinstance(m, Linear)))}.values():
+                pack(each)
         self._knobs: tuple[list[Stream], Knobs] | None = None  # of the streams that wrote last
         self.steps = 0
         self.read_tokens = self.made_tokens = 0

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.kernels.attention import Documents, attend
 from etude.kernels.fused import rotate
+from etude.kernels.linear import linear
 from etude.model.config import LatentConfig, ModelConfig, RopeConfig
 from etude.model.layers import Linear, RMSNorm
 
@@ -101,7 +101,7 @@ class GroupedQueryAttention(nn.Module):
             y = attend(q, k, v, scale=self.scale, documents=documents)
         else:
             y = cache.attend(self.layer, q, k, v, scale=self.scale)
-        return F.linear(y.flatten(-2), self.out.weight, self.out.bias)
+        return linear(y.flatten(-2), self.out.weight, self.out.bias)
 
 
 class LatentAttention(nn.Module):
@@ -138,7 +138,7 @@ class LatentAttention(nn.Module):
             y = attend(torch.cat((q_nope, q_rope), dim=-1), k, v, scale=self.scale, documents=documents)
         else:
             y = self._attend_latents(q_nope, q_rope, latent, k_rope, cache)
-        return F.linear(y.flatten(-2), self.out.weight, self.out.bias)
+        return linear(y.flatten(-2), self.out.weight, self.out.bias)
 
     def _attend_latents(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, cache: Cache) -> Tensor:
         up = self.kv_up.weight.view(self.heads, -1, self.latent.kv_rank)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from etude.errors import InputError
 from etude.kernels.attention import Documents
+from etude.kernels.linear import linear
 from etude.model.attention import Cache, GroupedQueryAttention, LatentAttention, Rope, Rotation
 from etude.model.cache import KVCache
 from etude.model.config import ModelConfig
@@ -111,7 +111,7 @@ class Transformer(nn.Module):
         return cast(tuple[Tensor, Tensor | None], block(*inputs))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head_weight)
+        return linear(hidden, self.head_weight)
 
     @property
     def head_weight(self) -> Tensor:

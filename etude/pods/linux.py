@@ -140,7 +140,8 @@ def close_range(first: int, last: int = 0xFFFFFFFF) -> None:
 
 def open_plain(path: str, flags: int, mode: int = 0) -> int:
     """Open without following the links of procfs, by which a process reaches what it cannot name."""
-    how = struct.pack("QQQ", flags | os.O_CLOEXEC | os.O_NOCTTY, mode if flags & os.O_CREAT else 0, RESOLVE_NO_MAGICLINKS)
+    allowed = mode if flags & os.O_CREAT else 0
+    how = struct.pack("QQQ", flags | os.O_CLOEXEC | os.O_NOCTTY, allowed, RESOLVE_NO_MAGICLINKS)
     result = _libc.syscall(
         ctypes.c_long(_OPENAT2),
         ctypes.c_long(AT_FDCWD),

@@ -1,4 +1,4 @@
-"""The contract of the environment service: what a pod is, what may be asked of it, and what a backend must say of itself.
+"""The contract of the environment service: what a pod is, what may be asked of it, what a backend says of itself.
 
 A pod is a machine of its own for one agent session: commands, files, terminals, snapshots and forks, under limits
 and with no network unless some is allowed. Nothing here assumes that a pod shares our kernel: what crosses is the

@@ -63,7 +63,7 @@ async def probe(name: str, compiled: bool = True) -> Verdict:
     if not linux.SUPPORTED and name != "subprocess":
         return Verdict(name, False, f"needs Linux on x86_64 or aarch64, this is {os.uname().sysname}")
     if name == "landlock" and landlock.abi() == 0:
-        return Verdict(name, False, "this kernel has no Landlock (it came with 5.13, and must be among the active LSMs)")
+        return Verdict(name, False, "this kernel has no Landlock (since 5.13, and it must be among the active LSMs)")
     state = Path(tempfile.mkdtemp(prefix="etude-probe-"))
     (state / "pods").mkdir()
     backend = None
@@ -78,7 +78,8 @@ async def probe(name: str, compiled: bool = True) -> Verdict:
         finally:
             await pod.end()
         if result.stdout != "probe\n":
-            return Verdict(name, False, f"a pod ran, but its command failed: {result.stderr.strip() or result.exit_code}")
+            why = result.stderr.strip() or result.exit_code
+            return Verdict(name, False, f"a pod ran, but its command failed: {why}")
         took = (time.perf_counter() - started) * 1000
         return Verdict(name, True, f"made a pod and ran a command in {took:.0f} ms", backend.capabilities)
     except (OSError, PodError, TimeoutError) as error:

@@ -128,6 +128,7 @@ class Backend(ABC):
     async def drop(self, layer: Layer) -> None:
         """A layer is not used any more: let go of what the backend holds for it."""
 
+    @abstractmethod
     async def close(self) -> None:
         """Let go of connections; pods that are not attached go on."""
 
