@@ -98,9 +98,8 @@ class Engine:
         if dense_rows_pay(weight) and not o.invariant and not o.drafts:
             self.rows = Rows(self.cache, limit=self.pool.count * o.page)
             self.scheduler.on_forget = self.rows.forget
-        if can_pack(weight) and not o.invariant:
-            for each in {id(w): w for w in (weight, *(m.weight for m in model.modules() if isinstance(m, Linear)))}.values():
-                pack(each)
+        if not o.invariant:
+            pack_weights(model)
         self._knobs: tuple[list[Stream], Knobs] | None = None  # of the streams that wrote last
         self.steps = 0
         self.read_tokens = self.made_tokens = 0
@@ -331,6 +330,13 @@ class Engine:
             if any(stop in text for stop in stream.sampling.stop_text):
                 return count, "stop"
         return len(tokens), ending
+
+
+def pack_weights(model: Transformer) -> None:
+    """Where it pays, keep every matrix of a model once more as its products read it."""
+    matrices = [model.head_weight, *(part.weight for part in model.modules() if isinstance(part, Linear))]
+    for weight in {id(weight): weight for weight in matrices if can_pack(weight)}.values():
+        pack(weight)
 
 
 def _tell_end(stream: Stream) -> None:

@@ -30,7 +30,6 @@ class RowStep:
 
     keys: list[Tensor]  # by layer, [rows, kv heads, tokens, dim]
     values: list[Tensor]  # likewise; the first part of the keys where latents are kept
-    latent: bool
     rows: Tensor  # [n], 0 to n - 1
     places: Tensor  # [n], of the new token
     mask: Tensor  # [n * kv heads, 1, tokens]: 0, or minus infinity after the new token
@@ -56,6 +55,11 @@ class Rows:
         self._row: dict[Stream, int] = {}
         self._filled: dict[Stream, int] = {}  # tokens of each stream that are here
 
+    @property
+    def streams(self) -> list[Stream]:
+        """Those who have a row now."""
+        return list(self._row)
+
     def forget(self, stream: Stream) -> None:
         """A stream's pages are gone, and so is its row."""
         self._row.pop(stream, None)
@@ -74,8 +78,7 @@ class Rows:
         mask = torch.zeros(len(order), longest, dtype=keys.dtype)
         mask.masked_fill_(torch.arange(longest) > places[:, None], float("-inf"))
         mask = mask[:, None].expand(-1, keys.shape[1], -1).reshape(-1, 1, longest)
-        latent = not self._pages.values
-        return order, RowStep(self._keys, self._values, latent, torch.arange(len(order)), places, mask)
+        return order, RowStep(self._keys, self._values, torch.arange(len(order)), places, mask)
 
     def _seat(self, streams: Sequence[Stream]) -> list[Stream]:
         """A row below their number for every stream; whoever lies above moves down."""

@@ -55,7 +55,8 @@ def pick(odds: Tensor, lucks: Tensor) -> Tensor:
     sums = odds.double().cumsum(dim=-1)
     aim = lucks.double()[:, None] * sums[:, -1:]
     found = torch.searchsorted(sums, aim, right=True)
-    return found.clamp(max=odds.shape[-1] - 1)[:, 0]
+    last = torch.searchsorted(sums, sums[:, -1:])  # the last that weighs anything, for luck that rounds up to the whole
+    return torch.minimum(found, last)[:, 0]
 
 
 def luck(seeds: Tensor, places: Tensor, stream: int) -> Tensor:

@@ -1,0 +1,316 @@
+"""The engine says what the model says: tokens, log-probabilities, experts, whatever the scheduler does meanwhile."""
+
+import numpy as np
+import pytest
+import torch
+from engines import (
+    FAMILIES,
+    GREEDY,
+    engine_of,
+    finish,
+    gap,
+    likeliest,
+    model_of,
+    plain_routing,
+    prompts_of,
+    weights_of,
+)
+from samplers import parrot
+
+from etude.errors import InputError
+from etude.inference.engine import Engine, EngineOptions
+from etude.inference.request import Stream
+from etude.inference.sampling import Sampling
+from etude.model.cache import KVCache
+from etude.model.transformer import Transformer
+
+PROMPTS = prompts_of((3, 17, 40, 64, 1, 33))
+SITUATIONS = {
+    "plain": {},
+    "chunks": {"budget": 16, "sharing": False},
+    "short of pages": {"tokens": 200, "budget": 32},
+    "invariant": {"invariant": True},
+}
+EXPERTS = ("qwen3_moe", "deepseek_v3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_greedy_tokens_and_logprobs_are_those_of_the_plain_forward(family: str, situation: str) -> None:
+    engine = engine_of(family, **SITUATIONS[situation])
+    streams = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
+    finish(engine)
+    assert (engine.scheduler.preemptions > 0) == (situation == "short of pages")
+    for stream in streams:
+        assert stream.made == likeliest(family, 0, tuple(stream.prompt), 20)
+        assert gap(engine.model, stream) < 1e-4
+        assert stream.logprobs == [0.0] * 20
+        assert stream.ending == "length"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sharing", [True, False])
+def test_samples_of_one_prompt_share_it_and_stay_true(family: str, sharing: bool) -> None:
+    engine = engine_of(family, sharing=sharing, tokens=512)
+    streams = engine.submit(PROMPTS[2], Sampling(max_tokens=12, samples=6, seed=5))
+    again = engine.submit(PROMPTS[2] + [7], Sampling(max_tokens=12, seed=5))
+    finish(engine)
+    assert len({tuple(stream.made) for stream in streams}) > 3
+    assert [stream.cached for stream in streams] == ([0] + [32] * 5 if sharing else [0] * 6)
+    for stream in streams + again:
+        assert gap(engine.model, stream) < 1e-4
+
+
+def test_a_later_turn_of_a_session_reads_only_what_is_new() -> None:
+    engine = engine_of("llama")
+    (first,) = engine.submit(PROMPTS[2], GREEDY)
+    finish(engine)
+    read = engine.read_tokens
+    (second,) = engine.submit(first.prompt + first.made + [5, 6, 7], GREEDY)
+    finish(engine)
+    assert second.cached == 56  # of 40 + 20 + 3 tokens; the last one made was never read
+    assert engine.read_tokens - read == 7
+    assert gap(engine.model, second) < 1e-4
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_experts_returned_are_those_of_the_plain_forward(family: str, situation: str) -> None:
+    engine = engine_of(family, **SITUATIONS[situation])
+    streams = [engine.submit(prompt, Sampling(max_tokens=14, seed=3, samples=2)) for prompt in [*PROMPTS, PROMPTS[3]]]
+    finish(engine)
+    for stream in sum(streams, []):
+        routing = stream.result().routing
+        assert routing is not None
+        assert routing.dtype == np.uint8
+        assert torch.equal(torch.from_numpy(routing).long(), plain_routing(engine.model, stream.prompt + stream.made[:-1]))
+
+
+def test_many_experts_need_a_wider_type() -> None:
+    changes = {"num_experts": 300, "num_experts_per_tok": 3, "num_hidden_layers": 1}
+    engine = Engine(weights_of("qwen3_moe", 0, **changes), EngineOptions(tokens=128))
+    (stream,) = engine.submit([1, 2, 3], Sampling(max_tokens=3))
+    finish(engine)
+    routing = stream.result().routing
+    assert routing is not None and routing.dtype == np.uint16
+    assert torch.equal(torch.from_numpy(routing).long(), plain_routing(engine.model, stream.prompt + stream.made[:-1]))
+
+
+# ------------------------------------------------------------------------------------------------- new weights
+
+
+def swapped(family: str, policy: str, steps: int, **options: object) -> tuple[Engine, list[Stream]]:
+    engine = engine_of(family, 0, on_swap=policy, **options)
+    streams = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
+    for _ in range(steps):
+        engine.step()
+    engine.load(weights_of(family, 1).state_dict(), version=7)
+    finish(engine)
+    return engine, streams
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"tokens": 200, "budget": 32}], ids=["roomy", "short of pages"])
+def test_after_a_swap_with_recompute_all_is_as_if_the_new_weights_had_read_everything(family: str, options: dict) -> None:
+    _, streams = swapped(family, "recompute", 9, **options)
+    for stream in streams:
+        old = stream.versions.count(0)
+        assert stream.versions == [0] * old + [7] * (20 - old)
+        assert stream.made[:old] == likeliest(family, 0, tuple(stream.prompt), 20)[:old]
+        if old < 20:
+            after = likeliest(family, 1, tuple(stream.prompt + stream.made[:old]), 20 - old)
+            assert stream.made[old:] == after
+            assert gap(weights_of(family, 1), stream, old) < 1e-4
+    assert any(0 < stream.versions.count(0) < 20 for stream in streams)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_a_swap_with_keep_new_weights_go_on_over_old_keys_and_values(family: str) -> None:
+    _, streams = swapped(family, "keep", 9)
+    for stream in streams:
+        old = stream.versions.count(0)
+        assert 0 < old < 20
+        assert stream.made == kept(family, stream.prompt, old)
+
+
+@torch.no_grad()
+def kept(family: str, prompt: list[int], old: int) -> list[int]:
+    """Greedy decoding with one plain cache; after `old` tokens the weights under it change."""
+    model = model_of(family, 0)
+    cache = KVCache(model.config, 1, len(prompt) + 20, torch.float32)
+    made, tokens = [], prompt
+    for index in range(20):
+        if index == old:
+            model.load_state_dict(weights_of(family, 1).state_dict())
+        made.append(int(model.logits(model.hidden(torch.tensor([tokens]), cache=cache)[0, -1]).argmax()))
+        tokens = made[-1:]
+    return made
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_what_starts_after_a_swap_finds_nothing_of_older_weights(policy: str) -> None:
+    engine = engine_of("llama", 0, on_swap=policy)
+    (old,) = engine.submit(PROMPTS[3], GREEDY)
+    for _ in range(5):
+        engine.step()
+    engine.load(weights_of("llama", 1).state_dict(), version=1)
+    others = engine.submit(PROMPTS[3], Sampling(max_tokens=20, temperature=0.0, samples=3))
+    finish(engine)
+    (late,) = engine.submit(PROMPTS[3], GREEDY)
+    finish(engine)
+    assert old.ending == "length"
+    for stream in (*others, late):
+        assert stream.made == likeliest("llama", 1, tuple(PROMPTS[3]), 20)
+        assert gap(engine.model, stream) < 1e-4
+    assert [stream.cached > 0 for stream in others[1:]] == [True, True]
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_of_a_token_are_those_that_made_what_followed_it(family: str) -> None:
+    _, streams = swapped(family, "recompute", 9)
+    for stream in streams:
+        seen = len(stream.prompt) + stream.versions.count(0) - 1  # tokens the old weights read
+        routing = torch.from_numpy(stream.result().routing).long()
+        tokens = stream.prompt + stream.made[:-1]
+        assert torch.equal(routing[:seen], plain_routing(weights_of(family, 0), tokens)[:seen])
+        assert torch.equal(routing[seen:], plain_routing(weights_of(family, 1), tokens)[seen:])
+
+
+def test_weights_that_do_not_fit_change_nothing() -> None:
+    engine = engine_of("llama")
+    before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    good = "norm.weight", torch.zeros_like(before["norm.weight"])
+    with pytest.raises(InputError, match="nonsense is not a tensor"):
+        engine.load({good[0]: good[1], "nonsense": torch.zeros(1)}, 1)
+    with pytest.raises(InputError, match="expected"):
+        engine.load({good[0]: good[1], "embed.weight": torch.zeros(1)}, 1)
+    assert engine.version == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.model.state_dict().items())
+
+
+def test_weights_changed_in_place_behind_the_engine_are_used() -> None:
+    engine = engine_of("llama")
+    engine.model.load_state_dict(weights_of("llama", 1).state_dict())
+    streams = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
+    finish(engine)
+    assert [stream.made for stream in streams] == [likeliest("llama", 1, tuple(prompt), 20) for prompt in PROMPTS]
+
+
+# ------------------------------------------------------------------------------------------------- endings
+
+
+def test_a_stop_token_ends_a_sample_and_belongs_to_it() -> None:
+    free = likeliest("llama", 0, tuple(PROMPTS[1]), 20)
+    engine = engine_of("llama")
+    (stream,) = engine.submit(PROMPTS[1], Sampling(max_tokens=20, temperature=0.0, stop=frozenset({free[6], 60})))
+    finish(engine)
+    assert stream.made == free[: free.index(free[6]) + 1]
+    assert stream.ending == "stop"
+
+
+@pytest.mark.parametrize(("stop", "pieces"), [("cd", 2), ("de", 3), ("bcde", 3), ("f", 3), ("zz", 5)])
+def test_a_stop_text_ends_a_sample_where_it_is_complete_even_across_tokens(stop: str, pieces: int) -> None:
+    engine = parrot("ab", "cd", "ef", "gh", "ij", end=False)
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": "x"}]), special=True)
+    (stream,) = engine.submit(prompt, Sampling(max_tokens=5, temperature=0.0, stop_text=("nothing", stop)))
+    finish(engine)
+    assert tokenizer.decode(stream.made) == "abcdefghij"[: 2 * pieces]
+    assert stream.ending == ("stop" if pieces < 5 else "length")
+
+
+def test_samples_of_one_prompt_each_stop_by_themselves() -> None:
+    engine = engine_of("llama")
+    streams = engine.submit(PROMPTS[0], Sampling(max_tokens=40, samples=8, seed=3, stop=frozenset(range(8))))
+    finish(engine)
+    assert len({len(stream.made) for stream in streams}) > 2
+    for stream in streams:
+        assert all(token >= 8 for token in stream.made[:-1])
+        assert (stream.ending == "stop") == (stream.made[-1] < 8)
+
+
+def test_bad_requests_are_refused_before_they_are_queued() -> None:
+    engine = engine_of("llama", tokens=64)
+    bad = [
+        ([], Sampling(), "empty"),
+        ([61], Sampling(), "token id 61"),
+        ([3, -1], Sampling(), "token id -1"),
+        ([1] * 100, Sampling(max_tokens=29), "exceed the model's 128"),
+        ([1] * 40, Sampling(max_tokens=24), "the KV cache holds 64"),
+        ([1], Sampling(max_tokens=4, stop_text=("a",)), "tokenizer"),
+    ]
+    for prompt, sampling, reason in bad:
+        with pytest.raises(InputError, match=reason):
+            engine.submit(prompt, sampling)
+    assert not engine.busy
+    (fits,) = engine.submit([1] * 40, Sampling(max_tokens=23))
+    finish(engine)
+    assert len(fits.made) == 23
+
+
+def test_engine_options_that_could_never_run_are_refused() -> None:
+    for wrong in ({"budget": 0}, {"max_streams": 0}, {"page": 0}, {"tokens": 0}, {"drafts": -1}, {"burst": 0}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            EngineOptions(**wrong)
+
+
+def test_pages_longer_than_a_piece_do_not_switch_invariance_off() -> None:
+    engine = engine_of("llama", page=512, tokens=4096, invariant=True)
+    assert engine.scheduler.piece == 512
+
+
+# ------------------------------------------------------------------------------------------------- cancelling
+
+
+def listening(engine: Engine, model: Transformer | None = None) -> tuple[list, object]:
+    heard: list[tuple[Stream, list[int]]] = []
+    return heard, lambda stream, tokens: heard.append((stream, list(tokens)))
+
+
+def test_whoever_listens_hears_every_token_once_and_the_end_once_cancelled_or_not() -> None:
+    engine = engine_of("llama", max_streams=3)
+    heard, listener = listening(engine)
+    streams = [engine.submit(prompt, Sampling(max_tokens=9), listener)[0] for prompt in PROMPTS]
+    for _ in range(4):
+        engine.step()
+    running, waiting = engine.scheduler.running[0], engine.scheduler.waiting[-1]
+    for stream in (running, waiting, running):
+        engine.cancel(stream)
+    finish(engine)
+    engine.cancel(running)
+    engine.step()
+    for stream in streams:
+        told = [tokens for whom, tokens in heard if whom is stream]
+        assert told[-1] == [] and told.count([]) == 1
+        assert sum(told, []) == stream.made
+        assert stream.ending == ("cancelled" if stream in (running, waiting) else "length")
+
+
+def test_a_listener_may_cancel_from_inside_a_step() -> None:
+    engine = engine_of("llama")
+    streams: list[Stream] = []
+
+    def impatient(stream: Stream, tokens: list[int]) -> None:
+        if len(stream.made) == 3 and tokens:
+            for each in streams:
+                engine.cancel(each)
+
+    streams += engine.submit(PROMPTS[0], Sampling(max_tokens=30, samples=4), impatient)
+    finish(engine)
+    assert [stream.ending for stream in streams] == ["cancelled"] * 4
+    assert max(len(stream.made) for stream in streams) == 3
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_when_the_leader_of_samples_is_cancelled_another_reads_the_prompt_once(steps: int) -> None:
+    engine = engine_of("llama", budget=16)
+    streams = engine.submit(PROMPTS[3], Sampling(max_tokens=6, samples=5, seed=2))
+    for _ in range(steps):
+        engine.step()
+    engine.cancel(streams[0])
+    finish(engine)
+    assert [stream.ending for stream in streams] == ["cancelled"] + ["length"] * 4
+    assert engine.read_tokens <= 16 * steps + 64 + 4 * 8  # and not five times 64
+    for stream in streams[1:]:
+        assert gap(engine.model, stream) < 1e-4

@@ -1,0 +1,134 @@
+"""Speculation changes how fast tokens come, never which: greedy ones are equal, sampled ones equal in distribution."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from engines import (
+    FAMILIES,
+    GREEDY,
+    engine_of,
+    finish,
+    gap,
+    likeliest,
+    model_of,
+    plain_routing,
+    prompts_of,
+    surprise,
+    weights_of,
+)
+
+from etude.errors import InputError
+from etude.inference.engine import Engine, EngineOptions
+from etude.inference.sampling import Sampling
+
+PROMPTS = prompts_of((3, 17, 40, 64, 2, 33))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"tokens": 200, "budget": 32}], ids=["roomy", "short of pages"])
+def test_greedy_tokens_with_drafts_are_those_without(family: str, options: dict) -> None:
+    engine = engine_of(family, drafts=3, **options)
+    streams = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
+    finish(engine)
+    assert bool(engine.scheduler.preemptions) == bool(options)
+    assert engine.speculator is not None and not engine.speculator.states
+    for stream in streams:
+        assert stream.made == likeliest(family, 0, tuple(stream.prompt), 20)
+        assert gap(engine.model, stream) < 1e-4
+        if engine.model.config.moe:
+            want = plain_routing(engine.model, stream.prompt + stream.made[:-1])
+            assert torch.equal(torch.from_numpy(stream.result().routing).long(), want)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6}, {"top_p": 0.7}, {"top_k": 3}], ids=str)
+def test_three_sampled_tokens_are_jointly_distributed_as_the_model_says(sampling: dict) -> None:
+    vocabulary, prompt, count = 6, [1, 4, 2, 2, 5], 2560
+    model = weights_of("llama", 2, vocabulary, num_hidden_layers=1, tie_word_embeddings=False)
+    engine = engine_of("llama", drafts=2, model=model, max_streams=256, tokens=8192, page=4, budget=2048)
+    streams = sum((engine.submit(prompt, Sampling(3, seed=10**6 * i, samples=512, **sampling)) for i in range(5)), [])
+    finish(engine)
+    assert engine.speculator is not None
+    assert engine.speculator.acceptance.accepted[0] > count / 10, "too few drafts are accepted to prove anything"
+    paths = list(itertools.product(range(vocabulary), repeat=3))
+    with torch.no_grad():
+        logprobs = model(torch.tensor([prompt + list(path) for path in paths])).log_softmax(-1)[:, len(prompt) - 1 : -1]
+    odds = _cut(logprobs, **sampling).gather(2, torch.tensor(paths)[..., None])[..., 0]
+    seen = Counter(tuple(stream.made) for stream in streams)
+    assert surprise([seen[path] for path in paths], (odds.prod(dim=1) * count).tolist()) < 4
+    for stream in streams[:40]:
+        row = paths.index(tuple(stream.made))
+        assert torch.allclose(torch.tensor(stream.logprobs), odds[row].log(), atol=1e-4)
+
+
+def _cut(logprobs: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> torch.Tensor:
+    odds = (logprobs / temperature).softmax(-1)
+    order = odds.argsort(dim=-1, descending=True)
+    kept = torch.zeros_like(odds, dtype=torch.bool)
+    for at in itertools.product(*map(range, odds.shape[:-1])):
+        weight = 0.0
+        for rank, token in enumerate(order[at].tolist()):
+            if weight < top_p and (not top_k or rank < top_k):
+                kept[(*at, token)] = True
+            weight += odds[(*at, token)].item()
+    odds = odds * kept
+    return odds / odds.sum(-1, keepdim=True)
+
+
+def test_counters_add_up_to_the_tokens_made() -> None:
+    engine = engine_of("llama", drafts=2)
+    streams = [engine.submit(prompt, Sampling(max_tokens=40, seed=1, temperature=0.3))[0] for prompt in PROMPTS]
+    finish(engine)
+    assert engine.speculator is not None
+    acceptance = engine.speculator.acceptance
+    assert acceptance.accepted == sorted(acceptance.accepted, reverse=True)
+    verified = acceptance.rounds + sum(acceptance.accepted)
+    made = sum(len(stream.made) for stream in streams) - len(streams)  # the first of each comes from its prompt
+    assert made <= verified <= made + 2 * len(streams)  # the last round of a stream may overshoot
+    assert acceptance.length == pytest.approx(verified / acceptance.rounds)
+
+
+def test_max_tokens_and_stop_tokens_hold_inside_a_verified_run() -> None:
+    free = likeliest("llama", 0, tuple(PROMPTS[1]), 20)
+    for most in range(1, 7):
+        engine = engine_of("llama", drafts=3)
+        (stream,) = engine.submit(PROMPTS[1], Sampling(max_tokens=most, temperature=0.0))
+        finish(engine)
+        assert stream.made == free[:most]
+    engine = engine_of("llama", drafts=3)
+    (stream,) = engine.submit(PROMPTS[1], Sampling(max_tokens=20, temperature=0.0, stop=frozenset({free[4]})))
+    finish(engine)
+    assert stream.made == free[: free.index(free[4]) + 1]
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_a_swap_in_the_middle_of_speculation_loses_nothing(policy: str) -> None:
+    engine = engine_of("llama", drafts=2, on_swap=policy, tokens=200, budget=32)
+    streams = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
+    for _ in range(8):
+        engine.step()
+    engine.load(weights_of("llama", 1).state_dict(), version=1)
+    finish(engine)
+    for stream in streams:
+        old = stream.versions.count(0)
+        assert stream.made[:old] == likeliest("llama", 0, tuple(stream.prompt), 20)[:old]
+        if policy == "recompute" and old < 20:
+            assert stream.made[old:] == likeliest("llama", 1, tuple(stream.prompt + stream.made[:old]), 20 - old)
+
+
+def test_a_preempted_stream_whose_pages_are_all_still_there_drafts_again() -> None:
+    """Its prefix, up to the very last token, is found: there must be something left to read for a state to draft from."""
+    engine = engine_of("llama", drafts=2, page=4)
+    (stream,) = engine.submit(PROMPTS[0], GREEDY)
+    while stream.ending is None:
+        engine.step()
+        if stream.ending is None and stream.made:
+            engine.scheduler.preempt(stream)
+    assert stream.preempted > 4
+    assert stream.made == likeliest("llama", 0, tuple(PROMPTS[0]), 20)
+
+
+def test_drafts_need_a_model_that_drafts() -> None:
+    with pytest.raises(InputError, match="MTP"):
+        Engine(model_of("llama"), EngineOptions(drafts=2))

@@ -1,0 +1,77 @@
+"""A real package installed inside a pod through its allow-list, in both ways; and refused without one.
+
+Needs the package index that pip itself would use; where it cannot be reached the tests are skipped with pip's words.
+"""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from etude.pods import Egress
+from etude.pods.fleet import open_host
+
+pytestmark = pytest.mark.slow
+PACKAGE = "six"
+INSTALL = (
+    f"python3 -m venv /work/v && /work/v/bin/pip install --no-cache-dir --retries 0 {PACKAGE} && "
+    f"/work/v/bin/python -c 'import {PACKAGE}; print({PACKAGE}.__file__)'"
+)
+
+
+def index_hosts() -> tuple[str, ...]:
+    """The hosts that pip's default index names, asked of pip itself."""
+    code = "from pip._internal.models.index import PyPI as p; print(p.simple_url, p.file_storage_domain)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    return urlsplit(found[0]).netloc, found[1]
+
+
+@pytest.fixture(scope="module")
+def reachable() -> None:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--retries", "0", "-qd", "/dev/null/no", PACKAGE]
+    words = subprocess.run(command, capture_output=True, text=True).stderr
+    if "Could not find a version" in words or "Max retries" in words:
+        pytest.skip(f"the package index cannot be reached: {words.strip().splitlines()[-1]}")
+
+
+@pytest.mark.parametrize("transparent", [False, True])
+def test_pip_installs_through_the_allow_list_and_nothing_else_passes(
+    tmp_path: Path, reachable: None, transparent: bool
+) -> None:
+    async def act() -> None:
+        host = await open_host("namespace", tmp_path / "state")
+        try:
+            egress = Egress.to(*index_hosts(), transparent=transparent, private=True)
+            pod = await host.create(egress=egress)
+            result = await pod.exec(INSTALL, timeout=300)
+            assert result.stdout.splitlines()[-1].startswith("/work/v/"), result
+            other = "python3 -c \"import urllib.request as u; u.urlopen('https://example.org/', timeout=5)\""
+            assert not (await pod.exec(other, timeout=30)).ok
+            seen = [event.facts for event in pod.events() if event.kind == "egress"]
+            assert {facts["host"] for facts in seen if facts["allowed"]} == set(index_hosts())
+            assert [facts["host"] for facts in seen if not facts["allowed"]] == ["example.org"]
+        finally:
+            await host.close()
+            await host.backend.shut()
+
+    asyncio.run(act())
+
+
+def test_without_permission_it_is_refused(tmp_path: Path) -> None:
+    async def act() -> None:
+        host = await open_host("namespace", tmp_path / "state")
+        try:
+            pod = await host.create(egress=Egress.to("example.org"))
+            assert not (await pod.exec(INSTALL, timeout=300)).ok
+            refused = [event.facts for event in pod.events() if event.kind == "egress"]
+            assert refused
+            assert not any(facts["allowed"] for facts in refused)
+            assert {facts["host"] for facts in refused} == {index_hosts()[0]}
+        finally:
+            await host.close()
+            await host.backend.shut()
+
+    asyncio.run(act())
