@@ -79,8 +79,12 @@ class Knobs:
 
     def rows(self, index: Tensor) -> "Knobs":
         """The knobs of some rows, all of them cut."""
-        parts = (self.temperature, self.top_p, self.top_k, self.min_p, self.seeds)
-        return Knobs(*(part[index] for part in parts), torch.arange(len(index), device=index.device))
+        return self.spread(index, torch.arange(len(index), device=index.device))
+
+    def spread(self, index: Tensor, cut: Tensor | None) -> "Knobs":
+        """The knobs of some rows, which may stand several times; `cut` of the new rows are cut."""
+        warmth, top_p, top_k = self.temperature[index], self.top_p[index], self.top_k[index]
+        return Knobs(warmth, top_p, top_k, self.min_p[index], self.seeds[index], cut)
 
 
 def draw(logits: Tensor, knobs: Knobs, places: Tensor) -> Drawn:

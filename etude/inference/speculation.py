@@ -121,8 +121,8 @@ class Speculator:
         batch = self.side.batch
         embedded = self.model.embed(batch.tokens)[None]
         rotation = self.model.rope(batch.positions[None], embedded.dtype)
-        out = self.layer(torch.cat(states)[None], embedded, rotation, None, self.side)[0]  # type: ignore[arg-type]
-        return out[batch.writers]  # type: ignore[no-any-return]
+        out: Tensor = self.layer(torch.cat(states)[None], embedded, rotation, None, self.side)
+        return out[0, batch.writers]
 
     def _verify_forward(
         self, streams: list[Stream], starts: list[int], tokens: list[list[int]]
@@ -203,8 +203,7 @@ class Speculator:
 
 def _spread(knobs: Knobs, rows: Tensor) -> Knobs:
     """The knobs of rows that stand several times."""
-    parts = (knobs.temperature, knobs.top_p, knobs.top_k, knobs.min_p, knobs.seeds)
     cut = None
     if knobs.cut is not None:
         cut = torch.isin(rows, knobs.cut).nonzero()[:, 0]
-    return Knobs(*(part[rows] for part in parts), cut)
+    return knobs.spread(rows, cut)

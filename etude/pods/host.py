@@ -74,7 +74,8 @@ class Host:
         self.pools: dict[Signature, Pool] = {}
         self.uses: Counter[str] = Counter()  # of layers in memory, by our pods and snapshots
         self.idle_layers: set[str] = set()
-        self.tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()  # that come to an end, and are waited for
+        self.timers: set[asyncio.Task[Any]] = set()  # that are cancelled
         self.draining = False
         self.registry = Registry(state)
         self.owner = backend.owner = self.registry.owner
@@ -85,18 +86,20 @@ class Host:
         """Take our place in the state directory; remove what dead services left there. The names of the removed."""
         self.registry.open()
         reaped = await self.reap()
-        self._later(self._watch())
+        self._later(self._watch(), self.timers)
         return reaped
 
     async def close(self) -> None:
         """End our attached pods and let go of the others."""
-        for task in list(self.tasks):
+        for task in self.timers:
             task.cancel()
         for pool in self.pools.values():
             if pool.filling:
                 pool.filling.cancel()
         attached = [pod for pod in self.pods.values() if pod.spec.attached and pod.id not in self.guests]
         await asyncio.gather(*(self.close_pod(pod) for pod in attached), return_exceptions=True)
+        if self.tasks:  # pods that are being ended already, for instance: half removed they would be left
+            await asyncio.wait(self.tasks)
         for pod in self.pods.values():
             pod.release()
         if self.idle_layers:
@@ -458,7 +461,7 @@ class Host:
                 if self.uses[layer.id] <= 0:
                     del self.uses[layer.id]
                     if not self.idle_layers:
-                        self._later(self._sweep_soon())
+                        self._later(self._sweep_soon(), self.timers)
                     self.idle_layers.add(layer.id)
 
     async def _sweep_soon(self) -> None:
@@ -555,10 +558,11 @@ class Host:
 
     # ------------------------------------------------------------------------------------------- watching
 
-    def _later(self, work: Any) -> None:
+    def _later(self, work: Any, among: set[asyncio.Task[Any]] | None = None) -> None:
+        tasks = self.tasks if among is None else among
         task = asyncio.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     async def _watch(self) -> None:
         while True:

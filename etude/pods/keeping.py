@@ -25,6 +25,9 @@ from etude.pods.client import connect_unix, failure
 from etude.pods.pod import PodError, PodGone
 
 START_S = 20.0
+# We send blocking, and so does the keeper: a few hundred requests at once would fill the sockets both ways, and then
+# neither would ever read again.
+IN_FLIGHT = 64
 
 
 class KeeperLine:
@@ -39,12 +42,19 @@ class KeeperLine:
         self.descriptors: list[int] = []
         self.fetching: set[int] = set()  # calls whose answer brings one
         self.opening = asyncio.Lock()
+        self.room = asyncio.Semaphore(IN_FLIGHT)
         self.on_open: Callable[[], object] = lambda: None  # another keeper may answer than the last time
 
     async def ask(
         self, op: int, *fields: tuple[int, wire.Value], descriptors: Sequence[int] = ()
     ) -> tuple[wire.Fields, list[int]]:
         """One request; the fields of the answer and the descriptors that came with it."""
+        async with self.room:
+            return await self._exchange(op, fields, descriptors)
+
+    async def _exchange(
+        self, op: int, fields: Sequence[tuple[int, wire.Value]], descriptors: Sequence[int]
+    ) -> tuple[wire.Fields, list[int]]:
         if self.sock is None:
             async with self.opening:
                 if self.sock is None:

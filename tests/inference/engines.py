@@ -76,10 +76,12 @@ def plain_logprobs(model: Transformer, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def gap(model: Transformer, stream: Stream, start: int = 0) -> float:
-    """The largest distance of a stream's own log-probabilities, from token `start` on, from those of a plain forward."""
+    """The largest distance of a stream's log-probabilities, from token `start` on, from those of a plain forward."""
     logprobs = plain_logprobs(model, stream.prompt + stream.made)
     first = len(stream.prompt) - 1
-    pairs = [(logprobs[first + i, stream.made[i]].item(), stream.raw_logprobs[i]) for i in range(start, len(stream.made))]
+    pairs = [
+        (logprobs[first + i, stream.made[i]].item(), stream.raw_logprobs[i]) for i in range(start, len(stream.made))
+    ]
     return max(abs(a - b) for a, b in pairs)
 
 
@@ -92,7 +94,7 @@ def plain_routing(model: Transformer, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def surprise(counts: Sequence[float], expected: Sequence[float]) -> float:
-    """How many standard deviations a chi-square statistic is above what it should be; rare outcomes are put together."""
+    """How many standard deviations a chi-square statistic lies above its mean; rare outcomes are put together."""
     pairs = sorted(zip(expected, counts, strict=True), reverse=True)
     assert all(seen == 0 for want, seen in pairs if want == 0), "something impossible was drawn"
     cells: list[list[float]] = [[0.0, 0.0]]

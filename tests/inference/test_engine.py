@@ -1,5 +1,7 @@
 """The engine says what the model says: tokens, log-probabilities, experts, whatever the scheduler does meanwhile."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
@@ -22,7 +24,6 @@ from etude.inference.engine import Engine, EngineOptions
 from etude.inference.request import Stream
 from etude.inference.sampling import Sampling
 from etude.model.cache import KVCache
-from etude.model.transformer import Transformer
 
 PROMPTS = prompts_of((3, 17, 40, 64, 1, 33))
 SITUATIONS = {
@@ -79,11 +80,13 @@ def test_experts_returned_are_those_of_the_plain_forward(family: str, situation:
     engine = engine_of(family, **SITUATIONS[situation])
     streams = [engine.submit(prompt, Sampling(max_tokens=14, seed=3, samples=2)) for prompt in [*PROMPTS, PROMPTS[3]]]
     finish(engine)
-    for stream in sum(streams, []):
+    for stream in chain(*streams):
         routing = stream.result().routing
         assert routing is not None
         assert routing.dtype == np.uint8
-        assert torch.equal(torch.from_numpy(routing).long(), plain_routing(engine.model, stream.prompt + stream.made[:-1]))
+        assert torch.equal(
+            torch.from_numpy(routing).long(), plain_routing(engine.model, stream.prompt + stream.made[:-1])
+        )
 
 
 def test_many_experts_need_a_wider_type() -> None:
@@ -92,7 +95,8 @@ def test_many_experts_need_a_wider_type() -> None:
     (stream,) = engine.submit([1, 2, 3], Sampling(max_tokens=3))
     finish(engine)
     routing = stream.result().routing
-    assert routing is not None and routing.dtype == np.uint16
+    assert routing is not None
+    assert routing.dtype == np.uint16
     assert torch.equal(torch.from_numpy(routing).long(), plain_routing(engine.model, stream.prompt + stream.made[:-1]))
 
 
@@ -111,7 +115,9 @@ def swapped(family: str, policy: str, steps: int, **options: object) -> tuple[En
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"tokens": 200, "budget": 32}], ids=["roomy", "short of pages"])
-def test_after_a_swap_with_recompute_all_is_as_if_the_new_weights_had_read_everything(family: str, options: dict) -> None:
+def test_after_a_swap_with_recompute_all_is_as_if_the_new_weights_had_read_everything(
+    family: str, options: dict
+) -> None:
     _, streams = swapped(family, "recompute", 9, **options)
     for stream in streams:
         old = stream.versions.count(0)
@@ -263,14 +269,13 @@ def test_pages_longer_than_a_piece_do_not_switch_invariance_off() -> None:
 # ------------------------------------------------------------------------------------------------- cancelling
 
 
-def listening(engine: Engine, model: Transformer | None = None) -> tuple[list, object]:
-    heard: list[tuple[Stream, list[int]]] = []
-    return heard, lambda stream, tokens: heard.append((stream, list(tokens)))
-
-
 def test_whoever_listens_hears_every_token_once_and_the_end_once_cancelled_or_not() -> None:
     engine = engine_of("llama", max_streams=3)
-    heard, listener = listening(engine)
+    heard: list[tuple[Stream, list[int]]] = []
+
+    def listener(stream: Stream, tokens: list[int]) -> None:
+        heard.append((stream, list(tokens)))
+
     streams = [engine.submit(prompt, Sampling(max_tokens=9), listener)[0] for prompt in PROMPTS]
     for _ in range(4):
         engine.step()
@@ -282,8 +287,9 @@ def test_whoever_listens_hears_every_token_once_and_the_end_once_cancelled_or_no
     engine.step()
     for stream in streams:
         told = [tokens for whom, tokens in heard if whom is stream]
-        assert told[-1] == [] and told.count([]) == 1
-        assert sum(told, []) == stream.made
+        assert told[-1] == []
+        assert told.count([]) == 1
+        assert list(chain(*told)) == stream.made
         assert stream.ending == ("cancelled" if stream in (running, waiting) else "length")
 
 

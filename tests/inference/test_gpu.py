@@ -80,7 +80,9 @@ def test_the_sampler_agrees_with_the_models_own_forward(family: str, dtype: torc
     options = EngineOptions(tokens=2048, page=8, max_streams=16, budget=64, burst=4)
     engine = Engine(model, options)
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, model.config.vocab_size, (n,), generator=generator).tolist() for n in (3, 17, 40, 64, 1)]
+    prompts = [
+        torch.randint(0, model.config.vocab_size, (n,), generator=generator).tolist() for n in (3, 17, 40, 64, 1)
+    ]
     streams = [engine.submit(prompt, Sampling(max_tokens=24, seed=7))[0] for prompt in prompts]
     while engine.step():
         engine.pool.check()

@@ -11,7 +11,7 @@ from etude.inference.request import Stream
 from etude.inference.sampling import Sampling
 
 PROMPTS = prompts_of((50, 3, 70, 33))
-PROMPTS.append(PROMPTS[0][:40] + [1, 2, 3])  # begins like the first
+PROMPTS.append([*PROMPTS[0][:40], 1, 2, 3])  # begins like the first
 
 
 @pytest.fixture(autouse=True)

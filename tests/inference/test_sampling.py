@@ -77,7 +77,11 @@ def test_temperature_zero_takes_the_first_of_the_likeliest_with_certainty() -> N
 def test_a_row_is_drawn_the_same_to_the_last_bit_whatever_its_neighbours_are() -> None:
     rng = random.Random(5)
     logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(1)) * 3
-    rows = [Sampling(**rng.choice(WAYS)) for _ in range(6)] + [Sampling(), Sampling(temperature=0.0), Sampling(top_p=0.3)]
+    rows = [Sampling(**rng.choice(WAYS)) for _ in range(6)] + [
+        Sampling(),
+        Sampling(temperature=0.0),
+        Sampling(top_p=0.3),
+    ]
     seeds, places = [rng.randrange(2**62) for _ in rows], [rng.randrange(2000) for _ in rows]
     together = drawn(rows, seeds, places, logits)
     for row in range(len(rows)):
@@ -110,7 +114,8 @@ def test_luck_is_even_and_independent_between_seeds_places_and_purposes() -> Non
     seeds, places = torch.meshgrid(torch.arange(300), torch.arange(300), indexing="ij")
     by_purpose = [luck(seeds, places, purpose) for purpose in (DRAW, ACCEPT, REDRAW, DRAFT)]
     for values in by_purpose:
-        assert 0 <= values.min() and values.max() < 1
+        assert values.min() >= 0
+        assert values.max() < 1
         counts = torch.histc(values.float(), 64, 0, 1).tolist()
         assert surprise(counts, [values.numel() / 64] * 64) < 4
     first = by_purpose[0]

@@ -43,7 +43,8 @@ def run(scheduler: Scheduler, most: int = 2000) -> int:
     for steps in range(most):
         step = scheduler.plan()
         if not step:
-            assert not scheduler.waiting and not scheduler.running
+            assert not scheduler.waiting
+            assert not scheduler.running
             return steps
         pretend(scheduler, step)
         scheduler.pool.check()
@@ -114,7 +115,9 @@ def test_every_plan_keeps_its_promises_and_everybody_ends_once(seed: int, pages:
         if not step and len(streams) >= 14:
             break
     assert all(stream.ending for stream in streams), f"seed {seed}: some never end"
-    assert not scheduler.waiting and not scheduler.running and scheduler.pool.held == 0
+    assert not scheduler.waiting
+    assert not scheduler.running
+    assert scheduler.pool.held == 0
 
 
 def test_one_that_could_never_fit_is_an_error_at_once() -> None:

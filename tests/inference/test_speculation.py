@@ -33,7 +33,8 @@ def test_greedy_tokens_with_drafts_are_those_without(family: str, options: dict)
     streams = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
     finish(engine)
     assert bool(engine.scheduler.preemptions) == bool(options)
-    assert engine.speculator is not None and not engine.speculator.states
+    assert engine.speculator is not None
+    assert not engine.speculator.states
     for stream in streams:
         assert stream.made == likeliest(family, 0, tuple(stream.prompt), 20)
         assert gap(engine.model, stream) < 1e-4
@@ -47,7 +48,8 @@ def test_three_sampled_tokens_are_jointly_distributed_as_the_model_says(sampling
     vocabulary, prompt, count = 6, [1, 4, 2, 2, 5], 2560
     model = weights_of("llama", 2, vocabulary, num_hidden_layers=1, tie_word_embeddings=False)
     engine = engine_of("llama", drafts=2, model=model, max_streams=256, tokens=8192, page=4, budget=2048)
-    streams = sum((engine.submit(prompt, Sampling(3, seed=10**6 * i, samples=512, **sampling)) for i in range(5)), [])
+    groups = [engine.submit(prompt, Sampling(3, seed=10**6 * i, samples=512, **sampling)) for i in range(5)]
+    streams = list(itertools.chain(*groups))
     finish(engine)
     assert engine.speculator is not None
     assert engine.speculator.acceptance.accepted[0] > count / 10, "too few drafts are accepted to prove anything"
@@ -118,7 +120,7 @@ def test_a_swap_in_the_middle_of_speculation_loses_nothing(policy: str) -> None:
 
 
 def test_a_preempted_stream_whose_pages_are_all_still_there_drafts_again() -> None:
-    """Its prefix, up to the very last token, is found: there must be something left to read for a state to draft from."""
+    """Its prefix is found up to the very last token, but something must be read for a state to draft from."""
     engine = engine_of("llama", drafts=2, page=4)
     (stream,) = engine.submit(PROMPTS[0], GREEDY)
     while stream.ending is None:

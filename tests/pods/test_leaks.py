@@ -91,6 +91,16 @@ def test_snapshots_and_forks_that_are_removed_leave_nothing(keeper: str, state: 
     with_host(keeper, state, act)
 
 
+def test_thousands_of_requests_at_once_do_not_lock_service_and_keeper(keeper: str, state: Path) -> None:
+    """Both send blocking: unless there is a limit, each could wait for the other to read."""
+
+    async def act(host: Host) -> None:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(host.backend.memory_layers() for _ in range(3000)))
+
+    with_host(keeper, state, act)
+
+
 def test_creations_that_are_cancelled_leave_nothing(one_keeper: str, state: Path) -> None:
     async def act(host: Host) -> None:
         for n in range(40):
