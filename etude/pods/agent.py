@@ -29,6 +29,7 @@ HIGH_WATER = 4 << 20  # bytes not yet taken by a peer at which its jobs' output 
 DRAIN = 1 << 20  # bytes read from a pipe after its process ended; a survivor may go on writing for ever
 READ_SIZE = 1 << 16
 INPUT_ROOM = 1 << 20  # bytes a job has not read yet at which INPUT is no longer answered at once
+UNOWNED_S = 60.0  # a pod that nobody has taken by then was made for a service that is dead
 PATIENCE = 3600.0  # seconds; the kernel's timer ends at 24 days, a deadline need not
 
 
@@ -68,7 +69,7 @@ class Agent(Files):
     def __init__(self, listener: socket.socket, carried: Sequence[int], workdir: str, mark_children: bool) -> None:
         self.listener, self.carried, self.workdir = listener, list(carried), workdir
         self.mark_children = mark_children
-        self.deadline = 0.0
+        self.deadline = time.monotonic() + UNOWNED_S
         self.owner: Peer | None = None
         self.peers: dict[int, Peer] = {}
         self.jobs: dict[int, Job] = {}  # by pid

@@ -38,6 +38,7 @@ class AgentPod(Pod):
         self.id, self.environment, self.workdir, self.user = id, dict(environment), workdir, user
         self.agent: Agent | None = None
         self.history: list[Event] = []
+        self.going_on: asyncio.Future[None] | None = None  # it was sealed for a fork and is being started again
 
     @abstractmethod
     async def open_link(self) -> Link:
@@ -48,6 +49,12 @@ class AgentPod(Pod):
         return False
 
     # ------------------------------------------------------------------------------------------- commands
+
+    async def ready(self) -> Agent:
+        """The line to the agent, once the pod goes on after a fork."""
+        if self.going_on is not None:
+            await asyncio.shield(self.going_on)
+        return self.line
 
     @property
     def line(self) -> Agent:
@@ -72,7 +79,7 @@ class AgentPod(Pod):
         if len(stdin) > wire.CHUNK:
             return await self._exec_large(command, stdin, cwd, env, timeout, max_output, user)
         fields += [(wire.DATA, stdin), (wire.LIMIT, max_output)]
-        agent = self.line
+        agent = await self.ready()
         done: asyncio.Future[ExecResult] = asyncio.get_running_loop().create_future()
         out: dict[int, list[bytes]] = {wire.OUT: [], wire.ERR: []}
 
@@ -189,7 +196,7 @@ class AgentPod(Pod):
         if terminal is not None:
             fields += [(wire.ROWS, terminal[0]), (wire.COLS, terminal[1])]
         fields.append((wire.FLAGS, wire.KEEP_STDIN))
-        _ = self.line  # closed: say so before connecting
+        await self.ready()  # closed: say so before connecting
         agent = Agent(await self.open_link(), self.id)
         try:
             await agent.greeting()
@@ -235,7 +242,7 @@ class AgentPod(Pod):
         while left > 0:
             want = min(left, 4 * wire.CHUNK)
             fields = ((wire.PATH, os.fsencode(path)), (wire.OFFSET, offset), (wire.LIMIT, want))
-            *frames, (_, end) = await self.line.ask(wire.READ, *fields)
+            *frames, (_, end) = await (await self.ready()).ask(wire.READ, *fields)
             if length is None and wire.number(end, wire.SIZE) - offset > left:
                 left = 0  # with a hole a file can claim to be as large as it likes
                 break
@@ -263,26 +270,26 @@ class AgentPod(Pod):
             at += len(part)
             if mode is not None and at >= len(content):  # last: with mode 0400 a second part could not be written
                 fields.append((wire.MODE, mode))
-            await self.line.ask(wire.WRITE, *fields)
+            await (await self.ready()).ask(wire.WRITE, *fields)
             if at >= len(content):
                 return
 
     async def list(self, path: str = ".") -> Listing:
-        *entries, _ = await self.line.ask(wire.LIST, (wire.PATH, os.fsencode(path)))
+        *entries, _ = await (await self.ready()).ask(wire.LIST, (wire.PATH, os.fsencode(path)))
         return [_info(found) for _, found in entries]
 
     async def stat(self, path: str) -> FileInfo:
-        entry, _ = await self.line.ask(wire.STAT, (wire.PATH, os.fsencode(path)))
+        entry, _ = await (await self.ready()).ask(wire.STAT, (wire.PATH, os.fsencode(path)))
         return _info(entry[1])
 
     async def remove(self, path: str) -> None:
-        await self.line.ask(wire.REMOVE, (wire.PATH, os.fsencode(path)))
+        await (await self.ready()).ask(wire.REMOVE, (wire.PATH, os.fsencode(path)))
 
     async def make_directory(self, path: str, mode: int = 0o755) -> None:
-        await self.line.ask(wire.MKDIR, (wire.PATH, os.fsencode(path)), (wire.MODE, mode))
+        await (await self.ready()).ask(wire.MKDIR, (wire.PATH, os.fsencode(path)), (wire.MODE, mode))
 
     async def _make_link(self, path: str, target: str) -> None:
-        await self.line.ask(wire.SYMLINK, (wire.PATH, os.fsencode(path)), (wire.DATA, os.fsencode(target)))
+        await (await self.ready()).ask(wire.SYMLINK, (wire.PATH, os.fsencode(path)), (wire.DATA, os.fsencode(target)))
 
     async def upload(self, source: Path, path: str) -> None:
         await transfer.upload(self, self._make_link, source, path)

@@ -312,9 +312,9 @@ class Host:
     # ------------------------------------------------------------------------------------------- a pod's life
 
     async def snapshot_pod(self, pod: LocalPod, kind: SnapshotKind | None) -> Snapshot:
-        sealed, kind, going_on = await self._sealed(pod, kind)
+        sealed, kind = await self._sealed(pod, kind)
         try:
-            await going_on
+            await pod.ready()
             layers = await self._shallow(sealed)
             id = f"snap-{secrets.token_hex(8)}"
             durable = not any(layer.memory for layer in layers)
@@ -327,26 +327,29 @@ class Host:
             self._use(sealed, -1)
 
     async def _sealed(
-        self, pod: LocalPod, kind: SnapshotKind | None
-    ) -> tuple[tuple[Layer, ...], SnapshotKind, "asyncio.Task[None]"]:
-        """Seal a pod and let it go on: its layers, which the caller holds, how it was done, and when it goes on.
+        self, pod: LocalPod, kind: SnapshotKind | None, after: asyncio.Event | None = None
+    ) -> tuple[tuple[Layer, ...], SnapshotKind]:
+        """Seal a pod and let it go on, `after` something: its layers, which the caller holds, and how it was done.
 
-        Once begun this is not cancelled: between the two there is no pod.
+        Once begun this is not cancelled: between the two there is no pod. Whoever uses it meanwhile waits.
         """
         turn = self.turns[pod.id]
         await turn.acquire()
 
-        async def work() -> tuple[tuple[Layer, ...], SnapshotKind, "asyncio.Task[None]"]:
+        async def work() -> tuple[tuple[Layer, ...], SnapshotKind]:
             try:
                 sealed, how = await self._seal(pod, kind)
             except BaseException:
                 turn.release()
                 raise
             self._use(sealed, 1)
-            going_on = asyncio.create_task(self._go_on(pod, sealed, how))
-            going_on.add_done_callback(lambda task: _failed(task))  # whoever waits for it hears of it
-            going_on.add_done_callback(lambda _: turn.release())
-            return sealed, how, going_on
+            if how == "fs":
+                pod.going_on = asyncio.create_task(self._go_on(pod, sealed, after))
+                pod.going_on.add_done_callback(lambda task: self._went_on(pod, task))
+                pod.going_on.add_done_callback(lambda _: turn.release())
+            else:
+                turn.release()
+            return sealed, how
 
         working = asyncio.create_task(work())
         try:
@@ -372,10 +375,10 @@ class Host:
             kind = "fs-live"
         return await pod.seal(kind)
 
-    async def _go_on(self, pod: LocalPod, layers: tuple[Layer, ...], kind: SnapshotKind) -> None:
+    async def _go_on(self, pod: LocalPod, layers: tuple[Layer, ...], after: asyncio.Event | None) -> None:
         """Let a sealed pod run again, over what it sealed."""
-        if kind != "fs":
-            return
+        if after is not None:
+            await after.wait()
         if self.pods.get(pod.id) is not pod:
             raise PodGone(f"pod {pod.id} was closed")
         self._use(layers, 1)
@@ -384,6 +387,12 @@ class Host:
         self.registry.write(pod.spec)
         await pod.restart(layers)
         pod.line.on_lost = lambda: self._later(self._died(pod))
+
+    def _went_on(self, pod: LocalPod, task: "asyncio.Task[None]") -> None:
+        if not _failed(task):
+            pod.going_on = None
+        elif self.pods.get(pod.id) is pod:  # whoever waits for it hears why
+            self._later(self._died(pod))
 
     async def _shallow(self, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
         return await self._flatten(layers) if len(layers) > FLATTEN_AT else layers
@@ -397,7 +406,8 @@ class Host:
     async def fork_pod(self, pod: LocalPod, n: int, kind: SnapshotKind | None) -> Sequence[LocalPod]:
         if n < 1:
             raise InputError(f"fork: {n} children; expected at least 1")
-        sealed, kind, going_on = await self._sealed(pod, kind)
+        ready = asyncio.Event()  # the children first: who forks wants them, and the parent can wait
+        sealed, kind = await self._sealed(pod, kind, ready)
         made: list[asyncio.Task[LocalPod]] = []
         try:
             layers = await self._shallow(sealed)
@@ -415,7 +425,7 @@ class Host:
             raise
         finally:
             self._use(sealed, -1)  # every child has its own hold on them
-            await asyncio.shield(going_on)
+            ready.set()
 
     async def close_pod(self, pod: LocalPod) -> None:
         if self.pods.get(pod.id) is not pod:
@@ -517,8 +527,8 @@ class Host:
         for spec in self.registry.records():
             if spec.id in self.pods or spec.id in answering or self.registry.alive(spec.owner):
                 yield spec.id
-        starting = time.time() - 30  # a directory without a record is being made, or its maker died
-        for directory in (self.state / "pods").iterdir():
+        starting = time.time() - 30  # a directory without a record is being made by another, or its maker died
+        for directory in (self.state / "pods").iterdir() if self.registry.others() else ():
             with contextlib.suppress(FileNotFoundError):
                 if not (directory / "pod.json").exists() and directory.stat().st_mtime > starting:
                     yield directory.name

@@ -13,6 +13,7 @@ from typing import Any
 
 from etude.errors import InputError
 from etude.pods.pod import FileInfo, Pod, PodError
+from etude.pods.trees import MAX_DEPTH, remove_tree
 
 IN_FLIGHT = 32  # calls on their way at once; a call is mostly waiting
 PART = 1 << 20  # bytes of a file in our memory at a time
@@ -72,14 +73,17 @@ async def download(pod: Pod, path: str, target: Path) -> None:
     try:
         await _fetch(pod, info, path, target, gate)
         await gate.wait()
-    except OSError as error:  # a tree as deep or a name as long as ours cannot be; a name given twice
-        raise PodError(f"pod {pod.id}: {path} cannot be copied to {target}: {error.strerror}") from error
-    finally:
+    except BaseException as error:
         await gate.stop()
+        await asyncio.to_thread(remove_tree, target)  # a part of a tree is of no use, and may be hard to remove
+        if isinstance(error, OSError):  # a name as long as ours cannot be, or one given twice
+            raise PodError(f"pod {pod.id}: {path} cannot be copied to {target}: {error.strerror}") from error
+        raise
 
 
 async def _fetch(pod: Pod, info: FileInfo, path: str, target: Path, gate: "_Gate") -> None:
     waiting = [(info, path, target)]
+    above = len(target.parts)
     modes: list[tuple[Path, int]] = []
     budget, seen = _Budget(pod.id), 0
     while waiting:
@@ -87,6 +91,8 @@ async def _fetch(pod: Pod, info: FileInfo, path: str, target: Path, gate: "_Gate
         seen += 1
         if seen > MAX_FILES:
             raise PodError(f"pod {pod.id}: a download ends at {MAX_FILES:,} files")
+        if len(target.parts) - above > MAX_DEPTH:
+            raise PodError(f"pod {pod.id}: a download ends at {MAX_DEPTH} directories in each other")
         if info.kind == "directory":
             target.mkdir(mode=0o700)
             modes.append((target, info.mode & 0o777 | 0o700))  # no set-id bits, and we can remove it

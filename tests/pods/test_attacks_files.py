@@ -164,6 +164,7 @@ def test_ten_thousand_directories_in_each_other_are_survived(one_keeper: str, st
         assert (await pod.exec(["python3", "-c", deep], timeout=60)).ok
         with pytest.raises(PodError):
             await pod.download("d", tmp_path / "d")
+        assert not (tmp_path / "d").exists()  # what was copied before it failed is gone again
         if "fs-live" in pod.backend.capabilities.snapshots:  # type: ignore[attr-defined]
             with contextlib.suppress(PodError):
                 await pod.home.remove_snapshot((await pod.snapshot("fs-live")).id)  # type: ignore[attr-defined]

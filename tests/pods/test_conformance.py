@@ -65,8 +65,8 @@ VARIANTS = [
 ]
 
 
-# what another fast variant covers nearly as well
-LATE = {Variant("namespace", "nobody", True), Variant("landlock", "nobody")}
+# what another fast variant, or the tests of one backend, cover nearly as well
+LATE = {Variant("namespace", "nobody", True), Variant("landlock", "nobody"), Variant("subprocess", "nobody")}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -325,21 +325,21 @@ class NamespacePod(LocalPod):
 
     async def pause(self) -> None:
         self.backend.capabilities.require("pausing a pod", self.backend.capabilities.pause)
-        _ = self.line
+        await self.ready()
         await asyncio.to_thread(self.group.freeze, True)
         self.paused = True
         self.record("paused", {})
 
     async def resume(self) -> None:
         self.backend.capabilities.require("pausing a pod", self.backend.capabilities.pause)
-        _ = self.line
+        await self.ready()
         await asyncio.to_thread(self.group.freeze, False)
         self.paused = False
         self.record("resumed", {})
 
     async def processes(self) -> int:
         """How many run beside the agent."""
-        ((_, fields),) = await self.line.ask(wire.PROCESSES)
+        ((_, fields),) = await (await self.ready()).ask(wire.PROCESSES)
         return wire.number(fields, wire.SIZE)
 
     async def seal(self, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
@@ -403,5 +403,5 @@ class NamespacePod(LocalPod):
         await self.backend._remove_group(self.group)
 
     async def stats(self) -> Mapping[str, float]:
-        _ = self.line
+        await self.ready()
         return await asyncio.to_thread(self.group.usage)

@@ -660,6 +660,8 @@ static void handle(int fd, uint32_t generation, uint32_t events)
 }
 
 /* SIGCHLD and SIGPIPE are blocked by the keeper before any pod is made, so no death is missed before the first turn. */
+enum { UNOWNED_MS = 60000 }; /* a pod that nobody has taken by then was made for a service that is dead */
+
 void serve_agent(void)
 {
     struct epoll_event events[EVENTS];
@@ -672,6 +674,7 @@ void serve_agent(void)
     agent.null = open("/dev/null", O_RDWR | O_CLOEXEC);
     agent.has_proc = stat("/proc/1", &info) == 0 && S_ISDIR(info.st_mode) && stat("/proc", &info) == 0;
     agent.proc_device = info.st_dev;
+    agent.deadline = after_ms(now_ns(), UNOWNED_MS);
     fcntl(agent.listener, F_SETFL, fcntl(agent.listener, F_GETFL) | O_NONBLOCK);
     if (agent.epoll < 0 || agent.signals < 0 || agent.null < 0 || adopt(agent.listener, LISTENER, NULL) ||
         adopt(agent.signals, SIGNALS, NULL) || listen_for(agent.listener, EPOLLIN) ||
