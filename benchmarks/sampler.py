@@ -11,6 +11,7 @@ every stream's keys and values once at the copy rate measured here.
 import argparse
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,6 +89,10 @@ def on_gpu(arguments: argparse.Namespace, table: Table) -> None:
     else:
         table.add_row("mixed, prefill included, tok/s", f"{ours:,.0f}", f"in {seconds:.2f} s", "")
     table.add_row("steady decode, tok/s", f"{steady:,.0f}", f"bandwidth {steady / share:,.0f}", f"{share:.0%}")
+    fixed = Engine(model, gpu_options(arguments.requests, invariant=True))
+    run(fixed, prompts, 32)
+    rate, _ = run(fixed, prompts, arguments.new_tokens)
+    table.add_row("mixed, batch-invariant, tok/s", f"{rate:,.0f}", f"free {ours:,.0f}", f"{rate / ours:.2f}x")
     for sharing in (True, False):
         seconds = sessions(model, sharing, arguments.requests)
         name = "64 sessions of 10 turns, s" if sharing else "the same without sharing"
@@ -191,8 +196,9 @@ def on_cpu(arguments: argparse.Namespace, table: Table) -> None:
         prompts = [[rng.randrange(4096) for _ in range(64)] for _ in range(batch)]
         options = EngineOptions(tokens=16384, max_streams=batch, budget=1024, sharing=False)
         ours = max(run(Engine(model, options), prompts, 64)[0] for _ in range(3))
+        fixed = run(Engine(model, replace(options, invariant=True)), prompts, 64)[0]
+        table.add_row(f"nano, batch {batch}, invariant", f"{fixed:,.0f}", f"free {ours:,.0f}", f"{fixed / ours:.2f}x")
         if arguments.skip_peers:
-            table.add_row(f"nano, batch {batch}, tok/s", f"{ours:,.0f}", "", "")
             continue
         peer = max(transformers_generate(model, prompts, 64) for _ in range(3))
         table.add_row(f"nano, batch {batch}, tok/s", f"{ours:,.0f}", f"generate {peer:,.0f}", f"{ours / peer:.2f}x")

@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if _in_place(x):
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(_constant(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
-        return torch.mul(x, scale, out=scale.new_empty(x.shape)).mul_(weight)
+        return torch.mul(x, scale).mul_(weight)
     return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
 
 

@@ -94,3 +94,23 @@ def test_the_sampler_agrees_with_the_models_own_forward(family: str, dtype: torc
         want = [float(logits[len(stream.prompt) - 1 + i, token]) for i, token in enumerate(stream.made)]
         gap = max(abs(a - b) for a, b in zip(want, stream.raw_logprobs, strict=True))
         assert gap < (1e-3 if dtype == torch.float32 else 0.15), gap
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_alone_or_in_company_a_stream_is_the_same_to_the_last_bit(family: str) -> None:
+    model = model_of(family, torch.bfloat16)
+    generator = torch.Generator().manual_seed(2)
+    sizes = (50, 3, 70, 33, 100)
+    prompts = [torch.randint(0, model.config.vocab_size, (n,), generator=generator).tolist() for n in sizes]
+
+    def play(chosen: list[int]) -> dict[int, tuple[list[int], list[float], list[float]]]:
+        options = EngineOptions(tokens=8192, page=16, max_streams=8, budget=512, burst=4, invariant=True)
+        engine = Engine(model, options)
+        streams = {i: engine.submit(prompts[i], Sampling(max_tokens=24, seed=i))[0] for i in chosen}
+        while engine.step():
+            engine.pool.check()
+        return {i: (s.made, s.logprobs, s.raw_logprobs) for i, s in streams.items()}
+
+    together = play([4, 2, 0, 1, 3])
+    for i in range(len(prompts)):
+        assert play([i])[i] == together[i]
