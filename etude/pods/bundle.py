@@ -65,6 +65,8 @@ class _HashingWriter(io.RawIOBase):
 
 def export(store: "Store", id: str, file: Path, whole: bool = True) -> None:
     """Write the image or snapshot `id` to `file`, which appears when it is complete."""
+    if file.exists() and not file.is_file():
+        raise InputError(f"{file}: is there and is no ordinary file; name another")
     saved, image = _find(store, id)
     left_out = set() if whole else _base(store, saved, id)
     with store.staging() as staging:

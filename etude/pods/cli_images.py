@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -80,6 +81,8 @@ def add(
     """Make an image from a directory, a tar, an OCI layout, a Debian mirror or a Dockerfile."""
     from etude.pods import images as make
 
+    if name == "host" or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}", name) or ".." in name:
+        raise InputError(f"an image cannot be called {name!r}; letters, digits and ._:/@- please, and not `host`")
     chosen = [each for each in (directory, tar, oci, debootstrap, dockerfile) if each is not None]
     if len(chosen) != 1:
         raise InputError("image add: give one of --directory, --tar, --oci, --debootstrap and --dockerfile")

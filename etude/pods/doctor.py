@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from etude.errors import InputError
-from etude.pods.cgroups import CONTROLLERS, find_layout
+from etude.pods.cgroups import CONTROLLERS, Layout, find_layout
 from etude.pods.fleet import default_state
 from etude.pods.host import DEFAULTS
 from etude.pods.native.build import find_helper
@@ -59,7 +59,16 @@ def control_groups() -> dict[str, Any]:
         "missing": [name for name in CONTROLLERS if name not in layout.controllers],
         "freeze": layout.unified is not None,
         "reason": layout.reason,
+        "advice": _advice(layout),
     }
+
+
+def _advice(layout: Layout) -> str:
+    """What would make pods start faster here."""
+    if not layout.legacy or layout.unified is None or "favordynmods" in Path("/proc/mounts").read_text():
+        return ""
+    mount = layout.unified.parent
+    return f"limits are v1: until `mount -o remount,favordynmods {mount}` a pod may wait up to 20 ms for its groups"
 
 
 def compiled_helper(state: Path) -> dict[str, Any]:
@@ -102,8 +111,8 @@ def print_findings(found: dict[str, Any]) -> None:
     groups = found["cgroups"]
     limits = ", ".join(f"{name} ({version})" for name, version in groups["controllers"].items()) or "none"
     line("cgroups", f"{limits}; {'can freeze' if groups['freeze'] else 'cannot freeze'}")
-    if groups["reason"]:
-        line("", groups["reason"])
+    for note in filter(None, (groups["reason"], groups["advice"])):
+        line("", note)
     helper = found["helper"]
     line("helper", f"compiled, {helper['path']}" if helper["path"] else f"Python's instead: {helper['reason']}")
     defaults = {**found["default_limits"]}

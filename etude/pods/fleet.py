@@ -271,10 +271,10 @@ def default_state() -> Path:
 
 
 async def open_host(
-    backend: str = "auto", state: Path | None = None, thresholds: Thresholds | None = None, compiled: bool = True
+    backend: str = "auto", state: Path | str | None = None, thresholds: Thresholds | None = None, compiled: bool = True
 ) -> Host:
     """The host of a state directory on this machine, open."""
-    state = (state or default_state()).absolute()
+    state = Path(state or default_state()).absolute()
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -290,13 +290,15 @@ async def open_host(
 async def open_fleet(
     backend: str = "auto",
     *,
-    state: Path | None = None,
-    hosts: Sequence[str] = (),
+    state: Path | str | None = None,
+    hosts: Sequence[str] | None = None,
     token: str = "",
     thresholds: Thresholds | None = None,
     compiled: bool = True,
 ) -> AsyncIterator[Fleet]:
     """Pods on this machine or, with `hosts` (URLs of `etude pods serve`), on those; closed with everything it made."""
+    if isinstance(hosts, str) or (hosts is not None and not hosts):
+        raise InputError(f"hosts is {hosts!r}; expected a list of URLs, or None for pods on this machine")
     if hosts:
         from etude.pods.remote import RemoteDoor
 

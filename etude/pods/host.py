@@ -31,6 +31,7 @@ from etude.pods.trees import remove_tree
 
 GIB = 1 << 30
 DEFAULTS = Limits(memory=2 * GIB, pids=512, disk=GIB, inodes=200_000)
+LONGEST_S = 10 * 365 * 86400.0
 FLATTEN_AT = 48  # layers; overlayfs slows down beyond 64
 WATCH_S = 2.0  # how often pods are measured, so that admission learns what an image really takes
 HOST_IMAGE_S = 2.0  # how long the machine's own /etc is taken to be as it was; looking costs half a millisecond
@@ -125,7 +126,7 @@ class Host:
         with contextlib.suppress(InputError):
             saved = self.store.snapshot(source)
             return replace(saved.image, name=saved.snapshot.image)
-        known = ", ".join(["host", *sorted(image.name or image.id for image in self.store.images())])
+        known = ", ".join(sorted({"host", *(image.name or image.id for image in self.store.images())}))
         raise InputError(f"there is no image or snapshot {source!r} here; there are: {known}")
 
     async def create(
@@ -180,8 +181,8 @@ class Host:
         if egress and egress.allow:
             way = "transparent" if egress.transparent else "proxy"
             can.require(f"egress by {way}", way in can.egress)
-        if ttl is not None and not ttl > 0:
-            raise InputError(f"a pod's time to live is {ttl!r}; expected seconds, more than 0")
+        if ttl is not None and not 0 < ttl <= LONGEST_S:
+            raise InputError(f"a pod's time to live is {ttl!r}; expected seconds, more than 0 and at most ten years")
         possible = can.limits - ({"disk", "inodes"} if storage == "disk" else set())
         defaults = Limits(**{k: v for k, v in DEFAULTS.asked().items() if k in possible})  # type: ignore[arg-type]
         resolved = asked.over(defaults)
@@ -404,8 +405,9 @@ class Host:
         return on_disk[0], flat
 
     async def fork_pod(self, pod: LocalPod, n: int, kind: SnapshotKind | None) -> Sequence[LocalPod]:
-        if n < 1:
-            raise InputError(f"fork: {n} children; expected at least 1")
+        most = self.admission.thresholds.max_pods
+        if not 1 <= n <= most:
+            raise InputError(f"fork: {n} children; expected 1 to {most}, the pods this host runs at most")
         ready = asyncio.Event()  # the children first: who forks wants them, and the parent can wait
         sealed, kind = await self._sealed(pod, kind, ready)
         made: list[asyncio.Task[LocalPod]] = []

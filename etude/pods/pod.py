@@ -18,6 +18,7 @@ Command = Sequence[str] | str  # a list is an argv; a string is given to `sh -c`
 SnapshotKind = Literal["fs", "fs-live", "full"]
 Isolation = Literal["none", "lsm", "namespace", "vm"]
 
+MOST = 1 << 62  # of any limit
 MAX_OUTPUT = 1 << 20  # bytes of each stream that `exec` keeps unless told otherwise
 
 
@@ -53,8 +54,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in self.asked().items():
-            if not value > 0:
-                raise InputError(f"limits: {name} is {value!r}; expected a positive number")
+            if not 0 < value < MOST:
+                raise InputError(f"limits: {name} is {value!r}; expected a positive number below {MOST:,}")
 
     def asked(self) -> dict[str, float]:
         """The limits that are set, by name."""
