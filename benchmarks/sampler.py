@@ -195,12 +195,15 @@ def on_cpu(arguments: argparse.Namespace, table: Table) -> None:
     for batch in (1, 8, 32):
         prompts = [[rng.randrange(4096) for _ in range(64)] for _ in range(batch)]
         options = EngineOptions(tokens=16384, max_streams=batch, budget=1024, sharing=False)
-        ours = max(run(Engine(model, options), prompts, 64)[0] for _ in range(3))
+        ours = peer = 0.0
+        for _ in range(5):  # in turns, the best of each: other work on the machine then hits both alike
+            ours = max(ours, run(Engine(model, options), prompts, 64)[0])
+            if not arguments.skip_peers:
+                peer = max(peer, transformers_generate(model, prompts, 64))
         fixed = run(Engine(model, replace(options, invariant=True)), prompts, 64)[0]
         table.add_row(f"nano, batch {batch}, invariant", f"{fixed:,.0f}", f"free {ours:,.0f}", f"{fixed / ours:.2f}x")
         if arguments.skip_peers:
             continue
-        peer = max(transformers_generate(model, prompts, 64) for _ in range(3))
         table.add_row(f"nano, batch {batch}, tok/s", f"{ours:,.0f}", f"generate {peer:,.0f}", f"{ours / peer:.2f}x")
 
 

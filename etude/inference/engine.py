@@ -98,8 +98,7 @@ class Engine:
         if dense_rows_pay(weight) and not o.invariant and not o.drafts:
             self.rows = Rows(self.cache, limit=self.pool.count * o.page)
             self.scheduler.on_forget = self.rows.forget
-        if not o.invariant:
-            pack_weights(model)
+        pack_weights(model)
         self._knobs: tuple[list[Stream], Knobs] | None = None  # of the streams that wrote last
         self.steps = 0
         self.read_tokens = self.made_tokens = 0
