@@ -181,7 +181,7 @@ async def events_tell_the_pods_life_in_order(home: Home) -> None:
     await pod.exec("exit 3")
     await pod.exec("sleep 9", timeout=0.1)
     if home.can.snapshots:
-        await home.host.remove_snapshot((await pod.snapshot()).id)
+        await home.host.remove_snapshot((await pod.snapshot("fs")).id)
     await pod.close()
     kinds = [event.kind for event in pod.events()]
     assert kinds[0] == "created"
