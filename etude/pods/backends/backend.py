@@ -1,15 +1,17 @@
 """What a backend is to the fleet: it makes pods from a full description, finds them again, and cleans up."""
 
+import asyncio
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from etude.pods import wire
 from etude.pods.agentpod import AgentPod
-from etude.pods.pod import Capabilities, Egress, Limits, Pod, Snapshot, SnapshotKind
+from etude.pods.cgroups import Group, Layout, leave
+from etude.pods.pod import Capabilities, Egress, Limits, Pod, PodError, Snapshot, SnapshotKind
 from etude.pods.records import Image, Layer
 
 Storage = Literal["memory", "disk"]
@@ -55,6 +57,9 @@ class LocalPod(AgentPod):
 
     spec: PodSpec
     home: Home
+    backend: "Backend"
+    group: Group
+    paused: bool
 
     async def snapshot(self, kind: SnapshotKind | None = None) -> Snapshot:
         return await self.home.snapshot_pod(self, kind)
@@ -77,9 +82,42 @@ class LocalPod(AgentPod):
             agent, self.agent = self.agent, None
             agent.close()
 
+    def memory_ran_out(self) -> bool:
+        return self.group.out_of_memory() > 0
+
     def memory_used(self) -> int:
-        """Bytes it takes now, where they are counted."""
-        return 0
+        return int(self.group.memory())
+
+    async def pause(self) -> None:
+        self.backend.capabilities.require("pausing a pod", self.backend.capabilities.pause)
+        await self.ready()
+        await asyncio.to_thread(self.group.freeze, True)
+        self.paused = True
+        self.record("paused", {})
+
+    async def resume(self) -> None:
+        self.backend.capabilities.require("pausing a pod", self.backend.capabilities.pause)
+        await self.ready()
+        await asyncio.to_thread(self.group.freeze, False)
+        self.paused = False
+        self.record("resumed", {})
+
+    async def processes(self) -> int:
+        """How many run beside the agent."""
+        ((_, fields),) = await (await self.ready()).ask(wire.PROCESSES)
+        return wire.number(fields, wire.SIZE)
+
+    async def choose_kind(self, kind: SnapshotKind | None) -> SnapshotKind:
+        """The kind of snapshot to take: the one asked for, or what the pod's processes allow."""
+        if kind is None:
+            kind = "fs-live" if self.paused or await self.processes() else "fs"
+        can = self.backend.capabilities
+        can.require(f"a snapshot of kind {kind}", kind in can.snapshots, f"it can do {sorted(can.snapshots)}")
+        return kind
+
+    async def stats(self) -> Mapping[str, float]:
+        await self.ready()
+        return await asyncio.to_thread(self.group.usage)
 
     @abstractmethod
     async def end(self) -> None:
@@ -101,6 +139,31 @@ class Backend(ABC):
 
     name: str
     capabilities: Capabilities
+    layout: Layout
+
+    def __init__(self) -> None:
+        self.background: set[asyncio.Task[None]] = set()
+
+    def later(self, work: Coroutine[None, None, None]) -> None:
+        """Do it in the background; `close` waits for it."""
+        task = asyncio.create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+
+    async def settle(self) -> None:
+        """Wait for the background, and leave the control groups if no pod is in them."""
+        if self.background:
+            await asyncio.wait(self.background)
+        leave(self.layout)
+
+    async def remove_group(self, group: Group) -> None:
+        """Remove a dead pod's control group."""
+        for _ in range(400):  # its last process leaves the group a moment later
+            if group.remove():
+                return
+            await asyncio.sleep(0.005)
+        raise PodError(f"the control group of pod {group.name} is still in use; see {group.directories[0]}")
+
     owner: str = ""  # the service that uses it; layers it makes in memory are named after it
 
     @abstractmethod

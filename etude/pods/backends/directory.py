@@ -19,12 +19,12 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from etude.pods import capabilities, fence, landlock, layers, plan, seccomp, trees, warden, wire
 from etude.pods.backends.backend import Backend, LocalPod, PodSpec
-from etude.pods.cgroups import CONTROLLERS, Group, existing, find_layout, leave
+from etude.pods.cgroups import CONTROLLERS, Group, existing, find_layout
 from etude.pods.client import CONNECT_S, Agent, Link, SocketLink, connect_unix
 from etude.pods.egress import Policy
 from etude.pods.gate import Gate
@@ -65,6 +65,7 @@ class DirectoryBackend(Backend):
     confined: bool
 
     def __init__(self, state: Path, store: Store) -> None:
+        super().__init__()
         self.state, self.store = state, store
         mark = hashlib.sha256(os.fsencode(f"{state} {self.name}")).hexdigest()[:12]
         self.layout = find_layout(f"etude-{mark}")
@@ -72,7 +73,6 @@ class DirectoryBackend(Backend):
         self.outside = (OUTSIDE if OUTSIDE.is_dir() else Path(tempfile.gettempdir())) / f"etude-pods-{mark}"
         self.warden = WardenLine(state, self.name)
         self.recent: set[int] = set()  # users given to pods by this process
-        self.background: set[asyncio.Task[None]] = set()
         self.capabilities = self._capabilities()
 
     def _capabilities(self) -> Capabilities:
@@ -150,7 +150,7 @@ class DirectoryBackend(Backend):
         group, fs = Group(self.layout, name), self.fs(name)
         if not group.remove():
             group.kill()
-            await self._remove_group(group)
+            await self.remove_group(group)
         if orphaned and fs.exists():
             await asyncio.to_thread(kill_leftovers, fs, fs.stat().st_uid if self.users else None)
         for directory in {fs.parent, self.state / "pods" / name}:
@@ -179,16 +179,14 @@ class DirectoryBackend(Backend):
         """Nothing is held for a layer."""
 
     async def close(self) -> None:
-        if self.background:
-            await asyncio.wait(self.background)
+        await self.settle()
         self.warden.close()
-        leave(self.layout)
 
     async def shut(self) -> None:
         with contextlib.suppress(PodError):
             await self.warden.ask(plan.STOP)
         for name in existing(self.layout):
-            await self._remove_group(Group(self.layout, name))
+            await self.remove_group(Group(self.layout, name))
         await asyncio.to_thread(trees.remove_tree, self.outside)
         await self.close()
 
@@ -204,19 +202,6 @@ class DirectoryBackend(Backend):
                 bin.mkdir(mode=0o700, exist_ok=True)
             directory.rename(trash)
             self.later(asyncio.to_thread(trees.remove_tree, trash))
-
-    def later(self, work: Coroutine[None, None, None]) -> None:
-        """Do it in the background; `close` waits for it."""
-        task = asyncio.create_task(work)
-        self.background.add(task)
-        task.add_done_callback(self.background.discard)
-
-    async def _remove_group(self, group: Group) -> None:
-        for _ in range(400):  # the last process of a dead pod leaves its group a moment later
-            if group.remove():
-                return
-            await asyncio.sleep(0.005)
-        raise PodError(f"the control group of pod {group.name} is still in use; see {group.directories[0]}")
 
 
 class LandlockBackend(DirectoryBackend):
@@ -293,6 +278,8 @@ class SubprocessBackend(DirectoryBackend):
 
 class DirectoryPod(LocalPod):
     """A pod that is a process and a directory."""
+
+    backend: DirectoryBackend
 
     def __init__(self, backend: DirectoryBackend, spec: PodSpec) -> None:
         self.policy = Policy.from_egress(spec.egress)
@@ -393,36 +380,8 @@ class DirectoryPod(LocalPod):
 
     # ------------------------------------------------------------------------------------------- life
 
-    def memory_ran_out(self) -> bool:
-        return self.group.out_of_memory() > 0
-
-    def memory_used(self) -> int:
-        return int(self.group.memory())
-
-    async def pause(self) -> None:
-        self.backend.capabilities.require("pausing a pod", self.backend.capabilities.pause)
-        await self.ready()
-        await asyncio.to_thread(self.group.freeze, True)
-        self.paused = True
-        self.record("paused", {})
-
-    async def resume(self) -> None:
-        self.backend.capabilities.require("pausing a pod", self.backend.capabilities.pause)
-        await self.ready()
-        await asyncio.to_thread(self.group.freeze, False)
-        self.paused = False
-        self.record("resumed", {})
-
-    async def processes(self) -> int:
-        """How many run beside the agent."""
-        ((_, fields),) = await (await self.ready()).ask(wire.PROCESSES)
-        return wire.number(fields, wire.SIZE)
-
     async def seal(self, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
-        if kind is None:
-            kind = "fs-live" if self.paused or await self.processes() else "fs"
-        able = self.backend.capabilities.snapshots
-        self.backend.capabilities.require(f"a snapshot of kind {kind}", kind in able, f"it can do {sorted(able)}")
+        kind = await self.choose_kind(kind)
         if kind == "fs":
             if self.paused:  # its programs are to end, and its agent is to answer
                 await self.resume()
@@ -460,10 +419,6 @@ class DirectoryPod(LocalPod):
         self.release()
         await self.backend.clear(self.id)
         self.record("closed", {})
-
-    async def stats(self) -> Mapping[str, float]:
-        await self.ready()
-        return await asyncio.to_thread(self.group.usage)
 
 
 # ------------------------------------------------------------------------------------------------- the pieces

@@ -11,12 +11,12 @@ import contextlib
 import hashlib
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from etude.pods import capabilities, plan, seccomp, trees, wire
 from etude.pods.backends.backend import Backend, LocalPod, PodSpec
-from etude.pods.cgroups import CONTROLLERS, Group, Layout, existing, find_layout, leave
+from etude.pods.cgroups import CONTROLLERS, Group, Layout, existing, find_layout
 from etude.pods.client import CONNECT_S, Agent, Link, SocketLink, connect_unix
 from etude.pods.egress import Policy
 from etude.pods.gate import Gate
@@ -36,13 +36,13 @@ class NamespaceBackend(Backend):
     name = "namespace"
 
     def __init__(self, state: Path, store: Store, helper: Path | None) -> None:
+        super().__init__()
         self.state, self.store = state, store
         self.root = os.geteuid() == 0
         self.layout = find_layout(f"etude-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}")
         self.keeper = KeeperLine(state, helper)
         self.filter = seccomp.build_filter("own")
         self.capability_mask = capabilities.mask()
-        self.deletions: set[asyncio.Task[None]] = set()
         self.mapped: set[str] = set()  # layers the present keeper shows id-mapped
         self.keeper.on_open = self.mapped.clear
         self.capabilities = self._capabilities(self.layout)
@@ -106,7 +106,7 @@ class NamespaceBackend(Backend):
             group = Group(self.layout, name)
             if not group.remove():
                 group.kill()  # its keeper died before it could
-                await self._remove_group(group)
+                await self.remove_group(group)
             self.delete(self.state / "pods" / name)
         return sorted(leftovers)
 
@@ -115,16 +115,14 @@ class NamespaceBackend(Backend):
         return {name.decode() for name in reply.get(plan.LAYER, [])}
 
     async def close(self) -> None:
-        if self.deletions:
-            await asyncio.wait(self.deletions)
+        await self.settle()
         self.keeper.close()
-        leave(self.layout)
 
     async def shut(self) -> None:
         with contextlib.suppress(PodError):
             await self.keeper.ask(plan.STOP)
         for name in existing(self.layout):
-            await self._remove_group(Group(self.layout, name))
+            await self.remove_group(Group(self.layout, name))
         await self.close()
 
     async def _ask(self, op: int, *fields: tuple[int, wire.Value]) -> tuple[wire.Fields, list[int]]:
@@ -189,20 +187,13 @@ class NamespaceBackend(Backend):
         trash.parent.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             directory.rename(trash)
-            task = asyncio.create_task(asyncio.to_thread(trees.remove_tree, trash))
-            self.deletions.add(task)
-            task.add_done_callback(self.deletions.discard)
-
-    async def _remove_group(self, group: Group) -> None:
-        for _ in range(200):  # the last process of a dead pod leaves its group a moment later
-            if group.remove():
-                return
-            await asyncio.sleep(0.005)
-        raise PodError(f"the control group of pod {group.name} is still in use; see {group.directories[0]}")
+            self.later(asyncio.to_thread(trees.remove_tree, trash))
 
 
 class NamespacePod(LocalPod):
     """A pod in namespaces of its own."""
+
+    backend: NamespaceBackend
 
     def __init__(self, backend: NamespaceBackend, spec: PodSpec) -> None:
         self.policy = Policy.from_egress(spec.egress)
@@ -310,43 +301,13 @@ class NamespacePod(LocalPod):
     def release(self) -> None:
         super().release()
         if self.gate is not None:
-            closing = asyncio.create_task(self.gate.close())
-            self.gate = None
-            self.backend.deletions.add(closing)
-            closing.add_done_callback(self.backend.deletions.discard)
+            gate, self.gate = self.gate, None
+            self.backend.later(gate.close())
 
     # ------------------------------------------------------------------------------------------- life
 
-    def memory_ran_out(self) -> bool:
-        return self.group.out_of_memory() > 0
-
-    def memory_used(self) -> int:
-        return int(self.group.memory())
-
-    async def pause(self) -> None:
-        self.backend.capabilities.require("pausing a pod", self.backend.capabilities.pause)
-        await self.ready()
-        await asyncio.to_thread(self.group.freeze, True)
-        self.paused = True
-        self.record("paused", {})
-
-    async def resume(self) -> None:
-        self.backend.capabilities.require("pausing a pod", self.backend.capabilities.pause)
-        await self.ready()
-        await asyncio.to_thread(self.group.freeze, False)
-        self.paused = False
-        self.record("resumed", {})
-
-    async def processes(self) -> int:
-        """How many run beside the agent."""
-        ((_, fields),) = await (await self.ready()).ask(wire.PROCESSES)
-        return wire.number(fields, wire.SIZE)
-
     async def seal(self, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
-        if kind is None:
-            kind = "fs-live" if self.paused or await self.processes() else "fs"
-        can = self.backend.capabilities
-        can.require(f"a snapshot of kind {kind}", kind in can.snapshots, f"it can do {sorted(can.snapshots)}")
+        kind = await self.choose_kind(kind)
         layer = await (self._seal_stopped() if kind == "fs" else self._seal_live())
         self.record("snapshot", {"kind": kind, "layer": layer.id})
         return (*self.layers, layer), kind
@@ -367,7 +328,7 @@ class NamespacePod(LocalPod):
             layer = Layer(f"{self.backend.owner}.{os.urandom(12).hex()}", shift, memory=True)
             await self.backend.keeper.ask(plan.SEAL, (plan.ID, self.id.encode()), (plan.LAYER, layer.id.encode()))
         # A new group: the old one is charged for the sealed files, which now belong to everybody who stacks on them.
-        await self.backend._remove_group(self.group)
+        await self.backend.remove_group(self.group)
         return layer
 
     async def _seal_live(self) -> Layer:
@@ -400,8 +361,4 @@ class NamespacePod(LocalPod):
             await self.backend.keeper.ask(plan.KILL, (plan.ID, self.id.encode()))
         self.record("closed", {})
         self.backend.delete(self.directory)
-        await self.backend._remove_group(self.group)
-
-    async def stats(self) -> Mapping[str, float]:
-        await self.ready()
-        return await asyncio.to_thread(self.group.usage)
+        await self.backend.remove_group(self.group)
