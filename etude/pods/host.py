@@ -12,8 +12,8 @@ import os
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from etude.pods.admission import Admission, Ask, FairQueue, Seat, Thresholds
 from etude.pods.backends.backend import Backend, LocalPod, PodSpec, Storage
 from etude.pods.images import host_image
 from etude.pods.pod import Egress, Limits, Pod, PodError, PodGone, Snapshot, SnapshotKind, Unsupported
+from etude.pods.pools import Pool, Signature, signature_of
 from etude.pods.pressure import read_pressure
 from etude.pods.records import Image, Layer
 from etude.pods.registry import Registry
@@ -37,26 +38,6 @@ WATCH_S = 2.0  # how often pods are measured, so that admission learns what an i
 HOST_IMAGE_S = 2.0  # how long the machine's own /etc is taken to be as it was; looking costs half a millisecond
 EXPIRED_S = 0.001  # what `PodSpec.remaining` says when nothing is left
 SWEEP_S = 0.5  # between looking for layers in memory that nobody needs any more
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What makes one warm pod as good as another."""
-
-    image: str
-    limits: Limits
-    egress: Egress
-    storage: Storage
-
-
-@dataclass
-class Pool:
-    """Pods started in advance."""
-
-    size: int
-    spec: Callable[[], PodSpec]
-    ready: list[LocalPod]
-    filling: asyncio.Task[None] | None = None
 
 
 class Host:
@@ -269,7 +250,7 @@ class Host:
             return self._spec(self.resolve(image), limits, egress, storage, None, "", "", True)
 
         first = spec()
-        signature = _signature(first)
+        signature = signature_of(first)
         pool = self.pools.setdefault(signature, Pool(size, spec, []))
         pool.size = size
         while len(pool.ready) > size:
@@ -279,7 +260,7 @@ class Host:
         self._refill(pool)
 
     def _warm(self, spec: PodSpec) -> LocalPod | None:
-        pool = self.pools.get(_signature(spec))
+        pool = self.pools.get(signature_of(spec))
         if pool is None:
             return None
         self._refill(pool)
@@ -607,10 +588,6 @@ class Host:
             draining=self.draining,
             time=time.time(),
         )
-
-
-def _signature(spec: PodSpec) -> Signature:
-    return Signature(spec.image.id, spec.limits, spec.egress, spec.storage)
 
 
 def _failed(task: "asyncio.Task[Any]") -> bool:
