@@ -4,6 +4,7 @@
 threads or servers; `service.py` runs it in a thread for callers that await. The model is the trainer's own code.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -17,13 +18,12 @@ from etude.errors import InputError
 from etude.inference.paged import Batch, PagedCache, make_batch
 from etude.inference.pages import PagePool
 from etude.inference.request import Ending, Stream, streams_of
-from etude.inference.rows import Rows
 from etude.inference.sampling import Knobs, Sampling, draw
 from etude.inference.scheduler import Scheduler, Step
 from etude.inference.speculation import Speculator
+from etude.inference.weights import put_weights
 from etude.kernels.draw import Drawn
 from etude.kernels.linear import can_pack, pack
-from etude.kernels.paged import dense_rows_pay
 from etude.model.layers import Linear
 from etude.model.moe import Routing
 from etude.model.mtp import MTP
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 CachePolicy = Literal["keep", "recompute"]
 PIECE = 256  # tokens of a prompt read at once when a stream's numbers must not depend on others
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Engine:
         version: int = 0,
     ) -> None:
         self.model, self.options, self.tokenizer, self.version = model, options or EngineOptions(), tokenizer, version
+        self.mtp = mtp
         weight = model.head_weight
         self.device, config, o = weight.device, model.config, self.options
         if o.drafts and mtp is None:
@@ -94,12 +97,9 @@ class Engine:
         if mtp is not None and o.drafts:
             self.speculator = Speculator(model, mtp, self.cache, self.pool.count, o.drafts)
             self.scheduler.on_forget = self.speculator.forget
-        self.rows: Rows | None = None
-        if dense_rows_pay(weight) and not o.invariant and not o.drafts:
-            self.rows = Rows(self.cache, limit=self.pool.count * o.page)
-            self.scheduler.on_forget = self.rows.forget
         pack_weights(model)
         self._knobs: tuple[list[Stream], Knobs] | None = None  # of the streams that wrote last
+        self._stepping = False
         self.steps = 0
         self.read_tokens = self.made_tokens = 0
 
@@ -135,25 +135,22 @@ class Engine:
         return streams
 
     def cancel(self, stream: Stream) -> None:
-        """End a stream at the next step; what it has made stays."""
+        """End a stream, at once; when a listener asks inside a step, at its end. What the stream has made stays."""
         self.scheduler.cancel(stream)
+        if not self._stepping:
+            self._end_cancelled()
+
+    def _end_cancelled(self) -> None:
+        for stream in self.scheduler.drop_cancelled():
+            self._tell(stream, [])
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """New weights between two steps, in place; tokens from here on are of `version`.
+        """New weights between two steps, in place, by our names or the checkpoint's; new tokens are of `version`.
 
         Streams that run `keep` their keys and values of older weights, or `recompute` them all; either way what
         starts later finds nothing of older weights.
         """
-        own = dict(self.model.state_dict())
-        if missing := sorted(set(weights) - set(own)):
-            raise InputError(f"weights of version {version}: {missing[0]} is not a tensor of this model")
-        for name, tensor in weights.items():
-            if own[name].shape != tensor.shape:
-                shape = list(tensor.shape)
-                raise InputError(f"weights of version {version}: {name} is {shape}, expected {list(own[name].shape)}")
-        with torch.no_grad():
-            for name, tensor in weights.items():
-                own[name].copy_(tensor)
+        put_weights(weights, self.model, self.mtp, version)
         self.version = version
         if self.options.on_swap == "recompute":
             self.scheduler.recompute_all()
@@ -166,12 +163,21 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
-    @torch.inference_mode()
     def step(self) -> bool:
         """Run one step; False when there is nothing to do."""
+        self._stepping = True
+        try:
+            worked = self._step()
+        finally:
+            self._stepping = False
+        self._end_cancelled()
+        return worked
+
+    @torch.inference_mode()
+    def _step(self) -> bool:
         step = self.scheduler.plan()
         for stream in step.ended:
-            _tell_end(stream)
+            self._tell(stream, [])
         if not step:
             return False
         for part in self._one_by_one(step) if self.options.invariant else [step]:
@@ -198,11 +204,7 @@ class Engine:
             step = Step([], step.reading)
             if not step:
                 return
-        rows = None
-        if self.rows is not None and step.decoding:
-            order, rows = self.rows.arrange(step.decoding)
-            step = Step(order, step.reading)
-        batch = make_batch(step, self.pool.size, self.device, rows)
+        batch = make_batch(step, self.pool.size, self.device)
         routing = Routing() if self.routes is not None else None
         self.cache.batch = batch
         hidden = self.model.hidden(batch.tokens[None], cache=self.cache, routing=routing)  # type: ignore[arg-type]
@@ -310,15 +312,24 @@ class Engine:
         stream.versions += [self.version] * count
         self.made_tokens += count
         stream.ending = ending
-        if stream.listener is not None:
-            stream.listener(stream, tokens[:count])
+        self._tell(stream, tokens[:count])
         return count
+
+    def _tell(self, stream: Stream, tokens: list[int]) -> None:
+        """Tell whoever listens to a stream. One that raises loses that stream, and nobody else anything."""
+        if stream.listener is None:
+            return
+        try:
+            stream.listener(stream, tokens)
+        except Exception:
+            logger.exception("the listener of stream %d failed; the stream is cancelled", stream.number)
+            self.cancel(stream)
 
     def _finish(self, stream: Stream, read: int) -> None:
         """A stream has its end: its full pages can be found by whoever continues it, and its room is free."""
         self.scheduler.advance(stream, read)
         self.scheduler.finish(stream)
-        _tell_end(stream)
+        self._tell(stream, [])
 
     def _find_text(self, stream: Stream, tokens: list[int], ending: Ending | None) -> tuple[int, Ending | None]:
         """How many of the new tokens there are up to the one that completes a stop text."""
@@ -336,11 +347,6 @@ def pack_weights(model: Transformer) -> None:
     matrices = [model.head_weight, *(part.weight for part in model.modules() if isinstance(part, Linear))]
     for weight in {id(weight): weight for weight in matrices if can_pack(weight)}.values():
         pack(weight)
-
-
-def _tell_end(stream: Stream) -> None:
-    if stream.listener is not None:
-        stream.listener(stream, [])
 
 
 def can_capture(model: Transformer) -> bool:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from etude.inference.request import Stream
-from etude.inference.rows import RowStep
 from etude.inference.scheduler import Step
 from etude.kernels.paged import Spans, attend_pages, attend_spans, store_pages
 from etude.model.config import ModelConfig
@@ -30,10 +29,9 @@ class Batch:
     lengths: Tensor  # [decoding], tokens visible to each, itself included
     spans: Spans | None  # pieces of prompts, after the decoding streams
     writers: Tensor  # rows of the step from which a next token is drawn
-    rows: RowStep | None = None  # where decoding streams lie side by side; tables are empty then
 
 
-def make_batch(step: Step, size: int, device: torch.device | str, rows: RowStep | None = None) -> Batch:
+def make_batch(step: Step, size: int, device: torch.device | str) -> Batch:
     """Lay a step out. Built with numpy on the host and moved once."""
     tokens = [stream.made[-1] for stream in step.decoding]
     positions = [stream.length - 1 for stream in step.decoding]
@@ -50,7 +48,7 @@ def make_batch(step: Step, size: int, device: torch.device | str, rows: RowStep 
         runs.append(where)
         if piece.writes:
             writers.append(len(tokens) - 1)
-    tables = np.zeros((0, 0), np.int64) if rows else _tables(step.decoding)
+    tables = _tables(step.decoding)
 
     def move(values: object) -> Tensor:
         return torch.as_tensor(np.asarray(values, np.int64)).to(device, non_blocking=True)
@@ -64,7 +62,6 @@ def make_batch(step: Step, size: int, device: torch.device | str, rows: RowStep 
         move(lengths),
         Spans.of([piece.end - piece.start for piece in step.reading], runs, device) if runs else None,
         move(writers),
-        rows,
     )
 
 
@@ -113,10 +110,7 @@ class PagedCache:
         values = self.values[layer] if v is not None else keys[..., : self.value_dim]
         store_pages(k[0], None if v is None else v[0], keys, values, batch.slots)
         n, parts = batch.decoding, []
-        if n and batch.rows is not None:
-            kv = (k[0, :n], None if v is None else v[0, :n])
-            parts.append(batch.rows.attend(layer, q[0, :n], *kv, scale=scale))
-        elif n:
+        if n:
             table = (batch.tables, batch.lengths, self.size)
             parts.append(attend_pages(q[0, :n], keys, values, *table, scale=scale, exact=self.exact))
         if batch.spans:

@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from etude.kernels.native import serves
+
 DRAW, ACCEPT, REDRAW, DRAFT = 0, 1, 2, 3  # what luck is used for: independent streams
 
 Whole = TypeVar("Whole", Tensor, npt.NDArray[np.int64])  # signed 64 bits that wrap around
@@ -32,6 +34,13 @@ def draw_plain(logits: Tensor, temperatures: Tensor, seeds: Tensor, places: Tens
         from etude.kernels import draw_triton
 
         return Drawn(*draw_triton.draw(logits, temperatures, seeds, places))  # type: ignore[no-untyped-call]
+    if (native := serves(logits)) is not None and logits.is_contiguous():
+        n, size = logits.shape
+        tokens, lucks = torch.empty(n, dtype=torch.int64), luck(seeds, places, DRAW)
+        logprobs, raws, room = logits.new_empty(n), logits.new_empty(n), torch.empty_like(logits)
+        made = tokens.data_ptr(), logprobs.data_ptr(), raws.data_ptr(), room.data_ptr()
+        native.draw(logits.data_ptr(), temperatures.data_ptr(), lucks.data_ptr(), *made, n, size)
+        return Drawn(tokens, logprobs, raws)
     raw = logits.float().log_softmax(dim=-1)
     return draw_from(warmed(raw, temperatures), raw, seeds, places)
 
@@ -61,7 +70,7 @@ def pick(odds: Tensor, lucks: Tensor) -> Tensor:
     found = torch.searchsorted(sums, aim, right=True)
     # luck may round up to the whole: then it is the last token that weighs anything
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())
-    return torch.minimum(found, last)[:, 0]
+    return torch.minimum(found, last)[:, 0].clamp(max=odds.shape[-1] - 1)  # of odds that are no numbers, any token
 
 
 def luck(seeds: Tensor, places: Tensor, stream: int) -> Tensor:

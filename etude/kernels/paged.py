@@ -1,7 +1,8 @@
 """Attention over pages of keys and values: one query each for many streams, or a run of queries for a few.
 
 Keys and values are [slots, heads, dim]; a page is `size` slots in a row. Values may be a narrower view of the keys
-(latent attention). The plain versions here run anywhere; on CUDA the one-query case goes to a Triton kernel.
+(latent attention). The plain versions here run anywhere; the one-query case goes to a Triton kernel on CUDA and to
+`decode.c` on a CPU, which both follow the page table instead of collecting what it points at.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from etude.kernels.attention import GROUPED
+from etude.kernels.native import serves
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,14 @@ def attend_pages(
     """
     if _fits_kernel(q, keys, values):
         return _kernels().decode(q, keys, values, tables, lengths, size, scale, exact)  # type: ignore[no-any-return]
+    if (native := serves(q)) is not None and q.is_contiguous():
+        (n, heads, dim), kv_heads, value_dim, longest = q.shape, keys.shape[1], values.shape[-1], int(lengths.max())
+        out, room = q.new_empty(n, heads, value_dim), q.new_empty(n * kv_heads * longest)
+        slabs = keys.data_ptr(), values.data_ptr(), keys.stride(0)
+        table = tables.data_ptr(), tables.shape[1], lengths.data_ptr(), size
+        shape = n, heads, kv_heads, dim, value_dim, scale
+        native.attend_pages(q.data_ptr(), *slabs, *table, out.data_ptr(), room.data_ptr(), longest, *shape)
+        return out
     if exact:
         rows = []
         for row, length in enumerate(lengths.tolist()):
@@ -65,30 +75,24 @@ def attend_pages(
     return _gathered(q, keys, values, tables, lengths, size, scale)
 
 
-def attend_rows(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float) -> Tensor:
-    """One query per row: q [n, heads, dim] over dense keys [n, kv heads, tokens, dim] -> [n, heads, value dim].
-
-    `mask` [n * kv heads, 1, tokens] is added to the scores: zero, or minus infinity for what is not there.
-    """
-    n, heads, dim = q.shape
-    k, v = keys.flatten(0, 1), values.flatten(0, 1)
-    scores = torch.baddbmm(mask, q.reshape(len(k), -1, dim), k.transpose(1, 2), alpha=scale)
-    return torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype), v).view(n, heads, -1)
-
-
-def dense_rows_pay(weight: Tensor) -> bool:
-    """Whether decoding is faster over dense rows than over pages: where no kernel follows a page table."""
-    return weight.device.type == "cpu"
-
-
 def store_pages(k: Tensor, v: Tensor | None, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """New keys and values [n, heads, dim] into their slots; without values only keys."""
     if v is not None and _fits_kernel(k, keys, values):
         _kernels().store(k, v, keys, values, slots)
         return
+    if (native := serves(k)) is not None and _heads_dense(k) and (v is None or _heads_dense(v)):
+        news = k.data_ptr(), k.stride(0), *((None, 0) if v is None else (v.data_ptr(), v.stride(0)))
+        slabs = keys.data_ptr(), values.data_ptr(), slots.data_ptr()
+        native.store_pages(*news, *slabs, len(slots), keys.stride(0))
+        return
     keys[slots] = k
     if v is not None:
         values[slots] = v
+
+
+def _heads_dense(x: Tensor) -> bool:
+    """[n, heads, dim] with the heads of a token side by side."""
+    return x.stride()[1:] == (x.shape[2], 1)
 
 
 def _fits_kernel(x: Tensor, keys: Tensor, values: Tensor) -> bool:

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from etude import compiled as compiling
 from etude.errors import InputError
 from etude.pods import landlock, linux
 from etude.pods.backends.backend import Backend, PodSpec
@@ -49,8 +50,7 @@ def make_backend(name: str, state: Path, store: Store, compiled: bool = True) ->
 
 def cache_directory(state: Path) -> Path:
     """Where the compiled keeper is kept: once for a user, or with the pods of one who has no home."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    place = home / "etude"
+    place = compiling.cache_directory()
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:

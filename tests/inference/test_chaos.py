@@ -107,7 +107,6 @@ class Chaos:
         assert not self.heard
         assert self.engine.pool.held == 0
         assert self.engine.speculator is None or not self.engine.speculator.states
-        assert self.engine.rows is None or not self.engine.rows.streams
 
 
 def torment(seed: int, requests: int) -> int:

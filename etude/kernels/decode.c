@@ -1,0 +1,220 @@
+/* The small steps of decoding on a CPU, each in one pass: what is between the matrix products of a step over n rows.
+
+   In eager torch a layer is forty calls for a few microseconds of work each. These are float32, one row after another
+   in a fixed order (so a row's bits do not depend on its neighbours), over threads by rows. Each has its plain twin in
+   torch beside the Python function that calls it (fused.py, paged.py, draw.py), which is also what the tests compare.
+   Tensors are dense in their last dimension; strides are in floats. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define SMALL 4096 /* multiplications below which threads cost more than they save */
+#define BLOCK 64 /* odds summed in float32 before they join a sum in float64 */
+#define LEAST -80.0f /* a logarithm below which odds are none */
+
+/* e^x for x <= 0, to two units in the last place; a loop over it becomes vector code, one over libm's does not. */
+static inline float power(float x)
+{
+    x = x < -87.0f ? -87.0f : x;
+    float n = floorf(x * 1.44269504f + 0.5f);
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union { int32_t i; float f; } two = { ((int32_t)n + 127) << 23 };
+    return p * two.f;
+}
+
+static inline float dot(const float *a, const float *b, long dim)
+{
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (long i = 0; i < dim; i++)
+        sum += a[i] * b[i];
+    return sum;
+}
+
+void rms_norm(const float *x, const float *weight, float *out, long rows, long dim, float eps)
+{
+#pragma omp parallel for if (rows * dim > 16 * SMALL)
+    for (long row = 0; row < rows; row++) {
+        const float *in = x + row * dim;
+        float scale = 1.0f / sqrtf(dot(in, in, dim) / dim + eps);
+#pragma omp simd
+        for (long i = 0; i < dim; i++)
+            out[row * dim + i] = in[i] * scale * weight[i];
+    }
+}
+
+/* x [rows, 2 * dim] -> silu(first half) * second half */
+void swiglu(const float *x, float *out, long rows, long dim)
+{
+#pragma omp parallel for if (rows * dim > 4 * SMALL)
+    for (long row = 0; row < rows; row++) {
+        const float *gate = x + 2 * row * dim, *up = gate + dim;
+#pragma omp simd
+        for (long i = 0; i < dim; i++) {
+            float e = power(-fabsf(gate[i]));
+            out[row * dim + i] = gate[i] * up[i] * (gate[i] < 0 ? e : 1.0f) / (1.0f + e);
+        }
+    }
+}
+
+/* Halves of x [rows, heads, dim] turned by the angles of their row: cos and sin [rows, dim / 2]. */
+void rotate(const float *x, long stride, const float *cos, const float *sin, float *out, long rows, long heads, long dim)
+{
+    long half = dim / 2;
+    for (long row = 0; row < rows; row++)
+        for (long head = 0; head < heads; head++) {
+            const float *a = x + row * stride + head * dim, *b = a + half, *c = cos + row * half, *s = sin + row * half;
+            float *to = out + (row * heads + head) * dim;
+#pragma omp simd
+            for (long i = 0; i < half; i++) {
+                to[i] = a[i] * c[i] - b[i] * s[i];
+                to[half + i] = b[i] * c[i] + a[i] * s[i];
+            }
+        }
+}
+
+/* New keys and values [n, heads * dim] into their slots; without values only keys. */
+void store_pages(
+    const float *k, long k_stride, const float *v, long v_stride, float *keys, float *values, const int64_t *slots,
+    long n, long width)
+{
+    for (long i = 0; i < n; i++) {
+        memcpy(keys + slots[i] * width, k + i * k_stride, width * sizeof(float));
+        if (v)
+            memcpy(values + slots[i] * width, v + i * v_stride, width * sizeof(float));
+    }
+}
+
+/* One query head over the first `tokens` tokens of a stream: keys and values of one head, `stride` apart, in pages. */
+static inline void attend_one(
+    const float *q, const float *keys, const float *values, long stride, const int64_t *pages, long page, float *out,
+    float *scores, long tokens, long dim, long value_dim, float scale)
+{
+    float most = -INFINITY, sum = 0;
+    for (long start = 0; start < tokens; start += page) {
+        const float *key = keys + pages[start / page] * page * stride;
+        long end = start + page < tokens ? start + page : tokens;
+        for (long t = start; t < end; t++, key += stride) {
+            scores[t] = dot(q, key, dim) * scale;
+            most = scores[t] > most ? scores[t] : most;
+        }
+    }
+#pragma omp simd reduction(+ : sum)
+    for (long t = 0; t < tokens; t++) {
+        scores[t] = power(scores[t] - most);
+        sum += scores[t];
+    }
+    memset(out, 0, value_dim * sizeof(float));
+    for (long start = 0; start < tokens; start += page) {
+        const float *value = values + pages[start / page] * page * stride;
+        long end = start + page < tokens ? start + page : tokens;
+        for (long t = start; t < end; t++, value += stride) {
+            float weight = scores[t] / sum;
+#pragma omp simd
+            for (long i = 0; i < value_dim; i++)
+                out[i] += weight * value[i];
+        }
+    }
+}
+
+/* One query per stream over its pages. Slabs are [slots, kv heads, dim]; `stride` is from slot to slot, values may be
+   the first part of the keys. `room` holds a float for every token of every (stream, kv head), `longest` for each. */
+void attend_pages(
+    const float *q, const float *keys, const float *values, long stride, const int64_t *tables, long width,
+    const int64_t *lengths, long page, float *out, float *room, long longest,
+    long n, long heads, long kv_heads, long dim, long value_dim, float scale)
+{
+    long group = heads / kv_heads;
+#pragma omp parallel for if (n * longest * heads * dim > 16 * SMALL) schedule(dynamic, 4)
+    for (long pair = 0; pair < n * kv_heads; pair++) {
+        long row = pair / kv_heads, head = pair % kv_heads, tokens = lengths[row];
+        const float *key = keys + head * dim, *value = values + head * dim;
+        const int64_t *pages = tables + row * width;
+        float *scores = room + pair * longest;
+        for (long g = 0; g < group; g++) {
+            long index = row * heads + head * group + g;
+            const float *one = q + index * dim;
+            float *to = out + index * value_dim;
+            if (dim == 32 && value_dim == 32) /* the common widths as constants: the loops unroll */
+                attend_one(one, key, value, stride, pages, page, to, scores, tokens, 32, 32, scale);
+            else if (dim == 64 && value_dim == 64)
+                attend_one(one, key, value, stride, pages, page, to, scores, tokens, 64, 64, scale);
+            else
+                attend_one(one, key, value, stride, pages, page, to, scores, tokens, dim, value_dim, scale);
+        }
+    }
+}
+
+/* The first place at which the running sum of the odds passes aim: blocks first, then inside one. */
+static long search(const float *odds, long size, double aim)
+{
+    double before = 0;
+    long last = 0;
+    for (long start = 0; start < size; start += BLOCK) {
+        long end = start + BLOCK < size ? start + BLOCK : size;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (long i = start; i < end; i++)
+            sum += odds[i];
+        if (before + sum > aim)
+            for (long i = start; i < end; i++) {
+                before += odds[i];
+                if (before > aim)
+                    return i;
+                last = odds[i] > 0 ? i : last;
+            }
+        else {
+            before += sum;
+            for (long i = end - 1; sum > 0 && i >= start; i--)
+                if (odds[i] > 0) {
+                    last = i;
+                    break;
+                }
+        }
+    }
+    return last; /* luck rounded up to the whole: the last that weighs anything */
+}
+
+/* A token for each row of logits by its luck in [0, 1); at temperature 0 the likeliest. `room` holds a float for every
+   logit. Both log-probabilities: as drawn, and under the model's own distribution. */
+void draw(
+    const float *logits, const float *temperatures, const double *lucks, int64_t *tokens, float *logprobs, float *raws,
+    float *room, long rows, long size)
+{
+#pragma omp parallel for if (rows * size > 4 * SMALL)
+    for (long row = 0; row < rows; row++) {
+        const float *in = logits + row * size;
+        float *odds = room + row * size, most = -INFINITY, heat = temperatures[row], cold = heat > 0 ? 1 / heat : 1;
+        double total = 0, whole = 0; /* of the warmed odds, and of the plain */
+        long best = 0;
+#pragma omp simd reduction(max : most)
+        for (long i = 0; i < size; i++)
+            most = in[i] > most ? in[i] : most;
+        while (best < size - 1 && in[best] != most)
+            best++;
+        for (long start = 0; start < size; start += BLOCK) {
+            long end = start + BLOCK < size ? start + BLOCK : size;
+            float sum = 0, part = 0;
+#pragma omp simd reduction(+ : sum, part)
+            for (long i = start; i < end; i++) {
+                float less = in[i] - most, warm = power(less * cold);
+                part += cold == 1 ? warm : power(less);
+                sum += odds[i] = less * cold < LEAST ? 0 : warm;
+            }
+            whole += part;
+            total += sum;
+        }
+        long token = heat > 0 ? search(odds, size, lucks[row] * total) : best;
+        tokens[row] = token;
+        raws[row] = (float)(in[token] - most - log(whole));
+        logprobs[row] = heat > 0 ? (float)((double)(in[token] - most) * cold - log(total)) : 0;
+    }
+}
