@@ -7,9 +7,9 @@ A `Dialect` is all that a server needs to know of a chat format. `Hermes` is the
 import json
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from etude.inference.text import overlap
 from etude.model.tokenizer import Tokenizer
@@ -17,6 +17,10 @@ from etude.model.tokenizer import Tokenizer
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # Around the number of a piece of text that must not be read as control tokens; from Unicode's private use area.
 SIGN, END_SIGN = "\ue000", "\ue001"
+
+# What a model writes, as it comes: thoughts, text, or that it calls a tool and which.
+Part: TypeAlias = Literal["thinking", "text", "call"]
+Listener: TypeAlias = Callable[[Part, str], None]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from etude.errors import InputError
 if TYPE_CHECKING:
     import torch
 
+    from etude.inference.engine import Engine, EngineOptions
+
 
 def serve(
     checkpoint: Annotated[
@@ -41,6 +43,9 @@ def serve(
     on_swap: Annotated[
         Literal["keep", "recompute"], typer.Option(help="What new weights do to the cache of running samples.")
     ] = "keep",
+    drafts: Annotated[
+        int, typer.Option(min=0, help="Tokens drafted by the checkpoint's MTP layers and verified at once; 0: none.")
+    ] = 0,
     invariant: Annotated[
         bool, typer.Option("--invariant", help="The same request gives the same numbers whatever else runs; slower.")
     ] = False,
@@ -48,36 +53,52 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, OpenAI-compatible and token-exact, until SIGTERM."""
     from etude.inference import server
-    from etude.inference.engine import Engine, EngineOptions
+    from etude.inference.engine import EngineOptions
     from etude.inference.service import EngineService
-    from etude.kernels import usable_device
-    from etude.model.checkpoint import load
-    from etude.model.tokenizer import Tokenizer, check_vocabulary
 
     secret, kind = server.read_token(host, token_file), _dtype(dtype)
-    listener = server.bind(host, port)
-    tokenizer = Tokenizer.load(checkpoint)
-    model = load(checkpoint, dtype=kind, device=usable_device(device))
-    check_vocabulary(tokenizer, model.config.vocab_size, str(checkpoint))
-    options = EngineOptions(tokens=tokens, page=page, max_streams=max_streams, on_swap=on_swap, invariant=invariant)
-    engine = Engine(model, options, tokenizer=tokenizer)
+    options = EngineOptions(
+        tokens=tokens, page=page, max_streams=max_streams, on_swap=on_swap, drafts=drafts, invariant=invariant
+    )
     called = name or checkpoint.resolve().name
+    with server.bind(host, port) as listener:  # first: that a port is taken should not be found out minutes later
+        engine = _engine(checkpoint, kind, device, options)
 
-    async def work() -> None:
-        address = listener.getsockname()
-        url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"
+        async def work() -> None:
+            address = listener.getsockname()
+            url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"
 
-        def ready() -> None:
-            print(f"{url}/v1  {called} on {engine.device}, room for {tokens:,} tokens", flush=True)
+            def ready() -> None:
+                print(f"{url}/v1  {called} on {engine.device}, room for {tokens:,} tokens", flush=True)
 
-        async with EngineService(engine, max_waiting=max_waiting) as service:
-            await server.run(service, listener, name=called, token=secret, grace=grace, ready=ready)
-            if service.failure is not None:
-                raise service.failure
+            async with EngineService(engine, max_waiting=max_waiting) as service:
+                await server.run(service, listener, name=called, token=secret, grace=grace, ready=ready)
+                if service.failure is not None:
+                    raise service.failure
 
-    if not server.is_loopback(host):
-        print("etude: warning: no TLS: the token and all that is said can be read on the way", file=sys.stderr)
-    asyncio.run(work())
+        if not server.is_loopback(host):
+            print("etude: warning: no TLS: the token and all that is said can be read on the way", file=sys.stderr)
+        asyncio.run(work())
+
+
+def _engine(checkpoint: Path, dtype: torch.dtype | None, device: str, options: EngineOptions) -> Engine:
+    """The engine around a checkpoint, with the layers that draft if drafts are asked for."""
+    from etude.inference.engine import Engine
+    from etude.kernels import usable_device
+    from etude.model.checkpoint import load
+    from etude.model.mtp import FILE, load_mtp
+    from etude.model.tokenizer import Tokenizer, check_vocabulary
+
+    tokenizer = Tokenizer.load(checkpoint)
+    if options.drafts and not (checkpoint / FILE).exists():
+        raise InputError(
+            f"--drafts {options.drafts}: {checkpoint} has no {FILE}, the MTP layers that draft; leave --drafts out"
+        )
+    model = load(checkpoint, dtype=dtype, device=usable_device(device))
+    check_vocabulary(tokenizer, model.config.vocab_size, str(checkpoint))
+    weight = model.head_weight
+    mtp = load_mtp(checkpoint, model.config, weight.dtype, weight.device) if options.drafts else None
+    return Engine(model, options, tokenizer=tokenizer, mtp=mtp)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

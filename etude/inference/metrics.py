@@ -1,10 +1,13 @@
 """What the service has done, in the text format that Prometheus reads."""
 
+from itertools import accumulate
+
+from etude.inference.latency import Histogram
 from etude.inference.service import Stats
 
 
 def prometheus(stats: Stats) -> str:
-    """One family per number; counters end in _total."""
+    """One family per number; counters end in _total. Drafts are counted where some are made."""
     lines: list[str] = []
 
     def family(name: str, kind: str, meaning: str, *values: tuple[str, float]) -> None:
@@ -24,6 +27,13 @@ def prometheus(stats: Stats) -> str:
     family("swaps_total", "counter", "Times the weights were changed.", ("", stats.swaps))
     family("steps_total", "counter", "Steps of the engine.", ("", stats.steps))
     family("busy_seconds_total", "counter", "Seconds inside steps.", ("", stats.busy_s))
+    if stats.accepted:
+        family("draft_rounds_total", "counter", "Times a sample's drafts were verified.", ("", stats.draft_rounds))
+        depths = [(f'{{depth="{depth}"}}', count) for depth, count in enumerate(stats.accepted, 1)]
+        family("drafts_accepted_total", "counter", "Drafts accepted, by their place in a round.", *depths)
+    first, each = _buckets(stats.first_token), _buckets(stats.output_token)
+    family("time_to_first_token_seconds", "histogram", "From a request to a sample's first token.", *first)
+    family("time_per_output_token_seconds", "histogram", "A finished sample's mean for every later token.", *each)
     family("running", "gauge", "Samples being made.", ("", stats.running))
     family("waiting", "gauge", "Samples in the queue.", ("", stats.waiting))
     family("pages_held", "gauge", "Pages of the cache in use.", ("", stats.pages_held))
@@ -31,3 +41,11 @@ def prometheus(stats: Stats) -> str:
     family("version", "gauge", "Version of the weights.", ("", stats.version))
     family("state", "gauge", "1 for the state the service is in.", (f'{{state="{stats.state}"}}', 1))
     return "\n".join(lines) + "\n"
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """A histogram's lines: how many were at most each bound, their sum and their number."""
+    counts = list(accumulate(histogram.counts))
+    bounds = (*(f"{bound:g}" for bound in histogram.bounds), "+Inf")
+    lines = [(f'_bucket{{le="{bound}"}}', float(count)) for bound, count in zip(bounds, counts, strict=True)]
+    return [*lines, ("_sum", histogram.total), ("_count", float(counts[-1]))]

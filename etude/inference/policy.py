@@ -5,7 +5,7 @@ re-tokenizes what a model wrote, so there is no text here. To write a new one, i
 `version`, and take `sample` from `OneSample`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -16,10 +16,11 @@ from etude.inference.sampling import Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Ending", "OneSample", "Policy", "Sample", "Sampling", "Weights"]
+__all__ = ["Ending", "OneSample", "Policy", "Sample", "Sampling", "Watch", "Weights"]
 
 # Tensors by name, or a checkpoint directory that the sampler can read.
 Weights: TypeAlias = "Mapping[str, Tensor] | Path | str"
+Watch: TypeAlias = Callable[[Sequence[int]], None]  # told new tokens as they are made
 
 
 class Policy(Protocol):
@@ -31,6 +32,10 @@ class Policy(Protocol):
 
     async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
         """`sampling.samples` continuations of one prompt."""
+        ...
+
+    async def watched(self, tokens: Sequence[int], sampling: Sampling, watch: Watch, *, session: str = "") -> Sample:
+        """`sample`, while somebody watches; where tokens cannot be had before the end, all of them are told then."""
         ...
 
     async def load(self, weights: Weights, version: int) -> None:
@@ -47,13 +52,23 @@ class Policy(Protocol):
 
 
 class OneSample:
-    """`sample` by `samples`."""
+    """`sample` and `watched` by `samples`."""
 
     async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
         raise NotImplementedError
 
     async def sample(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> Sample:
-        if sampling.samples != 1:
-            raise InputError(f"sample gives one sample, but sampling.samples is {sampling.samples}; call samples")
+        check_single(sampling)
         (one,) = await self.samples(tokens, sampling, session=session)
         return one
+
+    async def watched(self, tokens: Sequence[int], sampling: Sampling, watch: Watch, *, session: str = "") -> Sample:
+        one = await self.sample(tokens, sampling, session=session)
+        watch(one.tokens)
+        return one
+
+
+def check_single(sampling: Sampling) -> None:
+    """Refuse to give one sample to who asks for several."""
+    if sampling.samples != 1:
+        raise InputError(f"sample gives one sample, but sampling.samples is {sampling.samples}; call samples")

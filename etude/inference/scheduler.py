@@ -79,7 +79,7 @@ class Scheduler:
 
     def plan(self) -> Step:
         """The next step; empty when there is nothing to do."""
-        ended = self._drop_cancelled()
+        ended = self.drop_cancelled()
         decoding = self._grow([stream for stream in self.running if stream.decoding])
         self._admit()
         budget = self.budget - len(decoding)
@@ -206,7 +206,8 @@ class Scheduler:
             stream.content = OUTDATED
         self._elect(set(self.running))
 
-    def _drop_cancelled(self) -> list[Stream]:
+    def drop_cancelled(self) -> list[Stream]:
+        """End every stream that was cancelled since the last time, and free its pages."""
         gone = [stream for stream in self._leaving if stream.ending is None]
         self._leaving.clear()
         if not gone:

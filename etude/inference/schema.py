@@ -12,7 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from etude.errors import InputError
 from etude.inference.sampling import MAX_SAMPLES, Sampling
 
-NUMBER = Field(allow_inf_nan=False)
+NUMBER = Field(allow_inf_nan=False, strict=True)  # a whole number is one too; true and "1" are not
+# Every new token of every sample is searched for every stop text.
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
+StopText = Annotated[StrictStr, Field(max_length=MAX_STOP_LENGTH)]
+MAX_VERSION = 2**63 - 1
 AskT = TypeVar("AskT", bound=BaseModel)
 COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use all the room there is
 
@@ -147,7 +151,7 @@ class Ask(Strict):
     n: Annotated[StrictInt, Field(ge=1, le=MAX_SAMPLES)] = 1
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
-    stop: Annotated[StrictStr, Field(min_length=1)] | list[Annotated[StrictStr, Field(min_length=1)]] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     temperature: Annotated[float, NUMBER] = 1.0
     top_p: Annotated[float, NUMBER] = 1.0
@@ -245,7 +249,7 @@ class SamplingAsk(Strict):
     seed: StrictInt = 0
     samples: StrictInt = 1
     stop: list[StrictInt] = Field(default_factory=list)
-    stop_text: list[StrictStr] = Field(default_factory=list)
+    stop_text: Annotated[list[StopText], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
 
     def sampling(self) -> Sampling:
         plain = self.model_dump(exclude={"stop", "stop_text"})
@@ -260,15 +264,24 @@ class GenerateAsk(Strict):
 
 
 class WeightsAsk(Strict):
-    path: StrictStr
-    version: Annotated[StrictInt, Field(ge=0)]
+    path: Annotated[StrictStr, Field(min_length=1)]
+    version: Annotated[StrictInt, Field(ge=0, le=MAX_VERSION)]
+
+    @model_validator(mode="after")
+    def _can_be_a_path(self) -> "WeightsAsk":
+        if "\0" in self.path:
+            raise ValueError(f"path is {self.path!r:.80}, which no file can be called")
+        return self
 
 
 def explain(error: ValidationError) -> tuple[str, str | None]:
     """What is wrong with a request, and the field it is about."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of the alternatives of a union the one that was meant is of the right type and wrong in something else.
+    first = next((each for each in found if not each["type"].endswith("_type")), found[0])
     # The names of the alternatives of a union mean nothing to who sent the request.
-    place = ".".join(str(part) for part in first["loc"] if not isinstance(part, str) or part.isidentifier())
+    named = [part for part in first["loc"] if not isinstance(part, str) or (part.isidentifier() and part != "str")]
+    place = ".".join(map(str, named))
     said = first["msg"].removeprefix("Value error, ")
     return (f"{place}: {said}" if place else said), place or None
 

@@ -77,7 +77,9 @@ class Server:
         tokenizer = service.engine.tokenizer
         self.dialect = dialect or (Hermes(tokenizer) if tokenizer is not None else None)
         # A full set of weights in float32 and its header, with room to spare.
-        self.max_weights = (64 << 20) + 5 * sum(tensor.numel() for tensor in service.engine.model.state_dict().values())
+        engine = service.engine
+        parts = [engine.model, *([engine.mtp] if engine.mtp is not None else [])]
+        self.max_weights = (64 << 20) + 5 * sum(each.numel() for part in parts for each in part.state_dict().values())
 
     # ------------------------------------------------------------------------------------------- OpenAI's
 
@@ -96,7 +98,10 @@ class Server:
         tokenizer = self._check_model(ask.model)
         assert self.dialect is not None
         messages = [message.plain() for message in ask.messages]
-        prompt = await asyncio.to_thread(self.dialect.encode, messages, ask.usable_tools)
+        try:
+            prompt = await asyncio.to_thread(self.dialect.encode, messages, ask.usable_tools)
+        except RecursionError:
+            raise BadField("a tool's parameters are nested too deeply to be written out", "tools") from None
         shape = chat_shape(self.name, tokenizer, ask.logprobs)
         reader = self.dialect.reader if ask.usable_tools else lambda: None
         choices = [Choice(i, Text(tokenizer, ask.stops, tokenizer.stop_ids), reader()) for i in range(ask.n)]
@@ -106,7 +111,10 @@ class Server:
         ask = parse(CompletionAsk, await self._json(request))
         tokenizer = self._check_model(ask.model)
         given = ask.one_prompt
-        prompt = [*tokenizer.prefix, *tokenizer.encode(given)] if isinstance(given, str) else given
+        if isinstance(given, str):
+            prompt = [*tokenizer.prefix, *await asyncio.to_thread(tokenizer.encode, given)]
+        else:
+            prompt = given
         shape = completion_shape(self.name, tokenizer, ask.logprobs is not None)
         choices = [Choice(i, Text(tokenizer, ask.stops, tokenizer.stop_ids)) for i in range(ask.n)]
         return await self._answer(request, ask, prompt, lambda generation: Answer(generation, shape, choices))
@@ -163,7 +171,7 @@ class Server:
             ask = parse(WeightsAsk, await self._json(request))
             return JSONResponse(asdict(await self.service.load(ask.path, ask.version)))
         version = request.query_params.get("version", "")
-        if not version.isdecimal():
+        if not (version.isascii() and version.isdecimal()) or len(version) > 18:
             raise BadField(f"version is {version!r:.40}; send it as /weights?version=N with the tensors", "version")
         with tempfile.TemporaryDirectory(prefix="etude-weights-") as directory:
             file = Path(directory) / "weights.safetensors"
@@ -205,10 +213,8 @@ class Server:
             # A page of another origin can send anything else to a loopback address without being asked.
             raise HTTPException(415, "send the body as `content-type: application/json`")
         data = bytearray()
-        async for chunk in request.stream():
+        async for chunk in body_of(request, self.max_body):
             data += chunk
-            if len(data) > self.max_body:
-                raise HTTPException(413, f"the body is over {self.max_body:,} bytes")
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -275,14 +281,24 @@ def is_json(request: Request) -> bool:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
 
 
+async def body_of(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """A request's body as it comes; one that says that it is too large is not even waited for."""
+    too_large = HTTPException(413, f"the body has over {limit:,} bytes, the most that is taken here")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise too_large
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise too_large
+        yield chunk
+
+
 async def receive_file(request: Request, file: Path, limit: int) -> None:
     """Write a request's body to a file as it comes."""
-    size = 0
     with open(file, "xb") as out:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                raise HTTPException(413, f"the body has over {limit:,} bytes, more than all weights of this model")
+        async for chunk in body_of(request, limit):
             await asyncio.to_thread(out.write, chunk)
 
 
@@ -412,7 +428,7 @@ async def run(
     grace: float = GRACE_S,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT: then nothing new, what runs has `grace` seconds, and the rest is cancelled.
+    """Serve until SIGTERM or SIGINT: then nothing new, what runs has `grace` seconds, and the rest is told so.
 
     A broken engine ends it too, so that whoever supervises the process can start another.
     """
@@ -439,5 +455,6 @@ async def run(
     if service.state == "running" or (service.state == "draining" and service.held):
         with contextlib.suppress(TimeoutError, EtudeError):
             await asyncio.wait_for(service.drain(), grace)
+    await service.close()  # before the connections: whoever still waits gets an error, not an answer cut off
     server.should_exit = True
     await serving

@@ -10,19 +10,23 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
+from torch import Tensor
+
 from etude.errors import BusyError, EtudeError, InputError
 from etude.inference.engine import CachePolicy, Engine
+from etude.inference.latency import FIRST_TOKEN_S, OUTPUT_TOKEN_S, Histogram
 from etude.inference.policy import Weights
 from etude.inference.request import Ending, Sample, Stream
 from etude.inference.sampling import Sampling
-from etude.inference.weights import put_weights, read_weights
+from etude.inference.speculation import Acceptance
+from etude.inference.weights import check_finite, read_weights
 
 State = Literal["running", "paused", "draining", "broken", "closed"]
 T = TypeVar("T")
@@ -97,6 +101,10 @@ class Stats:
     swaps: int
     steps: int
     busy_s: float
+    draft_rounds: int  # times a sample's drafts were verified
+    accepted: list[int]  # how often the first, second, ... draft of a round was; empty without speculation
+    first_token: Histogram  # seconds from a request to each sample's first token
+    output_token: Histogram  # seconds a sample took for each token after its first
 
 
 class Generation:
@@ -108,6 +116,7 @@ class Generation:
         self.accepted: asyncio.Future[None] = self.loop.create_future()
         self.streams: list[Stream] = []  # written by the engine's thread before `accepted` is set
         self.cancelled = False
+        self.asked = time.perf_counter()
         self._service = service
         self._changed = asyncio.Event()
         self._ready = [0] * sampling.samples  # tokens of each that were told to us
@@ -132,7 +141,7 @@ class Generation:
         return self.streams[0].cached
 
     def cancel(self) -> None:
-        """End what still runs; its pages are free at the next step. Any thread may call it, any number of times."""
+        """End what still runs; its pages are free before the next step. Any thread may call it, and often."""
         if not self.ended and not self.cancelled:
             self.cancelled = True
             self._service.cancel(self)
@@ -203,7 +212,8 @@ class EngineService:
         self._open: dict[Stream, tuple[Generation, int]] = {}
         self._touched: dict[Stream, None] = {}
         self._ended: list[Stream] = []
-        self._leaving: list[Stream] = []
+        self._began: dict[Stream, float] = {}  # when each had its first token
+        self._first_token, self._output_token = Histogram(FIRST_TOKEN_S), Histogram(OUTPUT_TOKEN_S)
         self._idle_steps = 0
         self._endings: Counter[str] = Counter()
         self._requests = self._refused = self._prompt_tokens = self._cached_tokens = self._swaps = 0
@@ -236,7 +246,7 @@ class EngineService:
 
     async def submit(self, prompt: Sequence[int], sampling: Sampling, *, streaming: bool = False) -> Generation:
         """Take a request in, or raise why not. Only with `streaming` are its pieces told before a sample's end."""
-        self._check_length(prompt, sampling)
+        self._check(prompt, sampling)
         generation = Generation(self, prompt, sampling, streaming)
         with self._news:
             self._check_place(sampling.samples)
@@ -256,7 +266,10 @@ class EngineService:
         pool, ahead = self.engine.pool, self.engine.scheduler.ahead
         return min(self.engine.model.config.max_length, pool.count * pool.size - ahead)
 
-    def _check_length(self, prompt: Sequence[int], sampling: Sampling) -> None:
+    def _check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        size = self.engine.model.config.vocab_size
+        if stray := [token for token in sampling.stop if not 0 <= token < size]:
+            raise InputError(f"stop token id {stray[0]} is not in the vocabulary of {size:,}: it would never stop")
         if len(prompt) + sampling.max_tokens > self.room:
             raise TooLong(
                 f"{len(prompt):,} prompt tokens and {sampling.max_tokens:,} new ones are more than the {self.room:,} "
@@ -284,7 +297,8 @@ class EngineService:
         return await asyncio.get_running_loop().run_in_executor(self._loader, self._load, weights, version)
 
     def _load(self, weights: Weights, version: int) -> Loaded:
-        tensors = read_weights(weights, self.engine.model)
+        tensors = read_weights(weights, self.engine.model, self.engine.mtp)
+        check_finite(tensors, version)
         return self._ask(partial(self._swap, tensors, version)).result()
 
     async def pause(self) -> None:
@@ -346,6 +360,7 @@ class EngineService:
 
     def stats(self) -> Stats:
         engine = self.engine
+        drafting = engine.speculator.acceptance if engine.speculator is not None else Acceptance()
         return Stats(
             state=self.state,
             version=engine.version,
@@ -364,6 +379,10 @@ class EngineService:
             swaps=self._swaps,
             steps=engine.steps,
             busy_s=self._busy_s,
+            draft_rounds=drafting.rounds,
+            accepted=list(drafting.accepted),
+            first_token=self._first_token.copy(),
+            output_token=self._output_token.copy(),
         )
 
     # ------------------------------------------------------------------------------------------- the thread
@@ -393,7 +412,7 @@ class EngineService:
                 if not self._paused and self.engine.busy:
                     self._step()
                 self._report()
-            self._fail(EngineBroken("the service was closed before this was finished"))
+            self._fail(EngineBroken("the service is closed; this was not finished"))
         except Exception as error:
             logger.exception("the engine failed")
             broken = EngineBroken(f"the engine failed: {type(error).__name__}: {error}")
@@ -451,11 +470,10 @@ class EngineService:
         for stream in generation.streams:
             if stream in self._open:
                 self.engine.cancel(stream)
-                self._leaving.append(stream)
 
-    def _swap(self, weights: Any, version: int) -> Loaded:
+    def _swap(self, weights: Mapping[str, Tensor], version: int) -> Loaded:
         start = time.perf_counter()
-        put_weights(self.engine, weights, version)
+        self.engine.load(weights, version)
         self._swaps += 1
         return Loaded(version, self.engine.options.on_swap, len(self._open), time.perf_counter() - start)
 
@@ -466,33 +484,48 @@ class EngineService:
         """What the engine calls inside a step: note it, tell it after the step."""
         if not tokens:
             self._ended.append(stream)
-        elif stream in self._open and self._open[stream][0].streaming:
+            return
+        generation, _ = self._open[stream]
+        if stream not in self._began:
+            self._began[stream] = time.perf_counter()
+            self._first_token.add(self._began[stream] - generation.asked)
+        if generation.streaming:
             self._touched[stream] = None
 
     def _report(self) -> None:
-        """Tell every caller what is new; one call into its loop for all that it waits for."""
-        self._ended += [stream for stream in self._leaving if stream.ending is not None]
-        self._leaving = [stream for stream in self._leaving if stream.ending is None]
+        """Tell every caller what is new. Who has gone without a word is cancelled, and that is news again."""
+        while self._touched or self._ended:
+            self._report_once()
+        if self._draining and not self._held:
+            for done in self._drained:
+                if done.set_running_or_notify_cancel():
+                    done.set_result(None)
+            self._drained.clear()
+
+    def _report_once(self) -> None:
+        """One call into each caller's loop, for all that it waits for."""
         news: dict[Generation, list[tuple[int, int, Ending | None]]] = {}
         for stream in dict.fromkeys((*self._touched, *self._ended)):
             if stream in self._open:
                 generation, index = self._open[stream]
                 news.setdefault(generation, []).append((index, len(stream.versions), stream.ending))
         for stream in self._ended:
-            if self._open.pop(stream, None) is not None:  # one that ended and was cancelled comes twice
-                self._endings[str(stream.ending)] += 1
-                self._prompt_tokens += len(stream.prompt)
-                self._cached_tokens += stream.cached
-                self._let_go(1)
+            self._account(stream)
         self._touched.clear()
         self._ended.clear()
         for generation, items in news.items():
             self._tell(generation, items)
-        if self._draining and not self._held:
-            for done in self._drained:
-                if done.set_running_or_notify_cancel():
-                    done.set_result(None)
-            self._drained.clear()
+
+    def _account(self, stream: Stream) -> None:
+        """A stream has ended: count it, and give its place to another."""
+        del self._open[stream]
+        self._endings[str(stream.ending)] += 1
+        self._prompt_tokens += len(stream.prompt)
+        self._cached_tokens += stream.cached
+        began = self._began.pop(stream, 0.0)
+        if stream.ending != "cancelled" and len(stream.made) > 1:
+            self._output_token.add((time.perf_counter() - began) / (len(stream.made) - 1))
+        self._let_go(1)
 
     def _tell(
         self, generation: Generation, news: list[tuple[int, int, Ending | None]], error: EtudeError | None = None

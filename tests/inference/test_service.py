@@ -15,12 +15,14 @@ import torch
 from samplers import tiny_engine, tiny_model, until
 
 from etude.errors import InputError
-from etude.inference.engine import Engine
-from etude.inference.request import Sample
+from etude.inference.engine import Engine, EngineOptions
+from etude.inference.request import Sample, Stream
 from etude.inference.sampling import Sampling
 from etude.inference.service import Draining, EngineBroken, EngineService, Piece, QueueFull, TooLong
 from etude.model import save
 from etude.model.checkpoint import views
+from etude.model.generate import generate
+from etude.model.mtp import initialize_mtp, save_mtp
 from etude.model.transformer import Transformer
 
 LONG = Sampling(max_tokens=1000)
@@ -81,6 +83,72 @@ def test_cancelling_the_task_that_waits_frees_the_pages() -> None:
         service.engine.pool.check()
 
     with_service(work)
+
+
+def test_a_cancel_between_two_steps_ends_a_stream_there_and_then() -> None:
+    engine = tiny_engine(max_streams=2)
+    told: list[tuple[int, list[int]]] = []
+    streams = [
+        engine.submit([1, 2, n], LONG, lambda stream, tokens: told.append((stream.number, tokens)))[0] for n in range(4)
+    ]
+    for _ in range(3):
+        engine.step()
+    told.clear()
+    steps = engine.steps
+    for stream in streams:  # two run, two wait
+        engine.cancel(stream)
+        engine.cancel(stream)
+    assert [stream.ending for stream in streams] == ["cancelled"] * 4
+    assert told == [(stream.number, []) for stream in streams]
+    assert (engine.pool.held, engine.busy, engine.steps) == (0, False, steps)
+    assert engine.step() is False
+
+
+def test_a_paused_service_cancels_at_once() -> None:
+    async def work(service: EngineService) -> None:
+        generations = [await service.submit([1, 2, n], LONG, streaming=True) for n in range(3)]
+        await until(lambda: service.stats().made_tokens > 10)
+        await service.pause()
+        steps = service.stats().steps
+        for generation in generations[:2]:
+            generation.cancel()
+        await until(lambda: service.held == 1)
+        for generation in generations[:2]:
+            (sample,) = await generation.samples()
+            assert sample.ending == "cancelled"
+            assert sample.tokens
+        generations[2].cancel()
+        await until(lambda: service.held == 0)
+        assert service.engine.pool.held == 0
+        assert (service.state, service.stats().steps) == ("paused", steps)
+        assert service.stats().endings == {"cancelled": 3}
+
+    with_service(work)
+
+
+def test_a_listener_that_raises_loses_its_own_stream_and_nobody_else_s(caplog: pytest.LogCaptureFixture) -> None:
+    engine = tiny_engine()
+    told: list[list[int]] = []
+
+    def bad(stream: Stream, tokens: list[int]) -> None:
+        told.append(tokens)
+        if len(stream.made) > 3:
+            raise ValueError("nobody is there")
+
+    sampling = Sampling(max_tokens=20, seed=5)
+    (alone,) = engine.submit([1, 2, 3], sampling)
+    while engine.step():
+        pass
+    (lost,) = engine.submit([4, 5], sampling, bad)
+    (other,) = engine.submit([1, 2, 3], sampling)
+    while engine.step():
+        engine.pool.check()
+    assert (lost.ending, len(lost.made), told[-1]) == ("cancelled", 4, [])
+    assert told.count([]) == 1
+    assert (other.ending, other.made) == ("length", alone.made)
+    assert engine.pool.held == 0
+    assert f"the listener of stream {lost.number} failed; the stream is cancelled" in caplog.text
+    assert "ValueError: nobody is there" in caplog.text
 
 
 def test_leaving_a_stream_in_the_middle_cancels_it() -> None:
@@ -207,6 +275,35 @@ def test_weights_by_the_names_of_the_checkpoint_some_or_all() -> None:
     assert same_weights(engine.model, other)
 
 
+@pytest.mark.parametrize("brings", [True, False], ids=["with layers", "without"])
+def test_a_directory_brings_its_layers_that_draft_if_it_has_any(brings: bool, tmp_path: Path) -> None:
+    other = tiny_model(seed=9)
+    save(other, tmp_path / "other")
+    layers = initialize_mtp(other.config, 1, 2, torch.float32)
+    if brings:
+        save_mtp(layers, tmp_path / "other")
+    mtp = initialize_mtp(other.config, 1, 1, torch.float32)
+    options = EngineOptions(tokens=8192, page=8, max_streams=16, drafts=2)
+    greedy = Sampling(max_tokens=30, temperature=0.0)
+
+    async def work(service: EngineService) -> None:
+        running = asyncio.create_task(service.sample([1, 2, 3], Sampling(max_tokens=200, temperature=0.0)))
+        await until(lambda: service.stats().made_tokens > 5)
+        await service.load(tmp_path / "other", 1)
+        (sample,) = await running
+        assert sample.versions == sorted(sample.versions)
+        assert set(sample.versions) == {0, 1}
+        (late,) = await service.sample([7, 7], greedy)
+        assert late.tokens == list(generate(other, [7, 7], max_tokens=30))
+        stats = service.stats()
+        assert stats.draft_rounds > 0
+        assert len(stats.accepted) == 2
+
+    with_service(work, Engine(tiny_model(), options, mtp=mtp))
+    same = [torch.equal(tensor, layers.state_dict()[name]) for name, tensor in mtp.state_dict().items()]
+    assert all(same) == brings
+
+
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     save(tiny_model("qwen3"), tmp_path / "other")
 
@@ -247,6 +344,24 @@ def test_drain_finishes_what_runs_and_takes_nothing_new() -> None:
         assert (service.state, service.held) == ("draining", 0)
         await service.resume()
         assert await service.sample([1], Sampling(max_tokens=2))
+
+    with_service(work)
+
+
+def test_latencies_are_counted_once_for_each_sample() -> None:
+    async def work(service: EngineService) -> None:
+        start = time.perf_counter()
+        await service.sample([1, 2], Sampling(max_tokens=10, samples=3))
+        await service.sample([1, 2], Sampling(max_tokens=1))  # has no token after its first
+        took = time.perf_counter() - start
+        generation = await service.submit([3], LONG)
+        await until(lambda: sum(service.stats().first_token.counts) == 5)
+        generation.cancel()
+        await until(lambda: service.held == 0)
+        first, each = service.stats().first_token, service.stats().output_token
+        assert (sum(first.counts), sum(each.counts)) == (5, 3)
+        assert 0 < each.total * 9 < 3 * took
+        assert first.total > 0
 
     with_service(work)
 

@@ -21,7 +21,11 @@ from engines import (
 
 from etude.errors import InputError
 from etude.inference.engine import Engine, EngineOptions
+from etude.inference.request import Stream
 from etude.inference.sampling import Sampling
+from etude.model.checkpoint import views
+from etude.model.mtp import MTP
+from etude.model.transformer import Transformer, draw_weights
 
 PROMPTS = prompts_of((3, 17, 40, 64, 2, 33))
 
@@ -117,6 +121,74 @@ def test_a_swap_in_the_middle_of_speculation_loses_nothing(policy: str) -> None:
         assert stream.made[:old] == likeliest("llama", 0, tuple(stream.prompt), 20)[:old]
         if policy == "recompute" and old < 20:
             assert stream.made[old:] == likeliest("llama", 1, tuple(stream.prompt + stream.made[:old]), 20 - old)
+
+
+def other_layers(model: Transformer) -> MTP:
+    mtp = MTP(model.config)
+    draw_weights(mtp, 0.15, 8)
+    return mtp
+
+
+def swapped_after(engine: Engine, prompt: list[int], made: int, weights: dict[str, torch.Tensor]) -> Stream:
+    """A greedy stream for which the weights change as soon as it has `made` tokens or more."""
+    (stream,) = engine.submit(prompt, GREEDY)
+    while len(stream.made) < made:
+        engine.step()
+    engine.load(weights, version=1)
+    finish(engine)
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "brings", "names"),
+    [
+        ("llama", "keep", True, "ours"),
+        ("llama", "keep", False, "checkpoint"),
+        ("llama", "recompute", True, "checkpoint"),
+        ("llama", "recompute", False, "ours"),
+        ("deepseek_v3", "keep", True, "checkpoint"),
+        ("qwen3_moe", "recompute", False, "ours"),
+    ],
+)
+def test_after_a_swap_greedy_tokens_are_those_without_drafts_whatever_became_of_the_layers(
+    family: str, policy: str, brings: bool, names: str
+) -> None:
+    other = weights_of(family, 1)
+    weights = {**(other.state_dict() if names == "ours" else views(other))}
+    layers = other_layers(other).state_dict()
+    if brings:
+        weights |= {f"mtp.{name}": tensor for name, tensor in layers.items()}
+    for prompt in PROMPTS[:2]:
+        drafting = engine_of(family, drafts=3, on_swap=policy)
+        stream = swapped_after(drafting, prompt, 5, weights)
+        old = stream.versions.count(0)
+        plain = swapped_after(engine_of(family, on_swap=policy), prompt, old, dict(other.state_dict()))
+        assert 5 <= old < 20
+        assert (stream.made, stream.versions) == (plain.made, plain.versions)
+        assert drafting.mtp is not None
+        changed = [torch.equal(tensor, layers[name]) for name, tensor in drafting.mtp.state_dict().items()]
+        assert all(changed) == brings
+        (late,) = drafting.submit(prompt, GREEDY)
+        finish(drafting)
+        assert late.made == likeliest(family, 1, tuple(prompt), 20)
+
+
+def test_layers_that_do_not_fit_change_nothing() -> None:
+    engine, other = engine_of("llama", drafts=2), weights_of("llama", 1)
+    layers = {f"mtp.{name}": tensor for name, tensor in other_layers(other).state_dict().items()}
+    name = "mtp.layers.0.project.weight"
+    before = [tensor.clone() for tensor in (*engine.model.parameters(), *engine.mtp.parameters())]
+    for bad, complaint in (
+        ({name: layers[name][:1]}, f"{name} is"),
+        ({name.replace("0", "1"): layers[name]}, "mtp.layers.1.project.weight is not a tensor of this model$"),
+        ({name: layers[name].long()}, "expected float32 or bfloat16"),
+    ):
+        with pytest.raises(InputError, match=complaint):
+            engine.load({**other.state_dict(), **layers, **bad}, 1)
+    after = (*engine.model.parameters(), *engine.mtp.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    with pytest.raises(InputError, match="drafts nothing: leave MTP layers out"):
+        engine_of("llama").load(layers, 1)
 
 
 def test_a_preempted_stream_whose_pages_are_all_still_there_drafts_again() -> None:

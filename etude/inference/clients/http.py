@@ -7,15 +7,17 @@ that does not answer is left alone for a while and the next in the order is aske
 
 import asyncio
 import hashlib
+import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import EtudeError, InputError
 from etude.inference.clients.transport import Patience, Transport
-from etude.inference.policy import OneSample, Weights
+from etude.inference.policy import OneSample, Watch, Weights, check_single
 from etude.inference.request import Sample
 from etude.inference.sampling import Sampling
 from etude.inference.wire import BadAnswer, member, sample_from_json, sampling_to_json
@@ -23,6 +25,7 @@ from etude.inference.wire import BadAnswer, member, sample_from_json, sampling_t
 if TYPE_CHECKING:
     from torch import Tensor
 
+GROWING = ("tokens", "logprobs", "raw_logprobs", "versions")  # what the pieces of a streamed sample add to
 REST_S = 5.0  # that a server which did not answer is left alone
 
 
@@ -50,7 +53,39 @@ class Http(OneSample):
         await self._transport.close()
 
     async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
-        body = {"tokens": list(tokens), "sampling": sampling_to_json(sampling), "routing": self.routing}
+        with self._asking(session) as (server, lost, asked):
+            body = self._body(tokens, sampling)
+            answer = await self._transport.call("POST", "/generate", server, json=body, lost=lost)
+        where = f"{asked[-1]}/generate"
+        found = [sample_from_json(item, where) for item in member(answer, "samples", list, where)]
+        if len(found) != sampling.samples:
+            raise BadAnswer(f"{where}: {len(found)} samples; asked for {sampling.samples}")
+        return found
+
+    async def watched(self, tokens: Sequence[int], sampling: Sampling, watch: Watch, *, session: str = "") -> Sample:
+        check_single(sampling)
+        whole: dict[str, Any] = {name: [] for name in GROWING}
+        with self._asking(session) as (server, lost, asked):
+            body = {**self._body(tokens, sampling), "stream": True}
+            async with aclosing(self._transport.lines("/generate", server, json=body, lost=lost)) as lines:
+                async for line in lines:
+                    where = f"{asked[-1]}/generate"
+                    piece = read_piece(line, where)
+                    for name in GROWING:
+                        whole[name] += member(piece, name, list, where)
+                    whole |= {name: value for name, value in piece.items() if name not in whole}
+                    watch(piece["tokens"])
+        where = f"{asked[-1]}/generate"
+        if "ending" not in whole:
+            raise BadAnswer(f"{where}: the answer broke off after {len(whole['tokens'])} tokens")
+        return sample_from_json(whole, where)
+
+    def _body(self, tokens: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+        return {"tokens": list(tokens), "sampling": sampling_to_json(sampling), "routing": self.routing}
+
+    @contextmanager
+    def _asking(self, session: str) -> Iterator[tuple[Callable[[], str], Callable[[str, bool], None], list[str]]]:
+        """Who is asked next, whom to leave alone, and who was asked: for as long as one request runs."""
         asked: list[str] = []
 
         def server() -> str:
@@ -63,14 +98,9 @@ class Http(OneSample):
                 self._resting[url] = time.monotonic() + self.rest
 
         try:
-            answer = await self._transport.call("POST", "/generate", server, json=body, lost=lost)
+            yield server, lost, asked
         finally:
             self._asked.subtract(asked)
-        where = f"{asked[-1]}/generate"
-        found = [sample_from_json(item, where) for item in member(answer, "samples", list, where)]
-        if len(found) != sampling.samples:
-            raise BadAnswer(f"{where}: {len(found)} samples; asked for {sampling.samples}")
-        return found
 
     def server_of(self, session: str) -> str:
         """Where a session's next turn goes; without a session, where the fewest of our requests are."""
@@ -113,6 +143,19 @@ class Http(OneSample):
             return found
 
         return min(await asyncio.gather(*map(of, self.urls)))
+
+
+def read_piece(line: bytes, where: str) -> dict[str, Any]:
+    """One line of a streamed sample."""
+    try:
+        piece = json.loads(line)
+    except ValueError:
+        raise BadAnswer(f"{where}: a line is not JSON: {line[:200]!r}") from None
+    if isinstance(piece, dict) and isinstance(error := piece.get("error"), dict):
+        raise EtudeError(f"{where}: {error.get('message')}")
+    member(piece, "index", int, where)
+    found: dict[str, Any] = piece
+    return found
 
 
 def pack_tensors(weights: "Mapping[str, Tensor]") -> bytes:

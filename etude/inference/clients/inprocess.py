@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from etude.inference.policy import OneSample, Weights
+from etude.inference.policy import OneSample, Watch, Weights, check_single
 from etude.inference.request import Sample
 from etude.inference.sampling import Sampling
 from etude.inference.service import EngineService
@@ -16,6 +16,14 @@ class InProcess(OneSample):
 
     async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
         return await self.service.sample(tokens, sampling)
+
+    async def watched(self, tokens: Sequence[int], sampling: Sampling, watch: Watch, *, session: str = "") -> Sample:
+        check_single(sampling)
+        async with await self.service.submit(tokens, sampling, streaming=True) as generation:
+            async for piece in generation.pieces():
+                watch(piece.tokens)
+            (one,) = await generation.samples()
+            return one
 
     async def load(self, weights: Weights, version: int) -> None:
         await self.service.load(weights, version)

@@ -1,15 +1,18 @@
 """Any OpenAI-compatible chat API, for evaluation only: messages in, text and tool calls out.
 
 It has no tokens, so nothing can be trained on what it says; the methods of a policy that would give samples say so.
+With somebody who listens the answer is asked for as a stream; what its events add up to is read as a whole one is.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from etude.errors import InputError
-from etude.inference.chat import ToolCall
-from etude.inference.clients.transport import Patience, Transport
+from etude.inference.chat import Listener, Part, ToolCall
+from etude.inference.clients.transport import Patience, ServerError, Transport, Unreachable
 from etude.inference.policy import Weights
 from etude.inference.sampling import Sampling
 from etude.inference.wire import BadAnswer, member
@@ -22,6 +25,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    counted: bool = True  # False: the server did not say, and these are a guess from the size of the text
 
 
 @dataclass(frozen=True)
@@ -52,14 +57,29 @@ class OpenAIChat:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         sampling: Sampling | None = None,
+        listen: Listener | None = None,
     ) -> Reply:
-        """The answer to a chat. What `sampling` says and the API cannot express is an error."""
+        """The answer to a chat; `listen` hears it as it comes. What `sampling` says and the API cannot is an error."""
         body = {"model": self.model, "messages": list(messages), **self._knobs(sampling or Sampling())}
         if tools:
             body["tools"] = list(tools)
         path = "/chat/completions"
-        answer = await self._transport.call("POST", path, lambda: self.url, json=body)
-        return read_reply(answer, f"{self.url}{path}")
+        where = f"{self.url}{path}"
+        if listen is None:
+            return read_reply(await self._transport.call("POST", path, lambda: self.url, json=body), where)
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        events = Events(where, listen)
+        async with aclosing(self._transport.lines(path, lambda: self.url, json=body)) as lines:
+            async for line in lines:
+                events.feed(line)
+        return read_reply(events.whole(body), where)
+
+    async def models(self) -> list[Mapping[str, Any]]:
+        """What is served there."""
+        path = "/models"
+        answer = await self._transport.call("GET", path, lambda: self.url)
+        found: list[Mapping[str, Any]] = member(answer, "data", list, f"{self.url}{path}")
+        return found
 
     def _knobs(self, sampling: Sampling) -> dict[str, Any]:
         default = Sampling()
@@ -105,10 +125,96 @@ def read_reply(answer: Any, where: str) -> Reply:
         calls.append(ToolCall(name, arguments, member(call, "id", str, where)))
     usage = member(answer, "usage", dict, where)
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    asked, made = (member(usage, part, int, where) for part in ("prompt_tokens", "completion_tokens"))
+    counted = not usage.get("guessed")
     return Reply(
         message.get("content") or "",
         tuple(calls),
-        Usage(member(usage, "prompt_tokens", int, where), member(usage, "completion_tokens", int, where), int(cached)),
+        Usage(asked, made, int(cached), int(thought), counted),
         str(choices[0].get("finish_reason")),
         message,
     )
+
+
+class Events:
+    """A streamed answer, line by line, and what it adds up to."""
+
+    def __init__(self, where: str, listen: Listener) -> None:
+        self.where, self.listen = where, listen
+        self._message: dict[str, Any] = {"role": "assistant", "content": ""}
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._usage: Mapping[str, Any] | None = None
+        self._finish: str | None = None
+        self._done = False
+        self._plain = b""  # an answer that is no stream, though one was asked for
+
+    def feed(self, line: bytes) -> None:
+        line = line.strip()
+        if line.startswith(b"data:"):
+            data = line[len(b"data:") :].strip()
+            self._done = self._done or data == b"[DONE]"
+            if data and not self._done:
+                self._take(self._read(data))
+        elif line and not line.startswith((b":", b"event:", b"id:", b"retry:")):
+            self._plain += line
+
+    def _read(self, data: bytes) -> dict[str, Any]:
+        try:
+            event = json.loads(data)
+        except ValueError:
+            raise BadAnswer(f"{self.where}: an event is not JSON: {data[:200]!r}") from None
+        if not isinstance(event, dict):
+            raise BadAnswer(f"{self.where}: an event is not an object: {data[:200]!r}")
+        if error := event.get("error"):
+            said = error.get("message") if isinstance(error, dict) else error
+            raise ServerError(f"{self.where}: {said}", 200)
+        return event
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self._usage = event.get("usage") or self._usage
+        for choice in (event.get("choices") or ())[:1]:
+            self._finish = choice.get("finish_reason") or self._finish
+            delta = choice.get("delta") or {}
+            for key, part in SPOKEN.items():
+                if isinstance(text := delta.get(key), str) and text:
+                    self._message[key] = self._message.get(key, "") + text
+                    self.listen(part, text)
+            for call in delta.get("tool_calls") or ():
+                self._take_call(call)
+
+    def _take_call(self, delta: Mapping[str, Any]) -> None:
+        # Some servers leave out the number, and send each call in one piece.
+        number = delta.get("index")
+        if not isinstance(number, int):
+            number = len(self._calls) if delta.get("id") else max(0, len(self._calls) - 1)
+        empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+        call = self._calls.setdefault(number, empty)
+        call["id"] = delta.get("id") or call["id"]
+        function = delta.get("function") or {}
+        if name := function.get("name"):
+            call["function"]["name"] += name
+            self.listen("call", call["function"]["name"])
+        call["function"]["arguments"] += function.get("arguments") or ""
+
+    def whole(self, asked: Mapping[str, Any]) -> Any:
+        """The answer as it would have come in one piece to what was `asked`."""
+        if self._plain and not self._done and self._finish is None:
+            answer = self._read(self._plain)
+            reply = read_reply(answer, self.where)
+            self.listen("text", reply.text)
+            return answer
+        if self._finish is None and not self._done:
+            raise Unreachable(f"{self.where}: the answer broke off before its end")
+        if self._calls:
+            self._message["tool_calls"] = [self._calls[number] for number in sorted(self._calls)]
+        usage = self._usage
+        if usage is None:  # a token is about four bytes of text or code
+            sizes = {"prompt_tokens": asked["messages"], "completion_tokens": self._message}
+            usage = {name: len(json.dumps(of).encode()) // 4 for name, of in sizes.items()} | {"guessed": True}
+        finish = self._finish or ("tool_calls" if self._calls else "stop")
+        return {"choices": [{"message": self._message, "finish_reason": finish}], "usage": usage}
+
+
+# Where servers put what a model says; two of them put its thoughts under another name.
+SPOKEN: Mapping[str, Part] = {"content": "text", "reasoning_content": "thinking", "reasoning": "thinking"}

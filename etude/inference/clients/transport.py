@@ -7,7 +7,7 @@ after a pause that doubles, is never shorter than the server asked for, and is d
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,17 +75,58 @@ class Transport:
         lost: Callable[[str, bool], None] = lambda url, busy: None,
     ) -> Any:
         """The JSON that a server answers. `server` names one for each attempt; `lost` hears which did not serve."""
+        headers = {"content-type": "application/octet-stream"} if content is not None else None
+        given = {"json": json, "content": content, "params": params, "headers": headers}
+        answer, where = await self._ask(method, path, server, lost, given)
+        return read_answer(answer, where)
+
+    async def lines(
+        self,
+        path: str,
+        server: Callable[[], str],
+        *,
+        json: Any,
+        lost: Callable[[str, bool], None] = lambda url, busy: None,
+    ) -> AsyncGenerator[bytes, None]:
+        """What a server answers to a POST, line by line as it comes. Once it has begun it is not asked for again."""
+        answer, where = await self._ask("POST", path, server, lost, {"json": json}, stream=True)
+        try:
+            if answer.status_code >= 400:
+                await answer.aread()
+                raise failure(answer, where)
+            rest = b""
+            async for data in answer.aiter_bytes():
+                *whole, rest = (rest + data).split(b"\n")  # by no other sign: JSON may hold a U+2028 as it is
+                for line in whole:
+                    yield line
+            if rest:
+                yield rest
+        except httpx.HTTPError as error:
+            raise Unreachable(f"{where}: the answer broke off: {type(error).__name__}: {error}") from None
+        finally:
+            await answer.aclose()
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        server: Callable[[], str],
+        lost: Callable[[str, bool], None],
+        given: dict[str, Any],
+        stream: bool = False,
+    ) -> tuple[httpx.Response, str]:
+        """An answer that is not "busy", and who gave it; of a stream, its head."""
         attempt = 0
         while True:
             url, asked = server(), 0.0
             where = f"{method} {url}{path}"
             try:
-                headers = {"content-type": "application/octet-stream"} if content is not None else None
-                answer = await self._client.request(
-                    method, f"{url}{path}", json=json, content=content, params=params, headers=headers
-                )
+                request = self._client.build_request(method, f"{url}{path}", **given)
+                answer = await self._client.send(request, stream=stream)
                 if answer.status_code not in BUSY:
-                    return read_answer(answer, where)
+                    return answer, where
+                await answer.aread()
+                await answer.aclose()
                 lost(url, answer.status_code == 429)
                 problem: EtudeError = failure(answer, where)
                 with contextlib.suppress(ValueError):  # it may also be a date
@@ -95,7 +136,7 @@ class Transport:
                 problem = Unreachable(f"{where}: {type(error).__name__}: {error}")
             except httpx.TimeoutException:
                 raise Unreachable(f"{where}: no answer in {self.patience.timeout:g} s") from None
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
                 raise Unreachable(f"{where}: {type(error).__name__}: {error}") from None
             attempt += 1
             if attempt >= self.patience.attempts:

@@ -1,0 +1,158 @@
+"""A gate on real sockets of this machine, who talks to it and who answers behind it."""
+
+import asyncio
+import contextlib
+import functools
+import socket
+import ssl
+import struct
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from etude.pods import egress
+from etude.pods.egress import Listen, Policy
+from etude.pods.gate import Gate
+from etude.pods.pod import Egress
+
+PROXY = Listen("tcp", "127.0.0.1", 3128, "proxy")
+ESTABLISHED = b"HTTP/1.1 200 Connection established\r\n\r\n"
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test that is a coroutine, run to its end on a loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **keywords: Any) -> None:
+        asyncio.run(test(*args, **keywords))  # type: ignore[arg-type]
+
+    return run
+
+
+@dataclass
+class Open:
+    """A gate that serves, the ports it listens on, and what it told."""
+
+    gate: Gate
+    ports: list[int]
+    records: list[dict[str, Any]] = field(default_factory=list)
+    dialled: list[tuple[str, int]] = field(default_factory=list)
+
+    async def settled(self, n: int = 1) -> list[dict[str, Any]]:
+        for _ in range(400):
+            if len(self.records) >= n:
+                break
+            await asyncio.sleep(0.005)
+        return self.records
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    rules: list[str], listens: tuple[Listen, ...] = (PROXY,), server: int | None = None, **options: Any
+) -> AsyncIterator[Open]:
+    """A gate whose every dial ends at the local port `server`, or which dials as in life when there is none."""
+    policy = Policy.from_egress(Egress.to(*rules))
+    sockets = [socket.socket(type=socket.SOCK_STREAM if at.kind == "tcp" else socket.SOCK_DGRAM) for at in listens]
+    for sock, listen in zip(sockets, listens, strict=True):
+        sock.bind(("127.0.0.1", 0))
+        if listen.kind == "tcp":
+            sock.listen(256)
+    world = Open(None, [sock.getsockname()[1] for sock in sockets])  # type: ignore[arg-type]
+
+    async def dial(host: str, port: int, rule: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        world.dialled.append((host, port))
+        return await asyncio.open_connection("127.0.0.1", server)
+
+    options.setdefault("upstream_proxy", "")
+    record = options.pop("record", world.records.append)
+    world.gate = Gate(policy, record, None if server is None else dial, **options)  # type: ignore[arg-type]
+    await world.gate.start(list(zip(listens, sockets, strict=True)))
+    try:
+        yield world
+    finally:
+        started = time.monotonic()
+        await world.gate.close()
+        assert time.monotonic() - started < 1
+        assert all(sock.fileno() == -1 for sock in sockets)
+        left = [task for task in asyncio.all_tasks() if "etude/pods/gate.py" in repr(task)]
+        assert not left, left
+
+
+@contextlib.asynccontextmanager
+async def serving(serve: Serve) -> AsyncIterator[int]:
+    async def kept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await serve(reader, writer)
+        except (OSError, EOFError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(kept, "127.0.0.1", 0, backlog=256)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+
+
+async def talk(port: int, *pieces: bytes, end: bool = False) -> bytes:
+    """Send, and return all that comes back until the end, or until a reset."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    got = bytearray()
+
+    async def listen() -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                got.extend(data)
+
+    async with asyncio.timeout(5):
+        listening = asyncio.create_task(listen())
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.01 if len(pieces) > 1 else 0)
+            if end and not writer.is_closing():
+                writer.write_eof()
+        await listening
+    writer.transport.abort()
+    return bytes(got)
+
+
+def http_server(answer: bytes, seen: list[bytes]) -> Serve:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(answer)
+        await writer.drain()
+
+    return serve
+
+
+def client_hello(name: str | None) -> bytes:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    outgoing = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname=name).do_handshake()
+    return outgoing.read()
+
+
+def connect(place: str) -> bytes:
+    return f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n\r\n".encode()
+
+
+def get(url: str, *headers: str) -> bytes:
+    host = url.split("/")[2]
+    return "\r\n".join([f"GET {url} HTTP/1.1", f"Host: {host}", *headers, "", ""]).encode()
+
+
+def dns_query(name: str, kind: int = egress.A) -> bytes:
+    labels = b"".join(bytes([len(label)]) + label.encode() for label in name.split("."))
+    return struct.pack(">6H", 7, 0x100, 1, 0, 0, 0) + labels + b"\0" + struct.pack(">HH", kind, 1)
