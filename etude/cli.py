@@ -19,6 +19,7 @@ from rich.table import Table
 
 from etude import __version__
 from etude.errors import EtudeError
+from etude.harness.cli import agent
 from etude.inference.cli import serve
 
 EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 bad input or usage, 3 busy (another process holds it), 130 interrupted."
@@ -139,6 +140,11 @@ app.command(
     epilog="Examples:\n\n  etude serve runs/smollm2-135m\n\n"
     "  etude serve runs/nano/checkpoints/init-0 --port 8001 --name nano --max-streams 16 --tokens 16384"
 )(serve)
+app.command(
+    epilog="Examples:\n\n  etude agent --model runs/smollm2-135m\n\n"
+    '  etude agent --endpoint http://127.0.0.1:8000/v1 "fix the failing test"\n\n'
+    f'  etude agent -p --json --apply "add a changelog entry"\n\n{EXIT_CODES}'
+)(agent)
 
 
 @recipe_app.command("show", epilog="Example:  etude recipe show recipes/nano.toml --set nll.window=256")

@@ -23,7 +23,7 @@ from etude.inference.scheduler import Scheduler, Step
 from etude.inference.speculation import Speculator
 from etude.inference.weights import put_weights
 from etude.kernels.draw import Drawn
-from etude.kernels.linear import can_pack, pack
+from etude.kernels.linear import pack, pays_to_pack
 from etude.model.layers import Linear
 from etude.model.moe import Routing
 from etude.model.mtp import MTP
@@ -345,7 +345,7 @@ class Engine:
 def pack_weights(model: Transformer) -> None:
     """Where it pays, keep every matrix of a model once more as its products read it."""
     matrices = [model.head_weight, *(part.weight for part in model.modules() if isinstance(part, Linear))]
-    for weight in {id(weight): weight for weight in matrices if can_pack(weight)}.values():
+    for weight in {id(weight): weight for weight in matrices if pays_to_pack(weight)}.values():
         pack(weight)
 
 
