@@ -1,0 +1,193 @@
+"""`etude agent`: the options of the command. What it does is in `harness/agent/`, loaded when it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from etude.errors import InputError
+
+if TYPE_CHECKING:
+    from etude.harness.agent.options import Options
+
+
+def agent(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[REQUEST]", help="What to do; - reads it from standard input.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            envvar="ETUDE_AGENT_MODEL", help="A checkpoint's directory, or a name at --endpoint.", show_default=False
+        ),
+    ] = "",
+    endpoint: Annotated[
+        str,
+        typer.Option(envvar="ETUDE_AGENT_ENDPOINT", help="URL of an OpenAI-compatible server.", show_default=False),
+    ] = "",
+    key_env: Annotated[
+        str, typer.Option(metavar="NAME", help="Variable that holds the endpoint's key.", show_default=False)
+    ] = "",
+    directory: Annotated[Path, typer.Option("--directory", "-C", help="Where to work.")] = Path("."),
+    direct: Annotated[
+        bool, typer.Option("--direct", help="Work on the directory itself; asks before each change or command.")
+    ] = False,
+    print_: Annotated[
+        bool, typer.Option("--print", "-p", help="One request, no questions: the final message on standard output.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --print or --list: one JSON object.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="With --print: apply the changes.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the session whose id comes next, or the last one here.")
+    ] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the sessions of this directory.")] = False,
+    toolset: Annotated[str, typer.Option(help="Names of the tools: cursor, claude-code or bash.")] = "cursor",
+    brief: Annotated[bool, typer.Option("--brief", help="The shortest prompt, for small windows.")] = False,
+    instructions: Annotated[
+        Path | None, typer.Option(help="A file with instructions, in place of AGENTS.md.", show_default=False)
+    ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="Take an ignored path along into the pod; repeatable.", show_default=False),
+    ] = None,
+    history: Annotated[bool, typer.Option("--history/--no-history", help="Take git's history along.")] = True,
+    image: Annotated[str, typer.Option(help="Image of the pod; see `etude pods image`.")] = "host",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST[:PORT]", help="Let the pod connect there; repeatable.", show_default=False),
+    ] = None,
+    turns: Annotated[int | None, typer.Option(min=1, help="Most turns of the model.", show_default=False)] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens it makes.", show_default=False)] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.001, help="Longest time.", show_default=False)] = None,
+    answer: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 4096,
+    window: Annotated[int, typer.Option(min=0, help="Tokens of context; 0: what the model has.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, show_default=False)] = None,
+    dialect: Annotated[
+        str, typer.Option(help="How the model writes calls, where its template does not say.", show_default=False)
+    ] = "",
+    device: Annotated[str, typer.Option(help="For a checkpoint: cpu, cuda, ...")] = "auto",
+) -> None:
+    """Work on a directory with a model: in a pod, with the changes shown before they are applied."""
+    from etude.harness.agent.options import Model, Options
+    from etude.harness.environment import Environment
+
+    place = directory.expanduser().resolve()
+    if not place.is_dir():
+        raise InputError(f"-C {directory}: not a directory")
+    if list_:
+        print_sessions(place, as_json)
+        return
+    options = Options(
+        directory=place,
+        model=Model(model, endpoint, key_env, window, dialect, device, temperature, seed),
+        environment=Environment(naming=toolset, brief=brief, instructions=_read_instructions(instructions)),
+        direct=direct,
+        image=image,
+        egress=tuple(allow or ()),
+        include=tuple(include or ()),
+        history=history,
+        turns=turns,
+        tokens=tokens,
+        seconds=seconds,
+        answer=answer,
+    )
+    if not print_ and (as_json or apply):
+        raise InputError("--json and --apply are for --print; in a conversation you are asked")
+    if print_ and direct:
+        raise InputError("--direct asks before each change, and with --print nobody answers; leave one of them out")
+    code = start(options, list(words or ()), resume, print_, apply, as_json)
+    if code:
+        raise typer.Exit(code)
+
+
+def start(options: Options, words: list[str], resume: bool, once: bool, apply: bool, as_json: bool) -> int:
+    """Begin, or go on with, a session."""
+    from rich.console import Console
+
+    from etude.harness.agent import saved
+    from etude.harness.agent.screen import Screen
+
+    id = (words.pop(0) if words and saved.is_id(words[0]) else saved.last_of(options.directory)) if resume else ""
+    request = " ".join(words)
+    if request == "-":
+        request = sys.stdin.read().strip()
+    if once and not request:
+        raise InputError("--print needs a request; give it as an argument, or - to read it from standard input")
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a sign that cannot be shown ends no session
+    screen = Screen(Console(stderr=once, highlight=False, markup=False, emoji=False))
+
+    from etude.harness.agent.work import Earlier
+
+    earlier = None
+    if id:
+        earlier = Earlier(*saved.load(id))
+        options = resumed(options, earlier)
+    if once:
+        from etude.harness.agent.once import run_once
+
+        return asyncio.run(run_once(options, screen, request, earlier, apply=apply, as_json=as_json))
+    from etude.harness.agent.terminal import converse
+
+    return converse(options, screen, request, earlier)
+
+
+def resumed(options: Options, earlier: object) -> Options:
+    """The options of a session that goes on: its own, with the model that is named now if one is."""
+    from etude.harness.agent.work import Earlier
+
+    assert isinstance(earlier, Earlier)
+    before = earlier.saved
+    if before.directory != str(options.directory):
+        raise InputError(f"session {before.id[:12]} worked in {before.directory}; go there, or name it with -C")
+    if options.direct and not before.direct:
+        raise InputError(f"session {before.id[:12]} works in a pod and may hold changes; leave --direct out")
+    model = options.model
+    if not model.name and not model.endpoint:
+        model = before.model
+    return replace(options, model=model, environment=before.environment, direct=before.direct)
+
+
+def print_sessions(directory: Path, as_json: bool) -> None:
+    """The sessions of a directory, newest first."""
+    from etude.harness.agent.saved import of_directory
+    from etude.harness.agent.screen import visible
+
+    found = of_directory(directory)
+    if as_json:
+        rows = [
+            {
+                "id": each.id,
+                "updated": each.updated,
+                "ending": each.ending,
+                "model": each.model.name,
+                "request": each.request.text,
+            }
+            for each in found
+        ]
+        print(json.dumps(rows))
+        return
+    if not found:
+        print(f"no sessions of {directory}", file=sys.stderr)
+    for each in found:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.updated))
+        asked = visible(" ".join(each.request.text.split()))[:60]
+        print(f"{each.id[:12]}  {when}  {each.ending:<11}  {each.model.name}  {asked}")
+
+
+def _read_instructions(file: Path | None) -> str:
+    if file is None:
+        return ""
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--instructions {file}: cannot be read: {error}") from None

@@ -1,0 +1,69 @@
+"""The list of things to do, which the model keeps for itself and which a self-summary carries on."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etude.harness.tools.tool import Outcome, Tool, ToolError
+from etude.harness.tools.workbench import Todo, Workbench
+
+MARKS = {"pending": " ", "in_progress": ">", "completed": "x", "cancelled": "-"}
+MOST = 100
+
+
+async def _todo_write(bench: Workbench, given: Mapping[str, Any]) -> Outcome:
+    todos = {todo.id: todo for todo in bench.todos} if given["merge"] else {}
+    ids = [item["id"] for item in given["todos"]]
+    if twice := sorted({id for id in ids if ids.count(id) > 1}):
+        raise ToolError("bad_arguments", f"todos: the id {twice[0]!r} is given twice")
+    for item in given["todos"]:
+        old = todos.get(item["id"])
+        content = item.get("content") or (old.content if old else "")
+        status = item.get("status") or (old.status if old else "pending")
+        if not content:
+            raise ToolError("bad_arguments", f"todos: {item['id']!r} is new and has no content")
+        todos[item["id"]] = Todo(item["id"], content, status)
+    busy = [todo.id for todo in todos.values() if todo.status == "in_progress"]
+    if len(busy) > 1:
+        raise ToolError(
+            "bad_arguments", f"todos: only one may be in_progress, not {', '.join(busy)}; nothing was changed"
+        )
+    if len(todos) > MOST:
+        raise ToolError("bad_arguments", f"todos: there would be {len(todos)}; at most {MOST} are kept")
+    bench.todos = tuple(todos.values())
+    count = {status: sum(todo.status == status for todo in bench.todos) for status in MARKS}
+    return Outcome(plan_text(bench.todos) or "The list is empty.", facts=count)
+
+
+def plan_text(todos: Sequence[Todo]) -> str:
+    """The list as a person or a model reads it; nothing if it is empty."""
+    return "\n".join(f"[{MARKS[todo.status]}] {todo.id}: {todo.content}" for todo in todos)
+
+
+TODO_WRITE = Tool(
+    "todo_write",
+    "Keep a list of things to do in a task of several steps. Only one may be in_progress; mark each completed as soon "
+    "as it is done.",
+    {
+        "type": "object",
+        "properties": {
+            "merge": {
+                "type": "boolean",
+                "description": "true: change or add the given ones by id; false: replace the whole list.",
+            },
+            "todos": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {
+                        "id": {"type": "string"},
+                        "content": {"type": "string"},
+                        "status": {"type": "string", "enum": list(MARKS)},
+                    },
+                    "required": ["id"],
+                },
+            },
+        },
+        "required": ["merge", "todos"],
+    },
+    _todo_write,
+)

@@ -1,0 +1,191 @@
+"""Changing files: exact replacement, writing and deleting, inside the workspace only, each change whole or not at all.
+
+Text is compared as bytes, so whatever else is in the file stays as it is, valid UTF-8 or not. Only the ends of lines
+are forgiven: "\\n" in what the model wrote stands for "\\r\\n" in a file that has those. Before the first change of a
+file its original is kept, for comparing lints; the copies are by name from the root, so that they hold in a fork.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from typing import Any
+
+from etude.harness.toolserver.inside import nearest
+from etude.harness.toolserver.inside.paths import Refusal, Workspace, check_text, read_bytes, refused, replace_file
+
+MAX_ORIGINAL = 1 << 20  # bytes of a file whose original is kept
+
+
+def search_replace(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
+    """Replace the one place where `old_string` stands, or with `replace_all` every one."""
+    old, new = given["old_string"], given["new_string"]
+    path = workspace.resolve(given["file_path"])
+    shown = workspace.shown(path)
+    if old == "":
+        return _create(workspace, path, new)
+    real = workspace.owned(path)
+    data, _ = read_bytes(workspace, path)
+    check_text(workspace, path, data)
+    if old == new:
+        raise Refusal("bad_arguments", "old_string and new_string are the same; nothing was changed")
+    if not old.strip():
+        raise Refusal("bad_arguments", "old_string is only white space; give some of the text around it too")
+    places = list(_expression(old).finditer(data))
+    if not places:
+        raise Refusal("environment", f"old_string was not found in {shown}.\n{nearest.explain(data, old)}")
+    if len(places) > 1 and not given.get("replace_all"):
+        raise Refusal("environment", _several(shown, data, [place.start() for place in places]))
+    replacement = _lines_as_in(new, data)
+    parts, at = [], 0
+    for place in places:
+        parts += [data[at : place.start()], replacement]
+        at = place.end()
+    changed = b"".join([*parts, data[at:]])
+    if changed == data:
+        raise Refusal("bad_arguments", "old_string and new_string differ only in line ends; nothing was changed")
+    _keep_and_write(workspace, real, changed, data, existed=True)
+    removed = sum(_line_count(place.group()) for place in places)
+    added = _line_count(replacement) * len(places)
+    first = data.count(b"\n", 0, places[0].start()) + 1
+    where = f"at line {first}" if len(places) == 1 else f"in {len(places)} places, the first at line {first}"
+    facts = {"path": workspace.shown(real), "lines_added": added, "lines_removed": removed, "places": len(places)}
+    return {"text": f"Edited {shown} {where}.", "facts": facts}
+
+
+def _create(workspace: Workspace, path: str, text: str) -> dict[str, Any]:
+    """With an empty `old_string`: a new file."""
+    if os.path.exists(path) and os.stat(path).st_size:
+        message = f"{workspace.shown(path)} exists and is not empty; an empty old_string only makes a new file"
+        raise Refusal("bad_arguments", f"{message}. To change it, give the text to replace as old_string")
+    return _put(workspace, path, text.encode(), "Created")
+
+
+def write(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
+    """Write a whole file. With `only_new`, one that is there and was never read is left alone."""
+    path = workspace.resolve(given["file_path"])
+    unread = given.get("only_new") and workspace.shown(os.path.realpath(path)) not in given.get("seen", ())
+    if unread and os.path.exists(path):
+        hint = workspace.hint("read_file", "Read it with {} first.")
+        raise Refusal("environment", f"{workspace.shown(path)} exists and has not been read in this session.{hint}")
+    return _put(workspace, path, given["contents"].encode(), "Wrote")
+
+
+def _put(workspace: Workspace, path: str, data: bytes, verb: str) -> dict[str, Any]:
+    shown = workspace.shown(path)
+    real = workspace.owned(path)
+    if os.path.isdir(real):
+        raise Refusal("environment", f"{shown} is a directory, not a file")
+    if os.path.lexists(real) and not os.path.isfile(real):
+        raise Refusal("environment", f"{shown} is not a regular file (a pipe, a socket or a device)")
+    existed = os.path.exists(real)
+    old = _small(workspace, real) if existed else None
+    _keep_and_write(workspace, real, data, old, existed)
+    added, removed = _line_count(data), _line_count(old or b"")
+    facts = {"path": workspace.shown(real), "lines_added": added, "lines_removed": removed}
+    return {"text": f"{verb} {shown} ({added} line{'s' if added != 1 else ''}).", "facts": facts}
+
+
+def delete_file(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
+    """Remove a file or a link; the link itself, whatever it leads to."""
+    path = workspace.resolve(given["target_file"])
+    shown = workspace.shown(path)
+    directory, name = os.path.split(os.path.normpath(path))
+    real = os.path.join(workspace.owned(directory), name)
+    try:
+        if os.path.isdir(real) and not os.path.islink(real):
+            hint = workspace.hint("run_terminal_cmd", "Remove it with {}.")
+            raise Refusal("environment", f"{shown} is a directory; only files are deleted.{hint}")
+        old = None if os.path.islink(real) or not os.path.isfile(real) else _small(workspace, real)
+        keep_original(workspace, real, old, existed=True)
+        os.unlink(real)
+    except OSError as error:
+        raise refused(workspace, real, error) from None
+    facts = {"path": workspace.shown(real), "lines_removed": _line_count(old or b"")}
+    return {"text": f"Deleted {shown}.", "facts": facts}
+
+
+def _small(workspace: Workspace, real: str) -> bytes | None:
+    """A file's contents if they are worth keeping."""
+    return read_bytes(workspace, real)[0] if os.path.getsize(real) <= MAX_ORIGINAL else None
+
+
+def _keep_and_write(workspace: Workspace, real: str, data: bytes, old: bytes | None, existed: bool) -> None:
+    try:
+        keep_original(workspace, real, old, existed)
+        os.makedirs(os.path.dirname(real), exist_ok=True)
+        replace_file(real, data)
+    except FileExistsError:
+        raise Refusal("environment", f"{workspace.shown(os.path.dirname(real))} is not a directory") from None
+    except OSError as error:
+        raise refused(workspace, real, error) from None
+
+
+def _line_count(data: bytes) -> int:
+    return data.count(b"\n") + bool(data and not data.endswith(b"\n"))
+
+
+def _expression(old: str) -> re.Pattern[bytes]:
+    """Where `old` stands in a file, whichever way its lines end. Only characters as they are: it cannot run away."""
+    lines = old.replace("\r\n", "\n").encode().split(b"\n")
+    return re.compile(rb"\r?\n".join(map(re.escape, lines)))
+
+
+def _lines_as_in(text: str, data: bytes) -> bytes:
+    """The text with the line ends that most lines of the file have."""
+    lines = text.replace("\r\n", "\n").encode()
+    crlf = data.count(b"\r\n")
+    return lines.replace(b"\n", b"\r\n") if crlf > data.count(b"\n") - crlf else lines
+
+
+def _several(shown: str, data: bytes, starts: list[int]) -> str:
+    numbers = [data.count(b"\n", 0, start) + 1 for start in starts[:20]]
+    listed = ", ".join(map(str, numbers)) + (", ..." if len(starts) > 20 else "")
+    advice = "Add lines around it to old_string until it is found once, or set replace_all"
+    return f"old_string is found {len(starts)} times in {shown}, at lines {listed}; nothing was changed. {advice}."
+
+
+# -- originals
+
+
+def keep_original(workspace: Workspace, real: str, data: bytes | None, existed: bool) -> None:
+    """Remember a file as it was before its first change, if there was one. A full disk does not stop an edit."""
+    name = workspace.relative(real)
+    place = os.path.join(workspace.state, "originals")
+    note = os.path.join(place, hashlib.sha256(os.fsencode(name)).hexdigest()[:32])
+    if os.path.exists(note + ".json"):
+        return
+    kept = data is not None and len(data) <= MAX_ORIGINAL
+    try:
+        os.makedirs(place, mode=0o700, exist_ok=True)
+        if data is not None and kept:
+            replace_file(note + ".data", data)
+        replace_file(note + ".json", json.dumps({"path": name, "existed": existed, "kept": kept}).encode())
+    except OSError:
+        return
+
+
+def originals(workspace: Workspace) -> dict[str, bytes | None]:
+    """The files changed so far, from the root, with what they were: nothing if new, None if that was not kept."""
+    found: dict[str, bytes | None] = {}
+    place = os.path.join(workspace.state, "originals")
+    try:
+        names = sorted(os.listdir(place))
+    except OSError:
+        return {}
+    for name in names:
+        if not name.endswith(".json"):
+            continue
+        try:
+            with open(os.path.join(place, name), encoding="utf-8") as file:
+                note = json.load(file)
+            data: bytes | None = b"" if not note["existed"] else None
+            if note["kept"]:
+                with open(os.path.join(place, name[:-5] + ".data"), "rb") as file:
+                    data = file.read()
+            found[str(note["path"])] = data
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # whoever is in the pod can write here too
+    return found

@@ -1,0 +1,95 @@
+"""The text files of the workspace for an index outside the pod: what there is, by digest, and what is in it.
+
+Digests of files that did not change since the last time are taken from a file of ours, so that listing again is cheap;
+that holds in a fork as well.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+from typing import Any
+
+from etude.harness.toolserver.inside.ignore import walk
+from etude.harness.toolserver.inside.paths import SAMPLE, Workspace, quoted, replace_file
+
+MAX_FILE = 1 << 20
+MOST = 50_000  # files
+
+
+def listing(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
+    """Path, size and digest of every text file that is not ignored, sorted by path."""
+    place = os.path.join(workspace.state, "digests.json")
+    before = _known(place)
+    after: dict[str, list[Any]] = {}
+    files: list[list[Any]] = []
+    below = len(workspace.root.rstrip("/")) + 1
+    for entry in walk(workspace.root, workspace.root, hidden=True):
+        try:
+            info = entry.stat(follow_symlinks=False)
+            if not entry.is_file(follow_symlinks=False) or info.st_size > MAX_FILE:
+                continue
+        except OSError:
+            continue
+        path = entry.path[below:]
+        if quoted(path) != path:
+            continue  # a name that would break whatever it is shown in
+        stamp = [info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino]
+        known = before.get(path)
+        digest = known[4] if known and known[:4] == stamp else _digest(entry.path)
+        after[path] = [*stamp, digest]
+        if digest:
+            files.append([path, info.st_size, digest])
+        if len(files) >= MOST:
+            break
+    with contextlib.suppress(OSError):
+        replace_file(place, json.dumps(after).encode())
+    return {"files": sorted(files)}
+
+
+def _known(place: str) -> dict[str, list[Any]]:
+    try:
+        with open(place, encoding="utf-8") as file:
+            found = json.load(file)
+        return {path: row for path, row in found.items() if len(row) == 5 and isinstance(row[4], str)}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _digest(path: str) -> str:
+    """Of a text file; nothing for one that is binary or cannot be read."""
+    data = _read(path)
+    if data is None or b"\0" in data[:SAMPLE]:
+        return ""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _read(path: str) -> bytes | None:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(file, "rb") as source:
+        try:
+            return source.read(MAX_FILE)
+        except OSError:
+            return None
+
+
+def contents(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
+    """The first of these files, until they are `most` bytes together; `taken` says how many were looked at."""
+    files: dict[str, str] = {}
+    taken = size = 0
+    for path in given["paths"]:
+        real = os.path.join(workspace.root, path)
+        data = _read(real) if os.path.isfile(real) else None
+        if data is not None and size and size + len(data) > given["most"]:
+            break
+        taken += 1
+        if data is not None:
+            files[path] = base64.b64encode(data).decode()
+            size += len(data)
+    return {"files": files, "taken": taken}

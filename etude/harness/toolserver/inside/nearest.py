@@ -1,0 +1,153 @@
+"""Why a text was not found in a file: what it almost matches, where, and in what they differ.
+
+The answer is what a model learns from, so it names one cause where there is one: indentation, line numbers copied
+along, line breaks written as "\\n", letter case. Otherwise it shows the lines that are most alike. It repairs nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SHOWN = 12  # lines of the file
+LOOKED_AT = 20_000  # lines of the file that are compared
+WIDTH = 200  # characters of a line that are shown or compared
+COMPARED = 5000  # lines that are compared character by character, of which few in full: a file may be made to be slow
+COMPARED_FULLY = 200
+
+
+def explain(data: bytes, old: str) -> str:
+    """A few lines for the model: the cause, and the nearest text with its line numbers."""
+    text = data.decode("utf-8", "replace").replace("\r\n", "\n")
+    lines = text.split("\n")[:LOOKED_AT]
+    wanted = old.replace("\r\n", "\n").split("\n")
+    if not text:
+        return "The file is empty."
+    if re.search(r"^ *\d+\|", old, re.MULTILINE) and (bare := re.sub(r"^ *\d+\|", "", old, flags=re.MULTILINE)) in text:
+        at = text.count("\n", 0, text.index(bare))
+        cause = "It has line numbers (`N|`) at the beginning of lines, which are not part of the file."
+        return _found(cause, lines, at, bare.count("\n") + 1)
+    for written, meant in (("\\n", "\n"), ('\\"', '"'), ("\\t", "\t")):
+        if written in old and (plain := old.replace(written, meant)) in text:
+            at = text.count("\n", 0, text.index(plain))
+            cause = f"It has {written} as a backslash and a letter where the file has the character itself."
+            return _found(cause, lines, at, plain.count("\n") + 1)
+    if (at := _place(lines, wanted, str.rstrip)) >= 0:
+        return _found("It differs in white space at the end of lines.", lines, at, len(wanted), wanted)
+    if (at := _place(lines, wanted, str.strip)) >= 0:
+        return _found(_indentation(lines, wanted, at), lines, at, len(wanted), wanted)
+    if (at := _place(lines, wanted, lambda line: re.sub(r"\s+", "", line))) >= 0:
+        return _found("It differs in white space inside lines.", lines, at, len(wanted), wanted)
+    if (at := _place(lines, wanted, lambda line: line.strip().lower())) >= 0:
+        return _found("It differs in upper and lower case.", lines, at, len(wanted), wanted)
+    return _most_alike(lines, wanted)
+
+
+def _place(lines: list[str], wanted: list[str], key: Callable[[str], str]) -> int:
+    """Where the wanted lines stand if each is compared by `key`; the ends of the first and last line may be missing."""
+    keys = [key(line) for line in wanted]
+    while len(keys) > 1 and not keys[-1]:
+        keys.pop()
+    lead = 0
+    while len(keys) > 1 and not keys[0]:
+        keys.pop(0)
+        lead += 1
+    if not any(keys):
+        return -1
+    have = [key(line) for line in lines]
+    if len(keys) == 1:
+        return next((at for at, line in enumerate(have) if keys[0] in line), -1)
+    for at in range(len(have) - len(keys) + 1):
+        middle = have[at + 1 : at + len(keys) - 1] == keys[1:-1]
+        if middle and have[at].endswith(keys[0]) and have[at + len(keys) - 1].startswith(keys[-1]):
+            return max(0, at - lead)
+    return -1
+
+
+def _indentation(lines: list[str], wanted: list[str], at: int) -> str:
+    for offset, line in enumerate(wanted):
+        if at + offset >= len(lines) or not line.strip():
+            continue
+        theirs, ours = (text[: len(text) - len(text.lstrip())] for text in (lines[at + offset], line))
+        if theirs != ours:
+            place = f"line {at + offset + 1} begins with {_white(theirs)}, in old_string with {_white(ours)}"
+            return f"It differs in indentation: {place}."
+    return "It differs in white space at the beginning or end of lines."
+
+
+def _white(text: str) -> str:
+    """White space in words."""
+    if not text:
+        return "nothing"
+    parts = []
+    for name, char in (("space", " "), ("tab", "\t")):
+        if count := text.count(char):
+            parts.append(f"{count} {name}{'s' if count > 1 else ''}")
+    others = len(text) - text.count(" ") - text.count("\t")
+    return " and ".join(parts + ([f"{others} other blank characters"] if others else []))
+
+
+def _found(cause: str, lines: list[str], at: int, count: int, wanted: list[str] | None = None) -> str:
+    first = at
+    for offset, line in enumerate(wanted or []):  # begin where they differ, if the place is long
+        if count > SHOWN and at + offset < len(lines) and lines[at + offset] != line:
+            first = max(at, at + offset - 2)
+            break
+    return f"{cause} The file has:\n{_numbered(lines, first, min(SHOWN, at + count - first))}"
+
+
+def _numbered(lines: list[str], at: int, count: int) -> str:
+    return "\n".join(f"{at + i + 1}|{line[:WIDTH]}" for i, line in enumerate(lines[at : at + max(1, count)]))
+
+
+def _most_alike(lines: list[str], wanted: list[str]) -> str:
+    """The region that shares most lines, exactly or nearly, with what was wanted."""
+    keys = [line.strip()[:WIDTH] for line in wanted]
+    have = [line.strip()[:WIDTH] for line in lines]
+    at = _by_equal_lines(have, keys)
+    if at is None:
+        at = _by_similar_line(have, keys)
+    if at is None:
+        return "Nothing in the file is like it. Read the file again before the next attempt."
+    count = min(len(wanted), SHOWN)
+    text = f"The nearest text is:\n{_numbered(lines, at, count)}"
+    for offset, key in enumerate(keys[:count]):
+        if at + offset < len(have) and have[at + offset] != key:
+            return f"{text}\nThe first difference is at line {at + offset + 1}; old_string has there:\n{key}"
+    return text
+
+
+def _by_equal_lines(have: list[str], keys: list[str]) -> int | None:
+    """Where the region begins that has most of the lines in their places; lines that occur often count little."""
+    places: dict[str, list[int]] = {}
+    for at, line in enumerate(have):
+        if len(line) > 2:
+            places.setdefault(line, []).append(at)
+    votes: dict[int, float] = {}
+    for offset, key in enumerate(keys):
+        for at in places.get(key, [])[:50]:
+            if at >= offset:
+                votes[at - offset] = votes.get(at - offset, 0.0) + len(key) / len(places[key])
+    return min(votes, key=lambda at: (-votes[at], at)) if votes else None
+
+
+def _by_similar_line(have: list[str], keys: list[str]) -> int | None:
+    """Where the line most like the longest wanted one is, if any is like it at all."""
+    offset = max(range(len(keys)), key=lambda index: len(keys[index]))
+    matcher = difflib.SequenceMatcher(autojunk=False)
+    matcher.set_seq2(keys[offset])
+    best, found, compared = 0.55, None, 0
+    for at, line in enumerate(have[:COMPARED]):
+        matcher.set_seq1(line)
+        if matcher.real_quick_ratio() <= best or matcher.quick_ratio() <= best:
+            continue
+        if (ratio := matcher.ratio()) > best:
+            best, found = ratio, at
+        compared += 1
+        if compared == COMPARED_FULLY:
+            break
+    return None if found is None else max(0, found - offset)

@@ -1,0 +1,78 @@
+"""What a command printed, as a model reads it: without control sequences, and of bearable length."""
+
+from __future__ import annotations
+
+import os
+import re
+
+HEAD = 5_000  # characters
+TAIL = 10_000
+WINDOW = 64 << 10  # bytes read at either end for that: enough for any characters, and for sequences that are dropped
+
+_SEQUENCES = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]"  # colours, and moving about
+    r"|\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)"  # titles and links
+    r"|[PX^_][^\x1b]{0,512}\x1b\\"
+    r"|[ -/]*[0-~])"
+)
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+def clean(text: str) -> str:
+    """The text as it would stand on a terminal at the end: no colours, and of a progress bar only its last state."""
+    text = _SEQUENCES.sub("", text).replace("\r\n", "\n")
+    if "\r" in text:
+        text = "\n".join(_overwritten(line) for line in text.split("\n"))
+    return _CONTROLS.sub("", text)
+
+
+def _overwritten(line: str) -> str:
+    parts = [part for part in line.split("\r") if part]
+    return parts[-1] if parts else ""
+
+
+def excerpt(path: str, start: int, end: int, log: str) -> tuple[str, bool]:
+    """Bytes `start` to `end` of a log as text, head and tail if it is long; and whether anything was left out."""
+    if end - start <= 2 * WINDOW:
+        text = clean(_decode(_read(path, start, end)))
+        if len(text) <= HEAD + TAIL:
+            return text, False
+        left_out = f"{len(text) - HEAD - TAIL:,} characters"
+        head, tail = text[:HEAD], text[-TAIL:]
+    else:
+        head = clean(_decode(_read(path, start, start + WINDOW)))[:HEAD]
+        tail = clean(_decode(_read(path, end - WINDOW, end)))[-TAIL:]
+        left_out = f"about {end - start - HEAD - TAIL:,} bytes"
+    return f"{head}\n[... {left_out} left out; the whole output is in {log} ...]\n{tail}", True
+
+
+def _read(path: str, start: int, end: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read(max(0, end - start))
+    except OSError:
+        return b""  # whoever is in the pod may have removed it
+
+
+def _decode(data: bytes) -> str:
+    """Text of a window: a character that the window cuts is dropped, other bytes that are not UTF-8 are marked."""
+    for _ in range(3):
+        if data and 0x80 <= data[0] < 0xC0:
+            data = data[1:]
+    for back in range(1, min(4, len(data) + 1)):
+        if data[-back] >= 0xC0:
+            whole = {0xC0: 2, 0xE0: 3, 0xF0: 4}.get(data[-back] & 0xF0, 2)
+            data = data[:-back] if whole > back else data
+            break
+        if data[-back] < 0x80:
+            break
+    return data.decode("utf-8", "replace")
+
+
+def size_of(path: str) -> int:
+    """The size of a file, 0 if it is gone."""
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0

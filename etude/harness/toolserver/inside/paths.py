@@ -1,0 +1,270 @@
+"""Paths and files in the pod: where a name leads, how it is shown, reads that cannot hang and writes that cannot tear.
+
+A file name may hold anything but "/" and NUL. One that would break a line, or is not UTF-8, is shown quoted with
+escapes, and is understood when it comes back so.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+
+MAX_FILE = 64 << 20  # bytes of a file that is read whole
+SAMPLE = 8192  # bytes in which a NUL means binary, as in git
+
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\ufeff]")
+_ESCAPED = re.compile(r'\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|([ntr\\"]))')
+_SHORT = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", '"': '\\"'}
+_LONG = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", '"': '"'}
+_MAGIC = (
+    (b"\x89PNG", "PNG image"),
+    (b"\xff\xd8\xff", "JPEG image"),
+    (b"GIF8", "GIF image"),
+    (b"%PDF", "PDF document"),
+    (b"PK\x03\x04", "zip archive"),
+    (b"\x1f\x8b", "gzip data"),
+    (b"\x7fELF", "ELF program"),
+    (b"SQLite format 3", "SQLite database"),
+    (b"\xff\xfe", "perhaps UTF-16 text"),
+    (b"\xfe\xff", "perhaps UTF-16 text"),
+)
+
+
+class Refusal(Exception):
+    """It cannot be done: `kind` is the class of the error, the message is for the model."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def quoted(name: str) -> str:
+    """A name on one line: as it is, or quoted with escapes if it could be misread."""
+    if not _UNSAFE.search(name) and not name.startswith('"'):
+        return name
+    parts = []
+    for char in name:
+        code = ord(char)
+        if char in _SHORT:
+            parts.append(_SHORT[char])
+        elif 0xDC80 <= code <= 0xDCFF:  # a byte that is not UTF-8, as the file system module decodes it
+            parts.append(f"\\x{code - 0xDC00:02x}")
+        elif code < 0x80 and _UNSAFE.match(char):
+            parts.append(f"\\x{code:02x}")
+        elif _UNSAFE.match(char):
+            parts.append(f"\\u{code:04x}")
+        else:
+            parts.append(char)
+    return '"' + "".join(parts) + '"'
+
+
+def unquoted(text: str) -> str:
+    """The name that `quoted` showed as `text`."""
+
+    def char(found: re.Match[str]) -> str:
+        byte, code, letter = found.groups()
+        if byte:
+            number = int(byte, 16)
+            return chr(number if number < 0x80 else number + 0xDC00)
+        return chr(int(code, 16)) if code else _LONG[letter]
+
+    return _ESCAPED.sub(char, text[1:-1])
+
+
+def began(state: str) -> int:
+    """The time of a file that the first server made."""
+    os.makedirs(state, mode=0o700, exist_ok=True)
+    file = os.open(os.path.join(state, "began"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        return os.fstat(file).st_mtime_ns
+    finally:
+        os.close(file)
+
+
+class Workspace:
+    """The directory a session works in, and what the model calls its tools."""
+
+    def __init__(self, root: str, state: str, names: dict[str, str]) -> None:
+        self.root = os.path.realpath(root)
+        self.state = state  # a directory of our own, outside
+        self.names = names
+        self.began = began(state)  # when the session did, by the clock of the file system
+
+    def hint(self, tool: str, text: str) -> str:
+        """A sentence that sends the model to another tool, if it has that tool; `{}` stands for its name."""
+        return " " + text.format(self.names[tool]) if tool in self.names else ""
+
+    def resolve(self, text: str) -> str:
+        """The path a name means. Relative names start at the root; links are not followed."""
+        if "\0" in text:
+            raise Refusal("bad_arguments", "a path cannot contain a NUL character")
+        path = os.path.join(self.root, text)
+        if os.path.lexists(path):
+            return path
+        if len(text) > 1 and text[0] == text[-1] == '"':
+            return os.path.join(self.root, unquoted(text))
+        if text == "~" or text.startswith("~/"):
+            return os.path.expanduser(text)
+        return path
+
+    def relative(self, path: str) -> str:
+        """The path from the root if it is inside, else as it is."""
+        path = os.path.normpath(path)
+        if path == self.root:
+            return "."
+        inside = self.root.rstrip("/") + "/"
+        return path[len(inside) :] if path.startswith(inside) else path
+
+    def shown(self, path: str) -> str:
+        """The path as the model reads it."""
+        return quoted(self.relative(path))
+
+    def owned(self, path: str) -> str:
+        """The real path of a file that is to be changed; links that lead out of the workspace are refused."""
+        real = os.path.realpath(path)
+        if real != self.root and not real.startswith(self.root.rstrip("/") + "/"):
+            where = "" if real == os.path.normpath(path) else f" (it leads to {quoted(real)})"
+            raise Refusal(
+                "denied", f"{self.shown(path)} is outside the workspace {quoted(self.root)}{where}; nothing was changed"
+            )
+        return real
+
+
+def read_bytes(workspace: Workspace, path: str, most: int = MAX_FILE) -> tuple[bytes, os.stat_result]:
+    """A regular file, whole. Never waits: a pipe or a device is refused before anything is read."""
+    shown = workspace.shown(path)
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as error:
+        raise refused(workspace, path, error) from None
+    try:
+        info = os.fstat(file)
+        if stat.S_ISDIR(info.st_mode):
+            hint = workspace.hint("list_dir", "List it with {}.")
+            raise Refusal("environment", f"{shown} is a directory, not a file.{hint}")
+        if not stat.S_ISREG(info.st_mode):
+            raise Refusal("environment", f"{shown} is not a regular file (a pipe, a socket or a device)")
+        parts, size = [], 0
+        while chunk := os.read(file, 1 << 20):
+            parts.append(chunk)
+            size += len(chunk)
+            if size > most:
+                at_least = f"it has over {most >> 20} MB"
+                hint = workspace.hint("run_terminal_cmd", "Look at a part of it with {} (sed -n, tail, grep).")
+                raise Refusal("environment", f"{shown} is too large to be read: {at_least}.{hint}")
+        return b"".join(parts), info
+    except OSError as error:  # /proc has files that open and then refuse
+        raise refused(workspace, path, error) from None
+    finally:
+        os.close(file)
+
+
+def check_text(workspace: Workspace, path: str, data: bytes) -> None:
+    """Refuse what is not text."""
+    if b"\0" in data[:SAMPLE]:
+        kind = next((name for magic, name in _MAGIC if data.startswith(magic)), "contains NUL bytes")
+        what = f"a binary file ({kind}, {len(data):,} bytes), not text"
+        raise Refusal("environment", f"{workspace.shown(path)} is {what}")
+
+
+def refused(workspace: Workspace, path: str, error: OSError) -> Refusal:
+    """What the kernel said, in words, and for a missing file what may have been meant."""
+    shown = workspace.shown(path)
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        if os.path.islink(path):
+            target = quoted(os.readlink(path))
+            return Refusal("environment", f"{shown} is a symbolic link to {target}, which does not exist")
+        return Refusal("environment", f"{shown} does not exist.{_suggestion(workspace, path)}")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return Refusal("environment", f"{shown}: permission denied")
+    return Refusal("environment", f"{shown}: {(error.strerror or str(error)).lower()}")
+
+
+def _suggestion(workspace: Workspace, path: str) -> str:
+    import difflib
+
+    directory, name = os.path.split(os.path.normpath(path))
+    if not os.path.isdir(directory):
+        while directory and not os.path.isdir(directory):
+            directory, name = os.path.split(directory)
+        found = [] if not directory else difflib.get_close_matches(name, sorted(_names(directory)), 1)
+        near = f" Did you mean {workspace.shown(os.path.join(directory, found[0]))}/...?" if found else ""
+        return f" There is no directory {workspace.shown(os.path.join(directory, name))}.{near}"
+    close = difflib.get_close_matches(name, sorted(_names(directory)), 3)
+    if same := [other for other in _names(directory) if other.lower() == name.lower()]:
+        close = [*same, *(other for other in close if other not in same)][:3]
+    found = [os.path.join(directory, other) for other in close] or _elsewhere(workspace, name)
+    return f" Did you mean {' or '.join(map(workspace.shown, found))}?" if found else ""
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))[:2000]
+    except OSError:
+        return []
+
+
+def _elsewhere(workspace: Workspace, name: str) -> list[str]:
+    """Files of the same name, in the first few thousand of the workspace."""
+    found, count = [], 0
+    for directory, directories, files in os.walk(workspace.root):
+        directories[:] = sorted(other for other in directories if other not in (".git", "node_modules"))
+        if name in files:
+            found.append(os.path.join(directory, name))
+        count += len(files) + len(directories)
+        if len(found) == 3 or count > 5000:
+            break
+    return found
+
+
+def replace_file(path: str, data: bytes, mode: int | None = None) -> None:
+    """Put a file in the place of another at once, or make it; with the old one's mode, or `mode` if there is none."""
+    try:
+        old = os.stat(path)
+    except FileNotFoundError:
+        old = None
+    if old is not None and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, "permission denied", path)
+    if old is not None and old.st_nlink > 1:  # another name of it must stay one
+        write_through(path, data)
+        return
+    directory, name = os.path.split(path)
+    beside = os.path.join(directory, f".{name[:80]}.{os.getpid()}.new")
+    try:
+        file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except PermissionError:
+        if old is None:
+            raise
+        write_through(path, data)  # a file we may write in a directory we may not
+        return
+    try:
+        with os.fdopen(file, "wb") as out:
+            out.write(data)
+            if old is not None:
+                os.fchmod(file, stat.S_IMODE(old.st_mode))
+                if (old.st_uid, old.st_gid) != (os.getuid(), os.getgid()):
+                    keep_owner(file, old)
+            elif mode is not None:
+                os.fchmod(file, mode)
+        os.rename(beside, path)
+    except BaseException:
+        os.unlink(beside)
+        raise
+
+
+def keep_owner(file: int, old: os.stat_result) -> None:
+    """Give the new file the old one's owner, where we may."""
+    try:
+        os.fchown(file, old.st_uid, old.st_gid)
+        os.fchmod(file, stat.S_IMODE(old.st_mode))  # changing the owner drops the set-user bits
+    except PermissionError:
+        return  # as an ordinary user every file we write is ours
+
+
+def write_through(path: str, data: bytes) -> None:
+    """Write into the file that is there."""
+    file = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+    with os.fdopen(file, "wb") as out:
+        out.write(data)

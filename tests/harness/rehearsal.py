@@ -1,0 +1,64 @@
+"""What tests of sessions share: a small tokenizer in our own dialect, and tools that need no pod."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+from etude.harness.conversation import Call, Message, ToolSchema
+from etude.harness.dialects import dialect_for
+from etude.harness.dialects.dialect import Dialect
+from etude.harness.script import Line, Scripted
+from etude.harness.speaker import TokenSpeaker
+from etude.harness.tools.tool import Outcome
+from etude.inference.sampling import Sampling
+from etude.model.tokenizer import train_tokenizer
+
+
+@cache
+def chatml() -> Dialect:
+    """Our dialect over 600 tokens learned from the source of the harness."""
+    texts = [path.read_text() for path in sorted(Path("etude/harness").glob("*.py"))]
+    return dialect_for(train_tokenizer(texts, 600))
+
+
+def call(name: str, **arguments: object) -> Call:
+    return Call(name, arguments, "")
+
+
+def says(text: str = "", *calls: Call, thinking: str = "") -> Message:
+    return Message("assistant", text, thinking, calls)
+
+
+def speaker(lines: Sequence[Line] | Callable[[Sequence[int]], Line], window: int = 100_000) -> TokenSpeaker:
+    dialect = chatml()
+    return TokenSpeaker(Scripted(dialect, lines), dialect, Sampling(), window=window)
+
+
+def schema(name: str) -> ToolSchema:
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": {"type": "object"}}}
+
+
+class Bench:
+    """Tools in memory: `echo` gives its text back, `sleep` takes its time, `fail` fails."""
+
+    root = "/work"
+    pod_seconds = 0.0
+    plan = "- [ ] finish"
+
+    def __init__(self) -> None:
+        self.ran: list[Call] = []
+        self.schemas = [schema(name) for name in ("echo", "sleep", "fail")]
+
+    async def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        return [await self._one(call) for call in calls]
+
+    async def _one(self, call: Call) -> Outcome:
+        if call.status != "ok" or call.arguments is None:
+            return Outcome(f"error: {call.problem}", "malformed_call")
+        self.ran.append(call)
+        if call.name == "sleep":
+            await asyncio.sleep(float(call.arguments["seconds"]))
+        if call.name == "fail":
+            return Outcome("no", "environment")
+        return Outcome(str(call.arguments.get("text", "")) * int(call.arguments.get("times", 1)))

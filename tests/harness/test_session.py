@@ -1,0 +1,351 @@
+"""The session loop: what it records, when it ends, and that nothing the model wrote is ever written anew."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rehearsal import Bench, call, chatml, says, speaker
+
+from etude.errors import EtudeError, InputError
+from etude.harness.conversation import Message
+from etude.harness.environment import Environment
+from etude.harness.prompt import Request, opening
+from etude.harness.script import Diverged, Recorded, Scripted
+from etude.harness.session import Budget, Session
+from etude.harness.speaker import TokenSpeaker, turn_seed
+from etude.harness.summary import ASK, Summaries
+from etude.harness.trace import Trace
+from etude.inference.sampling import Sampling
+
+REQUEST = Request("Fix the bug.", recent=("src/a.py",), id="bug-1")
+SCRIPT = [
+    says("Looking.", call("echo", text="x = 1"), call("fail"), thinking="Where is it?"),
+    says("", call("echo", text="done")),
+    says("Fixed."),
+]
+
+
+def play(session: Session) -> Trace:
+    return asyncio.run(session.run())
+
+
+def model_tokens(trace: Trace) -> list[int]:
+    return [int(token) for segment in trace.segments for token in segment.tokens[segment.made]]
+
+
+def text_of(trace: Trace, segment: int) -> str:
+    return chatml().tokenizer.decode(trace.segments[segment].tokens.tolist())
+
+
+def test_a_session_is_one_stream_of_tokens_in_which_the_models_own_are_marked() -> None:
+    mouth, bench = speaker(SCRIPT), Bench()
+    trace = play(Session(REQUEST, mouth, bench, id="s"))
+    (segment,) = trace.segments
+    dialect = chatml()
+    assert trace.ending == "final"
+    assert trace.final == "Fixed."
+    expected = [
+        token for number, line in enumerate(SCRIPT) for token in dialect.write(line, first_call=2 * (number > 0))
+    ]
+    assert model_tokens(trace) == expected
+    # what the sampler was asked with is what the trace holds, prompt by prompt
+    assert isinstance(mouth.policy, Scripted)
+    turns = [step for step in trace.steps if step.kind == "turn"]
+    assert [segment.tokens[: step.span[0]].tolist() for step in turns] == mouth.policy.prompts
+    # and the whole is what the template says of the whole conversation
+    said: list[Message] = [step.message for step in trace.steps if step.kind == "prompt"]
+    for step in turns:
+        said += [step.message, *step.results()]
+    assert segment.tokens.tolist() == dialect.render(said, bench.schemas, answer=False)[: len(segment)]
+    assert (segment.versions[segment.made] == 0).all()
+    assert (segment.versions[~segment.made] == -1).all()
+    assert trace.versions() == (0, 0)
+
+
+def test_the_prompt_has_its_parts_in_order() -> None:
+    past = (Message("user", "Earlier."), Message("assistant", "Yes."))
+    request = replace(REQUEST, past=past)
+    messages = opening(request, Environment(instructions="Use tabs."), "/w")
+    assert [message.role for message in messages] == ["system", "user", "assistant", "user"]
+    assert "/w" in messages[0].content
+    assert messages[0].content.endswith("Use tabs.")
+    assert messages[-1].content == "<recent_files>\nsrc/a.py\n</recent_files>\n\nFix the bug."
+
+
+def test_costs_are_counted_by_kind() -> None:
+    trace = play(Session(REQUEST, speaker(SCRIPT), Bench()))
+    cost = trace.cost
+    assert (cost.calls, cost.turns, cost.summaries) == (3, 3, 0)
+    assert cost.made == len(model_tokens(trace))
+    assert min(cost.thinking, cost.call, cost.commentary, cost.final, cost.output) > 0
+    assert cost.output < len(trace.segments[0]) - cost.made
+    assert trace.errors == {"environment": 1}
+
+
+def test_two_runs_with_the_same_policy_give_the_same_tokens() -> None:
+    one, two = (play(Session(REQUEST, speaker(SCRIPT), Bench())) for _ in range(2))
+    assert np.array_equal(one.segments[0].tokens, two.segments[0].tokens)
+    assert np.array_equal(one.segments[0].made, two.segments[0].made)
+
+
+def test_a_trace_replays_to_the_same_tokens_and_notices_when_the_world_differs() -> None:
+    trace = play(Session(REQUEST, speaker(SCRIPT), Bench()))
+
+    def again(bench: Bench) -> Trace:
+        mouth = TokenSpeaker(Recorded(trace), chatml(), Sampling(), window=100_000)
+        return play(Session(REQUEST, mouth, bench))
+
+    assert np.array_equal(again(Bench()).segments[0].tokens, trace.segments[0].tokens)
+
+    class Other(Bench):
+        async def run(self, calls):  # type: ignore[no-untyped-def]
+            return [replace(outcome, text=outcome.text + "!") for outcome in await super().run(calls)]
+
+    with pytest.raises(Diverged, match="segment 0: the prompt differs at token"):
+        again(Other())
+
+
+def test_a_malformed_call_is_answered_and_stays_in_the_record() -> None:
+    dialect = chatml()
+    broken = dialect.write(says("", call("echo", text="x")))
+    place = next(i for i, token in enumerate(broken) if dialect.tokenizer.decode([token]).strip().startswith("{"))
+    broken = broken[:place] + broken[place + 1 :]
+    trace = play(Session(REQUEST, speaker([broken, says("Sorry.")]), Bench()))
+    first = next(step for step in trace.steps if step.kind == "turn")
+    assert first.message.calls[0].status != "ok"
+    assert first.outcomes[0].error == "malformed_call"
+    assert trace.errors == {"malformed_call": 1}
+    assert model_tokens(trace)[: len(broken)] == broken
+    assert trace.ending == "final"
+
+
+@pytest.mark.parametrize(
+    ("budget", "ending"),
+    [
+        (Budget(turns=2), "turns"),
+        (Budget(tokens=30), "tokens"),
+        (Budget(seconds=0.3), "time"),
+        (Budget(answer=5), "length"),
+    ],
+)
+def test_budgets_end_a_session(budget: Budget, ending: str) -> None:
+    lines = [says("", call("sleep", seconds=0.2)) for _ in range(50)]
+    script = [says("A long final message that is cut off before its end.")] if ending == "length" else lines
+    trace = play(Session(REQUEST, speaker(script), Bench(), budget=budget))
+    assert trace.ending == ending
+    if budget.tokens:
+        assert trace.cost.made == 30
+
+
+def test_time_over_stops_a_tool_that_still_runs() -> None:
+    trace = play(Session(REQUEST, speaker([says("", call("sleep", seconds=60))]), Bench(), budget=Budget(seconds=0.2)))
+    assert trace.ending == "time"
+    assert trace.cost.wall_s < 10
+    assert trace.steps[-1].outcomes[0].error == "aborted"
+
+
+def test_a_full_window_ends_a_session_that_may_not_sum_up() -> None:
+    lines = [says("", call("echo", text="word " * 30)) for _ in range(100)]
+    mouth = speaker(lines, window=1200)
+    trace = play(Session(REQUEST, mouth, Bench(), summaries=Summaries("off")))
+    assert trace.ending == "context"
+    assert len(trace.segments[0]) <= 1200
+
+
+def test_a_result_that_does_not_fit_is_cut_and_says_so() -> None:
+    lines = [says("", call("echo", text="0123456789", times=5000), call("echo", text="short")), says("Enough.")]
+    trace = play(Session(REQUEST, speaker(lines, window=2000), Bench(), summaries=Summaries(reserve=500)))
+    (first, *_) = (step for step in trace.steps if step.kind == "turn")
+    assert first.outcomes[0].text.endswith("does not fit in the context]")
+    assert first.outcomes[1].text == "short"
+    assert trace.ending == "final"
+    assert all(len(segment) <= 2000 for segment in trace.segments)
+
+
+# ------------------------------------------------------------------------------------------------- people
+
+
+def test_an_interruption_with_a_message_stops_the_tool_and_goes_on() -> None:
+    session = Session(REQUEST, speaker([says("", call("sleep", seconds=60)), says("All right.")]), Bench())
+
+    async def go() -> Trace:
+        running = asyncio.create_task(session.run())
+        await asyncio.sleep(0.1)
+        session.say("Stop that, just answer.")
+        session.interrupt()
+        return await asyncio.wait_for(running, 10)
+
+    trace = asyncio.run(go())
+    assert trace.ending == "final"
+    assert trace.steps[-3].outcomes[0].error == "aborted"
+    said = trace.steps[-2]
+    assert (said.kind, said.message.content) == ("message", "Stop that, just answer.")
+    heard = chatml().tokenizer.decode(trace.segments[0].tokens[slice(*said.span)].tolist())
+    assert "Stop that, just answer." in heard
+    assert heard.count("interrupted this call") == 1
+
+
+def test_an_interruption_without_a_message_ends_it_and_more_can_be_said_later() -> None:
+    session = Session(
+        REQUEST, speaker([says("", call("sleep", seconds=60)), says("Going on."), says("Again.")]), Bench()
+    )
+
+    async def go() -> list[Trace]:
+        running = asyncio.create_task(session.run())
+        await asyncio.sleep(0.1)
+        session.interrupt()
+        traces = [await asyncio.wait_for(running, 10)]
+        for text in ("Go on.", "And again."):
+            session.say(text)
+            traces.append(await asyncio.wait_for(session.run(), 10))
+        return traces
+
+    first, second, third = asyncio.run(go())
+    assert [trace.ending for trace in (first, second, third)] == ["interrupted", "final", "final"]
+    assert second.segments[0].tokens.tolist()[: len(first.segments[0])] == first.segments[0].tokens.tolist()
+    assert third.segments[0].tokens.tolist()[: len(second.segments[0])] == second.segments[0].tokens.tolist()
+    assert text_of(third, 0).count("<|im_start|>") == text_of(third, 0).count("<|im_end|>")
+
+
+def test_a_cancelled_session_is_cancelled() -> None:
+    async def go() -> None:
+        running = asyncio.create_task(Session(REQUEST, speaker([says("", call("sleep", seconds=60))]), Bench()).run())
+        await asyncio.sleep(0.05)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(go())
+
+
+def test_what_breaks_underneath_is_raised_not_graded() -> None:
+    class Lost(Bench):
+        async def run(self, calls):  # type: ignore[no-untyped-def]
+            raise EtudeError("the pod is gone")
+
+    with pytest.raises(EtudeError, match="the pod is gone"):
+        play(Session(REQUEST, speaker(SCRIPT), Lost()))
+
+
+@pytest.mark.parametrize("after", range(1, 4))
+def test_a_session_restored_from_its_trace_goes_on_to_the_same_tokens(after: int) -> None:
+    whole = play(Session(REQUEST, speaker(SCRIPT), Bench()))
+    before = play(Session(REQUEST, speaker(SCRIPT), Bench(), budget=Budget(turns=after)))
+    session = Session(REQUEST, speaker(SCRIPT[after:]), Bench())
+    session.restore(before)
+    if after == len(SCRIPT):
+        return
+    trace = play(session)
+    assert np.array_equal(trace.segments[0].tokens, whole.segments[0].tokens)
+    assert np.array_equal(trace.segments[0].made, whole.segments[0].made)
+    assert [step.span for step in trace.steps] == [step.span for step in whole.steps]
+    assert trace.cost.calls == whole.cost.calls
+
+
+def test_answers_have_luck_of_their_own() -> None:
+    seeds = {turn_seed(seed, turn) for seed in range(100) for turn in range(100)}
+    assert len(seeds) == 100 * 100
+    assert all(0 <= turn_seed(seed, 3) < 2**62 for seed in (0, 1, 2**61, 2**62 - 1))
+
+
+@pytest.mark.parametrize("wrong", [{"turns": 0}, {"tokens": -1}, {"seconds": 0}, {"answer": 0}])
+def test_a_budget_of_nothing_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(InputError, match="budget"):
+        Budget(**wrong)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------- summaries
+
+LONG = "a fact about the code, number {}; "
+
+
+def opening_size() -> int:
+    return len(chatml().render(opening(REQUEST, Environment(), Bench.root), Bench().schemas))
+
+
+def result_size(text: str) -> int:
+    return len(chatml().bridge((), [Message("tool", text)]))
+
+
+def chain(*summaries: object, mode: str = "self") -> Trace:
+    """Three turns fill the first segment; then the summaries are said, and two turns more."""
+    facts = [LONG.format(i) * 12 for i in range(3)]
+    lines = [*(says("", call("echo", text=fact)) for fact in facts), *summaries]
+    lines += [says("", call("echo", text="after")), says("Finished.")]
+    trigger = opening_size() + 5 * result_size(facts[0])  # each fact is there twice: in its call and in its result
+    options = Summaries(mode, trigger=trigger, reserve=900)  # type: ignore[arg-type]
+    return play(Session(REQUEST, speaker(lines, window=6000), Bench(), summaries=options))  # type: ignore[arg-type]
+
+
+def test_a_summary_ends_a_segment_and_the_next_begins_from_it_alone() -> None:
+    trace = chain(says("Three facts were read.", thinking="What matters?"))
+    assert trace.ending == "final"
+    assert [segment.kind for segment in trace.segments] == ["start", "summary"]
+    first, second = (text_of(trace, index) for index in range(2))
+    assert ASK in first
+    assert "number 2" in first
+    assert '<summary number="1">\nThree facts were read.\n</summary>\n<plan>\n- [ ] finish\n</plan>' in second
+    assert "Fix the bug." in second
+    assert "a fact about" not in second
+    assert ASK not in second
+    assert "What matters?" not in second  # thinking is scratch space
+    assert trace.cost.summaries == 1
+
+
+def test_every_token_the_model_made_is_in_the_chain_once_the_summary_included() -> None:
+    summary = says("Three facts were read.", thinking="What matters?")
+    trace = chain(summary)
+    dialect = chatml()
+    made = [dialect.tokenizer.decode(segment.tokens[segment.made].tolist()) for segment in trace.segments]
+    assert "".join(made).count("Three facts were read.") == 1  # shown again in the second segment, but not made there
+    assert made[0].endswith(dialect.tokenizer.decode(dialect.write(summary)))
+    assert trace.cost.made == len(model_tokens(trace))
+    assert trace.cost.summary == len(dialect.write(summary))
+    copied = [step for step in trace.steps if step.copied]
+    assert [step.kind for step in copied] == ["prompt", "prompt"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [(says(" \n"), "it is empty"), (says("x", call("echo", text="y")), "it calls tools")],
+)
+def test_an_unusable_summary_is_refused_and_asked_for_again(bad: Message, why: str) -> None:
+    trace = chain(bad, says("Now in words."))
+    assert trace.ending == "final"
+    assert why in text_of(trace, 0)
+    assert trace.cost.summaries == 1
+    assert "Now in words." in text_of(trace, 1)
+
+
+def test_without_a_usable_summary_the_session_ends() -> None:
+    assert chain(*[says("")] * 3).ending == "context"
+
+
+def test_several_summaries_count_up() -> None:
+    lines: list[Message] = []
+    for number in range(3):
+        lines += [says("", call("echo", text=LONG.format(number), times=40)), says(f"Summary of {number}.")]
+    trigger = opening_size() + 300
+    trace = play(
+        Session(
+            REQUEST,
+            speaker([*lines, says("Done.")], window=6000),
+            Bench(),
+            summaries=Summaries(trigger=trigger, reserve=700),
+        )
+    )
+    assert [segment.kind for segment in trace.segments] == ["start", "summary", "summary", "summary"]
+    assert '<summary number="3">\nSummary of 2.' in text_of(trace, 3)
+    assert "Summary of 1." not in text_of(trace, 3)
+    assert trace.final == "Done."
+
+
+def test_the_baseline_compacts_apart_with_a_long_prompt() -> None:
+    trace = chain(says("1. Request and intent: ..."), mode="compaction")
+    assert [segment.kind for segment in trace.segments] == ["start", "compaction", "summary"]
+    prompt = text_of(trace, 1)
+    assert "Errors and fixes" in prompt
+    assert "number 2" in prompt
+    assert ASK not in text_of(trace, 0)
+    assert "1. Request and intent: ..." in text_of(trace, 2)

@@ -1,0 +1,239 @@
+"""Finding text and files in a real pod, and the ignore rules of git, with git itself as the judge."""
+
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness_pods import Box, Yard, open_yard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.harness.toolserver.inside import ignore, regex
+
+FILES = {
+    "src/app.py": "import os\n\n\nclass App:\n    def run(self):\n        return os.getcwd()\n",
+    "src/util.ts": "export function run(): void {}\n",
+    "docs/guide.md": "# Run\n\nHow to run it.\n",
+    "build/out.py": "def run(): pass\n",
+    ".github/ci.yml": "run: make\n",
+    ".gitignore": "build/\n*.log\n",
+    "trace.log": "run\n",
+    "data.bin": b"run\0run\n",
+    "latin.txt": b"caf\xe9 run\n",
+}
+
+
+@pytest.fixture(scope="module")
+def yard() -> Iterator[Yard]:
+    with open_yard() as yard:
+        yield yard
+
+
+def test_matches_are_shown_as_ripgrep_shows_them(yard: Yard) -> None:
+    async def check(box: Box) -> None:
+        grep = box.text
+        assert await grep("grep", pattern=r"def \w+") == "src/app.py\n5:    def run(self):"
+        assert await grep("grep", pattern="class", _A=1, _B=1) == "src/app.py\n3-\n4:class App:\n5-    def run(self):"
+        assert await grep("grep", pattern="os", _C=1, path="src/app.py") == (
+            "src/app.py\n1:import os\n2-\n--\n5-    def run(self):\n6:        return os.getcwd()"
+        )
+        assert await grep("grep", pattern="run", output_mode="files_with_matches") == (
+            "latin.txt\ndocs/guide.md\nsrc/app.py\nsrc/util.ts"
+        )
+        assert await grep("grep", pattern="run", output_mode="count", _i=True) == (
+            "latin.txt:1\ndocs/guide.md:2\nsrc/app.py:1\nsrc/util.ts:1\n[5 matching lines in 4 files]"
+        )
+        assert await grep("grep", pattern="run", glob="*.{ts,md}", output_mode="files_with_matches") == (
+            "docs/guide.md\nsrc/util.ts"
+        )
+        assert await grep("grep", pattern="run", glob="!docs/**", type="md") == "No matches."
+        assert await grep("grep", pattern="run", type="py") == "src/app.py\n5:    def run(self):"
+        assert await grep("grep", pattern="nothing like it") == "No matches."
+        assert await grep("grep", pattern="run", path=".github") == ".github/ci.yml\n1:run: make"
+        assert await grep("grep", pattern="run", glob=".github/**") == ".github/ci.yml\n1:run: make"
+        assert await grep("grep", pattern="run", path="build") == "build/out.py\n1:def run(): pass"
+        assert await grep("grep", pattern="run", path="trace.log") == "trace.log\n1:run"
+        assert "caf\ufffd run" in await grep("grep", pattern="caf. run")
+        assert await grep("grep", pattern="root", path="/etc/passwd", head_limit=1) != "No matches."
+
+    yard.run(check, files=FILES)
+
+
+def test_a_match_spans_lines_only_when_asked_to(yard: Yard) -> None:
+    async def check(box: Box) -> None:
+        pattern = r"class App:\s+def run"
+        assert await box.text("grep", pattern=pattern) == "No matches."
+        assert await box.text("grep", pattern=pattern, multiline=True) == (
+            "src/app.py\n4:class App:\n5:    def run(self):"
+        )
+        assert await box.text("grep", pattern="import.*getcwd", multiline=True, output_mode="count") == "src/app.py:6"
+        assert await box.text("grep", pattern=r"\Aclass") == "src/app.py\n4:class App:"  # of its line
+        assert "4:class" in await box.text("grep", pattern=r"^class App:$")
+
+    yard.run(check, files=FILES)
+
+
+def test_what_is_long_is_cut_and_counted(yard: Yard) -> None:
+    async def check(box: Box) -> None:
+        await box.sh(f"cd {box.root} && mkdir d && cd d && touch $(seq -f %g.x 1 1200)")
+        text = await box.text("grep", pattern="hit")
+        assert text.count(":hit") == 100
+        assert text.endswith("[the first 100 of at least 2000 matching lines; narrow the search to see others]")
+        text = await box.text("grep", pattern="hit 199.", head_limit=3)
+        assert text.endswith("hit 1992\n[the first 3 of 10 matching lines; narrow the search to see others]")
+        text = await box.text("grep", pattern="needle")
+        assert len(text) < 700
+        assert "needle" in text
+        assert text.count("[...]") == 2
+        text = await box.text("glob_file_search", glob_pattern="*.x")
+        assert text.count("\n") == 1000
+        assert text.endswith("[the first 1000 of 1,200 files]")
+
+    files = {"many": "".join(f"hit {i}\n" for i in range(2000)), "wide": "a" * 100_000 + "needle" + "b" * 100_000}
+    yard.run(check, files=files)
+
+
+def test_an_expression_that_would_run_for_ever_is_ended_and_stops_nobody_else(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.harness.tools.find.SEARCH_S", 1.0)
+
+    async def check(box: Box) -> None:
+        started = time.monotonic()
+        outcomes = await box.toolbox.run(
+            [box.made("grep", pattern=r"(a+)+$"), box.made("read_file", target_file="b"), box.made("grep", pattern="x")]
+        )
+        assert [outcome.error for outcome in outcomes] == ["timeout", None, None]
+        assert "simpler expression" in outcomes[0].text
+        assert outcomes[1].seconds < 1.0
+        assert time.monotonic() - started < 8
+        assert "exit code 0" in await box.text("run_terminal_cmd", command="true")
+
+    yard.run(check, files={"a": "a" * 60 + "!\n", "b": "x\n"})
+
+
+def test_a_wrong_expression_says_what_is_wrong(yard: Yard) -> None:
+    async def check(box: Box) -> None:
+        said = await box.error("bad_arguments", "grep", pattern="foo(")
+        assert "missing ), unterminated subpattern at character 4" in said
+        assert "too large" in await box.error("bad_arguments", "grep", pattern="(a{99999999999})")
+        assert "type 'pyhton' is not known" in await box.error("bad_arguments", "grep", pattern="a", type="pyhton")
+        assert "does not exist" in await box.error("environment", "grep", pattern="a", path="nowhere")
+        assert "is a binary file" in await box.error("environment", "grep", pattern="a", path="data.bin")
+
+    yard.run(check, files=FILES)
+
+
+def test_files_are_found_by_glob_those_changed_in_the_session_first(yard: Yard) -> None:
+    async def check(box: Box) -> None:
+        glob = box.text
+        assert await glob("glob_file_search", glob_pattern="*.py") == "src/app.py"
+        assert await glob("glob_file_search", glob_pattern="**/*.{py,ts}") == "src/app.py\nsrc/util.ts"
+        assert await glob("glob_file_search", glob_pattern="*", target_directory="docs") == "docs/guide.md"
+        assert await glob("glob_file_search", glob_pattern="src/*") == "src/app.py\nsrc/util.ts"
+        assert await glob("glob_file_search", glob_pattern=".github/*") == ".github/ci.yml"
+        assert await glob("glob_file_search", glob_pattern=f"{box.root}/docs/*") == "docs/guide.md"
+        assert await glob("glob_file_search", glob_pattern="*.rs") == "No files match."
+        assert "does not exist" in await box.error(
+            "environment", "glob_file_search", glob_pattern="*", target_directory="x"
+        )
+        await box.text("write", file_path="src/zed.py", contents="new")
+        await box.text("search_replace", file_path="src/util.ts", old_string="void", new_string="any")
+        assert await glob("glob_file_search", glob_pattern="src/*") == "src/util.ts\nsrc/zed.py\nsrc/app.py"
+
+    yard.run(check, files=FILES)
+
+
+def test_links_are_named_but_not_followed_and_loops_do_no_harm(yard: Yard) -> None:
+    async def check(box: Box) -> None:
+        await box.sh(f"cd {box.root} && ln -s / everything && ln -s . again && ln -s src/app.py app")
+        assert await box.text("grep", pattern="class App", output_mode="files_with_matches") == "src/app.py"
+        assert await box.text("glob_file_search", glob_pattern="a*") == "again\napp\nsrc/app.py"
+        assert "class App" in await box.text("grep", pattern="class", path="app")
+
+    yard.run(check, files=FILES)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "found"),
+    [
+        (r"[[:alpha:]]+\d", "ab1", "ab1"),
+        (r"[^[:space:]x]", " xy", "y"),
+        (r"\x{e9}", "café", "é"),
+        (r"\p{Lu}\w+", "a Bc", "Bc"),
+        (r"\P{L}", "ab1", "1"),
+        (r"[\p{N}_]+", "a1_", "1_"),
+        (r"\<is\>", "this is", "is"),
+        (r"a\z", "a", "a"),
+        (r"[]a]+", "x]a", "]a"),
+        (r"[^]a]", "]ab", "b"),
+        (r"interface\{\}", "interface{}", "interface{}"),
+        (r"[[]x[]]", "[x]", "[x]"),
+        (r"(?i)ABC", "abc", "abc"),
+        (r"a\[b", "a[b", "a[b"),
+    ],
+)
+def test_patterns_of_ripgrep_mean_the_same(pattern: str, text: str, found: str) -> None:
+    match = regex.compile_pattern(pattern, ignore_case=False, multiline=False).search(text)
+    assert match is not None
+    assert match.group() == found
+
+
+# -- ignore rules
+
+NAMES = ("a", "b", "ab", "a.o", "b.py", "x-1", "A")
+paths = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4).map("/".join)
+pieces = st.sampled_from(
+    ["a", "b", "ab", "*", "**", "?", "*.o", "[ab]", "[!a]", "[a-", "\\*", "a*", "x-[0-9]", "*.*", "a**b"]
+)
+rules = st.tuples(
+    st.sampled_from(["", "!", "/", "!/", "**/"]),
+    st.lists(pieces, min_size=1, max_size=3).map("/".join),
+    st.sampled_from(["", "/", "/**", "/*", " ", "\\ "]),
+).map("".join)
+trees = st.lists(paths, min_size=1, max_size=8)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is the judge")
+@settings(max_examples=40, deadline=None)
+@given(trees, st.lists(rules, max_size=6), st.lists(rules, max_size=3))
+def test_the_walk_leaves_out_what_git_ignores(tree: list[str], top: list[str], nested: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory).resolve()
+        for name in tree:
+            place = root / name
+            try:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.touch()
+            except (FileExistsError, NotADirectoryError):
+                continue  # it is a file in one path and a directory in another
+        (root / ".gitignore").write_text("\n".join(["# rules", *top]) + "\n")
+        if (root / "a").is_dir():
+            (root / "a/.gitignore").write_text("\n".join(nested))
+        subprocess.run(["git", "init", "-q", "--template="], cwd=root, check=True)
+        command = ["git", "-c", "core.excludesFile=/dev/null", "ls-files", "--others", "--exclude-standard", "-z"]
+        listed = subprocess.run(command, cwd=root, check=True, capture_output=True).stdout.decode().split("\0")
+        expected = {name for name in listed if name and not name.endswith(".gitignore")}
+        found = {str(Path(entry.path).relative_to(root)) for entry in ignore.walk(str(root), str(root))}
+    assert found == expected, (top, nested)
+
+
+def test_a_pattern_of_many_stars_is_matched_in_no_time() -> None:
+    started = time.monotonic()
+    pattern = ignore.Pattern("*a" * 100 + "*b")
+    assert not pattern.match("a" * 255, False)
+    deep = ignore.Pattern("/".join(["**", "a"] * 50) + "/b")
+    assert not deep.match("/".join(["a"] * 500), False)
+    assert time.monotonic() - started < 1
+
+
+def test_braces_stand_for_their_choices_and_cannot_explode() -> None:
+    assert ignore.expand_braces("*.{ts,tsx}") == ["*.ts", "*.tsx"]
+    assert ignore.expand_braces("{a,b{c,d}}x") == ["ax", "bcx", "bdx"]
+    assert ignore.expand_braces("{a}") == ["{a}"]
+    assert ignore.expand_braces("{a,b") == ["{a,b"]
+    assert len(ignore.expand_braces("{a,b}" * 40)) < 1000

@@ -1,0 +1,96 @@
+"""Lints in a real pod: by ruff, lent if need be, the new ones marked, whatever a repository's configuration tries."""
+
+from collections.abc import Iterator
+
+import pytest
+from harness_pods import Box, Yard, open_yard
+
+OLD = "import os\n\n\ndef f():\n    return 1\n"
+
+
+@pytest.fixture(scope="module")
+def yard() -> Iterator[Yard]:
+    with open_yard() as yard:
+        yield yard
+
+
+def test_new_problems_are_marked_and_old_ones_are_not(yard: Yard) -> None:
+    async def check(box: Box) -> None:
+        assert await box.text("read_lints") == "No Python files have been edited; name the files to check."
+        await box.text("search_replace", file_path="a.py", old_string="def f", new_string="import sys\n\n\ndef f")
+        await box.text("search_replace", file_path="a.py", old_string="return 1", new_string="return x")
+        assert await box.text("read_lints") == (
+            "a.py\n"
+            "  1:8 F401 `os` imported but unused\n"
+            "  4:8 F401 `sys` imported but unused (new)\n"
+            "  8:12 F821 Undefined name `x` (new)\n"
+            "[3 problems in 1 file, 2 new]"
+        )
+        await box.text("write", file_path="new.py", contents="def g(:\n")
+        outcome = await box.call("read_lints", paths=["new.py"])
+        assert "new.py\n  1:7 " in outcome.text
+        assert "(new)" in outcome.text
+        assert outcome.facts["new"] == outcome.facts["problems"] > 0
+        assert await box.text("read_lints", paths=["clean.py"]) == "No problems in 1 file."
+        assert " in 3 files, " in await box.text("read_lints", paths=["."])
+        assert "only Python files" in await box.error("environment", "read_lints", paths=["notes.md"])
+        assert "does not exist" in await box.error("environment", "read_lints", paths=["none.py"])
+
+    rules = 'lint.select = ["F", "E9"]'  # whatever this version of ruff takes for its default
+    yard.run(check, files={"a.py": OLD, "clean.py": "x = 1\n", "notes.md": "", "ruff.toml": rules})
+
+
+def test_what_a_command_changed_is_compared_with_the_last_commit(yard: Yard) -> None:
+    async def check(box: Box) -> None:
+        await box.text(
+            "run_terminal_cmd", command="git init -q && git add a.py && git -c user.name=a -c user.email=b commit -qm x"
+        )
+        await box.text("run_terminal_cmd", command="echo 'import sys' >> a.py; cp a.py b.py")
+        text = await box.text("read_lints", paths=["a.py", "b.py"])
+        assert "1:8 F401 `os` imported but unused\n" in text
+        assert "6:8 F401 `sys` imported but unused (new)\n" in text
+        assert "b.py\n  1:8 F401 `os` imported but unused (new)\n" in text
+
+    async def without_git(box: Box) -> None:
+        text = await box.text("read_lints", paths=["a.py"])
+        assert "(new)" not in text
+        assert "no earlier state to compare with" in text
+
+    yard.run(check, files={"a.py": OLD})
+    yard.run(without_git, files={"a.py": OLD})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("ruff.toml", "line-length = [", "the project's ruff configuration could not be used"),
+        ("ruff.toml", 'required-version = "==0.0.1"', "the project's ruff configuration could not be used"),
+        ("ruff.toml", 'extend = "/proc/self/environ"', "the project's ruff configuration could not be used"),
+        ("ruff.toml", 'fix = true\nunsafe-fixes = true\nfix-only = true\nlint.select = ["F"]', "F401"),
+        ("pyproject.toml", '[tool.ruff]\nlint.ignore = ["F401"]', "No problems in 1 file."),
+        ("pyproject.toml", "not toml at all", "F401"),
+    ],
+)
+def test_a_repositorys_configuration_is_used_but_can_change_nothing(
+    yard: Yard, name: str, text: str, expected: str
+) -> None:
+    async def check(box: Box) -> None:
+        assert expected in await box.text("read_lints", paths=["a.py"])
+        assert await box.read("a.py") == OLD.encode()
+        assert sorted(entry.name for entry in await box.pod.list(box.root)) == sorted(["a.py", name])
+
+    yard.run(check, files={"a.py": OLD, name: text})
+
+
+def test_without_ruff_syntax_errors_are_still_found_and_it_is_said(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    monkeypatch.setenv("PATH", "/nowhere")
+
+    async def check(box: Box) -> None:
+        text = await box.text("read_lints", paths=["a.py", "bad.py", "deep.py", "nul.py"])
+        assert "bad.py\n  1:" in text
+        assert "a.py\n" not in text
+        assert text.endswith("[ruff is not available here: only syntax errors are found]")
+
+    files = {"a.py": OLD, "bad.py": "def f(:\n", "deep.py": "(" * 5000 + ")" * 5000, "nul.py": b"x = '\0'\n"}
+    yard.run(check, files=files)

@@ -1,0 +1,345 @@
+"""The tool server: one small file that runs on any Python, is started again when killed, and goes on in forks."""
+
+import ast
+import asyncio
+import io
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness_pods import Box, Yard, open_yard
+
+from etude.harness.environment import Environment
+from etude.harness.tools.toolbox import open_toolbox
+from etude.harness.toolserver import bundle, client
+from etude.harness.toolserver.client import ToolServer
+from etude.pods.pod import PodError
+
+INSIDE = Path(bundle.__file__).parent / "inside"
+
+
+@pytest.fixture(scope="module")
+def yard() -> Iterator[Yard]:
+    with open_yard() as yard:
+        yield yard
+
+
+# -- the file
+
+
+def test_the_file_is_the_same_from_the_same_sources_and_needs_only_the_standard_library() -> None:
+    first = bundle.pack()
+    bundle.pack.cache_clear()
+    assert bundle.pack() == first
+    assert len(first) < 200_000
+    names = zipfile.ZipFile(io.BytesIO(first)).namelist()
+    assert names[0] == "__main__.py"
+    allowed = set(sys.stdlib_module_names) | {"etude"}
+    for source in INSIDE.glob("*.py"):
+        tree = ast.parse(source.read_text(), feature_version=(3, 8))
+        for node in ast.walk(tree):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            for module in modules:
+                assert module.split(".")[0] in allowed, f"{source.name} imports {module}"
+                assert not module.startswith("etude") or module.startswith("etude.harness.toolserver.inside"), source
+
+
+def interpreters() -> list[str]:
+    """Every Python of this machine that the server should run on; only the newest and the oldest of them."""
+    found: dict[int, str] = {}
+    for minor in range(8, 20):
+        kept = [str(path) for path in Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python3")]
+        for program in filter(None, [shutil.which(f"python3.{minor}"), *kept]):
+            if subprocess.run([program, "-c", "0"], capture_output=True, check=False).returncode == 0:
+                found[minor] = program
+    return [found[minor] for minor in sorted({min(found), max(found)})] if found else []
+
+
+@pytest.mark.parametrize("python", interpreters())
+def test_it_runs_on_this_python(python: str, tmp_path: Path) -> None:
+    server, root = tmp_path / "server.pyz", tmp_path / "root"
+    server.write_bytes(bundle.pack())
+    root.mkdir()
+    (root / "a.py").write_text("import os\n\n\ndef f():\n    return 1\n")
+    plan = json.dumps({"root": str(root), "state": str(tmp_path / "state"), "names": {}})
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("read_file", {"target_file": "a.py"}),
+        ("list_dir", {"target_directory": "."}),
+        ("search_replace", {"file_path": "a.py", "old_string": "return 1", "new_string": "return 2"}),
+        ("search_replace", {"file_path": "a.py", "old_string": "retrun 1", "new_string": "return 2"}),
+        ("write", {"file_path": "d/b.py", "contents": "x = (\n"}),
+        ("delete_file", {"target_file": "d/b.py"}),
+        ("grep", {"pattern": r"def \w+"}),
+        ("glob_file_search", {"glob_pattern": "*.py"}),
+        ("run", {"command": "echo $((6*7)); cd /; v=1", "block_s": 20, "timeout_s": 20}),
+        ("lints", {"paths": ["a.py"], "without_ruff": True}),
+        ("listing", {}),
+        ("contents", {"paths": ["a.py"], "most": 100}),
+    ]
+    command = [python, "-I", "-S", str(server), plan]
+    answers = []
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert "hello" in json.loads(process.stdout.readline())
+        for number, (do, given) in enumerate(asked):
+            request = {"id": number, "do": do, "with": given, "limit_s": 20}
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            answers.append(json.loads(process.stdout.readline()))
+        process.stdin.close()
+        assert process.wait(20) == 0
+    failed = [answer for answer in answers if "error" in answer and answer["error"]["kind"] == "bug"]
+    assert not failed, failed[0]["error"]["trace"]
+    assert [("error" in answer) for answer in answers] == [n == 3 for n in range(len(asked))]
+    assert answers[8]["ok"]["text"] == "42\n[exit code 0]\n[the shell is now in /]"
+
+
+# -- its life
+
+
+def test_a_server_that_the_model_kills_fails_the_call_and_is_there_for_the_next(yard: Yard) -> None:
+    if yard.backend != "namespace":
+        pytest.skip("processes cannot be seen there")
+
+    async def check(box: Box) -> None:
+        await box.text("run_terminal_cmd", command="export KEPT=1; cd /")
+        killing = "kill -9 $(ps -eo pid,args | awk '/server-.*pyz/ && !/awk/ {print $1}')"
+        said = await box.error("environment", "run_terminal_cmd", command=killing)
+        assert "the tool server stopped while the call ran" in said
+        assert await box.text("read_file", target_file="a") == "1|x"
+        assert await box.text("run_terminal_cmd", command="echo $KEPT; pwd") == "1\n/\n[exit code 0]"
+        assert box.toolbox.bench.server.starts == 2
+
+    yard.run(check, files={"a": "x\n"})
+
+
+def test_a_job_outlives_the_server_and_is_found_by_the_next(yard: Yard) -> None:
+    async def check(box: Box) -> None:
+        await box.text("run_terminal_cmd", command="sleep 0.8; echo late; exit 6", is_background=True)
+        await box.text("run_terminal_cmd", command="sleep 60", is_background=True)
+        await box.toolbox.rest()
+        assert "late\n[exit code 6]" in await box.text("await", job_id="1")
+        assert await box.text("kill", job_id="2") == "[ended on request; exit code 143: killed by SIGTERM]"
+        assert await box.text("run_terminal_cmd", command="echo 3", is_background=True) != ""
+        assert "3\n[exit code 0]" in await box.text("await", job_id="3")
+
+    yard.run(check)
+
+
+def test_a_server_that_hangs_is_ended_and_started_again(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    if yard.backend != "namespace":
+        pytest.skip("processes cannot be seen there")
+    monkeypatch.setattr(client, "GRACE_S", 0.5)
+
+    async def check(box: Box) -> None:
+        await box.sh("kill -STOP $(ps -eo pid,args | awk '/server-.*pyz/ && !/awk/ {print $1}')")
+        with pytest.raises(client.ToolError) as caught:
+            await box.toolbox.bench.ask("read_file", {"target_file": "a"}, 0.5)
+        assert caught.value.kind == "timeout"
+        assert await box.text("read_file", target_file="a") == "1|x"
+
+    yard.run(check, files={"a": "x\n"})
+
+
+def test_nonsense_from_a_server_that_was_replaced_is_an_error_of_the_environment(yard: Yard) -> None:
+    async def check(box: Box) -> None:
+        server = box.toolbox.bench.server
+        path = f"{server.state}/server-{bundle.digest()}.pyz"
+        for lie in (
+            "print('not json')",
+            "print('[1, 2]')",
+            'print(\'{"id": 1, "ok": 5}\')',
+            'print(\'{"id": 1, "ok": {"text": 5}}\')',
+            'print(\'{"id": 1, "error": {"kind": "made up"}}\')',
+            'print(\'{"id": [], "ok": {}}\')',
+            "import os\nwhile True: os.write(1, b'x' * (1 << 20))",
+            "while True: print('{}')",
+            "while True: print('x' * 9999, file=sys.stderr)",
+            "print('[' * 100_000)",
+            'print(\'{"id": 1, "error": {"kind": "environment", "message": "\' + \'\\\\ud800\' * 999_999 + \'"}}\')',
+            "sys.exit('damaged')",
+        ):
+            await box.toolbox.rest()
+            code = f"import sys\nprint('{{\"hello\": {{}}}}', flush=True)\nsys.stdin.readline()\n{lie}\n"
+            await box.pod.write(path, code)
+            outcome = await box.call("read_file", target_file="a")
+            assert outcome.error == "environment", f"{lie}: {outcome}"
+            assert len(outcome.text.encode()) < 300_000
+        await box.toolbox.rest()
+        await box.pod.write(path, "print(1/0)")
+        assert "cannot be started again" in await box.error("environment", "read_file", target_file="a")
+        assert await box.text("read_file", target_file="a") == "1|x"  # it was written anew
+        assert box.toolbox.bugs == 0
+
+    yard.run(check, files={"a": "x\n"})
+
+
+def test_a_bug_inside_the_server_is_ours_and_loud(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
+    async def check(box: Box) -> None:
+        with pytest.raises(client.ServerBug, match="KeyError"):
+            await box.toolbox.bench.ask("read_file", {})
+        assert await box.text("read_file", target_file="a") == "1|x"
+
+    yard.run(check, files={"a": "x\n"})
+
+
+def test_the_state_directory_may_be_removed_at_any_time(yard: Yard) -> None:
+    async def check(box: Box) -> None:
+        await box.text("run_terminal_cmd", command="sleep 0.3")  # time to load itself
+        await box.sh('rm -rf "${TMPDIR:-/tmp}/.etude"')
+        await box.text("search_replace", file_path="a", old_string="x", new_string="y")
+        assert await box.text("glob_file_search", glob_pattern="*") == "a"
+        assert await box.text("run_terminal_cmd", command="echo fine") == "fine\n[exit code 0]"
+        await box.sh('rm -rf "${TMPDIR:-/tmp}/.etude"')
+        await box.toolbox.rest()
+        await box.call("read_file", target_file="a")
+        assert await box.text("read_file", target_file="a") == "1|y"
+
+    yard.run(check, files={"a": "x\n"})
+
+
+def test_an_image_without_python_or_a_workspace_is_told_so(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check(box: Box) -> None:
+        with pytest.raises(PodError, match="did not start: the workspace /no/where is not a directory"):
+            await ToolServer(box.pod, "/no/where").start()
+        monkeypatch.setattr(client, "INSTALL", client.INSTALL.replace("command -v python3", "command -v no-python3"))
+        with pytest.raises(PodError, match="has no python3, which the tool server needs"):
+            await ToolServer(box.pod).start()
+
+    yard.run(check)
+
+
+def test_requests_larger_than_any_pipe_and_many_at_once_arrive(yard: Yard) -> None:
+    async def check(box: Box) -> None:
+        big = "0123456789abcdef" * 300_000
+        calls = [box.made("write", file_path=f"f{n}", contents=big + str(n)) for n in range(2)]
+        reads = [box.made("read_file", target_file="small") for _ in range(60)]
+        searches = [box.made("grep", pattern="small") for _ in range(10)]
+        outcomes = await box.toolbox.run([*calls, *reads, *searches])
+        assert {outcome.error for outcome in outcomes} == {None}
+        assert await box.read("f1") == (big + "1").encode()
+        server = box.toolbox.bench.server
+        asks = [server.ask("write", {"file_path": f"g{n}", "contents": big + str(n)}, 30) for n in range(3)]
+        await asyncio.gather(*asks)
+        assert await box.read("g2") == (big + "2").encode()
+
+    yard.run(check, files={"small": "small\n"})
+
+
+# -- snapshots, forks and other backends
+
+
+def test_a_snapshot_that_ends_every_process_is_not_noticed_by_the_next_call(yard: Yard) -> None:
+    async def check(box: Box) -> None:
+        await box.text("run_terminal_cmd", command="v=1")
+        await box.pod.snapshot("fs")
+        assert await box.text("run_terminal_cmd", command="echo $v") == "1\n[exit code 0]"
+
+    yard.run(check)
+
+
+async def go_on_in_a_fork(box: Box) -> None:
+    """Work, fork, and go on in the child where the parent was."""
+    await box.text("run_terminal_cmd", command="mkdir -p sub && cd sub && export X=from-parent && f() { echo in f; }")
+    await box.text("search_replace", file_path="a.py", old_string="x = 1", new_string="import os\nx = 1")
+    await box.text("read_file", target_file="old.txt")
+    await box.text("todo_write", merge=False, todos=[{"id": "1", "content": "go on"}])
+    await box.text("run_terminal_cmd", command="sleep 60", is_background=True)
+    kind = None if "fs-live" in box.fleet.local.backend.capabilities.snapshots else "fs"  # type: ignore[union-attr]
+    (child,) = await box.pod.fork(1, kind)
+    try:
+        async with open_toolbox(child, Environment(strict=True)) as toolbox:
+            toolbox.restore(box.toolbox.state())
+            other = Box(child, toolbox, box.fleet)
+            said = await other.text("run_terminal_cmd", command="pwd; echo $X; f; echo $HOME; export X=child")
+            assert said.startswith(f"{other.root}/sub\nfrom-parent\nin f\n")
+            assert await child.read(f"{other.root}/a.py") == b"import os\nx = 1\n"
+            text = await other.text("read_lints")
+            assert "F401 `os` imported but unused (new)" in text
+            assert "there is no job '9'; jobs 1 to 3" in await other.error("environment", "await", job_id="9")
+            assert "cut off" in await other.error("environment", "await", job_id="2")
+            assert toolbox.plan == "[ ] 1: go on"
+            await other.text("write", file_path="old.txt", contents="read in the parent")
+            assert "a.py" in (await other.text("glob_file_search", glob_pattern="*.py")).split("\n")[0]
+        assert "from-parent\n" in await box.text("run_terminal_cmd", command="echo $X")
+    finally:
+        await child.close()
+
+
+FORKED = {"a.py": "x = 1\n", "old.txt": "1"}
+
+
+def test_a_fork_goes_on_where_its_parent_was(yard: Yard) -> None:
+    yard.run(go_on_in_a_fork, files=FORKED)
+
+
+@pytest.mark.parametrize("backend", ["landlock", "subprocess"])
+def test_the_tools_work_on_this_backend_too(backend: str) -> None:
+    async def check(box: Box) -> None:
+        assert await box.text("read_file", target_file="a.py") == "1|x = 1"
+        assert "a.py\n1:x = 1" in await box.text("grep", pattern="x")
+        await box.error("denied", "write", file_path="../../x", contents="")
+        await go_on_in_a_fork(box)
+
+    with open_yard(backend) as other:
+        other.run(check, files=FORKED)
+
+
+def test_a_pod_at_rest_is_snapshotted_and_a_pod_made_of_it_goes_on(yard: Yard) -> None:
+    async def check(box: Box) -> None:
+        await box.text("run_terminal_cmd", command="v=kept; cd sub")
+        await box.toolbox.rest()
+        snapshot = await box.pod.snapshot()
+        assert snapshot.kind == "fs"  # the cheap kind: nothing was running
+        assert await box.text("run_terminal_cmd", command="echo $v") == "kept\n[exit code 0]"
+        async with await box.fleet.create(snapshot) as pod, open_toolbox(pod, Environment()) as toolbox:
+            other = Box(pod, toolbox, box.fleet)
+            assert (await other.text("run_terminal_cmd", command="echo $v; pwd")).startswith("kept\n")
+
+    yard.run(check, files={"sub/a": ""})
+
+
+# -- a hostile repository
+
+
+def test_a_hostile_repository_neither_breaks_the_server_nor_leads_it_out(yard: Yard) -> None:
+    shadow = "import os\nopen(os.environ['HOME'] + '/shadowed', 'w')\nraise SystemExit(9)\n"
+    files: dict[str, str | bytes] = {
+        f"{name}.py": shadow
+        for name in ("json", "os", "re", "selectors", "signal", "sitecustomize", "usercustomize", "subprocess", "etude")
+    }
+    files |= {"__main__.py": shadow, "deep/.gitignore": "**/" * 200 + "*a" * 200, "deep/x": "findme\n"}
+
+    async def check(box: Box) -> None:
+        await box.sh(
+            f"cd {box.root} && mkfifo .gitignore && printf 'gitdir: /proc/1/root/../..\\n' > .git && ln -s / slash && "
+            "mkfifo trap.py && ln -s /dev/zero endless.py && mkdir -p .git2/info && ln -s /dev/zero ruff.toml && "
+            "mkdir loop && ln -s ../loop loop/loop && chmod 000 deep/.gitignore"
+        )
+        await box.toolbox.rest()  # start again among all this
+        assert await box.text("grep", pattern="findme", output_mode="files_with_matches") == "deep/x"
+        assert "deep/x" in await box.text("glob_file_search", glob_pattern="*")
+        assert "slash/ -> /" in await box.text("list_dir", target_directory=".")
+        assert "not a regular file" in await box.error("environment", "read_file", target_file="trap.py")
+        assert "not a regular file" in await box.error("environment", "read_file", target_file="endless.py")
+        assert "not a regular file" in await box.error("environment", "write", file_path="trap.py", contents="")
+        await box.error("denied", "write", file_path="slash/etc/passwd", contents="")
+        await box.text("read_lints", paths=["etude.py"])
+        assert "exit code 9" in await box.text("run_terminal_cmd", command="python3 -c 'import json'")
+        entries = await box.toolbox.bench.listing()
+        assert {"deep/x", "json.py"} <= {entry.path for entry in entries}
+        assert not {entry.path for entry in entries} & {"trap.py", "endless.py"}
+        assert "fine" in await box.text("run_terminal_cmd", command="cd deep; rm ~/shadowed; git status; echo fine")
+        await box.toolbox.rest()
+        assert await box.text("grep", pattern="findme") == "deep/x\n1:findme"
+        assert not (await box.pod.exec("test -e ~/shadowed")).ok
+
+    yard.run(check, files=files)

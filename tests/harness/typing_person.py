@@ -1,0 +1,103 @@
+"""A person at a terminal: starts a program on a pty, reads what it shows, types."""
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import termios
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\r")
+PATIENCE_S = 60.0
+
+
+class Person:
+    """Types into a program and waits for what it says."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", master: int) -> None:
+        self.process, self.master = process, master
+        self.raw = b""
+        self.read_upto = 0  # in the text that was waited for
+
+    @property
+    def seen(self) -> str:
+        """All that was shown, without escapes."""
+        return ESCAPES.sub("", self.raw.decode("utf-8", "replace"))
+
+    def expect(self, text: str, seconds: float = PATIENCE_S) -> str:
+        """Wait until it shows `text` after what was expected before; what stood before it."""
+        deadline = time.monotonic() + seconds
+        while (at := self.seen.find(text, self.read_upto)) < 0:
+            if time.monotonic() > deadline or not self._more(deadline):
+                raise AssertionError(f"waited for {text!r} after {self.read_upto}; saw:\n{self.seen}")
+        before = self.seen[self.read_upto : at]
+        self.read_upto = at + len(text)
+        return before
+
+    def type(self, text: str) -> None:
+        os.write(self.master, f"{text}\n".encode())
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        os.write(self.master, b"\x03")
+
+    def end(self) -> None:
+        """Ctrl-D."""
+        os.write(self.master, b"\x04")
+
+    def wait(self, seconds: float = PATIENCE_S) -> int:
+        """The exit code, when it has ended."""
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self._more(time.monotonic() + 0.2)
+        while self._more(time.monotonic() + 0.2):
+            pass
+        assert self.process.poll() is not None, f"it does not end; saw:\n{self.seen}"
+        return self.process.returncode
+
+    def _more(self, deadline: float) -> bool:
+        ready, _, _ = select.select([self.master], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return False
+        try:
+            data = os.read(self.master, 1 << 16)
+        except OSError:  # nobody is at the other end
+            return False
+        self.raw += data
+        return bool(data)
+
+
+@contextlib.contextmanager
+def at_terminal(
+    command: Sequence[str], cwd: Path, env: Mapping[str, str], rows: int = 40, columns: int = 110
+) -> Iterator[Person]:
+    """A person in front of a program."""
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (rows, columns))
+
+    def take_terminal() -> None:
+        os.setsid()
+        os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first one opened becomes ours
+
+    process = subprocess.Popen(
+        command,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        cwd=cwd,
+        env={**env, "TERM": "xterm"},
+        preexec_fn=take_terminal,
+    )
+    os.close(slave)
+    try:
+        yield Person(process, master)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        os.close(master)
