@@ -23,7 +23,7 @@ from etude.harness.trace import Cost, SegmentKind, SessionEnding, Step, StepKind
 
 T = TypeVar("T")
 NOWHERE = (-1, -1)  # the place of what the model has not heard
-ABORTED = Outcome("The user interrupted this call.", "aborted")
+ABORTED = Outcome("This call was stopped before its end.", "aborted")
 LEAST_ROOM = 16  # tokens below which an answer is not worth asking for
 SHORT = 200  # characters of a result that are never cut
 CUT = "\n[cut here: the rest does not fit in the context]"
@@ -57,6 +57,7 @@ class Tools(Protocol):
     @property
     def pod_seconds(self) -> float: ...
     async def run(self, calls: Sequence[Call]) -> list[Outcome]: ...
+    def interrupt(self) -> None: ...
 
 
 class Session:
@@ -86,6 +87,7 @@ class Session:
         self._segment = -1
         self._inbox: list[str] = []
         self._doing: asyncio.Future[Any] | None = None  # what an interruption would stop
+        self._acting = False
         self._interrupted = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------- the loop
@@ -124,7 +126,11 @@ class Session:
     async def _act(self, spoken: Spoken) -> None:
         """Run the calls of an answer; the model is told what came of them."""
         calls = spoken.answer.calls
-        outcomes = await self._unless_stopped(self.tools.run(calls)) or [ABORTED] * len(calls)
+        self._acting = True
+        try:
+            outcomes = await self._unless_stopped(self.tools.run(calls)) or [ABORTED] * len(calls)
+        finally:
+            self._acting = False
         step = self._note("turn", spoken, self._fitting(calls, outcomes))
         results = step.results()
         self.cost = self.cost.plus(output=self.speaker.measure(results), calls=len(calls))
@@ -163,7 +169,8 @@ class Session:
 
     def _fitting(self, calls: Sequence[Call], outcomes: Sequence[Outcome]) -> list[Outcome]:
         """The outcomes; where they would fill the window, the longest are cut until they do not."""
-        kept = list(outcomes)
+        # what a terminal shows need not be Unicode, and what is not cannot be told
+        kept = [replace(outcome, text=outcome.text.encode("utf-8", "replace").decode()) for outcome in outcomes]
         room = self.speaker.window - self.speaker.size - (self.summaries.reserve if self._sums_up() else 0)
         while True:
             texts = zip(calls, kept, strict=True)
@@ -214,7 +221,9 @@ class Session:
     def interrupt(self) -> None:
         """Stop the answer or the tools that run now. With a message waiting the session goes on, else it ends."""
         self._interrupted.set()
-        if self._doing is not None:
+        if self._acting:  # what is finished keeps its outcome
+            self.tools.interrupt()
+        elif self._doing is not None:
             self._doing.cancel()
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:

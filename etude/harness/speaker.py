@@ -275,7 +275,7 @@ def _read(reply: Reply, tools: Sequence[ToolSchema]) -> Answer:
         arguments, problem = None, ""
         try:
             arguments = json.loads(call.arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             status, problem = "bad_json", f"the arguments are not JSON: {error}"
         else:
             if not isinstance(arguments, dict):

@@ -51,7 +51,17 @@ class Bench:
         self.schemas = [schema(name) for name in ("echo", "sleep", "fail")]
 
     async def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        return [await self._one(call) for call in calls]
+        self.stop = asyncio.Event()
+        outcomes = []
+        for call in calls:
+            work, stop = asyncio.ensure_future(self._one(call)), asyncio.ensure_future(self.stop.wait())
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            outcomes.append(work.result() if work.done() else Outcome("interrupted this call", "aborted"))
+            work.cancel(), stop.cancel()
+        return outcomes
+
+    def interrupt(self) -> None:
+        self.stop.set()
 
     async def _one(self, call: Call) -> Outcome:
         if call.status != "ok" or call.arguments is None:

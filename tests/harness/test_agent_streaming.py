@@ -129,9 +129,13 @@ def test_a_session_over_a_chat_api_has_no_tokens_and_says_so() -> None:
     ear = Ear()
 
     async def work() -> Trace:
-        mouth = ChatSpeaker(OpenAIChat(stub.url, model="stub", patience=QUICK), Sampling(), window=10_000)
+        client = OpenAIChat(stub.url, model="stub", patience=QUICK)
+        mouth = ChatSpeaker(client, Sampling(), window=10_000)
         mouth.on_text = ear  # type: ignore[assignment]
-        return await Session(Request("Go."), mouth, Bench()).run()
+        try:
+            return await Session(Request("Go."), mouth, Bench()).run()
+        finally:
+            await client.close()
 
     with serving(stub):
         trace = asyncio.run(work())
