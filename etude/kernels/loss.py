@@ -1,7 +1,8 @@
 """Output head and loss in one, a chunk of tokens at a time: the full logits [tokens, vocabulary] never exist.
 
-Two functions over the same rows. `linear_cross_entropy` knows each token's weight beforehand, so it turns a chunk of
-logits into its gradient on the spot and pays no second product: the loss of pretraining and fine-tuning.
+Functions over the same rows. `linear_cross_entropy` knows each token's weight beforehand, so it turns a chunk of
+logits into its gradient on the spot and pays no second product: the loss of pretraining and fine-tuning, and, with the
+log-probabilities it has seen on the way (`weighted_logprobs`), of the policy gradient.
 `token_logprobs` gives log p(target) per token for objectives that decide later how to use it, and recomputes a chunk
 in the backward. The softmax of a chunk runs in place in one Triton kernel on CUDA (`kernels/softmax.py`).
 """
@@ -24,12 +25,17 @@ def linear_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, weights:
     """Sum over tokens of weight x -log p(target), float32. hidden [n, width], head [vocabulary, width], targets [n]."""
     if weights is None:
         weights = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
+    return weighted_logprobs(hidden, head, targets, weights)[0]
+
+
+def weighted_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """That sum, and log p(target) of every token, float32 [n], without a gradient; 0 where the target is IGNORE."""
     _check(hidden, head, targets, weights)
     # contiguous: the kernels walk targets and weights by their index
-    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, head, targets.contiguous(), weights.detach().float().contiguous()
     )
-    return loss
+    return found
 
 
 def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -58,28 +64,31 @@ def token_chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         wants_hidden, wants_head = ctx.needs_input_grad[:2]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        seen = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if wants_hidden else None
         # float32: many chunks are summed here, and bfloat16 would forget the small ones
         head_grad = torch.zeros(head.shape, dtype=torch.float32, device=head.device) if wants_head else None
         for rows in token_chunks(*_sizes(hidden, head)):
             logits = hidden[rows] @ head.T
             if not (wants_hidden or wants_head):
-                loss -= (logprobs(logits, targets[rows]) * weights[rows]).sum()
+                seen[rows] = logprobs(logits, targets[rows])
+                loss -= (seen[rows] * weights[rows]).sum()
                 continue
-            found, gradient = logprobs_and_gradient_(logits, targets[rows], weights[rows])
-            loss -= (found * weights[rows]).sum()
+            seen[rows], gradient = logprobs_and_gradient_(logits, targets[rows], weights[rows])
+            loss -= (seen[rows] * weights[rows]).sum()
             if hidden_grad is not None:
                 torch.mm(gradient, head, out=hidden_grad[rows])
             if head_grad is not None:
                 head_grad += gradient.T @ hidden[rows]
         ctx.save_for_backward(hidden_grad, None if head_grad is None else head_grad.to(head.dtype))
-        return loss
+        ctx.mark_non_differentiable(seen)
+        return loss, seen
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden_grad, head_grad = (None if g is None else g * upstream.to(g.dtype) for g in ctx.saved_tensors)
         return hidden_grad, head_grad, None, None
 

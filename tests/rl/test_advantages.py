@@ -1,0 +1,146 @@
+"""What the estimator promises, each truth on the smallest thing that can show it."""
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.errors import InputError
+from etude.rl.advantages import Estimator, advantages, k1, k3, worths
+
+REWARDS = st.lists(st.floats(-10, 10), min_size=1, max_size=16)
+
+
+@given(REWARDS)
+def test_an_advantage_is_the_reward_minus_the_groups_mean(rewards: list[float]) -> None:
+    found = advantages(rewards)
+    assert found == pytest.approx([reward - sum(rewards) / len(rewards) for reward in rewards], abs=1e-9)
+    assert sum(found) == pytest.approx(0, abs=1e-9)
+
+
+@given(st.floats(-1e6, 1e6), st.integers(1, 64))
+def test_equal_rewards_are_worth_exactly_nothing(reward: float, size: int) -> None:
+    assert advantages([reward] * size) == [0.0] * size
+    assert advantages([reward] * size, divide_by_std=True) == [0.0] * size
+
+
+@given(REWARDS, st.randoms())
+def test_permuting_a_group_permutes_its_advantages(rewards: list[float], chance: random.Random) -> None:
+    order = list(range(len(rewards)))
+    chance.shuffle(order)
+    found = advantages(rewards)
+    assert advantages([rewards[i] for i in order]) == pytest.approx([found[i] for i in order], abs=1e-9)
+
+
+def test_dividing_by_the_deviation_blows_tiny_differences_up_and_ours_does_not() -> None:
+    rewards = [1.0, 1.0, 1.0, 0.999]  # all solved; one used a little more effort
+    assert max(map(abs, advantages(rewards))) < 0.001
+    assert max(map(abs, advantages(rewards, divide_by_std=True))) > 1
+
+
+@pytest.mark.parametrize("rewards", [[], [math.nan, 1.0], [math.inf]])
+def test_a_rollout_without_a_reward_is_in_no_group(rewards: list[float]) -> None:
+    with pytest.raises(InputError, match="advantages"):
+        advantages(rewards)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.floats(-2, 2), st.floats(0, 1), st.integers(0, 1000))
+def test_cutting_a_rollout_into_segments_changes_no_tokens_worth(
+    made: list[int], advantage: float, weight: float, seed: int
+) -> None:
+    total = sum(made)
+    kl = np.random.default_rng(seed).standard_normal(total)
+    whole = worths(advantage, [total], kl=[kl], kl_weight=weight)[0]
+    parts = worths(advantage, made, kl=np.split(kl, np.cumsum(made)[:-1]), kl_weight=weight)
+    assert [len(part) for part in parts] == made
+    assert np.allclose(np.concatenate(parts), whole, atol=1e-5)
+
+
+def test_every_token_of_a_chain_has_the_final_advantage_summaries_included() -> None:
+    first, second = worths(0.75, [3, 2])
+    assert first.tolist() == [0.75] * 3
+    assert second.tolist() == [0.75] * 2
+    assert worths(0.75, [3, 2], divide_by_length=True)[1].tolist() == pytest.approx([0.15] * 2)
+
+
+# ------------------------------------------------------------------------------------------------- the divergence
+
+
+def gaussian_estimates(divergence: float, draws: int = 400_000) -> tuple[np.ndarray, np.ndarray]:
+    """k1 and k3 of samples of N(0, 1) against N(d, 1), whose divergence is d^2 / 2."""
+    shift = math.sqrt(2 * divergence)
+    x = np.random.default_rng(0).standard_normal(draws)
+    p, r = -(x**2) / 2, -((x - shift) ** 2) / 2
+    return k1(p, r), k3(p, r)
+
+
+@pytest.mark.parametrize("divergence", [0.05, 0.3, 0.628])
+def test_the_variances_are_the_reports(divergence: float) -> None:
+    one, three = gaussian_estimates(divergence)
+    assert one.mean() == pytest.approx(divergence, abs=0.01)
+    assert three.mean() == pytest.approx(divergence, abs=0.01)
+    assert three.min() >= 0
+    assert one.var() == pytest.approx(2 * divergence, rel=0.02)
+    assert three.var() == pytest.approx(math.exp(2 * divergence) - 1 - 2 * divergence, rel=0.08)
+
+
+def test_the_variances_cross_at_0_628() -> None:
+    def gap(divergence: float) -> float:
+        return (math.exp(2 * divergence) - 1 - 2 * divergence) - 2 * divergence
+
+    assert gap(0.627) < 0 < gap(0.6285)
+    (one, three), (far_one, far_three) = gaussian_estimates(0.3), gaussian_estimates(1.2)
+    assert three.var() < one.var()
+    assert far_three.var() > far_one.var()
+
+
+LENGTH, VOCABULARY = 3, 3
+
+
+def sequence_logprobs(logits: torch.Tensor, sequence: tuple[int, ...]) -> torch.Tensor:
+    """Of a tiny policy whose next token depends on the last one; logits [vocabulary + 1, vocabulary]."""
+    previous = [VOCABULARY, *sequence[:-1]]
+    return logits.log_softmax(-1)[previous, list(sequence)]
+
+
+def test_k1_as_a_loss_has_no_gradient_and_in_the_reward_it_has_the_right_one() -> None:
+    """By enumeration of all sequences, so that there is no noise to hide behind."""
+    torch.manual_seed(0)
+    logits = torch.randn(VOCABULARY + 1, VOCABULARY, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(VOCABULARY + 1, VOCABULARY, dtype=torch.float64)
+    sequences = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
+    odds = [sequence_logprobs(logits, sequence).sum().exp().item() for sequence in sequences]
+
+    divergence = torch.stack(
+        [
+            sequence_logprobs(logits, s).sum().exp()
+            * (sequence_logprobs(logits, s) - sequence_logprobs(reference, s)).sum()
+            for s in sequences
+        ]
+    ).sum()
+    (truth,) = torch.autograd.grad(divergence, logits)
+
+    naive, right = torch.zeros_like(logits), torch.zeros_like(logits)
+    for sequence, probability in zip(sequences, odds, strict=True):
+        mine = sequence_logprobs(logits, sequence)
+        theirs = sequence_logprobs(reference, sequence)
+        (gradient,) = torch.autograd.grad((mine - theirs).sum(), logits, retain_graph=True)
+        naive += probability * gradient
+        kl = k1(mine.detach().numpy(), theirs.numpy())
+        (worth,) = worths(0.0, [LENGTH], kl=[kl], kl_weight=1.0)
+        (gradient,) = torch.autograd.grad(-(torch.from_numpy(worth).double() * mine).sum(), logits)
+        right += probability * gradient
+    assert naive.abs().max() < 1e-12
+    assert truth.abs().max() > 0.1
+    assert torch.allclose(right, truth, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [{"kl": "k1"}, {"kl_weight": 0.1}, {"kl": "k1", "kl_weight": -1}, {"correction": -1}])
+def test_an_estimator_that_contradicts_itself_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(InputError, match="estimator"):
+        Estimator(**wrong)  # type: ignore[arg-type]
