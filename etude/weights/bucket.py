@@ -1,0 +1,74 @@
+"""An object store as weights need it: named bytes that appear whole or not at all.
+
+A path or `file://` is a directory; anything else is an fsspec URL (`s3://bucket/run`, `memory://run`), whose store must
+be one where a put is atomic, as S3's is.
+"""
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from etude.errors import InputError
+
+
+class Bucket:
+    """A prefix in an object store."""
+
+    def __init__(self, url: str | Path, **options: Any) -> None:
+        self.url = str(url)
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url, **options)
+        except (ValueError, ImportError) as error:
+            raise InputError(f"{url}: no such object store: {error}") from error
+        self._local = "file" in self._protocols()
+
+    def _protocols(self) -> tuple[str, ...]:
+        found = self._fs.protocol
+        return (found,) if isinstance(found, str) else tuple(found)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object, over any of that name."""
+        path = self._path(name)
+        if not self._local:
+            self._fs.pipe_file(path, data)
+            return
+        part = Path(f"{path}.{uuid.uuid4().hex}.part")
+        part.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(part, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def get(self, name: str) -> bytes | None:
+        """An object, or None when there is none of that name."""
+        try:
+            data: bytes = self._fs.cat_file(self._path(name))
+        except FileNotFoundError:
+            return None
+        return data
+
+    def names(self, prefix: str) -> list[str]:
+        """What lies directly under a prefix, as of now."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(self._path(prefix), detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(Path(path).name for path in found if not str(path).endswith(".part"))
+
+    def remove(self, prefix: str) -> None:
+        """Everything under a prefix; what is not there is fine."""
+        try:
+            self._fs.rm(self._path(prefix), recursive=True)
+        except FileNotFoundError:
+            return
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
