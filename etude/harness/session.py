@@ -8,7 +8,7 @@ sampler) is raised, never graded.
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -76,9 +76,10 @@ class Session:
         budget: Budget | None = None,
         summaries: Summaries | None = None,
         id: str = "",
+        facts: Mapping[str, Any] | None = None,
         on_step: Callable[[Step], None] = lambda step: None,
     ) -> None:
-        self.request, self.speaker, self.tools = request, speaker, tools
+        self.request, self.speaker, self.tools, self.facts = request, speaker, tools, dict(facts or {})
         self.environment, self.budget = environment or Environment(), budget or Budget()
         self.summaries, self.id, self.on_step = summaries or Summaries(), id or uuid.uuid4().hex, on_step
         self.steps: list[Step] = []
@@ -269,6 +270,7 @@ class Session:
             ending=ending,
             cost=cost,
             exact=speaker.exact,
+            facts=self.facts,
         )
 
     def restore(self, trace: Trace) -> None:

@@ -75,7 +75,7 @@ class Box:
 
 
 class Yard:
-    """Where the checks of one module get their pods."""
+    """Where checks get their pods."""
 
     def __init__(self, runner: asyncio.Runner, fleet: Fleet) -> None:
         self.runner, self.fleet = runner, fleet
@@ -120,3 +120,15 @@ def open_yard(backend: str = "auto") -> Iterator[Yard]:
         finally:
             runner.run(context.__aexit__(None, None, None))
             runner.run(fleet.local.backend.shut())  # type: ignore[union-attr]
+
+
+_shared: list[Yard] = []
+
+
+def shared_yard(config: pytest.Config) -> Yard:
+    """The yard of this run of tests: opening one takes longer than most checks."""
+    if not _shared:
+        stack = contextlib.ExitStack()
+        _shared.append(stack.enter_context(open_yard()))
+        config.add_cleanup(stack.close)
+    return _shared[0]

@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class Stub:
     keys: list[str] = field(default_factory=list)
     usage: bool = True
     streams: bool = True
+    on_ask: Callable[[int], None] = lambda said: None  # called with the number of each line before it is said
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": NAME, "object": "model", "owned_by": "nobody"}]})
@@ -60,6 +61,7 @@ class Stub:
         said = sum(message["role"] == "assistant" for message in body["messages"])
         if said >= len(self.lines):
             return JSONResponse({"error": {"message": f"the script has no line {said}"}}, 400)
+        self.on_ask(said)
         line = self.lines[said]
         if body.get("stream") and self.streams:
             return StreamingResponse(self.events(line, said), media_type="text/event-stream")
@@ -71,10 +73,9 @@ class Stub:
 
     async def events(self, line: Line, said: int) -> AsyncIterator[str]:
         for key, text in (("reasoning_content", line.thinking), ("content", line.text)):
-            for word in text.split(" "):
-                if text:
-                    yield _event({key: word if word == text.split(" ")[0] else f" {word}"})
-                    await asyncio.sleep(line.pause)
+            for number, word in enumerate(text.split(" ") if text else ()):
+                yield _event({key: f" {word}" if number else word})
+                await asyncio.sleep(line.pause)
         for number, each in enumerate(line.calls):
             whole = _call(said, number, *each)
             arguments = whole["function"].pop("arguments")

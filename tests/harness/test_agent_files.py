@@ -171,7 +171,7 @@ def test_a_part_of_a_repository_goes_alone_and_says_so(tmp_path: Path) -> None:
 def test_too_much_is_refused_with_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = repository(tmp_path / "w", {"a.py": "x", "data/big": "b" * 5000})
     monkeypatch.setattr(intake, "MAX_BYTES", 4000)
-    with pytest.raises(InputError, match=r"more than.*data .*--no-history.*--direct") as caught:
+    with pytest.raises(InputError, match=r"(?s)more than.*data .*--no-history.*--direct") as caught:
         choose(here)
     assert caught.value.exit_code == 2
     monkeypatch.setattr(intake, "MAX_BYTES", 1 << 20)
@@ -234,15 +234,11 @@ def test_changes_of_every_kind_are_found_and_caches_are_not(tmp_path: Path) -> N
     assert changed(there, dict(packed(here)[0])) == []
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    old=st.dictionaries(
-        st.sampled_from(["a", "b c", 'd"e', "f/g", "ü"]), st.text("ab\n\r\f ", max_size=40), max_size=4
-    ),
-    new=st.dictionaries(
-        st.sampled_from(["a", "b c", 'd"e', "f/g", "ü"]), st.text("ab\n\r\f ", max_size=40), max_size=4
-    ),
-)
+FILES = st.dictionaries(st.sampled_from(["a", "b c", 'd"e', "f/g", "ü"]), st.text("ab\n\r\f ", max_size=40), max_size=4)
+
+
+@settings(max_examples=15, deadline=None)
+@given(old=FILES, new=FILES)
 def test_the_patch_is_one_that_git_applies(old: dict[str, str], new: dict[str, str]) -> None:
     import tempfile
 
@@ -273,9 +269,7 @@ def test_what_a_pod_says_of_its_files_is_checked() -> None:
             read_listing(wrong)
 
 
-@pytest.mark.parametrize(
-    "path", ["", "/etc/passwd", "../a", "a/../b", "a//b", "./a", ".git/config", "a/.GIT/x", "a\0b"]
-)
+@pytest.mark.parametrize("path", ["", "/etc/passwd", "../a", "a/../b", "a//b", "./a", ".git/x", "a/.GIT/x", "a\0b"])
 def test_paths_that_are_not_ours(path: str) -> None:
     assert not is_ours(path)
 

@@ -321,6 +321,15 @@ def test_a_path_or_a_line_cannot_forge_a_result() -> None:
     asyncio.run(main())
 
 
+def test_a_name_that_is_no_unicode_is_searched_and_shown() -> None:
+    async def main() -> None:
+        found = await searcher().search(Files({"caf\udce9.py": "def needle(): pass\n"}), "needle \ud800")
+        assert found.hits[0].found_by == "both"
+        show(found).encode()
+
+    asyncio.run(main())
+
+
 def test_the_text_stays_within_its_budget() -> None:
     async def main() -> None:
         body = "".join(f"    line_{n} = {n}\n" for n in range(30))

@@ -1,10 +1,9 @@
 """Exact replacement: what matches, what is kept, and how a failure explains itself."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
-from harness_pods import Box, Yard, open_yard
+from harness_pods import Box, Yard, shared_yard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,10 +24,9 @@ def second(a, b):
 """
 
 
-@pytest.fixture(scope="module")
-def yard() -> Iterator[Yard]:
-    with open_yard() as yard:
-        yield yard
+@pytest.fixture
+def yard(request: pytest.FixtureRequest) -> Yard:
+    return shared_yard(request.config)
 
 
 def test_the_one_place_is_replaced_and_nothing_else(yard: Yard) -> None:

@@ -1,17 +1,14 @@
 """Reading, writing, listing and deleting files in a real pod: what comes back, under which caps, what is refused."""
 
-from collections.abc import Iterator
-
 import pytest
-from harness_pods import Box, Yard, open_yard
+from harness_pods import Box, Yard, open_yard, shared_yard
 
 from etude.harness.environment import Environment
 
 
-@pytest.fixture(scope="module")
-def yard() -> Iterator[Yard]:
-    with open_yard() as yard:
-        yield yard
+@pytest.fixture
+def yard(request: pytest.FixtureRequest) -> Yard:
+    return shared_yard(request.config)
 
 
 def test_a_file_is_read_with_line_numbers_from_any_line(yard: Yard) -> None:

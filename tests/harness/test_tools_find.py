@@ -4,11 +4,10 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness_pods import Box, Yard, open_yard
+from harness_pods import Box, Yard, shared_yard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,10 +26,9 @@ FILES = {
 }
 
 
-@pytest.fixture(scope="module")
-def yard() -> Iterator[Yard]:
-    with open_yard() as yard:
-        yield yard
+@pytest.fixture
+def yard(request: pytest.FixtureRequest) -> Yard:
+    return shared_yard(request.config)
 
 
 def test_matches_are_shown_as_ripgrep_shows_them(yard: Yard) -> None:

@@ -1,17 +1,14 @@
 """Lints in a real pod: by ruff, lent if need be, the new ones marked, whatever a repository's configuration tries."""
 
-from collections.abc import Iterator
-
 import pytest
-from harness_pods import Box, Yard, open_yard
+from harness_pods import Box, Yard, shared_yard
 
 OLD = "import os\n\n\ndef f():\n    return 1\n"
 
 
-@pytest.fixture(scope="module")
-def yard() -> Iterator[Yard]:
-    with open_yard() as yard:
-        yield yard
+@pytest.fixture
+def yard(request: pytest.FixtureRequest) -> Yard:
+    return shared_yard(request.config)
 
 
 def test_new_problems_are_marked_and_old_ones_are_not(yard: Yard) -> None:

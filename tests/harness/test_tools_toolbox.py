@@ -3,12 +3,12 @@
 import asyncio
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from harness_pods import Box, Yard, open_yard
+from harness_pods import Box, Yard, shared_yard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,10 +22,9 @@ from etude.harness.tools.toolbox import TOOLS, Toolbox, shown_tools
 from etude.pods.pod import PodGone
 
 
-@pytest.fixture(scope="module")
-def yard() -> Iterator[Yard]:
-    with open_yard() as yard:
-        yield yard
+@pytest.fixture
+def yard(request: pytest.FixtureRequest) -> Yard:
+    return shared_yard(request.config)
 
 
 # -- what is shown
@@ -59,6 +58,18 @@ def test_what_is_shown_depends_on_the_environment_alone_and_not_on_strictness() 
     for naming in ("cursor", "claude-code", "bash"):
         for schema in schemas(Environment(naming=naming, web=True)).values():
             assert "{" not in schema["description"], schema["description"]
+
+
+def test_a_brief_environment_shows_the_same_tools_in_fewer_words() -> None:
+    for naming in ("cursor", "claude-code", "bash"):
+        full, brief = schemas(Environment(naming=naming)), schemas(Environment(naming=naming, brief=True))
+        assert list(brief) == list(full)
+        assert len(json.dumps(brief)) < 0.65 * len(json.dumps(full))
+        for name, schema in brief.items():
+            assert full[name]["description"].startswith(schema["description"])
+            assert schema["description"].count(".") == 1
+            assert list(schema["parameters"]["properties"]) == list(full[name]["parameters"]["properties"])
+            assert schema["parameters"]["required"] == full[name]["parameters"]["required"]
 
 
 def test_the_same_tools_go_by_other_names() -> None:

@@ -60,7 +60,7 @@ def result(outcome: Outcome) -> tuple[str, bool]:
         return f"{outcome.error.replace('_', ' ')}: {visible(first[0])}", False
     if facts.get("running"):
         return f"running as job {facts.get('job')}", True
-    if isinstance(code := facts.get("code"), int):
+    if isinstance(code := facts.get("exit_code"), int):
         return f"exit {code}", code == 0
     if "lines_added" in facts or "lines_removed" in facts:
         return f"+{facts.get('lines_added', 0)} -{facts.get('lines_removed', 0)}", True

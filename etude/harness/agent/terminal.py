@@ -89,6 +89,8 @@ class Backstage:
             self.do(last())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(5)
+        if not self.thread.is_alive():
+            self.loop.close()
 
 
 class Conversation:

@@ -1,8 +1,8 @@
 """What a chunk says, in words: the text that is embedded, and the text whose words are counted.
 
-The embedding model knows English better than code. So it reads what people wrote about the code: its name, docstring and
-comments, and the first sentence of its file; the code itself only where they wrote little. `benchmarks/search.py --code`
-compares the two.
+The embedding model knows English better than code. So it reads what people wrote about the code: its name, docstring
+and comments, and the first sentence of its file; the code itself only where they wrote little.
+`benchmarks/search.py --code` compares the two.
 """
 
 import re
@@ -35,14 +35,15 @@ def headline(path: str, lines: Sequence[str]) -> str:
 
 def embedded_text(chunk: Chunk, lines: Sequence[str], file_headline: str) -> str:
     """What the embedding model reads of a chunk."""
-    text = chunk_text(chunk, lines)
-    prose = _prose(text, chunk.path)[:PROSE_CHARS]
+    source = chunk_text(chunk, lines)
+    prose = _prose(source, chunk.path)[:PROSE_CHARS]
     code = ""
     if len(prose.split()) < ENOUGH_WORDS:
-        code = readable(_COMMENT.sub("", _DOCSTRING.sub("", text)))[:CODE_CHARS]
+        code = readable(_COMMENT.sub("", _DOCSTRING.sub("", source)))[:CODE_CHARS]
     about = file_headline or readable(chunk.path.rpartition(".")[0].replace("/", " "))
     name = f"{readable(chunk.name)}." if chunk.name else ""
-    return " ".join(f"{name} {prose} {about} {code}".split())
+    text = " ".join(f"{name} {prose} {about} {code}".split())
+    return text.encode("utf-8", "replace").decode()  # a path may hold half of a character
 
 
 def counted_text(chunk: Chunk, lines: Sequence[str], file_headline: str) -> str:

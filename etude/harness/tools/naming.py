@@ -24,8 +24,8 @@ class Alias:
     parameters: Mapping[str, Any] | None = None  # a schema in place of the tool's own
     translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None  # from those to ours
 
-    def schema(self, tool: Tool, name: str) -> dict[str, Any]:
-        """What the model is told of the tool."""
+    def schema(self, tool: Tool, name: str, brief: bool = False) -> dict[str, Any]:
+        """What the model is told of the tool; when `brief`, one sentence, and of the arguments only names and types."""
         shown = {key: self.arguments.get(key, key) for key in tool.parameters["properties"]}
         parameters = self.parameters or {
             "type": "object",
@@ -37,6 +37,9 @@ class Alias:
             "required": [shown[key] for key in tool.parameters["required"] if key not in self.fixed],
         }
         description = _filled(self.description or tool.description, shown)
+        if brief:
+            description = re.split(r"(?<=\.)\s", description)[0]
+            parameters = _bare(parameters)
         return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
     def ours(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,6 +53,16 @@ class Alias:
 def _filled(text: str, shown: Mapping[str, str]) -> str:
     """Text with the names of arguments, which stand in braces, as they are shown."""
     return re.sub(r"\{(\w+)\}", lambda found: shown.get(found.group(1), found.group(0)), text)
+
+
+def _bare(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema without the descriptions of what is in it."""
+    found = {key: value for key, value in schema.items() if key != "description"}
+    if "properties" in schema:
+        found["properties"] = {key: _bare(value) for key, value in schema["properties"].items()}
+    if "items" in schema:
+        found["items"] = _bare(schema["items"])
+    return found
 
 
 def _described(value: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, str]:

@@ -86,7 +86,7 @@ def shown_tools(environment: Environment) -> dict[str, Shown]:
         name = environment.renamed.get(key, naming[key].name)
         if name in found:
             raise InputError(f"environment: two tools are called {name!r}; see renamed")
-        found[name] = Shown(TOOLS[key], naming[key], naming[key].schema(TOOLS[key], name))
+        found[name] = Shown(TOOLS[key], naming[key], naming[key].schema(TOOLS[key], name, environment.brief))
     return found
 
 

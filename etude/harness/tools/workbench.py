@@ -46,7 +46,7 @@ class Todo:
     status: str  # pending, in_progress, completed, cancelled
 
 
-@dataclass
+@dataclass(eq=False)
 class Workbench:
     """The state of one session's tools. What is in the pod survives a fork of it; what is here is in `state()`."""
 

@@ -73,10 +73,10 @@ class ToolServer:
             if not self.state:
                 await self._install()
             plan = json.dumps({"root": self.root, "state": self.state, "names": self.names})
-            job = await self.pod.spawn(["python3", "-I", "-S", f"{self.state}/server-{digest()}.pyz", plan])
+            job = await self.pod.spawn(["python3", "-I", "-S", f"{self.state}/server-{digest()}.pyz"])
             self._line = line = _Line(job)
             try:
-                hello = await line.hello(START_S)
+                hello = await line.hello(plan, START_S)
             except ServerDied as error:
                 self._line = None
                 self.state = ""  # install it anew next time: somebody may have damaged it
@@ -206,8 +206,11 @@ class _Line:
         self.waiting[0] = asyncio.get_running_loop().create_future()  # its greeting
         self.reader = asyncio.create_task(self._read())
 
-    async def hello(self, timeout: float) -> dict[str, Any]:
+    async def hello(self, plan: str, timeout: float) -> dict[str, Any]:
+        """Tell it where to work, and wait until it does."""
         try:
+            with contextlib.suppress(ServerDied):  # it ended before it read that; the reader knows why
+                await self._write(plan.encode() + b"\n")
             answer = await asyncio.wait_for(self.waiting[0], timeout)
         except TimeoutError:
             await self.kill()

@@ -135,21 +135,18 @@ class Jobs:
         argv, environment = self.shell.command(job.base + ".state", command)
         plan = {"argv": argv, "env": environment, "cwd": job.kept, "log": job.log, "done": job.base + ".done"}
         supervisor = Supervisor({**plan, "timeout_s": timeout_s})
-        ours, theirs = os.pipe()
         try:
-            job.pid = self.server.fork(lambda: supervisor.run(theirs), (lock, theirs), detached=True)
+            job.pid = self.server.fork(supervisor.run, lambda data: self.heard(job, data), lock)
         finally:
-            os.close(theirs)
             os.close(lock)
+        job.ours = True
         with contextlib.suppress(OSError), open(job.base + ".pid", "w") as file:
             file.write(str(job.pid))
-        job.ours = True
-        self.server.listen(ours, lambda data: self.heard(job, data))
 
     def make_room(self) -> None:
         """Remove the logs of the oldest jobs when all together are too large."""
-        logs = [(int(name[:-4]), name) for name in os.listdir(self.directory) if name[:-4].isdigit()]
-        sizes = {number: output.size_of(os.path.join(self.directory, name)) for number, name in sorted(logs)}
+        numbers = sorted(int(name[:-4]) for name in os.listdir(self.directory) if name.endswith(".log"))
+        sizes = {number: output.size_of(os.path.join(self.directory, f"{number}.log")) for number in numbers}
         total = sum(sizes.values())
         for number, size in sizes.items():
             if total <= MAX_LOGS:
@@ -262,7 +259,7 @@ class Jobs:
             notes.append(self.still_running(job, verb, matched))
         else:
             assert job.ended is not None
-            facts.update((key, value) for key, value in job.ended.items() if key not in ("size", "code"))
+            facts.update((key, job.ended[key]) for key in ("timed_out", "killed", "lost", "failed") if key in job.ended)
             facts["exit_code"] = job.ended.get("code")
             notes.append(self.how_it_ended(job.ended, bool(text), verb))
         if verb == "run" and not running and where != job.kept:
@@ -290,7 +287,7 @@ class Jobs:
             )
         text = shell.describe(int(ended["code"]))
         if ended.get("timed_out"):
-            return f"[killed: it ran longer than a command may]\n[{text}]"
+            return f"[killed: it ran longer than {ended.get('limit_s', 0):g} seconds; {text}]"
         if ended.get("killed"):
             return f"[ended on request; {text}]"
         nothing = ", no output" if verb == "run" else ", no new output"

@@ -90,25 +90,39 @@ class Server:
 
         self.selector.register(fd, selectors.EVENT_READ, readable)
 
-    def fork(self, work: Callable[[], None], kept: Iterable[int] = (), detached: bool = False) -> int:
-        """Do it in a child, which has only the descriptors that are `kept`; with `detached` in a group of its own."""
-        pid = os.fork()
-        if pid:
-            if detached:  # here too, so that it is done before anybody ends our group
-                with contextlib.suppress(OSError):
-                    os.setpgid(pid, pid)
-            return pid
+    def fork(self, work: Callable[[int], None], done: Callable[[bytes], None], kept: int = -1) -> int:
+        """Do it in a child, which may write to the pipe it is given; then hand over what it wrote.
+
+        Of our descriptors it has none but `kept`, if that is given: then it is also to outlive us.
+        """
+        ours, theirs = os.pipe()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(ours)
+            os.close(theirs)
+            raise
+        if not pid:
+            self._be_child(work, theirs, kept)
+        os.close(theirs)
+        if kept >= 0:  # here too, so that it is done before anybody ends our group
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)
+        self.listen(ours, done)
+        return pid
+
+    def _be_child(self, work: Callable[[int], None], pipe: int, kept: int) -> None:
         code = 1
         try:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             null = os.open("/dev/null", os.O_RDWR)
             os.dup2(null, 0)
             os.dup2(null, 1)
-            close_others(kept)
-            if detached:
+            close_others((pipe, kept))
+            if kept >= 0:
                 os.setpgid(0, 0)
                 os.dup2(0, 2)
-            work()
+            work(pipe)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -134,7 +148,7 @@ class Server:
             name = f"etude.harness.toolserver.inside.{module}"
             if name not in sys.modules:
                 import_module(name)
-                self.at(time.monotonic(), self.load)
+                self.at(time.monotonic() + 0.001, self.load)
                 return
 
     # -- requests
@@ -162,10 +176,14 @@ class Server:
         self.at(time.monotonic() + LOAD_S, self.load)
         while more:
             wait = max(0.0, self.timers[0][0] - time.monotonic()) if self.timers else None
-            for key, _ in self.selector.select(wait):
-                key.data()
+            due = [key.data for key, _ in self.selector.select(wait)]
             while self.timers and self.timers[0][0] <= time.monotonic():
-                heapq.heappop(self.timers)[2]()
+                due.append(heapq.heappop(self.timers)[2])
+            for call in due:
+                try:
+                    call()
+                except Exception:  # whatever it was for, the rest goes on; the caller's time limit answers
+                    traceback.print_exc()
 
     def take(self, line: bytes) -> None:
         """Begin what a request asks for."""
@@ -197,9 +215,8 @@ class Server:
     def delegate(self, number: int, do: str, given: dict[str, Any], limit_s: float) -> None:
         """Have a child do it, and kill the child when it takes too long."""
         work = handler({**QUICK, **SLOW}, do)
-        ours, theirs = os.pipe()
 
-        def child() -> None:
+        def child(pipe: int) -> None:
             if do != "lints":  # which starts a program that takes as much as it likes
                 resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
             try:
@@ -208,7 +225,7 @@ class Server:
                 body = failure(error)
             data = json.dumps(body).encode()
             while data:
-                data = data[os.write(theirs, data) :]
+                data = data[os.write(pipe, data) :]
 
         def done(data: bytes) -> None:
             if self.working.pop(number, None) is None:
@@ -225,12 +242,8 @@ class Server:
                 text = f"it was not done after {limit_s:g} seconds; narrow it, or use a simpler expression"
                 self.send(number, failure(Refusal("timeout", text)))
 
-        try:
-            pid = self.fork(child, (theirs,))
-        finally:
-            os.close(theirs)
+        pid = self.fork(child, done)
         self.working[number] = lambda: self.kill(pid)
-        self.listen(ours, done)
         self.at(time.monotonic() + limit_s, stop)
 
     def conclude(self, number: int, result: Callable[[], dict[str, Any]]) -> None:
@@ -284,10 +297,14 @@ def failure(error: Exception) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Start: the arguments are one JSON object; the first line we write says who we are."""
-    plan = json.loads(sys.argv[1])
+    """Start: the first line we are given says where we work, the first we write that we do.
+
+    Nothing of it is in our command line: a `pkill -f` of whatever a session is about must not find us.
+    """
     answers = os.dup(1)
     requests = os.dup(0)
+    with open(requests, "rb", buffering=0, closefd=False) as first:
+        plan = json.loads(first.readline())
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 0)
     os.dup2(2, 1)  # whatever prints by mistake does not speak for us

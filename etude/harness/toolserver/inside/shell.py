@@ -30,49 +30,48 @@ SETTINGS = {
     "TZ": "UTC",
 }
 END = ": etude end of state"
-MAX_ARGUMENT = 100_000  # bytes; the kernel takes 128 KiB
+MAX_VARIABLE = 100_000  # bytes; the kernel takes 128 KiB
 
-# In parts of bash itself, so that saving starts no process. `$@` is: how to save, the state to begin with, the one
-# to leave, the command as a file or as text, and the names of the variables that every shell begins with. All of it is
-# parsed before any alias or option is set.
+# In parts of bash itself, so that saving starts no process; as `builtin`, for there may be functions and aliases of the
+# same names. `__etude_state` is the state to begin with, `__etude_left` the one to leave.
 _SAVE = r"""
 {
-shopt -p autocd cdable_vars cdspell dotglob expand_aliases extglob failglob globstar
-shopt -p lastpipe nocaseglob nocasematch nullglob sourcepath xpg_echo
-compgen -v >| "${__etude[1]}.names"; mapfile -t __etude_names < "${__etude[1]}.names"
-for __etude_name in "${__etude_names[@]}"; do
+builtin shopt -p autocd cdable_vars cdspell dotglob expand_aliases extglob failglob globstar
+builtin shopt -p lastpipe nocaseglob nocasematch nullglob sourcepath xpg_echo
+builtin compgen -v >| "$__etude_left.names"; builtin mapfile -t __etude_all < "$__etude_left.names"
+for __etude_name in "${__etude_all[@]}"; do
   case $__etude_name in
     __etude*|_|BASH|BASHOPTS|BASHPID|BASH_ALIASES|BASH_ARGC|BASH_ARGV|BASH_ARGV0|BASH_CMDS|BASH_COMMAND) ;;
     BASH_EXECUTION_STRING|BASH_LINENO|BASH_REMATCH|BASH_SOURCE|BASH_SUBSHELL|BASH_VERSINFO|BASH_VERSION) ;;
     BASH_COMPAT|COMP_*|DIRSTACK|EPOCHREALTIME|EPOCHSECONDS|EUID|FUNCNAME|GROUPS|HISTCMD|LINENO|OPTIND) ;;
     PIPESTATUS|PPID|PWD|RANDOM|SECONDS|SHELLOPTS|SHLVL|SRANDOM|UID) ;;
     *) [[ ${__etude_base[$__etude_name]+set} && ${!__etude_name-} == "${__etude_base[$__etude_name]}" ]] ||
-         declare -p "$__etude_name" ;;
+         builtin declare -p "$__etude_name" ;;
   esac
 done
 for __etude_name in "${!__etude_base[@]}"; do
-  [[ ${!__etude_name+set} ]] || echo "unset -v $__etude_name"
+  [[ ${!__etude_name+set} ]] || builtin echo "unset -v $__etude_name"
 done
-declare -f
-declare -Fx
-shopt -po allexport braceexpand keyword noclobber noglob physical pipefail
-umask -p
-alias -p
-echo "{end}"
-} >| "${__etude[1]}"
-printf %s "$PWD" >| "${__etude[1]}.cwd"
+builtin declare -f
+builtin declare -Fx
+builtin shopt -po allexport braceexpand keyword noclobber noglob physical pipefail
+builtin umask -p
+builtin alias -p
+builtin echo "{end}"
+} >| "$__etude_left"
+builtin printf %s "$PWD" >| "$__etude_left.cwd"
 """.replace("{end}", END)
-# One line, so that the lines of a command are counted from 1 in its errors.
+# Parsed as a whole before any alias or option is set; in one line, so that those of the command are counted from 1.
 _DRIVER = r"""{
-__etude_save=$1 __etude=("${@:2:2}") __etude_command=$5; declare -A __etude_base=();
-if [[ $4 ]]; then IFS= read -r -d '' __etude_command < "$4"; fi;
-for __etude_name in "${@:6}"; do __etude_base[$__etude_name]=${!__etude_name}; done;
-set --; shopt -s expand_aliases;
-{ [[ -f ${__etude[0]} ]] && . "${__etude[0]}"; } 2>/dev/null;
-trap '{ [[ ${__etude_saved-} ]] || eval "$__etude_save" || :; } 2>/dev/null' EXIT;
-eval "$__etude_command";
-{ __etude_code=$?; set +eux; eval "$__etude_save" || :; __etude_saved=1; } 2>/dev/null;
-exit "$__etude_code";
+export -n "${!__etude@}"; declare -A __etude_base=();
+for __etude_name in $__etude_names; do __etude_base[$__etude_name]=${!__etude_name}; done;
+if [[ $__etude_file ]]; then IFS= read -r -d '' __etude_command < "$__etude_file"; fi;
+shopt -s expand_aliases;
+{ [[ -f $__etude_state ]] && . "$__etude_state"; } 2>/dev/null;
+builtin trap '{ [[ ${__etude_saved-} ]] || { builtin set +eux; builtin eval "$__etude_save"; }; } 2>/dev/null' EXIT;
+builtin eval "$__etude_command";
+{ __etude_code=$?; builtin set +eux; builtin eval "$__etude_save"; __etude_saved=1; } 2>/dev/null;
+builtin exit "$__etude_code";
 }""".replace("\n", " ")
 
 
@@ -100,13 +99,20 @@ class ShellState:
         return path if os.path.isabs(path) and os.path.isdir(path) and os.access(path, os.X_OK) else self.root
 
     def command(self, left: str, command: str) -> tuple[list[str], dict[str, str]]:
-        """The program that runs the command, and leaves its state in file `left`."""
-        file = ""
-        if len(command.encode()) > MAX_ARGUMENT:
-            file, command = left + ".command", _written(left + ".command", command)
-        names = [name for name in self.environment if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]
-        argv = ["bash", "--noprofile", "--norc", "-c", _DRIVER, "bash", _SAVE, self.file, left, file, command, *names]
-        return argv, {**self.environment, "PWD": self.directory()}
+        """The program that runs the command, and leaves its state in file `left`; and its environment.
+
+        All that differs is in the environment: what is in a command line is what `pkill -f` looks at, and a command
+        that ends processes by their names must not find its own.
+        """
+        given = {"driver": _DRIVER, "save": _SAVE, "state": self.file, "left": left, "command": command, "file": ""}
+        given["names"] = " ".join(n for n in self.environment if re.fullmatch(r"[A-Za-z_]\w*", n, re.ASCII))
+        if len(command.encode()) > MAX_VARIABLE:
+            given.update(command="", file=left + ".command")
+            with open(given["file"], "w", encoding="utf-8") as file:
+                file.write(command)
+        environment = {**self.environment, "PWD": self.directory()}
+        environment.update((f"__etude_{name}", text) for name, text in given.items())
+        return ["bash", "--noprofile", "--norc", "-c", 'eval "$__etude_driver"'], environment
 
     def take(self, left: str) -> None:
         """Go on from what a command left, if it left all of it."""
@@ -123,13 +129,6 @@ class ShellState:
                 os.rename(self.file + ".cwd.new", self.file + ".cwd")
         except OSError:
             return  # a command that was killed, or a full disk: the shell stays where it was
-
-
-def _written(path: str, text: str) -> str:
-    """Write a text to a file; nothing is left of it here."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-    return ""
 
 
 def forget(left: str) -> None:
@@ -166,7 +165,7 @@ def describe(code: int) -> str:
 
     if code > 128:
         try:
-            return f"exit code {code}: killed by {signal.Signals(code - 128).name}"
+            return f"exit code {code}, {signal.Signals(code - 128).name}"
         except ValueError:
             return f"exit code {code}"
     return f"exit code {code}"

@@ -47,7 +47,7 @@ class Log:
                 break
             self.written += count
             kept = kept[count:]
-        rest = data[room:] if not kept else kept + data[room:]
+        rest = kept + data[room:]
         if rest:
             self.dropped += len(rest)
             self.tail += rest
@@ -110,6 +110,7 @@ class Supervisor:
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGTERM, self._end)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is ignored would be so in the command too
         log = Log(self.plan["log"])
         try:
             process = subprocess.Popen(
@@ -142,9 +143,10 @@ class Supervisor:
                     log.add(data)
                     taken += len(data)
                 code = process.returncode
-                ended = {"code": code if code >= 0 else 128 - code, "size": log.finish()}
+                ended: dict[str, Any] = {"code": code if code >= 0 else 128 - code, "size": log.finish()}
                 if log.tail:
                     ended["unsaved"] = log.tail[-UNSAVED:].decode("utf-8", "replace")
+                ended["limit_s"] = self.plan["timeout_s"]
                 self.tell(status, {**ended, "timed_out": self.timed_out, "killed": self.killed})
                 reported = True
                 self.stop = self.stop if self.asked else 0.0  # what it leaves running may go on

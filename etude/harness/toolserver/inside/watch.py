@@ -20,9 +20,8 @@ MAX_LINE = 1 << 20  # bytes without a line break that are looked at together
 def watch(server: Server, log: str, start: int, pattern: str, matched: Callable[[], None]) -> int:
     """Call `matched` once a line of the log, from byte `start` on, matches. The process that looks; kill it after."""
     search = compile_pattern(pattern, ignore_case=False, multiline=False).search
-    ours, theirs = os.pipe()
 
-    def look() -> None:
+    def look(told: int) -> None:
         rest = b""
         with open(log, "rb") as file:
             file.seek(start)
@@ -34,13 +33,8 @@ def watch(server: Server, log: str, start: int, pattern: str, matched: Callable[
                 *lines, rest = (rest + data).split(b"\n")
                 for line in (*lines, rest):
                     if search(line.decode("utf-8", "replace")):
-                        os.write(theirs, b"1")
+                        os.write(told, b"1")
                         return
                 rest = rest[-MAX_LINE:]
 
-    try:
-        pid = server.fork(look, (theirs,))
-    finally:
-        os.close(theirs)
-    server.listen(ours, lambda data: matched() if data else None)
-    return pid
+    return server.fork(look, lambda data: matched() if data else None)

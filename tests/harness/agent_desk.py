@@ -1,0 +1,154 @@
+"""What tests of `etude agent` share: a project to work on, a desk of its own, and a small model that makes no sense."""
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rehearsal import chatml
+from samplers import config_of
+
+from etude import cli
+from etude.model import save
+from etude.model.transformer import Transformer
+from etude.pods.fleet import open_host
+from etude.pods.pod import Unsupported
+
+FILES = {
+    "calc.py": "def add(a, b):\n    return a - b\n",
+    "test_calc.py": 'from calc import add\n\nassert add(2, 3) == 5\nprint("passed")\n',
+    ".gitignore": "*.log\n.env\n",
+}
+ETUDE = [sys.executable, "-m", "etude.cli"]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a run of the command said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        assert self.out.startswith("{"), self
+        found: dict[str, Any] = json.loads(self.out)
+        return found
+
+
+@dataclass(frozen=True)
+class Desk:
+    """A project, and where the command keeps what it keeps."""
+
+    project: Path
+    state: Path
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+
+    @property
+    def sessions(self) -> Path:
+        return self.state / "etude" / "sessions"
+
+    def read(self, name: str) -> str:
+        return (self.project / name).read_text()
+
+    def agent(self, *arguments: str, typed: str = "") -> Said:
+        """Run the command in this process, from the project; `typed` is its standard input."""
+        self.capsys.readouterr()
+        self.monkeypatch.chdir(self.project)
+        self.monkeypatch.setattr(sys, "argv", ["etude", "agent", *arguments])
+        self.monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as error:
+            code = int(error.code or 0)
+        return Said(code, *self.capsys.readouterr())
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return dict(os.environ)
+
+
+def project(directory: Path, files: Mapping[str, str] = FILES) -> Path:
+    """A git work tree with these files."""
+    for path, text in files.items():
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_text(text)
+    identity = ["-c", "user.name=n", "-c", "user.email=e@x"]
+    for command in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(directory), *command], check=True)
+    return directory
+
+
+@contextlib.contextmanager
+def open_pods() -> Iterator[Path]:
+    """Where the pods of a module's tests live: one keeper for all of them; skips where there can be no pods."""
+    with tempfile.TemporaryDirectory(prefix="etude-agent-") as directory:
+        state = Path(directory) / "pods"
+
+        async def try_it(last: bool) -> None:
+            host = await open_host(state=state)
+            await host.close()
+            if last:
+                await host.backend.shut()
+
+        try:
+            asyncio.run(try_it(last=False))
+        except Unsupported as reason:
+            pytest.skip(str(reason))
+        try:
+            yield state
+        finally:
+            asyncio.run(try_it(last=True))
+
+
+def set_desk(
+    directory: Path,
+    pods: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Desk:
+    """A desk in an empty directory; nothing of the user's own is read or written."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(directory / "state"))
+    monkeypatch.setenv("ETUDE_PODS", str(pods))
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    for name in ("ETUDE_AGENT_MODEL", "ETUDE_AGENT_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    return Desk(project(directory / "project").resolve(), directory / "state", monkeypatch, capsys)
+
+
+@cache
+def _tiny(vocabulary: int) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(config_of("llama", vocab_size=vocabulary, max_position_embeddings=32_768)).eval()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point() and tensor.dim() > 1:
+                tensor.normal_(0, 0.1)
+    return model
+
+
+def tiny_checkpoint(directory: Path) -> Path:
+    """A model that speaks our dialect, with random weights and a wide window."""
+    tokenizer = chatml().tokenizer
+    save(_tiny(len(tokenizer) + 8), directory)
+    tokenizer.save(directory)
+    return directory
+
+
+def messages_of(asked: Mapping[str, Any], role: str) -> Sequence[str]:
+    """What was said by one role in a chat."""
+    return [message["content"] for message in asked["messages"] if message["role"] == role]

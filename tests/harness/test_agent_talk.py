@@ -1,0 +1,131 @@
+"""`etude agent` in a conversation, in a pod and directly: what is asked, what is allowed, what is applied."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_desk import Desk, messages_of, open_pods, set_desk
+from stub_endpoint import Line, Stub, call, says, serving
+
+EDIT = call("search_replace", file_path="calc.py", old_string="a - b", new_string="a + b")
+TEST = call("run_terminal_cmd", command="python3 test_calc.py")
+FIX = [says("Looking.", call("read_file", target_file="calc.py"), TEST), says("", EDIT), says("", TEST), says("Fixed.")]
+FIXED = "def add(a, b):\n    return a + b\n"
+
+
+@pytest.fixture(scope="module")
+def pods() -> Iterator[Path]:
+    with open_pods() as state:
+        yield state
+
+
+@pytest.fixture
+def desk(tmp_path: Path, pods: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Desk:
+    return set_desk(tmp_path, pods, monkeypatch, capsys)
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    with serving(Stub(FIX)) as stub:
+        yield stub
+
+
+# ------------------------------------------------------------------------------------------------- conversations
+
+
+def test_a_conversation_over_a_pipe(desk: Desk) -> None:
+    lines = [*FIX, says("You are welcome.")]
+    typed = "fix it\nn\n/cost\n/nothing\n/diff\n/apply\ny\nthank \\\nyou\n/help\n"
+    with serving(Stub(lines)) as stub:
+        said = desk.agent("--endpoint", stub.url, typed=typed)
+    assert said.code == 0
+    for part in ("Fixed.", "Apply 1 change", "made ", "no command /nothing", "applied 1", "You are welcome.", "/quit"):
+        assert part in said.out, said.out
+    assert said.out.count("+    return a + b") == 3  # offered, /diff, /apply
+    assert messages_of(stub.asked[-1], "user") == ["fix it", "thank \nyou"]
+    assert desk.read("calc.py") == FIXED
+    assert "etude agent --resume" in said.out
+    assert "\x1b" not in said.out
+
+
+def test_changes_are_chosen_file_by_file(desk: Desk) -> None:
+    two = [
+        says(
+            "",
+            EDIT,
+            call("write", file_path="new.txt", contents="new\n"),
+            call("delete_file", target_file=".gitignore"),
+        ),
+        says("Done."),
+    ]
+    with serving(Stub(two)) as stub:
+        said = desk.agent("go", "--endpoint", stub.url, typed="f\ny\nn\ny\n")
+    assert "Apply 3 changes" in said.out
+    assert "not applied: 1" in said.out
+    assert not (desk.project / ".gitignore").exists()
+    assert desk.read("calc.py") != FIXED
+    assert desk.read("new.txt") == "new\n"
+
+
+def test_an_endpoint_that_fails_can_be_asked_again(desk: Desk) -> None:
+    with serving(Stub([says("One.")])) as stub:
+        said = desk.agent("go", "--endpoint", stub.url, typed="more\n/quit\n")
+    assert said.code == 0
+    assert "the script has no line 1" in said.out
+    assert "to try again" in said.out
+
+
+# ------------------------------------------------------------------------------------------------- directly
+
+
+DIRECT = [
+    says("", call("read_file", target_file="calc.py"), EDIT),
+    says("", TEST),
+    says("", TEST, call("run_terminal_cmd", command="env | grep KEY; touch made")),
+    says("", call("read_file", target_file="/etc/hostname"), call("write", file_path="b.txt", contents="b")),
+    says("Done."),
+]
+
+
+def test_directly_reading_is_free_and_all_else_is_asked_for(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-1")
+    typed = "y\ns\nplease do not\nn\na\n/diff\n"
+    with serving(Stub(DIRECT)) as stub:
+        said = desk.agent("--direct", "go", "--endpoint", stub.url, "--key-env", "MY_KEY", typed=typed)
+    assert said.code == 0
+    assert said.out.count("Allow it?") == 5  # the second test run is the same command
+    assert desk.read("calc.py") == FIXED
+    assert desk.read("b.txt") == "b"
+    assert not (desk.project / "made").exists()
+    results = messages_of(stub.asked[-1], "tool")
+    assert "passed" in results[2]
+    assert "please do not" in results[4]
+    assert "did not allow" in results[5]
+    assert "already" in said.out
+    assert str(desk.project) in messages_of(stub.asked[0], "system")[0]
+
+
+def test_directly_a_command_does_not_see_the_key(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-1")
+    monkeypatch.setenv("OTHER", "seen")
+    lines = [says("", call("run_terminal_cmd", command="env | grep -E 'MY_KEY|OTHER'")), says("Done.")]
+    with serving(Stub(lines)) as stub:
+        desk.agent("--direct", "go", "--endpoint", stub.url, "--key-env", "MY_KEY", typed="y\n")
+    assert messages_of(stub.asked[-1], "tool") == ["OTHER=seen\n[exit code 0]"]
+
+
+def test_directly_nobody_there_means_no(desk: Desk) -> None:
+    with serving(Stub([says("", EDIT), says("Done.")])) as stub:
+        desk.agent("--direct", "go", "--endpoint", stub.url, typed="")
+    assert desk.read("calc.py") != FIXED
+    assert "did not allow" in messages_of(stub.asked[-1], "tool")[0]
+
+
+def test_what_was_started_directly_ends_with_the_session(desk: Desk) -> None:
+    start = call("run_terminal_cmd", command="setsid sleep 1234 & echo $! > pid", is_background=True)
+    lines: list[Line] = [says("", start), says("Done.")]
+    with serving(Stub(lines)) as stub:
+        desk.agent("--direct", "go", "--endpoint", stub.url, typed="y\n/quit\n")
+    pid = int(desk.read("pid"))
+    assert not os.path.exists(f"/proc/{pid}")

@@ -1,0 +1,105 @@
+"""What the model is shown does not depend on who asks: a person's terminal and a training rollout, token for token."""
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from agent_desk import ETUDE, Desk, open_pods, set_desk, tiny_checkpoint
+from rehearsal import call, chatml, says
+
+from etude.harness.agent import work
+from etude.harness.agent.intake import take_in
+from etude.harness.agent.options import Model
+from etude.harness.conversation import Message
+from etude.harness.dialects import dialect_for
+from etude.harness.environment import Environment
+from etude.harness.prompt import Request
+from etude.harness.rollout import open_session
+from etude.harness.script import Recorded, Scripted
+from etude.harness.session import Budget
+from etude.harness.speaker import Speaker, TokenSpeaker
+from etude.harness.store import load_trace
+from etude.harness.trace import Trace
+from etude.inference.policy import Policy
+from etude.inference.sampling import Sampling
+from etude.model.tokenizer import Tokenizer
+from etude.pods.fleet import open_fleet
+
+REQUEST = "Fix the failing test in test_calc.py."
+WINDOW = 32_768
+SCRIPT: Sequence[Message] = [
+    says("Looking.", call("read_file", target_file="calc.py"), call("list_dir", target_directory=".")),
+    says("", call("run_terminal_cmd", command="python3 test_calc.py")),
+    says("", call("search_replace", file_path="calc.py", old_string="a - b", new_string="a + b")),
+    says("", call("run_terminal_cmd", command="python3 test_calc.py && git diff --stat")),
+    says("Fixed."),
+]
+
+
+@pytest.fixture(scope="module")
+def pods() -> Iterator[Path]:
+    with open_pods() as state:
+        yield state
+
+
+@pytest.fixture
+def desk(tmp_path: Path, pods: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Desk:
+    desk = set_desk(tmp_path, pods, monkeypatch, capsys)
+    (desk.project / "AGENTS.md").write_text("Say little.\n")
+    return desk
+
+
+def rollout(desk: Desk, policy: Policy, tokenizer: Tokenizer, budget: Budget, request: Request) -> Trace:
+    """The same task, opened as training opens it."""
+
+    async def go() -> Trace:
+        speaker = TokenSpeaker(policy, dialect_for(tokenizer), Sampling(), window=WINDOW)
+        async with open_fleet() as fleet, await fleet.create("host") as pod:
+            await take_in(pod, pod.workdir, desk.project)
+            async with open_session(request, speaker, pod, environment=Environment(), budget=budget) as (session, _):
+                return await session.run()
+
+    return asyncio.run(go())
+
+
+def test_every_prompt_of_a_session_is_the_same_in_a_terminal_and_in_a_rollout(desk: Desk) -> None:
+    asked = Scripted(chatml(), SCRIPT)
+
+    @asynccontextmanager
+    async def scripted(model: Model, session: str) -> AsyncIterator[Speaker]:
+        yield TokenSpeaker(asked, chatml(), Sampling(), window=WINDOW, model="script")
+
+    desk.monkeypatch.setattr(work, "open_speaker", scripted)
+    said = desk.agent("-p", REQUEST)
+    assert (said.code, said.out) == (0, "Fixed.\n")
+
+    trained = Scripted(chatml(), SCRIPT)
+    trace = rollout(desk, trained, chatml().tokenizer, Budget(), Request(REQUEST, recent=("AGENTS.md",)))
+    assert trace.final == "Fixed."
+    assert len(trained.prompts) == len(SCRIPT)
+    assert asked.prompts == trained.prompts
+    first = chatml().tokenizer.decode(asked.prompts[0])
+    assert "Say little." in first
+    assert "<recent_files>\nAGENTS.md\n</recent_files>\n\n" + REQUEST in first
+
+
+@pytest.mark.slow
+def test_the_program_itself_sends_what_a_rollout_sends(desk: Desk, tmp_path: Path) -> None:
+    place = tiny_checkpoint(tmp_path / "tiny")
+    options = ["--model", str(place), "--answer", "16", "--turns", "1", "--seed", "3"]
+    subprocess.run([*ETUDE, "agent", "-p", *options, REQUEST], cwd=desk.project, env=desk.environment, check=False)
+    (file,) = desk.sessions.glob("*/session.trace")
+    trace = load_trace(file)
+    assert trace.exact
+    # `Recorded` raises Diverged at the first token that it is asked otherwise.
+    request = Request(REQUEST, recent=("AGENTS.md",))
+    again = rollout(desk, Recorded(trace), Tokenizer.load(place), Budget(turns=1, answer=16), request)
+    assert np.array_equal(again.segments[0].tokens, trace.segments[0].tokens)
+    assert replace(again.cost, model_s=0, pod_s=0, wall_s=0, cached=0) == replace(
+        trace.cost, model_s=0, pod_s=0, wall_s=0, cached=0
+    )
