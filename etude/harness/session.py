@@ -48,8 +48,8 @@ class Budget:
 class Tools(Protocol):
     """What a session needs of a toolbox."""
 
-    root: str
-
+    @property
+    def root(self) -> str: ...
     @property
     def schemas(self) -> Sequence[ToolSchema]: ...
     @property
