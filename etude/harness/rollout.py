@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from etude.errors import InputError
+from etude.errors import EtudeError, InputError
 from etude.harness.environment import Environment
 from etude.harness.prompt import Request, opening
 from etude.harness.search.searcher import Searcher
@@ -38,6 +38,8 @@ class CodeSearch:
             return show(await self.searcher.search(files, query, directories, limit))
         except InputError as error:
             raise ToolError("bad_arguments", str(error)) from None
+        except EtudeError as error:
+            raise ToolError("provider", str(error)) from error
 
 
 @asynccontextmanager

@@ -8,10 +8,10 @@ import pytest
 from agent_desk import Desk, messages_of, open_pods, set_desk
 from stub_endpoint import Line, Stub, call, says, serving
 
-EDIT = call("search_replace", file_path="calc.py", old_string="a - b", new_string="a + b")
+EDIT = call("search_replace", file_path="calc.py", old_string="a - b", new_string="sum((a, b))")
 TEST = call("run_terminal_cmd", command="python3 test_calc.py")
 FIX = [says("Looking.", call("read_file", target_file="calc.py"), TEST), says("", EDIT), says("", TEST), says("Fixed.")]
-FIXED = "def add(a, b):\n    return a + b\n"
+FIXED = "def add(a, b):\n    return sum((a, b))\n"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_a_conversation_over_a_pipe(desk: Desk) -> None:
     assert said.code == 0
     for part in ("Fixed.", "Apply 1 change", "made ", "no command /nothing", "applied 1", "You are welcome.", "/quit"):
         assert part in said.out, said.out
-    assert said.out.count("+    return a + b") == 3  # offered, /diff, /apply
+    assert said.out.count("+    return sum((a, b))") == 3  # offered, /diff, /apply
     assert messages_of(stub.asked[-1], "user") == ["fix it", "thank \nyou"]
     assert desk.read("calc.py") == FIXED
     assert "etude agent --resume" in said.out

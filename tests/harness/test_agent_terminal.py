@@ -13,7 +13,7 @@ from agent_desk import ETUDE, Desk, open_pods, set_desk
 from stub_endpoint import Stub, call, says, serving
 from typing_person import Person, at_terminal
 
-EDIT = call("search_replace", file_path="calc.py", old_string="a - b", new_string="a + b")
+EDIT = call("search_replace", file_path="calc.py", old_string="a - b", new_string="sum((a, b))")
 SLEEP = call("run_terminal_cmd", command="sleep 77")
 LONG = says("word " * 400, pause=0.05)
 
@@ -75,10 +75,10 @@ def test_a_conversation_at_a_terminal_is_in_colour_and_ends_with_ctrl_d(desk: De
         person.expect("> ")
         person.end()
         assert person.wait() == 0
-    assert "a + b" in desk.read("calc.py")
+    assert "sum((a, b))" in desk.read("calc.py")
     shown = person.raw.decode()
     assert "\x1b[2;3mLet" in shown  # thoughts are dim
-    assert "\x1b[32m+    return a + b" in shown
+    assert "\x1b[32m+    return sum((a, b))" in shown
     assert "\x1b[31m-    return a - b" in shown
 
 
@@ -87,7 +87,7 @@ def test_directly_a_person_is_asked_and_may_stop_while_being_asked(desk: Desk) -
     lines = [says("", EDIT), says("", call("write", file_path="x", contents="x")), says("Done.")]
     with serving(Stub(lines)) as stub, talk(desk, stub, "--direct", "work") as person:
         person.expect("search_replace calc.py")
-        person.expect("+a + b")
+        person.expect("+sum((a, b))")
         person.expect("Allow it?")
         person.type("y")
         person.expect("write x")
@@ -97,7 +97,7 @@ def test_directly_a_person_is_asked_and_may_stop_while_being_asked(desk: Desk) -
         person.expect("> ")
         person.type("/quit")
         assert person.wait() == 0
-    assert "a + b" in desk.read("calc.py")
+    assert "sum((a, b))" in desk.read("calc.py")
     assert not (desk.project / "x").exists()
 
 
@@ -122,7 +122,7 @@ def test_a_session_goes_on_at_a_terminal(desk: Desk) -> None:
             person.expect("> ")
             person.end()
             assert person.wait() == 0
-    assert "a + b" in desk.read("calc.py")
+    assert "sum((a, b))" in desk.read("calc.py")
 
 
 def test_a_script_that_is_interrupted_says_so_and_keeps_its_session(desk: Desk) -> None:

@@ -35,7 +35,7 @@ WINDOW = 32_768
 SCRIPT: Sequence[Message] = [
     says("Looking.", call("read_file", target_file="calc.py"), call("list_dir", target_directory=".")),
     says("", call("run_terminal_cmd", command="python3 test_calc.py")),
-    says("", call("search_replace", file_path="calc.py", old_string="a - b", new_string="a + b")),
+    says("", call("search_replace", file_path="calc.py", old_string="a - b", new_string="sum((a, b))")),
     says("", call("run_terminal_cmd", command="python3 test_calc.py && git diff --stat")),
     says("Fixed."),
 ]

@@ -43,7 +43,8 @@ class Person:
         os.write(self.master, f"{text}\n".encode())
 
     def interrupt(self) -> None:
-        """Ctrl-C."""
+        """Ctrl-C, as soon as a person can: one that comes while `input` only begins is noticed with the next key."""
+        time.sleep(0.3)
         os.write(self.master, b"\x03")
 
     def end(self) -> None:
