@@ -1,0 +1,346 @@
+"""The reconciler's table: every sample is a slot, every slot is a row, every change is one transaction.
+
+    queued -> starting -> running -> grading -> ready -> trained
+       ^---------'----------'----------'   a death, a lost lease, a broken verifier: back in the queue, never a reward
+
+Slots belong to groups, one prompt each; a prompt is used once. A claim comes with an attempt number, and whoever
+reports must show it: an answer that comes twice, or from a worker given up for dead, changes nothing. Time and the
+trainer's version are arguments, so that a simulation can run years of it in a second. Nobody talks to anybody here:
+workers claim and report, the trainer takes and marks, and `reconcile` compares what should be with what is.
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from etude.errors import EtudeError, InputError
+
+SlotState = Literal["queued", "starting", "running", "grading", "ready"]
+IN_FLIGHT = ("starting", "running", "grading")
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS plan (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS groups (
+    id INTEGER PRIMARY KEY,
+    task TEXT NOT NULL UNIQUE,           -- a prompt is used once, whatever happens
+    expected REAL NOT NULL DEFAULT 0,    -- how long it is expected to take: long ones start early
+    step INTEGER,                        -- that trained it; NULL: none has
+    dropped TEXT                         -- why it will never be trained
+);
+CREATE TABLE IF NOT EXISTS slots (
+    id INTEGER PRIMARY KEY,
+    grp INTEGER NOT NULL REFERENCES groups(id),
+    number INTEGER NOT NULL,
+    state TEXT NOT NULL DEFAULT 'queued',
+    attempt INTEGER NOT NULL DEFAULT 0,  -- counts claims; the fencing token of whoever holds it
+    failures INTEGER NOT NULL DEFAULT 0,
+    worker TEXT NOT NULL DEFAULT '',
+    lease REAL NOT NULL DEFAULT 0,       -- when it is given up for dead
+    oldest INTEGER,                      -- versions that made its tokens
+    newest INTEGER,
+    reward TEXT,                         -- JSON
+    trace TEXT NOT NULL DEFAULT '',
+    resume TEXT NOT NULL DEFAULT '',     -- a rollout checkpoint: JSON
+    note TEXT NOT NULL DEFAULT '',
+    UNIQUE (grp, number)
+);
+CREATE INDEX IF NOT EXISTS slots_by_state ON slots (state, grp);
+"""
+
+
+class StaleClaim(EtudeError):
+    """A report about a slot by somebody who does not hold it any more; what it says is not needed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run samples and trains."""
+
+    group_size: int = 8
+    groups_per_step: int = 8
+    max_staleness: int = 2  # versions between the oldest token of a group and the trainer when it takes it
+    in_flight: int = 64  # slots at once, at most
+    lease_s: float = 120.0  # without a sign of life after which a worker is dead
+    attempts: int = 4  # failures of a slot after which its group is given up
+
+    def __post_init__(self) -> None:
+        small = [name for name in ("group_size", "groups_per_step", "in_flight", "attempts") if getattr(self, name) < 1]
+        if small or self.max_staleness < 0 or self.lease_s <= 0:
+            raise InputError(f"slots: {self}; expected numbers of at least 1, and a staleness not below 0")
+
+    @property
+    def outstanding(self) -> int:
+        """Groups that may be begun and not trained: more would be too old when their turn comes."""
+        return (self.max_staleness + 1) * self.groups_per_step
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One sample of a group, as its row is now."""
+
+    id: int
+    group: int
+    task: str
+    number: int
+    attempt: int
+    state: str
+    oldest: int | None = None
+    newest: int | None = None
+    reward: dict[str, Any] | None = None
+    trace: str = ""
+    resume: dict[str, Any] | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ReadyGroup:
+    """The finished rollouts of one prompt."""
+
+    id: int
+    task: str
+    slots: tuple[Slot, ...]
+
+    @property
+    def oldest(self) -> int:
+        return min(slot.oldest for slot in self.slots if slot.oldest is not None)
+
+
+class Slots:
+    """The table of one run."""
+
+    def __init__(self, path: Path | str, plan: Plan) -> None:
+        self.plan = plan
+        self._db = sqlite3.connect(str(path), isolation_level=None, timeout=30.0)
+        self._db.row_factory = sqlite3.Row
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")  # a crash of the process loses nothing; of the machine, seconds
+        self._db.executescript(SCHEMA)
+        self._check_plan()
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _check_plan(self) -> None:
+        """A group's size cannot change under a run; the rest may."""
+        with self._change() as db:
+            db.execute("INSERT OR IGNORE INTO plan VALUES ('group_size', ?)", (str(self.plan.group_size),))
+            (size,) = db.execute("SELECT value FROM plan WHERE key = 'group_size'").fetchone()
+        if int(size) != self.plan.group_size:
+            raise InputError(f"slots: this run has groups of {size}; group_size cannot become {self.plan.group_size}")
+
+    @contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._db
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    # ------------------------------------------------------------------------------------------- filling
+
+    def outstanding(self) -> int:
+        """Groups that are begun, and neither trained nor dropped."""
+        return int(self._one("SELECT COUNT(*) FROM groups WHERE step IS NULL AND dropped IS NULL"))
+
+    def wanted(self) -> int:
+        """How many new groups there should be."""
+        return max(0, self.plan.outstanding - self.outstanding())
+
+    def add(self, tasks: Iterable[tuple[str, float]]) -> int:
+        """Begin groups for prompts, each with how long it is expected to take; prompts used before are passed over."""
+        added = 0
+        with self._change() as db:
+            for task, expected in tasks:
+                found = db.execute("INSERT OR IGNORE INTO groups (task, expected) VALUES (?, ?)", (task, expected))
+                if found.rowcount:
+                    added += 1
+                    rows = [(found.lastrowid, number) for number in range(self.plan.group_size)]
+                    db.executemany("INSERT INTO slots (grp, number) VALUES (?, ?)", rows)
+        return added
+
+    def used(self, task: str) -> bool:
+        """Whether a prompt has had its turn."""
+        return bool(self._one("SELECT COUNT(*) FROM groups WHERE task = ?", task))
+
+    # ------------------------------------------------------------------------------------------- workers
+
+    def claim(self, worker: str, now: float) -> Slot | None:
+        """A queued slot, now this worker's until its lease is over; None when there is none, or enough are running.
+
+        Groups that were begun first come first; among new ones the longest.
+        """
+        with self._change() as db:
+            marks = ", ".join("?" * len(IN_FLIGHT))
+            (running,) = db.execute(f"SELECT COUNT(*) FROM slots WHERE state IN ({marks})", IN_FLIGHT).fetchone()
+            if running >= self.plan.in_flight:
+                return None
+            row = db.execute(
+                """SELECT slots.id FROM slots JOIN groups ON groups.id = grp
+                   WHERE state = 'queued' AND dropped IS NULL
+                   ORDER BY (SELECT COUNT(*) FROM slots s WHERE s.grp = groups.id AND s.attempt > 0) = 0,
+                            CASE WHEN slots.attempt > 0 THEN 0 ELSE 1 END, expected DESC, groups.id, number LIMIT 1"""
+            ).fetchone()
+            if row is None:
+                return None
+            db.execute(
+                "UPDATE slots SET state='starting', attempt=attempt+1, worker=?, lease=?, note='' WHERE id=?",
+                (worker, now + self.plan.lease_s, row["id"]),
+            )
+        return self.slot(row["id"])
+
+    def beat(self, slot: Slot, now: float, state: SlotState = "running") -> None:
+        """A sign of life; StaleClaim when the slot is not this worker's any more."""
+        self._report(slot, "state=?, lease=?", (state, now + self.plan.lease_s))
+
+    def checkpoint(self, slot: Slot, resume: dict[str, Any], now: float) -> None:
+        """Where the rollout could go on if its worker died now."""
+        self._report(slot, "resume=?, lease=?", (json.dumps(resume), now + self.plan.lease_s))
+
+    def finish(self, slot: Slot, reward: dict[str, Any], trace: str, versions: tuple[int, int]) -> None:
+        """A graded rollout. Only the first report of a claim counts."""
+        self._report(
+            slot,
+            "state='ready', reward=?, trace=?, oldest=?, newest=?, resume='', worker='', lease=0",
+            (json.dumps(reward), trace, *versions),
+        )
+
+    def fail(self, slot: Slot, why: str, *, keep_resume: bool = True) -> None:
+        """The infrastructure failed, not the agent: the slot is queued again; after too often its group is dropped."""
+        resume = "" if keep_resume else ", resume=''"
+        self._report(slot, f"state='queued', failures=failures+1, note=?, worker='', lease=0{resume}", (why,))
+        self._give_up()
+
+    def _report(self, slot: Slot, change: str, values: Sequence[Any]) -> None:
+        marks = ", ".join("?" * len(IN_FLIGHT))
+        with self._change() as db:
+            found = db.execute(
+                f"UPDATE slots SET {change} WHERE id=? AND attempt=? AND state IN ({marks})",
+                (*values, slot.id, slot.attempt, *IN_FLIGHT),
+            )
+            if not found.rowcount:
+                raise StaleClaim(f"slot {slot.id} of {slot.task}: attempt {slot.attempt} does not hold it any more")
+
+    # ------------------------------------------------------------------------------------------- reconciling
+
+    def reconcile(self, now: float, version: int) -> dict[str, int]:
+        """Queue what its worker lost, and what has grown too old to be trained; how many of each."""
+        marks = ", ".join("?" * len(IN_FLIGHT))
+        with self._change() as db:
+            lost = db.execute(
+                f"""UPDATE slots SET state='queued', failures=failures+1, worker='', note='its worker was not heard of'
+                    WHERE state IN ({marks}) AND lease < ?""",
+                (*IN_FLIGHT, now),
+            ).rowcount
+            stale = db.execute(
+                """UPDATE slots SET state='queued', reward=NULL, trace='', oldest=NULL, newest=NULL, resume='',
+                          note='too old to be trained'
+                   WHERE state='ready' AND oldest < ? AND grp IN (SELECT id FROM groups WHERE step IS NULL)""",
+                (version - self.plan.max_staleness,),
+            ).rowcount
+        return {"lost": lost, "stale": stale, "dropped": self._give_up()}
+
+    def _give_up(self) -> int:
+        """Drop groups of which a slot failed too often: groups have one size, and a missing member is no zero."""
+        with self._change() as db:
+            return db.execute(
+                """UPDATE groups SET dropped = (
+                       SELECT 'slot ' || number || ' failed ' || failures || ' times: ' || note
+                       FROM slots WHERE grp = groups.id AND failures >= ? LIMIT 1)
+                   WHERE dropped IS NULL AND step IS NULL
+                     AND EXISTS (SELECT 1 FROM slots WHERE grp = groups.id AND failures >= ?)""",
+                (self.plan.attempts, self.plan.attempts),
+            ).rowcount
+
+    # ------------------------------------------------------------------------------------------- the trainer
+
+    def ready(self, version: int) -> list[ReadyGroup]:
+        """Groups whose rollouts are all graded and young enough for this version, the oldest tokens first."""
+        rows = self._db.execute(
+            """SELECT grp FROM slots JOIN groups ON groups.id = grp WHERE step IS NULL AND dropped IS NULL
+               GROUP BY grp HAVING SUM(state != 'ready') = 0 AND MIN(oldest) >= ? ORDER BY MIN(oldest), grp""",
+            (version - self.plan.max_staleness,),
+        ).fetchall()
+        return [self._group(row["grp"]) for row in rows]
+
+    def take(self, version: int) -> list[ReadyGroup] | None:
+        """The groups of the next step; None while there are not enough."""
+        groups = self.ready(version)[: self.plan.groups_per_step]
+        return groups if len(groups) == self.plan.groups_per_step else None
+
+    def mark_trained(self, groups: Iterable[ReadyGroup], step: int) -> None:
+        """These groups are in the weights from this step on."""
+        with self._change() as db:
+            for group in groups:
+                found = db.execute(
+                    "UPDATE groups SET step=? WHERE id=? AND step IS NULL AND dropped IS NULL", (step, group.id)
+                )
+                if not found.rowcount:
+                    raise EtudeError(f"slots: group {group.id} of {group.task} was trained or dropped before")
+
+    def rewind(self, step: int) -> int:
+        """The trainer is back at the checkpoint after `step`: what was trained later is ready again, not resampled."""
+        with self._change() as db:
+            return db.execute("UPDATE groups SET step=NULL WHERE step > ?", (step,)).rowcount
+
+    # ------------------------------------------------------------------------------------------- looking
+
+    def slot(self, id: int) -> Slot:
+        row = self._db.execute(
+            "SELECT slots.*, task FROM slots JOIN groups ON groups.id = grp WHERE slots.id = ?", (id,)
+        ).fetchone()
+        return _slot(row)
+
+    def _group(self, id: int) -> ReadyGroup:
+        rows = self._db.execute(
+            "SELECT slots.*, task FROM slots JOIN groups ON groups.id = grp WHERE grp = ? ORDER BY number", (id,)
+        ).fetchall()
+        return ReadyGroup(id, rows[0]["task"], tuple(_slot(row) for row in rows))
+
+    def counts(self) -> dict[str, int]:
+        """Slots by state, and groups trained and dropped."""
+        rows = self._db.execute(
+            """SELECT CASE WHEN dropped IS NOT NULL THEN 'dropped' WHEN step IS NOT NULL THEN 'trained' ELSE state END
+                      AS name, COUNT(*) AS n FROM slots JOIN groups ON groups.id = grp GROUP BY name"""
+        ).fetchall()
+        return {row["name"]: row["n"] for row in rows}
+
+    def waiting_for(self, now: float) -> str:
+        """What a stalled run waits for, in words."""
+        row = self._db.execute(
+            f"""SELECT slots.*, task FROM slots JOIN groups ON groups.id = grp
+                WHERE state IN ({", ".join("?" * len(IN_FLIGHT))}) ORDER BY lease LIMIT 1""",
+            IN_FLIGHT,
+        ).fetchone()
+        counts = ", ".join(f"{n} {name}" for name, n in sorted(self.counts().items())) or "no slots"
+        if row is None:
+            return counts
+        silent = f"slot {row['id']} of {row['task']}, {row['state']} at {row['worker']}"
+        return f"{counts}; longest silent: {silent}, given up in {row['lease'] - now:.0f} s"
+
+    def trained(self) -> list[tuple[str, int]]:
+        """The ledger: every prompt that was trained on, with its step."""
+        rows = self._db.execute("SELECT task, step FROM groups WHERE step IS NOT NULL ORDER BY step, id").fetchall()
+        return [(row["task"], row["step"]) for row in rows]
+
+    def given_up(self) -> dict[str, int]:
+        """Prompts that were dropped, with how often their worst slot failed."""
+        rows = self._db.execute(
+            """SELECT task, MAX(failures) AS failures FROM slots JOIN groups ON groups.id = grp
+               WHERE dropped IS NOT NULL GROUP BY task"""
+        ).fetchall()
+        return {row["task"]: row["failures"] for row in rows}
+
+    def _one(self, question: str, *values: Any) -> Any:
+        return self._db.execute(question, values).fetchone()[0]
+
+
+def _slot(row: sqlite3.Row) -> Slot:
+    slot = Slot(row["id"], row["grp"], row["task"], row["number"], row["attempt"], row["state"], row["oldest"])
+    reward, resume = (json.loads(row[name]) if row[name] else None for name in ("reward", "resume"))
+    return replace(slot, newest=row["newest"], reward=reward, trace=row["trace"], resume=resume, note=row["note"])
