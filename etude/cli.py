@@ -81,6 +81,14 @@ app.add_typer(
     ),
     name="pods",
 )
+app.add_typer(
+    typer.Typer(
+        cls=lazy_room("etude.tasks.cli"),
+        no_args_is_help=True,
+        help="Tasks: look at, run, validate, import and export them.",
+    ),
+    name="tasks",
+)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe in TOML.", show_default=False)]
 Overrides = Annotated[

@@ -1,8 +1,8 @@
 """The whole asynchronous system on a virtual clock, with faults drawn from a seed: hundreds of runs, each in a moment.
 
 Workers take slots, sample over several versions, grade and report; the trainer takes groups, steps and publishes; all
-of them die, stall, say things twice and are restarted from checkpoints. Whatever happens: no slot is lost, no prompt is trained twice
-in the weights that survive, no group older than the bound is trained, and the run reaches its step count.
+of them die, stall, say things twice and are restarted from checkpoints. Whatever happens: no slot is lost, no prompt is
+trained twice in the weights that survive, no group beyond the bound is trained, and the run reaches its step count.
 """
 
 import heapq
