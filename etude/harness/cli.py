@@ -80,6 +80,8 @@ def agent(
     from etude.harness.agent.options import Model, Options
     from etude.harness.environment import Environment
 
+    if model and Path(model).expanduser().is_dir():
+        model = str(Path(model).expanduser().resolve())
     place = directory.expanduser().resolve()
     if not place.is_dir():
         raise InputError(f"-C {directory}: not a directory")
@@ -154,7 +156,16 @@ def resumed(options: Options, earlier: object) -> Options:
     model = options.model
     if not model.name and not model.endpoint:
         model = before.model
-    return replace(options, model=model, environment=before.environment, direct=before.direct)
+    return replace(
+        options,
+        model=model,
+        environment=before.environment,
+        direct=before.direct,
+        image=before.image,
+        egress=before.egress,
+        include=before.include,
+        history=before.history,
+    )
 
 
 def print_sessions(directory: Path, as_json: bool) -> None:

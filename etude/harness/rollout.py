@@ -4,9 +4,10 @@ Training opens its rollouts here, evaluation its trials, `etude agent` a person'
 is therefore equal to the byte, whoever asks.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 from etude.errors import EtudeError, InputError
 from etude.harness.environment import Environment
@@ -55,6 +56,7 @@ async def open_session(
     web: Web | None = None,
     approve: Approve | None = None,
     id: str = "",
+    facts: Mapping[str, Any] | None = None,
     on_step: Callable[[Step], None] = lambda step: None,
 ) -> AsyncIterator[tuple[Session, Toolbox]]:
     """A session in a pod whose workspace is there already, and its tools.
@@ -76,6 +78,7 @@ async def open_session(
                 budget=budget,
                 summaries=summaries,
                 id=id,
+                facts=facts,
                 on_step=on_step,
             ),
             tools,

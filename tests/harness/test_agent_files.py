@@ -68,7 +68,7 @@ def packed(directory: Path, **options: object) -> tuple[dict[str, Entry], Path]:
 
 def listed(there: Path, known: dict[str, Entry]) -> dict[str, Entry]:
     """What the pod would say of its files."""
-    command = [sys.executable, "-I", "-S", "-c", LISTING, json.dumps(CACHES), "1000"]
+    command = [sys.executable, "-I", "-S", "-c", LISTING, json.dumps(CACHES), "1000", "1000000"]
     given = "\0".join(known).encode("utf-8", "surrogateescape")
     done = subprocess.run(command, cwd=there, input=given, capture_output=True, check=True)
     return dict(read_listing(done.stdout))
@@ -187,6 +187,14 @@ def test_a_home_directory_is_not_a_project(tmp_path: Path) -> None:
             choose(place)
 
 
+def test_a_directory_that_git_ignores_is_a_directory(tmp_path: Path) -> None:
+    here = repository(tmp_path / "w", {"a.py": "x", ".gitignore": "scratch/\n"})
+    write(here, {"scratch/b.py": "y"})
+    tree, _ = packed(here / "scratch")
+    assert list(tree) == ["b.py"]
+    assert recent_files(here / "scratch") == ()
+
+
 def test_recent_files_are_those_that_were_changed_last(tmp_path: Path) -> None:
     here = repository(tmp_path / "w", {"a.py": "x", "b.py": "y", "c.py": "z"})
     assert recent_files(here) == ()
@@ -259,6 +267,16 @@ def test_the_patch_is_one_that_git_applies(old: dict[str, str], new: dict[str, s
         for result in (here, copy):
             found = {str(p.relative_to(result)): p.read_bytes() for p in result.rglob("*") if p.is_file()}
             assert found == {path: text.encode() for path, text in new.items()}
+
+
+def test_a_file_that_claims_to_be_endless_is_named(tmp_path: Path) -> None:
+    there = tmp_path / "w"
+    there.mkdir()
+    with (there / "hole").open("wb") as file:
+        file.truncate(1 << 40)
+    assert listed(there, {})["hole"] == Entry("file", "too large", 1 << 40)
+    with pytest.raises(EtudeError, match=r"over 512 MiB, with hole of 1,099,511,627,776 bytes"):
+        changed(there, {})
 
 
 def test_what_a_pod_says_of_its_files_is_checked() -> None:

@@ -93,6 +93,7 @@ def test_a_prompt_that_does_not_fit_is_refused(desk: Desk, tmp_path: Path) -> No
         (["-p", "x", "--endpoint", "http://127.0.0.1:9/v1"], 1, "127.0.0.1:9"),
         (["-p", "x", "--endpoint", "nonsense"], 2, "expected a URL"),
         (["-p", "x", "--endpoint", "http://127.0.0.1:9", "--key-env", "NO_SUCH"], 2, "no such variable"),
+        (["x", "--model", "nowhere"], 2, "--model nowhere: no such directory"),
         (["-p"], 2, "--print needs a request"),
         (["-p", "x", "--direct"], 2, "nobody answers"),
         (["--json"], 2, "are for --print"),

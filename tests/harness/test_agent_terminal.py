@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -69,6 +70,11 @@ def test_a_conversation_at_a_terminal_is_in_colour_and_ends_with_ctrl_d(desk: De
         person.expect("(Ctrl-C again")
         person.type("fix it")
         person.expect("Done.")
+        person.expect("Apply 1 change")
+        person.interrupt()  # neither yes nor the end
+        person.expect("(Ctrl-C again")
+        person.expect("> ")
+        person.type("/apply")
         person.expect("Apply 1 change")
         person.type("y")
         person.expect("applied 1")
@@ -142,3 +148,14 @@ def test_a_script_that_is_interrupted_says_so_and_keeps_its_session(desk: Desk) 
     assert found["ending"] == "interrupted"
     assert (desk.sessions / found["session"] / "session.trace").exists()
     assert b"Traceback" not in err
+
+
+def test_ctrl_c_while_it_starts_ends_it(desk: Desk) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        command = [*ETUDE, "agent", "--endpoint", url, "work"]
+        with at_terminal(command, desk.project, desk.environment) as person:
+            person.expect("loading the model")
+            person.interrupt()
+            assert person.wait() == 130
+    assert "Traceback" not in person.seen

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import EtudeError
-from etude.harness.agent.tree import Entry, Tree, list_pod
+from etude.harness.agent.tree import MAX_BYTES, Entry, Tree, list_pod
 from etude.pods.pod import Pod
 
 MAX_CHANGED = 5_000  # files; more is something that was installed, not written
-MAX_BYTES = 512 << 20  # of all that changed
 MAX_SHOWN = 1 << 20  # bytes of a file whose lines are compared; larger ones are named
 SAMPLE = 8000  # bytes in which a NUL means binary, as in git
 MODES = {("file", False): "100644", ("file", True): "100755", ("link", False): "120000"}
@@ -57,12 +56,17 @@ async def find_changes(pod: Pod, root: str, before: Tree, known: Sequence[Change
     for path in paths:
         entry = after.get(path)
         data = have.get((path, entry), b"")
+        size = len(data)
         if entry is not None and entry.kind == "file" and (path, entry) not in have:
-            data = await pod.read(f"{root}/{path}", length=left + 1)
+            data = await pod.read(f"{root}/{path}", length=left + 1) if entry.size <= left else b""
+            size = max(entry.size, len(data))
             entry = Entry("file", hashlib.sha256(data).hexdigest(), len(data), entry.executable)
-        left -= len(data)
+        left -= size
         if left < 0:
-            raise EtudeError(f"what changed in the pod is over {MAX_BYTES >> 20} MiB, with {path}; have it ignored")
+            raise EtudeError(
+                f"what changed in the pod is over {MAX_BYTES >> 20} MiB, with {path} of {size:,} bytes; have it "
+                "removed, or ignored by .gitignore"
+            )
         changes.append(Change(path, before.get(path), entry, data))
     return [change for change in changes if change.before != change.after]
 

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import IO
 
 from etude.errors import EtudeError, InputError
-from etude.harness.agent.tree import MAX_FILES, Entry, Tree, is_ours
+from etude.harness.agent.tree import MAX_BYTES, MAX_FILES, Entry, Tree, is_ours
 from etude.pods.pod import Pod, PodError
 
-MAX_BYTES = 512 << 20  # a pod holds its files in memory
 PART = 1 << 20
 RECENT = 10  # files named in the prompt as changed lately
 
@@ -71,7 +70,9 @@ async def take_in(pod: Pod, root: str, directory: Path, *, include: Sequence[str
         tree = await asyncio.to_thread(pack, directory, choice, file)
         file.seek(0)
         await unpack(pod, root, file)
-    return Intake(tree, choice.notes)
+    left = [path for path in choice.files if path not in tree]
+    notes = (f"left out, for they are no files or cannot be read: {len(left)}, {left[0]!r} first",) if left else ()
+    return Intake(tree, (*choice.notes, *notes))
 
 
 async def unpack(pod: Pod, root: str, file: IO[bytes]) -> None:
@@ -146,7 +147,12 @@ def walk(directory: Path, below: str = "") -> Iterator[str]:
 def is_work_tree(directory: Path) -> bool:
     """Whether git keeps this directory; an error where it does and there is no git to ask."""
     try:
-        return git(directory, "rev-parse", "--is-inside-work-tree").strip() == b"true"
+        if git(directory, "rev-parse", "--is-inside-work-tree").strip() != b"true":
+            return False
+        with contextlib.suppress(EtudeError):  # which says no
+            git(directory, "check-ignore", "-q", str(directory))
+            return False  # a directory that its repository ignores is none of its business
+        return True
     except FileNotFoundError:
         if any((parent / ".git").exists() for parent in (directory, *directory.parents)):
             raise InputError(f"{directory} is a git work tree, but there is no git here to read it") from None
@@ -286,7 +292,7 @@ def add(tar: tarfile.TarFile, path: str, place: Path) -> Entry | None:
         if not stat.S_ISREG(info.st_mode):
             return None
         member = tarfile.TarInfo(path)
-        member.size, member.mode, member.mtime = info.st_size, stat.S_IMODE(info.st_mode), info.st_mtime
+        member.size, member.mode, member.mtime = info.st_size, info.st_mode & 0o777, info.st_mtime
         reading = _Reading(file)
         try:
             tar.addfile(member, reading)  # type: ignore[arg-type]  # all it does is read

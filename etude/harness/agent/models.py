@@ -3,6 +3,7 @@
 import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -89,7 +90,7 @@ def _by_tokens(model: Model, policy: Policy, tokenizer: Tokenizer, window: int, 
     seed = random.randrange(SEEDS) if model.seed is None else model.seed
     sampling = Sampling(temperature=model.temperature, seed=seed)
     dialect = dialect_for(tokenizer, model.dialect or None)
-    return TokenSpeaker(policy, dialect, sampling, window=window, session=session, model=model.name)
+    return TokenSpeaker(policy, dialect, sampling, window=window, session=session, model=Path(model.name).name)
 
 
 @asynccontextmanager

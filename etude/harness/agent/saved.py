@@ -44,6 +44,10 @@ class Saved:
     tokenizer: str  # digest; "" where the model is not known by its tokens
     environment: Environment
     request: Request
+    image: str
+    egress: tuple[str, ...]
+    include: tuple[str, ...]
+    history: bool
     started: float  # seconds since 1970
     updated: float
     ending: str = ""

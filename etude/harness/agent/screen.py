@@ -155,15 +155,15 @@ class Screen:
             link = f" -> {change.after.digest}" if change.after and change.after.kind == "link" else ""
             self.say(f"  {change.path}{link}  ({verb})", "bold")
 
-    def patch(self, text: str, most: int | None = None) -> None:
-        """A patch in colours, its first `most` lines."""
+    def patch(self, text: str, most: int | None = None, more: str = "/diff shows all") -> None:
+        """A patch in colours, its first `most` lines; `more` says where the rest is."""
         lines = text.rstrip("\n").split("\n") if text else []
         with self._lock:
             self.end_line()
             for line in lines[:most]:
                 self._print(Text(visible(line), _style(line)))
             if most is not None and len(lines) > most:
-                self.note(f"… {len(lines) - most:,} lines more; /diff shows all")
+                self.note(f"… {len(lines) - most:,} lines more; {more}")
             if lines:
                 self.note("+{:,} -{:,} lines".format(*counts(text)))
 

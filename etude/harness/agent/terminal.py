@@ -31,6 +31,7 @@ HELP = """\
 /apply   apply it                                /quit    leave; the session can be resumed
 Ctrl-C   stop the model or its tool              a line that ends with \\ goes on in the next"""
 PROMPT = "> "
+STOP_S = 10.0  # for work to end that was cancelled
 
 
 class Quit(Exception):
@@ -48,17 +49,27 @@ class Backstage:
 
     def do(self, work: Coroutine[Any, Any, T], interrupt: Callable[[], None] | None = None) -> T:
         """The result of some work. Ctrl-C calls `interrupt`, the second or one without it cancels the work: Quit."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        over = threading.Event()
+
+        async def watched() -> T:
+            try:
+                return await work
+            finally:
+                over.set()
+
+        future = asyncio.run_coroutine_threadsafe(watched(), self.loop)
         future.add_done_callback(lambda _: self.inbox.put(None))
         asked = False
         while True:
             try:
-                if (item := self.inbox.get()) is None:
+                if (item := self.inbox.get()) is not None:
+                    self._answer(*item)
+                elif future.done():  # else it is the end of some other work, that nobody waited for
                     return future.result()
-                self._answer(*item)
             except KeyboardInterrupt:
                 if asked or interrupt is None:
                     future.cancel()
+                    over.wait(STOP_S)
                     raise Quit from None
                 asked = True
                 self.loop.call_soon_threadsafe(interrupt)
@@ -205,7 +216,7 @@ class Conversation:
         self.screen.changes(changes)
         self.screen.patch(patch(changes, self.options.directory), SHOWN)
         count = f"{len(changes)} change{'s' if len(changes) > 1 else ''}"
-        answer = self._question(f"Apply {count} to {self.options.directory}? [y]es  [n]o  [f]ile by file: ")
+        answer = self._confirm(f"Apply {count} to {self.options.directory}? [y]es  [n]o  [f]ile by file: ")
         chosen: Sequence[Change] = ()
         if answer in ("y", "yes"):
             chosen = changes
@@ -220,7 +231,7 @@ class Conversation:
 
     def _wanted(self, change: Change) -> bool:
         self.screen.patch(one_patch(change, self.options.directory))
-        return self._question(f"Apply {visible(change.path)}? [y]es  [n]o: ") in ("y", "yes")
+        return self._confirm(f"Apply {visible(change.path)}? [y]es  [n]o: ") in ("y", "yes")
 
     def _leave(self) -> None:
         """Say where the session is, and what was not applied."""
@@ -238,7 +249,7 @@ class Conversation:
             self.screen.doing("")
             self.screen.say(f"{call.name} {title(call)}", "bold yellow")
             self._details(call, tool)
-            return self._question(f"Allow it? {choices}: ", lower=False)
+            return self._line(f"Allow it? {choices}: ") or ""
 
         return await self.stage.ask(question)
 
@@ -248,20 +259,28 @@ class Conversation:
         old, new = given.get("old_string"), given.get("new_string")
         if isinstance(old, str) and isinstance(new, str):
             lines = [f"-{line}" for line in old.split("\n")] + [f"+{line}" for line in new.split("\n")]
-            self.screen.patch("\n".join(lines), SHOWN)
+            self.screen.patch("\n".join(lines))
         text = next((given[key] for key in ("contents", "content") if isinstance(given.get(key), str)), None)
         if text is not None:
-            self.screen.patch("\n".join(f"+{line}" for line in text.split("\n")), SHOWN)
+            self.screen.patch("\n".join(f"+{line}" for line in text.split("\n")))
         command = given.get("command")
         if isinstance(command, str) and "\n" in command:
             self.screen.say(command)
 
-    def _question(self, text: str, lower: bool = True) -> str:
-        """One line from the person; nothing at the end of input."""
-        self.screen.end_line()
-        line = self._line(text)
-        answer = (line or "").strip()
-        return answer.lower() if lower else answer
+    def _confirm(self, question: str) -> str:
+        """What the person chose; Ctrl-C chooses nothing."""
+        try:
+            return (self._line(question) or "").strip().lower()
+        except KeyboardInterrupt:
+            self._count_stop()
+            return ""
+
+    def _count_stop(self) -> None:
+        self.stopped += 1
+        if self.stopped > 1:
+            raise Quit
+        self.screen.say("")
+        self.screen.note("(Ctrl-C again, or /quit, to leave)")
 
     def _read(self) -> str | None:
         """The person's next message; None at the end of input."""
@@ -270,11 +289,7 @@ class Conversation:
             try:
                 line = self._line(PROMPT if not lines else ". ")
             except KeyboardInterrupt:
-                self.stopped += 1
-                if self.stopped > 1:
-                    raise Quit from None
-                self.screen.say("")
-                self.screen.note("(Ctrl-C again, or /quit, to leave)")
+                self._count_stop()
                 lines = []
                 continue
             if line is None:
@@ -285,6 +300,8 @@ class Conversation:
                 return "\n".join(lines)
 
     def _line(self, prompt: str) -> str | None:
+        """One line from the person; None at the end of input."""
+        self.screen.end_line()
         if sys.stdin.isatty():
             try:
                 return input(prompt)

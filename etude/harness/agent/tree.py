@@ -14,6 +14,7 @@ from etude.pods.pod import Pod
 LIST_S = 120.0
 MAX_LISTING = 64 << 20  # bytes
 MAX_FILES = 100_000
+MAX_BYTES = 512 << 20  # of a workspace, and of what changed in it: a pod holds its files in memory
 
 # Never offered as somebody's work unless they were there before: every test run leaves them.
 CACHES = ("__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis")
@@ -22,7 +23,7 @@ CACHES = ("__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypoth
 # at the beginning; whatever .gitignore says now, a file that we brought is a file that we look after.
 LISTING = """\
 import hashlib, json, os, stat, subprocess, sys
-caches, most = set(json.loads(sys.argv[1])), int(sys.argv[2])
+caches, most, largest = set(json.loads(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
 known = [path for path in sys.stdin.buffer.read().split(b"\\0") if path]
 
 def below(top):
@@ -51,6 +52,8 @@ def entry(path):
         return "link", os.readlink(path).decode("utf-8", "surrogateescape"), 0, False
     if not stat.S_ISREG(info.st_mode):
         raise OSError("neither a file nor a link")
+    if info.st_size > largest:  # with a hole a file can claim to be as large as it likes
+        return "file", "too large", info.st_size, False
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         for part in iter(lambda: file.read(1 << 20), b""):
@@ -93,7 +96,7 @@ def is_ours(path: str) -> bool:
 
 async def list_pod(pod: Pod, root: str, known: Sequence[str]) -> Tree:
     """The files of a pod's workspace that count: those in `known`, and others that nothing ignores."""
-    command = ["python3", "-I", "-S", "-c", LISTING, json.dumps(CACHES), str(MAX_FILES)]
+    command = ["python3", "-I", "-S", "-c", LISTING, json.dumps(CACHES), str(MAX_FILES), str(MAX_BYTES)]
     given = "\0".join(known).encode("utf-8", "surrogateescape")
     done = await pod.exec(command, cwd=root, stdin=given, timeout=LIST_S, max_output=MAX_LISTING)
     if not done.ok or done.truncated:

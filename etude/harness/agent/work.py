@@ -37,7 +37,7 @@ from etude.harness.tools.toolbox import Approve, Toolbox
 from etude.harness.trace import Trace
 from etude.pods.backends.here import open_here
 from etude.pods.fleet import open_fleet
-from etude.pods.pod import Egress, Pod, PodFileError
+from etude.pods.pod import Egress, Pod, PodFileError, Unsupported
 
 POD_S = 120.0  # to wait for a pod on a machine that is full
 TICK_S = 0.1
@@ -93,6 +93,9 @@ class Work:
         except EtudeError:
             await self.save(self.session.trace("interrupted"))  # what there is can go on later
             raise
+        except asyncio.CancelledError:
+            self._write(self.session.trace("interrupted"))
+            raise
         await self.save(trace)
         return trace
 
@@ -104,6 +107,9 @@ class Work:
     async def _open(self, request: Request) -> None:
         options = self.options
         self.request = request
+        searcher = open_searcher() if "codebase_search" in options.environment.tools else None
+        if searcher is not None:
+            self._opened.callback(searcher.close)
         self.session, self.tools = await self._opened.enter_async_context(
             open_session(
                 request,
@@ -112,9 +118,10 @@ class Work:
                 environment=options.environment,
                 budget=Budget(options.turns, options.tokens, options.seconds, options.answer),
                 summaries=Summaries(reserve=min(Summaries.reserve, max(1, self.speaker.window // 4))),
-                searcher=open_searcher() if "codebase_search" in options.environment.tools else None,
+                searcher=searcher,
                 approve=self._approve,
                 id=self.id,
+                facts={"program": "etude agent", "direct": options.direct},
                 on_step=self.screen.step,
             )
         )
@@ -184,10 +191,14 @@ class Work:
             directory=str(options.directory),
             identity=store.identity(options.directory),
             direct=options.direct,
-            model=replace(options.model, name=speaker.model),
+            model=replace(options.model, name=options.model.name or speaker.model),
             tokenizer=tokenizer_of(speaker),
             environment=options.environment,
             request=self.request,
+            image=options.image,
+            egress=options.egress,
+            include=options.include,
+            history=options.history,
             started=self.started,
             updated=time.time(),
             ending=trace.ending,
@@ -248,14 +259,18 @@ async def _open_place(options: Options, screen: Screen) -> AsyncIterator[tuple[P
         async with open_here(options.directory, hidden=[options.model.key_env]) as here:
             yield here, {}
         return
-    async with open_fleet() as fleet:
+    async with AsyncExitStack() as stack:
+        try:
+            fleet = await stack.enter_async_context(open_fleet())
+        except Unsupported as error:
+            raise Unsupported(f"{error}\n  or on the directory itself, asked before each change: --direct") from None
         egress = Egress.to(*options.egress) if options.egress else None
-        async with await fleet.create(options.image, egress=egress, timeout=POD_S) as pod:
-            root = options.environment.root or pod.workdir
-            intake = await take_in(pod, root, options.directory, include=options.include, history=options.history)
-            for note in intake.notes:
-                screen.note(note)
-            yield pod, dict(intake.tree)
+        pod = await stack.enter_async_context(await fleet.create(options.image, egress=egress, timeout=POD_S))
+        root = options.environment.root or pod.workdir
+        intake = await take_in(pod, root, options.directory, include=options.include, history=options.history)
+        for note in intake.notes:
+            screen.note(note)
+        yield pod, dict(intake.tree)
 
 
 async def put_back(pod: Pod, root: str, changes: Sequence[Change]) -> None:
