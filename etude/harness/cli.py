@@ -16,65 +16,94 @@ from etude.errors import InputError
 
 if TYPE_CHECKING:
     from etude.harness.agent.options import Options
+    from etude.harness.agent.saved import Saved
+
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[REQUEST]", help="What to do; - reads it from standard input.", show_default=False),
+]
+ModelName = Annotated[
+    str,
+    typer.Option(
+        envvar="ETUDE_AGENT_MODEL", help="A checkpoint's directory, or a name at --endpoint.", show_default=False
+    ),
+]
+Endpoint = Annotated[
+    str, typer.Option(envvar="ETUDE_AGENT_ENDPOINT", help="URL of an OpenAI-compatible server.", show_default=False)
+]
+KeyEnv = Annotated[
+    str, typer.Option(metavar="NAME", help="Variable that holds the endpoint's key.", show_default=False)
+]
+Directory = Annotated[Path, typer.Option("--directory", "-C", help="Where to work.")]
+Direct = Annotated[
+    bool, typer.Option("--direct", help="Work on the directory itself; asks before each change or command.")
+]
+Once = Annotated[
+    bool, typer.Option("--print", "-p", help="One request, no questions: the final message on standard output.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="With --print or --list: one JSON object.")]
+Apply = Annotated[bool, typer.Option("--apply", help="With --print: apply the changes.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the session whose id comes next, or the last one here.")
+]
+List = Annotated[bool, typer.Option("--list", help="List the sessions of this directory.")]
+Toolset = Annotated[str, typer.Option(help="Names of the tools: cursor, claude-code or bash.")]
+Brief = Annotated[bool, typer.Option("--brief", help="The shortest prompt, for small windows.")]
+Instructions = Annotated[
+    Path | None, typer.Option(help="A file with instructions, in place of AGENTS.md.", show_default=False)
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATH", help="Take an ignored path along into the pod; repeatable.", show_default=False),
+]
+History = Annotated[bool, typer.Option("--history/--no-history", help="Take git's history along.")]
+Image = Annotated[str, typer.Option(help="Image of the pod; see `etude pods image`.")]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(metavar="HOST[:PORT]", help="Let the pod connect there; repeatable.", show_default=False),
+]
+Turns = Annotated[int | None, typer.Option(min=1, help="Most turns of the session.", show_default=False)]
+Tokens = Annotated[int | None, typer.Option(min=1, help="Most tokens it makes.", show_default=False)]
+Seconds = Annotated[float | None, typer.Option(min=0.001, help="Longest time.", show_default=False)]
+AnswerTokens = Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")]
+Window = Annotated[int, typer.Option(min=0, help="Tokens of context; 0: what the model has.")]
+Temperature = Annotated[float, typer.Option(min=0.0)]
+Seed = Annotated[int | None, typer.Option(min=0, show_default=False)]
+DialectName = Annotated[
+    str, typer.Option(help="How the model writes calls, where its template does not say.", show_default=False)
+]
+Device = Annotated[str, typer.Option(help="For a checkpoint: cpu, cuda, ...")]
 
 
 def agent(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[REQUEST]", help="What to do; - reads it from standard input.", show_default=False),
-    ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            envvar="ETUDE_AGENT_MODEL", help="A checkpoint's directory, or a name at --endpoint.", show_default=False
-        ),
-    ] = "",
-    endpoint: Annotated[
-        str,
-        typer.Option(envvar="ETUDE_AGENT_ENDPOINT", help="URL of an OpenAI-compatible server.", show_default=False),
-    ] = "",
-    key_env: Annotated[
-        str, typer.Option(metavar="NAME", help="Variable that holds the endpoint's key.", show_default=False)
-    ] = "",
-    directory: Annotated[Path, typer.Option("--directory", "-C", help="Where to work.")] = Path("."),
-    direct: Annotated[
-        bool, typer.Option("--direct", help="Work on the directory itself; asks before each change or command.")
-    ] = False,
-    print_: Annotated[
-        bool, typer.Option("--print", "-p", help="One request, no questions: the final message on standard output.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --print or --list: one JSON object.")] = False,
-    apply: Annotated[bool, typer.Option("--apply", help="With --print: apply the changes.")] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the session whose id comes next, or the last one here.")
-    ] = False,
-    list_: Annotated[bool, typer.Option("--list", help="List the sessions of this directory.")] = False,
-    toolset: Annotated[str, typer.Option(help="Names of the tools: cursor, claude-code or bash.")] = "cursor",
-    brief: Annotated[bool, typer.Option("--brief", help="The shortest prompt, for small windows.")] = False,
-    instructions: Annotated[
-        Path | None, typer.Option(help="A file with instructions, in place of AGENTS.md.", show_default=False)
-    ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATH", help="Take an ignored path along into the pod; repeatable.", show_default=False),
-    ] = None,
-    history: Annotated[bool, typer.Option("--history/--no-history", help="Take git's history along.")] = True,
-    image: Annotated[str, typer.Option(help="Image of the pod; see `etude pods image`.")] = "host",
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HOST[:PORT]", help="Let the pod connect there; repeatable.", show_default=False),
-    ] = None,
-    turns: Annotated[int | None, typer.Option(min=1, help="Most turns of the model.", show_default=False)] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens it makes.", show_default=False)] = None,
-    seconds: Annotated[float | None, typer.Option(min=0.001, help="Longest time.", show_default=False)] = None,
-    answer: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 4096,
-    window: Annotated[int, typer.Option(min=0, help="Tokens of context; 0: what the model has.")] = 0,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, show_default=False)] = None,
-    dialect: Annotated[
-        str, typer.Option(help="How the model writes calls, where its template does not say.", show_default=False)
-    ] = "",
-    device: Annotated[str, typer.Option(help="For a checkpoint: cpu, cuda, ...")] = "auto",
+    words: Words = None,
+    model: ModelName = "",
+    endpoint: Endpoint = "",
+    key_env: KeyEnv = "",
+    directory: Directory = Path("."),
+    direct: Direct = False,
+    once: Once = False,
+    as_json: AsJson = False,
+    apply: Apply = False,
+    resume: Resume = False,
+    list_: List = False,
+    toolset: Toolset = "cursor",
+    brief: Brief = False,
+    instructions: Instructions = None,
+    include: Include = None,
+    history: History = True,
+    image: Image = "host",
+    allow: Allow = None,
+    turns: Turns = None,
+    tokens: Tokens = None,
+    seconds: Seconds = None,
+    answer: AnswerTokens = 4096,
+    window: Window = 0,
+    temperature: Temperature = 1.0,
+    seed: Seed = None,
+    dialect: DialectName = "",
+    device: Device = "auto",
 ) -> None:
     """Work on a directory with a model: in a pod, with the changes shown before they are applied."""
     from etude.harness.agent.options import Model, Options
@@ -102,11 +131,11 @@ def agent(
         seconds=seconds,
         answer=answer,
     )
-    if not print_ and (as_json or apply):
+    if not once and (as_json or apply):
         raise InputError("--json and --apply are for --print; in a conversation you are asked")
-    if print_ and direct:
+    if once and direct:
         raise InputError("--direct asks before each change, and with --print nobody answers; leave one of them out")
-    code = start(options, list(words or ()), resume, print_, apply, as_json)
+    code = start(options, list(words or ()), resume, once, apply, as_json)
     if code:
         raise typer.Exit(code)
 
@@ -133,7 +162,7 @@ def start(options: Options, words: list[str], resume: bool, once: bool, apply: b
     earlier = None
     if id:
         earlier = Earlier(*saved.load(id))
-        options = resumed(options, earlier)
+        options = resumed(options, earlier.saved)
     if once:
         from etude.harness.agent.once import run_once
 
@@ -143,12 +172,8 @@ def start(options: Options, words: list[str], resume: bool, once: bool, apply: b
     return converse(options, screen, request, earlier)
 
 
-def resumed(options: Options, earlier: object) -> Options:
+def resumed(options: Options, before: Saved) -> Options:
     """The options of a session that goes on: its own, with the model that is named now if one is."""
-    from etude.harness.agent.work import Earlier
-
-    assert isinstance(earlier, Earlier)
-    before = earlier.saved
     if before.directory != str(options.directory):
         raise InputError(f"session {before.id[:12]} worked in {before.directory}; go there, or name it with -C")
     if options.direct and not before.direct:
@@ -192,7 +217,7 @@ def print_sessions(directory: Path, as_json: bool) -> None:
     for each in found:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.updated))
         asked = visible(" ".join(each.request.text.split()))[:60]
-        print(f"{each.id[:12]}  {when}  {each.ending:<11}  {each.model.name}  {asked}")
+        print(f"{each.id[:12]}  {when}  {each.ending:<11}  {Path(each.model.name).name}  {asked}")
 
 
 def _read_instructions(file: Path | None) -> str:

@@ -156,3 +156,14 @@ def test_what_changed_on_disk_between_two_days_is_not_overwritten(desk: Desk) ->
         again = desk.agent("-p", "--json", "--apply", "--resume", "go on")
     assert again.json["refused"] == {"calc.py": "it changed on disk meanwhile"}
     assert desk.read("calc.py") == "# my own\n"
+
+
+def test_a_session_that_failed_goes_on(desk: Desk) -> None:
+    with serving(Stub([FIX[0]])) as stub:
+        failed = desk.agent("-p", "--endpoint", stub.url, "fix it")
+    with serving(Stub(FIX)) as stub:
+        again = desk.agent("-p", "--resume", "--endpoint", stub.url, "try again")
+    assert (failed.code, "no line 1" in failed.err) == (1, True)
+    assert (again.code, again.out) == (0, "Fixed.\n")
+    roles = [message["role"] for message in stub.asked[0]["messages"]]
+    assert roles == ["system", "user", "assistant", "tool", "tool", "user"]

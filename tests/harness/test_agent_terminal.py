@@ -150,6 +150,7 @@ def test_a_script_that_is_interrupted_says_so_and_keeps_its_session(desk: Desk) 
     assert b"Traceback" not in err
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_it_starts_ends_it(desk: Desk) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"

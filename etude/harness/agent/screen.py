@@ -64,8 +64,8 @@ def result(outcome: Outcome) -> tuple[str, bool]:
         return f"exit {code}", code == 0
     if "lines_added" in facts or "lines_removed" in facts:
         return f"+{facts.get('lines_added', 0)} -{facts.get('lines_removed', 0)}", True
-    if "matches" in facts:
-        return f"{facts['matches']} matches", True
+    if isinstance(matches := facts.get("matches"), int):
+        return f"{matches} match{'' if matches == 1 else 'es'}", True
     lines = outcome.text.count("\n") + bool(outcome.text)
     return f"{lines} line{'' if lines == 1 else 's'}", True
 
@@ -169,9 +169,10 @@ class Screen:
 
     def cost(self, cost: Cost, exact: bool) -> None:
         """What the session took so far."""
-        made = [f"{name} {getattr(cost, name):,}" for name in ("thinking", "call", "commentary", "final", "summary")]
+        kinds = ("thinking", "call", "commentary", "final", "summary")
+        made = ", ".join(f"{name} {getattr(cost, name):,}" for name in kinds if getattr(cost, name))
         counted = "" if exact else ", as the endpoint counts"
-        self.say(f"made {cost.made:,} tokens ({', '.join(made)}){counted}; read {cost.output:,} from tools")
+        self.say(f"made {cost.made:,} tokens ({made or 'none'}{counted}); tools gave {cost.output:,}")
         self.say(f"{cost.turns} turns, {cost.calls} calls; prompts {cost.prompt:,}, of which cached {cost.cached:,}")
         self.say(f"model {cost.model_s:.1f} s, pod {cost.pod_s:.1f} s, all {cost.wall_s:.1f} s")
 

@@ -31,6 +31,7 @@ HELP = """\
 /apply   apply it                                /quit    leave; the session can be resumed
 Ctrl-C   stop the model or its tool              a line that ends with \\ goes on in the next"""
 PROMPT = "> "
+SIGNS = {"old_string": "-", "new_string": "+", "contents": "+", "content": "+"}  # how arguments are shown
 STOP_S = 10.0  # for work to end that was cancelled
 
 
@@ -150,22 +151,26 @@ class Conversation:
             if text is None:
                 self._offer()
                 return
-            command = re.fullmatch(r"/([a-z]+)", text.strip())
-            if command is None and text.strip():
-                self._ask(text)
-            elif command is not None and not self._command(command[1]):
-                self._offer()
-                return
+            try:
+                if not self._take(text):
+                    self._offer()
+                    return
+            except PodGone:
+                raise
+            except EtudeError as error:
+                self.screen.error(f"{error}\n(say something to try again, /quit to leave)")
+
+    def _take(self, text: str) -> bool:
+        """A command or a message; False to leave."""
+        if command := re.fullmatch(r"/([a-z]+)", text.strip()):
+            return self._command(command[1])
+        if text.strip():
+            self._ask(text)
+        return True
 
     def _ask(self, text: str) -> None:
         assert self.work is not None
-        try:
-            trace = self.stage.do(self.work.ask(text), self._interrupt)
-        except PodGone:
-            raise
-        except EtudeError as error:
-            self.screen.error(f"{error}\n(say something to try again, /quit to leave)")
-            return
+        trace = self.stage.do(self.work.ask(text), self._interrupt)
         if trace.ending == "interrupted":
             self.screen.note("(interrupted; say what to do instead, or Ctrl-C again to quit)")
             return
@@ -248,24 +253,19 @@ class Conversation:
         def question() -> str:
             self.screen.doing("")
             self.screen.say(f"{call.name} {title(call)}", "bold yellow")
-            self._details(call, tool)
+            self._details(call)
             return self._line(f"Allow it? {choices}: ") or ""
 
         return await self.stage.ask(question)
 
-    def _details(self, call: Call, tool: Tool) -> None:
+    def _details(self, call: Call) -> None:
         """All that a person must see of a call before it is allowed."""
-        given = call.arguments or {}
-        old, new = given.get("old_string"), given.get("new_string")
-        if isinstance(old, str) and isinstance(new, str):
-            lines = [f"-{line}" for line in old.split("\n")] + [f"+{line}" for line in new.split("\n")]
-            self.screen.patch("\n".join(lines))
-        text = next((given[key] for key in ("contents", "content") if isinstance(given.get(key), str)), None)
-        if text is not None:
-            self.screen.patch("\n".join(f"+{line}" for line in text.split("\n")))
-        command = given.get("command")
-        if isinstance(command, str) and "\n" in command:
-            self.screen.say(command)
+        for name, value in (call.arguments or {}).items():
+            sign = SIGNS.get(name)
+            if isinstance(value, str) and sign is not None:
+                self.screen.patch("\n".join(f"{sign}{line}" for line in value.split("\n")))
+            elif name not in ("explanation", "description") and value != title(call):
+                self.screen.say(f"{name}: {value}")
 
     def _confirm(self, question: str) -> str:
         """What the person chose; Ctrl-C chooses nothing."""

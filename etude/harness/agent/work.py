@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from etude.errors import EtudeError, InputError
 from etude.harness.agent import saved as store
@@ -63,10 +64,11 @@ class Work:
         pod: Pod,
         before: dict[str, Entry],
         approve: Approve | None,
+        id: str,
     ) -> None:
         self.options, self.screen, self.speaker, self.pod = options, screen, speaker, pod
         self.before = before  # the files on disk as the session knows them
-        self.id = uuid.uuid4().hex
+        self.id = id
         self.started = time.time()
         self.request: Request | None = None
         self.trace: Trace | None = None  # as it was saved last
@@ -121,11 +123,15 @@ class Work:
                 searcher=searcher,
                 approve=self._approve,
                 id=self.id,
-                facts={"program": "etude agent", "direct": options.direct},
+                facts=self._facts(),
                 on_step=self.screen.step,
             )
         )
         self.speaker.on_text = self.screen.heard
+
+    def _facts(self) -> dict[str, Any]:
+        seed = {"seed": self.speaker.sampling.seed} if isinstance(self.speaker, TokenSpeaker) else {}
+        return {"program": "etude agent", "direct": self.options.direct, **seed}
 
     async def _approve(self, call: Call, tool: Tool) -> bool | str:
         verdict = True if self._permission is None else await self._permission(call, tool)
@@ -211,7 +217,7 @@ class Work:
         saved = earlier.saved
         if saved.tokenizer and tokenizer_of(self.speaker) not in ("", saved.tokenizer):
             raise InputError(f"session {saved.id}: its tokens are of another tokenizer; go on with {saved.model.name}")
-        self.id, self.started = saved.id, saved.started
+        self.started = saved.started
         await self._open(saved.request)
         assert self.session is not None
         assert self.tools is not None
@@ -238,14 +244,15 @@ async def open_work(
 ) -> AsyncIterator[Work]:
     """A model and a place to work in, ready; and the saved session, if one is to go on."""
     async with AsyncExitStack() as stack:
+        id = earlier.saved.id if earlier else uuid.uuid4().hex
         screen.doing("loading the model")
         screen.tick()
-        speaker = await stack.enter_async_context(open_speaker(options.model, earlier.saved.id if earlier else ""))
+        speaker = await stack.enter_async_context(open_speaker(options.model, id))
         screen.doing("copying the files into a pod" if not options.direct else "")
         screen.tick()
         pod, before = await stack.enter_async_context(_open_place(options, screen))
         screen.doing("")
-        work = Work(options, screen, speaker, pod, before, approve)
+        work = Work(options, screen, speaker, pod, before, approve, id)
         stack.push_async_callback(work.close)
         if earlier is not None:
             await work.restore(earlier)
