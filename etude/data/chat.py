@@ -71,7 +71,7 @@ class ChatFormat:
             return "too_large"
         if any(map(self._tokenizer.control_in, strings_of([chat.messages, chat.tools]))):
             return "control_token"
-        if not any(message.get("role") == "assistant" for message in chat.messages):
+        if not any(message.get("role") == "assistant" and message.get("weight") != 0 for message in chat.messages):
             return "no_assistant"
         try:
             segments = self._cut(chat.messages, chat.tools)
@@ -94,7 +94,9 @@ class ChatFormat:
                 return "not_append_only"
             if (end := self._closed_at(whole, len(seen))) is None:
                 return "open_turn"
-            segments += [Segment(seen[len(rendered) :], False), Segment(whole[len(seen) : end], True)]
+            # weight 0: part of the conversation, but not to be learned, as a mistake that is corrected later
+            taught = message.get("weight") != 0
+            segments += [Segment(seen[len(rendered) :], False), Segment(whole[len(seen) : end], taught)]
             rendered = whole[:end]
         complete = self._tokenizer.render(messages, tools, add_generation_prompt=False)
         if not complete.startswith(rendered):

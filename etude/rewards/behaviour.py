@@ -82,7 +82,9 @@ def terminal_only(graded: Graded) -> Part:
 @term
 def unasked_edits(graded: Graded) -> Part:
     """Changes where none were asked for: a question was put, or the code was right."""
-    changed = [] if graded.task.may_edit else [change.path for change in graded.grade.changes]
+    # a path from the root is what the grader carries along, as the final message; the workspace's are relative
+    paths = [change.path for change in graded.grade.changes if not change.path.startswith("/")]
+    changed = [] if graded.task.may_edit else paths
     return Part(-1.0 if changed else 0.0, {"changed": changed[:20]})
 
 

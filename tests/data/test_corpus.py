@@ -381,6 +381,17 @@ class TestChat:
         source.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return build_corpus([str(source)], tokenizer, out, CorpusOptions(chat=True))
 
+    def test_a_turn_of_weight_nothing_is_shown_and_not_learned(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        user = {"role": "user", "content": "Hi"}
+        slip, good = ({"role": "assistant", "content": text} for text in ("Oops.", "Hello."))
+        self.build([{"messages": [user, {**slip, "weight": 0}, user, good]}], tokenizer, tmp_path / "c")
+        shards = Shards.open(tmp_path / "c")
+        ids, mask = shards.read(0).tolist(), shards.mask(0).tolist()
+        assert "Oops." in tokenizer.decode(ids)
+        assert (
+            tokenizer.decode([token for token, taught in zip(ids, mask, strict=True) if taught]) == "Hello.<|im_end|>"
+        )
+
     def test_the_mask_is_exactly_what_the_assistant_wrote(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         """Read independently: between the marker of an assistant's turn and the first <|im_end|>, inclusive."""
         self.build(CHATS, tokenizer, tmp_path / "c")

@@ -25,7 +25,7 @@ class Alias:
     translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None  # from those to ours
 
     def schema(self, tool: Tool, name: str, brief: bool = False) -> dict[str, Any]:
-        """What the model is told of the tool; when `brief`, one sentence, and of the arguments only names and types."""
+        """What the model is told of the tool; when `brief`, one sentence, and of the arguments the needed, bare."""
         shown = {key: self.arguments.get(key, key) for key in tool.parameters["properties"]}
         parameters = self.parameters or {
             "type": "object",
@@ -39,7 +39,7 @@ class Alias:
         description = _filled(self.description or tool.description, shown)
         if brief:
             description = re.split(r"(?<=\.)\s", description)[0]
-            parameters = _bare(parameters)
+            parameters = _bare(_needed(parameters))
         return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
     def ours(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,6 +53,12 @@ class Alias:
 def _filled(text: str, shown: Mapping[str, str]) -> str:
     """Text with the names of arguments, which stand in braces, as they are shown."""
     return re.sub(r"\{(\w+)\}", lambda found: shown.get(found.group(1), found.group(0)), text)
+
+
+def _needed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Only what a call cannot do without. The rest still works, for a model that knows of it."""
+    needed = {key: value for key, value in parameters["properties"].items() if key in parameters["required"]}
+    return {**parameters, "properties": needed or parameters["properties"]}
 
 
 def _bare(schema: Mapping[str, Any]) -> dict[str, Any]:

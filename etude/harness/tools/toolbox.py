@@ -62,6 +62,7 @@ class Shown:
     tool: Tool
     alias: Alias
     schema: Mapping[str, Any]
+    accepts: Mapping[str, Any]  # the schema of all its arguments; a brief one shows the needed only
 
     @property
     def name(self) -> str:
@@ -86,7 +87,9 @@ def shown_tools(environment: Environment) -> dict[str, Shown]:
         name = environment.renamed.get(key, naming[key].name)
         if name in found:
             raise InputError(f"environment: two tools are called {name!r}; see renamed")
-        found[name] = Shown(TOOLS[key], naming[key], naming[key].schema(TOOLS[key], name, environment.brief))
+        alias, whole = naming[key], naming[key].schema(TOOLS[key], name)
+        schema = alias.schema(TOOLS[key], name, brief=True) if environment.brief else whole
+        found[name] = Shown(TOOLS[key], alias, schema, whole["function"]["parameters"])
     return found
 
 
@@ -216,8 +219,7 @@ class Toolbox:
             raise ToolError("unknown_tool", f"there is no tool {call.name[:100]!r}; there are {', '.join(self.tools)}")
         if not isinstance(call.arguments, Mapping):
             raise ToolError("malformed_call", call.problem or UNREADABLE["bad_structure"])
-        schema = shown.schema["function"]["parameters"]
-        given, ignored = check_arguments(call.name, schema, call.arguments, self.bench.environment.strict)
+        given, ignored = check_arguments(call.name, shown.accepts, call.arguments, self.bench.environment.strict)
         await self._approved(call, shown.tool)
         outcome = await shown.tool.run(self.bench, shown.alias.ours(given))
         if ignored:

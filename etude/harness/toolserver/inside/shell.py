@@ -25,6 +25,7 @@ SETTINGS = {
     "PIP_NO_INPUT": "1",
     "TQDM_DISABLE": "1",
     "PYTHONUNBUFFERED": "1",  # otherwise prints come after all errors, and a job in the background seems silent
+    "PYTHONDONTWRITEBYTECODE": "1",  # an edit within the second of a run, of the same size, would not be seen
     "TERM": "dumb",
     "COLUMNS": "120",
     "TZ": "UTC",

@@ -1,0 +1,213 @@
+"""An issue of a real repository with its tests, whatever set it comes from, and the Harbor task made of it."""
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from etude.errors import InputError
+
+EVALUATE = Path(__file__).with_name("evaluate_inside.py")
+WORKSPACE = "/testbed"
+TIMEOUT_S = 1800.0
+_PATH = re.compile(r"^\+\+\+ b/(.+?)\s*$|^--- a/(.+?)\s*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One issue. `bug` is a patch that breaks what is there; `gold` one that solves it, or undoes the bug."""
+
+    id: str
+    source: str  # swebench, swe-smith, ...
+    repo: str
+    statement: str
+    gold: str = ""
+    bug: str = ""
+    test_patch: str = ""
+    fail_to_pass: tuple[str, ...] = ()
+    pass_to_pass: tuple[str, ...] = ()
+    base_commit: str = ""
+    image: str = ""
+    dockerfile: str = ""  # as the set gives it
+    context: Mapping[str, bytes] = field(default_factory=dict)  # files that it needs
+    eval_script: str = ""  # as the set gives it
+    test_command: str = "pytest -rA"
+    install: tuple[str, ...] = ()  # RUN lines, where it is installed from a clone
+    python: str = ""
+    parser: str = "pytest"
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def test_files(self) -> tuple[str, ...]:
+        """Files that hold the tests: those of the test patch, else those that the ids name."""
+        if self.test_patch:
+            return patched_paths(self.test_patch)
+        ids = (*self.fail_to_pass, *self.pass_to_pass)
+        return tuple(sorted({id.split("::")[0] for id in ids if "::" in id}))
+
+
+def patched_paths(patch: str) -> tuple[str, ...]:
+    """The files that a patch touches."""
+    found = {one or other for one, other in _PATH.findall(patch)} - {"/dev/null"}
+    return tuple(sorted(path for path in found if not path.startswith("/") and ".." not in path.split("/")))
+
+
+def parser_for(name: str) -> str:
+    """Which of our parsers reads what a set's own is called; an InputError if none does."""
+    plain = name.lower().removeprefix("parse_log_")
+    if "django" in plain:
+        return "django"
+    if "sympy" in plain:
+        return "sympy"
+    pytest = ("pytest", "flask", "requests", "astropy", "xarray", "pylint", "scikit", "sphinx", "seaborn", "matplotlib")
+    if not plain or any(word in plain for word in pytest):
+        return "pytest"
+    raise InputError(f"its log parser {name} is not known here; pytest, django and sympy are")
+
+
+def task_files(instance: Instance, clone: Path | None) -> dict[str, str | bytes]:
+    """The files of the task's directory; with a clone its files stand in environment/, else its image is used."""
+    files: dict[str, str | bytes] = {
+        "task.toml": tomli_w.dumps(_config(instance)),
+        "instruction.md": instance.statement.strip() + "\n",
+        "tests/test.sh": "#!/bin/sh\nexec python3 /tests/evaluate.py\n",
+        "tests/evaluate.py": EVALUATE.read_text(),
+    }
+    if not instance.fail_to_pass:
+        raise InputError("it names no test that should pass afterwards")
+    files |= _environment(instance, clone)
+    files |= _tests(instance, clone)
+    files |= _solution(instance)
+    return files
+
+
+def _config(instance: Instance) -> dict[str, Any]:
+    return {
+        "schema_version": "1.4",
+        "task": {"name": f"{instance.source}/{instance.id}"},
+        "metadata": {
+            "category": "debugging",
+            "source": instance.source,
+            "repo": instance.repo,
+            "protected": list(instance.test_files),
+            "base_commit": instance.base_commit,
+            **instance.metadata,
+        },
+        "environment": {"network_mode": "no-network", "workdir": WORKSPACE},
+        "verifier": {"timeout_sec": TIMEOUT_S},
+    }
+
+
+# ------------------------------------------------------------------------------------------------- environment
+
+
+def _environment(instance: Instance, clone: Path | None) -> dict[str, str | bytes]:
+    if clone is not None:
+        tree = exported(clone, instance.base_commit, [instance.bug] if instance.bug else [])
+        lines = [f"FROM python:{instance.python or '3'}-slim", f"WORKDIR {WORKSPACE}", f"COPY repo/ {WORKSPACE}/"]
+        lines += [f"RUN {line}" for line in instance.install]
+        found: dict[str, str | bytes] = {f"environment/repo/{path}": data for path, data in tree.items()}
+        if "requirements" in instance.context:
+            found["environment/requirements.txt"] = instance.context["requirements"]
+            lines.insert(2, "COPY requirements.txt /requirements.txt\nRUN pip install -r /requirements.txt")
+        return {**found, "environment/Dockerfile": "\n".join(lines) + "\n"}
+    if instance.dockerfile:
+        found = {"environment/Dockerfile": instance.dockerfile}
+        return {**found, **{f"environment/{path}": data for path, data in instance.context.items()}}
+    if not instance.image:
+        raise InputError("it has neither an image nor a Dockerfile; give its repository with --repositories")
+    lines = [f"FROM {instance.image}", f"WORKDIR {WORKSPACE}"]
+    found = {}
+    if instance.bug:
+        found["environment/bug.patch"] = instance.bug
+        lines += ["COPY bug.patch /bug.patch", "RUN git apply /bug.patch && rm /bug.patch"]
+    lines.append("RUN " + SEALING)
+    return {**found, "environment/Dockerfile": "\n".join(lines) + "\n"}
+
+
+# One commit and no way back: a history that has the answer is no task.
+SEALING = (
+    "rm -rf .git && git init -q && git add -A && git -c user.name=task -c user.email=task@localhost commit -q -m start"
+)
+
+
+def exported(clone: Path, commit: str, patches: Sequence[str]) -> dict[str, bytes]:
+    """The files of a clone at a commit, with patches applied."""
+    with tempfile.TemporaryDirectory(prefix="etude-export-") as directory:
+        top = Path(directory)
+        packed = _git(clone, "archive", "--format=tar", commit or "HEAD")
+        subprocess.run(["tar", "-x"], cwd=top, input=packed, check=True)
+        for patch in patches:
+            apply_patch(top, patch)
+        paths = [path for path in sorted(top.rglob("*")) if path.is_file() and not path.is_symlink()]
+        return {path.relative_to(top).as_posix(): path.read_bytes() for path in paths}
+
+
+def apply_patch(top: Path, patch: str, reverse: bool = False) -> None:
+    """Apply a patch to a tree that is no repository; git refuses what leaves it."""
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(top.parent), "GIT_CONFIG_GLOBAL": "/dev/null"}
+    command = ["git", "apply", "--whitespace=nowarn", *(["-R"] if reverse else []), "-"]
+    text = patch if patch.endswith("\n") else patch + "\n"
+    done = subprocess.run(command, cwd=top, input=text.encode(), capture_output=True, env=environment)
+    if done.returncode != 0:
+        raise InputError(f"its patch does not apply: {done.stderr.decode('utf-8', 'replace').strip()[:300]}")
+
+
+def _git(clone: Path, *arguments: str) -> bytes:
+    done = subprocess.run(["git", "-C", str(clone), *arguments], capture_output=True)
+    if done.returncode != 0:
+        raise InputError(f"{clone}: git {arguments[0]}: {done.stderr.decode('utf-8', 'replace').strip()[:300]}")
+    return done.stdout
+
+
+# ------------------------------------------------------------------------------------------------- tests, solution
+
+
+def _tests(instance: Instance, clone: Path | None) -> dict[str, str | bytes]:
+    """eval.sh and what it must come to."""
+    expected = {
+        "parser": instance.parser,
+        "workspace": WORKSPACE,
+        "fail_to_pass": list(instance.fail_to_pass),
+        "pass_to_pass": list(instance.pass_to_pass),
+    }
+    found: dict[str, str | bytes] = {"tests/expected.json": json.dumps(expected, indent=1) + "\n"}
+    if instance.eval_script:
+        return {**found, "tests/eval.sh": instance.eval_script}
+    if clone is not None:
+        tree = exported(clone, instance.base_commit, [instance.test_patch] if instance.test_patch else [])
+        found |= {f"tests/suite/{path}": tree[path] for path in instance.test_files if path in tree}
+        prepare = ""
+    else:
+        prepare = ""
+        if instance.test_patch:
+            found["tests/test.patch"] = instance.test_patch
+            listed = " ".join(f"'{path}'" for path in instance.test_files)
+            prepare = (
+                f"git checkout -q HEAD -- {listed} 2>/dev/null\n"
+                "git apply --whitespace=nowarn /tests/test.patch || echo '>>>>> Patch Apply Failed'\n"
+            )
+    targets = "" if instance.metadata.get("whole_suite") else " ".join(f"'{path}'" for path in instance.test_files)
+    script = (
+        f"cd {WORKSPACE}\n{prepare}echo '>>>>> Start Test Output'\n{instance.test_command} {targets}\ncode=$?\n"
+        "echo '>>>>> End Test Output'\necho \">>>>> Test Exit Code: $code\"\n"
+    )
+    return {**found, "tests/eval.sh": script}
+
+
+def _solution(instance: Instance) -> dict[str, str | bytes]:
+    if instance.bug:
+        apply, patch = "git apply -R --whitespace=nowarn", instance.bug
+    elif instance.gold:
+        apply, patch = "git apply --whitespace=nowarn", instance.gold
+    else:
+        return {}
+    script = f"#!/bin/sh\nset -e\ncd {WORKSPACE}\n{apply} /solution/gold.patch\n"
+    return {"solution/solve.sh": script, "solution/gold.patch": patch if patch.endswith("\n") else patch + "\n"}

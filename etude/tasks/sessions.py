@@ -1,0 +1,48 @@
+"""A session of the harness as an actor on a task's ground: the same code that training and people run."""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+
+from etude.harness.environment import Environment
+from etude.harness.prompt import Request
+from etude.harness.rollout import open_session
+from etude.harness.session import Budget
+from etude.harness.speaker import Speaker
+from etude.harness.trace import Step, Trace
+from etude.tasks.attempt import Actor
+from etude.tasks.ground import Ground
+from etude.tasks.task import TaskStep
+
+Speaking = Callable[[str], AbstractAsyncContextManager[Speaker]]  # of a session's id
+
+
+def in_session(
+    speaking: Speaking,
+    *,
+    environment: Environment | None = None,
+    budget: Budget | None = None,
+    on_step: Callable[[Step], None] = lambda step: None,
+    on_trace: Callable[[Trace], None] = lambda trace: None,
+) -> Actor:
+    """Whoever speaks works on the task until it is over; the final message is left where verifiers look for it.
+
+    The task's own time limit counts where the budget has none.
+    """
+
+    async def act(ground: Ground, step: TaskStep | None) -> None:
+        task = ground.task
+        id = f"{task.name}/{step.name}" if step else task.name
+        limit = (step.agent.timeout_s if step else None) or task.agent.timeout_s
+        spent = budget or Budget()
+        spent = spent if spent.seconds is not None else replace(spent, seconds=limit)
+        where = replace(environment or Environment(), root=ground.workspace)
+        request = Request(step.instruction if step else task.instruction, id=id)
+        async with speaking(id) as speaker:
+            opened = open_session(request, speaker, ground.pod, environment=where, budget=spent, on_step=on_step)
+            async with opened as (session, _):
+                trace = await session.run()
+        await ground.leave_message(trace.final)
+        on_trace(trace)
+
+    return act

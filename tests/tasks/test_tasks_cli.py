@@ -1,0 +1,148 @@
+"""`etude tasks`: the verbs as a person types them."""
+
+import asyncio
+import json
+import tomllib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rehearsal import call, says, speaker
+from typer.testing import CliRunner, Result
+
+from etude.cli import app
+from etude.errors import InputError
+from etude.harness.speaker import Speaker
+from etude.harness.trace import Trace
+from etude.pods import open_fleet
+from etude.tasks.attempt import attempt
+from etude.tasks.grade import Grade
+from etude.tasks.harbor import task_digest, write_task
+from etude.tasks.sessions import in_session
+
+CONFIG = 'schema_version = "1.4"\n[metadata]\ncategory = "debugging"\n[environment]\nnetwork_mode = "no-network"\n'
+CHECK = "grep -q 2 said.txt && r=1 || r=0; echo $r > /logs/verifier/reward.txt"
+TASK: dict[str, str | bytes] = {
+    "task.toml": CONFIG,
+    "instruction.md": "Make it say 2.\n",
+    "environment/Dockerfile": "FROM host\nWORKDIR /work\nCOPY repo/ .\n",
+    "environment/repo/said.txt": "1\n",
+    "tests/test.sh": f"#!/bin/sh\necho checking\n{CHECK}\n",
+    "solution/solve.sh": "#!/bin/sh\necho 2 > said.txt\n",
+}
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two tasks, and no result of an earlier run."""
+    monkeypatch.setattr("etude.tasks.validate.default_shelf", lambda: tmp_path / "shelf")
+    write_task(tmp_path / "tasks/good", TASK)
+    write_task(tmp_path / "tasks/bad", {**TASK, "solution/solve.sh": "#!/bin/sh\n"})
+    return tmp_path / "tasks"
+
+
+def etude(*arguments: object, code: int = 0) -> Result:
+    done = CliRunner().invoke(app, ["tasks", *map(str, arguments)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == code, done.output
+    return done
+
+
+def answer(*arguments: object, code: int = 0) -> Any:
+    return json.loads(etude(*arguments, "--json", code=code).stdout)
+
+
+def test_validate_says_what_is_admitted_and_remembers_it(tasks: Path) -> None:
+    found = {report["task"]: report for report in answer("validate", tasks, "--reruns", 1, code=1)}
+    assert found["good"]["admitted"]
+    assert not found["good"]["cached"]
+    assert [reason["code"] for reason in found["bad"]["reasons"]] == ["solution-fails"]
+    shown = etude("validate", tasks, "--reruns", 1, code=1).stdout
+    assert "1 of 2 admitted" in shown
+    assert "(known)" in shown
+    assert "solution-fails" in shown
+
+
+def test_run_shows_what_somebody_gets(tasks: Path, tmp_path: Path) -> None:
+    assert [row["reward"] for row in answer("run", tasks / "good", "--as", "nothing")] == [0.0]
+    (tmp_path / "commands.sh").write_text("echo 2 > said.txt\ntouch /logs/artifacts/x\n")
+    out = tmp_path / "out"
+    (row,) = answer("run", tasks / "good", "--as", tmp_path / "commands.sh", "--out", out)
+    assert (row["reward"], row["changed"]) == (1.0, 1)
+    assert json.loads((out / "good/grade.json").read_text())["reward"] == 1.0
+    assert (out / "good/artifacts/artifacts/x").exists()
+    assert "checking" in etude("run", tasks / "good").stdout
+
+
+def test_show_and_lint_read_only(tasks: Path) -> None:
+    shown = answer("show", tasks / "good")
+    assert (shown["name"], shown["category"], shown["network"]) == ("good", "debugging", "no-network")
+    assert shown["digest"] == task_digest(tasks / "good")
+    assert "Make it say 2." in etude("show", tasks / "good").stdout
+    assert {doubt["rule"] for doubt in answer("lint", tasks)[str(tasks / "good")]} == {"root-agent"}
+    (tasks / "bad/instruction.md").write_text("\n")
+    assert "empty-instruction" in etude("lint", tasks, code=1).stdout
+
+
+def test_export_makes_a_set_of_what_was_admitted(tasks: Path, tmp_path: Path) -> None:
+    (tasks / "good/environment/__pycache__").mkdir()
+    (tasks / "good/notes.private").write_text("not for others")
+    with pytest.raises(InputError, match="none of these"):
+        etude("export", tasks, "--out", tmp_path / "set", "--name", "ours/set", "--admitted")
+    etude("validate", tasks, "--reruns", 1, code=1)
+    etude("export", tasks, "--out", tmp_path / "set", "--name", "ours/set", "--admitted")
+    listed = tomllib.loads((tmp_path / "set/dataset.toml").read_text())
+    assert [task["name"] for task in listed["tasks"]] == ["ours/good"]
+    assert listed["tasks"][0]["digest"] == f"sha256:{task_digest(tmp_path / 'set/good')}"
+    kept = {path.name for path in (tmp_path / "set/good").rglob("*")}
+    assert not kept & {"__pycache__", "notes.private"}
+    assert [row["reward"] for row in answer("run", tmp_path / "set")] == [1.0]
+
+
+def test_a_session_of_the_harness_is_somebody_too(tasks: Path) -> None:
+    """The whole way: the task's instruction, tools in its pod, a final message, the grade."""
+    config = CONFIG.replace("[metadata]", '[metadata]\ncarry = ["/logs/agent/final.txt"]')
+    check = (
+        "grep -q done /logs/agent/final.txt && grep -q 2 said.txt && r=1 || r=0; echo $r > /logs/verifier/reward.txt"
+    )
+    task = write_task(tasks / "asked", {**TASK, "task.toml": config, "tests/test.sh": f"#!/bin/sh\n{check}\n"})
+    lines = [says("", call("run_terminal_cmd", command="echo 2 > said.txt")), says("It is done.")]
+    traces: list[Trace] = []
+
+    @asynccontextmanager
+    async def speaking(id: str) -> AsyncIterator[Speaker]:
+        yield speaker(lines)
+
+    async def go() -> Grade:
+        async with open_fleet() as fleet:
+            return await attempt(fleet, task, in_session(speaking, on_trace=traces.append))
+
+    grade = asyncio.run(go())
+    assert grade.score == 1.0, grade.log
+    assert [change.path for change in grade.changes] == ["said.txt"], "a final message is no change of the workspace"
+    assert (traces[0].task, traces[0].final) == ("asked", "It is done.")
+    assert "Make it say 2." in traces[0].steps[1].message.content
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["validate", "."], "no task there"),
+        (["run", "TASK", "--as", "somebody"], "expected nothing, solution"),
+        (["run", "TASK", "--map", "x"], "--map x: expected FROM=IMAGE"),
+        (["export", "TASK", "--out", "/", "--name", "a/b"], "is there already"),
+        (["import", "kinds", ".", "--out", "x"], "not a kind of set"),
+        (["show", "/nowhere"], "there is no task.toml"),
+    ],
+)
+def test_bad_input_is_named(
+    arguments: list[str], words: str, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(InputError) as error:
+        etude(*(str(tasks / "good") if argument == "TASK" else argument for argument in arguments))
+    assert words in str(error.value)
