@@ -9,6 +9,7 @@ from etude.harness.prompt import Request
 from etude.harness.rollout import open_session
 from etude.harness.session import Budget
 from etude.harness.speaker import Speaker
+from etude.harness.summary import Summaries
 from etude.harness.trace import Step, Trace
 from etude.tasks.attempt import Actor
 from etude.tasks.ground import Ground
@@ -22,6 +23,7 @@ def in_session(
     *,
     environment: Environment | None = None,
     budget: Budget | None = None,
+    summaries: Summaries | None = None,
     on_step: Callable[[Step], None] = lambda step: None,
     on_trace: Callable[[Trace], None] = lambda trace: None,
 ) -> Actor:
@@ -39,7 +41,15 @@ def in_session(
         where = replace(environment or Environment(), root=ground.workspace)
         request = Request(step.instruction if step else task.instruction, id=id)
         async with speaking(id) as speaker:
-            opened = open_session(request, speaker, ground.pod, environment=where, budget=spent, on_step=on_step)
+            opened = open_session(
+                request,
+                speaker,
+                ground.pod,
+                environment=where,
+                budget=spent,
+                summaries=summaries,
+                on_step=on_step,
+            )
             async with opened as (session, _):
                 trace = await session.run()
         await ground.leave_message(trace.final)

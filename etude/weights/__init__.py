@@ -1,8 +1,8 @@
 """How new weights reach the samplers: as versions in an object store, mostly deltas against the one before.
 
-    with Publisher(Bucket("s3://bucket/run")) as publisher:      # the trainer; never waits
-        publisher.publish_soon(step, model.state_dict())
-    version, weights = follow(Bucket("s3://bucket/run"), have)   # a sampler, anywhere
+with Publisher(Bucket("s3://bucket/run")) as publisher:      # the trainer; never waits
+    publisher.publish_soon(step, model.state_dict())
+version, weights = follow(Bucket("s3://bucket/run"), have)   # a sampler, anywhere
 """
 
 from etude.weights.bucket import Bucket
