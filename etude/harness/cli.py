@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import sys
 import time
@@ -149,6 +150,8 @@ def start(options: Options, words: list[str], resume: bool, once: bool, apply: b
 
     id = (words.pop(0) if words and saved.is_id(words[0]) else saved.last_of(options.directory)) if resume else ""
     request = " ".join(words)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     if request == "-":
         request = sys.stdin.read().strip()
     if once and not request:

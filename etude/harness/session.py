@@ -173,16 +173,18 @@ class Session:
         # what a terminal shows need not be Unicode, and what is not cannot be told
         kept = [replace(outcome, text=outcome.text.encode("utf-8", "replace").decode()) for outcome in outcomes]
         room = self.speaker.window - self.speaker.size - (self.summaries.reserve if self._sums_up() else 0)
+        most = max(len(outcome.text) for outcome in kept)
         while True:
             texts = zip(calls, kept, strict=True)
             size = self.speaker.measure(
                 [Message("tool", out.text, call=call.id, name=call.name) for call, out in texts]
             )
-            longest = max(range(len(kept)), key=lambda index: len(kept[index].text))
-            text = kept[longest].text
-            if size <= room or len(text) <= SHORT:
+            if size <= room or most <= SHORT:
                 return kept
-            kept[longest] = replace(kept[longest], text=text[: len(text) // 2] + CUT)
+            most //= 2  # of all at once: there may be thousands
+            kept = [
+                replace(out, text=out.text[:most] + CUT) if len(out.text) > most + len(CUT) else out for out in kept
+            ]
 
     # ------------------------------------------------------------------------------------------- summaries
 

@@ -16,9 +16,10 @@ from typing import Any
 from etude.errors import InputError
 from etude.harness.conversation import Answer, Call, CallStatus, Message, ToolSchema, names_of
 from etude.harness.dialects.dialect import Dialect
+from etude.harness.dialects.json_calls import Malformed, read_arguments
 from etude.harness.dialects.live import Live
 from etude.harness.trace import Segment, SegmentKind, Tape, Trace
-from etude.inference.chat import Listener, Part
+from etude.inference.chat import Listener, Part, ToolCall
 from etude.inference.clients.openai import OpenAIChat, Reply
 from etude.inference.policy import Policy, Sample
 from etude.inference.sampling import Sampling
@@ -215,7 +216,7 @@ class ChatSpeaker(Speaker):
         started = time.monotonic()
         listen = None if self.on_text is _unheard else self.on_text
         sampling = replace(self.sampling, max_tokens=max_tokens)
-        reply = await self.client.chat(self._messages, self._tools, sampling, listen)
+        reply = _whole_characters(await self.client.chat(self._messages, self._tools, sampling, listen))
         self._messages.append(reply.message)
         answer = _read(reply, self._tools)
         used = reply.usage
@@ -267,6 +268,14 @@ def _as_chat(message: Message) -> dict[str, Any]:
     return out
 
 
+def _whole_characters(reply: Reply) -> Reply:
+    """The reply without halves of surrogate pairs: JSON can write them, but they can be neither kept nor sent back."""
+    calls = [[call.name, call.arguments, call.id] for call in reply.tool_calls]
+    written = json.dumps([reply.text, reply.message, calls], ensure_ascii=False)
+    text, message, calls = json.loads(written.encode("utf-8", "replace"))
+    return replace(reply, text=text, message=message, tool_calls=tuple(ToolCall(*call) for call in calls))
+
+
 def _read(reply: Reply, tools: Sequence[ToolSchema]) -> Answer:
     """An endpoint's answer in our terms; it counts its tokens by kind for its thinking at most."""
     known, calls = names_of(tools), []
@@ -274,13 +283,11 @@ def _read(reply: Reply, tools: Sequence[ToolSchema]) -> Answer:
         status: CallStatus = "ok"
         arguments, problem = None, ""
         try:
-            arguments = json.loads(call.arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            status, problem = "bad_json", f"the arguments are not JSON: {error}"
+            arguments = read_arguments(call.arguments or "{}", call.name)
+        except Malformed as error:
+            status, problem = error.status, error.problem
         else:
-            if not isinstance(arguments, dict):
-                status, problem, arguments = "bad_structure", "the arguments are not a JSON object", None
-            elif call.name not in known:
+            if call.name not in known:
                 status, problem = "unknown_tool", f"there is no tool {call.name}"
         calls.append(Call(call.name, arguments, call.id, status, call.arguments, problem=problem))
     thinking = reply.message.get("reasoning_content") or reply.message.get("reasoning") or ""

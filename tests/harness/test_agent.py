@@ -1,15 +1,26 @@
 """`etude agent` for scripts: what it says, what it changes, what it keeps, and how it goes on another day."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from agent_desk import Desk, messages_of, open_pods, set_desk
+from rehearsal import Bench, speaker
+from rehearsal import says as rehearsed
+from rich.console import Console
 from stub_endpoint import Stub, call, says, serving
 
+from etude.harness.agent.options import Options
+from etude.harness.agent.screen import Screen
+from etude.harness.agent.work import Work
+from etude.harness.prompt import Request
+from etude.harness.session import Session
 from etude.harness.store import load_trace
+from etude.pods.pod import Pod
 
 # Of another size than before: an edit within a second that keeps the size leaves old bytecode in place.
 EDIT = call("search_replace", file_path="calc.py", old_string="a - b", new_string="sum((a, b))")
@@ -146,7 +157,9 @@ def test_a_session_is_found_by_the_beginning_of_its_id(desk: Desk) -> None:
         again = desk.agent("-p", "--resume", first.json["session"][:8], "go on")
         elsewhere = desk.agent("-p", "-C", str(desk.state), "--resume", first.json["session"], "go on")
     assert again.out == "Two.\n"
+    mistyped = desk.agent("-p", "--resume", "0123456789ab", "go on")
     assert (elsewhere.code, "worked in" in elsewhere.err) == (2, True)
+    assert (mistyped.code, "no such session" in mistyped.err) == (2, True)
 
 
 def test_what_changed_on_disk_between_two_days_is_not_overwritten(desk: Desk) -> None:
@@ -167,3 +180,17 @@ def test_a_session_that_failed_goes_on(desk: Desk) -> None:
     assert (again.code, again.out) == (0, "Fixed.\n")
     roles = [message["role"] for message in stub.asked[0]["messages"]]
     assert roles == ["system", "user", "assistant", "tool", "tool", "user"]
+
+
+def test_an_interruption_between_two_answers_does_not_end_the_next() -> None:
+    session = Session(Request("Go."), speaker([rehearsed("One."), rehearsed("Two.")]), Bench())
+    here = Work(Options(Path("/")), Screen(Console()), session.speaker, cast(Pod, None), {}, None, "id")
+    here.session = session
+
+    async def talk() -> str:
+        await session.run()
+        here.interrupt()
+        session.say("Go on.")
+        return (await session.run()).final
+
+    assert asyncio.run(talk()) == "Two."

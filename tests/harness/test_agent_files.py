@@ -205,6 +205,24 @@ def test_recent_files_are_those_that_were_changed_last(tmp_path: Path) -> None:
     assert recent_files(tmp_path) == ()
 
 
+@pytest.mark.parametrize("name", ["x", "a=b.c"])
+def test_a_repository_cannot_have_git_run_its_filters(tmp_path: Path, name: str) -> None:
+    here = repository(tmp_path / "w", {"a.py": "x", ".gitattributes": f"*.py filter={name}"})
+    with (here / ".git" / "config").open("a") as config:
+        config.write(f'[filter "{name}"]\n\tclean = touch {tmp_path}/ran; cat\n\trequired = true\n')
+    write(here, {"a.py": "y"})  # of the same size: git must read it to know
+    os.utime(here / "a.py", (1000, 1000))
+    assert recent_files(here) == ("a.py",)
+    choose(here)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_repository_that_git_refuses_is_not_taken_for_a_plain_directory(tmp_path: Path) -> None:
+    write(tmp_path / "w", {".gitignore": ".env", ".env": "secret", ".git": "gitdir: /nowhere"})
+    with pytest.raises(InputError, match="not copied"):
+        choose(tmp_path / "w")
+
+
 # ------------------------------------------------------------------------------------------------- what changed
 
 

@@ -92,6 +92,7 @@ def test_a_prompt_that_does_not_fit_is_refused(desk: Desk, tmp_path: Path) -> No
         (["-p", "x", "--model", "."], 2, "tokenizer.json: no such file"),
         (["-p", "x", "--endpoint", "http://127.0.0.1:9/v1"], 1, "127.0.0.1:9"),
         (["-p", "x", "--endpoint", "nonsense"], 2, "expected a URL"),
+        (["-p", "x", "--endpoint", "http://me:secret@127.0.0.1:9/v1"], 2, "--key-env"),
         (["-p", "x", "--endpoint", "http://127.0.0.1:9", "--key-env", "NO_SUCH"], 2, "no such variable"),
         (["x", "--model", "nowhere"], 2, "--model nowhere: no such directory"),
         (["-p"], 2, "--print needs a request"),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -99,6 +100,13 @@ def test_tokens_that_nobody_counted_are_a_guess_and_say_so() -> None:
         (['data: {"choices": [{"delta": {"content": "half"}}]}'], Unreachable, "broke off"),
         ([], Unreachable, "broke off"),
         (["<html>"], BadAnswer, "not JSON"),
+        (['data: {"choices": [null]}'], BadAnswer, "choices is not a list of objects"),
+        (['data: {"choices": [{"delta": {"tool_calls": ["x"]}}]}'], BadAnswer, "tool_calls is not a list of objects"),
+        (
+            ['data: {"choices": [{"delta": {"tool_calls": [{"function": {"name": "x", "arguments": {"a": 1}}}]}}]}'],
+            BadAnswer,
+            "must be text",
+        ),
     ],
 )
 def test_a_strange_stream_is_an_error_that_says_what_is_wrong(
@@ -144,6 +152,27 @@ def test_a_session_over_a_chat_api_has_no_tokens_and_says_so() -> None:
     assert [message["role"] for message in stub.asked[1]["messages"]] == ["system", "user", "assistant", "tool"]
 
 
+def test_half_a_character_from_an_endpoint_is_told_and_kept_as_another_sign() -> None:
+    stub = Stub(
+        [Line("Half \ud800.", [stub_call("echo\udfff", text="hi"), stub_call("echo", text="\ud800")]), Line("Done.")]
+    )
+
+    async def work() -> Trace:
+        client = OpenAIChat(stub.url, model="stub", patience=QUICK)
+        mouth = ChatSpeaker(client, Sampling(), window=10_000)
+        mouth.on_text = Ear()  # type: ignore[assignment]
+        try:
+            return await Session(Request("Go."), mouth, Bench()).run()
+        finally:
+            await client.close()
+
+    with serving(stub):
+        trace = asyncio.run(work())
+    first = next(step for step in trace.steps if step.kind == "turn")
+    assert (trace.final, first.message.content) == ("Done.", "Half ?.")
+    assert [each.status for each in first.message.calls] == ["unknown_tool", "bad_json"]
+
+
 # ------------------------------------------------------------------------------------------------- tokens
 
 
@@ -185,6 +214,13 @@ def test_what_was_shown_in_pieces_is_the_whole_answer(thinking: str, text: str, 
     )
     assert ear.said("thinking") == answer.thinking
     assert ear.said("text") == answer.text
+
+
+def test_an_endless_blank_is_watched_in_no_time() -> None:
+    before = time.monotonic()
+    for blank in (" ", "\n", "\ufffd"):
+        watch("x" + blank * 30_000 + "y", pieces=lambda n: n)
+    assert time.monotonic() - before < 5
 
 
 def test_who_is_watched_makes_the_same_tokens() -> None:

@@ -106,6 +106,21 @@ def test_directly_reading_is_free_and_all_else_is_asked_for(desk: Desk, monkeypa
     assert str(desk.project) in messages_of(stub.asked[0], "system")[0]
 
 
+def test_directly_a_path_is_judged_as_the_tools_read_it(desk: Desk) -> None:
+    outside = desk.state.parent / "secret.py"
+    outside.write_text("secret = undefined\n")
+    ways = [
+        call("read_file", target_file=f'"{outside}"'),
+        call("read_file", target_file='"' + str(outside).replace("/", "\\x2f") + '"'),
+        call("grep", pattern="secret", path=f'"{outside.parent}"'),
+        call("read_lints", paths=f'["{outside}"]'),
+    ]
+    with serving(Stub([says("", *ways), says("Done.")])) as stub:
+        said = desk.agent("--direct", "go", "--endpoint", stub.url, typed="n\n" * len(ways))
+    assert said.out.count("Allow it?") == len(ways)
+    assert all("did not allow" in result for result in messages_of(stub.asked[-1], "tool"))
+
+
 def test_directly_a_command_does_not_see_the_key(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sk-1")
     monkeypatch.setenv("OTHER", "seen")

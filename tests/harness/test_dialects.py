@@ -206,6 +206,7 @@ WRONG = [
     ("chatml", hermes('{"name": "grep", "arguments": {"a": "\\ud800"}}'), "bad_json", "half of a surrogate pair"),
     ("chatml", hermes('{"a":' * 5000), "bad_json", ""),
     ("chatml", hermes("[" * 10**5 + "]" * 10**5), "bad_json", "nested too deeply"),
+    ("chatml", hermes('{"name": "grep", "arguments": {"a": ' + "[" * 70 + "1" + "]" * 70 + "}}"), "bad_json", "deeply"),
     ("chatml", hermes("1" * 5000), "bad_json", ""),
     ("chatml", hermes("[1]"), "bad_structure", "not an array"),
     ("chatml", hermes('{"name": "grep", "arguments": "{}"}'), "bad_structure", "must be a JSON object, not text"),

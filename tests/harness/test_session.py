@@ -1,6 +1,7 @@
 """The session loop: what it records, when it ends, and that nothing the model wrote is ever written anew."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -161,6 +162,15 @@ def test_a_result_that_does_not_fit_is_cut_and_says_so() -> None:
     assert first.outcomes[1].text == "short"
     assert trace.ending == "final"
     assert all(len(segment) <= 2000 for segment in trace.segments)
+
+
+def test_results_of_hundreds_of_calls_that_do_not_fit_are_cut_in_no_time() -> None:
+    lines = [says("", *(call("echo", text="0123456789", times=50) for _ in range(300))), says("Enough.")]
+    session = Session(REQUEST, speaker(lines, window=60_000), Bench(), budget=Budget(answer=50_000, turns=1))
+    before = time.monotonic()
+    trace = play(session)
+    assert time.monotonic() - before < 5  # to cut them one by one takes minutes, and nothing else runs meanwhile
+    assert all("does not fit" in outcome.text for outcome in trace.steps[-1].outcomes)
 
 
 # ------------------------------------------------------------------------------------------------- people

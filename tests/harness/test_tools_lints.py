@@ -1,7 +1,13 @@
 """Lints in a real pod: by ruff, lent if need be, the new ones marked, whatever a repository's configuration tries."""
 
+import subprocess
+from pathlib import Path
+
 import pytest
 from harness_pods import Box, Yard, shared_yard
+
+from etude.harness.toolserver.inside.lints import committed
+from etude.harness.toolserver.inside.paths import Workspace
 
 OLD = "import os\n\n\ndef f():\n    return 1\n"
 
@@ -91,3 +97,28 @@ def test_without_ruff_syntax_errors_are_still_found_and_it_is_said(yard: Yard, m
 
     files = {"a.py": OLD, "bad.py": "def f(:\n", "deep.py": "(" * 5000 + ")" * 5000, "nul.py": b"x = '\0'\n"}
     yard.run(check, files=files)
+
+
+def test_a_repository_cannot_have_git_fetch_what_it_lacks(tmp_path: Path) -> None:
+    def git(*command: str) -> str:
+        identity = ("-c", "user.name=n", "-c", "user.email=e@x")
+        done = subprocess.run(["git", *identity, *command], cwd=tmp_path / "w", check=True, capture_output=True)
+        return done.stdout.decode().strip()
+
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "a.py").write_text("import os\n")
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
+        git(*command)
+    blob = git("rev-parse", "HEAD:a.py")
+    (tmp_path / "w" / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+    settings = {
+        "core.repositoryformatversion": "1",
+        "extensions.partialClone": "origin",
+        "remote.origin.promisor": "true",
+        "remote.origin.url": f"ext::sh -c touch% {tmp_path}/ran",
+        "protocol.ext.allow": "always",
+    }
+    for key, value in settings.items():
+        git("config", key, value)
+    assert committed(Workspace(str(tmp_path / "w"), str(tmp_path / "state"), {}), "a.py") == b""
+    assert not (tmp_path / "ran").exists()

@@ -157,6 +157,8 @@ def test_otherwise_what_can_only_mean_one_thing_is_taken() -> None:
     for bad in ({"pattern": True}, {"pattern": ["x"]}, {"pattern": "x", "-A": "five"}, {"pattern": "x", "-A": 1.5}):
         with pytest.raises(ToolError):
             taken(bad)
+    with pytest.raises(ToolError):
+        taken({"pattern": "x", "-A": "[" * 100_000})
 
 
 values = st.recursive(

@@ -15,7 +15,7 @@ import subprocess
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -157,8 +157,11 @@ def is_work_tree(directory: Path) -> bool:
         if any((parent / ".git").exists() for parent in (directory, *directory.parents)):
             raise InputError(f"{directory} is a git work tree, but there is no git here to read it") from None
         return False
-    except EtudeError:
-        return False
+    except EtudeError as error:
+        if "not a git repository (or any" in str(error):
+            return False
+        # Somebody else's, or damaged. Taken for a plain directory, what it ignores would go along.
+        raise InputError(f"{error}\n  a repository that git refuses to read is not copied") from None
 
 
 def git_files(directory: Path, prefix: str = "") -> list[str]:
@@ -217,7 +220,7 @@ def recent_files(directory: Path) -> tuple[str, ...]:
     """Files that git says are changed and not committed, newest first."""
     if not is_work_tree(directory):
         return ()
-    names = git(directory, "ls-files", "-z", "-mo", "--exclude-standard").split(b"\0")
+    names = git(directory, "ls-files", "-z", "-mo", "--exclude-standard", settings=no_filters(directory)).split(b"\0")
     times = {}
     for name in filter(None, map(os.fsdecode, names)):
         with contextlib.suppress(OSError):
@@ -227,13 +230,27 @@ def recent_files(directory: Path) -> tuple[str, ...]:
     return tuple(sorted(times, key=lambda name: (-times[name], name))[:RECENT])
 
 
-def git(directory: Path, *command: str) -> bytes:
+def no_filters(directory: Path) -> dict[str, str]:
+    """Settings that turn filters off: to tell whether a file has changed, git would run those of its configuration."""
+    keys = os.fsdecode(git(directory, "config", "--list", "--name-only", "-z")).split("\0")
+    drivers = {key.rpartition(".")[0] for key in keys if key.startswith("filter.") and key.count(".") > 1}
+    off = {"clean": "", "process": "", "required": "false"}
+    return {f"{driver}.{name}": value for driver in sorted(drivers) for name, value in off.items()}
+
+
+def git(directory: Path, *command: str, settings: Mapping[str, str] | None = None) -> bytes:
     """What git says; nothing in the repository may make it run another program."""
     moved = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY")
-    environment = {key: value for key, value in os.environ.items() if key not in moved} | {"GIT_OPTIONAL_LOCKS": "0"}
-    done = subprocess.run(
-        ["git", "-C", str(directory), "-c", "core.fsmonitor=false", *command], capture_output=True, env=environment
-    )
+    environment = {key: value for key, value in os.environ.items() if key not in moved} | {
+        "GIT_OPTIONAL_LOCKS": "0",
+        "LC_ALL": "C",  # its complaints are read
+    }
+    given = {"core.fsmonitor": "false", **(settings or {})}
+    first = int(environment.get("GIT_CONFIG_COUNT") or 0)
+    for number, (key, value) in enumerate(given.items(), first):  # as variables: a filter's name may hold a "="
+        environment |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    environment["GIT_CONFIG_COUNT"] = str(first + len(given))
+    done = subprocess.run(["git", "-C", str(directory), *command], capture_output=True, env=environment)
     if done.returncode:
         raise EtudeError(f"git {command[0]} in {directory}: {os.fsdecode(done.stderr).strip()}")
     return done.stdout

@@ -31,6 +31,10 @@ async def open_speaker(model: Model, session: str) -> AsyncIterator[Speaker]:
         raise InputError(
             "no model: give --model DIRECTORY for a checkpoint, or --endpoint URL for an OpenAI-compatible server"
         )
+    if "@" in urlsplit(model.endpoint).netloc:  # it would be written down with the session
+        raise InputError(
+            "--endpoint: a URL with a password in it; put the key in a variable and name it with --key-env"
+        )
     if not model.endpoint:
         opened = _local(model, session)
     elif model.directory is not None:

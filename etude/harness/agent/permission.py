@@ -11,6 +11,7 @@ from typing import Any
 
 from etude.harness.conversation import Call
 from etude.harness.tools.tool import Tool
+from etude.harness.toolserver.inside.paths import unquoted
 
 # These act on the session alone: its to-dos, and jobs that were allowed when they were started.
 FREE = ("todo_write", "await", "kill")
@@ -56,8 +57,10 @@ class Permissions:
         return tool.reads_only and tool.name not in WEB and all(map(self._inside, paths_of(call)))
 
     def _inside(self, path: str) -> bool:
-        real = os.path.realpath(os.path.join(self.root, os.path.expanduser(path)))
-        return real == self.root or real.startswith(self.root + os.sep)
+        # A name in quotes is one that tools have shown so, and they take it back so.
+        readings = [path, unquoted(path)] if len(path) > 1 and path[0] == path[-1] == '"' else [path]
+        reals = [os.path.realpath(os.path.join(self.root, os.path.expanduser(each))) for each in readings]
+        return all(real == self.root or real.startswith(self.root.rstrip(os.sep) + os.sep) for real in reals)
 
 
 def paths_of(call: Call) -> list[str]:

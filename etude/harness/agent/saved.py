@@ -30,6 +30,7 @@ from etude.harness.trace import Trace
 VERSION = 1
 RECORD, TRACE, CHANGES, PATCH = "session.json", "session.trace", "changes.zip", "changes.patch"
 ID = re.compile(r"[0-9a-f]{4,32}")
+SHOWN = 12  # characters of an id that people are shown
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ def find(id: str) -> Path:
 
 
 def is_id(word: str) -> bool:
-    """Whether a word is the id of a session that is there."""
-    return bool(ID.fullmatch(word)) and any(home().glob(f"{word}*"))
+    """Whether a word is the id of a session that is there, or can be nothing else."""
+    return bool(ID.fullmatch(word)) and (len(word) >= SHOWN or any(home().glob(f"{word}*")))
 
 
 def load_record(place: Path) -> Saved:

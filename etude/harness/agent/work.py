@@ -76,6 +76,7 @@ class Work:
         self.session: Session | None = None
         self.tools: Toolbox | None = None
         self.place: Path | None = None  # where it was saved
+        self._working = False
         self._permission = approve  # None: whatever it does, it does in a pod
         self._opened = AsyncExitStack()
 
@@ -83,6 +84,7 @@ class Work:
 
     async def ask(self, text: str) -> Trace:
         """Give the model a message and let it work until it ends, or is interrupted."""
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # as typed, in any locale
         if self.session is None:
             recent = await asyncio.to_thread(recent_files, self.options.directory)
             await self._open(Request(text, recent=recent))
@@ -103,7 +105,7 @@ class Work:
 
     def interrupt(self) -> None:
         """Stop the answer or the tools that run now."""
-        if self.session is not None:
+        if self._working and self.session is not None:  # an idle one would end its next answer instead
             self.session.interrupt()
 
     async def _open(self, request: Request) -> None:
@@ -147,9 +149,11 @@ class Work:
 
         self.screen.doing("thinking")
         task = asyncio.create_task(ticking())
+        self._working = True
         try:
             yield
         finally:
+            self._working = False
             task.cancel()
             self.screen.end_line()
             self.screen.doing("")

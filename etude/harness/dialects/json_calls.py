@@ -10,6 +10,7 @@ from etude.harness.conversation import CallStatus
 CONTEXT = 24  # characters shown on either side of an error
 NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.-]+)"')  # the name, in a call whose rest cannot be read
 LONGEST = 600  # characters of a complaint, whatever it quotes
+DEEPEST = 64  # lists and objects in one another: what is nested deeper cannot be kept in a trace
 
 
 class Malformed(Exception):
@@ -30,6 +31,8 @@ def read_json(text: str, what: str, name: str = "") -> Any:
     try:
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
         json.dumps(value, ensure_ascii=False).encode()
+        if _deeper(value, DEEPEST):
+            raise RecursionError
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         near = text[max(error.pos - CONTEXT, 0) : error.pos + CONTEXT]
@@ -80,6 +83,15 @@ def write_json(value: Any) -> str:
 def _kind(value: Any) -> str:
     kinds = {bool: "true or false", str: "text", list: "an array", dict: "an object", type(None): "null"}
     return kinds.get(type(value), "a number")
+
+
+def _deeper(value: Any, depth: int) -> bool:
+    """Whether there are more than `depth` lists and objects in one another."""
+    layer = [value]
+    for _ in range(depth + 1):
+        layer = [each for each in layer if isinstance(each, dict | list)]
+        layer = [item for each in layer for item in (each.values() if isinstance(each, dict) else each)]
+    return bool(layer)
 
 
 def _refuse(constant: str) -> NoReturn:

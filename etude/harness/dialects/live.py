@@ -14,8 +14,7 @@ from etude.inference.chat import Listener, Part
 
 PAUSE_S = 0.03  # between two looks; nobody reads faster
 SHARE = 5  # looking takes at most a fifth of the time, however long the answer
-# Where a mark is text it begins a line; a decoder shows the first bytes of a character as U+FFFD.
-UNCERTAIN = re.compile(r"(?:\s*(?:^|(?<=\n))<[^\s>]*|\s+|\ufffd+)\Z")
+MARK = re.compile(r"<[^\s>]*")  # the beginning of one, where marks are text: then they begin a line
 
 
 class Live:
@@ -36,7 +35,7 @@ class Live:
             return
         answer = self.dialect.parse(self._tokens)
         for part, text in (("thinking", answer.thinking), ("text", answer.text)):
-            self._say(part, UNCERTAIN.sub("", text))  # type: ignore[arg-type]
+            self._say(part, _certain(text))  # type: ignore[arg-type]
         if len(answer.calls) > self._calls:
             self._calls = len(answer.calls)
             self.listen("call", answer.calls[-1].name)
@@ -53,3 +52,12 @@ class Live:
         if len(text) > len(said) and text.startswith(said):
             self._said[part] = text
             self.listen(part, text[len(said) :])
+
+
+def _certain(text: str) -> str:
+    """The text without what the next token could change."""
+    line = text.rfind("\n") + 1
+    if MARK.fullmatch(text, line):
+        return text[:line].rstrip()
+    # A decoder shows the first bytes of a character as U+FFFD.
+    return text.rstrip() if text[-1:].isspace() else text.rstrip("\ufffd")

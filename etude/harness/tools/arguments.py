@@ -94,7 +94,7 @@ def _meant(kind: str, schema: Mapping[str, Any], value: Any) -> Any:
             return [value]
         try:
             found = json.loads(value.strip().lower() if kind == "boolean" else value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
         return _meant(kind, schema, found) if not isinstance(found, str) else value
     if kind == "integer" and isinstance(value, float) and value.is_integer():

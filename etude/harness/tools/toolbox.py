@@ -220,7 +220,7 @@ class Toolbox:
         if not isinstance(call.arguments, Mapping):
             raise ToolError("malformed_call", call.problem or UNREADABLE["bad_structure"])
         given, ignored = check_arguments(call.name, shown.accepts, call.arguments, self.bench.environment.strict)
-        await self._approved(call, shown.tool)
+        await self._approved(replace(call, arguments=given), shown.tool)  # what will be done, not what was written
         outcome = await shown.tool.run(self.bench, shown.alias.ours(given))
         if ignored:
             text = f"{outcome.text}\n[ignored: there is no argument {', '.join(key[:100] for key in ignored)}]"

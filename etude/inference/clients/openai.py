@@ -173,14 +173,14 @@ class Events:
 
     def _take(self, event: dict[str, Any]) -> None:
         self._usage = event.get("usage") or self._usage
-        for choice in (event.get("choices") or ())[:1]:
+        for choice in _objects(event.get("choices"), f"{self.where}: choices")[:1]:
             self._finish = choice.get("finish_reason") or self._finish
             delta = choice.get("delta") or {}
             for key, part in SPOKEN.items():
                 if isinstance(text := delta.get(key), str) and text:
                     self._message[key] = self._message.get(key, "") + text
                     self.listen(part, text)
-            for call in delta.get("tool_calls") or ():
+            for call in _objects(delta.get("tool_calls"), f"{self.where}: tool_calls"):
                 self._take_call(call)
 
     def _take_call(self, delta: Mapping[str, Any]) -> None:
@@ -192,10 +192,13 @@ class Events:
         call = self._calls.setdefault(number, empty)
         call["id"] = delta.get("id") or call["id"]
         function = delta.get("function") or {}
-        if name := function.get("name"):
+        name, arguments = (function.get(key) or "" for key in ("name", "arguments"))
+        if not isinstance(name, str) or not isinstance(arguments, str):
+            raise BadAnswer(f"{self.where}: the name and the arguments of a call must be text: {function!r:.200}")
+        if name:
             call["function"]["name"] += name
             self.listen("call", call["function"]["name"])
-        call["function"]["arguments"] += function.get("arguments") or ""
+        call["function"]["arguments"] += arguments
 
     def whole(self, asked: Mapping[str, Any]) -> Any:
         """The answer as it would have come in one piece to what was `asked`."""
@@ -218,3 +221,10 @@ class Events:
 
 # Where servers put what a model says; two of them put its thoughts under another name.
 SPOKEN: Mapping[str, Part] = {"content": "text", "reasoning_content": "thinking", "reasoning": "thinking"}
+
+
+def _objects(value: Any, where: str) -> list[dict[str, Any]]:
+    """A list of objects, or nothing."""
+    if not isinstance(value or [], list) or not all(isinstance(item, dict) for item in value or []):
+        raise BadAnswer(f"{where} is not a list of objects: {value!r:.200}")
+    return list(value or [])

@@ -170,6 +170,7 @@ def committed(workspace: Workspace, name: str) -> bytes | None:
         return None
     directory, base = os.path.split(os.path.join(workspace.root, name))
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_NOSYSTEM": "1"}
+    environment["GIT_ALLOW_PROTOCOL"] = "none"  # what a partial clone lacks it would fetch, by any program it names
     start = [git, "-c", "core.fsmonitor=false", "-C", directory]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         command = [*start, "cat-file", "blob", f"HEAD:./{base}"]
