@@ -37,7 +37,7 @@ demo: $(READY) ## a tour: a tiny run from its recipe, then a real model, on a CP
 	etude model nll runs/smollm2-135m etude/kernels
 
 test: lint ## lint, types and the fast tests
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 test-slow: $(READY) ## the tests that take longer
 	$(PY) -m pytest -m slow

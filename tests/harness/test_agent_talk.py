@@ -1,6 +1,7 @@
 """`etude agent` in a conversation, in a pod and directly: what is asked, what is allowed, what is applied."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,5 +143,7 @@ def test_what_was_started_directly_ends_with_the_session(desk: Desk) -> None:
     lines: list[Line] = [says("", start), says("Done.")]
     with serving(Stub(lines)) as stub:
         desk.agent("--direct", "go", "--endpoint", stub.url, typed="y\n/quit\n")
-    pid = int(desk.read("pid"))
+    pid, deadline = int(desk.read("pid")), time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.05)  # killed, and not yet waited for
     assert not os.path.exists(f"/proc/{pid}")

@@ -40,7 +40,7 @@ class TestChat:
         chunks: list[ChatCompletionChunk] = list(stream)
         texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
         assert "".join(texts) == "Hello, café!"
-        assert "é" in texts  # never half of it
+        assert any("é" in text for text in texts)  # never half of it, whatever comes in one piece
         assert chunks[0].choices[0].delta.role == "assistant"
         assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
         assert chunks[-1].choices == []
