@@ -57,15 +57,15 @@ def test_it_passes_the_suite_of_pods(check: Callable[[Any], Awaitable[None]], tm
 
 def test_commands_have_our_environment_but_for_what_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEEN", "yes")
-    monkeypatch.setenv("SECRET", "no")
+    monkeypatch.setenv("HIDDEN_FROM_IT", "no")
 
     async def work() -> str:
-        async with open_here(tmp_path, hidden=["SECRET"]) as pod:
+        async with open_here(tmp_path, hidden=["HIDDEN_FROM_IT"]) as pod:
             return (await pod.exec("env; cat /proc/$PPID/environ | tr '\\0' '\\n'")).stdout
 
     told = asyncio.run(work())
     assert "SEEN=yes" in told
-    assert "SECRET" not in told
+    assert "HIDDEN_FROM_IT" not in told
 
 
 def test_what_needs_a_machine_of_its_own_is_refused(tmp_path: Path) -> None:
