@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import time
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -93,6 +94,9 @@ def test_everything_it_started_ends_with_it_and_what_it_wrote_stays(tmp_path: Pa
             return int(await pod.read("pid")), (await pod.exec("echo $TMPDIR")).stdout.strip()
 
     pid, scratch = asyncio.run(work())
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.05)  # killed, and not yet waited for
     assert not os.path.exists(f"/proc/{pid}")
     assert not os.path.exists(scratch)
     assert (tmp_path / "pid").exists()
