@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import os
-import time
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
