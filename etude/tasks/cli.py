@@ -20,6 +20,7 @@ from etude.errors import EtudeError, InputError, Interrupted
 from etude.pods.fleet import Fleet, open_fleet
 from etude.pods.pod import Egress
 from etude.tasks.bases import Provision
+from etude.tasks.generate.cli import mount as mount_generate
 from etude.tasks.harbor import find_tasks, read_task, task_digest
 from etude.tasks.task import Task
 
@@ -336,3 +337,6 @@ def import_(
     print(f"{out}: {len(made)} tasks" + (f", {len(failed)} could not be made" if failed else ""))
     if not made:
         raise EtudeError(f"{source}: no task could be made of it")
+
+
+mount_generate(app)

@@ -1,0 +1,1 @@
+"""Programs that run in pods: standard library only, imported here by nobody but type checkers and tests."""

@@ -1,0 +1,311 @@
+"""A Python repository as it was given, a source archive or a directory: its files without anything that leaks, and
+what they say about themselves. Everything here only reads; nothing of a repository is ever run on this side.
+"""
+
+import configparser
+import hashlib
+import re
+import shlex
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from etude.errors import InputError
+
+MAX_FILE = 512 << 10  # bytes; larger ones are pictures and data that no task is about
+MAX_BYTES = 64 << 20
+MAX_FILES = 5_000
+ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar", ".zip")
+# made by building, running and checking: each has been seen to hold what a task removed
+LEAKS = re.compile(
+    r"(^|/)(\.git|\.hg|\.svn|__pycache__|\.(mypy|pytest|ruff|hypothesis|pyre|tox|nox|eggs|cache)[^/]*|\.venv"
+    r"|node_modules|[^/]*\.(egg-info|dist-info))/|^(build|dist|venv|env)/|\.(pyc|pyo|so|whl|egg|orig|rej)$|(^|/)\.coverage$"
+)
+NOT_PACKAGES = frozenset({"tests", "test", "testing", "docs", "doc", "examples", "example", "bench", "benchmarks"})
+SCRIPTS = frozenset({"setup.py", "conftest.py", "noxfile.py", "tasks.py", "fabfile.py", "manage.py"})
+TEST_GROUPS = ("tests", "test", "testing")
+TEST_LISTS: tuple[str, ...] = (
+    "requirements/tests.in",
+    "requirements/test.in",
+    "requirements/tests.txt",
+    "requirements/test.txt",
+)
+TEST_LISTS += ("requirements-tests.txt", "requirements-test.txt", "tests/requirements.txt", "test-requirements.txt")
+# settings of pytest that decide what a test comes to; others are for people
+KEPT_INI = frozenset(
+    {"filterwarnings", "markers", "python_files", "python_classes", "python_functions", "usefixtures", "xfail_strict"}
+    | {"asyncio_mode", "asyncio_default_fixture_loop_scope", "doctest_optionflags", "norecursedirs", "testpaths"}
+)
+KEPT_OPTIONS = ("-m", "-k", "-W", "--import-mode", "--strict-markers")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A repository's files and what is known of it without running it. Paths are from its top."""
+
+    name: str
+    version: str
+    digest: str
+    files: Mapping[str, bytes] = field(repr=False)
+    roots: tuple[str, ...]  # directories that modules are imported from
+    modules: tuple[str, ...]  # the product's own Python files
+    tests: tuple[str, ...]  # files that hold tests
+    test_directories: tuple[str, ...]
+    requirements: tuple[str, ...]  # to run it and its tests
+    backend: tuple[str, ...]  # to build it
+    ini: Mapping[str, str]
+    arguments: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}-{self.version}" if self.version else self.name
+
+    def text(self, path: str) -> str:
+        return self.files[path].decode("utf-8", "replace")
+
+    def is_test_path(self, path: str) -> bool:
+        """Whether a file belongs to the tests, or helps them."""
+        inside = any(path.startswith(f"{directory}/") for directory in self.test_directories)
+        return inside or path in self.tests or path.rpartition("/")[2] == "conftest.py"
+
+    def module_name(self, path: str) -> str:
+        """What a file of the product is imported as."""
+        for root in self.roots:
+            prefix = "" if root == "." else f"{root}/"
+            if path.startswith(prefix):
+                parts = path[len(prefix) :].removesuffix(".py").split("/")
+                return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        raise InputError(f"{self.label}: {path} is not below {', '.join(self.roots)}")
+
+
+def read_source(given: Path | str) -> Source:
+    """The repository in a directory or a source archive."""
+    path = Path(given)
+    if path.is_dir():
+        raw = dict(_from_directory(path))
+    elif path.is_file() and path.name.endswith(ARCHIVES):
+        raw = dict(_from_archive(path))
+    else:
+        raise InputError(f"{path}: expected a directory or a source archive ({', '.join(ARCHIVES)})")
+    return make_source(raw, path.name.removesuffix(next((end for end in ARCHIVES if path.name.endswith(end)), "")))
+
+
+def make_source(raw: Mapping[str, bytes], fallback: str = "repository") -> Source:
+    """A repository from its files; `fallback` names it where it does not name itself."""
+    files = cleaned(raw)
+    project = read_toml(files.get("pyproject.toml"), "pyproject.toml")
+    about = project.get("project", {})
+    name, version = _identity(about, raw.get("PKG-INFO", b""), fallback)
+    if "PKG-INFO" in raw:  # the archive's own, which repeats the README; build backends read the version from it
+        files["PKG-INFO"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode()
+    roots = _roots(files)
+    ini, arguments = _pytest_settings(files, project)
+    tests, directories = _tests(files, roots, ini.get("testpaths", "").split())
+    modules = tuple(sorted(path for path in files if _is_module(path, roots, tests, directories)))
+    if not modules:
+        raise InputError(f"{name}: no Python package below {' or '.join(roots)}; expected one at the top or in src/")
+    if not tests:
+        raise InputError(f"{name}: no test files (test_*.py) were found; tasks are made out of tests")
+    return Source(
+        name=name,
+        version=version,
+        digest=_digest(files),
+        files=files,
+        roots=roots,
+        modules=modules,
+        tests=tests,
+        test_directories=directories,
+        requirements=_requirements(files, project, name),
+        backend=tuple(project.get("build-system", {}).get("requires", ("setuptools", "wheel"))),
+        ini=ini,
+        arguments=arguments,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- files
+
+
+def _from_directory(top: Path) -> Iterator[tuple[str, bytes]]:
+    for path in sorted(top.rglob("*")):
+        inside = path.relative_to(top).as_posix()
+        plain = not LEAKS.search(inside) and not path.is_symlink() and path.is_file()
+        if plain and path.stat().st_size <= MAX_FILE:
+            yield inside, path.read_bytes()
+
+
+def _from_archive(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Regular files of an archive, below its one top directory; nothing is written anywhere."""
+    try:
+        found = dict(_zipped(path) if path.suffix == ".zip" else _tarred(path))
+    except (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
+        raise InputError(f"{path}: cannot be unpacked ({error})") from None
+    tops = {name.partition("/")[0] for name in found}
+    if len(tops) == 1 and all("/" in name for name in found):
+        found = {name.partition("/")[2]: data for name, data in found.items()}
+    for name in sorted(found):
+        yield name, found[name]
+
+
+def _tarred(path: Path) -> Iterator[tuple[str, bytes]]:
+    total = 0
+    with tarfile.open(path) as archive:
+        for item in archive:
+            if not item.isfile() or item.size > MAX_FILE:
+                continue
+            total += item.size
+            if total > MAX_BYTES:
+                raise InputError(f"{path}: more than {MAX_BYTES >> 20} MiB of files; this is no source archive")
+            content = archive.extractfile(item)
+            if content is not None and (name := _inside(item.name)):
+                yield name, content.read()
+
+
+def _zipped(path: Path) -> Iterator[tuple[str, bytes]]:
+    total = 0
+    with zipfile.ZipFile(path) as archive:
+        for item in archive.infolist():
+            if item.is_dir() or item.file_size > MAX_FILE or (item.external_attr >> 16) & 0o170000 == 0o120000:
+                continue
+            total += item.file_size
+            if total > MAX_BYTES:
+                raise InputError(f"{path}: more than {MAX_BYTES >> 20} MiB of files; this is no source archive")
+            if name := _inside(item.filename):
+                yield name, archive.read(item)
+
+
+def _inside(name: str) -> str:
+    """A member's name as a plain path; "" for one that leads elsewhere."""
+    path = PurePosixPath(name)
+    return "" if path.is_absolute() or ".." in path.parts or "\\" in name else str(path)
+
+
+def cleaned(raw: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Without what building and running leave behind, and without this archive's own description."""
+    files = {path: data for path, data in raw.items() if not LEAKS.search(path) and path != "PKG-INFO"}
+    if len(files) > MAX_FILES:
+        raise InputError(f"{len(files)} files are more than {MAX_FILES}; this is no repository of one package")
+    return files
+
+
+def _digest(files: Mapping[str, bytes]) -> str:
+    running = hashlib.sha256(b"etude source 1\0")
+    for path in sorted(files):
+        running.update(f"{path}\0{len(files[path])}\0".encode())
+        running.update(files[path])
+    return running.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------- what it says
+
+
+def read_toml(data: bytes | None, name: str) -> dict[str, Any]:
+    """A TOML file of a repository; nothing where there is none."""
+    try:
+        return tomllib.loads((data or b"").decode())
+    except (UnicodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{name}: cannot be read ({error})") from None
+
+
+def _identity(about: Mapping[str, Any], info: bytes, fallback: str) -> tuple[str, str]:
+    headers = dict(re.findall(r"^(Name|Version): *(\S+)", info.decode("utf-8", "replace"), re.MULTILINE))
+    guess = re.fullmatch(r"(.+?)-(\d[^-]*)", fallback)
+    name = about.get("name") or headers.get("Name") or (guess[1] if guess else fallback)
+    version = about.get("version") or headers.get("Version") or (guess[2] if guess else "0")
+    return re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-"), str(version)
+
+
+def _roots(files: Mapping[str, bytes]) -> tuple[str, ...]:
+    source = any(re.match(r"src/[^/]+(/__init__)?\.py$", path) for path in files)
+    return ("src",) if source else (".",)
+
+
+def _tests(
+    files: Mapping[str, bytes], roots: tuple[str, ...], paths: list[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Files that hold tests, and the outermost directories that are theirs alone."""
+    named = re.compile(r"(.*/)?(test_[^/]*|[^/]*_test)\.py$")
+    found = [path for path in sorted(files) if named.match(path)]
+    if paths:
+        tops = [path.strip("/") for path in paths]
+        found = [path for path in found if any(path == top or path.startswith(f"{top}/") for top in tops)]
+    directories = set[str]()
+    tests = []
+    for path in found:
+        parts = path.split("/")[:-1]
+        depth = next((depth for depth, part in enumerate(parts) if part in ("tests", "test")), None)
+        if depth is not None:
+            directories.add("/".join(parts[: depth + 1]))
+        if depth is not None or not ({*parts} & NOT_PACKAGES or path.startswith("src/")):
+            tests.append(path)
+    return tuple(tests), tuple(sorted(directories))
+
+
+def _is_module(path: str, roots: tuple[str, ...], tests: tuple[str, ...], directories: tuple[str, ...]) -> bool:
+    if not path.endswith(".py") or path in tests or any(path.startswith(f"{each}/") for each in directories):
+        return False
+    if roots == ("src",):
+        return path.startswith("src/")
+    top, _, rest = path.partition("/")
+    return top not in NOT_PACKAGES if rest else path not in SCRIPTS
+
+
+def _requirements(files: Mapping[str, bytes], project: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """What running the tests needs, as far as the repository says: dependencies; groups, extras and lists of tests."""
+    about = project.get("project", {})
+    extras = about.get("optional-dependencies", {})
+    groups = project.get("dependency-groups", {})
+    found = [*about.get("dependencies", ()), "pytest"]
+    for each in TEST_GROUPS:
+        found += _group(groups, each)
+        found += extras.get(each, ())
+    for each in TEST_LISTS:
+        if each in files:
+            lines = (line.partition("#")[0].strip() for line in files[each].decode("utf-8", "replace").splitlines())
+            found += [line for line in lines if re.match(r"[A-Za-z0-9]", line)]
+            break
+    return tuple(dict.fromkeys(line for line in found if requirement_name(line) != name))
+
+
+def _group(groups: Mapping[str, Any], name: str, depth: int = 0) -> list[str]:
+    found: list[str] = []
+    for item in groups.get(name, ()) if depth < 5 else ():
+        if isinstance(item, str):
+            found.append(item)
+        elif "include-group" in item:
+            found += _group(groups, item["include-group"], depth + 1)
+    return found
+
+
+def requirement_name(line: str) -> str:
+    """The package that a requirement means, in its normal form."""
+    found = re.match(r"[A-Za-z0-9._-]+", line.strip())
+    return re.sub(r"[-_.]+", "-", found[0]).lower() if found else ""
+
+
+def _pytest_settings(files: Mapping[str, bytes], project: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The settings of pytest that count when tests run one by one, and those of its options."""
+    given = project.get("tool", {}).get("pytest", {}).get("ini_options", {})
+    for name, section in (("pytest.ini", "pytest"), ("tox.ini", "pytest"), ("setup.cfg", "tool:pytest")):
+        if not given and name in files:
+            parser = configparser.ConfigParser(interpolation=None)
+            try:
+                parser.read_string(files[name].decode("utf-8", "replace"))
+            except configparser.Error:
+                continue
+            given = dict(parser[section]) if section in parser else {}
+    lines = {key: "\n".join(value) if isinstance(value, list) else str(value) for key, value in given.items()}
+    options = lines.get("addopts", "").replace("\n", " ")
+    return {key: value for key, value in lines.items() if key in KEPT_INI}, tuple(_kept_options(options))
+
+
+def _kept_options(text: str) -> Iterator[str]:
+    words = iter(shlex.split(text))
+    for word in words:
+        if word in ("-m", "-k", "-W"):
+            yield from (word, next(words, ""))
+        elif word.startswith(KEPT_OPTIONS) and not word.startswith(("-m", "-k", "-W")):
+            yield word
