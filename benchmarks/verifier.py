@@ -116,7 +116,7 @@ async def main(count: int, at_once: int) -> None:
                     f"{least * 1e3:.1f}",
                     f"{alone / 10 / least:.2f}",
                 )
-    Console().print(table)
+    Console(width=120).print(table)
     print(
         f"{count} distinct tasks of each kind, {at_once} at a time on {os.cpu_count()} cores; phases in ms, alone. "
         "The ratio is a whole grade over the verifier's program alone: what a clean pod for every grade costs."
