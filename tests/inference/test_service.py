@@ -393,6 +393,10 @@ def test_an_exception_in_a_step_fails_everybody_and_never_hangs(monkeypatch: pyt
         for ask in (service.sample([1], LONG), service.load({}, 1), service.pause(), service.resume()):
             with pytest.raises(EngineBroken):
                 await ask
+        for _ in range(200):  # counted by the engine's thread, after whoever waits was told
+            if service.stats().endings:
+                break
+            await asyncio.sleep(0.05)
         assert service.stats().endings == {"failed": 5}
 
     with_service(work, engine)
