@@ -14,7 +14,7 @@ from pathlib import Path
 
 from etude.errors import EtudeError
 from etude.pods.fleet import Fleet
-from etude.tasks.bases import Provision
+from etude.tasks.bases import Provision, host_python
 from etude.tasks.generate.code import Function, Module, parse, parses
 from etude.tasks.generate.packages import fetch_wheels, plugins_among
 from etude.tasks.generate.source import Source
@@ -162,6 +162,12 @@ def _collected(trial: Trial, source: Source) -> list[str]:
 # ------------------------------------------------------------------------------------------------- keeping
 
 
+def default_cache() -> Path:
+    """Where surveys are kept: the cache directory of the desktop's convention."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "etude" / "repositories"
+
+
 def _kept_wheels(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.glob("*.whl"))}
 
@@ -171,7 +177,8 @@ def _recall(file: Path, source: Source, packages: Mapping[str, bytes]) -> Reposi
         found = json.loads(file.read_text())
     except (OSError, ValueError):
         return None
-    if found.get("format") != FORMAT or found.get("digest") != source.digest or found["wheels"] != sorted(packages):
+    same = {"format": FORMAT, "digest": source.digest, "python": host_python(), "wheels": sorted(packages)}
+    if any(found.get(key) != value for key, value in same.items()):
         return None
     names = list(found["names"])
     covers = {
@@ -200,6 +207,7 @@ def _keep(place: Path, repository: Repository) -> None:
     record = {
         "format": FORMAT,
         "digest": repository.source.digest,
+        "python": host_python(),
         "wheels": sorted(repository.wheels),
         "seconds": dict(repository.seconds),
         "unsteady": list(repository.unsteady),

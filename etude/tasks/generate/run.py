@@ -27,7 +27,7 @@ from etude.tasks.generate.candidate import Candidate, Generator, Unfit
 from etude.tasks.generate.drafts import Files, task_files
 from etude.tasks.generate.generators import GENERATORS
 from etude.tasks.generate.journal import Entry, Journal, Yield, yields
-from etude.tasks.generate.repository import Repository, prepare
+from etude.tasks.generate.repository import Repository, default_cache, prepare
 from etude.tasks.generate.source import read_source
 from etude.tasks.generate.workbench import Trial, TrialFailed, Workbench, open_workbench
 from etude.tasks.harbor import write_task
@@ -49,6 +49,7 @@ class Order:
     jobs: int = 2
     only: tuple[str, ...] = ()  # generators; all if none is named
     reruns: int = RERUNS
+    cache: Path | None = None  # of surveys; the user's own if not given
 
 
 @dataclass
@@ -102,7 +103,7 @@ async def generate(
         for path in sources:
             note(0, order.count, f"surveying {Path(path).name}")
             source = await asyncio.to_thread(read_source, path)
-            cache = desk / "repositories"
+            cache = order.cache or default_cache()
             repository = await prepare(fleet, source, cache, extra=extra, wheels=wheels, provision=provision)
             bench = await stack.enter_async_context(open_workbench(fleet, source, repository.wheels, provision))
             lanes += [_open_lane(repository, each, bench, desk, order.seed) for each in chosen]
@@ -196,7 +197,7 @@ async def _judge(fleet: Fleet, lane: Lane, candidate: Candidate, order: Order, p
     task, reason, detail, proof = "", "", "", 0.0
     trials: dict[str, Trial] = {}
     try:
-        await _try_states(lane.bench, candidate, trials)
+        await _try_states(lane, candidate, trials)
         files = await asyncio.to_thread(_finish, lane, candidate, trials, name, order.seed)
         reason, detail, proof = await _prove(fleet, files, order, name, provision)
         task = "" if reason else name
@@ -215,13 +216,14 @@ async def _judge(fleet: Fleet, lane: Lane, candidate: Candidate, order: Order, p
     )
 
 
-async def _try_states(bench: Workbench, candidate: Candidate, trials: dict[str, Trial]) -> None:
+async def _try_states(lane: Lane, candidate: Candidate, trials: dict[str, Trial]) -> None:
     """Try what a candidate asks for, one after the other; Unfit as soon as a change breaks nothing."""
     for name, state in candidate.states.items():
         if state.command:
-            trials[name] = await bench.try_command(state.changes, state.command)
+            trials[name] = await lane.bench.try_command(state.changes, state.command)
         else:
-            trials[name] = await bench.try_tests(state.changes, state.tests)
+            limit = 20.0 + 10 * lane.repository.time_of(state.tests)  # a wrong change may make a loop endless
+            trials[name] = await lane.bench.try_tests(state.changes, state.tests, seconds=limit)
         if state.survived(trials[name]):
             raise Unfit("survives", "no test fails")
 

@@ -22,6 +22,7 @@ from etude.tasks.generate.workbench import Trial, run_spec
 TRIED, KEPT = 8, 5  # wrong versions
 TARGET = 0.8  # of them that must be noticed
 SECONDS = 4.0  # that the tests of a function may take
+SLOW = 12.0  # seconds after which a wrong version is not used: an endless loop costs its whole time in every grading
 
 
 @generator("testing", "testing", weight=1.0, most=1.0)
@@ -113,9 +114,8 @@ def make_draft(
 
     if equal == function.module.data or not parses(equal) or not passes(trials["equal"]):
         raise Unfit("no-equal", "there is no version that means the same")
-    noticed = [
-        data for number, data in enumerate(versions) if trials[str(number)].complete and not passes(trials[str(number)])
-    ]
+    runs = [(data, trials[str(number)]) for number, data in enumerate(versions)]
+    noticed = [data for data, trial in runs if trial.complete and trial.seconds < SLOW and not passes(trial)]
     if len(noticed) < KEPT:
         raise Unfit("survives", f"{len(noticed)} of {len(versions)} wrong versions fail its tests")
     noticed = noticed[:KEPT]
@@ -127,7 +127,7 @@ def make_draft(
         path: hashlib.sha256(data).hexdigest() for path, data in whole.items() if repository.source.is_test_path(path)
     }
     run = {
-        **run_spec(repository.source, repository.plugins, [], 60.0),
+        **run_spec(repository.source, repository.plugins, [], 15.0 + 10 * repository.time_of(tests)),
         "known": known,
         "directories": directories,
         "count": KEPT,

@@ -1,0 +1,48 @@
+"""On real repositories: eighty proven tasks over all categories within half an hour on two cores."""
+
+import asyncio
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from etude.pods import open_fleet
+from etude.tasks.generate.cli import show_yields
+from etude.tasks.generate.journal import Yield
+from etude.tasks.generate.run import Order, generate
+from etude.tasks.harbor import find_tasks
+
+NAMES = ("click", "marshmallow")
+CATEGORIES = {"debugging", "feature", "refactor", "docs", "testing", "review", "devops", "migration", "question"}
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Source archives from the package index, if there is one to be reached."""
+    place = tmp_path_factory.mktemp("archives")
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(place)]
+    for name in NAMES:
+        done = subprocess.run([*command, "--no-binary", name, name], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"pip cannot fetch {name}: {done.stderr[-200:]}")
+    return sorted(place.iterdir())
+
+
+@pytest.mark.slow
+def test_two_repositories_give_eighty_proven_tasks_of_all_kinds(archives: list[Path], tmp_path: Path) -> None:
+    async def work() -> list[Yield]:
+        async with open_fleet() as fleet:
+            return await generate(fleet, archives, Order(tmp_path / "out", count=80, jobs=2, cache=tmp_path / "cache"))
+
+    started = time.monotonic()
+    rows = asyncio.run(work())
+    seconds = time.monotonic() - started
+    show_yields(rows)
+    tasks = [tomllib.loads((path / "task.toml").read_text())["metadata"] for path in find_tasks(tmp_path / "out")]
+    assert len(tasks) >= 80
+    assert {task["category"] for task in tasks} == CATEGORIES
+    assert len({task["repository"] for task in tasks}) == 2
+    assert seconds < 1800, f"{seconds:.0f} s"
