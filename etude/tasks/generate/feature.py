@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from etude.tasks.generate import words
 from etude.tasks.generate.candidate import Candidate, Draft, State, Unfit, back, generator
-from etude.tasks.generate.code import FunctionNode, docstring_node
+from etude.tasks.generate.code import FunctionNode, docstring_node, inside_fstring
 from etude.tasks.generate.drafts import protected_globs, pytest_check, suite_of
-from etude.tasks.generate.evidence import test_name
+from etude.tasks.generate.evidence import test_name, test_text
 from etude.tasks.generate.removal import (
     Target,
     doomed_with,
@@ -31,6 +31,7 @@ from etude.tasks.generate.workbench import Changes, Trial
 LINES = range(5, 160)  # of what is taken out
 SHARE = 0.1  # of all tests that may go with it
 LONGEST = 30  # lines of a docstring that are shown
+SHOWN = 6  # texts that are told
 
 
 @generator("feature", "feature", weight=1.3, most=0.6)
@@ -116,7 +117,8 @@ def make_draft(
         category="feature",
         family="class" if isinstance(target.node, ast.ClassDef) else "method" if target.owner else "function",
         register=(register := rng.choice(("imperative", "issue", "spec"))),
-        request=put_request(repository, target, register, rng),
+        request=put_request(repository, target, register, rng)
+        + _texts(texts_asked_for(repository, target, doomed, failed)),
         difficulty=min(5, 1 + (size > 20) + (size > 45) + (size > 80) + (len(failed) > 15)),
         workspace=workspace,
         solved=back(repository, workspace),
@@ -153,6 +155,34 @@ def public_names(repository: Repository, target: Target) -> list[str]:
         if place.kind in ("import", "listed") and place.file.endswith("__init__.py"):
             found.insert(0, f"{source.module_name(place.file)}.{target.name}")
     return list(dict.fromkeys(found))
+
+
+def texts_asked_for(
+    repository: Repository, target: Target, doomed: Sequence[Target], tests: Sequence[str]
+) -> list[str]:
+    """Texts of the removed code that its tests look for and its docstring does not tell: nobody could guess them."""
+    asked = "\n".join({test_text(repository, test) for test in tests})
+    said = ast.get_docstring(target.node) or ""
+    docs = {
+        id(doc.value) for each in doomed for node in ast.walk(each.node) if (doc := docstring_node(node)) is not None
+    }
+    found: dict[str, None] = {}
+    for each in doomed:
+        inner = inside_fstring(each.node)
+        for node in ast.walk(each.node):
+            if id(node) in docs or id(node) in inner:
+                continue
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+            if any(len(text.strip()) > 5 and text.strip() in asked and text.strip() not in said for text in texts):
+                found[ast.unparse(node)] = None
+    return list(found)[:SHOWN]
+
+
+def _texts(texts: Sequence[str]) -> str:
+    if not texts:
+        return ""
+    return "\n\nIts texts, word for word:\n\n" + "\n".join(f"- {words.quoted(text)}" for text in texts)
 
 
 def put_request(repository: Repository, target: Target, register: str, rng: random.Random) -> str:
