@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from etude import __version__
-from etude.errors import EtudeError
+from etude.errors import EtudeError, InputError
 from etude.harness.cli import agent
 from etude.inference.cli import serve
 
@@ -135,13 +135,68 @@ def run(
     from etude.pipeline import run_recipe
     from etude.recipe import load_recipe
 
-    stages = run_recipe(load_recipe(recipe, overrides or ()), out, resume)
-    if as_json:
-        print(json.dumps({"run": str(out), "stages": stages}))
+    _show(run_recipe(load_recipe(recipe, overrides or ()), out, resume), out, as_json)
+
+
+@app.command(
+    epilog="Examples:\n\n  etude rl recipes/nano.toml --dry-run\n\n"
+    f"  etude rl recipes/nano.toml --out runs/nano --resume\n\n{EXIT_CODES}"
+)
+def rl(
+    recipe: RecipeFile,
+    out: Annotated[Path | None, typer.Option(help="Directory of the run.", show_default=False)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, if there is one.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and the memory it needs, and stop.")
+    ] = False,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Reinforcement learning alone: the stage rl of a recipe, on the weights it names or its run has."""
+    from etude.recipe import load_recipe
+
+    resolved = load_recipe(recipe, overrides or ())
+    if dry_run:
+        from etude.rl.dry import describe
+
+        lines = {line.what: line.says for line in describe(resolved)}
+        print(json.dumps(lines) if as_json else "\n".join(f"{what:14}{says}" for what, says in lines.items()))
         return
-    for stage, facts in stages.items():
-        print(f"{stage}: " + ", ".join(f"{name} {_shown(value)}" for name, value in facts.items()))
-    print(f"run: {out}")
+    if out is None:
+        raise InputError("--out is missing: name the directory of the run, or ask for --dry-run")
+    from etude.pipeline import run_recipe
+
+    _show(run_recipe(resolved, out, resume, only="rl"), out, as_json)
+
+
+@app.command(epilog="Example:  etude status runs/nano")
+def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]) -> None:
+    """How a run's reinforcement learning is: its processes, what each waits for, its rollouts by state."""
+    from etude.rl.observe import table
+
+    Console().print(table(run))
+
+
+@app.command(
+    epilog="Examples:\n\n  etude rollouts runs/nano\n\n  etude rollouts runs/nano traces/000012 --atif trajectories"
+)
+def rollouts(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
+    prefix: Annotated[str, typer.Argument(metavar="NAME", help="Only those whose name begins so.")] = "",
+    atif: Annotated[Path | None, typer.Option(help="Write them here as ATIF trajectories.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the rollouts a run has kept, or write them in the agent trajectory interchange format."""
+    from etude.rl.observe import export_rollouts, rollouts, rollouts_table
+    from etude.rl.place import Place
+
+    kept = rollouts(Place(run), prefix)
+    if atif is not None:
+        print(f"{export_rollouts(kept, atif)} trajectories in {atif}")
+    elif as_json:
+        print(json.dumps([each.row for each in kept]))
+    else:
+        Console().print(rollouts_table(kept))
 
 
 app.command(
@@ -179,6 +234,16 @@ def recipe_keys(as_json: AsJson = False) -> None:
     for key in keys:
         table.add_row(*(escape(text) for text in (key.name, key.type, key.default, key.doc)))
     Console().print(table)
+
+
+def _show(stages: dict[str, dict[str, Any]], out: Path, as_json: bool) -> None:
+    """What the stages of a run found."""
+    if as_json:
+        print(json.dumps({"run": str(out), "stages": stages}))
+        return
+    for stage, facts in stages.items():
+        print(f"{stage}: " + ", ".join(f"{name} {_shown(value)}" for name, value in facts.items()))
+    print(f"run: {out}")
 
 
 def _shown(value: object) -> str:

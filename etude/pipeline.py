@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.data.sources import source_files, spread
-from etude.errors import Interrupted
+from etude.errors import InputError, Interrupted
 from etude.progress import Report, progress_bars, progress_line
 from etude.recipe import Recipe
 from etude.run import Artefact, Parent, Run, files_digest
@@ -21,14 +21,17 @@ from etude.track import tracking
 Facts = dict[str, object]
 
 
-def run_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, dict[str, Any]]:
-    """Run the stages that are not done yet; return the facts of every stage. Progress goes to stderr."""
+def run_recipe(recipe: Recipe, out: Path, resume: bool = False, only: str | None = None) -> dict[str, dict[str, Any]]:
+    """Run the stages that are not done yet, or one of them; return the facts of each. Progress goes to stderr."""
+    if only is not None and only not in recipe.stages:
+        raise InputError(f'the recipe has no stage "{only}"; its stages are {", ".join(recipe.stages)}')
+    stages = recipe.stages if only is None else (only,)
     with (
         Run.create_or_resume(out, recipe, resume=resume) as run,
         tracking(run, recipe.track),
         progress_bars() as progress,
     ):
-        for stage in recipe.stages:
+        for stage in stages:
             if run.stage_done(stage):
                 progress.console.print(f"{stage}: done before, skipped")
                 continue
@@ -38,7 +41,7 @@ def run_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, dic
             except KeyboardInterrupt:
                 raise Interrupted(f"stopped in stage {stage}; the same command with --resume goes on") from None
             run.finish_stage(stage, **facts)
-        return {stage: run.facts(stage) for stage in recipe.stages}
+        return {stage: run.facts(stage) for stage in stages}
 
 
 def train_tokenizer(run: Run, recipe: Recipe, report: Report) -> Facts:
@@ -145,6 +148,13 @@ def training(stage: str) -> Callable[[Run, Recipe, Report], Facts]:
     return start
 
 
+def reinforce(run: Run, recipe: Recipe, report: Report) -> Facts:
+    """Reinforcement learning: its processes, and the orchestrator here."""
+    from etude.rl.orchestrator import rl
+
+    return rl(run, recipe, report)
+
+
 STAGES: dict[str, Callable[[Run, Recipe, Report], Facts]] = {
     "tokenizer": train_tokenizer,
     "base": import_base,
@@ -154,6 +164,7 @@ STAGES: dict[str, Callable[[Run, Recipe, Report], Facts]] = {
     "mtp": training("mtp"),
     "extend": training("extend"),
     "sft": training("sft"),
+    "rl": reinforce,
     "nll": measure_nll,
 }
 

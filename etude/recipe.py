@@ -31,6 +31,7 @@ from etude.sections import (
     MtpStage,
     NllStage,
     PretrainStage,
+    RlStage,
     Section,
     SftStage,
     Stage,
@@ -74,6 +75,7 @@ class Recipe(Section):
     mtp: MtpStage | None = None
     extend: ExtendStage | None = None
     sft: SftStage | None = None
+    rl: RlStage | None = None
     nll: NllStage | None = None
 
     @model_validator(mode="before")

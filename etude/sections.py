@@ -123,7 +123,7 @@ class NllStage(Stage):
     stride: int = Field(default=256, ge=1, description="tokens scored per window, at most window")
     max_files: int | None = Field(default=None, ge=1, description="score at most so many files, spread evenly")
     model: AbsolutePath | None = made_by(
-        "base", "init", "pretrain", "extend", "sft", doc="directory of a model, when no stage makes one"
+        "base", "init", "pretrain", "extend", "sft", "rl", doc="directory of a model, when no stage makes one"
     )
 
     @model_validator(mode="after")
@@ -282,3 +282,177 @@ class SftStage(TrainingStage):
     model: AbsolutePath | None = made_by(
         "base", "init", "pretrain", "extend", doc="directory of a model, when no stage makes one"
     )
+
+
+# ------------------------------------------------------------------------------------------- reinforcement learning
+
+TaskSet = Annotated[str, Field(min_length=1), BeforeValidator(_name_or_path)]
+
+
+class EnvironmentTable(Section):
+    """What the agent is shown and may use; the rest is the harness as everybody runs it."""
+
+    tools: tuple[str, ...] | None = Field(default=None, strict=False, description="names of tools; none given: all")
+    naming: Literal["cursor", "claude-code", "bash"] = Field(default="cursor", description="what tools are called")
+    brief: bool = Field(default=False, description="shortest system message and descriptions, for small windows")
+    strict: bool = Field(default=False, description="loose arguments of calls are errors")
+    command_timeout_s: float = Field(default=600.0, gt=0, description="after which a command is killed")
+
+
+class BudgetTable(Section):
+    """What a session may take; what is not given is not bounded."""
+
+    turns: int | None = Field(default=None, ge=1, description="answers of the model")
+    tokens: int | None = Field(default=None, ge=1, description="tokens the model makes, over all segments")
+    seconds: float | None = Field(default=None, gt=0, description="of the clock; not given: the task's own limit")
+    answer: int = Field(default=4096, ge=1, description="tokens of one answer")
+
+
+class SummariesTable(Section):
+    """Sessions longer than the window."""
+
+    mode: Literal["self", "compaction", "off"] = Field(default="self", description="who sums up; off ends the session")
+    trigger: int = Field(default=0, ge=0, description="tokens of a segment at which it is time; 0: when nearly full")
+    reserve: int = Field(default=2048, ge=1, description="tokens kept free for a summary")
+    attempts: int = Field(default=2, ge=1, description="at a usable summary")
+    most: int = Field(default=0, ge=0, description="summaries of one session; 0: no bound")
+
+
+class EstimatorTable(Section):
+    """The report's choices are the defaults; every other value undoes one of them, for study."""
+
+    divide_by_std: bool = Field(default=False, description="divide advantages by the group's standard deviation")
+    divide_by_length: bool = Field(default=False, description="divide each rollout by its own tokens")
+    mask_overlong: bool = Field(default=False, description="leave rollouts out that were cut off")
+    kl: Literal["none", "k1", "k3"] = Field(default="none", description="estimator of the divergence, in the reward")
+    kl_weight: float = Field(default=0.0, ge=0, description="of the divergence")
+    reference: str = Field(default="start", min_length=1, description="diverging from what: start, or a model directory")
+    correction: float = Field(default=0.0, ge=0, description="largest importance ratio to the sampler; 0: no correction")
+    replay: bool = Field(default=True, description="train through the experts the sampler used")
+    plausibility: float = Field(default=0.0, ge=0, le=1, description="least router score of a replayed expert")
+
+    @model_validator(mode="after")
+    def _knobs_act(self) -> Self:
+        if (self.kl == "none") != (self.kl_weight == 0):
+            raise ValueError("kl and kl_weight go together: give both or neither")
+        if self.kl == "none" and self.reference != "start":
+            raise ValueError("reference would not be used: there is no kl")
+        if not self.replay and self.plausibility:
+            raise ValueError("plausibility would not be used: replay is off")
+        return self
+
+
+class EffortTable(Section):
+    """Units of effort, and the curve of the penalty; how much it counts is rewards.effort_spent."""
+
+    thinking_token: float = Field(default=0.001, ge=0, description="units for a token of thinking")
+    call_token: float = Field(default=0.001, ge=0, description="units for a token of a call")
+    output_token: float = Field(default=0.0002, ge=0, description="units for a token of a result")
+    final_token: float = Field(default=0.001, ge=0, description="units for a token of a message")
+    call: float = Field(default=0.1, ge=0, description="units for a call")
+    turn: float = Field(default=0.2, ge=0, description="units for a turn")
+    k: float = Field(default=1.0, ge=0, description="how soon the curve bends")
+    q: float = Field(default=1.0, description="how much it bends: 0 is a line, 1 a logarithm")
+
+
+class EvaluationTable(Section):
+    """Measuring on held-out tasks, through the same harness."""
+
+    tasks: TaskSet = Field(description="a set of this run by its name, or a directory of tasks")
+    most: int | None = Field(default=None, ge=1, description="take at most so many of them, evenly")
+    samples: int = Field(default=4, ge=1, le=16, description="K of best-of-K: sessions for each task")
+    every: int = Field(default=0, ge=0, description="steps between measurements; 0: before and after only")
+    temperature: float = Field(default=1.0, ge=0, description="of sampling while measuring")
+
+
+class WeightsTable(Section):
+    """How new weights reach the samplers."""
+
+    store: str = Field(default="", description="an fsspec URL such as s3://bucket/run; not given: in the run directory")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16", description="of what travels; the trainer computes with the same values"
+    )
+    full_every: int = Field(default=20, ge=1, description="versions from one full snapshot to the next")
+    keep: int = Field(default=2, ge=1, description="full snapshots to keep, with what follows them")
+    poll_s: float = Field(default=0.2, gt=0, description="seconds between looks for a new version")
+
+
+class SamplerTable(Section):
+    """The engines."""
+
+    count: int = Field(default=1, ge=1, description="processes, each with the whole model")
+    device: str = Field(default="auto", description="cpu, cuda ...; auto takes a GPU if there is one")
+    tokens: int = Field(default=65_536, ge=1, description="of KV cache")
+    max_streams: int = Field(default=64, ge=1, description="samples running at once, in each")
+    budget: int = Field(default=512, ge=1, description="tokens of one step of the engine")
+    on_swap: Literal["keep", "recompute"] = Field(default="keep", description="keys and values of older weights")
+    threads: int = Field(default=0, ge=0, description="of a CPU; 0: torch's own choice")
+
+
+class CurriculumTable(Section):
+    """Which prompts come when."""
+
+    hard_after: float = Field(default=0.6, ge=0, le=1, description="share of the steps after which hard kinds come more")
+    hard_weight: float = Field(default=1.0, ge=0, description="how much more; 0: as often as any")
+
+
+class RlStage(Stage):
+    """Asynchronous reinforcement learning: every sample is a whole session of the agent."""
+
+    model: AbsolutePath | None = made_by(
+        "base", "init", "pretrain", "extend", "sft", doc="directory of a model, when no stage makes one"
+    )
+    tasks: TaskSet = Field(description="prompts: a set of this run by its name, or a directory of tasks")
+    steps: int = Field(ge=1, description="steps of the trainer")
+    group_size: int = Field(default=8, ge=2, description="rollouts of a prompt")
+    groups_per_step: int = Field(default=8, ge=1, description="prompts of a step")
+    max_staleness: int = Field(default=2, ge=0, description="steps a token may be older than the weights it trains")
+    in_flight: int = Field(default=64, ge=1, description="rollouts at once, at most, over all workers")
+    workers: int = Field(default=1, ge=1, description="processes that run sessions")
+    lease_s: float = Field(default=120.0, gt=0, description="without a sign of life after which a rollout is given up")
+    attempts: int = Field(default=4, ge=1, description="failures of the infrastructure after which a prompt is dropped")
+    stall_s: float = Field(default=600.0, gt=0, description="without progress after which the run stops and says why")
+    checkpoint_rollouts_s: float = Field(default=60.0, ge=0, description="between checkpoints of a rollout; 0: none")
+
+    dialect: str = Field(default="auto", min_length=1, description="how turns are written; auto: by the tokenizer")
+    window: int | None = Field(default=None, ge=64, description="tokens of context; not given: the model's own")
+    temperature: float = Field(default=1.0, gt=0, description="of sampling")
+    environment: EnvironmentTable = Field(default_factory=EnvironmentTable)
+    budget: BudgetTable = Field(default_factory=BudgetTable)
+    summaries: SummariesTable = Field(default_factory=SummariesTable)
+
+    rewards: dict[str, float] = Field(default={"correctness": 1.0}, strict=False, description="weights of the terms")
+    effort: EffortTable = Field(default_factory=EffortTable)
+    estimator: EstimatorTable = Field(default_factory=EstimatorTable)
+    curriculum: CurriculumTable = Field(default_factory=CurriculumTable)
+
+    learning_rate: float = Field(default=1e-6, gt=0, description="constant after the warm-up")
+    warmup: int = Field(default=0, ge=0, description="steps on the way up")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False, description="of Adam")
+    weight_decay: float = Field(default=0.0, ge=0, description="on matrices only")
+    clip: float = Field(default=1.0, ge=0, description="largest gradient norm; 0 for no clipping")
+    length: int = Field(default=4096, ge=2, description="tokens of a row; a longer segment is a row of its own")
+    rows: int = Field(default=4, ge=1, description="rows of one forward")
+    device: str = Field(default="auto", description="of the trainer: cpu, cuda ...; auto takes a GPU if there is one")
+    threads: int = Field(default=0, ge=0, description="of the trainer on a CPU; 0: torch's own choice")
+    precision: Literal["float32", "bfloat16"] = Field(default="float32", description="of the products")
+    compile: bool = Field(default=False, description="compile the blocks; pays on a GPU")
+    recompute: bool = Field(default=False, description="activation checkpointing: less memory, a third more work")
+    checkpoint_every: int = Field(default=10, ge=1, description="steps between checkpoints of the trainer")
+    keep: int = Field(default=2, ge=1, description="newest checkpoints to keep")
+
+    sampler: SamplerTable = Field(default_factory=SamplerTable)
+    weights: WeightsTable = Field(default_factory=WeightsTable)
+    evaluation: EvaluationTable | None = Field(default=None, description="what to measure on")
+
+    @model_validator(mode="after")
+    def _knobs_act(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be at least 0 and below 1, not {list(self.betas)}")
+        if self.precision == "bfloat16" and self.weights.dtype == "float32":
+            raise ValueError('weights.dtype must be "bfloat16" where precision is: there are no finer weights')
+        if self.summaries.mode == "off" and self.summaries.trigger:
+            raise ValueError("summaries.trigger would not be used: the mode is off")
+        if self.effort != EffortTable() and not self.rewards.get("effort_spent"):
+            raise ValueError("effort would not count: give rewards.effort_spent a weight")
+        return self

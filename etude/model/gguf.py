@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as Backend
 
 from etude.errors import InputError
 from etude.model.checkpoint import new_directory, write_tensors
+from etude.model.config import ModelConfig
 from etude.model.tokenizer import Tokenizer, check_vocabulary, split_digits_then_words
 
 WHOLE_TENSORS = {
@@ -60,6 +61,12 @@ def import_gguf(source: str | Path, out: Path, *, dtype: torch.dtype = torch.flo
         (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tokenizer.save(place)
         write_tensors(place, _tensors(file, config, dtype))
+
+
+def gguf_config(source: str | Path) -> ModelConfig:
+    """The network a GGUF file holds, without reading its weights."""
+    file = GgufFile(_locate(source))
+    return ModelConfig.from_hugging_face(_config(file, torch.float32), where=str(file.path))
 
 
 class GgufFile:

@@ -21,6 +21,7 @@ from etude.errors import EtudeError, InputError
 
 SlotState = Literal["queued", "starting", "running", "grading", "ready"]
 IN_FLIGHT = ("starting", "running", "grading")
+TroubleKind = Literal["failed", "lost", "stale", "dropped"]
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS plan (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -40,7 +41,7 @@ CREATE TABLE IF NOT EXISTS slots (
     failures INTEGER NOT NULL DEFAULT 0,
     worker TEXT NOT NULL DEFAULT '',
     lease REAL NOT NULL DEFAULT 0,       -- when it is given up for dead
-    oldest INTEGER,                      -- versions that made its tokens
+    oldest INTEGER,                      -- steps of the weights that made its tokens
     newest INTEGER,
     reward TEXT,                         -- JSON
     trace TEXT NOT NULL DEFAULT '',
@@ -48,6 +49,31 @@ CREATE TABLE IF NOT EXISTS slots (
     note TEXT NOT NULL DEFAULT '',
     UNIQUE (grp, number)
 );
+CREATE TABLE IF NOT EXISTS versions (
+    number INTEGER PRIMARY KEY,          -- of published weights: they only ever grow, also over a restart
+    step INTEGER NOT NULL                -- of the trainer that they stand for
+);
+CREATE TABLE IF NOT EXISTS troubles (     -- the table keeps this record itself: no change can forget to
+    id INTEGER PRIMARY KEY,
+    grp INTEGER NOT NULL REFERENCES groups(id),
+    number INTEGER,                      -- of the slot; NULL: the whole group
+    kind TEXT NOT NULL,
+    why TEXT NOT NULL,
+    step INTEGER                         -- the last that was trained when it came; NULL: none was
+);
+CREATE TRIGGER IF NOT EXISTS slot_failed AFTER UPDATE OF failures ON slots WHEN NEW.failures > OLD.failures BEGIN
+    INSERT INTO troubles (grp, number, kind, why, step) SELECT NEW.grp, NEW.number,
+        CASE NEW.note WHEN 'its worker was not heard of' THEN 'lost' ELSE 'failed' END, NEW.note, MAX(step) FROM groups;
+END;
+CREATE TRIGGER IF NOT EXISTS slot_stale AFTER UPDATE OF state ON slots
+WHEN OLD.state = 'ready' AND NEW.state = 'queued' BEGIN
+    INSERT INTO troubles (grp, number, kind, why, step)
+    SELECT NEW.grp, NEW.number, 'stale', NEW.note, MAX(step) FROM groups;
+END;
+CREATE TRIGGER IF NOT EXISTS group_dropped AFTER UPDATE OF dropped ON groups
+WHEN OLD.dropped IS NULL AND NEW.dropped IS NOT NULL BEGIN
+    INSERT INTO troubles (grp, kind, why, step) SELECT NEW.id, 'dropped', NEW.dropped, MAX(step) FROM groups;
+END;
 CREATE INDEX IF NOT EXISTS slots_by_state ON slots (state, grp);
 """
 
@@ -109,6 +135,46 @@ class ReadyGroup:
         return min(slot.oldest for slot in self.slots if slot.oldest is not None)
 
 
+@dataclass(frozen=True)
+class Standing:
+    """How far a group is. Its failures are those of the infrastructure, over all its slots."""
+
+    id: int
+    task: str
+    step: int | None
+    dropped: str
+    size: int
+    ready: int
+    failures: int
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come of it: all is graded, or it was given up."""
+        return bool(self.dropped) or self.ready == self.size
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What the finished rollouts of a group took, on average; None where they do not say. Seconds: of the slowest."""
+
+    task: str
+    rollouts: int
+    turns: float | None
+    thinking: float | None
+    solved: float | None
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A slot that had to be sampled again, or a group (without a number) that was given up, and why."""
+
+    task: str
+    number: int | None
+    kind: TroubleKind
+    why: str
+
+
 class Slots:
     """The table of one run."""
 
@@ -120,6 +186,18 @@ class Slots:
         self._db.execute("PRAGMA synchronous=NORMAL")  # a crash of the process loses nothing; of the machine, seconds
         self._db.executescript(SCHEMA)
         self._check_plan()
+
+    @classmethod
+    def look(cls, path: Path | str) -> "Slots":
+        """Open a table that is there for reading only; whoever works on it is not disturbed."""
+        table = cls.__new__(cls)
+        try:
+            table._db = sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
+            table._db.row_factory = sqlite3.Row
+            table.plan = Plan(group_size=int(table._one("SELECT value FROM plan WHERE key = 'group_size'")))
+        except (sqlite3.Error, TypeError) as error:
+            raise InputError(f"{path}: no table of slots, or not yet: {error}") from error
+        return table
 
     def close(self) -> None:
         self._db.close()
@@ -175,6 +253,8 @@ class Slots:
 
         Groups that were begun first come first; among new ones the longest.
         """
+        if not self._one("SELECT EXISTS (SELECT 1 FROM slots WHERE state = 'queued')"):
+            return None  # without taking the lock: idle workers ask many times a second
         with self._change() as db:
             marks = ", ".join("?" * len(IN_FLIGHT))
             (running,) = db.execute(f"SELECT COUNT(*) FROM slots WHERE state IN ({marks})", IN_FLIGHT).fetchone()
@@ -198,16 +278,37 @@ class Slots:
         """A sign of life; StaleClaim when the slot is not this worker's any more."""
         self._report(slot, "state=?, lease=?", (state, now + self.plan.lease_s))
 
+    def beat_all(self, slots: Iterable[tuple[Slot, SlotState]], now: float) -> list[Slot]:
+        """A sign of life for all that a worker holds, in one go; those that are not its own any more."""
+        lost = []
+        marks = ", ".join("?" * len(IN_FLIGHT))
+        with self._change() as db:
+            for slot, state in slots:
+                found = db.execute(
+                    f"UPDATE slots SET state=?, lease=? WHERE id=? AND attempt=? AND state IN ({marks})",
+                    (state, now + self.plan.lease_s, slot.id, slot.attempt, *IN_FLIGHT),
+                )
+                if not found.rowcount:
+                    lost.append(slot)
+        return lost
+
+    def remark(self, slot: Slot, note: str) -> None:
+        """Something to know about how a slot came to be filled."""
+        self._report(slot, "note=?", (note,))
+
     def checkpoint(self, slot: Slot, resume: dict[str, Any], now: float) -> None:
         """Where the rollout could go on if its worker died now."""
         self._report(slot, "resume=?, lease=?", (json.dumps(resume), now + self.plan.lease_s))
 
     def finish(self, slot: Slot, reward: dict[str, Any], trace: str, versions: tuple[int, int]) -> None:
-        """A graded rollout. Only the first report of a claim counts."""
+        """A graded rollout, and the oldest and newest version in it. Only the first report of a claim counts."""
+        step = "COALESCE((SELECT step FROM versions WHERE versions.number=?), ?)"
+        # one in which no token was made is nobody's, and as old as what is newest: it must not be sampled for ever
+        oldest, newest = versions if versions[0] >= 0 else (self.newest_version(),) * 2
         self._report(
             slot,
-            "state='ready', reward=?, trace=?, oldest=?, newest=?, resume='', worker='', lease=0",
-            (json.dumps(reward), trace, *versions),
+            f"state='ready', reward=?, trace=?, oldest={step}, newest={step}, resume='', worker='', lease=0",
+            (json.dumps(reward), trace, oldest, oldest, newest, newest),
         )
 
     def fail(self, slot: Slot, why: str, *, keep_resume: bool = True) -> None:
@@ -215,6 +316,15 @@ class Slots:
         resume = "" if keep_resume else ", resume=''"
         self._report(slot, f"state='queued', failures=failures+1, note=?, worker='', lease=0{resume}", (why,))
         self._give_up()
+
+    def release(self, worker: str = "") -> int:
+        """Queue what a worker held (or all of them) that is known to be gone: nobody's failure; how many."""
+        marks = ", ".join("?" * len(IN_FLIGHT))
+        with self._change() as db:
+            return db.execute(
+                f"UPDATE slots SET state='queued', worker='', lease=0 WHERE state IN ({marks}) AND ? IN ('', worker)",
+                (*IN_FLIGHT, worker),
+            ).rowcount
 
     def _report(self, slot: Slot, change: str, values: Sequence[Any]) -> None:
         marks = ", ".join("?" * len(IN_FLIGHT))
@@ -266,7 +376,7 @@ class Slots:
                GROUP BY grp HAVING SUM(state != 'ready') = 0 AND MIN(oldest) >= ? ORDER BY MIN(oldest), grp""",
             (version - self.plan.max_staleness,),
         ).fetchall()
-        return [self._group(row["grp"]) for row in rows]
+        return [self.group(row["grp"]) for row in rows]
 
     def take(self, version: int) -> list[ReadyGroup] | None:
         """The groups of the next step; None while there are not enough."""
@@ -283,9 +393,23 @@ class Slots:
                 if not found.rowcount:
                     raise EtudeError(f"slots: group {group.id} of {group.task} was trained or dropped before")
 
-    def rewind(self, step: int) -> int:
-        """The trainer is back at the checkpoint after `step`: what was trained later is ready again, not resampled."""
+    def published(self, number: int, step: int) -> None:
+        """Weights of this number stand for the trainer after `step`. Unknown numbers stand for the step they name."""
         with self._change() as db:
+            db.execute("INSERT OR REPLACE INTO versions VALUES (?, ?)", (number, step))
+
+    def newest_version(self) -> int:
+        """Of the weights that were published; 0 before any was."""
+        return int(self._one("SELECT COALESCE(MAX(number), 0) FROM versions"))
+
+    def rewind(self, step: int) -> int:
+        """The trainer is back at the checkpoint after `step`: what was trained later is ready again, not resampled.
+
+        Tokens of the steps that are lost now count as this step's: the trainer will be there again.
+        """
+        with self._change() as db:
+            db.execute("UPDATE versions SET step=? WHERE step > ?", (step, step))
+            db.execute("UPDATE slots SET oldest=MIN(oldest, ?), newest=MIN(newest, ?) WHERE newest > ?", (step,) * 3)
             return db.execute("UPDATE groups SET step=NULL WHERE step > ?", (step,)).rowcount
 
     # ------------------------------------------------------------------------------------------- looking
@@ -296,11 +420,15 @@ class Slots:
         ).fetchone()
         return _slot(row)
 
-    def _group(self, id: int) -> ReadyGroup:
+    def group(self, id: int) -> ReadyGroup:
+        """All slots of a group, whatever their state."""
         rows = self._db.execute(
             "SELECT slots.*, task FROM slots JOIN groups ON groups.id = grp WHERE grp = ? ORDER BY number", (id,)
         ).fetchall()
         return ReadyGroup(id, rows[0]["task"], tuple(_slot(row) for row in rows))
+
+    def groups(self, ids: Iterable[int]) -> list[ReadyGroup]:
+        return [self.group(id) for id in ids]
 
     def counts(self) -> dict[str, int]:
         """Slots by state, and groups trained and dropped."""
@@ -309,6 +437,13 @@ class Slots:
                       AS name, COUNT(*) AS n FROM slots JOIN groups ON groups.id = grp GROUP BY name"""
         ).fetchall()
         return {row["name"]: row["n"] for row in rows}
+
+    def resumes(self) -> list[dict[str, Any]]:
+        """The rollout checkpoints that somebody may still need."""
+        rows = self._db.execute(
+            "SELECT resume FROM slots JOIN groups ON groups.id = grp WHERE resume != '' AND dropped IS NULL"
+        ).fetchall()
+        return [json.loads(row["resume"]) for row in rows]
 
     def waiting_for(self, now: float) -> str:
         """What a stalled run waits for, in words."""
@@ -335,6 +470,50 @@ class Slots:
                WHERE dropped IS NOT NULL GROUP BY task"""
         ).fetchall()
         return {row["task"]: row["failures"] for row in rows}
+
+    def tasks(self) -> list[str]:
+        """The prompts that have had their turn, in the order they were begun."""
+        return [row["task"] for row in self._db.execute("SELECT task FROM groups ORDER BY id")]
+
+    def standings(self, prefix: str = "") -> list[Standing]:
+        """How far every group is whose task begins so, in the order they were begun."""
+        rows = self._db.execute(
+            """SELECT groups.id AS id, task, step, COALESCE(dropped, '') AS dropped, COUNT(*) AS size,
+                      SUM(state = 'ready') AS ready, SUM(failures) AS failures
+               FROM groups JOIN slots ON grp = groups.id WHERE substr(task, 1, ?) = ?
+               GROUP BY groups.id ORDER BY groups.id""",
+            (len(prefix), prefix),
+        ).fetchall()
+        return [Standing(**row) for row in rows]
+
+    def efforts(self) -> list[Effort]:
+        """What the rollouts of each group took that are finished, in the order the groups were begun."""
+        rows = self._db.execute(
+            """SELECT task, COUNT(*) AS rollouts, AVG(json_extract(reward, '$.cost.turns')) AS turns,
+                      AVG(json_extract(reward, '$.cost.thinking')) AS thinking,
+                      AVG(json_extract(reward, '$.solved')) AS solved,
+                      MAX((SELECT SUM(value) FROM json_each(reward, '$.seconds'))) AS seconds
+               FROM slots JOIN groups ON groups.id = grp WHERE state = 'ready' GROUP BY grp ORDER BY grp"""
+        ).fetchall()
+        return [Effort(**row) for row in rows]
+
+    def trained_rewards(self, step: int, most: int) -> list[dict[str, Any]]:
+        """The rewards of the last rollouts that were trained on up to a step, oldest first."""
+        rows = self._db.execute(
+            """SELECT reward FROM slots JOIN groups ON groups.id = grp WHERE step <= ? AND reward IS NOT NULL
+               ORDER BY step DESC, grp DESC, number DESC LIMIT ?""",
+            (step, most),
+        ).fetchall()
+        return [json.loads(row["reward"]) for row in reversed(rows)]
+
+    def troubles(self, step: int | None = None) -> list[Trouble]:
+        """What went wrong, oldest first: ever, or on the way from the step before to this one."""
+        rows = self._db.execute(
+            """SELECT task, number, kind, why FROM troubles JOIN groups ON groups.id = grp
+               WHERE ? IS NULL OR COALESCE(troubles.step, 0) = ? - 1 ORDER BY troubles.id""",
+            (step, step),
+        ).fetchall()
+        return [Trouble(**row) for row in rows]
 
     def _one(self, question: str, *values: Any) -> Any:
         return self._db.execute(question, values).fetchone()[0]

@@ -13,11 +13,19 @@ from etude.pods.fleet import Fleet
 from etude.tasks.bases import Provision
 from etude.tasks.environment import Put
 from etude.tasks.grade import Grade
-from etude.tasks.ground import Ground, fill, open_ground
+from etude.tasks.ground import Ground, Origin, fill, open_ground
 from etude.tasks.harbor import uploads
 from etude.tasks.schema import resolve_env
 from etude.tasks.task import Task, TaskStep
-from etude.tasks.verify import combine_steps, failures, falls_short, grade_ground, grade_in_place
+from etude.tasks.verify import (
+    combine_steps,
+    failures,
+    falls_short,
+    grade_changes,
+    grade_ground,
+    grade_in_place,
+    graded_in_place,
+)
 
 Actor = Callable[[Ground, TaskStep | None], Awaitable[None]]
 SOLUTION_S = 3600.0  # for a solution where the task gives its agent no limit
@@ -82,27 +90,40 @@ async def attempt(
     provision: Provision | None = None,
     in_place: bool = False,
     artifacts: Path | None = None,
+    origin: Origin | None = None,
 ) -> Grade:
-    """Let somebody act on a task, and grade what came of it. GradingFailed when there is no grade."""
+    """Let somebody act on a task, and grade what came of it. GradingFailed when there is no grade.
 
-    async def judge(ground: Ground, step: TaskStep | None) -> Grade:
-        place = artifacts / step.name if artifacts and step else artifacts
-        if in_place:
-            return await grade_in_place(ground, step=step, artifacts=place)
-        return await grade_ground(ground, step=step, artifacts=place)
-
+    With an `origin` the ground is as it was left there; tasks with steps cannot be taken up in the middle.
+    """
+    if task.steps:
+        if origin is not None:
+            raise InputError(f"{task.name} has steps; a session in one of them cannot be taken up again")
+        with failures(task):
+            return await _attempt_steps(fleet, task, actor, provision, in_place, artifacts)
     with failures(task):
-        async with open_ground(fleet, task, provision=provision) as ground:
-            if not task.steps:
-                await actor(ground, None)
-                return await judge(ground, None)
-            grades: list[Grade] = []
-            short = ""
-            for step in task.steps:
-                await ground.begin_step(step)
-                await actor(ground, step)
-                grades.append(await judge(ground, step))
-                if short := falls_short(step, grades[-1].rewards):
-                    break
+        async with open_ground(fleet, task, provision=provision, origin=origin) as ground:
+            await actor(ground, None)
+            if in_place or graded_in_place(task):
+                return await grade_in_place(ground, artifacts=artifacts)
+            changes = await ground.changes()
+        # Its pod is closed by now: many who hold one and wait for a second could wait for each other.
+        return await grade_changes(ground, changes, artifacts=artifacts)
+
+
+async def _attempt_steps(
+    fleet: Fleet, task: Task, actor: Actor, provision: Provision | None, in_place: bool, artifacts: Path | None
+) -> Grade:
+    grades: list[Grade] = []
+    short = ""
+    async with open_ground(fleet, task, provision=provision) as ground:
+        for step in task.steps:
+            place = artifacts / step.name if artifacts else None
+            await ground.begin_step(step)
+            await actor(ground, step)
+            judge = grade_in_place if in_place else grade_ground
+            grades.append(await judge(ground, step=step, artifacts=place))
+            if short := falls_short(step, grades[-1].rewards):
+                break
     whole = combine_steps(task, grades)
     return replace(whole, facts={**whole.facts, "stopped": short}) if short else whole

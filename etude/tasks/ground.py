@@ -11,16 +11,17 @@ import asyncio
 import errno
 import os
 import time
+import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from etude.errors import InputError
+from etude.errors import EtudeError, InputError
 from etude.pods.agentpod import AgentPod
 from etude.pods.fleet import Fleet
-from etude.pods.pod import Egress, Pod, PodError, PodFileError
+from etude.pods.pod import Egress, Pod, PodError, PodFileError, Snapshot
 from etude.pods.records import Image
 from etude.tasks.bases import Provision
 from etude.tasks.environment import Plan, Put, limits_of, plan_environment
@@ -46,6 +47,20 @@ LOGS = ("/logs/agent", "/logs/verifier", ARTIFACTS)
 FINAL = "/logs/agent/final.txt"  # a session's final message, for tasks that ask for an answer and carry this file
 _scans: dict[tuple[str, str, tuple[str, ...]], dict[str, Entry]] = {}  # what an image has in a workspace
 _MOST_SCANS = 64
+# Who plans what a fleet is planning already waits: the first of many equal tasks builds for all of them.
+_planning: weakref.WeakKeyDictionary[Fleet, dict[str, asyncio.Lock]] = weakref.WeakKeyDictionary()
+
+
+class OriginGone(EtudeError):
+    """A ground cannot be opened where it was left: the snapshot of its pod is not there any more."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A ground that was left: a snapshot of its pod, and the workspace as the task had it."""
+
+    snapshot: Snapshot
+    before: Manifest
 
 
 @dataclass
@@ -146,33 +161,66 @@ async def open_ground(
     phase: Phase | None = None,
     machine: Machine | None = None,
     context: Path | None = None,
+    plan: Plan | None = None,
+    origin: Origin | None = None,
 ) -> AsyncIterator[Ground]:
     """A pod for a task's agent (or another phase of it), closed at the end with everything in it.
 
     `egress` is what a task with a public network may reach; none by default. A separate verifier gives its own
-    `machine` and `context`.
+    `machine` and `context`. `plan` is how the same environment was made before. With an `origin` the pod is as it was
+    left there, and OriginGone is raised when it cannot be.
     """
     given = provision or Provision()
     given = given if egress is None else replace(given, egress=egress)
     machine = machine or task.machine
     _check_features(task, machine)
     started = time.monotonic()
-    plan = await plan_environment(fleet, context or task.directory / "environment", machine, given)
+    plan = plan or await _plan(fleet, context or task.directory / "environment", machine, given)
     planned = time.monotonic()
     network = (phase or task.agent).network or machine.network
     limits, storage = limits_of(machine)
-    pod = await fleet.create(plan.image, limits=limits, storage=storage, egress=_egress(network, given, task))
+    options: dict[str, Any] = {"limits": limits, "storage": storage, "egress": _egress(network, given, task)}
+    if origin is None:
+        pod = await fleet.create(plan.image, **options)
+    else:
+        pod = await _reopened(fleet, origin, options)
     try:
         made = time.monotonic()
         if isinstance(pod, AgentPod) and not isinstance(plan.image, Image):
             pod.environment.update(plan.env)
-        before = await _furnish(pod, plan, carried(task))
-        await check_health(pod, machine.healthcheck, plan.workspace, None)
+        if origin is not None:
+            before = origin.before
+        else:
+            before = await _furnish(pod, plan, carried(task))
+            await check_health(pod, machine.healthcheck, plan.workspace, None)
         filled = time.monotonic()
         seconds = {"plan": planned - started, "pod": made - planned, "fill": filled - made}
         yield Ground(fleet, task, plan, pod, before, given, seconds=seconds)
     finally:
         await pod.close()
+
+
+async def _plan(fleet: Fleet, context: Path, machine: Machine, provision: Provision) -> Plan:
+    """`plan_environment`, one at a time for the same Dockerfile: thousands of tasks may have the same."""
+    try:
+        key = (context / "Dockerfile").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # it is said there what is missing
+        key = ""
+    locks = _planning.setdefault(fleet, {})
+    lock = locks.setdefault(key, asyncio.Lock())
+    try:
+        async with lock:
+            return await plan_environment(fleet, context, machine, provision)
+    finally:
+        if not lock.locked():
+            locks.pop(key, None)
+
+
+async def _reopened(fleet: Fleet, origin: Origin, options: Mapping[str, Any]) -> Pod:
+    try:
+        return await fleet.create(origin.snapshot, **options)
+    except (PodError, InputError) as error:
+        raise OriginGone(f"snapshot {origin.snapshot.id} cannot be opened again: {error}") from error
 
 
 def _check_features(task: Task, machine: Machine) -> None:

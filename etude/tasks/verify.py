@@ -25,7 +25,7 @@ from etude.pods.fleet import Fleet
 from etude.pods.pod import Pod, PodError
 from etude.tasks.artifacts import collect
 from etude.tasks.bases import Provision
-from etude.tasks.environment import BuildFailed, Put
+from etude.tasks.environment import BuildFailed, Plan, Put
 from etude.tasks.grade import FileChange, Grade, GradingFailed
 from etude.tasks.ground import Ground, fill, open_ground
 from etude.tasks.harbor import separate_machine, uploads
@@ -81,16 +81,17 @@ async def grade(
     step: TaskStep | None = None,
     provision: Provision | None = None,
     artifacts: Path | None = None,
+    plan: Plan | None = None,
 ) -> Grade:
     """Grade a session's changes in a clean copy; of a task with steps, one step.
 
-    `artifacts` is a directory, made here, for what the task says to collect.
+    `artifacts` is a directory, made here, for what the task says to collect; `plan` is how its ground was made.
     """
     if task.steps and step is None:
         raise InputError(f"{task.name} has steps; grade each of them, then combine_steps")
     given, clock, started = provision or Provision(), Clock(), time.monotonic()
     with failures(task):
-        async with open_ground(fleet, task, provision=given, phase=_phase(task, step)) as ground:
+        async with open_ground(fleet, task, provision=given, phase=_phase(task, step), plan=plan) as ground:
             clock.spent.update(ground.seconds)
             with clock.on("apply"):
                 for earlier in _until(task, step):
@@ -117,8 +118,15 @@ async def grade_ground(ground: Ground, *, step: TaskStep | None = None, artifact
     """Grade what is in a ground now, the way its task says."""
     if graded_in_place(ground.task):
         return await grade_in_place(ground, step=step, artifacts=artifacts)
-    found = await ground.changes()
-    made = await grade(ground.fleet, ground.task, found, step=step, provision=ground.provision, artifacts=artifacts)
+    return await grade_changes(ground, await ground.changes(), step=step, artifacts=artifacts)
+
+
+async def grade_changes(
+    ground: Ground, changes: Sequence[FileChange], *, step: TaskStep | None = None, artifacts: Path | None = None
+) -> Grade:
+    """Grade what was found on a ground, whose pod may be closed by now."""
+    options: dict[str, Any] = {"step": step, "provision": ground.provision, "artifacts": artifacts, "plan": ground.plan}
+    made = await grade(ground.fleet, ground.task, changes, **options)
     if not ground.left_out:
         return made
     return replace(made, facts={**made.facts, "left_out": list(ground.left_out[:100])})

@@ -2,7 +2,8 @@
 
 A bfloat16 weight forgets any step smaller than about 1/256 of itself, and RL's steps are smaller; so masters, moments
 and accumulated gradients are float32, and the model's own weights are their rounded copy. A float32 model is its own
-master. State is plain tensors by parameter name: it saves as safetensors and resumes to the bit.
+master, unless it has to hold rounded values. State is plain tensors by parameter name: it saves as safetensors and
+resumes to the bit.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class AdamSettings:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0  # global gradient norm; 0 turns clipping off
+    rounded: bool = False  # hold the values of a float32 model to bfloat16, as samplers will get them
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,12 @@ class MasterAdamW:
         self.parameters = {name: p for name, p in named if p.requires_grad}
         if not self.parameters:
             raise InputError("there is nothing to train: no parameter asks for a gradient")
-        self.masters = {n: p if p.dtype == torch.float32 else p.detach().float() for n, p in self.parameters.items()}
+        own = settings.rounded  # a float32 model that must be rounded is not its own master
+        self.masters = {
+            n: p if p.dtype == torch.float32 and not own else p.detach().float().clone()
+            for n, p in self.parameters.items()
+        }
+        self._round()
         matrices = [m for m in self.masters.values() if m.dim() > 1]
         vectors = [m for m in self.masters.values() if m.dim() <= 1]  # norms and biases are not decayed
         groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -94,11 +101,15 @@ class MasterAdamW:
             group["lr"] = self.settings.learning_rate * factor
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                if (master := self.masters[name]) is not parameter:
-                    parameter.copy_(master)
+        self._round()
         return norms
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """The model's weights from their masters."""
+        for name, parameter in self.parameters.items():
+            if (master := self.masters[name]) is not parameter:
+                parameter.copy_(master.bfloat16() if self.settings.rounded else master)
 
     def state(self) -> dict[str, Tensor]:
         """Masters, both moments and the step count, by parameter name."""
@@ -117,6 +128,6 @@ class MasterAdamW:
             with torch.no_grad():
                 if "master" in mine:
                     master.copy_(mine.pop("master"))
-                    self.parameters[name].copy_(master)
             # fused Adam keeps its step counter on the device of the weights
             self.adam.state[master] = {key: value.to(master.device) for key, value in mine.items()}
+        self._round()

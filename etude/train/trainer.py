@@ -38,15 +38,20 @@ class Trainer:
     def __post_init__(self) -> None:
         self.optimizer = MasterAdamW({"model": self.model, **self.beside}, self.settings)
 
-    def step(self, batches: Sequence[Batch], objective: Objective, factor: float = 1.0) -> StepResult:
-        """Forward and backward every micro-batch, then one optimizer step at `factor` of the learning rate."""
+    def step(
+        self, batches: Sequence[Batch], objective: Objective, factor: float = 1.0, divisor: float | None = None
+    ) -> StepResult:
+        """Forward and backward every micro-batch, then one optimizer step at `factor` of the learning rate.
+
+        What is minimised is the mean over trained tokens or, with a `divisor`, the sum divided by that.
+        """
         start = time.perf_counter()
         trained = max(1, sum(batch.trained for batch in batches))
         sums: dict[str, Tensor] = {}
         counts: dict[str, Tensor] = {}
         for batch in batches:
             found = objective(self.model, batch.to(self.device))
-            (found.total / trained).backward()
+            (found.total / (divisor or trained)).backward()
             self.optimizer.collect()
             for kept, new in ((sums, found.shown), (counts, found.counts)):
                 for name, value in new.items():

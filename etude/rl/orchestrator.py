@@ -1,0 +1,291 @@
+"""The stage `rl`: keep the processes alive and the table full until the trainer has taken its steps.
+
+    every tenth of a second: start what died, queue what was lost, begin groups, begin a measurement that is due,
+                             write into the run's metrics what the others left
+
+It holds the run's lock and computes nothing itself. Kill it, and the others end with it; the same command with
+`--resume` goes on from the table, the trainer's newest checkpoint and the rollouts' own.
+"""
+
+import json
+import os
+import shutil
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from etude.errors import EtudeError, InputError
+from etude.progress import Report
+from etude.recipe import Recipe
+from etude.rl import evaluate, observe
+from etude.rl.curriculum import Curriculum, kind_of
+from etude.rl.place import Place, statuses, write_status, write_whole
+from etude.rl.services import Services
+from etude.rl.settings import evaluation_plan, plan_of
+from etude.rl.slots import Slots
+from etude.rl.trainer import checkpoints
+from etude.run import Artefact, Run
+from etude.sections import RlStage
+from etude.tasks.harbor import find_tasks, read_task
+from etude.tasks.task import Task
+
+POLL_S = 0.1
+ORIGINS = ("base", "init", "pretrain", "extend", "sft")  # stages whose weights this one goes on from
+Facts = dict[str, Any]
+
+
+def rl(run: Run, recipe: Recipe, report: Report) -> Facts:
+    """Asynchronous reinforcement learning."""
+    section = recipe.rl
+    assert section is not None  # the recipe checks that every stage it names has its section
+    place = Place(run.path, section.weights.store)
+    tasks = prepare(run, section, place)
+    with (
+        closing(Slots(place.slots, plan_of(section))) as slots,
+        closing(Slots(place.evaluations, evaluation_plan(section))) as evaluations,
+    ):
+        slots.release()
+        evaluations.release()
+        care = Care(run, section, place, slots, evaluations, tasks, recipe.seed, report)
+        with Services(place, care.mourn) as services:
+            services.add("trainer", "etude.rl.trainer")
+            for number in range(section.sampler.count):
+                services.add(f"sampler-{number}", "etude.rl.sampler", "--name", f"sampler-{number}")
+            for number in range(section.workers):
+                services.add(f"worker-{number}", "etude.rl.worker", "--name", f"worker-{number}")
+            while not care.over(services):
+                services.tend()
+                care.look_after(services)
+                time.sleep(POLL_S)
+        return care.finish()
+
+
+# ------------------------------------------------------------------------------------------- beginning
+
+
+@dataclass(frozen=True)
+class TaskSets:
+    """What is learned from, and what is measured with, by name."""
+
+    train: dict[str, Task]
+    held_out: dict[str, Task]
+
+
+def prepare(run: Run, section: RlStage, place: Place) -> TaskSets:
+    """The run's own copy of the model it begins with, and the list of its tasks."""
+    place.make()
+    if not place.model.is_dir():
+        origin = origin_of(run, section)
+        making = place.root / ".model.making"
+        shutil.rmtree(making, ignore_errors=True)
+        shutil.copytree(origin, making, copy_function=_link_or_copy, ignore=shutil.ignore_patterns("optimizer.*"))
+        making.rename(place.model)
+    train = named_tasks(task_directory(run, section.tasks, "rl.tasks"))
+    needed = section.steps * section.groups_per_step
+    if len(train) < needed:
+        raise InputError(
+            f"rl.tasks has {len(train)} prompts, but {section.steps} steps of {section.groups_per_step} groups take "
+            f"{needed}, and a prompt is trained on once: give more tasks or fewer steps"
+        )
+    held_out: dict[str, Task] = {}
+    if section.evaluation:
+        held_out = named_tasks(task_directory(run, section.evaluation.tasks, "rl.evaluation.tasks"))
+        held_out = {name: held_out[name] for name in evaluate.choose_tasks(held_out, section.evaluation.most)}
+    found = {"train": train, "held_out": held_out}
+    lists = {split: {name: str(task.directory) for name, task in tasks.items()} for split, tasks in found.items()}
+    write_whole(place.tasks, json.dumps(lists))
+    return TaskSets(train, held_out)
+
+
+def origin_of(run: Run, section: RlStage) -> Path:
+    """The weights to begin with."""
+    if section.model is not None:
+        return section.model
+    found: list[Artefact] = [a for a in run.artefacts("checkpoint") if a.stage in ORIGINS]
+    if not found:
+        raise InputError("stage rl has no weights to start from; give rl.model or run a stage before it")
+    newest = max(found, key=lambda artefact: ORIGINS.index(artefact.stage)).stage
+    return [artefact for artefact in found if artefact.stage == newest][-1].path
+
+
+def task_directory(run: Run, name: str, key: str) -> Path:
+    """A set of tasks of this run by its name, or a directory of them."""
+    if os.path.isabs(name):
+        return Path(name)
+    sets = {artefact.name.removeprefix("tasks-"): artefact.path for artefact in run.artefacts("tasks")}
+    if name not in sets:
+        raise InputError(f"{key}: this run has no tasks {name!r}; build them in [[tasks.build]] or give a path")
+    return sets[name]
+
+
+def named_tasks(directory: Path) -> dict[str, Task]:
+    """The tasks below a directory, by their place in it."""
+    tasks = {path.relative_to(directory).as_posix(): read_task(path) for path in find_tasks(directory)}
+    if not tasks:
+        raise InputError(f"{directory}: there are no tasks; expected directories with a task.toml")
+    return tasks
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+
+
+# ------------------------------------------------------------------------------------------- going on
+
+
+@dataclass
+class Care:
+    """What the orchestrator does again and again, and what it knows from one time to the next."""
+
+    run: Run
+    section: RlStage
+    place: Place
+    slots: Slots
+    evaluations: Slots
+    tasks: TaskSets
+    seed: int
+    report: Report
+    logged: int = 0  # steps whose facts are in the metrics
+    measured: set[int] = field(default_factory=set)  # measurements whose results are
+    problems: list[str] = field(default_factory=list)
+    lately: str = ""  # how the last step and the last measurement went
+
+    def __post_init__(self) -> None:
+        table = self.section.curriculum
+        kinds = {name: kind_of(task) for name, task in self.tasks.train.items()}
+        self.curriculum = Curriculum(kinds, self.seed, table.hard_after, table.hard_weight)
+        records = self.run.metrics("rl")
+        self.measured = {record["step"] for record in records if record.get("evaluation")}
+        self.logged = max((record["step"] for record in records if not record.get("evaluation")), default=0)
+        self.lines = {record["step"]: record for record in records if not record.get("evaluation")}
+        self._reconciled = 0.0
+
+    @property
+    def step(self) -> int:
+        """Steps the trainer has taken."""
+        return max((int(path.stem) for path in self.place.steps.glob("[0-9]*.json")), default=0)
+
+    def look_after(self, services: Services) -> None:
+        step = self.step
+        if time.monotonic() - self._reconciled > 1.0:  # leases are long
+            self.slots.reconcile(time.time(), step)
+            evaluate.upkeep(self.evaluations, time.time())
+            self._reconciled = time.monotonic()
+        self.begin_measurement(step)
+        self.fill(step)
+        self.log_steps(step)
+        self.log_measurements()
+        self.say(step, services)
+
+    def fill(self, step: int) -> None:
+        """Begin as many groups as may be under way."""
+        left = (self.section.steps - step) * self.section.groups_per_step - self.slots.outstanding()
+        wanted = min(self.slots.wanted(), left)
+        if wanted <= 0:
+            return
+        draw = self.curriculum.next(self.slots, wanted, step / self.section.steps)
+        self.slots.add(draw.prompts)
+        if draw.missing:
+            write_whole(self.place.root / "exhausted", self.curriculum.over(self.slots) or "no prompt is left")
+
+    def begin_measurement(self, step: int) -> None:
+        """Before the first step and every so many; the last one is begun when the trainer has ended."""
+        table = self.section.evaluation
+        if table is None:
+            return
+        due = step - step % table.every if table.every else 0
+        if due < self.section.steps and due not in evaluate.begun(self.evaluations):
+            evaluate.begin(self.evaluations, due, sorted(self.tasks.held_out))
+
+    def log_steps(self, step: int) -> None:
+        if step < self.logged:  # the trainer went back to a checkpoint
+            self.run.rewind("rl", step)
+            self.logged = step
+            self.measured = {measured for measured in self.measured if measured <= step}
+        while self.logged < step:
+            path = self.place.steps / f"{self.logged + 1:06d}.json"
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            groups = self.slots.groups(facts["groups"])
+            before = self.lines.get(self.logged)
+            values = observe.step_facts(groups, self.logged + 1, facts, statuses(self.place), self.slots, before)
+            self.lines = {self.logged + 1: values}
+            self.run.log("rl", self.logged + 1, **values)
+            self.lately = observe.line(values)
+            self.logged += 1
+
+    def log_measurements(self) -> None:
+        for step in evaluate.begun(self.evaluations):
+            if step not in self.measured and step <= self.logged and evaluate.finished(self.evaluations, step):
+                self.run.log(
+                    "rl", step, evaluation=True, **evaluate.summarise(evaluate.results(self.evaluations, step))
+                )
+                self.measured.add(step)
+
+    def say(self, step: int, services: Services) -> None:
+        """One line for whoever watches, and one for the status."""
+        told = statuses(self.place).get("trainer", {})
+        counts = self.slots.counts()
+        flying = sum(counts.get(state, 0) for state in ("starting", "running", "grading"))
+        note = f"{flying} in flight, {counts.get('ready', 0)} ready"
+        note += f"  {self.lately}" if self.lately else ""
+        note += f"  {told['waiting_for'][:60]}" if told.get("waiting_for", "").startswith("the first") else ""
+        self.report(step, self.section.steps, note)
+        write_status(self.place, "orchestrator", step=step, counts=counts, deaths=services.deaths())
+
+    def mourn(self, name: str, why: str) -> None:
+        """A process died: what it held is queued at once."""
+        self.problems.append(f"{name} {why}")
+        with open(self.place.logs / "deaths.jsonl", "a", encoding="utf-8") as log:
+            log.write(json.dumps({"time": time.time(), "name": name, "why": why}) + "\n")
+        if name.startswith("worker"):
+            self.slots.release(name)
+            self.evaluations.release(name)
+
+    # --------------------------------------------------------------------------------------- ending
+
+    def over(self, services: Services) -> bool:
+        """Whether the trainer has ended and everything it should be measured by is."""
+        trainer = services.all.get("trainer")
+        if trainer is None or not trainer.ended:
+            return False
+        step = self.step
+        if self.logged < step:
+            return False
+        if self.section.evaluation is None:
+            return True
+        if step not in evaluate.begun(self.evaluations) and self.caught_up(step):
+            evaluate.begin(self.evaluations, step, sorted(self.tasks.held_out))
+        return step in self.measured
+
+    def caught_up(self, step: int) -> bool:
+        """Whether every sampler has the weights of the last step: the last measurement is of those and no others."""
+        version = json.loads((self.place.steps / f"{step:06d}.json").read_text())["version"] if step else 0
+        told = statuses(self.place)
+        return all(
+            int(told.get(f"sampler-{number}", {}).get("version", -1)) >= version
+            for number in range(self.section.sampler.count)
+        )
+
+    def finish(self) -> Facts:
+        """The last weights as a checkpoint of the run, and the facts worth telling."""
+        found = checkpoints(self.place)
+        if not found:
+            raise EtudeError(f"{self.place.trainer}: the trainer left no checkpoint")
+        step, last = found[-1]
+        existing = [artefact for artefact in self.run.artefacts("checkpoint") if artefact.name == f"rl-{step}"]
+        if not existing:
+            with self.run.checkpoint("rl", step, parents=[self.place.model]) as directory:
+                ignored = shutil.ignore_patterns("optimizer.*", "training.json")
+                shutil.copytree(last, directory, dirs_exist_ok=True, ignore=ignored, copy_function=_link_or_copy)
+        facts = observe.stage_facts(self.run.metrics("rl"), self.slots, self.problems)
+        if (note := self.place.root / "exhausted").exists() and step < self.section.steps:
+            facts["ended_early"] = note.read_text(encoding="utf-8")
+        if {0, step} <= self.measured and step:
+            before, after = (evaluate.results(self.evaluations, measured) for measured in (0, step))
+            facts["rise"] = evaluate.compare(before, after)
+        return facts

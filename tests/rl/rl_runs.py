@@ -1,0 +1,125 @@
+"""A run of reinforcement learning in miniature: a random model of a few thousand weights, nano tasks, a recipe."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+import torch
+
+from etude.data.packing import Batch
+from etude.harness.store import save_trace
+from etude.harness.trace import NO_VERSION, Segment, SegmentKind, SessionEnding, Trace
+from etude.model import save
+from etude.model.config import ModelConfig
+from etude.model.tokenizer import Tokenizer, train_tokenizer
+from etude.model.transformer import Transformer, initialize
+from etude.rl.place import Place
+from etude.rl.slots import Slots
+from etude.tasks.nano.render import vocabulary_texts
+from etude.tasks.nano.source import generate_nano
+from etude.train.objectives import next_token
+from etude.train.optim import AdamSettings
+from etude.train.trainer import Trainer
+
+TINY: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.08,
+}
+
+
+@lru_cache(maxsize=1)
+def tiny_tokenizer() -> Tokenizer:
+    return train_tokenizer(vocabulary_texts(60), 512)
+
+
+def tiny_model(seed: int = 0) -> Transformer:
+    return initialize(ModelConfig.from_hugging_face({**TINY, "vocab_size": len(tiny_tokenizer())}), seed=seed)
+
+
+@lru_cache(maxsize=2)
+def talker(seed: int = 0) -> Transformer:
+    """A model that babbles and, once in about ten tokens, ends its turn: rollouts of different lengths."""
+    model, end = tiny_model(seed), tiny_tokenizer().encode("<|im_end|>", special=True)[-1]
+    generator = torch.Generator().manual_seed(seed)
+    trainer = Trainer(model, AdamSettings(learning_rate=1e-2))
+    for _ in range(30):
+        tokens = torch.randint(300, 500, (4, 65), generator=generator)
+        tokens[torch.rand(tokens.shape, generator=generator) < 0.1] = end
+        rows = tokens[:, :-1], tokens[:, 1:]
+        trainer.step([Batch(*rows, tuple((64,) for _ in range(4)), (), 4 * 64)], next_token)
+    return model
+
+
+def make_model(directory: Path, seed: int = 0) -> Path:
+    save(talker(seed), directory)
+    tiny_tokenizer().save(directory)
+    return directory
+
+
+def make_recipe(directory: Path, *, tasks: int = 24, held_out: int = 3, **rl: Any) -> Path:
+    """A recipe file with everything it names beside it."""
+    make_model(directory / "model")
+    generate_nano(directory / "tasks", tasks, "train", 0, (1,))
+    generate_nano(directory / "held-out", held_out, "held-out", 0, (1,))
+    table: dict[str, Any] = {
+        "model": "model",
+        "tasks": "./tasks",
+        "steps": 3,
+        "group_size": 2,
+        "groups_per_step": 2,
+        "in_flight": 8,
+        "window": 1024,
+        "length": 1024,
+        "device": "cpu",
+        "threads": 1,
+        "learning_rate": 1e-3,
+        "checkpoint_every": 1,
+        "environment": {"tools": ["read_file", "search_replace", "run_terminal_cmd"], "brief": True},
+        "budget": {"turns": 2, "answer": 16},
+        "summaries": {"mode": "off"},
+        "rewards": {"correctness": 1.0, "effort_spent": 0.5},  # a random model solves nothing, but takes its time
+        "sampler": {"device": "cpu", "tokens": 16384, "max_streams": 8, "threads": 1},
+        **rl,
+    }
+    recipe = directory / "recipe.toml"
+    recipe.write_text(tomli_w.dumps({"name": "tiny", "stages": ["rl"], "rl": table}))
+    return recipe
+
+
+def random_segment(rng: np.random.Generator, size: int = 40, kind: SegmentKind = "start", version: int = 0) -> Segment:
+    made = rng.random(size) < 0.4
+    made[0] = False
+    made[-1] = True
+    logprobs = np.where(made, -rng.random(size) * 4, 0).astype(np.float32)
+    versions = np.where(made, version, NO_VERSION).astype(np.int32)
+    tokens = rng.integers(0, 500, size).astype(np.uint32)
+    return Segment(kind, tokens, made, logprobs, logprobs, versions)
+
+
+def random_trace(rng: np.random.Generator, *segments: Segment, ending: SessionEnding = "final") -> Trace:
+    kept = segments or (random_segment(rng),)
+    return Trace(f"{rng.integers(1 << 30)}", "task", "qwen3", "tiny", (), kept, (), ending)
+
+
+def finish_slots(place: Place, slots: Slots, rng: np.random.Generator, version: int = 0) -> int:
+    """Play the workers: finish every slot that can be claimed, with random tokens and rewards; how many."""
+    place.traces.mkdir(parents=True, exist_ok=True)
+    done = 0
+    while (slot := slots.claim("worker", 0.0)) is not None:
+        name = f"traces/{slot.id}-{slot.attempt}.trace"
+        save_trace(random_trace(rng, random_segment(rng, version=version)), place.root / name)
+        slots.finish(slot, {"total": float(rng.integers(2))}, name, (version, version))
+        done += 1
+    return done

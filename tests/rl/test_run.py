@@ -1,0 +1,143 @@
+"""`etude rl` as it is: real processes, real pods, a tiny model; and every one of them killed in turn."""
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rl_runs import make_recipe
+
+from etude.harness.store import load_trace
+from etude.model import load
+from etude.rl.place import Place, read_status
+from etude.run import Run
+
+LIMIT_S = 300
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_recipe(
+        tmp_path_factory.mktemp("recipe"),
+        tasks=40,
+        evaluation={"tasks": "./held-out", "samples": 2, "temperature": 1.0},
+    )
+
+
+def command(recipe: Path, run: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "etude.cli", "rl", str(recipe), "--out", str(run), "--json", *more]
+
+
+def ledger(place: Place) -> dict[str, int]:
+    """Every trained prompt with its step; an error if one is there twice."""
+    with sqlite3.connect(place.slots) as db:
+        rows = db.execute("SELECT task, step FROM groups WHERE step IS NOT NULL").fetchall()
+    assert len(rows) == len({task for task, _ in rows}), "a prompt was trained on twice"
+    return dict(rows)
+
+
+def children(place: Place) -> dict[str, int]:
+    """The pids of the services that live."""
+    names = ("trainer", "sampler-0", "worker-0")
+    found = {name: read_status(place, name) for name in names}
+    return {name: status["pid"] for name, status in found.items() if status and _alive(status["pid"])}
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def check_finished(place: Place, facts: dict[str, Any], steps: int, groups: int) -> None:
+    """What must be true of a run that reached its end, whatever happened on the way."""
+    assert facts["steps"] == steps
+    trained = ledger(place)
+    assert sorted(trained.values()) == sorted(step for step in range(1, steps + 1) for _ in range(groups))
+    run = Run.read(place.run)
+    records = run.metrics("rl")
+    assert [record["step"] for record in records if not record.get("evaluation")] == list(range(1, steps + 1))
+    measured = [record for record in records if record.get("evaluation")]
+    assert [record["step"] for record in measured] == [0, steps]
+    assert all(record["tasks"] + record.get("given_up", 0) == 3 for record in measured)
+    load(run.path / "checkpoints" / f"rl-{steps}")
+    with sqlite3.connect(place.slots) as db:
+        traces = db.execute(
+            "SELECT trace, oldest, step FROM slots JOIN groups ON groups.id = grp WHERE step IS NOT NULL"
+        ).fetchall()
+    assert len(traces) == steps * groups * 2
+    for name, oldest, step in traces:
+        assert load_trace(place.root / name).segments
+        assert step - 1 - oldest <= 2, "staler than allowed"
+
+
+def test_a_run_learns_measures_and_leaves_its_checkpoint(recipe: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(recipe, tmp_path / "run"), capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)["stages"]["rl"]
+    place = Place(tmp_path / "run")
+    check_finished(place, facts, steps=3, groups=2)
+    records = [record for record in Run.read(place.run).metrics("rl") if not record.get("evaluation")]
+    for name in ("reward", "mismatch_mean", "mismatch_p99", "entropy", "gradient_norm", "waited_s"):
+        assert any(name in record for record in records), name
+    assert records[0]["staleness_max"] == 0
+    assert records[0].get("mismatch_p99", 0.0) < 1e-4  # on the same weights trainer and sampler agree
+    again = subprocess.run(
+        command(recipe, tmp_path / "run", "--resume"), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert again.returncode == 0
+    assert json.loads(again.stdout)["stages"]["rl"] == facts
+
+
+@pytest.mark.slow
+def test_every_process_may_be_killed_at_any_time(recipe: Path, tmp_path: Path) -> None:
+    """Trainer, sampler, worker with its pods, and the orchestrator, again and again, until the run is through."""
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    chance = random.Random(seed)
+    place = Place(tmp_path / "run")
+    overrides = ["--set", "rl.steps=8", "--set", "rl.checkpoint_every=2"]
+    killed: list[str] = []
+    deadline = time.monotonic() + 900
+    victims = iterate(chance)
+    while True:
+        with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "a") as err:
+            process = subprocess.Popen(
+                command(recipe, place.run, "--resume", *overrides), stdout=out, stderr=err, start_new_session=True
+            )
+            while process.poll() is None:
+                assert time.monotonic() < deadline, (killed, (tmp_path / "err").read_text()[-2000:])
+                time.sleep(chance.uniform(1.0, 5.0))
+                if len(killed) >= 12:
+                    continue
+                victim = next(victims)
+                if victim == "orchestrator":
+                    process.kill()
+                    killed.append(victim)
+                elif victim in (there := children(place)):
+                    os.kill(there[victim], signal.SIGKILL)
+                    killed.append(victim)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, (tmp_path / "err").read_text()[-3000:]
+    print("killed", killed)
+    assert {"trainer", "sampler-0", "worker-0", "orchestrator"} <= set(killed)
+    check_finished(place, json.loads((tmp_path / "out").read_text())["stages"]["rl"], steps=8, groups=2)
+
+
+def iterate(chance: random.Random) -> Iterator[str]:
+    names = ["trainer", "sampler-0", "worker-0", "orchestrator"]
+    while True:
+        chance.shuffle(names)
+        yield from names
