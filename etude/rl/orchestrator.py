@@ -176,6 +176,8 @@ class Care:
             self.slots.reconcile(time.time(), step)
             evaluate.upkeep(self.evaluations, time.time())
             self._reconciled = time.monotonic()
+        if "began" not in self.run.facts("rl") and self.caught_up(0):
+            self.run.keep("rl", began=time.time())  # what came before is loading models
         self.begin_measurement(step)
         self.fill(step)
         self.log_steps(step)
@@ -186,12 +188,19 @@ class Care:
         """Begin as many groups as may be under way."""
         left = (self.section.steps - step) * self.section.groups_per_step - self.slots.outstanding()
         wanted = min(self.slots.wanted(), left)
-        if wanted <= 0:
+        if wanted <= 0 or not self.may_begin(step):
             return
         draw = self.curriculum.next(self.slots, wanted, step / self.section.steps)
         self.slots.add(draw.prompts)
         if draw.missing:
             write_whole(self.place.root / "exhausted", self.curriculum.over(self.slots) or "no prompt is left")
+
+    def may_begin(self, step: int) -> bool:
+        """Where no token may be older than the trainer, rollouts wait for the weights of the step before: this is how
+        asynchronous becomes synchronous."""
+        if self.section.max_staleness:
+            return True
+        return self.slots.last_step() == step and self.caught_up(step)
 
     def begin_measurement(self, step: int) -> None:
         """Before the first step and every so many; the last one is begun when the trainer has ended."""
@@ -266,10 +275,8 @@ class Care:
         """Whether every sampler has the weights of the last step: the last measurement is of those and no others."""
         version = json.loads((self.place.steps / f"{step:06d}.json").read_text())["version"] if step else 0
         told = statuses(self.place)
-        return all(
-            int(told.get(f"sampler-{number}", {}).get("version", -1)) >= version
-            for number in range(self.section.sampler.count)
-        )
+        have = [told.get(f"sampler-{number}", {}).get("version") for number in range(self.section.sampler.count)]
+        return all(each is not None and each >= version for each in have)
 
     def finish(self) -> Facts:
         """The last weights as a checkpoint of the run, and the facts worth telling."""

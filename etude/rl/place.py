@@ -148,6 +148,11 @@ def statuses(place: Place) -> dict[str, dict[str, Any]]:
     return {name: status for name, status in found.items() if status is not None}
 
 
+def parent_process() -> int:
+    """Who started this process, as it said itself: by the time we look, it may be dead and somebody else our parent."""
+    return int(os.environ.get("ETUDE_PARENT", os.getppid()))
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel end this process when the one that started it ends, however that happens."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -31,7 +31,7 @@ from etude.inference.weights import check_finite
 from etude.kernels import usable_device
 from etude.model.checkpoint import load
 from etude.model.tokenizer import Tokenizer, check_vocabulary
-from etude.rl.place import Place, die_with_parent, place_and_section, write_status
+from etude.rl.place import Place, die_with_parent, parent_process, place_and_section, write_status
 from etude.rl.samplers import KIND, token_of
 from etude.sections import RlStage
 from etude.weights.bucket import Bucket
@@ -172,7 +172,7 @@ class Sampler:
         self.service: EngineService | None = None
         self._state, self._waiting_for, self._url = "starting", "", ""
         self._loaded: dict[str, Any] = {"version": None, "checksum": ""}
-        self._parent = os.getppid()
+        self._parent = parent_process()
         self._reports = threading.Event()  # set: at once
         self._made = (time.monotonic(), 0)  # tokens at the last report
         self._moved = (time.monotonic(), -1)  # when the engine's steps last grew
@@ -356,10 +356,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m etude.rl.sampler", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="directory of the run")
     parser.add_argument("--name", required=True, help="of this sampler, such as sampler-0")
-    parser.add_argument("--parent", type=int, default=os.getppid(), help="process to end with")
     given = parser.parse_args(arguments)
     try:
-        die_with_parent(given.parent)
+        die_with_parent(parent_process())
         place, section, _ = place_and_section(given.run)
         Sampler(place, given.name, settings_of(place, section)).run()
     except EtudeError as error:

@@ -101,6 +101,7 @@ class Services:
         return {name: service.lives - 1 for name, service in self.all.items() if service.lives > 1}
 
     def _start(self, service: Service) -> None:
+        (self.place.services / f"{service.name}.json").unlink(missing_ok=True)  # what its last life said
         log = self._log(service.name)
         log.parent.mkdir(parents=True, exist_ok=True)
         out: IO[bytes]

@@ -458,6 +458,10 @@ class Slots:
         silent = f"slot {row['id']} of {row['task']}, {row['state']} at {row['worker']}"
         return f"{counts}; longest silent: {silent}, given up in {row['lease'] - now:.0f} s"
 
+    def last_step(self) -> int:
+        """The newest step that trained a group; 0 before any has."""
+        return int(self._one("SELECT COALESCE(MAX(step), 0) FROM groups"))
+
     def trained(self) -> list[tuple[str, int]]:
         """The ledger: every prompt that was trained on, with its step."""
         rows = self._db.execute("SELECT task, step FROM groups WHERE step IS NOT NULL ORDER BY step, id").fetchall()

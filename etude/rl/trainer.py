@@ -29,7 +29,7 @@ from etude.model.transformer import Transformer, compile_blocks
 from etude.rl import evaluate
 from etude.rl.loop import Loop, learn, publish
 from etude.rl.objective import PolicyGradient
-from etude.rl.place import Place, die_with_parent, place_and_section, write_status, write_whole
+from etude.rl.place import Place, die_with_parent, parent_process, place_and_section, write_status, write_whole
 from etude.rl.settings import adam_of, estimator_of, evaluation_plan, plan_of
 from etude.rl.slots import Slots
 from etude.sections import RlStage
@@ -43,8 +43,7 @@ NAME = "trainer"
 
 
 def main() -> None:
-    parent = int(os.environ.get("ETUDE_PARENT", os.getppid()))
-    die_with_parent(parent)
+    die_with_parent(parent_process())
     place, section, _ = place_and_section(sys.argv[1])
     if section.threads:
         torch.set_num_threads(section.threads)

@@ -34,7 +34,7 @@ from etude.pods import open_fleet
 from etude.pods.fleet import Fleet
 from etude.pods.pod import PodError
 from etude.rewards.live import LiveWeights
-from etude.rl.place import Place, die_with_parent, place_and_section, read_tasks, write_status
+from etude.rl.place import Place, die_with_parent, parent_process, place_and_section, read_tasks, write_status
 from etude.rl.rollout import (
     Checkpoint,
     Doing,
@@ -61,7 +61,8 @@ TABLES: tuple[TableName, ...] = ("evaluation", "training")  # in the order they 
 
 IDLE_S = 0.05  # between looks at a table with nothing to do
 REPORT_S = 1.0
-BEATS = 4  # in a lease
+BEATS = 4  # in a lease, at least ...
+BEAT_S = 2.0  # ... and as often as this, so that the table knows what is going on
 SWEEP_S = 60.0  # between looks for snapshots that nobody needs
 CLOSE_S = 8.0  # to end in, when asked to; the orchestrator kills after ten
 MOST_WHY = 1000  # characters of a reason that the table keeps
@@ -245,7 +246,9 @@ class Worker:
                 held.work.add_done_callback(self._see_end)
             if not slots:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._change.wait(), IDLE_S if room else REPORT_S)
+                    # not wait_for, which before Python 3.12 loses a cancellation that comes with what it waits for
+                    async with asyncio.timeout(IDLE_S if room else REPORT_S):
+                        await self._change.wait()
             if self.waiting:
                 await self._hear_samplers()
 
@@ -264,7 +267,7 @@ class Worker:
     async def _beat_always(self) -> None:
         lease = min(plan.lease_s for plan in self.orders.plans.values())
         while True:
-            await asyncio.sleep(lease / BEATS)
+            await asyncio.sleep(min(BEAT_S, lease / BEATS))
             for held in await self.tables.beat(list(self.held.values())):
                 if not held.reported and held.work is not None:
                     log.warning("slot %d of %s is not ours any more", held.slot.id, held.slot.task)
@@ -504,7 +507,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     try:
-        die_with_parent(int(os.environ.get("ETUDE_PARENT", os.getppid())))
+        die_with_parent(parent_process())
         place, section, recipe = place_and_section(given.run)
         write_status(place, given.name, state="starting")
         asyncio.run(work(given.name, orders_of(place, section, recipe.seed), section))

@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,17 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def services_of(place: Place) -> list[str]:
+    """Command lines of services of this run that live, whoever started them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            line = path.read_bytes().replace(b"\0", b" ").decode()
+            if "etude.rl." in line and str(place.run) in line and _alive(int(path.parent.name)):
+                found.append(line)
+    return found
 
 
 def check_finished(place: Place, facts: dict[str, Any], steps: int, groups: int) -> None:
@@ -107,10 +118,10 @@ def test_every_process_may_be_killed_at_any_time(recipe: Path, tmp_path: Path) -
     print("seed", seed)
     chance = random.Random(seed)
     place = Place(tmp_path / "run")
-    overrides = ["--set", "rl.steps=8", "--set", "rl.checkpoint_every=2"]
+    overrides = ["--set", "rl.steps=12", "--set", "rl.checkpoint_every=2"]
+    waiting = chance.sample(["trainer", "sampler-0", "worker-0", "orchestrator"] * 3, 12)
     killed: list[str] = []
     deadline = time.monotonic() + 900
-    victims = iterate(chance)
     while True:
         with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "a") as err:
             process = subprocess.Popen(
@@ -118,26 +129,17 @@ def test_every_process_may_be_killed_at_any_time(recipe: Path, tmp_path: Path) -
             )
             while process.poll() is None:
                 assert time.monotonic() < deadline, (killed, (tmp_path / "err").read_text()[-2000:])
-                time.sleep(chance.uniform(1.0, 5.0))
-                if len(killed) >= 12:
-                    continue
-                victim = next(victims)
-                if victim == "orchestrator":
-                    process.kill()
-                    killed.append(victim)
-                elif victim in (there := children(place)):
-                    os.kill(there[victim], signal.SIGKILL)
-                    killed.append(victim)
+                time.sleep(0.1)
+                there = children(place) | {"orchestrator": process.pid}
+                if waiting and len(there) == 4:  # all at work: whom does it hit?
+                    time.sleep(chance.uniform(0.2, 4.0))
+                    with suppress(ProcessLookupError):  # it was through before
+                        os.kill(there[waiting[0]], signal.SIGKILL)
+                        killed.append(waiting.pop(0))
         if process.returncode == 0:
             break
         assert process.returncode == -signal.SIGKILL, (tmp_path / "err").read_text()[-3000:]
     print("killed", killed)
-    assert {"trainer", "sampler-0", "worker-0", "orchestrator"} <= set(killed)
-    check_finished(place, json.loads((tmp_path / "out").read_text())["stages"]["rl"], steps=8, groups=2)
-
-
-def iterate(chance: random.Random) -> Iterator[str]:
-    names = ["trainer", "sampler-0", "worker-0", "orchestrator"]
-    while True:
-        chance.shuffle(names)
-        yield from names
+    assert services_of(place) == [], "a process outlived its orchestrator"
+    assert len(set(killed)) == 4, "the run was through before everybody had been killed"
+    check_finished(place, json.loads((tmp_path / "out").read_text())["stages"]["rl"], steps=12, groups=2)

@@ -257,37 +257,54 @@ def test_sigterm_ends_it_at_once_and_a_wait_for_weights_has_a_deadline(tmp_path:
         assert f"sampler-0: after 0.5 s there is no usable version in {late.store}" in waiting.stderr.read()
 
 
-BROKEN = """
-import os, sys
+FAULTY = """
+import dataclasses, os, sys, time
 from etude.inference.engine import Engine
 from etude.rl import sampler
-step = Engine.step
-def failing(engine):
+step, settings_of = Engine.step, sampler.settings_of
+def fail(engine):
     if engine.steps >= 20:
-        raise RuntimeError("a kernel failed")
+        {fault}
     return step(engine)
-Engine.step = failing
+Engine.step = fail
+sampler.settings_of = lambda *given: dataclasses.replace(settings_of(*given), stuck_s=1.0)
 os._exit(sampler.main(sys.argv[1:]))
 """
 PARENT = "import subprocess, sys; subprocess.run(sys.argv[1:])"
 
 
 @pytest.mark.slow
-def test_an_engine_that_broke_ends_the_process_with_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "told", "said"),
+    [
+        (
+            "raise RuntimeError('a kernel failed')",
+            "a kernel failed",
+            "the engine failed: RuntimeError: a kernel failed",
+        ),
+        ("time.sleep(1000)", "", "the engine made no step in 1 s with 1 samples"),
+    ],
+    ids=["breaks", "hangs"],
+)
+def test_an_engine_that_breaks_or_hangs_ends_the_process_with_an_error(
+    tmp_path: Path, fault: str, told: str, said: str
+) -> None:
     place = make_run(tmp_path / "run")
     with Publisher(Bucket(place.store)) as publisher:
         publisher.publish_soon(1, weights(0))
-    line = [sys.executable, "-c", BROKEN, str(place.run), "--name", "sampler-0"]
+    line = [sys.executable, "-c", FAULTY.format(fault=fault), str(place.run), "--name", "sampler-0"]
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
         until(place, ready, process)
 
         async def work() -> None:
             async with open_samplers(place, deadline_s=2) as policy:
-                with pytest.raises(SamplersLost, match="a kernel failed"):
+                with pytest.raises(SamplersLost, match=told):
                     await policy.sample([1], Sampling(max_tokens=100))
 
         asyncio.run(work())
         assert process.wait(20) == 1
+        assert process.stderr is not None
+        assert f"sampler-0: {said}" in process.stderr.read()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from etude.inference.policy import OneSample
 from etude.pods import open_fleet
 from etude.pods.fleet import Fleet
 from etude.rl.place import Place, place_and_section, read_status, write_whole
-from etude.rl.rollout import Settings
+from etude.rl.rollout import Settings, rollout_seed, run_rollout
 from etude.rl.settings import plan_of
 from etude.rl.slots import Plan, Slot, Slots
-from etude.rl.worker import Orders, Worker
-from etude.tasks.harbor import write_task
+from etude.rl.worker import TABLES, Orders, Worker, main
+from etude.tasks.harbor import read_task, write_task
 
 PATIENCE_S = 60.0
 PLAN = Plan(group_size=2, groups_per_step=1, max_staleness=5, in_flight=8, lease_s=4.0, attempts=3)
@@ -270,6 +270,7 @@ name = "test"
 stages = ["rl"]
 seed = 5
 [rl]
+model = "start"
 tasks = "none"
 steps = 1
 group_size = 2
@@ -303,21 +304,52 @@ def make_run(path: Path) -> tuple[Place, Slots]:
     return place, slots
 
 
-@contextlib.contextmanager
-def started(place: Place) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "etude.rl.worker", str(place.run), "--name", "worker-0"]
-    with open(place.logs / "worker.log", "ab") as log, subprocess.Popen(command, stderr=log, stdout=log) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+class Life:
+    """A worker process to be: forked before there are threads, it waits to be told to begin. What Python loads for
+    seconds is loaded already."""
+
+    def __init__(self, place: Place) -> None:
+        told, self.teller = os.pipe()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 70
+            try:
+                os.close(self.teller)
+                if os.read(told, 1):
+                    os.environ["ETUDE_PARENT"] = str(parent)
+                    log = os.open(place.logs / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                    os.dup2(log, 1)
+                    os.dup2(log, 2)
+                    status = main([str(place.run), "--name", "worker-0"])
+            finally:
+                os._exit(status)
+        os.close(told)
+
+    def begin(self) -> None:
+        os.write(self.teller, b"1")
+
+    def end(self, number: int) -> int:
+        """End it by a signal; its exit code."""
+        os.close(self.teller)
+        os.kill(self.pid, number)
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := os.waitpid(self.pid, os.WNOHANG))[0]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return os.waitstatus_to_exitcode(found[1])
 
 
 def wait(place: Place, true: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not true():
-        assert time.monotonic() < deadline, (place.logs / "worker.log").read_text()[-3000:]
+        assert time.monotonic() < deadline, said_by(place)
         time.sleep(0.02)
+
+
+def said_by(place: Place) -> str:
+    log = place.logs / "worker.log"
+    return log.read_text()[-3000:] if log.exists() else "it said nothing"
 
 
 async def pods_left(place: Place) -> tuple[list[str], list[str]]:
@@ -334,42 +366,48 @@ def shut(place: Place) -> tuple[list[str], list[str]]:
     return asyncio.run(pods_left(place))
 
 
-def test_a_worker_that_is_killed_goes_on_in_its_next_life_to_the_same_tokens(tmp_path: Path) -> None:
-    place, slots = make_run(tmp_path / "killed")
-    whole, all_slots = make_run(tmp_path / "whole")
-    hanging = threading.Event()
+def test_a_worker_that_is_killed_goes_on_in_its_next_life_to_the_same_tokens(state: Path, tmp_path: Path) -> None:
+    place, slots = make_run(tmp_path / "run")
+    let_go = threading.Event()
 
     def hang(turn: int) -> None:
-        if turn == 3 and not hanging.is_set():
-            hanging.wait(PATIENCE_S)
+        if turn == 3:
+            let_go.wait(PATIENCE_S)
 
-    with stage(whole) as asked, started(whole):
-        wait(whole, lambda: all_slots.counts() == {"ready": 2})
-        assert sorted(asked) == sorted([*range(len(LINES))] * 2)
+    first, second = Life(place), Life(place)
     with stage(place, hang) as asked:
-        with started(place) as process:
-            wait(place, lambda: asked.count(3) == 2)
-            os.kill(process.pid, signal.SIGKILL)
-        assert slots.counts() == {"running": 2} or slots.counts() == {"running": 1, "starting": 1}
+        first.begin()
+        wait(place, lambda: asked.count(3) == 2)
+        assert first.end(signal.SIGKILL) == -signal.SIGKILL
         assert {(slots.slot(id).resume or {})["turns"] for id in (1, 2)} <= {2, 3}
-        hanging.set()
+        let_go.set()
         before = len(asked)
-        with started(place):
-            wait(place, lambda: slots.counts() == {"ready": 2})
+        second.begin()
+        wait(place, lambda: slots.counts() == {"ready": 2})
+        assert second.end(signal.SIGTERM) == 0
     assert set(asked[before:]) <= {2, 3, 4}  # what was before the checkpoints was not said again
-    for id in (1, 2):
-        again, once = (
-            load_trace(each.root / table.slot(id).trace) for each, table in ((place, slots), (whole, all_slots))
-        )
-        assert again.segments[0].tokens.tolist() == once.segments[0].tokens.tolist()
-        assert again.facts["seed"] == once.facts["seed"]
-        reward = slots.slot(id).reward
-        assert reward is not None
-        assert reward["total"] == 1.0  # nor done again: the verifier pays for three lines only
-        assert slots.slot(id).attempt == 2
+    for slot in slots.group(1).slots:
+        trace = load_trace(place.root / slot.trace)
+        assert trace.segments[0].tokens.tolist() == uninterrupted(state, place)
+        assert trace.facts["seed"] == rollout_seed(5, TABLES.index("training"), 1, slot.number, 1)
+        assert slot.reward is not None
+        assert slot.reward["total"] == 1.0  # nor done again: the verifier pays for three lines only
+        assert slot.attempt == 2
     assert slots.standings()[0].failures == 0
     assert not list(place.partial.iterdir())
-    assert shut(place) == shut(whole) == ([], [])
+    assert shut(place) == ([], [])
+
+
+def uninterrupted(state: Path, place: Place) -> list[int]:
+    """The tokens of the same rollout when nobody is killed."""
+
+    async def run() -> list[int]:
+        async with open_fleet(state=state) as fleet:
+            task = read_task(place.run / "tasks/lines")
+            rollout = await run_rollout(fleet, task, voice(Actor()), SETTINGS)
+            return [int(token) for token in rollout.trace.segments[0].tokens]
+
+    return asyncio.run(run())
 
 
 def test_asked_to_end_a_worker_gives_its_slots_back_and_leaves_no_pod(tmp_path: Path) -> None:
@@ -380,18 +418,19 @@ def test_asked_to_end_a_worker_gives_its_slots_back_and_leaves_no_pod(tmp_path: 
         if turn == 2:
             ended.wait(PATIENCE_S)
 
+    first, second = Life(place), Life(place)
     with stage(place, hang) as asked:
-        with started(place) as process:
-            wait(place, lambda: asked.count(2) == 2)
-            process.terminate()
-            assert process.wait(15) == 0
+        first.begin()
+        wait(place, lambda: asked.count(2) == 2)
+        assert first.end(signal.SIGTERM) == 0
         ended.set()
         assert slots.counts() == {"queued": 2}
         assert slots.standings()[0].failures == 0
         asyncio.run(stop_keeper(place))  # what was in its memory goes
         before = len(asked)
-        with started(place):
-            wait(place, lambda: slots.counts() == {"ready": 2})
+        second.begin()
+        wait(place, lambda: slots.counts() == {"ready": 2})
+        assert second.end(signal.SIGTERM) == 0
     assert set(asked[before:]) == {2, 3, 4}  # the checkpoints were on disk by then
     assert shut(place) == ([], [])
 
@@ -402,3 +441,20 @@ async def stop_keeper(place: Place) -> None:
         assert fleet.local is not None
         assert not fleet.local.registry.records()
         await fleet.local.backend.shut()
+
+
+@pytest.mark.slow
+def test_a_worker_by_its_command_line(tmp_path: Path) -> None:
+    place, slots = make_run(tmp_path / "run")
+    command = [sys.executable, "-m", "etude.rl.worker", str(place.run), "--name", "worker-0"]
+    with stage(place), subprocess.Popen(command) as process:
+        wait(place, lambda: slots.counts() == {"ready": 2})
+        status = read_status(place, "worker-0")
+        assert status is not None
+        assert status["pid"] == process.pid
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
+    assert shut(place) == ([], [])
+    refused = subprocess.run([*command[:3], str(tmp_path), *command[4:]], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "is not a run" in refused.stderr
