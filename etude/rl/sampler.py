@@ -283,7 +283,7 @@ class Sampler:
             self._reports.clear()
             self.write()
             if os.getppid() != self._parent:
-                _end(self.name, "the process that started this one has ended", 1)
+                self._end("the process that started this one has ended", 1)
             self._end_if_stuck()
             self._reports.wait(REPORT_S)
 
@@ -326,7 +326,14 @@ class Sampler:
         limit = LINGER_S if ending else self.settings.stuck_s
         if now - self._moved[0] > limit:
             why = "it does not end" if ending else f"the engine made no step in {limit:g} s with {service.held} samples"
-            _end(self.name, why, 0 if service.state == "closed" else 1)
+            self._end(why, 0 if service.state == "closed" else 1)
+
+    def _end(self, why: str, code: int) -> NoReturn:
+        """Without waiting for anybody."""
+        print(f"{self.name}: {why}", file=sys.stderr, flush=True)
+        self._state, self._waiting_for, self._url, self.chain.problem = "ended", "", "", why
+        self.write()
+        os._exit(code)
 
 
 def open_engine(settings: Settings) -> Engine:
@@ -345,11 +352,6 @@ class Stopped(BaseException):
 
 def _stop(number: int, frame: object) -> NoReturn:
     raise Stopped
-
-
-def _end(name: str, why: str, code: int) -> NoReturn:
-    print(f"{name}: {why}", file=sys.stderr, flush=True)
-    os._exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

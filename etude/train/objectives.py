@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from etude.data.packing import Batch
 from etude.kernels.distill import Distance, distill
-from etude.kernels.loss import linear_cross_entropy
+from etude.kernels.loss import IGNORE, linear_cross_entropy
 from etude.model.mtp import MTP
 from etude.model.transformer import Transformer
 
@@ -28,13 +29,24 @@ class Sums:
 
 
 Objective = Callable[[Transformer, Batch], Sums]
+SPARSE = 0.75  # share of targets that count below which picking them out is cheaper than predicting them all
 
 
 def next_token(model: Transformer, batch: Batch) -> Sums:
     """Pretraining and fine-tuning: -log p of every target that is not ignored."""
-    hidden = model.hidden(batch.tokens, documents=batch.documents)
-    loss = linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, batch.targets.flatten())
+    hidden = model.hidden(batch.tokens, documents=batch.documents).flatten(0, 1)
+    targets = batch.targets.flatten()
+    if batch.trained < SPARSE * targets.numel():
+        places = taught_places(batch)
+        hidden, targets = hidden.index_select(0, places), targets[places]
+    loss = linear_cross_entropy(hidden, model.head_weight, targets)
     return Sums(loss, {"loss": loss.detach()})
+
+
+def taught_places(batch: Batch) -> Tensor:
+    """Where the targets are that count: most of an agent's session is prompt and tool results, and the head need not
+    read those. Their number is known; with `nonzero` alone the host would wait for the device to count them."""
+    return torch.nonzero_static(batch.targets.flatten() != IGNORE, size=batch.trained)[:, 0]
 
 
 def with_mtp(mtp: MTP, *, distance: Distance = "kl", joint: bool = True) -> Objective:

@@ -1,11 +1,13 @@
 """An object store as weights need it: named bytes that appear whole or not at all.
 
 A path or `file://` is a directory; anything else is an fsspec URL (`s3://bucket/run`, `memory://run`), whose store must
-be one where a put is atomic, as S3's is.
+be one where a put is atomic, as S3's is. Whatever goes wrong with a store is an OSError.
 """
 
+import contextlib
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,8 @@ class Bucket:
         """Write an object, over any of that name."""
         path = self._path(name)
         if not self._local:
-            self._fs.pipe_file(path, data)
+            with self._errors():
+                self._fs.pipe_file(path, data)
             return
         part = Path(f"{path}.{uuid.uuid4().hex}.part")
         part.parent.mkdir(parents=True, exist_ok=True)
@@ -49,16 +52,18 @@ class Bucket:
     def get(self, name: str) -> bytes | None:
         """An object, or None when there is none of that name."""
         try:
-            data: bytes = self._fs.cat_file(self._path(name))
+            with self._errors():
+                data: bytes = self._fs.cat_file(self._path(name))
         except FileNotFoundError:
             return None
         return data
 
     def names(self, prefix: str) -> list[str]:
         """What lies directly under a prefix, as of now."""
-        self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(self._path(prefix), detail=False)
+            with self._errors():
+                self._fs.invalidate_cache()
+                found = self._fs.ls(self._path(prefix), detail=False)
         except FileNotFoundError:
             return []
         return sorted(Path(path).name for path in found if not str(path).endswith(".part"))
@@ -66,9 +71,21 @@ class Bucket:
     def remove(self, prefix: str) -> None:
         """Everything under a prefix; what is not there is fine."""
         try:
-            self._fs.rm(self._path(prefix), recursive=True)
+            with self._errors():
+                self._fs.invalidate_cache()  # it removes what it believes to be there
+                self._fs.rm(self._path(prefix), recursive=True)
         except FileNotFoundError:
             return
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """The clients of some stores have errors of their own for connections and credentials."""
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"

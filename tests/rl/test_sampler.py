@@ -32,7 +32,7 @@ name = "test"
 stages = ["rl"]
 [rl]
 model = "start"
-tasks = "none"
+tasks = "./tasks"
 steps = 1
 stall_s = {stall_s}
 [rl.sampler]
@@ -161,8 +161,8 @@ def test_a_sampler_follows_the_chain_in_the_middle_of_samples_over_broken_links_
                 until(place, lambda status: status["version"] == publisher.history[-1].version.number, process)
 
         # new versions come while a sample is made, and every token says of which it is
-        sample = asyncio.run(long_sample(place, status["url"], 1500, train))
-        assert len(sample.tokens) == 1500
+        sample = asyncio.run(long_sample(place, status["url"], 800, train))
+        assert len(sample.tokens) == 800
         assert sample.versions == sorted(sample.versions)
         assert len(set(sample.versions)) >= 2, set(sample.versions)
         status = until(place, lambda status: status["swaps"] >= 5, process)
@@ -275,20 +275,14 @@ PARENT = "import subprocess, sys; subprocess.run(sys.argv[1:])"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "told", "said"),
+    ("fault", "said"),
     [
-        (
-            "raise RuntimeError('a kernel failed')",
-            "a kernel failed",
-            "the engine failed: RuntimeError: a kernel failed",
-        ),
-        ("time.sleep(1000)", "", "the engine made no step in 1 s with 1 samples"),
+        ("raise RuntimeError('a kernel failed')", "the engine failed: RuntimeError: a kernel failed"),
+        ("time.sleep(1000)", "the engine made no step in 1 s with 1 samples"),
     ],
     ids=["breaks", "hangs"],
 )
-def test_an_engine_that_breaks_or_hangs_ends_the_process_with_an_error(
-    tmp_path: Path, fault: str, told: str, said: str
-) -> None:
+def test_an_engine_that_breaks_or_hangs_ends_the_process_with_an_error(tmp_path: Path, fault: str, said: str) -> None:
     place = make_run(tmp_path / "run")
     with Publisher(Bucket(place.store)) as publisher:
         publisher.publish_soon(1, weights(0))
@@ -298,7 +292,7 @@ def test_an_engine_that_breaks_or_hangs_ends_the_process_with_an_error(
 
         async def work() -> None:
             async with open_samplers(place, deadline_s=2) as policy:
-                with pytest.raises(SamplersLost, match=told):
+                with pytest.raises(SamplersLost, match=said):
                     await policy.sample([1], Sampling(max_tokens=100))
 
         asyncio.run(work())

@@ -1,0 +1,166 @@
+"""How small the weights of a training step are as a delta, what that costs, and whether they come back to the bit.
+
+    python benchmarks/deltas.py                               # 50 steps of a small model at three learning rates
+    python benchmarks/deltas.py --learning-rates 1e-6         # one of them, under a minute
+    python benchmarks/deltas.py --store runs/mine/rl/weights  # what a run of reinforcement learning has published
+
+The steps are those of reinforcement learning: our trainer and policy gradient, Adam without warm-up, groups of random
+rollouts with random rewards, weights in bfloat16 rounded from float32 masters. What a step changes depends on its size
+beside the weights, hardly on what is learned. Times are CPU-seconds: encoding and applying run in one thread.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from etude.kernels.loss import IGNORE
+from etude.model.config import ModelConfig
+from etude.model.transformer import initialize
+from etude.rl.advantages import advantages
+from etude.rl.objective import PolicyGradient, RolloutBatch
+from etude.train.optim import AdamSettings
+from etude.train.trainer import Trainer
+from etude.weights.bucket import Bucket
+from etude.weights.delta import apply_delta, checksum, delta_facts, encode_delta
+from etude.weights.versions import BrokenChain, numbers, read_manifest, read_version
+
+State = Mapping[str, Tensor]
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+}
+GROUP, TOKENS = 4, 32  # rollouts of a step, and tokens of each
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step's weights, sent and received."""
+
+    changed: float  # of the values
+    delta: int  # bytes
+    whole: int  # bytes of all values as they are
+    encode_s: float
+    apply_s: float
+    identical: bool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-6, 3e-6, 1e-5])
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--store", help="directory or URL of a run's weights, to measure instead")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.store:
+        rows = {"the run's own": [measure(old, new) for old, new in published(Bucket(arguments.store))]}
+    else:
+        rates, steps = arguments.learning_rates, arguments.steps
+        rows = {f"{rate:g}": [measure(old, new) for old, new in train(rate, steps)] for rate in rates}
+    Console(width=120).print(table_of(rows))
+
+
+def train(rate: float, steps: int) -> Iterator[tuple[State, State]]:
+    """The weights before and after every step."""
+    torch.manual_seed(0)
+    model = initialize(ModelConfig.from_hugging_face(MODEL), dtype=torch.float32)
+    trainer = Trainer(model, AdamSettings(rate, weight_decay=0.0, rounded=True))
+    old = sent(model)
+    for _ in range(steps):
+        trainer.step([rollouts()], PolicyGradient(), divisor=GROUP * TOKENS)
+        new = sent(model)
+        yield old, new
+        old = new
+
+
+def rollouts() -> RolloutBatch:
+    """A group of random sessions: every token is the model's own and is worth its session's advantage."""
+    tokens = torch.randint(MODEL["vocab_size"], (GROUP, TOKENS))
+    targets = torch.cat([tokens[:, 1:], torch.full((GROUP, 1), IGNORE)], 1)
+    worths = torch.tensor(advantages(torch.rand(GROUP).tolist()), dtype=torch.float32)[:, None].expand(GROUP, TOKENS)
+    made = int((targets != IGNORE).sum())
+    lengths = ((TOKENS,),) * GROUP
+    return RolloutBatch(tokens, targets, lengths, (), made, worths=worths, sampler=torch.zeros(GROUP, TOKENS))
+
+
+def sent(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().to(torch.bfloat16, copy=True) for name, tensor in model.state_dict().items()}
+
+
+def published(bucket: Bucket) -> Iterator[tuple[State, State]]:
+    """The weights before and after every delta that a store still has."""
+    have = None
+    for number in numbers(bucket):
+        try:
+            parent = read_manifest(bucket, number).parent
+            found = read_version(bucket, number, have if have is not None and parent == have[0].number else None)
+        except BrokenChain as error:
+            print(f"left out: {error}")
+            continue
+        if have is not None and parent == have[0].number:
+            yield have[1], found[1]
+        have = found
+
+
+def measure(old: State, new: State) -> Measured:
+    start = time.process_time()
+    delta = encode_delta(old, new)
+    encoded = time.process_time()
+    result = apply_delta(old, delta)
+    applied = time.process_time()
+    facts = delta_facts(delta)
+    return Measured(
+        facts.changed / facts.values,
+        len(delta),
+        sum(tensor.numel() * tensor.element_size() for tensor in new.values()),
+        encoded - start,
+        applied - encoded,
+        checksum(result) == checksum(new),
+    )
+
+
+def table_of(rows: Mapping[str, list[Measured]]) -> Table:
+    table = Table(title="weights as deltas, means over steps")
+    for column in ("learning rate", "steps", "changed", "delta", "whole", "share", "encode", "apply", "bit-identical"):
+        table.add_column(column, justify="right")
+    for name, found in rows.items():
+        if not found:
+            table.add_row(name, "0")
+            continue
+
+        def mean(key: str, found: list[Measured] = found) -> float:
+            return sum(getattr(each, key) for each in found) / len(found)
+
+        whole = mean("whole")
+        table.add_row(
+            name,
+            str(len(found)),
+            f"{mean('changed'):.2%}",
+            f"{mean('delta') / 1e6:.3f} MB",
+            f"{whole / 1e6:.1f} MB",
+            f"{mean('delta') / whole:.2%}",
+            f"{mean('encode_s'):.2f} s, {whole / 1e6 / mean('encode_s'):.0f} MB/s",
+            f"{mean('apply_s'):.2f} s, {whole / 1e6 / mean('apply_s'):.0f} MB/s",
+            "yes" if all(each.identical for each in found) else "NO",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()
