@@ -16,6 +16,7 @@ from etude.errors import InputError, Interrupted
 from etude.progress import Report, progress_bars, progress_line
 from etude.recipe import Recipe
 from etude.run import Artefact, Parent, Run, files_digest
+from etude.sections import EXPERTS
 from etude.track import tracking
 
 Facts = dict[str, object]
@@ -82,13 +83,31 @@ def import_base(run: Run, recipe: Recipe, report: Report) -> Facts:
     """An open model as the first checkpoint of the run."""
     import torch
 
+    from etude import model as models
     from etude.model.gguf import import_gguf
+    from etude.model.tokenizer import CHAT_TEMPLATE, Tokenizer
 
     section = recipe.base
     assert section is not None
-    with run.checkpoint("base", 0) as directory:
-        import_gguf(section.source, directory, dtype=getattr(torch, section.dtype))
+    dtype, source = getattr(torch, section.dtype), Path(section.source)
+    with run.checkpoint("base", 0, parents=[source] if source.is_dir() else []) as directory:
+        if source.is_dir():
+            models.save(models.load(source, dtype=dtype), directory)
+            Tokenizer.load(source).save(directory)
+        else:
+            import_gguf(section.source, directory, dtype=dtype)
+        if section.chat_template == "chatml":
+            tokenizer = Tokenizer.load(directory)
+            tokenizer.chat_template = CHAT_TEMPLATE
+            tokenizer.save(directory)
     return {"source": section.source}
+
+
+def build_task_sets(run: Run, recipe: Recipe, report: Report) -> Facts:
+    """Sets of tasks, and expert sessions beside them."""
+    from etude.tasks.stage import build_tasks
+
+    return build_tasks(run, recipe, report)
 
 
 def build_corpora(run: Run, recipe: Recipe, report: Report) -> Facts:
@@ -109,7 +128,7 @@ def build_corpora(run: Run, recipe: Recipe, report: Report) -> Facts:
                 **table.model_dump(exclude={"name", "sources"}, exclude_none=True), seed=recipe.seed
             )
             with run.artefact(name, kind="corpus", stage="corpus", parents=[origin]) as directory:
-                build_corpus(table.sources, tokenizer, directory, options, report)
+                build_corpus([_source(run, each) for each in table.sources], tokenizer, directory, options, report)
         facts[table.name] = _corpus_facts(run, name)
     return facts
 
@@ -159,6 +178,7 @@ STAGES: dict[str, Callable[[Run, Recipe, Report], Facts]] = {
     "tokenizer": train_tokenizer,
     "base": import_base,
     "init": initialize,
+    "tasks": build_task_sets,
     "corpus": build_corpora,
     "pretrain": training("pretrain"),
     "mtp": training("mtp"),
@@ -173,6 +193,15 @@ def _tokenizer_of(run: Run) -> Artefact:
     """What the tokenizer stage trained, or what came with the base model."""
     found = [a for a in run.artefacts() if a.kind == "tokenizer" or (a.kind == "checkpoint" and a.stage == "base")]
     return found[-1]
+
+
+def _source(run: Run, source: str) -> str:
+    """Where the documents are: experts are an artefact of the run, all others what they say."""
+    if not source.startswith(EXPERTS):
+        return source
+    from etude.tasks.stage import experts_file
+
+    return str(experts_file(run, source.removeprefix(EXPERTS)))
 
 
 def _corpus_facts(run: Run, name: str) -> dict[str, int]:

@@ -24,6 +24,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from etude.errors import InputError
 from etude.sections import (
+    EXPERTS,
     BaseStage,
     CorpusStage,
     ExtendStage,
@@ -35,6 +36,7 @@ from etude.sections import (
     Section,
     SftStage,
     Stage,
+    TasksStage,
     TokenizerStage,
     TrainingStage,
     Typed,
@@ -70,6 +72,7 @@ class Recipe(Section):
     tokenizer: TokenizerStage | None = None
     base: BaseStage | None = None
     init: InitStage | None = None
+    tasks: TasksStage | None = None
     corpus: CorpusStage | None = None
     pretrain: PretrainStage | None = None
     mtp: MtpStage | None = None
@@ -101,6 +104,24 @@ class Recipe(Section):
                     raise ValueError(
                         f'{stage}.{key} names the corpus "{corpus}", which this recipe does not build; {advice}'
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _task_sets_are_built(self) -> Self:
+        sets = {each.name: each for each in self.tasks.build} if self.tasks else {}
+        for corpus in self.corpus.build if self.corpus else ():
+            for source in corpus.sources:
+                name = source.removeprefix(EXPERTS)
+                if name != source and (name not in sets or not sets[name].experts):
+                    raise ValueError(
+                        f'corpus.build {corpus.name}: "{source}" needs a set {name} in [[tasks.build]] with experts'
+                    )
+        named = [("rl.tasks", self.rl.tasks)] if self.rl else []
+        named += [("rl.evaluation.tasks", self.rl.evaluation.tasks)] if self.rl and self.rl.evaluation else []
+        for key, name in named:
+            if name not in sets and not os.path.isabs(name):
+                advice = _suggest(name, list(sets)) if sets else "build it in [[tasks.build]] or give a path"
+                raise ValueError(f'{key} names the tasks "{name}", which this recipe does not build; {advice}')
         return self
 
     @model_validator(mode="after")

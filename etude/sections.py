@@ -85,10 +85,19 @@ class TokenizerStage(Stage):
     vocab_size: int = Field(default=1024, ge=300, description="entries, single bytes and special tokens included")
 
 
-class BaseStage(Stage):
-    """Start from an open model: turn a GGUF file into a checkpoint."""
+def _name_or_path(value: object, info: ValidationInfo) -> object:
+    return _absolute(value, info) if isinstance(value, str) and os.sep in value else value
 
-    source: str = Field(description="a .gguf file, or an installed package that carries one", min_length=1)
+
+class BaseStage(Stage):
+    """Start from an open model: a directory of one, or a GGUF file, as the first checkpoint."""
+
+    source: Annotated[str, Field(min_length=1), BeforeValidator(_name_or_path)] = Field(
+        description="a model's directory, a .gguf file, or an installed package that carries one"
+    )
+    chat_template: Literal["own", "chatml"] = Field(
+        default="own", description="chatml: one with tools, for models whose own knows none"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="number format of the weights")
 
 
@@ -133,19 +142,27 @@ class NllStage(Stage):
         return self
 
 
-def _name_or_path(value: object, info: ValidationInfo) -> object:
-    return _absolute(value, info) if isinstance(value, str) and os.sep in value else value
-
-
 CorpusRef = Annotated[str, Field(min_length=1), BeforeValidator(_name_or_path)]
+
+
+EXPERTS = "experts:"  # before the name of a set of tasks: the sessions of its experts
+
+
+def _absolute_corpus_source(value: object, info: ValidationInfo) -> object:
+    return value if isinstance(value, str) and value.startswith(EXPERTS) else _absolute_source(value, info)
+
+
+CorpusSource = Annotated[str, BeforeValidator(_absolute_corpus_source)]
 
 
 class CorpusBuild(Section):
     """One corpus of this run."""
 
     name: str = Field(min_length=1, description="what mixtures call it", pattern=r"^[A-Za-z0-9_-]+$")
-    sources: Sources = Field(
-        description='directories, repositories, archives, .jsonl, .parquet, "stdlib", "site-packages"'
+    sources: tuple[CorpusSource, ...] = Field(
+        strict=False,
+        min_length=1,
+        description='directories, repositories, archives, .jsonl, .parquet, "stdlib", "site-packages", "experts:SET"',
     )
     chat: bool = Field(default=False, description="rows are conversations; learn only what the assistant wrote")
     layout: Literal["file", "repository"] = Field(default="file", description="what one document is")
@@ -154,6 +171,12 @@ class CorpusBuild(Section):
     validation: float = Field(default=0.0, ge=0, lt=1, description="share of repositories set aside by hash")
     held_out: tuple[str, ...] = Field(default=(), strict=False, description="repositories set aside, names or globs")
     against: tuple[Source, ...] = Field(default=(), strict=False, description="sources to decontaminate against")
+
+    @model_validator(mode="after")
+    def _experts_are_conversations(self) -> Self:
+        if not self.chat and any(source.startswith(EXPERTS) for source in self.sources):
+            raise ValueError(f"sources names {EXPERTS}..., which are conversations: set chat = true")
+        return self
 
 
 class CorpusStage(Stage):
@@ -284,6 +307,52 @@ class SftStage(TrainingStage):
     )
 
 
+# ------------------------------------------------------------------------------------------- tasks
+
+
+class TaskBuild(Section):
+    """One set of tasks of this run: made by a source, or a directory of them."""
+
+    name: str = Field(min_length=1, description="what other stages call it", pattern=r"^[A-Za-z0-9_-]+$")
+    source: Literal["nano"] | None = Field(default=None, description="who makes the tasks")
+    path: AbsolutePath | None = Field(default=None, description="a directory of tasks to take instead")
+    split: Literal["train", "held-out"] = Field(default="train", description="of the source's shapes and faults")
+    count: int | None = Field(default=None, ge=1, description="tasks to make")
+    difficulties: tuple[Annotated[int, Field(ge=1, le=5)], ...] = Field(
+        default=(1, 2, 3, 4, 5), strict=False, min_length=1, description="in turn; 1 is the easiest"
+    )
+    seed: int = Field(default=0, ge=0, lt=10**9, description="of the first task; the others follow")
+    experts: int = Field(default=0, ge=0, description="expert sessions to make beside it, on other tasks")
+
+    @model_validator(mode="after")
+    def _made_or_taken(self) -> Self:
+        if (self.source is None) == (self.path is None):
+            raise ValueError("source and path: give the one or the other")
+        if self.path is not None:
+            fields = type(self).model_fields
+            given = [key for key, value in self if key not in ("name", "path") and value != fields[key].default]
+            if given:
+                raise ValueError(f"{given[0]} would not be used: the tasks are those of path")
+        elif self.count is None:
+            raise ValueError("count is missing: how many tasks to make")
+        if self.experts and self.split != "train":
+            raise ValueError("experts would show what is held out; set them beside a set of the train split")
+        return self
+
+
+class TasksStage(Stage):
+    """Make sets of tasks, and expert sessions beside them."""
+
+    build: tuple[TaskBuild, ...] = Field(strict=False, min_length=1, description="one table per set")
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        names = [each.name for each in self.build]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"build names {sorted(twice)[0]} twice")
+        return self
+
+
 # ------------------------------------------------------------------------------------------- reinforcement learning
 
 TaskSet = Annotated[str, Field(min_length=1), BeforeValidator(_name_or_path)]
@@ -326,8 +395,12 @@ class EstimatorTable(Section):
     mask_overlong: bool = Field(default=False, description="leave rollouts out that were cut off")
     kl: Literal["none", "k1", "k3"] = Field(default="none", description="estimator of the divergence, in the reward")
     kl_weight: float = Field(default=0.0, ge=0, description="of the divergence")
-    reference: str = Field(default="start", min_length=1, description="diverging from what: start, or a model directory")
-    correction: float = Field(default=0.0, ge=0, description="largest importance ratio to the sampler; 0: no correction")
+    reference: str = Field(
+        default="start", min_length=1, description="diverging from what: start, or a model directory"
+    )
+    correction: float = Field(
+        default=0.0, ge=0, description="largest importance ratio to the sampler; 0: no correction"
+    )
     replay: bool = Field(default=True, description="train through the experts the sampler used")
     plausibility: float = Field(default=0.0, ge=0, le=1, description="least router score of a replayed expert")
 
@@ -392,7 +465,9 @@ class SamplerTable(Section):
 class CurriculumTable(Section):
     """Which prompts come when."""
 
-    hard_after: float = Field(default=0.6, ge=0, le=1, description="share of the steps after which hard kinds come more")
+    hard_after: float = Field(
+        default=0.6, ge=0, le=1, description="share of the steps after which hard kinds come more"
+    )
     hard_weight: float = Field(default=1.0, ge=0, description="how much more; 0: as often as any")
 
 

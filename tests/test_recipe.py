@@ -175,9 +175,9 @@ def test_strange_overrides_are_errors_not_crashes(override: str) -> None:
 
 
 def test_a_key_below_the_wrong_header_is_sent_to_the_right_one(tmp_path: Path) -> None:
-    assert problems(tmp_path, TOKENIZER + "seed = 3\nwindow = 8\n") == [
+    assert problems(tmp_path, TOKENIZER + "seed = 3\nstride = 8\n") == [
         "tokenizer.seed is not a key of [tokenizer]; did you mean seed?",
-        "tokenizer.window is not a key of [tokenizer]; did you mean nll.window?",
+        "tokenizer.stride is not a key of [tokenizer]; did you mean nll.stride?",
     ]
 
 

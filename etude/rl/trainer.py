@@ -7,7 +7,6 @@ newest one stands, tells the table so, and publishes what it has as a new versio
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import threading

@@ -157,6 +157,30 @@ def _facts(task: Task) -> dict[str, Any]:
     }
 
 
+@app.command("nano-base", epilog="Example:  etude tasks nano-base runs/nano-data --from stdlib --from site-packages")
+def nano_base(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that is not there yet.", show_default=False)],
+    sources: Annotated[
+        list[str] | None,
+        typer.Option("--from", help="Python code: a directory, stdlib, site-packages or a part of it; repeatable."),
+    ] = None,
+    practice: Annotated[int, typer.Option(min=0, help="Practice sessions.")] = 160_000,
+    sessions: Annotated[int, typer.Option(min=0, help="Expert sessions of training tasks.")] = 0,
+    drills: Annotated[int, typer.Option(min=0, help="Drills in copying.")] = 40_000,
+    code: Annotated[float, typer.Option(min=0.1, help="Megabytes of code.")] = 60.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    processes: Annotated[int | None, typer.Option("--at-once", "-j", min=1, help="By default one a core.")] = None,
+) -> None:
+    """Make the tokenizer and the corpora of a nano base model; recipes/nano-base.toml trains on them."""
+    from etude.progress import progress_bars, progress_line
+    from etude.tasks.nano.base import Amounts, make_base_data
+
+    amounts = Amounts(practice=practice, sessions=sessions, drills=drills, code=code, seed=seed)
+    with progress_bars() as bars, progress_line("nano-base", bars) as report:
+        made = make_base_data(out, sources or ["stdlib", "site-packages"], amounts, report, processes)
+    print(json.dumps(made))
+
+
 # ------------------------------------------------------------------------------------------------- running
 
 

@@ -271,7 +271,7 @@ stages = ["rl"]
 seed = 5
 [rl]
 model = "start"
-tasks = "none"
+tasks = "./tasks"
 steps = 1
 group_size = 2
 in_flight = 2

@@ -68,7 +68,7 @@ def expert(files: Mapping[str, str], seed: int = 0, manner: Manner | None = None
     if case.solved:
         turns += case.change()
     elif case.plan.get("command"):
-        turns.append(case.run(case.plan["command"]))
+        turns += case.run_check(case.plan["command"])
     thought = "" if case.solved else case.thought()
     return [*turns, Turn(Message("assistant", case.plan["say"], thought))]
 
@@ -88,6 +88,7 @@ class _Case:
         self.manner = manner
         script = self.plan.get("command", "").removeprefix("python3 ")
         self.check = script if script in self.repo else ""
+        self.known = {path for path in self.repo if path in self.request}  # files it has come upon
 
     # -- looking
 
@@ -98,9 +99,10 @@ class _Case:
         if not read:  # one command tells all
             return []
         if self.family == "readme":
+            self.known |= set(self.repo)  # the search shows what there is
             both = [self.call("read_file", target_file="README.md"), self.call("run_terminal_cmd", command=command)]
             return [self.turn(*both)] if self.likely(0.5) else [self.turn(both[0]), self.turn(both[1])]
-        if self.plan.get("named"):
+        if self.plan.get("named") and self.known.intersection(read):
             return self.read_named(read)
         if self.plan.get("rename"):
             names = "\\|".join(old for old, _ in self.plan["rename"])
@@ -110,13 +112,16 @@ class _Case:
         return self.explore(read)
 
     def read_named(self, read: Sequence[str]) -> list[Turn]:
+        """Read what the request names, then what that leads to; what nobody has named is not needed."""
+        named = [path for path in read if path in self.known]
         if len(read) == 1 and self.likely(self.manner.mistakes / 3):
             wrong = self.turn(*self.reads([f"src/{read[0]}"]))
             return [replace(wrong, mistake=True), self.list_files(), self.turn(*self.reads(read))]
-        if self.check and self.solved and self.likely(0.15):
+        if self.check in self.known and self.solved and self.likely(0.15):
             first = self.run(self.plan["command"], exits=None)
-            return [first, self.turn(*self.reads(read))]
-        return [self.turn(*self.reads(read))]
+            return [first, self.turn(*self.reads(named))]
+        turns = [self.turn(*self.reads(named))]
+        return turns + [self.turn(*self.reads([path])) for path in read if path not in named and path in self.known]
 
     def explore(self, read: Sequence[str]) -> list[Turn]:
         """Find out which files there are, by one of several ways, and read those that matter."""
@@ -133,7 +138,7 @@ class _Case:
         names = re.findall(r"\w+", self.request)
         named = next((name for name in names if f"def {name}(" in self.repo[read[0]]), "")
         ways = ["list"] + ["check"] * (told and not turns) + ["grep"] * bool(named)
-        way = self.chance.choice(ways)
+        way = self.chance.choice(ways) if self.family != "config" else "list"  # no import leads to a configuration
         if way == "list":
             turns.append(self.list_files())
             if self.likely(0.7):
@@ -145,6 +150,8 @@ class _Case:
         return turns + [self.turn(*self.reads([path])) for path in read]
 
     def grep(self, what: str) -> Turn:
+        sought = what.split("\\|")
+        self.known |= {path for path, text in self.repo.items() if any(word in text for word in sought)}
         quoted = what if re.fullmatch(r"\w+", what) else f"'{what}'"
         return self.turn(self.call("run_terminal_cmd", command=f"grep -n {quoted} *.py"))
 
@@ -161,10 +168,10 @@ class _Case:
         for place, edit in enumerate(edits):
             turns += self.mistaken(edit, command) if place == 0 and len(edits) == 1 and not thought else ()
             if turns and turns[-1].exits == 1:  # after a wrong change the file is another
-                slipped = turns[-2].message.calls[0].arguments or {}
+                slipped = next(turn for turn in reversed(turns) if turn.mistake).message.calls[0].arguments or {}
                 edit = Edit(edit.path, str(slipped["new_string"]), edit.new)
             turns.append(self.turn(self.edit_call(edit), thinking=thought if place == 0 else ""))
-        return [*turns, self.run(command)] if command else turns
+        return [*turns, *self.run_check(command)] if command else turns
 
     def edits(self, path: str) -> list[Edit]:
         """The edits that make a file what it should be."""
@@ -181,7 +188,8 @@ class _Case:
             return []
         if command and self.family == "debugging" and (slip := self.slip(edit)):
             wrong = self.turn(self.edit_call(Edit(edit.path, edit.old, slip)))
-            return [replace(wrong, mistake=True), self.run(command, exits=1)]
+            look = [] if self.check in self.known else [self.list_files()]
+            return [replace(wrong, mistake=True), *look, self.run(command, exits=1)]
         at = self.chance.randrange(len(edit.old))
         torn = edit.old[:at] + edit.old[at + 1 :]
         if not torn.strip() or torn in self.repo[edit.path]:
@@ -215,6 +223,9 @@ class _Case:
         return Call(name, arguments, "")
 
     def reads(self, paths: Sequence[str]) -> list[Call]:
+        for path in paths:
+            imported = re.findall(r"^(?:from|import) (\w+)", self.repo.get(path, ""), re.MULTILINE)
+            self.known |= {path, *(f"{module}.py" for module in imported)}
         return [self.call("read_file", target_file=path) for path in paths]
 
     def edit_call(self, edit: Edit) -> Call:
@@ -222,9 +233,15 @@ class _Case:
         return self.call("search_replace", file_path=edit.path, old_string=edit.old, new_string=edit.new, **more)
 
     def list_files(self) -> Turn:
+        self.known |= set(self.repo)
         if "list_dir" in self.manner.tools and self.likely(0.75):
             return self.turn(self.call("list_dir", target_directory="."))
         return self.turn(self.call("run_terminal_cmd", command="ls"))
+
+    def run_check(self, command: str) -> list[Turn]:
+        """Run the check; look for it first if nobody has said what it is called."""
+        seen = not self.check or self.check in self.known
+        return [self.run(command)] if seen else [self.list_files(), self.run(command)]
 
     def run(self, command: str, exits: int | None = 0) -> Turn:
         return replace(self.turn(self.call("run_terminal_cmd", command=command)), exits=exits)
@@ -234,7 +251,10 @@ class _Case:
 
 
 def edits_between(path: str, before: str, after: str) -> list[Edit]:
-    """Exact replacements that make one text of another, in order, one for each stretch of lines that differ."""
+    """Exact replacements that make one text of another, in order, one for each stretch of lines that differ.
+
+    Of whole lines, with their indentation: then what is written is what was read, token for token.
+    """
     old, new = before.split("\n"), after.split("\n")
     edits: list[Edit] = []
     for tag, low, high, start, end in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
@@ -248,16 +268,8 @@ def edits_between(path: str, before: str, after: str) -> list[Edit]:
             if removed.strip() and added and _once(removed, now):
                 break
             above, below = (above + 1, below) if above < start else (above, below + 1)  # with more lines it is
-        edits.append(_trimmed(Edit(path, removed, "\n".join(added)), now))
+        edits.append(Edit(path, removed, "\n".join(added)))
     return edits
-
-
-def _trimmed(edit: Edit, before: str) -> Edit:
-    """Without the indentation that both sides begin with, where it is found once without it too."""
-    indent = len(edit.old) - len(edit.old.lstrip(" "))
-    if edit.new.startswith(" " * indent) and _once(edit.old[indent:], before):
-        return replace(edit, old=edit.old[indent:], new=edit.new[indent:])
-    return edit
 
 
 def _once(part: str, text: str) -> bool:

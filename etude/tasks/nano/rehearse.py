@@ -21,18 +21,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from etude.harness.conversation import Call, ToolSchema
+from etude.harness.conversation import Call, Message, ToolSchema
 from etude.harness.dialects.dialect import Dialect
 from etude.harness.environment import Environment
 from etude.harness.prompt import Request
+from etude.harness.script import Scripted
 from etude.harness.session import Session
+from etude.harness.speaker import TokenSpeaker
 from etude.harness.tools.tool import ErrorClass, Outcome
 from etude.harness.tools.toolbox import shown_tools
 from etude.harness.toolserver.inside import editing, reading
 from etude.harness.toolserver.inside.paths import Refusal, Workspace
+from etude.harness.trace import Trace
+from etude.inference.sampling import Sampling
 from etude.tasks.nano.drafts import WORKSPACE
-from etude.tasks.nano.expert import NANO_ENVIRONMENT, Manner, expert, fact, repository
-from etude.tasks.nano.render import BUDGET, NO_SUMMARIES, Demonstration, expert_speaker, oddity, taught_tokens
+from etude.tasks.nano.expert import NANO_ENVIRONMENT, Manner, Turn, expert, fact, repository
+from etude.tasks.nano.render import BUDGET, NO_SUMMARIES, WINDOW, Demonstration, oddity, taught_tokens
 from etude.tasks.nano.shapes import Split
 from etude.tasks.nano.source import nano_tasks
 
@@ -61,21 +65,50 @@ async def rehearse(
     """The expert's session in the task of these files, token for token as in a pod; None where it cannot be told."""
     turns = expert(files, seed, manner)
     name = fact(files["task.toml"], "name")
+    trace = await play(f"{name}-{seed}", files["instruction.md"], repository(files), turns, dialect, environment, name)
+    if trace is None:
+        return None
+    facts = {"family": fact(files["task.toml"], "family"), "difficulty": int(fact(files["task.toml"], "difficulty"))}
+    return Demonstration(name, facts, trace, taught_tokens(turns, trace), None, oddity(turns, trace))
+
+
+async def play(
+    id: str,
+    request: str,
+    repo: Mapping[str, str],
+    turns: Sequence[Turn],
+    dialect: Dialect,
+    environment: Environment = NANO_ENVIRONMENT,
+    task: str = "",
+) -> Trace | None:
+    """A session in which these turns are said about these files; None where a command cannot be told."""
     directory = tempfile.mkdtemp(prefix="nano-", dir=_memory())
     try:
-        tools = RehearsedTools(repository(files), environment, directory)
-        request = Request(files["instruction.md"], id=name)
-        speaker = expert_speaker(dialect, turns)
+        tools = RehearsedTools(repo, environment, directory)
         session = Session(
-            request, speaker, tools, environment=environment, budget=BUDGET, summaries=NO_SUMMARIES, id=f"{name}-{seed}"
+            Request(request, id=task or id),
+            _Unmeasured(
+                Scripted(dialect, [turn.message for turn in turns]), dialect, Sampling(), window=WINDOW, model="expert"
+            ),
+            tools,
+            environment=environment,
+            budget=BUDGET,
+            summaries=NO_SUMMARIES,
+            id=id,
         )
         trace = await session.run()
     except NotRehearsed:
         return None
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    facts = {"family": fact(files["task.toml"], "family"), "difficulty": int(fact(files["task.toml"], "difficulty"))}
-    return Demonstration(name, facts, trace, taught_tokens(turns, trace), None, oddity(turns, trace))
+    return trace if len(trace.segments[-1].tokens) <= WINDOW - BUDGET.answer else None
+
+
+class _Unmeasured(TokenSpeaker):
+    """Does not count beforehand what it will be told, half of all the work; `play` sees whether there was room."""
+
+    def measure(self, messages: Sequence[Message]) -> int:
+        return 0
 
 
 async def rehearsals(
@@ -138,6 +171,8 @@ class RehearsedTools:
         if command.startswith("python3 ") and (self.place / command[8:]).is_file():
             sources = self._sources()
             return run_python(sources, sources[command[8:]], f"{WORKSPACE}/{command[8:]}")
+        if re.fullmatch(r"python3 \w+\.py", command):
+            return f"python3: can't open file '{WORKSPACE}/{command[8:]}': [Errno 2] No such file or directory\n", 2
         raise NotRehearsed(command)
 
     def _sources(self) -> dict[str, str]:

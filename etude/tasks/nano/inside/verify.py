@@ -4,19 +4,17 @@ What the agent left is run in a child: on a copy, as another user, under limits,
 gives back what the calls gave, as text on a pipe; what they should give is read here, after the child is gone. So
 printing, exiting early, planting modules or looking for the answers earns nothing: there are none to be found, and what
 comes back has to be right. Where we are not root there is no other user to be, and only the limits hold.
+
+It is started for every session, and most of its time would be that of its imports: nothing is loaded that drags in `re`
+or `enum` (json, signal, shutil, tempfile, contextlib) unless a rule needs it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import resource
 import select
-import shutil
-import signal
 import sys
-import tempfile
 import time
 
 TYPE_CHECKING = False  # typing's own would cost a third of the start
@@ -29,6 +27,7 @@ MEMORY = 512 << 20
 LONGEST = 10_000  # characters of one result
 MOST = 1 << 20  # bytes of all results, and of a file of the workspace
 NOBODY = 65534
+KILL = 9
 
 
 def main() -> None:
@@ -38,11 +37,9 @@ def main() -> None:
     os.makedirs(rewards, exist_ok=True)
     for place in (tests, rewards):
         os.chmod(place, 0o700)  # the child is somebody else
-    with open(os.path.join(tests, "calls.json"), encoding="utf-8") as file:
-        calls = json.load(file)
+    calls = parsed(read(tests, "calls.json"))
     given = tried(copy_of(workspace), lambda: [outcome(*call) for call in calls]) if calls else []
-    with open(os.path.join(tests, "wants.json"), encoding="utf-8") as file:
-        wants = json.load(file)
+    wants = parsed(read(tests, "wants.json"))
     problem = judge(given, wants, workspace, logs)
     print(problem or "passed")
     with open(os.path.join(rewards, "reward.txt"), "w") as file:
@@ -56,12 +53,17 @@ def main() -> None:
 
 def copy_of(workspace: str, changes: dict[str, str] | None = None) -> str:
     """A copy of the workspace that anybody may read; `changes` are files that are other there."""
-    copy = tempfile.mkdtemp(prefix="nano-")
-    os.chmod(copy, 0o755)
+    copy = os.path.join(os.environ.get("TMPDIR") or "/tmp", "nano-" + os.urandom(8).hex())
+    os.mkdir(copy, 0o755)
+    os.chmod(copy, 0o755)  # whatever the umask
     for path in listed(workspace):
         target = os.path.join(copy, path)
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        shutil.copyfile(os.path.join(workspace, path), target)
+        with open(os.path.join(workspace, path), "rb") as source, open(target, "wb") as file:
+            data = source.read()
+            file.write(data)
+        if b"import json" in data:  # as somebody else one may not be able to read Python's own library
+            import json  # noqa: F401
     for path, text in (changes or {}).items():
         with open(os.path.join(copy, path), "w", encoding="utf-8") as file:
             file.write(text)
@@ -80,15 +82,15 @@ def listed(workspace: str) -> list[str]:
     return sorted(found)
 
 
-def tried(copy: str, work: Callable[[], list[str]]) -> Any:
-    """What `work` gives when a child does it in the copy, which is removed then; nothing if it comes to no end."""
+def tried(copy: str, work: Callable[[], list[str]]) -> list[str]:
+    """What `work` gives when a child does it in the copy; nothing if it comes to no end."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             os.setsid()
             confine(copy, writing)
-            data = json.dumps(work()).encode()
+            data = b"".join(b"\0" + text.encode("utf-8", "backslashreplace") for text in work())
             while data:
                 data = data[os.write(writing, data) :]
         finally:
@@ -100,15 +102,13 @@ def tried(copy: str, work: Callable[[], list[str]]) -> Any:
         if not part:
             break
         data += part
-    with contextlib.suppress(OSError):
-        os.killpg(pid, signal.SIGKILL)
+    try:  # noqa: SIM105
+        os.killpg(pid, KILL)
+    except OSError:
+        pass  # it has ended
     os.waitpid(pid, 0)
     os.close(reading)
-    shutil.rmtree(copy, ignore_errors=True)
-    try:
-        return json.loads(data)
-    except ValueError:
-        return []
+    return data.decode("utf-8", "replace").split("\0")[1:]
 
 
 def confine(copy: str, kept: int) -> None:
@@ -122,8 +122,10 @@ def confine(copy: str, kept: int) -> None:
     for limit, most in ((resource.RLIMIT_CPU, 5), (resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_FSIZE, 0)):
         resource.setrlimit(limit, (most, most))
     if os.getuid() == 0:
-        with contextlib.suppress(PermissionError):  # a user namespace may not allow it
+        try:  # noqa: SIM105
             os.setgroups([])
+        except PermissionError:
+            pass  # a user namespace may not allow it
         os.setgid(NOBODY)
         os.setuid(NOBODY)
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
@@ -152,10 +154,27 @@ def run_script(path: str) -> str:
     return "ok"
 
 
+class Reading:
+    """How json.loads reads, for the part of it that needs no imports."""
+
+    strict, object_hook, object_pairs_hook, parse_float, parse_int, parse_constant = True, None, None, float, int, float
+
+
+def parsed(text: str) -> Any:
+    """json.loads, of files of ours."""
+    try:
+        from _json import make_scanner
+    except ImportError:  # not CPython
+        import json
+
+        return json.loads(text)
+    return make_scanner(Reading)(text, 0)[0]  # type: ignore[arg-type]
+
+
 # ------------------------------------------------------------------------------------------- judging
 
 
-def judge(given: Any, wants: dict[str, Any], workspace: str, logs: str) -> str:
+def judge(given: list[str], wants: dict[str, Any], workspace: str, logs: str) -> str:
     """What is wrong; nothing if all is as it should be."""
     if given != wants.get("calls", []):
         return "the calls do not give what they should"
