@@ -21,6 +21,7 @@ from etude import __version__
 from etude.errors import EtudeError, InputError
 from etude.harness.cli import agent
 from etude.inference.cli import serve
+from etude.rl.studies.cli import Listing, reproduce
 
 EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 bad input or usage, 3 busy (another process holds it), 130 interrupted."
 
@@ -88,6 +89,15 @@ app.add_typer(
         help="Tasks: look at, run, validate, import and export them.",
     ),
     name="tasks",
+)
+
+app.add_typer(
+    typer.Typer(
+        cls=lazy_room("etude.bench.cli"),
+        no_args_is_help=True,
+        help="Compare policies on tasks, in the harness.",
+    ),
+    name="bench",
 )
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe in TOML.", show_default=False)]
@@ -208,6 +218,9 @@ app.command(
     '  etude agent --endpoint http://127.0.0.1:8000/v1 "fix the failing test"\n\n'
     f'  etude agent -p --json --apply "add a changelog entry"\n\n{EXIT_CODES}'
 )(agent)
+
+
+app.command(cls=Listing, epilog="Example:  etude reproduce kl --out runs/kl")(reproduce)
 
 
 @recipe_app.command("show", epilog="Example:  etude recipe show recipes/nano.toml --set nll.window=256")

@@ -323,6 +323,9 @@ class TaskBuild(Section):
     )
     seed: int = Field(default=0, ge=0, lt=10**9, description="of the first task; the others follow")
     experts: int = Field(default=0, ge=0, description="expert sessions to make beside it, on other tasks")
+    unfinished: float = Field(
+        default=0.0, ge=0, le=1, description="share of those that stop half-way, as some people do"
+    )
 
     @model_validator(mode="after")
     def _made_or_taken(self) -> Self:
@@ -335,6 +338,8 @@ class TaskBuild(Section):
                 raise ValueError(f"{given[0]} would not be used: the tasks are those of path")
         elif self.count is None:
             raise ValueError("count is missing: how many tasks to make")
+        if self.unfinished and not self.experts:
+            raise ValueError("unfinished would not be used: there are no experts")
         if self.experts and self.split != "train":
             raise ValueError("experts would show what is held out; set them beside a set of the train split")
         return self

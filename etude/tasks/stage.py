@@ -21,7 +21,7 @@ from etude.recipe import Recipe
 from etude.run import Artefact, Run
 from etude.sections import TaskBuild
 from etude.tasks.harbor import find_tasks, read_task
-from etude.tasks.nano.expert import read_files
+from etude.tasks.nano.expert import Manner, read_files
 from etude.tasks.nano.rehearse import rehearse
 from etude.tasks.nano.source import generate_nano, nano_tasks, text_digest
 
@@ -79,11 +79,12 @@ def _fill(directory: Path, table: TaskBuild) -> None:
 
 async def _write_experts(file: Path, tasks: Path, table: TaskBuild, dialect: Dialect, report: Report) -> None:
     """Sessions of experts in tasks like those of the set, none of which is in it."""
+    manner = Manner(unfinished=table.unfinished)
     taken = {text_digest(read_files(task)) for task in find_tasks(tasks)}
     with file.open("w", encoding="utf-8") as rows:
         written = 0
         for number, files in enumerate(_others(table, taken)):
-            shown = await rehearse(files, dialect, seed=number)
+            shown = await rehearse(files, dialect, seed=number, manner=manner)
             if shown is None or shown.odd:
                 continue
             rows.write(json.dumps({**shown.row(), "path": shown.task}) + "\n")

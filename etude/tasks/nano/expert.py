@@ -23,6 +23,17 @@ NANO_ENVIRONMENT = Environment(tools=("read_file", "search_replace", "run_termin
 
 OPERATORS = ("<=", ">=", "==", "!=", "<", ">", "+", "-", "*")
 SEARCHES = {"migrate-fstring": "%\\|format", "migrate-none": "None", "migrate-type": "type("}
+# What somebody says who stops before the work is done.
+UNFINISHED = (
+    "Done.",
+    "It should work now.",
+    "I have looked at it. Shall I change it?",
+    "Which of the two do you want?",
+    "I cannot see what is wrong.",
+    "This needs more information. What should it do?",
+    "Looks good to me.",
+    "Fixed.",
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,7 @@ class Manner:
 
     thinking: float = 0.4  # before a change, from difficulty 3 on
     mistakes: float = 0.12
+    unfinished: float = 0.0  # stops half-way, and says it is done, asks back, or gives up
     tools: tuple[str, ...] = NANO_ENVIRONMENT.tools
 
 
@@ -65,6 +77,9 @@ def expert(files: Mapping[str, str], seed: int = 0, manner: Manner | None = None
         raise InputError("there is no solution/plan.json; the expert knows nano tasks only")
     case = _Case(files, seed, manner or Manner())
     turns = case.look()
+    if manner and case.likely(manner.unfinished):
+        seen = turns[: case.chance.randint(min(1, len(turns)), len(turns))]
+        return [*seen, Turn(Message("assistant", case.chance.choice(UNFINISHED)))]
     if case.solved:
         turns += case.change()
     elif case.plan.get("command"):

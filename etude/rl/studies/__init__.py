@@ -1,0 +1,1 @@
+"""The choices of the algorithm, each put to the test on a laptop: one command, one plot, the numbers beside it."""
