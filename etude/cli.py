@@ -22,6 +22,7 @@ from etude.errors import EtudeError, InputError
 from etude.harness.cli import agent
 from etude.inference.cli import serve
 from etude.rl.studies.cli import Listing, reproduce
+from etude.viewer.cli import report, view
 
 EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 bad input or usage, 3 busy (another process holds it), 130 interrupted."
 
@@ -220,6 +221,8 @@ app.command(
 )(agent)
 
 
+app.command(epilog="Examples:\n\n  etude view runs/nano\n\n  etude view runs --port 8400")(view)
+app.command(epilog="Example:  etude report runs/nano --out report.html")(report)
 app.command(cls=Listing, epilog="Example:  etude reproduce kl --out runs/kl")(reproduce)
 
 

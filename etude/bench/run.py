@@ -28,7 +28,6 @@ from etude.rl.place import write_whole
 from etude.rl.rollout import Rollout, RolloutFailed, rollout_seed
 from etude.rl.slots import Plan, Slot, Slots
 from etude.tasks.task import Task
-from etude.tasks.validate import PASSING
 
 WORKER = "bench"  # there is one
 MOST_WHY = 1000  # characters of a reason that the table keeps
@@ -209,8 +208,8 @@ def trial_record(rollout: Rollout, task: Task) -> dict[str, Any]:
     """What a trial came to. What cheated has solved nothing, whatever the verifier says, and that is said beside."""
     record = rollout.record(task)
     if record["hack"]:
-        return {**record, "verifier_score": record["score"], "score": 0.0, "solved": False}
-    return {**record, "solved": record["score"] >= float(task.metadata.get("passing", PASSING))}
+        return {**record, "verifier_score": record["score"], "score": 0.0}
+    return record
 
 
 def _first(group: BaseExceptionGroup[EtudeError]) -> EtudeError:

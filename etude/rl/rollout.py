@@ -109,7 +109,7 @@ class Rollout:
             "parts": dict(reward.parts),
             "hack": reward.hack,
             "score": self.grade.score,
-            "solved": self.grade.score >= 1,
+            "solved": self.grade.score >= task.passing and not reward.hack,
             "category": task.category,
             "ending": trace.ending,
             "cost": asdict(trace.cost),

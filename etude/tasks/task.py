@@ -92,5 +92,10 @@ class Task:
         return tuple(self.metadata.get("protected", ()))
 
     @property
+    def passing(self) -> float:
+        """The score from which on it counts as solved."""
+        return float(self.metadata.get("passing", 1.0))
+
+    @property
     def asks_for_tests(self) -> bool:
         return self.category == "testing"

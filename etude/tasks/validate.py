@@ -25,7 +25,6 @@ from etude.tasks.task import Task
 from etude.tasks.verify import failures, grade, graded_in_place
 
 RERUNS = 3
-PASSING = 1.0  # a reward from which on a task counts as solved, unless metadata.passing says otherwise
 CHANCES = 2  # for a machine that fails under a task
 FORMAT = 2  # of what is kept; another number makes earlier results forgotten
 
@@ -123,7 +122,7 @@ async def _try(
     fleet: Fleet, task: Task, provision: Provision, reruns: int, scores: dict[str, list[float]]
 ) -> tuple[FileChange, ...]:
     """Nothing and the solution, as often as asked; the solution's changes."""
-    passing = float(task.metadata.get("passing", PASSING))
+    passing = task.passing
     clean = not task.steps and not graded_in_place(task)
 
     async def rerun(name: str, actor: Actor) -> Once:

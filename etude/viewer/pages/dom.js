@@ -1,0 +1,169 @@
+// Building pages out of text. Nothing here, or anywhere else in these files, ever turns text into markup: what a model
+// wrote becomes text nodes and attributes, and stays text.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+// h("p.note", {hidden: true, on: {click}}, "text", node, [more]) -> an element. Nothing, null and false are left out.
+export function h(name, ...parts) {
+  return fill(document.createElement(tagOf(name)), name, parts);
+}
+
+export function s(name, ...parts) {
+  return fill(document.createElementNS(SVG, tagOf(name)), name, parts);
+}
+
+function tagOf(name) {
+  return name.split(".")[0];
+}
+
+function fill(node, name, parts) {
+  const classes = name.split(".").slice(1);
+  if (classes.length) node.setAttribute("class", classes.join(" "));
+  let rest = parts;
+  const first = parts[0];
+  if (first && typeof first === "object" && !(first instanceof Node) && !Array.isArray(first)) {
+    setAll(node, first);
+    rest = parts.slice(1);
+  }
+  add(node, rest);
+  return node;
+}
+
+function setAll(node, given) {
+  for (const [key, value] of Object.entries(given)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (key === "on") {
+      for (const [event, act] of Object.entries(value)) node.addEventListener(event, act);
+    } else if (key === "class") {
+      node.setAttribute("class", [node.getAttribute("class"), value].filter(Boolean).join(" "));
+    } else if (key === "css") {
+      for (const [property, setting] of Object.entries(value)) node.style.setProperty(property, setting);
+    } else {
+      // a run's JSON that took the place of our attributes would stop here
+      const ours = !/^on|^style$/i.test(key) && (key !== "href" || /^[#/]/.test(value));
+      if (!ours) throw new Error(`not an attribute: ${key}`);
+      node.setAttribute(key, value === true ? "" : String(value));
+    }
+  }
+}
+
+export function add(node, parts) {
+  for (const part of [parts].flat(Infinity)) {
+    if (part === undefined || part === null || part === false || part === "") continue;
+    node.append(part instanceof Node ? part : String(part));
+  }
+  return node;
+}
+
+export function put(node, ...parts) {
+  node.replaceChildren();
+  return add(node, parts);
+}
+
+// Tell people who do not see the page what has changed on it.
+export function say(words) {
+  const place = document.getElementById("say");
+  if (place) place.textContent = words;
+}
+
+// A part that is folded away; its content is made when it is opened for the first time.
+export function fold(summary, content, options = {}) {
+  const node = h("details", {class: options.class}, h("summary", summary));
+  let made = false;
+  const make = () => {
+    if (!made && node.open) {
+      made = true;
+      add(node, [content()]);
+    }
+  };
+  node.addEventListener("toggle", make);
+  if (options.open) {
+    node.open = true;
+    make();
+  }
+  return node;
+}
+
+// ------------------------------------------------------------------------------------------- words for numbers
+
+export const MISSING = "–";
+
+export function isNumber(value) {
+  return typeof value === "number" && Number.isFinite(value);
+}
+
+export function fixed(value, digits = 2) {
+  if (!isNumber(value)) return MISSING;
+  const text = value.toFixed(digits).replace("-", "−");
+  return /^−0\.?0*$/.test(text) ? text.slice(1) : text;
+}
+
+export function signed(value, digits = 2) {
+  return isNumber(value) && value > 0 ? `+${fixed(value, digits)}` : fixed(value, digits);
+}
+
+export function percent(value, digits = 0) {
+  return isNumber(value) ? `${fixed(100 * value, digits)} %` : MISSING;
+}
+
+// A bound of a share: what is drawn from few tasks may lie where no share can.
+export function within(value) {
+  return isNumber(value) ? Math.max(0, Math.min(1, value)) : null;
+}
+
+export function whole(value) {
+  return isNumber(value) ? Math.round(value).toLocaleString("en-US").replaceAll(",", " ") : MISSING;
+}
+
+// Three digits, whatever the size: 0.00123, 4.56, 1.2k, 3.4M.
+export function short(value) {
+  if (!isNumber(value)) return MISSING;
+  const size = Math.abs(value);
+  if (size >= 1e9) return `${trim(value / 1e9)}G`;
+  if (size >= 1e6) return `${trim(value / 1e6)}M`;
+  if (size >= 1e4) return `${trim(value / 1e3)}k`;
+  if (size >= 100 || value === 0) return trim(value);
+  if (size >= 1e-3) return String(Number(value.toPrecision(3))).replace("-", "−");
+  return value.toExponential(1).replace("-", "−").replace("e−", "e-");
+}
+
+function trim(value) {
+  return String(Number(value.toPrecision(3))).replace("-", "−");
+}
+
+export function seconds(value) {
+  if (!isNumber(value)) return MISSING;
+  if (value === 0) return "0 s";
+  if (value < 0.001) return "< 1 ms";
+  if (value < 1) return `${Math.round(value * 1000)} ms`;
+  if (value < 10) return `${fixed(value, 1)} s`;
+  if (value < 100) return `${Math.round(value)} s`;
+  const minutes = Math.round(value / 60);
+  if (minutes < 100) return `${minutes} min`;
+  return `${fixed(value / 3600, 1)} h`;
+}
+
+export function bytes(value) {
+  if (!isNumber(value)) return MISSING;
+  const power = Math.min(3, Math.max(0, Math.floor(Math.log10(Math.max(1, value)) / 3)));
+  return `${trim(value / 1000 ** power)} ${["B", "kB", "MB", "GB"][power]}`;
+}
+
+export function ago(then, now = Date.now() / 1000) {
+  const since = now - then;
+  return since < 2 ? "now" : `${seconds(Math.round(since))} ago`;
+}
+
+export function plural(count, one, many = `${one}s`) {
+  return `${whole(count)} ${count === 1 ? one : many}`;
+}
+
+export function when(time) {
+  if (!isNumber(time) || !time) return MISSING;
+  return new Date(time * 1000).toLocaleString("en-GB", {dateStyle: "medium", timeStyle: "short"});
+}
+
+// An id of rl's and python's names as words: "malformed_calls" -> "malformed calls".
+export function words(name) {
+  return String(name).replaceAll("_", " ");
+}

@@ -1,0 +1,283 @@
+// Reinforcement learning in charts, from the numbers of its steps and measurements. What was not measured is not drawn.
+
+import {chart, dumbbell, spark} from "./charts.js";
+import {add, bytes, fixed, h, isNumber, percent, plural, seconds, short, whole, within, words} from "./dom.js";
+
+export function learningSection(rl) {
+  const told = rl.steps;
+  const section = h("section", {"aria-labelledby": "learning"}, h("h2", {id: "learning"}, "Reinforcement learning"));
+  if (told.each > 1) add(section, [h("p.muted", `Every point is the mean of ${told.each} steps.`)]);
+  const alarm = told.alarms.at(-1);
+  if (alarm) {
+    const says = [].concat(alarm.says).join("; ");
+    add(section, [h("p.notice.warn", `A monitor is alarmed at step ${alarm.step}: ${says}.`)]);
+  }
+  const steps = new Steps(told.columns);
+  const heads = [heldOut(rl.evaluations), steps.known ? rewards(steps) : null].filter(Boolean);
+  if (!heads.length) return add(section, [h("p.muted", "No step has been taken yet.")]);
+  add(section, [h("div.grid.two", heads)]);
+  if (steps.known) {
+    add(section, [categories(steps, rl.evaluations), h("div.grid", CHARTS.map((make) => make(steps))), habits(steps)]);
+  }
+  return section;
+}
+
+// The numbers of the steps, column by column.
+class Steps {
+  constructor(columns) {
+    this.columns = columns;
+    this.names = Object.keys(columns).filter((name) => columns[name].some(isNumber));
+    this.numbers = columns.step ?? [];
+    this.x = stepAxis(this.numbers);
+  }
+
+  get known() {
+    return this.numbers.length > 0;
+  }
+
+  // A column, or nothing when no step says anything of it.
+  get(name) {
+    return this.names.includes(name) ? this.columns[name] : null;
+  }
+
+  // The columns below a name: "errors/" -> [["timeout", [...]], ...]. A share that a step does not mention was 0 there.
+  below(prefix) {
+    const found = this.names.filter((name) => name.startsWith(prefix));
+    return found.map((name) => [name.slice(prefix.length), this.columns[name].map((value) => value ?? 0)]);
+  }
+
+  last(name) {
+    return this.get(name)?.findLast(isNumber);
+  }
+}
+
+function stepAxis(values) {
+  return {values, label: "step", format: (value) => whole(value)};
+}
+
+const toStep = (numbers, set = "training") => (at) => `#/rollouts?set=${set}&step=${numbers[at]}`;
+const SHARE = {format: (value) => percent(value), exact: (value) => percent(value, 1), low: 0};
+const WHOLE_SHARE = {...SHARE, high: 1};
+const THREE = {exact: (value) => fixed(value, 3)};
+
+function line(name, values, tone, more = {}) {
+  return {name, kind: "line", values, tone, ...more};
+}
+
+function band(name, low, high, tone) {
+  return {name, kind: "band", low, high, values: [], tone, quiet: true};
+}
+
+// Lines of some columns, with the names and tones they have: {solved: ["average", 1]}.
+function lines(steps, names) {
+  const known = Object.entries(names).filter(([column]) => steps.get(column));
+  return known.map(([column, [name, tone]]) => line(name, steps.get(column), tone));
+}
+
+// ------------------------------------------------------------------------------------------- what it is about
+
+// The largest K of which a measurement tells the best: "best/16".
+export function bestKey(test) {
+  return bestKeys(test)[0];
+}
+
+function bestKeys(test) {
+  const keys = Object.keys(test).filter((key) => /^best\/\d+$/.test(key));
+  return keys.sort((one, other) => Number(other.slice(5)) - Number(one.slice(5)));
+}
+
+function heldOut(tests) {
+  if (!tests.length) return null;
+  const last = tests.at(-1);
+  const take = (name) => tests.map((test) => test[name] ?? null);
+  const bound = (name) => take(name).map(within);
+  const layers = [
+    band("95 % of the average", bound("solved_low"), bound("solved_high"), 1),
+    line("average", take("solved"), 1, {dots: 60}),
+  ];
+  const [best, next] = bestKeys(last).filter((key) => key !== "best/1");
+  if (best) {
+    const name = `best of ${best.slice(5)}`;
+    layers.push(band(`95 % of ${name}`, bound(`${best}_low`), bound(`${best}_high`), 3));
+    layers.push(line(name, take(best), 3, {dots: 60}));
+  }
+  if (next) layers.push(line(`best of ${next.slice(5)}`, take(next), 3, {dashed: true}));
+  const numbers = take("step");
+  const samples = whole((last.samples ?? 0) / (last.tasks || 1));
+  return chart({
+    title: "Held-out success",
+    says: `${plural(last.tasks ?? 0, "task")} that were never trained on, ${samples} samples each. ` +
+      "Bands are 95 % intervals over tasks.",
+    wide: true, x: stepAxis(numbers), y: WHOLE_SHARE, layers,
+    open: toStep(numbers, "evaluation"), openHint: "click for these rollouts",
+  });
+}
+
+function rewards(steps) {
+  const layers = lines(steps, {reward: ["average", 1], reward_best: ["best of group", 3]});
+  if (!layers.length) return null;
+  if (steps.get("reward_low")) {
+    layers.unshift(band("95 % of the average", steps.get("reward_low"), steps.get("reward_high"), 1));
+  }
+  return chart({
+    title: "Reward",
+    says: "Of the rollouts each step learned from, and of the best in each group. " +
+      "The band is a 95 % interval over prompts.",
+    wide: true, x: steps.x, y: THREE, layers, open: toStep(steps.numbers), openHint: "click for these rollouts",
+  });
+}
+
+// ------------------------------------------------------------------------------------------- charts of the steps
+
+// One chart, or nothing when nothing of it was measured.
+function draw(steps, title, says, layers, more = {}) {
+  return layers.length ? chart({title, says, x: steps.x, y: {low: 0}, layers, ...more}) : null;
+}
+
+function tinted(pairs, kind, tones) {
+  return pairs.map(([name, values], at) => ({name: words(name), kind, values, tone: tones[name] ?? (at % 8) + 1}));
+}
+
+const ENDINGS = {final: 2, length: 3, tokens: 4, turns: 5, time: 6, context: 7, interrupted: 8};
+const TOKENS = {thinking: 5, call: 1, commentary: 4, final: 2, summary: 6, output: 8};
+
+const CHARTS = [
+  (steps) => draw(steps, "Solved in training", "Share of rollouts, and of groups with at least one.",
+    lines(steps, {solved: ["average", 1], solved_best: ["best of group", 3]}),
+    {y: WHOLE_SHARE, open: toStep(steps.numbers)}),
+  (steps) => draw(steps, "Reward by part", "As weighed; they add up to the reward.",
+    tinted(steps.below("reward/"), "line", {}), {y: THREE, open: toStep(steps.numbers)}),
+  (steps) => draw(steps, "Tokens of a rollout", "By kind, on average. Output is what tools answered.",
+    tinted(tokenKinds(steps), "area", TOKENS), {stack: true}),
+  (steps) => draw(steps, "Turns and calls", "Of a rollout, on average.",
+    lines(steps, {turns: ["turns", 1], calls: ["calls", 2], summaries: ["summaries", 6]}).filter(some)),
+  (steps) => draw(steps, "Endings", "Why sessions were over.",
+    tinted(steps.below("ending/"), "bar", ENDINGS), {stack: true, y: WHOLE_SHARE}),
+  (steps) => draw(steps, "Errors of calls", "Share of calls that failed, by class.",
+    tinted(steps.below("errors/"), "line", {}), {y: SHARE}),
+  staleness,
+  mismatch,
+  trainerSeconds,
+  whoWaited,
+  (steps) => draw(steps, "Seconds of a rollout", "Its pod, its session, its grading.",
+    tinted(steps.below("seconds/"), "area", {ground: 8, session: 1, grading: 5}),
+    {stack: true, y: {low: 0, format: seconds}}),
+  failures,
+  uploads,
+  (steps) => draw(steps, "Entropy", "Of the sampled tokens, in nats.",
+    lines(steps, {entropy: ["entropy", 1]}), {y: THREE}),
+  (steps) => draw(steps, "Gradient norm", "Before it is clipped.",
+    lines(steps, {gradient_norm: ["norm", 1]}).filter(some), {y: {log: true, exact: short}}),
+  (steps) => draw(steps, "Groups all alike", "Their rollouts got the same reward: they teach nothing.",
+    steps.get("groups_alike") ? tinted([["alike", steps.get("groups_alike")]], "bar", {alike: 8}) : [],
+    {y: WHOLE_SHARE}),
+];
+
+function some(layer) {
+  return layer.values.some((value) => value > 0);
+}
+
+function tokenKinds(steps) {
+  const known = new Map(steps.below("tokens/"));
+  return Object.keys(TOKENS).filter((kind) => known.get(kind)?.some((value) => value > 0))
+    .map((kind) => [kind, known.get(kind)]);
+}
+
+function staleness(steps) {
+  const ages = steps.below("staleness/").sort(([one], [other]) => Number(one) - Number(other));
+  const says = "Steps by which the oldest token of a rollout is older than the trainer.";
+  if (!ages.length) {
+    return draw(steps, "Staleness", says, lines(steps, {staleness: ["mean", 1], staleness_max: ["oldest", 3]}));
+  }
+  const tones = [2, 1, 3, 6, 7];
+  const layers = ages.map(([age, values], at) =>
+    ({name: plural(Number(age), "step"), kind: "bar", values, tone: tones[at] ?? 8}));
+  return draw(steps, "Staleness", says, layers, {stack: true, y: WHOLE_SHARE});
+}
+
+function mismatch(steps) {
+  const layers = lines(steps, {mismatch_mean: ["mean", 1], mismatch_p99: ["99th percentile", 3]});
+  const says = "Of trainer and sampler, in log-probability of the same token.";
+  return draw(steps, "Mismatch", says, layers, {y: {log: layers.some(some), exact: short}});
+}
+
+function trainerSeconds(steps) {
+  const wall = steps.get("wall_s");
+  if (!wall) return null;
+  const waited = steps.below("waited/").map(([what, values]) => [`waiting for ${words(what)}`, values]);
+  if (!waited.length && steps.get("waited_s")) waited.push(["waiting", steps.get("waited_s")]);
+  const pairs = [["learning", steps.get("step_s") ?? wall.map(() => 0)], ...waited];
+  const told = (at) => pairs.reduce((sum, [, values]) => sum + (values[at] ?? 0), 0);
+  const rest = wall.map((value, at) => Math.max(0, value - told(at)));
+  if (rest.some((value, at) => value > 0.02 * wall[at])) pairs.push(["other", rest]);
+  const tones = {learning: 2, "waiting for rollouts": 3, waiting: 3, "waiting for measurement": 5, other: 8};
+  return draw(steps, "What the trainer did", "Seconds of each step.", tinted(pairs, "bar", tones),
+    {stack: true, y: {low: 0, format: seconds}});
+}
+
+function whoWaited(steps) {
+  const layers = lines(steps, {waited_share: ["trainer", 3]});
+  const [idle, seen] = [steps.get("samplers_idle_s"), steps.get("samplers_seen_s")];
+  if (idle && seen) layers.push(line("samplers", idle.map((value, at) => (seen[at] ? value / seen[at] : null)), 1));
+  return draw(steps, "Who waited", "Share of the time in which each had nothing to do.", layers, {y: WHOLE_SHARE});
+}
+
+function failures(steps) {
+  const tones = {failed: 7, lost: 3, stale: 5, dropped: 8};
+  const known = steps.below("infrastructure/").filter(([kind]) => kind in tones);
+  if (!known.some(([, values]) => values.some((value) => value > 0))) return null;
+  return draw(steps, "Failures", "Rollouts that had to be sampled again, and groups given up. They are in no mean.",
+    tinted(known, "bar", tones), {stack: true});
+}
+
+function uploads(steps) {
+  const changed = steps.last("changed");
+  const says = `Bytes of each version that went to the samplers${isNumber(changed) ?
+    `; in the last, ${percent(changed, 1)} of the values had changed` : ""}.`;
+  const layers = lines(steps, {upload_bytes: ["bytes", 1]}).map((layer) => ({...layer, dots: 60}));
+  return draw(steps, "Weights sent", says, layers, {y: {log: true, format: bytes}});
+}
+
+// ------------------------------------------------------------------------------------------- tables
+
+function categories(steps, tests) {
+  const named = (columns) => columns.map((name) => /^category\/(.*)\/solved$/.exec(name)?.[1]).filter(Boolean);
+  const [first, last] = [tests[0] ?? {}, tests.at(-1) ?? {}];
+  const names = [...new Set([...named(steps.names), ...named(Object.keys(last))])].sort();
+  if (!names.length) return null;
+  const rows = names.map((name) => {
+    const take = (what) => (steps.get(`category/${name}/${what}`) ?? []).filter(isNumber);
+    const [solved, reward] = [take("solved"), take("reward")];
+    const count = take("rollouts").reduce((sum, value) => sum + value, 0);
+    const [before, after] = [first, last].map((test) => test[`category/${name}/solved`]);
+    const twice = tests.length > 1 && isNumber(before);
+    const change = twice ? `${percent(before)} → ${percent(after)}` : percent(after);
+    const tasks = last[`category/${name}/tasks`];
+    return h("tr",
+      h("th", {scope: "row"}, h("a", {href: `#/rollouts?category=${encodeURIComponent(name)}`}, name)),
+      h("td.end", count ? whole(count) : ""),
+      h("td", solved.length ? [spark(solved, {width: 150, label: "solved, by step"}), percent(solved.at(-1))] : ""),
+      h("td.end", fixed(reward.at(-1))),
+      h("td", isNumber(after) ? [dumbbell(twice ? before : null, after, {label: "before and after"}), change] : ""),
+      h("td.end.muted", isNumber(tasks) ? plural(tasks, "task") : ""));
+  });
+  const heads = [["Category"], ["Rollouts", "end"], ["Solved in training, last"], ["Reward, last", "end"],
+    ["Held-out, before and after"], [""]];
+  return h("div.block", h("h3", "By category"), h("div.scroll", h("table.plain.categories",
+    h("caption.unseen", "By category"),
+    h("thead", h("tr", heads.map(([name, end]) => h("th", {scope: "col", class: end}, name)))),
+    h("tbody", rows))));
+}
+
+function habits(steps) {
+  const known = steps.names.filter((name) => name.startsWith("habit/"));
+  if (!known.length) return null;
+  const rows = known.map((column) => {
+    const name = words(column.slice(6));
+    return h("li", h("span", name), spark(steps.get(column), {width: 90, tone: 5, label: `${name} by step`}),
+      h("b", percent(steps.last(column))));
+  });
+  return h("div.block", h("h3", "Habits"),
+    h("p.muted", "What the monitors watch, over the last sessions. None of it changes a reward by itself."),
+    h("ul.habits", rows));
+}

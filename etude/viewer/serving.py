@@ -1,0 +1,52 @@
+"""Running the pages' server until somebody ends it."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from etude.errors import InputError
+from etude.viewer.server import app
+
+EVERYWHERE = ("0.0.0.0", "::")
+HERE = ["localhost", "127.0.0.1", "::1", "[::1]"]
+
+
+async def serve(path: Path, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve a run, or a directory of runs; `ready` is told the address."""
+    pages = app(path, ["*"] if host in EVERYWHERE else [*HERE, host, f"[{host}]"])
+    with _bind(host, port) as listener:
+        chosen = listener.getsockname()[1]
+        for answers in list(pages.state.runs.values())[:1]:  # read it while the browser is being opened
+            threading.Thread(target=answers.run, daemon=True).start()
+        ready(f"http://{f'[{host}]' if ':' in host else host}:{chosen}/")
+        server = _Server(
+            uvicorn.Config(pages, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, server.end)
+        await server.serve(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with signals left to us: it would raise them again, and to be ended is no failure here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def end(self) -> None:
+        self.should_exit = True
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise InputError(f"--host {host} --port {port}: {error.strerror or error}; name another") from None

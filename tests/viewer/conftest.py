@@ -1,0 +1,418 @@
+"""Runs to look at: a small one with real sessions (experts in nano tasks, played without pods), and one of many rows.
+
+What a model would have added to the sessions (log-probabilities, versions, times, mistakes) is drawn from a seed.
+"""
+
+import asyncio
+import json
+import math
+import os
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etude.harness.conversation import Message
+from etude.harness.dialects import dialect_for
+from etude.harness.dialects.dialect import Dialect
+from etude.harness.store import SUFFIX, save_trace
+from etude.harness.tools.tool import Outcome
+from etude.harness.trace import NO_VERSION, Segment, Step, Trace
+from etude.model.tokenizer import train_tokenizer
+from etude.rl import evaluate, observe
+from etude.rl.place import Place, write_status
+from etude.rl.slots import Plan, Slot, Slots
+from etude.tasks.harbor import read_task
+from etude.tasks.nano.expert import Manner, Turn, expert, read_files, repository
+from etude.tasks.nano.rehearse import play
+from etude.tasks.nano.render import vocabulary_texts
+from etude.tasks.nano.source import generate_nano
+
+BEGAN = 1_767_000_000.0  # seconds since the epoch; a date in the pictures
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a run is made."""
+
+    steps: int = 3
+    groups: int = 2
+    size: int = 4
+    held_out: int = 3
+    samples: int = 2
+    every: int = 2
+    seed: int = 0
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(group_size=self.size, groups_per_step=self.groups, max_staleness=3, in_flight=10_000)
+
+
+def make_run(directory: Path, shape: Shape | None = None) -> Path:
+    """A finished run of all kinds of stages, as `etude run` would have left it."""
+    return _Maker(directory, shape or Shape()).make()
+
+
+class _Maker:
+    def __init__(self, directory: Path, shape: Shape) -> None:
+        self.shape, self.run = shape, directory / "run"
+        self.place = Place(self.run)
+        self.place.make()
+        self.chance = Random(shape.seed)
+        self.numbers = np.random.default_rng(shape.seed)
+        tokenizer = train_tokenizer(vocabulary_texts(40), 512)
+        tokenizer.save(self.place.model)
+        self.dialect: Dialect = dialect_for(tokenizer)
+        self.time = BEGAN
+        self.tasks: dict[str, Path] = {}
+        count = shape.steps * shape.groups + 2
+        for split, number in (("train", count), ("held-out", shape.held_out)):
+            generate_nano(directory / split, number, split, 0, (1, 2, 3))
+            self.tasks |= {path.parent.name: path.parent for path in sorted((directory / split).glob("*/task.toml"))}
+        lists = {
+            key: {name: str(path) for name, path in self.tasks.items() if f"-{split}-" in name}
+            for key, split in (("train", "train"), ("held_out", "held-out"))
+        }
+        self.place.tasks.write_text(json.dumps(lists))
+
+    def make(self) -> Path:
+        shape = self.shape
+        self.text_stages()
+        names = [name for name in self.tasks if "-train-" in name]
+        slots = Slots(self.place.slots, shape.plan)
+        evaluations = Slots(self.place.evaluations, evaluate.evaluation_plan(shape.plan, shape.samples))
+        with closing(slots), closing(evaluations):
+            self.measure(evaluations, 0)
+            for step in range(1, shape.steps + 1):
+                self.step(slots, step, names[(step - 1) * shape.groups : step * shape.groups])
+                if step % shape.every == 0 or step == shape.steps:
+                    self.measure(evaluations, step)
+            slots.add([(names[-1], 0.0)])  # one is under way
+            compared = evaluate.compare(evaluate.results(evaluations, 0), evaluate.results(evaluations, shape.steps))
+            self.finish(observe.stage_facts(self.lines("rl"), slots, ["worker-0 was killed"]) | {"rise": compared})
+        return self.run
+
+    # -- training on text
+
+    def text_stages(self) -> None:
+        (self.run / "recipe.toml").write_text(RECIPE.format(steps=self.shape.steps, size=self.shape.size))
+        (self.run / "lock").write_text("")
+        for stage, steps, size, low, high in (("pretrain", 300, 4096, 2.1, 6.2), ("sft", 60, 4096, 0.35, 2.0)):
+            for step in range(1, steps + 1):
+                loss = low + (high - low) * (1 + step / 6) ** -0.75 + self.chance.gauss(0, 0.05)
+                self.log(stage, step, loss=loss, tokens=step * size, tokens_per_second=9000 + self.chance.gauss(0, 300))
+                if stage == "pretrain" and step in (1, 30, 100, 300):
+                    shown = {"evaluation": True, "held_out_loss": loss + 0.06}
+                    self.log(stage, step, tokens=step * size, **shown)
+
+    def log(self, stage: str, step: int, /, **values: object) -> None:
+        self.time += 0.4 if stage != "rl" else 6.0
+        with (self.run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"time": self.time, "stage": stage, "step": step, **values}) + "\n")
+
+    def lines(self, stage: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["stage"] == stage]
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        stages: dict[str, Any] = {"init": {"parameters": 3_886_272}, "corpus": {"code": {"train": 11_930_394}}}
+        for name in ("pretrain", "sft"):
+            stages[name] = {"steps": len(self.lines(name))}
+        stages["rl"] = dict(facts)
+        state = {
+            name: {"done": True, "saved": "2026-01-02T10:00:00+00:00", "facts": told} for name, told in stages.items()
+        }
+        (self.run / "state.json").write_text(json.dumps({"format": 1, "stages": state}))
+        (self.place.logs / "deaths.jsonl").write_text(
+            json.dumps({"time": BEGAN + 300, "name": "worker-0", "why": "was killed by signal 9"}) + "\n"
+        )
+        write_status(self.place, "trainer", state="ended", step=self.shape.steps)
+
+    # -- reinforcement learning
+
+    def skill(self, step: int, task: str = "") -> float:
+        """How likely a rollout is to solve its task; some are harder than others."""
+        hard = Random(task).gauss(0, 1.6) if task else 0.0
+        return 1 / (1 + math.exp(1.4 + hard - 2.4 * step / max(1, self.shape.steps)))
+
+    def step(self, slots: Slots, step: int, names: list[str]) -> None:
+        slots.add([(name, 0.0) for name in names])
+        while (slot := slots.claim("worker-0", 0.0)) is not None:
+            if slot.attempt == 1 and self.chance.random() < 0.02:
+                slots.fail(slot, "sandbox: the pod was lost")
+                continue
+            self.finish_slot(
+                slots, slot, self.place.traces, slot.task, step - 1 - min(step - 1, self.chance.randrange(3))
+            )
+        groups = slots.take(step - 1)
+        assert groups is not None, "there are as many groups as a step takes"
+        slots.mark_trained(groups, step)
+        slots.published(step, step)
+        waited = self.chance.uniform(1, 5)
+        told = {
+            "mismatch_mean": 2e-4 * self.chance.uniform(0.7, 1.5) * step**0.3,
+            "mismatch_p99": 4e-3 * self.chance.uniform(0.7, 1.5) * step**0.3,
+            "version": step,
+            "values": {"loss": -0.01, "entropy_seen": 1.1 - 0.5 * step / self.shape.steps, "ratio": 1.0},
+            "gradient_norm": self.chance.uniform(0.2, 0.9),
+            "step_s": 1.5,
+            "waited_s": waited,
+            "waited_for": {"rollouts": waited},
+            "wall_s": waited + 1.9,
+            "upload": [
+                {
+                    "bytes": 240_000 + self.chance.randrange(60_000),
+                    "seconds": 0.2,
+                    "full": step == 1,
+                    "changed": 180_000 + step,
+                    "values": 3_886_272,
+                    "skipped": 0,
+                }
+            ],
+        }
+        line = observe.rollout_facts(groups) | observe.staleness_facts(groups, step - 1) | observe.trainer_facts(told)
+        line |= observe.trouble_facts(slots, step) | observe.monitor_facts(slots.trained_rewards(step, 200))
+        self.log("rl", step, **line, samplers_idle_s=self.chance.uniform(0.2, 1), samplers_seen_s=6.0)
+
+    def measure(self, evaluations: Slots, step: int) -> None:
+        evaluate.begin(evaluations, step, [name for name in self.tasks if "-held-out-" in name])
+        while (slot := evaluations.claim("worker-0", 0.0)) is not None:
+            self.finish_slot(evaluations, slot, self.place.evaluation_traces, slot.task.partition("/")[2], step)
+        self.log("rl", step, evaluation=True, **evaluate.summarise(evaluate.results(evaluations, step)))
+
+    def finish_slot(self, slots: Slots, slot: Slot, directory: Path, task: str, version: int) -> None:
+        solved = self.chance.random() < self.skill(version, task)
+        trace = self.session(task, slot, version, solved)
+        path = directory / f"{slot.group:06d}" / f"{slot.number:02d}-{slot.attempt}{SUFFIX}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = self.record(task, trace, solved)
+        save_trace(replace(trace, facts={**trace.facts, "reward": {"total": record["total"]}}), path)
+        slots.finish(slot, record, path.relative_to(self.place.root).as_posix(), trace.versions())
+
+    def session(self, task: str, slot: Slot, version: int, solved: bool) -> Trace:
+        files = read_files(self.tasks[task])
+        id = f"run/{slot.group:06d}/{slot.number:02d}-{slot.attempt}"
+        shy = [Turn(Message("assistant", "I do not know how to do this."))]  # of what cannot be played without a pod
+        for turns in (*(self.turns(files, slot.id * 8 + luck, solved) for luck in range(8)), shy):
+            trace = asyncio.run(play(id, files["instruction.md"], repository(files), turns, self.dialect, task=task))
+            if trace is not None:
+                break
+        assert trace is not None
+        if self.chance.random() < 0.16 * (1 - self.skill(version)):
+            trace = with_broken_call(trace)
+        if slot.number == 1 and slot.group % 3 == 1:
+            trace = with_summary(trace)
+        return self.dressed(trace, version)
+
+    def turns(self, files: Mapping[str, str], seed: int, solved: bool) -> list[Turn]:
+        """The expert's; of a task that is not solved, without the change: it looks, and says that all is well."""
+        turns = expert(files, seed, Manner(mistakes=0.3))
+        if solved or len(turns) < 3:
+            return turns
+        kept = [turn for turn in turns if not any(call.name == "search_replace" for call in turn.message.calls)]
+        return [*kept[:-1], Turn(Message("assistant", "I looked at it and everything is fine. All tests pass."))]
+
+    def dressed(self, trace: Trace, version: int) -> Trace:
+        """With what a model and a clock would have added."""
+        segments = []
+        for segment in trace.segments:
+            made = segment.made
+            surprise = -self.numbers.gamma(0.35, 1.4 - self.skill(version), len(made))
+            logprobs = np.where(made, surprise, 0).astype(np.float32)
+            versions = np.where(made, version, NO_VERSION).astype(np.int32)
+            if version and self.chance.random() < 0.15:  # new weights came in the middle
+                versions[: len(versions) * 3 // 4] -= made[: len(versions) * 3 // 4]
+            segments.append(replace(segment, logprobs=logprobs, raw_logprobs=logprobs, versions=versions))
+        now, steps = 0.0, []
+        for step in trace.steps:
+            outcomes = tuple(replace(each, seconds=self.chance.uniform(0.001, 0.6)) for each in step.outcomes)
+            now += 0.004 * (step.span[1] - step.span[0]) if step.kind in ("turn", "summary") else 0.0
+            now += sum(each.seconds for each in outcomes)
+            steps.append(replace(step, outcomes=outcomes, time=now))
+        cost = replace(trace.cost, wall_s=now, model_s=now * 0.6, pod_s=now * 0.3)
+        return replace(trace, segments=tuple(segments), steps=tuple(steps), cost=cost)
+
+    def record(self, task: str, trace: Trace, solved: bool) -> dict[str, Any]:
+        effort = -0.02 * trace.cost.turns - 0.0004 * trace.cost.made
+        parts = {
+            "correctness": float(solved),
+            "effort_spent": effort,
+            "malformed_calls": -0.1 * trace.errors["malformed_call"],
+        }
+        return {
+            "total": sum(parts.values()),
+            "parts": parts,
+            "hack": "",
+            "score": float(solved),
+            "solved": solved,
+            "category": read_task(self.tasks[task]).category,
+            "ending": trace.ending,
+            "cost": asdict(trace.cost),
+            "errors": dict(trace.errors),
+            "segments": len(trace.segments),
+            "tokens": sum(map(len, trace.segments)),
+            "made": trace.cost.made,
+            "pod_s": trace.cost.pod_s,
+            "seconds": {"ground": self.chance.uniform(0.1, 0.4), "session": trace.cost.wall_s, "grading": 0.5},
+            "evidence": {
+                "correctness": {"value": float(solved), "rewards": {"reward": float(solved)}},
+                "effort_spent": {"value": effort, "units": -effort},
+            },
+            "habits": {"edit_rate": 1.0, "broken_calls": float(trace.errors["malformed_call"] > 0)},
+        }
+
+
+def with_broken_call(trace: Trace) -> Trace:
+    """One call that cannot be read."""
+    for at, step in enumerate(trace.steps):
+        if step.message.calls:
+            call = replace(
+                step.message.calls[0],
+                arguments=None,
+                status="bad_json",
+                raw='{"name": "read_file", "arguments": {"target_file": "',
+                problem="the arguments are not valid JSON: the text ends inside a string",
+            )
+            outcome = Outcome("error: the arguments are not valid JSON", "malformed_call")
+            message = replace(step.message, calls=(call, *step.message.calls[1:]))
+            broken = replace(step, message=message, outcomes=(outcome, *step.outcomes[1:]))
+            return replace(trace, steps=(*trace.steps[:at], broken, *trace.steps[at + 1 :]))
+    return trace
+
+
+def with_summary(trace: Trace) -> Trace:
+    """The same session with a summary in its middle: what follows is a segment of its own."""
+    turns = [at for at, step in enumerate(trace.steps) if step.kind == "turn"]
+    if len(turns) < 3:
+        return trace
+    middle, whole = turns[len(turns) // 2], trace.segments[0]
+    cut = trace.steps[middle].span[0]
+    first = Segment("start", *(getattr(whole, name)[:cut] for name in ARRAYS))
+    second = Segment("summary", *(getattr(whole, name)[cut:] for name in ARRAYS))
+    asked = Step("summary-request", Message("user", "Please summarize the conversation."), 0, (cut - 2, cut - 1))
+    said = Step(
+        "summary",
+        Message("assistant", "I have read the files and know what is wrong; the change comes next."),
+        0,
+        (cut - 1, cut),
+    )
+    again = Step("prompt", Message("user", "The request, and the summary so far."), 1, (0, 1), copied=True)
+    rest = [replace(step, segment=1, span=(step.span[0] - cut, step.span[1] - cut)) for step in trace.steps[middle:]]
+    return replace(
+        trace,
+        segments=(first, second),
+        steps=(*trace.steps[:middle], asked, said, again, *rest),
+        cost=replace(trace.cost, summaries=1),
+    )
+
+
+ARRAYS = ("tokens", "made", "logprobs", "raw_logprobs", "versions")
+
+RECIPE = """\
+name = "nano"
+seed = 0
+stages = ["init", "corpus", "pretrain", "sft", "rl"]
+
+[rl]
+steps = {steps}
+group_size = {size}
+groups_per_step = 2
+"""
+
+
+def make_large(directory: Path, rollouts: int = 10_000, size: int = 8) -> Path:
+    """A run with nothing but a long table: rows as workers leave them, and a line of metrics for every step."""
+    run = directory / "large"
+    place = Place(run)
+    place.make()
+    (run / "recipe.toml").write_text(RECIPE.format(steps=rollouts // size // 8, size=size).replace("nano", "large"))
+    Slots(place.slots, Plan(group_size=size)).close()
+    chance = Random(0)
+    categories = ("debugging", "feature", "refactor", "docs", "testing", "review", "devops", "migration", "question")
+    rows, groups = [], []
+    for group in range(1, rollouts // size + 1):
+        groups.append((group, f"repo-{group % 97}/task-{group:05d}", (group - 1) // 8 + 1))
+        for number in range(size):
+            solved = chance.random() < 0.2 + 0.5 * group * size / rollouts
+            errors = {"environment": chance.randrange(1, 4)} if chance.random() < 0.2 else {}
+            cost = {
+                "turns": chance.randrange(2, 40),
+                "calls": chance.randrange(2, 60),
+                "thinking": 300,
+                "call": 200,
+                "final": 40,
+            }
+            evidence = {f"term_{at}": {"value": 0.0, "found": [], "calls": 12} for at in range(11)}
+            reward = {
+                "total": float(solved) - chance.random() / 10,
+                "parts": {"correctness": float(solved), "effort_spent": -0.05},
+                "solved": solved,
+                "score": float(solved),
+                "category": categories[group % len(categories)],
+                "ending": chance.choice(["final"] * 8 + ["turns", "context"]),
+                "cost": cost,
+                "errors": errors,
+                "made": chance.randrange(200, 9000),
+                "seconds": {"ground": 1.0, "session": chance.uniform(2, 400), "grading": 3.0},
+                "evidence": evidence,
+            }
+            rows.append(
+                (
+                    group,
+                    number,
+                    "ready",
+                    1,
+                    json.dumps(reward),
+                    group // 8,
+                    group // 8,
+                    f"traces/{group:06d}/{number:02d}-1.trace",
+                )
+            )
+    with closing(sqlite3.connect(place.slots)) as db, db:
+        db.executemany("INSERT INTO groups (id, task, step) VALUES (?, ?, ?)", groups)
+        db.executemany(
+            "INSERT INTO slots (grp, number, state, attempt, reward, oldest, newest, trace) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            rows,
+        )
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, rollouts // size // 8 + 1):
+            values = {f"value/{name}": chance.random() for name in range(60)}
+            file.write(
+                json.dumps(
+                    {
+                        "time": BEGAN + step,
+                        "stage": "rl",
+                        "step": step,
+                        "reward": chance.random(),
+                        "reward_best": 1.0,
+                        **values,
+                    }
+                )
+                + "\n"
+            )
+    return run
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run; tests that change something copy it."""
+    return make_run(tmp_path_factory.mktemp("viewer"))
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 10,000 rollouts."""
+    return make_large(tmp_path_factory.mktemp("viewer"))
+
+
+@pytest.fixture(autouse=True)
+def _own_shelf(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What this machine has validated before is not our business."""
+    monkeypatch.setitem(os.environ, "XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
