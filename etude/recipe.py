@@ -117,7 +117,8 @@ class Recipe(Section):
                         f'corpus.build {corpus.name}: "{source}" needs a set {name} in [[tasks.build]] with experts'
                     )
         named = [("rl.tasks", self.rl.tasks)] if self.rl else []
-        named += [("rl.evaluation.tasks", self.rl.evaluation.tasks)] if self.rl and self.rl.evaluation else []
+        measured = self.rl.evaluation.tasks if self.rl and self.rl.evaluation else ()
+        named += [("rl.evaluation.tasks", name) for name in measured]
         for key, name in named:
             if name not in sets and not os.path.isabs(name):
                 advice = _suggest(name, list(sets)) if sets else "build it in [[tasks.build]] or give a path"

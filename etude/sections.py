@@ -433,11 +433,17 @@ class EffortTable(Section):
     q: float = Field(default=1.0, description="how much it bends: 0 is a line, 1 a logarithm")
 
 
+def _one_or_many(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
 class EvaluationTable(Section):
     """Measuring on held-out tasks, through the same harness."""
 
-    tasks: TaskSet = Field(description="a set of this run by its name, or a directory of tasks")
-    most: int | None = Field(default=None, ge=1, description="take at most so many of them, evenly")
+    tasks: Annotated[tuple[TaskSet, ...], BeforeValidator(_one_or_many)] = Field(
+        strict=False, min_length=1, description="sets of this run by their names, or directories of tasks"
+    )
+    most: int | None = Field(default=None, ge=1, description="take at most so many of each, evenly")
     samples: int = Field(default=4, ge=1, le=16, description="K of best-of-K: sessions for each task")
     every: int = Field(default=0, ge=0, description="steps between measurements; 0: before and after only")
     temperature: float = Field(default=1.0, ge=0, description="of sampling while measuring")

@@ -116,6 +116,13 @@ def results(evaluations: Slots, step: int) -> Evaluation:
     )
 
 
+def part(evaluation: Evaluation, prefix: str) -> Evaluation:
+    """The tasks whose names begin so."""
+    groups = tuple(group for group in evaluation.groups if group.task.startswith(prefix))
+    given_up = {task: why for task, why in evaluation.given_up.items() if task.startswith(prefix)}
+    return replace(evaluation, groups=groups, given_up=given_up)
+
+
 def summarise(evaluation: Evaluation, *, seed: int = 0) -> dict[str, Any]:
     """One flat line of an evaluation: all rates are means over tasks, with the bounds of their intervals beside."""
     beside = {

@@ -91,8 +91,11 @@ def prepare(run: Run, section: RlStage, place: Place) -> TaskSets:
         )
     held_out: dict[str, Task] = {}
     if section.evaluation:
-        held_out = named_tasks(task_directory(run, section.evaluation.tasks, "rl.evaluation.tasks"))
-        held_out = {name: held_out[name] for name in evaluate.choose_tasks(held_out, section.evaluation.most)}
+        for name in section.evaluation.tasks:
+            tasks = named_tasks(task_directory(run, name, "rl.evaluation.tasks"))
+            chosen = evaluate.choose_tasks(tasks, section.evaluation.most)
+            label = f"{Path(name).name}/" if len(section.evaluation.tasks) > 1 else ""
+            held_out |= {f"{label}{task}": tasks[task] for task in chosen}
     found = {"train": train, "held_out": held_out}
     lists = {split: {name: str(task.directory) for name, task in tasks.items()} for split, tasks in found.items()}
     write_whole(place.tasks, json.dumps(lists))
@@ -230,10 +233,17 @@ class Care:
     def log_measurements(self) -> None:
         for step in evaluate.begun(self.evaluations):
             if step not in self.measured and step <= self.logged and evaluate.finished(self.evaluations, step):
-                self.run.log(
-                    "rl", step, evaluation=True, **evaluate.summarise(evaluate.results(self.evaluations, step))
-                )
+                found = evaluate.results(self.evaluations, step)
+                self.run.log("rl", step, evaluation=True, **evaluate.summarise(found), **self.by_set(found))
                 self.measured.add(step)
+
+    def by_set(self, found: evaluate.Evaluation) -> Facts:
+        """Where several sets are measured with, each by itself."""
+        table = self.section.evaluation
+        sets = [Path(name).name for name in table.tasks] if table and len(table.tasks) > 1 else []
+        parts = {name: evaluate.summarise(evaluate.part(found, f"{name}/")) for name in sets}
+        kept = ("tasks", "solved", "solved_low", "solved_high", f"best/{table.samples if table else 1}")
+        return {f"set/{name}/{key}": part[key] for name, part in parts.items() for key in kept if key in part}
 
     def say(self, step: int, services: Services) -> None:
         """One line for whoever watches, and one for the status."""
@@ -295,4 +305,7 @@ class Care:
         if {0, step} <= self.measured and step:
             before, after = (evaluate.results(self.evaluations, measured) for measured in (0, step))
             facts["rise"] = evaluate.compare(before, after)
+            for name in {key.split("/")[1] for key in self.by_set(after)}:
+                parts = (evaluate.part(found, f"{name}/") for found in (before, after))
+                facts[f"rise_{name}"] = evaluate.compare(*parts)
         return facts

@@ -25,11 +25,8 @@ LIMIT_S = 300
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_recipe(
-        tmp_path_factory.mktemp("recipe"),
-        tasks=40,
-        evaluation={"tasks": "./held-out", "samples": 2, "temperature": 1.0},
-    )
+    measured = {"tasks": ["./held-out", "./tasks"], "most": 2, "samples": 2, "temperature": 1.0}
+    return make_recipe(tmp_path_factory.mktemp("recipe"), tasks=40, evaluation=measured)
 
 
 def command(recipe: Path, run: Path, *more: str) -> list[str]:
@@ -79,7 +76,10 @@ def check_finished(place: Place, facts: dict[str, Any], steps: int, groups: int)
     assert [record["step"] for record in records if not record.get("evaluation")] == list(range(1, steps + 1))
     measured = [record for record in records if record.get("evaluation")]
     assert [record["step"] for record in measured] == [0, steps]
-    assert all(record["tasks"] + record.get("given_up", 0) == 3 for record in measured)
+    for record in measured:
+        assert record["tasks"] + record["infrastructure/given_up"] == 4
+        parts = [record[f"set/{name}/solved"] for name in ("held-out", "tasks")]
+        assert record["solved"] == pytest.approx(sum(parts) / 2)
     load(run.path / "checkpoints" / f"rl-{steps}")
     with sqlite3.connect(place.slots) as db:
         traces = db.execute(

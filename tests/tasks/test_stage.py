@@ -9,12 +9,12 @@ import torch
 from etude import model as models
 from etude.errors import InputError
 from etude.model.config import ModelConfig
-from etude.model.tokenizer import Tokenizer
+from etude.model.tokenizer import CHAT_TEMPLATE, Tokenizer
 from etude.pipeline import run_recipe
 from etude.recipe import load_recipe
 from etude.run import Run
 from etude.tasks.harbor import find_tasks
-from etude.tasks.nano.expert import read_files
+from etude.tasks.nano.expert import UNFINISHED, read_files
 from etude.tasks.nano.render import vocabulary_texts
 from etude.tasks.nano.source import generate_nano, text_digest
 from etude.tasks.nano.vocabulary import train_nano_tokenizer
@@ -120,3 +120,28 @@ def test_a_directory_without_tasks_is_no_set(place: Path, tmp_path: Path) -> Non
     (tmp_path / "sets.toml").write_text(text)
     with pytest.raises(InputError, match="has no task"):
         run_recipe(load_recipe(tmp_path / "sets.toml"), tmp_path / "run")
+
+
+def test_some_experts_stop_half_way_when_asked_to(place: Path, tmp_path: Path) -> None:
+    text = RECIPE.replace("experts = 5", "experts = 8\nunfinished = 1.0").replace('"./model"', f'"{place / "model"}"')
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(text.replace('path = "given"', f'path = "{place / "given"}"'))
+    run_recipe(load_recipe(recipe), tmp_path / "run")
+    rows = [json.loads(line) for line in experts_file(Run.read(tmp_path / "run"), "train").read_text().splitlines()]
+    assert len(rows) == 8
+    for row in rows:
+        assert row["messages"][-1]["content"] in UNFINISHED
+        names = [call["function"]["name"] for said in row["messages"] for call in said.get("tool_calls", ())]
+        assert "search_replace" not in names  # it looked, and changed nothing
+
+
+def test_a_base_without_tools_gets_a_template_that_has_them(place: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    models.save(models.load(place / "model"), plain)
+    tokenizer = Tokenizer.load(place / "model")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save(plain)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('name = "t"\nstages = ["base"]\n[base]\nsource = "./plain"\nchat_template = "chatml"\n')
+    run_recipe(load_recipe(recipe), tmp_path / "run")
+    assert Tokenizer.load(tmp_path / "run" / "checkpoints" / "base-0").chat_template == CHAT_TEMPLATE
