@@ -112,6 +112,11 @@ Overrides = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text for people.")]
+Out = Annotated[Path | None, typer.Option(help="Directory of the run; made if it is not there.", show_default=False)]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out, if there is one.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything, print what it would do, take and start, and stop.")
+]
 
 
 def _print_version(asked: bool) -> None:
@@ -131,53 +136,46 @@ def etude(
 
 
 @app.command(
-    epilog="Examples:\n\n  etude run recipes/nano.toml --out runs/nano\n\n"
+    epilog="Examples:\n\n  etude run recipes/nano.toml --dry-run\n\n"
+    "  etude run recipes/nano.toml --out runs/nano\n\n"
     "  etude run recipes/nano.toml --out runs/small --set tokenizer.vocab_size=512 --set name=small\n\n"
     f"  etude run recipes/nano.toml --out runs/nano --resume\n\n{EXIT_CODES}"
 )
 def run(
     recipe: RecipeFile,
-    out: Annotated[Path, typer.Option(help="Directory of the run; made if it is not there.", show_default=False)],
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, if there is one.")] = False,
+    out: Out = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the stages a recipe names and leave everything they made in one run directory."""
-    from etude.pipeline import run_recipe
-    from etude.recipe import load_recipe
-
-    _show(run_recipe(load_recipe(recipe, overrides or ()), out, resume), out, as_json)
+    _carry_out(recipe, out, resume, dry_run, overrides, as_json)
 
 
-@app.command(
-    epilog="Examples:\n\n  etude rl recipes/nano.toml --dry-run\n\n"
-    f"  etude rl recipes/nano.toml --out runs/nano --resume\n\n{EXIT_CODES}"
-)
-def rl(
-    recipe: RecipeFile,
-    out: Annotated[Path | None, typer.Option(help="Directory of the run.", show_default=False)] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, if there is one.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and the memory it needs, and stop.")
-    ] = False,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
-    """Reinforcement learning alone: the stage rl of a recipe, on the weights it names or its run has."""
-    from etude.recipe import load_recipe
+def _stage_alone(stage: str, what: str) -> None:
+    """A verb that runs one stage of a recipe, with the options of `run`."""
 
-    resolved = load_recipe(recipe, overrides or ())
-    if dry_run:
-        from etude.rl.dry import describe
+    def alone(
+        recipe: RecipeFile,
+        out: Out = None,
+        resume: Resume = False,
+        dry_run: DryRun = False,
+        overrides: Overrides = None,
+        as_json: AsJson = False,
+    ) -> None:
+        _carry_out(recipe, out, resume, dry_run, overrides, as_json, only=stage)
 
-        lines = {line.what: line.says for line in describe(resolved)}
-        print(json.dumps(lines) if as_json else "\n".join(f"{what:14}{says}" for what, says in lines.items()))
-        return
-    if out is None:
-        raise InputError("--out is missing: name the directory of the run, or ask for --dry-run")
-    from etude.pipeline import run_recipe
+    examples = f"etude {stage} RECIPE --dry-run\n\n  etude {stage} RECIPE --out RUN --resume"
+    epilog = f"Examples:\n\n  {examples}\n\n{EXIT_CODES}"
+    app.command(stage, help=f"The stage {stage} of a recipe alone: {what}.", epilog=epilog)(alone)
 
-    _show(run_recipe(resolved, out, resume, only="rl"), out, as_json)
+
+_stage_alone("pretrain", "continue pretraining on text")
+_stage_alone("mtp", "train multi-token-prediction layers beside a model")
+_stage_alone("extend", "lengthen the context")
+_stage_alone("sft", "fine-tune on conversations")
+_stage_alone("rl", "reinforcement learning, on the weights the recipe names or its run has")
 
 
 @app.command(epilog="Example:  etude status runs/nano")
@@ -250,6 +248,35 @@ def recipe_keys(as_json: AsJson = False) -> None:
     for key in keys:
         table.add_row(*(escape(text) for text in (key.name, key.type, key.default, key.doc)))
     Console().print(table)
+
+
+def _carry_out(
+    recipe: Path,
+    out: Path | None,
+    resume: bool,
+    dry_run: bool,
+    overrides: list[str] | None,
+    as_json: bool,
+    only: str | None = None,
+) -> None:
+    """Run a recipe, or one stage of it; or say what that would be."""
+    from etude.recipe import load_recipe
+
+    resolved = load_recipe(recipe, overrides or ())
+    if dry_run:
+        from etude.dry.plan import describe
+        from etude.dry.show import plan_data, plan_text
+        from etude.progress import progress_line
+
+        with progress_line("dry run") as report:
+            plan = describe(resolved, out, only, report=report)
+        print(json.dumps(plan_data(plan)) if as_json else plan_text(plan))
+        return
+    if out is None:
+        raise InputError("--out is missing: name the directory of the run, or ask for --dry-run")
+    from etude.pipeline import run_recipe
+
+    _show(run_recipe(resolved, out, resume, only=only), out, as_json)
 
 
 def _show(stages: dict[str, dict[str, Any]], out: Path, as_json: bool) -> None:

@@ -77,13 +77,13 @@ class Run:
         `allow_changes` lets a run go on under a different recipe, which then replaces the recorded one.
         """
         path = Path(os.path.abspath(path))
-        _check_usable(path)
+        check_usable(path)
         with _disk(path):
             path.mkdir(parents=True, exist_ok=True)
             lock = take_lock(path / "lock", f"run {path}")
         try:
             if (path / "recipe.toml").exists():
-                _check_resumable(path, recipe, resume, allow_changes)
+                check_resumable(path, recipe, resume, allow_changes)
             _sweep(path)
             _replace(path / "recipe.toml", render_toml(recipe))
             return cls(path, recipe, lock)
@@ -290,7 +290,7 @@ def files_digest(files: Iterable[tuple[str, Path]]) -> str:
 # ------------------------------------------------------------------------------------------- opening a run
 
 
-def _check_usable(path: Path) -> None:
+def check_usable(path: Path) -> None:
     """Refuse a directory that holds somebody's files before anything is written into it."""
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file; name a directory for the run")
@@ -302,7 +302,7 @@ def _check_usable(path: Path) -> None:
         raise InputError(f"{path} is not a run and not empty (it has {foreign[0]}); name another directory")
 
 
-def _check_resumable(path: Path, recipe: Recipe, resume: bool, allow_changes: bool) -> None:
+def check_resumable(path: Path, recipe: Recipe, resume: bool, allow_changes: bool) -> None:
     if not resume:
         raise InputError(f"{path} already holds a run; add --resume to go on with it or name another directory")
     recorded = load_recipe(path / "recipe.toml")
