@@ -28,14 +28,24 @@ def reproduce(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Which study; see below.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Directory for NAME.json and NAME.svg.", show_default=False)],
     seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn by lot.")] = 0,
+    run: Annotated[
+        Path | None, typer.Option(help="A run to look at, for the studies that do.", show_default=False)
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change a setting of the study; repeatable.", show_default=False
+        ),
+    ] = None,
 ) -> None:
-    """Put one choice of the algorithm to the test, on a CPU in minutes: raw data, a plot, a table, a sentence."""
+    """Put one choice of the algorithm to the test, or make one figure in miniature: raw data, a plot, a table, a
+    sentence. Minutes on a CPU; fig2 takes a GPU."""
     from etude.rl.studies.study import find_study, run_study
 
     study = find_study(name)
     started = time.monotonic()
     with progress_line(name) as report:
-        finding = run_study(study, out, seed, report)
+        finding = run_study(study, out, seed, report, run=run, overrides=overrides or ())
     table = Table(title=finding.title, title_justify="left", box=None, header_style="bold")
     for place, column in enumerate(finding.columns):
         table.add_column(escape(column), justify="right" if place else "left")
