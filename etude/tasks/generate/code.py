@@ -6,6 +6,7 @@ Trees come from `ast`; changes are made to the text itself, by offsets, so that 
 import ast
 import io
 import re
+import threading
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,12 +71,22 @@ class Function:
         return range(self.body[0].lineno, (self.node.end_lineno or 0) + 1) if self.body else range(0)
 
 
+def parse(source: str | bytes, path: str = "<unknown>") -> ast.Module:
+    """`ast.parse`, by one thread at a time: before Python 3.13 it counts its depth for all threads together, and raises
+    SystemError when two of them are at it."""
+    with _PARSING:
+        return ast.parse(source, path)
+
+
+_PARSING = threading.Lock()
+
+
 class Module:
     """One Python file: text, tree, and the way between them."""
 
     def __init__(self, path: str, data: bytes) -> None:
         self.path, self.data = path, data
-        self.tree = ast.parse(data, path)
+        self.tree = parse(data, path)
 
     @cached_property
     def starts(self) -> list[int]:
@@ -170,7 +181,7 @@ def parse(path: str, data: bytes) -> Module:
 def parses(data: bytes) -> bool:
     """Whether a file is Python that can be edited here: in UTF-8, and of this version's syntax."""
     try:
-        ast.parse(data.decode())
+        parse(data.decode())
     except (SyntaxError, ValueError):
         return False
     return True
