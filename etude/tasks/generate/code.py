@@ -71,7 +71,7 @@ class Function:
         return range(self.body[0].lineno, (self.node.end_lineno or 0) + 1) if self.body else range(0)
 
 
-def parse(source: str | bytes, path: str = "<unknown>") -> ast.Module:
+def tree_of(source: str | bytes, path: str = "<unknown>") -> ast.Module:
     """`ast.parse`, by one thread at a time: before Python 3.13 it counts its depth for all threads together, and raises
     SystemError when two of them are at it."""
     with _PARSING:
@@ -86,7 +86,7 @@ class Module:
 
     def __init__(self, path: str, data: bytes) -> None:
         self.path, self.data = path, data
-        self.tree = parse(data, path)
+        self.tree = tree_of(data, path)
 
     @cached_property
     def starts(self) -> list[int]:
@@ -181,7 +181,7 @@ def parse(path: str, data: bytes) -> Module:
 def parses(data: bytes) -> bool:
     """Whether a file is Python that can be edited here: in UTF-8, and of this version's syntax."""
     try:
-        parse(data.decode())
+        tree_of(data.decode())
     except (SyntaxError, ValueError):
         return False
     return True

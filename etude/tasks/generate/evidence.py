@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from etude.tasks.generate.code import FunctionNode, Module, definitions, mentions, parse, without_definitions
+from etude.tasks.generate.code import FunctionNode, Module, definitions, mentions, tree_of, without_definitions
 from etude.tasks.generate.repository import Repository
 from etude.tasks.generate.workbench import WORKSPACE, Outcome
 
@@ -99,7 +99,7 @@ def read_evidence(repository: Repository, id: str, outcome: Outcome) -> Evidence
 def is_closed(module: Module, node: FunctionNode, code: str) -> bool:
     """Whether code of a test means the same outside of it: it has no name that the test itself makes."""
     try:
-        free = _free(parse(code))
+        free = _free(tree_of(code))
     except SyntaxError:
         return False
     given = {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
@@ -196,7 +196,7 @@ def _snippet(module: Module, node: FunctionNode, statement: ast.stmt | None) -> 
     code = textwrap.dedent("\n".join(module.lines[first - 1 : last]))
     if mentions(code, "self") or arguments & {"tmp_path", "tmpdir", "monkeypatch", "capsys", "caplog"}:
         return ""
-    needed = _needed(module, parse(code))
+    needed = _needed(module, tree_of(code))
     if needed is None:
         return ""
     text = "\n".join([*needed, "", code.strip("\n")] if needed else [code.strip("\n")])
