@@ -26,13 +26,13 @@ from etude.rl.services import Services
 from etude.rl.settings import evaluation_plan, plan_of
 from etude.rl.slots import Slots
 from etude.rl.trainer import checkpoints
-from etude.run import Artefact, Run
+from etude.run import Run
 from etude.sections import RlStage
 from etude.tasks.harbor import find_tasks, read_task
 from etude.tasks.task import Task
+from etude.train.stages import origin_of
 
 POLL_S = 0.1
-ORIGINS = ("base", "init", "pretrain", "extend", "sft")  # stages whose weights this one goes on from
 Facts = dict[str, Any]
 
 
@@ -77,7 +77,7 @@ def prepare(run: Run, section: RlStage, place: Place) -> TaskSets:
     """The run's own copy of the model it begins with, and the list of its tasks."""
     place.make()
     if not place.model.is_dir():
-        origin = origin_of(run, section)
+        origin = section.model or origin_of(run, "rl").path
         making = place.root / ".model.making"
         shutil.rmtree(making, ignore_errors=True)
         shutil.copytree(origin, making, copy_function=_link_or_copy, ignore=shutil.ignore_patterns("optimizer.*"))
@@ -100,17 +100,6 @@ def prepare(run: Run, section: RlStage, place: Place) -> TaskSets:
     lists = {split: {name: str(task.directory) for name, task in tasks.items()} for split, tasks in found.items()}
     write_whole(place.tasks, json.dumps(lists))
     return TaskSets(train, held_out)
-
-
-def origin_of(run: Run, section: RlStage) -> Path:
-    """The weights to begin with."""
-    if section.model is not None:
-        return section.model
-    found: list[Artefact] = [a for a in run.artefacts("checkpoint") if a.stage in ORIGINS]
-    if not found:
-        raise InputError("stage rl has no weights to start from; give rl.model or run a stage before it")
-    newest = max(found, key=lambda artefact: ORIGINS.index(artefact.stage)).stage
-    return [artefact for artefact in found if artefact.stage == newest][-1].path
 
 
 def task_directory(run: Run, name: str, key: str) -> Path:
@@ -153,10 +142,10 @@ class Care:
     tasks: TaskSets
     seed: int
     report: Report
-    logged: int = 0  # steps whose facts are in the metrics
-    measured: set[int] = field(default_factory=set)  # measurements whose results are
-    problems: list[str] = field(default_factory=list)
-    lately: str = ""  # how the last step and the last measurement went
+    logged: int = field(init=False)  # steps whose facts are in the metrics
+    measured: set[int] = field(init=False)  # measurements whose results are
+    problems: list[str] = field(init=False, default_factory=list)  # deaths of processes
+    lately: str = field(init=False, default="")  # how the last step went
 
     def __post_init__(self) -> None:
         table = self.section.curriculum

@@ -46,6 +46,7 @@ BEFORE = {
     "mtp": ("pretrain",),
     "extend": ("base", "init", "pretrain"),
     "sft": ("base", "init", "pretrain", "extend"),
+    "rl": ("base", "init", "pretrain", "extend", "sft"),
 }
 
 
@@ -107,7 +108,7 @@ class Parts:
 
 def assemble(run: Run, recipe: Recipe, stage: str, section: TrainingStage) -> Parts:
     """Model, MTP layers, tokenizer and reader; the weights are this stage's own newest if it was interrupted."""
-    origin = section.model or _origin(run, stage)
+    origin = section.model or origin_of(run, stage)
     directory = origin.path if isinstance(origin, Artefact) else origin
     own = checkpoints_of(run, stage)
     weights = own[-1][1].path if own and stage != "mtp" else directory
@@ -247,7 +248,8 @@ def evaluate(run: Run, parts: Parts) -> Facts:
     return found
 
 
-def _origin(run: Run, stage: str) -> Artefact:
+def origin_of(run: Run, stage: str) -> Artefact:
+    """The newest weights of the last stage before this one; of mtp, those at half the way of pretrain."""
     found = [a for a in run.artefacts("checkpoint") if a.stage in BEFORE[stage]]
     if not found:
         raise InputError(f"stage {stage} has no weights to start from; give {stage}.model or run a stage before it")
