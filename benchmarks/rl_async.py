@@ -9,11 +9,13 @@ the end of the last step; loading models is outside, and nothing is measured on 
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import tomli_w
+import torch
 
 from etude.tasks.nano.source import generate_nano
 
@@ -24,9 +26,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory for the two runs")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--staleness", type=int, default=2, help="of the asynchronous run")
+    parser.add_argument("--in-flight", type=int, default=96, help="rollouts at once; more than these would grow too old")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     asked = parser.parse_args()
-    recipe = write_recipe(asked.out, asked.model, asked.steps)
+    recipe = write_recipe(asked.out, asked.model, asked.steps, asked.in_flight)
     rows = []
     for name, staleness in (("synchronous", 0), ("asynchronous", asked.staleness)):
         overrides = [f"rl.max_staleness={staleness}", *asked.overrides]
@@ -42,7 +45,7 @@ def main() -> None:
     print(f"ratio {rows[0][1]['seconds'] / rows[1][1]['seconds']:.2f}x")
 
 
-def write_recipe(out: Path, model: Path, steps: int) -> Path:
+def write_recipe(out: Path, model: Path, steps: int, in_flight: int) -> Path:
     """A recipe of one stage, and its tasks beside it."""
     rl = {
         "model": str(model.resolve()),
@@ -50,8 +53,10 @@ def write_recipe(out: Path, model: Path, steps: int) -> Path:
         "steps": steps,
         "group_size": 8,
         "groups_per_step": 8,
-        "in_flight": 128,
+        "in_flight": in_flight,
+        "workers": max(1, min(4, (os.cpu_count() or 1) // 4)),
         "learning_rate": 1e-6,
+        "precision": "bfloat16" if torch.cuda.is_available() else "float32",
         "length": 4096,
         "window": 2048,
         "checkpoint_every": steps,

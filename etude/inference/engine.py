@@ -100,6 +100,7 @@ class Engine:
         pack_weights(model)
         self._knobs: tuple[list[Stream], Knobs] | None = None  # of the streams that wrote last
         self._stepping = False
+        self._burst_is_due = False
         self.steps = 0
         self.read_tokens = self.made_tokens = 0
 
@@ -175,7 +176,10 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> bool:
-        step = self.scheduler.plan()
+        # A step that reads cannot be captured, and agents' short turns arrive all the time: without a burst after each
+        # such step nearly every token would cost one. When prompts pile up reading goes on, to fill the next bursts.
+        step = self.scheduler.plan(read=not self._burst_is_due)
+        self._burst_is_due = self.decoder is not None and bool(step.reading) and not step.full
         for stream in step.ended:
             self._tell(stream, [])
         if not step:

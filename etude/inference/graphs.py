@@ -1,13 +1,14 @@
 """Decoding on CUDA as captured graphs: several tokens for every stream without the host looking in between.
 
-A graph is one decode step at a fixed number of rows: it reads its inputs from buffers that stay, draws the next tokens
-and writes them back as the next inputs. A burst replays it, and the host copies all results once. Rows beyond the
-streams at hand are dummies that write to a page nobody owns. What cannot be captured (latents, float32, cut-off
-sampling) runs step by step instead.
+A graph is one decode step at a fixed number of rows and pages: it reads its inputs from buffers that stay, draws the
+next tokens and writes them back as the next inputs. A burst replays it, and the host copies all results once. Rows
+beyond the streams at hand are dummies that write to a page nobody owns. What cannot be captured (latents, float32,
+cut-off sampling) runs step by step instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,15 +30,18 @@ class Burst:
     routing: np.ndarray | None  # [steps, streams, moe layers, experts per token]
 
 
-class _Graph:
-    """Buffers of `rows` rows, and the captured step over them."""
+NARROW = 4096  # tokens of the shortest page table; attention's cost grows with its width, used or not
 
-    def __init__(self, decoder: "Decoder", rows: int) -> None:
+
+class Graph:
+    """Buffers of `rows` streams of up to `width` pages, and the step over them."""
+
+    def __init__(self, decoder: "Decoder", rows: int, width: int) -> None:
         device, steps = decoder.device, decoder.steps
-        self.rows = rows
+        self.rows, self.width = rows, width
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.tables = torch.full((rows, decoder.width), decoder.spare, dtype=torch.int32, device=device)
+        self.tables = torch.full((rows, width), decoder.spare, dtype=torch.int32, device=device)
         self.temperatures = torch.ones(rows, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self.places = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -47,21 +51,11 @@ class _Graph:
         moe = decoder.model.config.moe
         shape = (steps, rows, len(moe.layers), moe.per_token) if moe else (0,)
         self.routes = torch.zeros(shape, dtype=torch.int16, device=device)
-        self.captured = torch.cuda.CUDAGraph()
-
-    def capture(self, decoder: "Decoder") -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # kernels are compiled and chosen outside the capture
-                decoder.run_step(self)
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(self.captured, pool=decoder.memory):
-            decoder.run_step(self)
+        self.replay: Callable[[], None] = lambda: decoder.run_step(self)
 
 
 class Decoder:
-    """Graphs by number of rows, captured when first needed."""
+    """Graphs by number of rows and pages, captured when first needed."""
 
     def __init__(
         self, model: Transformer, cache: PagedCache, *, pages: int, steps: int, most: int, fixed: bool = False
@@ -69,12 +63,12 @@ class Decoder:
         self.model, self.cache, self.steps, self.most = model, cache, steps, most
         self.fixed = fixed  # always the same number of rows: another number may mean another matrix kernel
         self.device = model.head_weight.device
-        self.width = -(-(model.config.max_length + steps) // cache.size)
+        self.width = -(-(model.config.max_length + steps) // cache.size)  # pages of the longest stream there can be
         self.spare = pages  # the page beyond the pool's
-        self.memory = torch.cuda.graph_pool_handle()
-        self.graphs: dict[int, _Graph] = {}
+        self.memory: Any = None  # the graphs' common pool
+        self.graphs: dict[tuple[int, int], Graph] = {}
 
-    def run_step(self, graph: _Graph) -> None:
+    def run_step(self, graph: Graph) -> None:
         """One step over a graph's buffers; what is captured."""
         size = self.cache.size
         page = graph.tables.gather(1, (graph.positions // size)[:, None])[:, 0]
@@ -97,26 +91,44 @@ class Decoder:
 
     def burst(self, streams: Sequence[Stream], steps: int) -> Burst:
         """`steps` tokens for every stream."""
-        graph = self._graph(len(streams))
+        graph = self._graph(len(streams), max(len(stream.pages) for stream in streams))
         self._fill(graph, streams)
         for _ in range(steps):
-            graph.captured.replay()
+            graph.replay()
         n = len(streams)
         tokens = graph.out[:steps, :n].T.tolist()
         scores = graph.scores[:steps, :, :n].permute(1, 2, 0).tolist()
         routing = graph.routes[:steps, :n].cpu().numpy() if graph.routes.numel() else None
         return Burst(tokens, scores[0], scores[1], routing)
 
-    def _graph(self, streams: int) -> _Graph:
+    def _graph(self, streams: int, pages: int) -> Graph:
         rows = self.most if self.fixed else min(self.most, _bucket(streams))
-        if rows not in self.graphs:
-            graph = self.graphs[rows] = _Graph(self, rows)
-            graph.capture(self)
-        return self.graphs[rows]
+        width = self.width
+        if not self.fixed:  # another width is another order of sums
+            narrow = max(1, NARROW // self.cache.size)
+            width = min(width, narrow << max(0, -(-pages // narrow) - 1).bit_length())
+        if (rows, width) not in self.graphs:
+            graph = self.graphs[rows, width] = Graph(self, rows, width)
+            self.capture(graph)
+        return self.graphs[rows, width]
 
-    def _fill(self, graph: _Graph, streams: Sequence[Stream]) -> None:
+    def capture(self, graph: Graph) -> None:
+        """Run a graph's step once for the record; from then on it is replayed."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # kernels are compiled and chosen outside the capture
+                self.run_step(graph)
+        torch.cuda.current_stream().wait_stream(side)
+        self.memory = self.memory or torch.cuda.graph_pool_handle()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, pool=self.memory):
+            self.run_step(graph)
+        graph.replay = captured.replay
+
+    def _fill(self, graph: Graph, streams: Sequence[Stream]) -> None:
         n = len(streams)
-        tables = np.full((graph.rows, self.width), self.spare, np.int32)
+        tables = np.full((graph.rows, graph.width), self.spare, np.int32)
         numbers = np.zeros((4, graph.rows), np.int64)
         warmth = np.ones(graph.rows, np.float32)
         for row, stream in enumerate(streams):

@@ -42,6 +42,7 @@ class Step:
     decoding: list[Stream]
     reading: list[Piece]
     ended: list[Stream] = field(default_factory=list)  # cancelled before it
+    full: bool = False  # there may be more to read than fitted
 
     def __bool__(self) -> bool:
         return bool(self.decoding or self.reading)
@@ -77,10 +78,12 @@ class Scheduler:
             stream.cancelled = True
             self._leaving.append(stream)
 
-    def plan(self) -> Step:
-        """The next step; empty when there is nothing to do."""
+    def plan(self, read: bool = True) -> Step:
+        """The next step; empty when there is nothing to do. Without `read` prompts wait while there is decoding."""
         ended = self.drop_cancelled()
         decoding = self._grow([stream for stream in self.running if stream.decoding])
+        if decoding and not read:
+            return Step(decoding, [], ended)
         self._admit()
         budget = self.budget - len(decoding)
         reading: list[Piece] = []
@@ -90,7 +93,7 @@ class Scheduler:
             if not stream.decoding:
                 reading.append(self._next_piece(stream, budget))
                 budget -= reading[-1].end - reading[-1].start
-        return Step(decoding, reading, ended)
+        return Step(decoding, reading, ended, full=budget <= 0)
 
     def _grow(self, decoding: list[Stream]) -> list[Stream]:
         """Give every decoding stream the pages it needs to go on, oldest first; those who can."""
