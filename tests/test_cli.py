@@ -14,7 +14,7 @@ from etude.recipe import load_recipe
 from etude.run import Run
 
 ROOT = Path(__file__).parent.parent
-NANO = ROOT / "recipes" / "nano.toml"
+SCRATCH = ROOT / "recipes" / "scratch.toml"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"}
 
 
@@ -49,10 +49,10 @@ def test_rooms_are_attributes_of_the_package_and_nothing_else_is() -> None:
 
 
 def test_recipe_show_prints_the_resolved_recipe(tmp_path: Path) -> None:
-    shown = command("recipe", "show", NANO, "--set", "nll.window=300")
+    shown = command("recipe", "show", SCRATCH, "--set", "nll.window=300")
     (tmp_path / "resolved.toml").write_text(shown.stdout)
-    assert load_recipe(tmp_path / "resolved.toml") == load_recipe(NANO, ["nll.window=300"])
-    data = json.loads(command("recipe", "show", NANO, "--json").stdout)
+    assert load_recipe(tmp_path / "resolved.toml") == load_recipe(SCRATCH, ["nll.window=300"])
+    data = json.loads(command("recipe", "show", SCRATCH, "--json").stdout)
     assert data["nll"]["window"] == 512
 
 
@@ -65,18 +65,18 @@ def test_recipe_keys_lists_every_key_with_its_default_and_meaning() -> None:
 
 
 def test_bad_input_is_a_line_per_problem_and_exit_code_2(tmp_path: Path) -> None:
-    failed = command("run", NANO, "--out", tmp_path / "run", "--set", "nll.windw=1", "--set", "seed=x")
+    failed = command("run", SCRATCH, "--out", tmp_path / "run", "--set", "nll.windw=1", "--set", "seed=x")
     assert failed.returncode == 2
     assert failed.stdout == ""
     assert failed.stderr.splitlines() == [
-        f'etude: recipe {NANO}: --set seed=x: seed must be an integer, not "x"',
-        f"etude: recipe {NANO}: --set nll.windw=1: nll.windw is not a key of [nll]; did you mean window?",
+        f'etude: recipe {SCRATCH}: --set seed=x: seed must be an integer, not "x"',
+        f"etude: recipe {SCRATCH}: --set nll.windw=1: nll.windw is not a key of [nll]; did you mean window?",
     ]
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    "arguments", [("run", NANO), ("nonsense",), ("recipe", "show", "no.toml"), ("run", NANO, "--ot", "x")]
+    "arguments", [("run", SCRATCH), ("nonsense",), ("recipe", "show", "no.toml"), ("run", SCRATCH, "--ot", "x")]
 )
 def test_wrong_usage_is_exit_code_2_without_a_traceback(arguments: tuple[object, ...]) -> None:
     failed = command(*arguments)
@@ -91,31 +91,31 @@ def test_developers_can_ask_for_the_traceback() -> None:
 
 
 def test_an_existing_run_wants_resume(tmp_path: Path) -> None:
-    with Run.create_or_resume(tmp_path, load_recipe(NANO)):
+    with Run.create_or_resume(tmp_path, load_recipe(SCRATCH)):
         pass
-    failed = command("run", NANO, "--out", tmp_path)
+    failed = command("run", SCRATCH, "--out", tmp_path)
     assert failed.returncode == 2
     assert "--resume" in failed.stderr
 
 
 def test_a_run_somebody_holds_is_exit_code_3(tmp_path: Path) -> None:
-    with Run.create_or_resume(tmp_path, load_recipe(NANO)):
-        failed = command("run", NANO, "--out", tmp_path, "--resume")
+    with Run.create_or_resume(tmp_path, load_recipe(SCRATCH)):
+        failed = command("run", SCRATCH, "--out", tmp_path, "--resume")
     assert failed.returncode == 3
     (line,) = failed.stderr.splitlines()
     assert line.startswith(f"etude: run {tmp_path} is in use by pid {os.getpid()} on ")
 
 
 def test_a_run_with_nothing_left_to_do_says_what_was_done(tmp_path: Path) -> None:
-    recipe = load_recipe(NANO)
+    recipe = load_recipe(SCRATCH)
     with Run.create_or_resume(tmp_path, recipe) as run:
         for stage in recipe.stages:
             run.finish_stage(stage, files=1234, score=0.5)
-    done = command("run", NANO, "--out", tmp_path, "--resume", "--json")
+    done = command("run", SCRATCH, "--out", tmp_path, "--resume", "--json")
     assert done.returncode == 0
     expected = {stage: {"files": 1234, "score": 0.5} for stage in recipe.stages}
     assert json.loads(done.stdout) == {"run": str(tmp_path), "stages": expected}
-    assert "tokenizer: files 1,234, score 0.5000\n" in command("run", NANO, "--out", tmp_path, "--resume").stdout
+    assert "tokenizer: files 1,234, score 0.5000\n" in command("run", SCRATCH, "--out", tmp_path, "--resume").stdout
 
 
 def test_an_interrupted_run_exits_130_and_can_be_resumed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import string
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from etude.errors import InputError
 from etude.recipe import Recipe, differing_keys, load_recipe, recipe_keys, render_toml
 
-NANO = Path(__file__).parent.parent / "recipes" / "nano.toml"
+SCRATCH = Path(__file__).parent.parent / "recipes" / "scratch.toml"
 TOKENIZER = 'name = "t"\nstages = ["tokenizer"]\n[tokenizer]\nsources = ["code"]\n'
 
 
@@ -36,12 +37,28 @@ def problems(directory: Path, text: str, *overrides: str) -> list[str]:
 # --- what is read
 
 
-def test_the_nano_recipe_names_every_stage_and_survives_rendering(tmp_path: Path) -> None:
-    recipe = load_recipe(NANO)
+def test_a_recipe_names_its_stages_and_survives_rendering(tmp_path: Path) -> None:
+    recipe = load_recipe(SCRATCH)
     assert recipe.stages == ("tokenizer", "init", "corpus", "pretrain", "mtp", "extend", "sft", "nll")
     assert recipe.init is not None
     assert recipe.init.config["hidden_size"] == 128
     assert load_recipe(written(tmp_path, render_toml(recipe))) == recipe
+
+
+@pytest.mark.parametrize("path", sorted(SCRATCH.parent.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_of_the_project_is_valid(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.name == path.stem
+    assert load_recipe(written(tmp_path, render_toml(recipe))) == recipe
+
+
+def test_the_laptops_recipe_and_the_gpus_have_the_same_stages_and_tables() -> None:
+    names = "nano.toml", "smollm2-135m.toml"
+    small, large = (tomllib.loads((SCRATCH.parent / name).read_text(encoding="utf-8")) for name in names)
+    assert small["stages"] == large["stages"]
+    assert small.keys() == large.keys()
+    assert small["rl"].keys() - large["rl"].keys() == set()
+    assert len(small["corpus"]["build"]) == len(large["corpus"]["build"])
 
 
 def test_relative_paths_start_at_the_recipe_and_become_absolute(
@@ -74,7 +91,7 @@ def test_overrides_are_toml_values_or_else_strings(tmp_path: Path) -> None:
 
 
 def test_an_override_reaches_into_the_model_config() -> None:
-    recipe = load_recipe(NANO, ["init.config.hidden_size=64", "init.config.rope_scaling.factor=2.0"])
+    recipe = load_recipe(SCRATCH, ["init.config.hidden_size=64", "init.config.rope_scaling.factor=2.0"])
     assert recipe.init is not None
     assert recipe.init.config["hidden_size"] == 64
     assert recipe.init.config["rope_scaling"] == {"factor": 2.0}
@@ -99,7 +116,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         data["tokenizer"] = {"sources": draw(sources), "vocab_size": draw(st.integers(300, 10**9))}
     if "init" in stages:
         # `architectures` is a label for other tools: it may hold anything, and must come back as it was
-        config = load_recipe(NANO).init.config | {"architectures": draw(json_values)}  # type: ignore[union-attr]
+        config = load_recipe(SCRATCH).init.config | {"architectures": draw(json_values)}  # type: ignore[union-attr]
         data["init"] = {"config": config, "dtype": draw(st.sampled_from(["float32", "bfloat16"]))}
         data["init"] |= {} if "tokenizer" in stages else {"tokenizer": Path(draw(paths))}
     if "nll" in stages:
@@ -164,14 +181,14 @@ def test_a_misspelt_key_in_a_list_of_tables_is_named_with_its_place(tmp_path: Pa
 )
 def test_a_model_or_mixture_that_cannot_be_is_refused_before_anything_runs(override: str, words: str) -> None:
     with pytest.raises(InputError) as caught:
-        load_recipe(NANO, [override])
+        load_recipe(SCRATCH, [override])
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("override", ['stages=[["a"]]', "stages=" + "[" * 3000])
 def test_strange_overrides_are_errors_not_crashes(override: str) -> None:
     with pytest.raises(InputError, match="stages"):
-        load_recipe(NANO, [override])
+        load_recipe(SCRATCH, [override])
 
 
 def test_a_key_below_the_wrong_header_is_sent_to_the_right_one(tmp_path: Path) -> None:
@@ -235,7 +252,7 @@ def test_a_stride_longer_than_its_window_would_skip_tokens(tmp_path: Path) -> No
 
 def test_the_vocabulary_size_is_the_tokenizers_to_decide() -> None:
     with pytest.raises(InputError, match=r"init\.config\.vocab_size would not be used"):
-        load_recipe(NANO, ["init.config.vocab_size=99"])
+        load_recipe(SCRATCH, ["init.config.vocab_size=99"])
 
 
 def test_a_wrong_override_is_named_as_such(tmp_path: Path) -> None:
@@ -262,6 +279,6 @@ def test_files_that_are_no_recipe_are_named(tmp_path: Path) -> None:
 
 
 def test_differing_keys_are_listed_old_to_new() -> None:
-    old, new = load_recipe(NANO), load_recipe(NANO, ["nll.window=300", "init.config.head_dim=16"])
+    old, new = load_recipe(SCRATCH), load_recipe(SCRATCH, ["nll.window=300", "init.config.head_dim=16"])
     assert differing_keys(old, new) == ["init.config.head_dim: 32 -> 16", "nll.window: 512 -> 300"]
     assert differing_keys(old, old) == []

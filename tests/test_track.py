@@ -13,11 +13,11 @@ from etude.recipe import load_recipe
 from etude.run import Run
 from etude.track import tracking
 
-NANO = Path(__file__).parent.parent / "recipes" / "nano.toml"
+SCRATCH = Path(__file__).parent.parent / "recipes" / "scratch.toml"
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
-    with Run.create_or_resume(tmp_path, load_recipe(NANO)) as run:
+    with Run.create_or_resume(tmp_path, load_recipe(SCRATCH)) as run:
         with tracking(run, ["tensorboard"]):
             for step in range(1, 4):
                 run.log("pretrain", step, loss=5.0 - step, note="words are left out", evaluation=True)
@@ -30,7 +30,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed here")
 def test_a_tool_that_is_not_installed_is_named(tmp_path: Path) -> None:
-    recipe = load_recipe(NANO, ['track=["wandb"]'])
+    recipe = load_recipe(SCRATCH, ['track=["wandb"]'])
     with Run.create_or_resume(tmp_path, recipe) as run:  # noqa: SIM117
         with pytest.raises(InputError, match="track names wandb, which is not installed"), tracking(run, recipe.track):
             pass
