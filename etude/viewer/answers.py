@@ -22,11 +22,11 @@ from etude.harness.store import load_trace
 from etude.harness.trace import Trace
 from etude.rl.place import Place, read_status
 from etude.rl.slots import Slot
-from etude.viewer import figures
+from etude.viewer import figures, overview
 from etude.viewer.catalogue import SETS, Catalogue, Group, SetName, in_columns, rows_of, stamp, task_of
-from etude.viewer.reading import Facts, JsonLines, life, number, read_recipe, read_stages
+from etude.viewer.reading import Complain, Facts, JsonLines, life, number, read_recipe, read_stages
 from etude.viewer.story import Cut, Spelling, strip, tell, tell_tokens
-from etude.viewer.tasks import known_tasks, tell_task
+from etude.viewer.tasks import Known, known_tasks, tell_task
 
 SILENT_S = 10.0  # services write every second; a busy machine is late
 
@@ -43,7 +43,9 @@ class Answers:
         self.place = Place(self.path)
         self.cut = cut or Cut()
         self._metrics = JsonLines(self.path / "metrics.jsonl")
+        self._lineage = JsonLines(self.path / "lineage.jsonl")
         self._catalogue = Catalogue(self.place)
+        self._tasks: tuple[list[float], dict[str, Known], list[str]] | None = None
         self._lock = threading.Lock()  # what is remembered is shared by all who ask
 
     def answer(self, address: str) -> Facts:
@@ -79,30 +81,47 @@ class Answers:
             text, recipe = read_recipe(self.path, problems.append)
             stages = read_stages(self.path, recipe, problems.append)
             records = list(self._metrics.read(problems.append))
+            lineage = list(self._lineage.read(problems.append))
             now = life(self.path, stages)
+            curves = figures.training_curves(records, [stage["name"] for stage in stages])
+            rl = self._rl(recipe, records, problems)
+            facts: Facts = next((stage["facts"] for stage in stages if stage["name"] == "rl"), {})
+            outcome = overview.outcome(rl["evaluations"], facts, recipe) if rl else None
             told: Facts = {
                 "name": str(recipe.get("name") or self.path.name),
                 "directory": self.path.name,
                 "life": {"state": now.state, "words": now.words},
                 "recipe": text,
-                "stages": [stage | self._at(stage, recipe, records) for stage in stages],
-                "training": figures.training_curves(records, [stage["name"] for stage in stages]),
+                "model": overview.read_model(self.path, lineage),
+                "outcome": outcome,
+                "stages": self._stages(stages, recipe, records, lineage, curves, outcome),
+                "training": curves,
                 "measures": _measures(records),
-                "rl": self._rl(recipe, records, problems),
-                "began": number(records[0].get("time")) if records else None,
+                "rl": rl,
                 "newest": number(records[-1].get("time")) if records else None,
             }
         return told | {"problems": problems}
 
-    def _at(self, stage: Facts, recipe: Facts, records: Sequence[Facts]) -> Facts:
-        """How far a stage is, where its lines tell."""
-        lines = [record for record in records if record.get("stage") == stage["name"]]
-        section = recipe.get(stage["name"])
-        steps = number(section.get("steps")) if isinstance(section, dict) else None
-        last = max((step for line in lines if (step := number(line.get("step"))) is not None), default=None)
-        times = [when for line in lines if (when := number(line.get("time"))) is not None]
-        seconds = max(times) - min(times) if len(times) > 1 else None
-        return {"step": last, "steps": steps, "seconds": seconds}
+    def _stages(
+        self,
+        stages: Sequence[Facts],
+        recipe: Facts,
+        records: Sequence[Facts],
+        lineage: Sequence[Facts],
+        curves: Sequence[Facts],
+        outcome: Facts | None,
+    ) -> list[Facts]:
+        """The stages with how far each is, what it did and how long that took."""
+        times = overview.stage_times(stages, records, lineage)
+        results = overview.stage_results(stages, recipe, curves, outcome)
+        found = []
+        for stage, result in zip(stages, results, strict=True):
+            lines = [record for record in records if record.get("stage") == stage["name"]]
+            section = recipe.get(stage["name"])
+            steps = number(section.get("steps")) if isinstance(section, dict) else None
+            last = max((step for line in lines if (step := number(line.get("step"))) is not None), default=None)
+            found.append({**stage, "step": last, "steps": steps, **result, **times.get(stage["name"], {})})
+        return found
 
     def _rl(self, recipe: Facts, records: Sequence[Facts], problems: list[str]) -> Facts | None:
         if not self.place.root.is_dir() and not any(record.get("stage") == "rl" for record in records):
@@ -198,7 +217,7 @@ class Answers:
         """One prompt, its rollouts side by side."""
         standing, group = self._catalogue.group(table, id)
         task, measured = task_of(table, standing.task)
-        above = self._catalogue.advantages(group)
+        above = self._catalogue.advantages(table, group)
         slots = []
         for slot in group.slots:
             path = self._catalogue.trace(table, slot, slot.attempt) if slot.reward is not None else None
@@ -208,7 +227,7 @@ class Answers:
                     "attempt": slot.attempt,
                     "state": slot.state,
                     "note": slot.note,
-                    "reward": slot.reward,
+                    "reward": _in_short(slot.reward),
                     "advantage": above.get(slot.number),
                     "versions": [slot.oldest, slot.newest],
                     "others": [each for each in self._catalogue.attempts(table, slot) if each != slot.attempt],
@@ -232,7 +251,7 @@ class Answers:
         slot, trace = self._session(table, found.slots, number, attempt)
         counts = attempt == slot.attempt and slot.reward is not None
         task, measured = task_of(table, standing.task)
-        above = self._catalogue.advantages(found)
+        above = self._catalogue.advantages(table, found)
         paid = trace.facts.get("reward")
         return {
             "set": table,
@@ -279,7 +298,7 @@ class Answers:
             _, recipe = read_recipe(self.path, problems.append)
             groups = self._groups(recipe, problems)
             tries = figures.solve_rates(groups)
-        known = known_tasks(self.place, problems.append)
+        known = self._known_tasks(problems.append)
         category = {row.task: row.category for row in rows_of(groups)}
         names = [*known, *(name for name in tries if name not in known)]
         told = [
@@ -299,17 +318,28 @@ class Answers:
         with self._lock:
             _, recipe = read_recipe(self.path, problems.append)
             tries = figures.solve_rates(self._groups(recipe, problems)).get(name, [])
-        known = known_tasks(self.place, problems.append).get(name)
+        known = self._known_tasks(problems.append).get(name)
         if known is None and not tries:
             raise NotHere(f"this run has no task {name!r}")
         told: Facts = {"name": name, "tries": tries, "split": known.split if known else ""}
         return told | (tell_task(known, self.cut) if known else {}) | {"problems": problems}
 
     def _instruction(self, task: str) -> str:
-        known = known_tasks(self.place, lambda problem: None).get(task)
+        known = self._known_tasks(lambda problem: None).get(task)
         return self.cut(known.instruction) if known else ""
 
+    def _known_tasks(self, complain: Complain) -> dict[str, Known]:
+        """The tasks the run lists; read again only when the list has changed."""
+        stamp = _stamp(self.place.tasks)
+        if self._tasks is None or self._tasks[0] != stamp:
+            problems: list[str] = []
+            self._tasks = stamp, known_tasks(self.place, problems.append), problems
+        for problem in self._tasks[2]:
+            complain(problem)
+        return self._tasks[1]
 
+
+ON_A_CARD = ("total", "solved", "hack", "ending", "cost", "made", "seconds")
 FIGURES = ("step", "version", "running", "waiting", "tokens_s", "cpu_s")  # of a service, worth a look
 
 
@@ -326,6 +356,11 @@ def _glance(path: Path, changed: int) -> Facts:
     except EtudeError as error:
         return {"problem": str(error)}
     return {"strip": strip(trace), "final": Cut(600)(trace.final)}
+
+
+def _in_short(reward: Facts | None) -> Facts | None:
+    """What a card shows of a reward; its evidence stands with the rollout."""
+    return None if reward is None else {name: reward[name] for name in ON_A_CARD if name in reward}
 
 
 def _stamp(path: Path) -> list[float]:

@@ -118,13 +118,16 @@ class Catalogue:
         """The rollouts of a group that have a reward; an advantage only when all have."""
         task, measured = task_of(table, standing.task)
         step = measured if table == "evaluation" else standing.step
-        above = self.advantages(group)
+        above = self.advantages(table, group)
         return tuple(
             _row(table, step, task, slot, above.get(slot.number)) for slot in group.slots if slot.reward is not None
         )
 
-    def advantages(self, group: ReadyGroup) -> dict[int, float]:
-        """By how much each rollout did better than its group, as training has it; nothing before all are there."""
+    def advantages(self, table: SetName, group: ReadyGroup) -> dict[int, float]:
+        """By how much each rollout did better than its group, as training has it; nothing before all are there, and
+        nothing of a measurement: nobody learns from it."""
+        if table == "evaluation":
+            return {}
         totals = [number((slot.reward or {}).get("total")) for slot in group.slots]
         known = [total for total in totals if total is not None]
         if len(known) != len(totals):

@@ -29,7 +29,7 @@ def training_curves(records: Iterable[Facts], order: Sequence[str]) -> list[Fact
 
 
 def training_curve(stage: str, records: Sequence[Facts]) -> Facts | None:
-    """One stage; None when nothing in it falls."""
+    """One stage; None when nothing of it can be drawn."""
     steps = [record for record in records if not record.get("evaluation")]
     measure = _measure(stage, steps)
     if measure is None:
@@ -38,10 +38,9 @@ def training_curve(stage: str, records: Sequence[Facts]) -> Facts | None:
     points = [(tokens, loss) for tokens, loss in pairs if tokens and loss is not None]
     if not points:
         return None
+    tested = "held_out_overlap" if measure.endswith("overlap") else "held_out_loss"
     held_out = [
-        (number(record.get("tokens")), number(record.get("held_out_loss")))
-        for record in records
-        if record.get("evaluation")
+        (number(record.get("tokens")), number(record.get(tested))) for record in records if record.get("evaluation")
     ]
     last = steps[-1]
     rates = [rate for record in steps if (rate := number(record.get("tokens_per_second"))) is not None]
@@ -60,21 +59,20 @@ def training_curve(stage: str, records: Sequence[Facts]) -> Facts | None:
 
 
 def _measure(stage: str, steps: Sequence[Facts]) -> str | None:
-    """What a stage makes smaller: its loss or, where only the layers that draft are trained, their divergence."""
+    """What a stage changes: its loss or, where only the layers that draft are trained, how often a draft of the first
+    would be accepted; their divergence where that was not kept."""
     names = {name for record in steps for name in record}
-    moving = sorted(name for name in names if name.endswith("_kl"))
-    if moving and (stage == "mtp" or "loss" not in names):
-        return moving[0]
+    drafts = [name for end in ("_overlap", "_kl", "_tv") for name in sorted(names) if name.endswith(end)]
+    if drafts and (stage == "mtp" or "loss" not in names):
+        return drafts[0]
     return "loss" if "loss" in names else None
 
 
-def _by_position(records: Sequence[Facts]) -> list[float]:
-    """The loss by place in the window, as it was measured last."""
-    for record in reversed(records):
-        found = record.get("loss_by_position")
-        if isinstance(found, list):
-            return [value for each in found if (value := number(each)) is not None]
-    return []
+def _by_position(records: Sequence[Facts]) -> list[list[float]]:
+    """The loss by place in the window as it was measured first, and last if that was another time."""
+    found = [each for record in records if isinstance(each := record.get("loss_by_position"), list) and each]
+    ends = [*found[:1], *found[1:][-1:]]
+    return [[value for each in end if (value := number(each)) is not None] for end in ends]
 
 
 def thin(points: Sequence[tuple[float, float]]) -> Facts:

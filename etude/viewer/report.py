@@ -23,10 +23,12 @@ from etude.viewer.story import Cut
 
 # Every module after those it imports from.
 MODULES = (
-    *("dom", "data", "charts", "list", "lists", "training", "learning", "turns", "tokens", "rollout", "run", "group"),
-    *("task", "app"),
+    *("dom", "data", "charts", "list", "lists", "training", "learning", "overview", "turns", "tokens", "rollout"),
+    *("run", "group", "task", "app"),
 )
+STYLES = ("sessions.css", "style.css")
 MOST_ABOUT = 400  # bytes of what the file says of itself
+PUNCTUATION = 4  # bytes around an address and its answer
 MOST_TEXT = 20_000  # characters of any one text
 TOKENS = 24  # rollouts with a page of their tokens
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
@@ -73,7 +75,7 @@ class Packed:
     def add(self, told: dict[str, Facts]) -> bool:
         """All of these, or none when they do not fit."""
         new = {address: harmless(dump(answer)) for address, answer in told.items() if address not in self.answers}
-        size = sum(map(len, new.values()))
+        size = sum(len(address.encode()) + len(answer) + PUNCTUATION for address, answer in new.items())
         if self.size + size > self.most:
             return False
         self.answers |= new
@@ -86,7 +88,7 @@ def pack(answers: Answers, most: int) -> Packed:
     packed = Packed(most)
     for address in ("run", "rollouts", "tasks"):
         packed.answers[address] = harmless(dump(answers.answer(address)))
-        packed.size += len(packed.answers[address])
+        packed.size += len(packed.answers[address]) + len(address) + PUNCTUATION
     groups = answers.groups()
     packed.of = len(rows_of(groups))
     refused = 0
@@ -183,7 +185,7 @@ def _enclosed(name: str, text: str) -> str:
 
 def render(about: str, answers: dict[str, bytes]) -> bytes:
     """The file; the answers are JSON that was made harmless."""
-    code, style = script(), asset("style.css").decode()
+    code, style = script(), "".join(asset(name).decode() for name in STYLES)
     policy = {name: value for name, value in POLICY.items() if name not in ("frame-ancestors", "connect-src")}
     policy |= {"script-src": _digest(code), "style-src": _digest(style), "img-src": "data:"}
     policy["default-src"] = "'none'"
@@ -197,7 +199,7 @@ def render(about: str, answers: dict[str, bytes]) -> bytes:
         'data-mode="run"': 'data-mode="file"',
         charset: f'{charset}\n<meta http-equiv="Content-Security-Policy" content="{rules}">',
         'href="/pages/icon.svg"': f'href="data:image/svg+xml;base64,{icon}"',
-        '<link rel="stylesheet" href="/pages/style.css">': f"<style>{style}</style>",
+        "\n".join(f'<link rel="stylesheet" href="/pages/{name}">' for name in STYLES): f"<style>{style}</style>",
         '<script type="module" src="/pages/app.js"></script>': f'<script type="module">{code}</script>',
     }
     for old, new in changes.items():

@@ -13,8 +13,10 @@ from etude.tasks.harbor import read_instruction, read_task, task_digest
 from etude.viewer.reading import Complain, Facts, read_json
 from etude.viewer.story import Cut
 
+ARTEFACTS = "artefacts"  # of a run: where its stages put the tasks they make
 MOST_FILES = 300
 MOST_BYTES = 24 << 10  # of a file that is shown ...
+MOST_BYTES_CUT = 8 << 10  # ... where texts are cut: the same long verifier stands beside every task
 MOST_ALL = 400 << 10  # ... and of all of them
 
 
@@ -24,7 +26,17 @@ class Known:
 
     name: str
     split: str  # training or held-out
-    directory: Path
+    listed: str  # where it was when the run began
+    run: Path
+
+    @property
+    def directory(self) -> Path:
+        """Where it is; a run that was moved has taken the tasks it made along."""
+        listed = Path(self.listed)
+        if listed.is_dir() or ARTEFACTS not in listed.parts or ".." in listed.parts:
+            return listed
+        at = len(listed.parts) - listed.parts[::-1].index(ARTEFACTS)
+        return self.run.joinpath(ARTEFACTS, *listed.parts[at:])
 
     @property
     def instruction(self) -> str:
@@ -43,7 +55,7 @@ def known_tasks(place: Place, complain: Complain) -> dict[str, Known]:
         entries = lists.get(key)
         for name, path in entries.items() if isinstance(entries, dict) else ():
             if isinstance(path, str):
-                found.setdefault(name, Known(name, split, Path(path)))
+                found.setdefault(name, Known(name, split, path, place.run))
     return found
 
 
@@ -62,7 +74,7 @@ def tell_task(known: Known, cut: Cut) -> Facts:
         "metadata": {str(name): _said(value) for name, value in task.metadata.items()},
         "limits": {name: value for name, value in limits.items() if value is not None},
         "network": task.machine.network.mode,
-        "files": tell_files(known.directory),
+        "files": tell_files(known.directory, MOST_BYTES_CUT if cut.text else MOST_BYTES),
         "validation": tell_validation(known.directory),
     }
 
@@ -73,7 +85,7 @@ def _said(value: object) -> str:
     return ", ".join(map(_said, value)) if isinstance(value, list) else str(value)
 
 
-def tell_files(top: Path) -> list[Facts]:
+def tell_files(top: Path, most: int = MOST_BYTES) -> list[Facts]:
     """The files of a task, those that are short with their text."""
     told: list[Facts] = []
     left = MOST_ALL
@@ -86,7 +98,7 @@ def tell_files(top: Path) -> list[Facts]:
             shown: Facts = {"path": path.relative_to(top).as_posix()}
             try:
                 shown["size"] = path.stat().st_size
-                data = path.read_bytes() if shown["size"] <= min(MOST_BYTES, left) else None
+                data = path.read_bytes() if shown["size"] <= min(most, left) else None
             except OSError as error:
                 told.append(shown | {"problem": error.strerror})
                 continue

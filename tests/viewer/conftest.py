@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -75,11 +76,14 @@ class _Maker:
         for split, number in (("train", count), ("held-out", shape.held_out)):
             generate_nano(directory / split, number, split, 0, (1, 2, 3))
             self.tasks |= {path.parent.name: path.parent for path in sorted((directory / split).glob("*/task.toml"))}
+        held_out = [name for name in self.tasks if "-held-out-" in name]
+        self.held_out = {f"{'fresh' if at < 2 else 'unseen'}/{name}": name for at, name in enumerate(held_out)}
         lists = {
-            key: {name: str(path) for name, path in self.tasks.items() if f"-{split}-" in name}
-            for key, split in (("train", "train"), ("held_out", "held-out"))
+            "train": {name: str(path) for name, path in self.tasks.items() if name not in held_out},
+            "held_out": {name: str(self.tasks[task]) for name, task in self.held_out.items()},
         }
         self.place.tasks.write_text(json.dumps(lists))
+        self.saved: dict[str, float] = {}  # when each stage was done
 
     def make(self) -> Path:
         shape = self.shape
@@ -94,8 +98,12 @@ class _Maker:
                 if step % shape.every == 0 or step == shape.steps:
                     self.measure(evaluations, step)
             slots.add([(names[-1], 0.0)])  # one is under way
-            compared = evaluate.compare(evaluate.results(evaluations, 0), evaluate.results(evaluations, shape.steps))
-            self.finish(observe.stage_facts(self.lines("rl"), slots, ["worker-0 was killed"]) | {"rise": compared})
+            ends = [evaluate.results(evaluations, step) for step in (0, shape.steps)]
+            facts = observe.stage_facts(self.lines("rl"), slots, ["worker-0 was killed"])
+            facts["rise"] = evaluate.compare(*ends)
+            for name in ("fresh", "unseen"):
+                facts[f"rise_{name}"] = evaluate.compare(*(evaluate.part(end, f"{name}/") for end in ends))
+            self.finish(facts)
         return self.run
 
     # -- training on text
@@ -103,13 +111,36 @@ class _Maker:
     def text_stages(self) -> None:
         (self.run / "recipe.toml").write_text(RECIPE.format(steps=self.shape.steps, size=self.shape.size))
         (self.run / "lock").write_text("")
-        for stage, steps, size, low, high in (("pretrain", 300, 4096, 2.1, 6.2), ("sft", 60, 4096, 0.35, 2.0)):
+        self.weights()
+        self.saved |= {"init": self.time + 2, "corpus": self.time + 10}
+        self.time += 10
+        noise = Random(self.shape.seed)  # of its own: what is added here leaves the rollouts as they were
+        for stage, steps, low, high in TEXT:
             for step in range(1, steps + 1):
-                loss = low + (high - low) * (1 + step / 6) ** -0.75 + self.chance.gauss(0, 0.05)
-                self.log(stage, step, loss=loss, tokens=step * size, tokens_per_second=9000 + self.chance.gauss(0, 300))
-                if stage == "pretrain" and step in (1, 30, 100, 300):
-                    shown = {"evaluation": True, "held_out_loss": loss + 0.06}
-                    self.log(stage, step, tokens=step * size, **shown)
+                loss = low + (high - low) * (1 + step / 6) ** -0.75 + noise.gauss(0, 0.05)
+                rate = 9000 + noise.gauss(0, 300)
+                drafts = {"mtp_1_kl": loss, "mtp_1_overlap": 0.6 * step / steps} if stage == "mtp" else {}
+                self.log(stage, step, loss=loss, tokens=step * 4096, tokens_per_second=rate, **drafts)
+                if stage != "sft" and step in (1, 30, 100, 300):
+                    self.log(stage, step, tokens=step * 4096, evaluation=True, **self.tested(stage, step, loss + 0.06))
+            self.saved[stage] = self.time + 1
+
+    def tested(self, stage: str, step: int, loss: float) -> dict[str, Any]:
+        """What is measured on held-out text."""
+        if stage == "mtp":
+            return {"held_out_overlap": 0.02 * step}
+        places = {"loss_by_position": [loss - 0.01 * at for at in range(8)]} if stage == "extend" else {}
+        return {"held_out_loss": loss, **places}
+
+    def weights(self) -> None:
+        """A checkpoint, as far as its header: what a page tells of a model."""
+        place = self.run / "checkpoints/init-0"
+        place.mkdir(parents=True)
+        (place / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 6}))
+        header = json.dumps({"__metadata__": {}, "embed": {"shape": [4096, 192]}, "norm": {"shape": [192]}}).encode()
+        (place / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        made = {"kind": "checkpoint", "path": "checkpoints/init-0", "created": written(self.time)}
+        (self.run / "lineage.jsonl").write_text(json.dumps(made) + "\n")
 
     def log(self, stage: str, step: int, /, **values: object) -> None:
         self.time += 0.4 if stage != "rl" else 6.0
@@ -122,11 +153,12 @@ class _Maker:
 
     def finish(self, facts: Mapping[str, Any]) -> None:
         stages: dict[str, Any] = {"init": {"parameters": 3_886_272}, "corpus": {"code": {"train": 11_930_394}}}
-        for name in ("pretrain", "sft"):
+        for name, *_ in TEXT:
             stages[name] = {"steps": len(self.lines(name))}
         stages["rl"] = dict(facts)
+        self.saved["rl"] = self.time + 2
         state = {
-            name: {"done": True, "saved": "2026-01-02T10:00:00+00:00", "facts": told} for name, told in stages.items()
+            name: {"done": True, "saved": written(self.saved[name]), "facts": told} for name, told in stages.items()
         }
         (self.run / "state.json").write_text(json.dumps({"format": 1, "stages": state}))
         (self.place.logs / "deaths.jsonl").write_text(
@@ -181,10 +213,15 @@ class _Maker:
         self.log("rl", step, **line, samplers_idle_s=self.chance.uniform(0.2, 1), samplers_seen_s=6.0)
 
     def measure(self, evaluations: Slots, step: int) -> None:
-        evaluate.begin(evaluations, step, [name for name in self.tasks if "-held-out-" in name])
+        evaluate.begin(evaluations, step, list(self.held_out))
         while (slot := evaluations.claim("worker-0", 0.0)) is not None:
-            self.finish_slot(evaluations, slot, self.place.evaluation_traces, slot.task.partition("/")[2], step)
-        self.log("rl", step, evaluation=True, **evaluate.summarise(evaluate.results(evaluations, step)))
+            task = self.held_out[slot.task.partition("/")[2]]
+            self.finish_slot(evaluations, slot, self.place.evaluation_traces, task, step)
+        found = evaluate.results(evaluations, step)
+        sets = {name: evaluate.summarise(evaluate.part(found, f"{name}/")) for name in ("fresh", "unseen")}
+        kept = ("tasks", "solved", "solved_low", "solved_high")
+        by_set = {f"set/{name}/{key}": part[key] for name, part in sets.items() for key in kept}
+        self.log("rl", step, evaluation=True, **evaluate.summarise(found), **by_set)
 
     def finish_slot(self, slots: Slots, slot: Slot, directory: Path, task: str, version: int) -> None:
         solved = self.chance.random() < self.skill(version, task)
@@ -317,13 +354,42 @@ ARRAYS = ("tokens", "made", "logprobs", "raw_logprobs", "versions")
 RECIPE = """\
 name = "nano"
 seed = 0
-stages = ["init", "corpus", "pretrain", "sft", "rl"]
+stages = ["init", "corpus", "pretrain", "mtp", "extend", "sft", "rl"]
+
+[[tasks.build]]
+name = "train"
+source = "nano"
+
+[[tasks.build]]
+name = "fresh"
+source = "nano"
+
+[[tasks.build]]
+name = "unseen"
+source = "nano"
+split = "held-out"
+
+[pretrain]
+mix = [{{ corpus = "code", weight = 1.0 }}]
 
 [rl]
+tasks = "train"
 steps = {steps}
 group_size = {size}
 groups_per_step = 2
 """
+
+TEXT = (  # stage, steps, and from where to where its loss goes
+    ("pretrain", 300, 2.1, 6.2),
+    ("mtp", 30, 2.0, 7.0),
+    ("extend", 30, 2.0, 2.2),
+    ("sft", 60, 0.35, 2.0),
+)
+
+
+def written(time: float) -> str:
+    """A moment as a run writes it."""
+    return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
 
 
 def make_large(directory: Path, rollouts: int = 10_000, size: int = 8) -> Path:

@@ -94,7 +94,7 @@ PLACES = {
     "group": "#/group/training/1",
     "rollout": "#/rollout/training/1/1/1",
     "tokens": "#/rollout/training/1/0/1?view=tokens",
-    "task": "#/task/nano-held-out-000000",
+    "task": "#/task/fresh/nano-held-out-000000",
 }
 
 
@@ -145,6 +145,30 @@ FAULTS = """() => {
   if (document.documentElement.scrollWidth > innerWidth) faults.push("wider than the window");
   return faults;
 }"""
+
+
+def test_the_first_screen_says_what_was_trained_what_came_of_it_and_in_what_time(browser: Any, run: Path) -> None:
+    with serving(run) as address, opened(browser, address) as page:
+        lead = page.inner_text(".lead")
+        assert "787k parameters (qwen3, 6 layers), trained in 7 stages in" in lead
+        outcome = page.locator(".outcome")
+        assert "3 held-out tasks, 2 sessions each." in outcome.inner_text()
+        assert [text.split("\n")[0] for text in outcome.locator("tbody th").all_inner_texts()] == [
+            "all tasks",
+            "fresh",
+            "unseen",
+            "best of 2",
+        ]
+        assert page.locator(".stages li").count() == 7
+        assert page.locator(".stages .took").all_inner_texts()[-1].endswith("s")
+        bottom = page.evaluate("document.querySelector('.stages').getBoundingClientRect().bottom")
+        assert bottom < 900, "all of it on one screen"
+        titles = page.locator("figure.chart h3").all_inner_texts()
+        assert titles[:5] == ["pretrain", "mtp", "extend", "sft", "extend: loss by position"]
+        assert "Held-out success by set" in titles
+        empty = page.evaluate("""() => [...document.querySelectorAll(".chart")].filter((chart) =>
+          !chart.querySelector("path, rect, circle")).map((chart) => chart.textContent)""")
+        assert empty == []
 
 
 def test_filtering_opening_and_going_back_with_the_keyboard_alone(browser: Any, run: Path) -> None:
@@ -210,7 +234,7 @@ def test_filters_and_columns_narrow_and_sort(browser: Any, run: Path) -> None:
 
 def test_a_chart_can_be_read_with_the_arrow_keys_and_as_a_table(browser: Any, run: Path) -> None:
     with serving(run) as address, opened(browser, address) as page:
-        chart = page.locator("figure.chart", has_text="Held-out success")
+        chart = page.locator("figure.chart", has_text="Held-out success").first
         chart.locator("svg").focus()
         page.keyboard.press("ArrowRight")
         page.keyboard.press("End")
@@ -277,7 +301,7 @@ def test_a_run_that_goes_on_is_shown_as_it_does(browser: Any, run: Path, tmp_pat
         page.wait_for_selector(".pill.running")
         with (copy / "metrics.jsonl").open("a") as file:
             file.write(step(4) + step(5))
-        page.locator(".figure .value", has_text="5 of 3").wait_for(timeout=10_000)
+        page.locator(".stages .running .did", has_text="running at step 5 of 3").wait_for(timeout=10_000)
         (copy / "lock").write_text("")
         page.wait_for_selector(".pill.stopped", timeout=10_000)
         page.evaluate("document.querySelector('.pill').textContent")
@@ -286,6 +310,10 @@ def test_a_run_that_goes_on_is_shown_as_it_does(browser: Any, run: Path, tmp_pat
 
 def test_ten_thousand_rollouts_are_filtered_between_two_keystrokes(browser: Any, large: Path) -> None:
     with serving(large) as address, opened(browser, address) as page:
+        page.wait_for_selector(".chart svg")
+        print(f"10,000 rollouts: the run's page is there after {page.evaluate('performance.now()') / 1000:.2f} s")
+        told = page.evaluate("performance.getEntriesByType('resource').map((each) => each.name)")
+        assert len([name for name in told if name.endswith("/api/run")]) == 1, "nobody asks twice"
         started = time.monotonic()
         page.goto(f"{address}#/rollouts")
         page.reload()
@@ -316,7 +344,7 @@ KEYSTROKE = """(text) => {
 
 def test_a_small_window_and_paper_do(browser: Any, run: Path, tmp_path: Path) -> None:
     with serving(run) as address, opened(browser, address) as page:
-        page.set_viewport_size({"width": 420, "height": 800})
+        page.set_viewport_size({"width": 390, "height": 800})
         for name, place in PLACES.items():
             go(page, place)
             picture(page, f"{name}-small", tmp_path)

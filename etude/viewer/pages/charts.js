@@ -3,12 +3,12 @@
 
 import {add, fold, h, isNumber, put, s, short} from "./dom.js";
 
-const MARGIN = {left: 46, right: 14, top: 10, bottom: 30};
+const MARGIN = {left: 46, right: 14, told: 50, top: 10, bottom: 30};
 const TICKS = 5;
 
 // spec: {title, says, x: {values, label, log, format}, y: {format, log, low, high}, layers, stack, height, open}
-// layer: {name, values, kind: line | dots | band | area | bar, low, high, tone, dashed, faint}
-// A layer without a name is drawn and nothing more.
+// layer: {name, values, kind: line | dots | band | area | bar, low, high, tone, dashed, faint, told}
+// A layer without a name is drawn and nothing more; of one that is `told`, the first and last value stand beside it.
 export function chart(spec) {
   const figure = h("figure.chart", {class: spec.wide ? "wide" : null});
   const canvas = h("div.canvas");
@@ -31,7 +31,7 @@ export function chart(spec) {
 
 function legend(layers) {
   const named = layers.filter((layer) => layer.name && !layer.quiet);
-  if (named.length < 2) return null;
+  if (named.length < 2 && !named.some((layer) => layer.alone)) return null;
   return h(
     "ul.legend",
     named.map((layer) =>
@@ -79,7 +79,8 @@ export function logTicks(low, high) {
 
 function picture(spec, width, note) {
   const height = spec.height ?? (spec.wide ? 260 : 190);
-  const box = {left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom};
+  const right = spec.layers.some((layer) => layer.told) ? MARGIN.told : MARGIN.right;
+  const box = {left: MARGIN.left, right: width - right, top: MARGIN.top, bottom: height - MARGIN.bottom};
   const layers = spec.stack ? stacked(spec.layers) : spec.layers;
   const [x, y] = axes(spec, layers, box);
   const svg = s("svg", {
@@ -127,7 +128,7 @@ function gap(xs) {
 
 function grid(spec, x, y, box) {
   const group = s("g.grid", {"aria-hidden": "true"});
-  const rows = spec.y.log ? logTicks(...y.domain) : niceTicks(...y.domain, 4);
+  const rows = spec.y.log ? logTicks(...y.domain) : niceTicks(...y.domain, spec.y.high === 1 ? 4 : TICKS);
   for (const value of rows) {
     const at = Math.round(y(value)) + 0.5;
     add(group, [
@@ -183,7 +184,7 @@ function drawn(layer, spec, x, y, box, layers) {
       }
     });
   }
-  return found;
+  return layer.told ? [...found, endWords(layer, spec, x, y)] : found;
 }
 
 function bars(layer, xs, x, y, box, tone, layers) {
@@ -197,6 +198,18 @@ function bars(layer, xs, x, y, box, tone, layers) {
     const size = Math.max(0.75, Math.abs(from - to));
     return s("rect", {class: `bar ${tone}`, x: near(x(value) - width / 2), y: near(Math.min(from, to)),
       width: near(width), height: near(size)});
+  });
+}
+
+// The values at both ends, in words: the first above its point, the last beside it.
+function endWords(layer, spec, x, y) {
+  const known = spec.x.values.map((_, at) => at).filter((at) => isNumber(layer.values[at]));
+  const format = spec.y.exact ?? spec.y.format ?? short;
+  return [...new Set([known[0], known.at(-1)])].filter(isNumber).map((at) => {
+    const [left, top] = [x(spec.x.values[at]), y(layer.values[at])];
+    const [right, down] = at === known.at(-1) ? [7, 4] : [3, -8];
+    return s("text", {class: `told tone${layer.tone}`, x: near(left + right), y: near(top + down)},
+      format(layer.values[at]));
   });
 }
 
@@ -356,4 +369,19 @@ export function dumbbell(before, after, {low = 0, high = 1, width = 150, height 
   if (isNumber(before)) parts.push(s("circle.before", {cx: x(before), cy: y, r: 3.5}));
   if (isNumber(after)) parts.push(s("circle.after", {cx: x(after), cy: y, r: 4.5}));
   return s("svg.dumbbell", {width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label}, parts);
+}
+
+// Two shares with their intervals, one above the other on a common scale from 0 to 1: {at, low, high}.
+export function ranges(before, after, {width = 240, height = 30, label = ""} = {}) {
+  const x = scale(0, 1, 6, width - 6);
+  const inside = (value) => near(x(Math.max(0, Math.min(1, value))));
+  const rails = [0, 0.5, 1].map((share) => s("line.rail", {x1: x(share), x2: x(share), y1: 0, y2: height}));
+  const mark = (range, kind, y) => (range && isNumber(range.at) ? [
+    isNumber(range.low) ?
+      s("line", {class: `within ${kind}`, x1: inside(range.low), x2: inside(range.high), y1: y, y2: y}) : null,
+    s("circle", {class: kind, cx: inside(range.at), cy: y, r: kind === "after" ? 5 : 4}),
+  ] : []);
+  const [upper, lower] = before ? [height * 0.3, height * 0.7] : [0, height / 2];
+  return s("svg.dumbbell", {width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label},
+    rails, mark(before, "before", upper), mark(after, "after", lower));
 }

@@ -5,6 +5,7 @@ import {say} from "./dom.js";
 const inlined = document.getElementById("data");
 const kept = inlined ? JSON.parse(inlined.textContent) : null;
 const remembered = new Map(); // answers that do not change while one looks at them
+const asked = new Map(); // questions that are under way: who asks the same meanwhile waits for the same answer
 
 export const mode = document.documentElement.dataset.mode; // run, run-of-many, runs, file
 export const about = kept ? kept.about : null; // what the file holds, and what it leaves out
@@ -15,6 +16,13 @@ export async function ask(address, {remember = false} = {}) {
     throw new Error("This is not in the file; it was left out to keep the file small. `etude view` shows everything.");
   }
   if (remember && remembered.has(address)) return remembered.get(address);
+  if (!asked.has(address)) asked.set(address, fetched(address).finally(() => asked.delete(address)));
+  const found = await asked.get(address);
+  if (remember) remembered.set(address, found);
+  return found;
+}
+
+async function fetched(address) {
   const place = `api/${address.split("/").map(encodeURIComponent).join("/")}`;
   let answer;
   try {
@@ -24,7 +32,6 @@ export async function ask(address, {remember = false} = {}) {
   }
   const found = await answer.json().catch(() => null);
   if (!answer.ok || found === null) throw new Error(found?.error ?? `The server said ${answer.status}.`);
-  if (remember) remembered.set(address, found);
   return found;
 }
 

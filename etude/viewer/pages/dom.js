@@ -124,7 +124,7 @@ export function short(value) {
   if (size >= 1e4) return `${trim(value / 1e3)}k`;
   if (size >= 100 || value === 0) return trim(value);
   if (size >= 1e-3) return String(Number(value.toPrecision(3))).replace("-", "−");
-  return value.toExponential(1).replace("-", "−").replace("e−", "e-");
+  return value.toExponential(1).replace(".0e", "e").replace("-", "−").replace("e−", "e-");
 }
 
 function trim(value) {
@@ -139,6 +139,7 @@ export function seconds(value) {
   if (value < 10) return `${fixed(value, 1)} s`;
   if (value < 100) return `${Math.round(value)} s`;
   const minutes = Math.round(value / 60);
+  if (minutes < 20) return `${Math.floor(Math.round(value) / 60)} min ${Math.round(value) % 60} s`;
   if (minutes < 100) return `${minutes} min`;
   return `${fixed(value / 3600, 1)} h`;
 }
@@ -161,6 +162,13 @@ export function plural(count, one, many = `${one}s`) {
 export function when(time) {
   if (!isNumber(time) || !time) return MISSING;
   return new Date(time * 1000).toLocaleString("en-GB", {dateStyle: "medium", timeStyle: "short"});
+}
+
+// Why a session was over.
+export function ending(name) {
+  const known = {final: "final message", length: "cut off in an answer", interrupted: "interrupted"};
+  const out = ["turns", "tokens", "time", "context"];
+  return known[name] ?? (out.includes(name) ? `out of ${name}` : words(name));
 }
 
 // An id of rl's and python's names as words: "malformed_calls" -> "malformed calls".

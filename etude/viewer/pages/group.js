@@ -1,7 +1,7 @@
 // One prompt and its rollouts side by side.
 
 import {ask} from "./data.js";
-import {fixed, h, isNumber, MISSING, plural, put, seconds, whole} from "./dom.js";
+import {ending, fixed, h, isNumber, MISSING, plural, put, seconds, whole} from "./dom.js";
 import {leaning, rolloutLink, setName, solvedMark} from "./lists.js";
 import {crumbs, taskTitle} from "./rollout.js";
 import {firstLine, strip, stripKey} from "./turns.js";
@@ -73,8 +73,9 @@ function card(slot, told, most) {
   const link = (attempt) => rolloutLink({set: told.set, group: told.id, number: slot.number, attempt});
   const where = reward ? link(slot.attempt) : null;
   const title = `Rollout ${slot.number + 1}`;
-  const facts = reward ? [reward.ending, plural(reward.cost?.turns ?? 0, "turn"), `${whole(reward.made)} tokens`,
+  const facts = reward ? [plural(reward.cost?.turns ?? 0, "turn"), `${whole(reward.made)} tokens`,
     seconds(reward.seconds?.session)] : [];
+  const over = reward?.ending && reward.ending !== "final" ? `${ending(reward.ending)}: no final message` : "";
   return h("li.card", {class: reward ? (reward.solved ? "yes" : "no") : "open"},
     h("h2", where ? h("a", {href: where}, title) : title,
       reward ? solvedMark(reward.solved) : h("span.tag.going", slot.state)),
@@ -85,7 +86,7 @@ function card(slot, told, most) {
     facts.length ? h("p.facts", facts.join(" · ")) : null,
     reward?.hack ? h("p.bad", reward.hack) : null,
     slot.problem ? h("p.bad", slot.problem) : null,
-    slot.final ? h("blockquote", slot.final) : reward ? h("p.muted", "No final message.") : null,
+    slot.final ? h("blockquote", slot.final) : reward ? h("p.odd", over || "No final message.") : null,
     slot.note ? h("p.muted", slot.note) : null,
     slot.others.filter(link).map((attempt) =>
       h("p", h("a", {href: link(attempt)}, `attempt ${attempt}, sampled again`))));

@@ -1,7 +1,9 @@
 // Reinforcement learning in charts, from the numbers of its steps and measurements. What was not measured is not drawn.
 
 import {chart, dumbbell, spark} from "./charts.js";
-import {add, bytes, fixed, h, isNumber, percent, plural, seconds, short, whole, within, words} from "./dom.js";
+import {
+  add, bytes, ending, fixed, h, isNumber, percent, plural, seconds, short, whole, within, words,
+} from "./dom.js";
 
 export function learningSection(rl) {
   const told = rl.steps;
@@ -10,14 +12,16 @@ export function learningSection(rl) {
   const alarm = told.alarms.at(-1);
   if (alarm) {
     const says = [].concat(alarm.says).join("; ");
-    add(section, [h("p.notice.warn", `A monitor is alarmed at step ${alarm.step}: ${says}.`)]);
+    const is = alarm.step === told.columns.step?.at(-1) ? "is" : "was";
+    add(section, [h("p.notice.warn", `A monitor ${is} alarmed at step ${whole(alarm.step)}: ${says}.`)]);
   }
   const steps = new Steps(told.columns);
   const heads = [heldOut(rl.evaluations), steps.known ? rewards(steps) : null].filter(Boolean);
   if (!heads.length) return add(section, [h("p.muted", "No step has been taken yet.")]);
   add(section, [h("div.grid.two", heads)]);
   if (steps.known) {
-    add(section, [categories(steps, rl.evaluations), h("div.grid", CHARTS.map((make) => make(steps))), habits(steps)]);
+    const charts = [bySet(rl.evaluations), ...CHARTS.map((make) => make(steps))];
+    add(section, [categories(steps, rl.evaluations), h("div.grid", charts), habits(steps)]);
   }
   return section;
 }
@@ -76,11 +80,7 @@ function lines(steps, names) {
 
 // ------------------------------------------------------------------------------------------- what it is about
 
-// The largest K of which a measurement tells the best: "best/16".
-export function bestKey(test) {
-  return bestKeys(test)[0];
-}
-
+// Of a measurement, the keys that tell the best of K, largest K first: "best/16".
 function bestKeys(test) {
   const keys = Object.keys(test).filter((key) => /^best\/\d+$/.test(key));
   return keys.sort((one, other) => Number(other.slice(5)) - Number(one.slice(5)));
@@ -106,12 +106,31 @@ function heldOut(tests) {
   const samples = whole((last.samples ?? 0) / (last.tasks || 1));
   return chart({
     title: "Held-out success",
-    says: `${plural(last.tasks ?? 0, "task")} that were never trained on, ${samples} samples each. ` +
+    says: `${plural(last.tasks ?? 0, "task")} that were never trained on, ${samples} sessions each. ` +
       "Bands are 95 % intervals over tasks.",
     wide: true, x: stepAxis(numbers), y: WHOLE_SHARE, layers,
     open: toStep(numbers, "evaluation"), openHint: "click for these rollouts",
   });
 }
+
+function bySet(tests) {
+  const last = tests.at(-1) ?? {};
+  const names = Object.keys(last).map((key) => /^set\/(.*)\/solved$/.exec(key)?.[1]).filter(Boolean);
+  if (names.length < 2) return null;
+  const take = (key) => tests.map((test) => test[key] ?? null);
+  const layers = names.flatMap((name, at) => [
+    band(`95 % of ${name}`, take(`set/${name}/solved_low`).map(within), take(`set/${name}/solved_high`).map(within),
+      SET_TONES[at % SET_TONES.length]),
+    line(name, take(`set/${name}/solved`), SET_TONES[at % SET_TONES.length], {dots: 60, told: true}),
+  ]);
+  const numbers = take("step");
+  return chart({
+    title: "Held-out success by set", says: "Average of each set of tasks, with its 95 % interval.",
+    x: stepAxis(numbers), y: WHOLE_SHARE, layers, open: toStep(numbers, "evaluation"),
+  });
+}
+
+const SET_TONES = [2, 5, 4, 6];
 
 function rewards(steps) {
   const layers = lines(steps, {reward: ["average", 1], reward_best: ["best of group", 3]});
@@ -145,14 +164,14 @@ const CHARTS = [
   (steps) => draw(steps, "Solved in training", "Share of rollouts, and of groups with at least one.",
     lines(steps, {solved: ["average", 1], solved_best: ["best of group", 3]}),
     {y: WHOLE_SHARE, open: toStep(steps.numbers)}),
-  (steps) => draw(steps, "Reward by part", "As weighed; they add up to the reward.",
-    tinted(steps.below("reward/"), "line", {}), {y: THREE, open: toStep(steps.numbers)}),
+  rewardParts,
   (steps) => draw(steps, "Tokens of a rollout", "By kind, on average. Output is what tools answered.",
     tinted(tokenKinds(steps), "area", TOKENS), {stack: true}),
   (steps) => draw(steps, "Turns and calls", "Of a rollout, on average.",
     lines(steps, {turns: ["turns", 1], calls: ["calls", 2], summaries: ["summaries", 6]}).filter(some)),
   (steps) => draw(steps, "Endings", "Why sessions were over.",
-    tinted(steps.below("ending/"), "bar", ENDINGS), {stack: true, y: WHOLE_SHARE}),
+    tinted(steps.below("ending/"), "bar", ENDINGS).map((layer) => ({...layer, name: ending(layer.name)})),
+    {stack: true, y: WHOLE_SHARE}),
   (steps) => draw(steps, "Errors of calls", "Share of calls that failed, by class.",
     tinted(steps.below("errors/"), "line", {}), {y: SHARE}),
   staleness,
@@ -175,6 +194,13 @@ const CHARTS = [
 
 function some(layer) {
   return layer.values.some((value) => value > 0);
+}
+
+// A reward of one part is the reward, and has its chart.
+function rewardParts(steps) {
+  const parts = steps.below("reward/");
+  return parts.length < 2 ? null : draw(steps, "Reward by part", "As weighed; they add up to the reward.",
+    tinted(parts, "line", {}), {y: THREE, open: toStep(steps.numbers)});
 }
 
 function tokenKinds(steps) {
@@ -224,10 +250,10 @@ function whoWaited(steps) {
 
 function failures(steps) {
   const tones = {failed: 7, lost: 3, stale: 5, dropped: 8};
-  const known = steps.below("infrastructure/").filter(([kind]) => kind in tones);
-  if (!known.some(([, values]) => values.some((value) => value > 0))) return null;
-  return draw(steps, "Failures", "Rollouts that had to be sampled again, and groups given up. They are in no mean.",
-    tinted(known, "bar", tones), {stack: true});
+  const known = steps.below("infrastructure/").filter(([kind, values]) => kind in tones && values.some(Boolean));
+  return draw(steps, "Sampled again", "Rollouts that were lost or too old, and groups given up. They are in no mean.",
+    known.map(([kind, values]) => ({name: words(kind), kind: "bar", values, tone: tones[kind], alone: true})),
+    {stack: true});
 }
 
 function uploads(steps) {
@@ -246,27 +272,45 @@ function categories(steps, tests) {
   const names = [...new Set([...named(steps.names), ...named(Object.keys(last))])].sort();
   if (!names.length) return null;
   const rows = names.map((name) => {
-    const take = (what) => (steps.get(`category/${name}/${what}`) ?? []).filter(isNumber);
-    const [solved, reward] = [take("solved"), take("reward")];
-    const count = take("rollouts").reduce((sum, value) => sum + value, 0);
+    const [early, late] = halves(steps, name);
     const [before, after] = [first, last].map((test) => test[`category/${name}/solved`]);
-    const twice = tests.length > 1 && isNumber(before);
-    const change = twice ? `${percent(before)} → ${percent(after)}` : percent(after);
     const tasks = last[`category/${name}/tasks`];
     return h("tr",
       h("th", {scope: "row"}, h("a", {href: `#/rollouts?category=${encodeURIComponent(name)}`}, name)),
-      h("td.end", count ? whole(count) : ""),
-      h("td", solved.length ? [spark(solved, {width: 150, label: "solved, by step"}), percent(solved.at(-1))] : ""),
-      h("td.end", fixed(reward.at(-1))),
-      h("td", isNumber(after) ? [dumbbell(twice ? before : null, after, {label: "before and after"}), change] : ""),
-      h("td.end.muted", isNumber(tasks) ? plural(tasks, "task") : ""));
+      shift(early.solved, late.solved),
+      h("td.end.muted", early.count + late.count ? whole(early.count + late.count) : ""),
+      shift(tests.length > 1 ? before : null, after), h("td.end.muted", isNumber(tasks) ? whole(tasks) : ""));
   });
-  const heads = [["Category"], ["Rollouts", "end"], ["Solved in training, last"], ["Reward, last", "end"],
-    ["Held-out, before and after"], [""]];
+  const heads = [["Category"], ["Solved in training: first half of the steps → second"], ["rollouts", "end"],
+    ["Solved of held-out tasks: before → after"], ["tasks", "end"]];
   return h("div.block", h("h3", "By category"), h("div.scroll", h("table.plain.categories",
     h("caption.unseen", "By category"),
     h("thead", h("tr", heads.map(([name, end]) => h("th", {scope: "col", class: end}, name)))),
     h("tbody", rows))));
+}
+
+// The share of a category's rollouts that solved their task, in the first half of the steps and in the second: one step
+// alone has a group or two of it.
+function halves(steps, name) {
+  const take = (what) => steps.get(`category/${name}/${what}`) ?? [];
+  const [solved, counts] = [take("solved"), take("rollouts")];
+  const middle = Math.ceil(steps.numbers.length / 2);
+  return [[0, middle], [middle, steps.numbers.length]].map(([from, to]) => {
+    let [sum, count] = [0, 0];
+    for (let at = from; at < to; at++) {
+      if (!isNumber(solved[at]) || !isNumber(counts[at])) continue;
+      sum += solved[at] * counts[at];
+      count += counts[at];
+    }
+    return {solved: count ? sum / count : null, count};
+  });
+}
+
+function shift(before, after) {
+  if (!isNumber(before) && !isNumber(after)) return h("td");
+  const both = isNumber(before) && isNumber(after);
+  return h("td", dumbbell(before, after, {label: `from ${percent(before)} to ${percent(after)}`}),
+    both ? `${percent(before)} → ${percent(after)}` : percent(after ?? before));
 }
 
 function habits(steps) {

@@ -1,7 +1,7 @@
 // The three long lists of a run: its rollouts, the groups they belong to, and its tasks.
 
-import {ask, has} from "./data.js";
-import {fixed, h, isNumber, MISSING, percent, plural, put, seconds, signed, whole, words} from "./dom.js";
+import {about, ask, has} from "./data.js";
+import {ending, fixed, h, isNumber, MISSING, percent, plural, put, seconds, signed, whole, words} from "./dom.js";
 import {filters, inRange, list} from "./list.js";
 import {spark} from "./charts.js";
 
@@ -107,7 +107,8 @@ function listPage({page, title, counted, fields, columns, link, sorted, test, qu
   };
   return {
     title,
-    nodes: [h("div.listbar", h("h1", title), count, holder), table.node],
+    nodes: [h("div.listbar", h("h1", title), count, holder, about && link === rolloutLink ? h("p.muted", about) : null),
+      table.node],
     update,
     keys: {
       j: ["next row", () => table.move(1)],
@@ -127,26 +128,27 @@ export async function rolloutsPage(_, query) {
   const most = {advantage: 1};
   const columns = [
     {key: "task", name: "Task", cell: (row) => row.task, sort: (row) => row.task},
-    {key: "group", name: "Rollout", width: "72px", class: "muted", cell: (row) => `${row.group}.${row.number + 1}`,
+    {key: "group", name: "Rollout", width: "68px", class: "muted", cell: (row) => `${row.group}.${row.number + 1}`,
       sort: (row) => row.group * 1000 + row.number, hint: "its group, and its number there"},
-    {key: "set", name: "Set", width: "82px", class: "muted", cell: (row) => setName(row.set), sort: (row) => row.set},
-    {key: "step", name: "Step", width: "58px", end: true, cell: (row) => row.step ?? MISSING, sort: (row) => row.step,
+    {key: "set", name: "Set", width: "76px", class: "muted", cell: (row) => setName(row.set), sort: (row) => row.set},
+    {key: "step", name: "Step", width: "54px", end: true, cell: (row) => row.step ?? MISSING, sort: (row) => row.step,
       hint: "that trained on it, or at which it was measured"},
-    {key: "category", name: "Category", width: "106px", cell: (row) => row.category || MISSING,
+    {key: "category", name: "Category", width: "98px", cell: (row) => row.category || MISSING,
       sort: (row) => row.category},
-    {key: "solved", name: "Solved", width: "68px", cell: (row) => solvedMark(row.solved),
+    {key: "solved", name: "Solved", width: "64px", cell: (row) => solvedMark(row.solved),
       sort: (row) => (row.solved === null ? null : Number(row.solved))},
-    {key: "total", name: "Reward", width: "76px", end: true, cell: (row) => fixed(row.total), sort: (row) => row.total},
+    {key: "total", name: "Reward", width: "70px", end: true, cell: (row) => fixed(row.total), sort: (row) => row.total},
     {key: "advantage", name: "Advantage", width: "142px", cell: (row) => leaning(row.advantage, most.advantage),
       sort: (row) => row.advantage, hint: "reward minus the mean of its group"},
-    {key: "turns", name: "Turns", width: "62px", end: true, cell: (row) => whole(row.turns), sort: (row) => row.turns},
-    {key: "made", name: "Tokens", width: "74px", end: true, cell: (row) => whole(row.made), sort: (row) => row.made,
+    {key: "turns", name: "Turns", width: "58px", end: true, cell: (row) => whole(row.turns), sort: (row) => row.turns},
+    {key: "made", name: "Tokens", width: "70px", end: true, cell: (row) => whole(row.made), sort: (row) => row.made,
       hint: "made by the model"},
     {key: "seconds", name: "Time", width: "78px", end: true, cell: (row) => seconds(row.seconds),
       sort: (row) => row.seconds},
-    {key: "ending", name: "Ending", width: "84px", sort: (row) => row.ending,
-      cell: (row) => h("span.tag", {class: row.ending === "final" ? "" : "odd"}, row.ending || MISSING)},
-    {key: "errors", name: "Errors", width: "150px", sort: errorCount,
+    {key: "ending", name: "Ending", width: "104px", sort: (row) => row.ending,
+      cell: (row) => (row.ending === "final" ? h("span.muted", "final") :
+        row.ending ? h("span.tag.odd", ending(row.ending)) : MISSING)},
+    {key: "errors", name: "Errors", width: "134px", sort: errorCount,
       cell: (row) => (row.hack ? h("span.tag.bad", "hack") : row.errors ? h("span.bad", words(row.errors)) : "")},
   ];
   const load = async () => {
@@ -159,7 +161,8 @@ export async function rolloutsPage(_, query) {
     {key: "solved", name: "Solved or not", kind: "choice", choices: SOLVED},
     {key: "set", name: "Any set", kind: "choice", choices: SETS},
     {key: "category", name: "Any category", kind: "choice", choices: choices(rows.map((row) => row.category))},
-    {key: "ending", name: "Any ending", kind: "choice", choices: choices(rows.map((row) => row.ending))},
+    {key: "ending", name: "Any ending", kind: "choice",
+      choices: choices(rows.map((row) => row.ending)).map(([key]) => [key, ending(key)])},
     {key: "errors", name: "With or without errors", kind: "choice", choices: [["some", "some error"],
       ["none", "no errors"], ["hack", "hacks"],
       ...choices(rows.flatMap((row) => row.errors.split(", ").map((each) => each.split(" ")[0])))]},

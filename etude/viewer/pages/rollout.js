@@ -1,7 +1,9 @@
 // One session: what it was paid and why, when it did what, and which rollouts it stands beside. The turns: turns.js.
 
 import {ask, has} from "./data.js";
-import {fixed, fold, h, isNumber, MISSING, percent, plural, put, seconds, short, signed, whole, words} from "./dom.js";
+import {
+  ending, fixed, fold, h, isNumber, MISSING, percent, plural, put, seconds, short, signed, whole, words,
+} from "./dom.js";
 import {leaning, rolloutLink, setName} from "./lists.js";
 import {tokensView} from "./tokens.js";
 import {conversation, firstLine, goTurn, moveTurn, strip} from "./turns.js";
@@ -68,7 +70,7 @@ function headline(told, title, back, forth) {
       solved === true ? h("span.tag.good", "solved") : solved === false ? h("span.tag.bad", "not solved") : null,
       told.counts ? null : h("span.tag.odd", "sampled again: nobody learned from it"),
       told.reward?.hack ? h("span.tag.bad", told.reward.hack) : null,
-      h("span.tag", {class: told.story.ending === "final" ? null : "odd"}, `ending: ${told.story.ending}`),
+      h("span.tag", {class: told.story.ending === "final" ? null : "odd"}, ending(told.story.ending)),
       h("span.tag", `${setName(told.set)}${isNumber(told.step) ? `, step ${told.step}` : ""}`),
       h("span.pager", page(back, "← previous"), page(forth, "next →"))));
 }
@@ -106,7 +108,7 @@ function paid(told) {
   const value = (number, label) => h("div.figure", h("div.value", number), h("div.label", label));
   return h("section.card", h("h2", "Reward"),
     h("div.paid", value(fixed(reward.total), "reward"),
-      value(isNumber(told.advantage) ? signed(told.advantage) : MISSING, "advantage")),
+      isNumber(told.advantage) ? value(signed(told.advantage), "advantage") : null),
     parts.length ? h("table.parts", h("caption.unseen", "Parts of the reward"), h("tbody", parts.map(([name, part]) =>
       h("tr", h("th", {scope: "row"}, words(name)), h("td", leaning(part, most)))))) : null,
     siblings(told),

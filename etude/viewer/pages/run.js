@@ -1,11 +1,10 @@
 // The first page: what the run is, how far, what came of it, and how it went on the way.
 
-import {about, ask} from "./data.js";
-import {
-  ago, fixed, fold, h, isNumber, percent, plural, put, seconds, short, signed, whole, when, within, words,
-} from "./dom.js";
-import {bestKey, learningSection} from "./learning.js";
-import {measureName, trainingSection} from "./training.js";
+import {ask} from "./data.js";
+import {ago, fold, h, percent, plural, put, short, when, whole, words} from "./dom.js";
+import {learningSection} from "./learning.js";
+import {hero, stageList} from "./overview.js";
+import {trainingSection} from "./training.js";
 
 export async function runPage() {
   const place = h("div");
@@ -23,13 +22,14 @@ export async function runPage() {
 
 function parts(run) {
   return [
-    h("div.hero", h("h1", run.name), h("p.lead", lead(run)), figures(run)),
+    hero(run),
     problems(run.problems),
-    about ? h("p.notice", about) : null,
-    stages(run),
+    stageList(run),
     trainingSection(run),
     run.rl ? learningSection(run.rl) : null,
     run.rl ? machinery(run.rl, run.life) : null,
+    run.stages.length ?
+      named("facts", fold("Everything the stages told", () => factsTable(run.stages), {class: "block"})) : null,
     named("recipe", fold("The recipe", () => h("pre.code", run.recipe), {class: "block"})),
   ];
 }
@@ -51,110 +51,7 @@ export function plainTable(label, rows, head) {
     h("tbody", rows)));
 }
 
-// ------------------------------------------------------------------------------------------- in a few words
-
-function lead(run) {
-  const done = run.stages.filter((stage) => stage.done).length;
-  const state = {running: "Running", finished: "Finished", stopped: "Not running"}[run.life.state];
-  const all = plural(run.stages.length, "stage");
-  const heard = run.newest ? `, last heard of on ${when(run.newest)}.` : ".";
-  return [`${state}: ${done === run.stages.length ? "all stages" : `${done} of ${all}`} done${heard}`,
-    run.life.state === "stopped" ? h("span.bad", ` It stopped ${run.life.words}.`) : null];
-}
-
-function figure(value, label, note, kind) {
-  return h("div.figure", {class: kind}, h("div.value", value), h("div.label", label),
-    note ? h("div.note", note) : null);
-}
-
-function change(before, after, format) {
-  return [format(before), h("span.to", {"aria-label": "to"}, "→"), format(after)];
-}
-
-function figures(run) {
-  const shown = [...measured(run), ...learned(run)];
-  for (const told of run.training.slice(0, shown.length ? 1 : 4)) {
-    const values = told.curve.mean;
-    const rate = told.rate ? `, ${short(told.rate)} per second` : "";
-    shown.push(figure(change(values[0], values.at(-1), fixed), `${measureName(told)} in ${told.stage}`,
-      `${short(told.tokens)} tokens${rate}`));
-  }
-  for (const line of run.measures.filter((each) => isNumber(each.bits_per_byte))) {
-    shown.push(figure(fixed(line.bits_per_byte, 3), "bits per byte", `of ${plural(line.files, "file")} of code`));
-  }
-  return shown.length ? h("div.figures", shown) : null;
-}
-
-function measured(run) {
-  const tests = run.rl?.evaluations ?? [];
-  if (!tests.length) return [];
-  const [first, last] = [tests[0], tests.at(-1)];
-  const show = (key) => (tests.length > 1 ? change(first[key], last[key], percent) : percent(last[key]));
-  const bounds = (key) => `95 %: ${percent(within(last[`${key}_low`]))} to ${percent(within(last[`${key}_high`]))}`;
-  const rise = run.stages.find((stage) => stage.name === "rl")?.facts.rise;
-  const points = (value) => signed(100 * value, 0);
-  const proof = isNumber(rise?.solved_low) ?
-    `${points(rise.solved)} points (95 %: ${points(rise.solved_low)} to ${points(rise.solved_high)}) ` +
-    `over ${plural(rise.tasks, "task")}` : bounds("solved");
-  const best = bestKey(last);
-  return [
-    figure(show("solved"), "held-out tasks solved, on average", proof, "main"),
-    best ? figure(show(best), `solved in the best of ${best.slice(5)}`, bounds(best)) : null,
-  ];
-}
-
-function learned(run) {
-  const steps = run.rl?.steps.columns;
-  if (!steps?.reward?.some(isNumber)) return [];
-  const ends = [steps.reward.find(isNumber), steps.reward.findLast(isNumber)];
-  const {plan, rollouts} = run.rl;
-  return [
-    figure(change(...ends, fixed), "mean reward of a step",
-      `best of group ${fixed(steps.reward_best?.findLast(isNumber))}`),
-    figure([whole(steps.step.at(-1)), plan.steps ? h("span.of", ` of ${whole(plan.steps)}`) : null], "steps",
-      `${plural(rollouts.training, "rollout")}${plan.group_size ? `, groups of ${plan.group_size}` : ""}`),
-  ];
-}
-
-// ------------------------------------------------------------------------------------------- stages
-
-function stages(run) {
-  if (!run.stages.length) return null;
-  const current = run.stages.find((stage) => !stage.done);
-  const stateOf = (stage) => {
-    if (stage.done) return "done";
-    if (stage === current && run.life.state === "running") return "running";
-    return stage.step !== null ? "stopped" : "waiting";
-  };
-  return h("section", {"aria-labelledby": "stages"}, h("h2", {id: "stages"}, "Stages"),
-    h("ol.stages", run.stages.map((stage) => h("li", {class: stateOf(stage)}, h("span.dot", {"aria-hidden": "true"}),
-      h("div", h("strong", stage.name), h("span.state", stateWords(stateOf(stage), stage)),
-        h("span.gist", gist(stage, run)))))),
-    named("facts", fold("Everything the stages told", () => factsTable(run.stages), {class: "block"})));
-}
-
-function stateWords(state, stage) {
-  const of = stage.steps ? ` of ${whole(stage.steps)}` : "";
-  const at = isNumber(stage.step) && !stage.done ? ` at step ${whole(stage.step)}${of}` : "";
-  const took = stage.done && isNumber(stage.seconds) ? `, ${seconds(stage.seconds)}` : "";
-  return `${state}${at}${took}`;
-}
-
-function gist(stage, run) {
-  const {facts} = stage;
-  const told = run.training.find((each) => each.stage === stage.name);
-  if (stage.name === "rl" && facts.before && facts.after) {
-    return `${percent(facts.before.solved)} → ${percent(facts.after.solved)} solved`;
-  }
-  if (told) return `${fixed(told.curve.mean[0])} → ${fixed(told.curve.mean.at(-1))}`;
-  if (isNumber(facts.parameters)) return `${short(facts.parameters)} parameters`;
-  if (isNumber(facts.vocab_size)) return `${whole(facts.vocab_size)} words`;
-  if (isNumber(facts.bits_per_byte)) return `${fixed(facts.bits_per_byte, 3)} bits per byte`;
-  const inside = Object.values(facts).filter((value) => value && typeof value === "object");
-  const sum = (key) => inside.reduce((all, value) => all + (isNumber(value[key]) ? value[key] : 0), 0);
-  if (sum("train")) return `${short(sum("train"))} tokens`;
-  return sum("tasks") ? plural(sum("tasks"), "task") : "";
-}
+// ------------------------------------------------------------------------------------------- what they told
 
 function factsTable(all) {
   const rows = all.flatMap((stage) => {
@@ -185,9 +82,9 @@ function machinery(rl, life) {
         h("tr", h("th", {scope: "row"}, death.name), h("td", when(death.time)), h("td", death.why)))));
   }
   if (rl.troubles.length) {
-    part("What had to be done again", "Failures of the infrastructure; none of them is a reward of 0.",
+    part("What had to be done again", "Rollouts that were lost or had become too old; none of them is a reward of 0.",
       plainTable("Troubles", rl.troubles.slice(0, 20).map((trouble) =>
-        h("tr", h("td.end", `${trouble.times} ×`), h("td", h("span.tag", trouble.kind)), h("td", trouble.why)))));
+        h("tr", h("th", {scope: "row"}, `${whole(trouble.times)} × ${trouble.kind}`), h("td", trouble.why)))));
   }
   if (rl.weights.length > 1) {
     part("Weights of the reward", "They were changed on the way.", plainTable("Weights", rl.weights.map((entry) => {

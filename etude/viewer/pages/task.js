@@ -72,7 +72,7 @@ function tries(told) {
 
 function validation(told) {
   if (!told) {
-    return h("section", h("h2", "Validation"), h("p.muted", "This machine has none of it. ",
+    return h("section", h("h2", "Validation"), h("p.muted", "Not done on this machine. ",
       h("code", "etude tasks validate"), " proves that doing nothing fails and that the solution passes."));
   }
   const name = (key) => ({noop: "doing nothing", solution: "the solution"})[key] ?? key;
@@ -87,8 +87,10 @@ function validation(told) {
       reason.evidence ? h("pre.code", reason.evidence) : null]));
 }
 
+// What the agent finds is shown at once, while it is short; the rest is folded.
 function file(told) {
   const name = [h("code", told.path), h("span.muted", isNumber(told.size) ? ` ${bytes(told.size)}` : "")];
   if (told.text === undefined) return h("p.file", name, h("span.muted", ` ${told.problem ?? "not shown"}`));
-  return fold(name, () => h("pre.code", told.text), {class: "file"});
+  const open = /^environment\/.*\//.test(told.path) && told.size > 0 && told.size < 1200;
+  return fold(name, () => h("pre.code", told.text), {class: "file", open});
 }

@@ -6,7 +6,7 @@ import {add, fixed, h, percent, plural, put, whole} from "./dom.js";
 const LEVELS = 8; // of colour: from certain to a surprise
 const WORST = -6; // log-probability from which on all are alike
 const BLOCK = 400; // tokens that are laid out together
-const SHOWN = 24; // tokens at either end of a long stretch that the model only read
+const SHOWN = {tokens: 24, characters: 160}; // at most at either end of a long stretch that the model only read
 
 export function tokensView(address, told) {
   const {segments} = told.story;
@@ -90,8 +90,10 @@ function drawMade(block, page, from, stop, versions, version) {
 }
 
 function drawRead(block, page, from, stop, versions) {
-  const [start, end] = [from + SHOWN, stop - SHOWN];
-  if (end - start <= SHOWN) {
+  const start = from + few(page.texts.slice(from, stop));
+  const end = stop - few(page.texts.slice(start, stop).reverse());
+  const hidden = page.texts.slice(start, end);
+  if (hidden.length <= SHOWN.tokens && hidden.join("").length <= 2 * SHOWN.characters) {
     add(block, spans(page, from, stop, 0, versions));
     return;
   }
@@ -99,6 +101,13 @@ function drawRead(block, page, from, stop, versions) {
   const says = `${plural(end - start, "token")} that it read`;
   const button = h("button.skipped", {type: "button", on: {click: unfold}}, says);
   add(block, [spans(page, from, start, 0, versions), button, spans(page, end, stop, 0, versions)]);
+}
+
+// How many of the first tokens are shown: a token of a small vocabulary may be a whole line.
+function few(texts) {
+  let characters = 0;
+  const at = texts.findIndex((text) => (characters += text.length) > SHOWN.characters);
+  return Math.min(SHOWN.tokens, at < 0 ? texts.length : at);
 }
 
 function spans(page, from, to, made, versions) {
@@ -116,7 +125,8 @@ function spans(page, from, to, made, versions) {
 
 function level(logprob) {
   if (logprob === null) return LEVELS - 1;
-  return Math.max(0, Math.min(LEVELS - 1, Math.floor((logprob / WORST) * LEVELS)));
+  // the root: what a trained model is unsure of is near 0, and would all look certain
+  return Math.min(LEVELS - 1, Math.floor(Math.sqrt(Math.max(0, logprob / WORST)) * LEVELS));
 }
 
 // ------------------------------------------------------------------------------------------- pointing

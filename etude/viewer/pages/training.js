@@ -1,17 +1,26 @@
 // Training on text: loss against the logarithm of tokens, one chart for every stage.
 
 import {chart} from "./charts.js";
-import {fixed, h, isNumber, plural, seconds, short} from "./dom.js";
+import {fixed, h, isNumber, percent, plural, seconds, short, whole} from "./dom.js";
+
+const ORDINALS = {4: "quarter", 8: "eighth", 16: "sixteenth"};
 
 export function trainingSection(run) {
   if (!run.training.length) return null;
-  const placed = run.training.filter((each) => each.by_position.length > 1).slice(-1);
+  const placed = run.training.filter((each) => each.by_position[0]?.length > 1).slice(-1);
   return h("section", {"aria-labelledby": "training"}, h("h2", {id: "training"}, "Training on text"),
+    h("p.muted.under", "Loss is in nats per token, over the logarithm of tokens. Held-out text is never trained on."),
     h("div.grid", run.training.map(curve), placed.map(positions)));
 }
 
-export function measureName(told) {
-  return told.measure === "loss" ? "loss" : "divergence of the drafts";
+// What a curve shows: its name, what to say of it, and how its numbers are written.
+function measure(told) {
+  if (told.measure === "loss") return ["loss", "Loss", {exact: (value) => fixed(value)}];
+  if (told.measure.endsWith("overlap")) {
+    const share = {low: 0, format: (value) => percent(value), exact: (value) => percent(value)};
+    return ["drafts accepted", "Share of drafted tokens that the model would accept,", share];
+  }
+  return ["divergence", "Divergence of the layers that draft,", {exact: (value) => fixed(value)}];
 }
 
 function curve(told) {
@@ -20,23 +29,22 @@ function curve(told) {
   const values = [...new Set([...x, ...held.keys()])].sort((one, other) => one - other);
   const place = new Map(x.map((tokens, at) => [tokens, at]));
   const spread = (numbers) => joined(values.map((tokens) => (place.has(tokens) ? numbers[place.get(tokens)] : null)));
-  const drafts = told.measure !== "loss";
+  const [name, says, y] = measure(told);
   const layers = [
     {name: "", kind: "line", values: spread(raw), tone: 1, faint: true},
-    {name: drafts ? "divergence" : "training loss", kind: "line", values: spread(mean), tone: 1},
+    {name: "in training", kind: "line", values: spread(mean), tone: 1, told: !held.size},
   ];
   if (held.size) {
     const dots = values.map((tokens) => held.get(tokens) ?? null);
-    layers.push({name: "held-out loss", kind: "dots", values: dots, tone: 3});
+    layers.push({name: `held-out ${name}`, kind: "dots", values: dots, tone: 3, told: true});
   }
   const took = told.seconds ? ` in ${seconds(told.seconds)}` : "";
   const rate = told.rate ? `, ${short(told.rate)} per second` : "";
   return chart({
     title: told.stage,
-    says: `${drafts ? "Divergence of the drafting layers" : "Loss"} over ${short(told.tokens)} tokens, ` +
-      `${plural(told.steps, "step")}${took}${rate}.`,
+    says: `${says} over ${short(told.tokens)} tokens, ${plural(told.steps, "step")}${took}${rate}.`,
     x: {values, label: "tokens", log: true, format: short},
-    y: {exact: (value) => fixed(value, 3)},
+    y,
     layers,
   });
 }
@@ -52,13 +60,16 @@ function joined(values) {
 }
 
 function positions(told) {
-  const count = told.by_position.length;
+  const [first, last] = told.by_position;
+  const count = first.length;
+  const layers = [{name: last ? "before" : "held-out loss", kind: "line", values: first, tone: last ? 8 : 3, dots: 40}];
+  if (last) layers.push({name: "after", kind: "line", values: last, tone: 3, dots: 40});
   return chart({
     title: `${told.stage}: loss by position`,
-    says: "Held-out loss by place in the window, as last measured. What comes later has more to go by.",
-    x: {values: told.by_position.map((_, at) => (at + 0.5) / count), label: "place in the window",
-      format: (value) => fixed(value, 2)},
-    y: {exact: (value) => fixed(value, 3)},
-    layers: [{name: "held-out loss", kind: "line", values: told.by_position, tone: 3, dots: 40}],
+    says: `Held-out loss in every ${ORDINALS[count] ?? "part"} of the window: what is read later has more to go by.`,
+    x: {values: first.map((_, at) => at + 1), label: "place in the window",
+      format: (value) => `${whole(value)}/${count}`},
+    y: {exact: (value) => fixed(value)},
+    layers,
   });
 }
