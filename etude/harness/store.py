@@ -7,6 +7,7 @@ which type and shape. What is read is checked against the types of `trace.py`, w
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -223,8 +224,11 @@ def read(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
+_hints = functools.cache(get_type_hints)  # a trace has thousands of objects of a dozen kinds
+
+
 def _read_object(kind: Any, value: dict[str, Any], where: str) -> Any:
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     if unknown := value.keys() - hints.keys():
         name = _shown(min(unknown, key=str))
         raise InputError(f"{where}: {name} is not known here; expected {', '.join(hints)}")
