@@ -20,6 +20,7 @@ from etude.errors import EtudeError, InputError
 from etude.progress import Report
 from etude.recipe import Recipe
 from etude.rl import evaluate, observe
+from etude.rl.balance import balanced
 from etude.rl.curriculum import Curriculum, kind_of
 from etude.rl.place import Place, statuses, write_status, write_whole
 from etude.rl.services import Services
@@ -177,22 +178,17 @@ class Care:
         self.say(step, services)
 
     def fill(self, step: int) -> None:
-        """Begin as many groups as may be under way."""
+        """Begin as many groups as may be under way. Where no token may be older than the trainer, none may before the
+        samplers have the weights of the last step: this is how asynchronous becomes synchronous."""
         left = (self.section.steps - step) * self.section.groups_per_step - self.slots.outstanding()
-        wanted = min(self.slots.wanted(), left)
-        if wanted <= 0 or not self.may_begin(step):
+        fresh = self.slots.last_step() == step and self.caught_up(step)
+        wanted = min(self.slots.wanted(fresh=fresh), left)
+        if wanted <= 0:
             return
         draw = self.curriculum.next(self.slots, wanted, step / self.section.steps)
         self.slots.add(draw.prompts)
         if draw.missing:
             write_whole(self.place.root / "exhausted", self.curriculum.over(self.slots) or "no prompt is left")
-
-    def may_begin(self, step: int) -> bool:
-        """Where no token may be older than the trainer, rollouts wait for the weights of the step before: this is how
-        asynchronous becomes synchronous."""
-        if self.section.max_staleness:
-            return True
-        return self.slots.last_step() == step and self.caught_up(step)
 
     def begin_measurement(self, step: int) -> None:
         """Before the first step and every so many; the last one is begun when the trainer has ended."""
@@ -218,6 +214,8 @@ class Care:
             self.run.log("rl", self.logged + 1, **values)
             self.lately = observe.line(values)
             self.logged += 1
+            stale, waited = values["infrastructure/stale"], values.get("waited/rollouts", 0.0) > 0
+            self.slots.allow(balanced(self.slots.allowed(), self.slots.plan, stale, waited))
 
     def log_measurements(self) -> None:
         for step in evaluate.begun(self.evaluations):
@@ -271,7 +269,7 @@ class Care:
         return step in self.measured
 
     def caught_up(self, step: int) -> bool:
-        """Whether every sampler has the weights of the last step: the last measurement is of those and no others."""
+        """Whether every sampler has the weights of this step: the last measurement is of those and no others."""
         version = json.loads((self.place.steps / f"{step:06d}.json").read_text())["version"] if step else 0
         told = statuses(self.place)
         have = [told.get(f"sampler-{number}", {}).get("version") for number in range(self.section.sampler.count)]

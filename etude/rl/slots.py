@@ -89,7 +89,7 @@ class Plan:
     group_size: int = 8
     groups_per_step: int = 8
     max_staleness: int = 2  # versions between the oldest token of a group and the trainer when it takes it
-    in_flight: int = 64  # slots at once, at most
+    in_flight: int = 64  # slots at once, at most; `Slots.allow` may say fewer
     lease_s: float = 120.0  # without a sign of life after which a worker is dead
     attempts: int = 4  # failures of a slot after which its group is given up
 
@@ -226,9 +226,11 @@ class Slots:
         """Groups that are begun, and neither trained nor dropped."""
         return int(self._one("SELECT COUNT(*) FROM groups WHERE step IS NULL AND dropped IS NULL"))
 
-    def wanted(self) -> int:
-        """How many new groups there should be."""
-        return max(0, self.plan.outstanding - self.outstanding())
+    def wanted(self, *, fresh: bool = True) -> int:
+        """How many new groups there should be; a step's fewer while the samplers are not `fresh`, without the weights
+        of the last step: a group begun then is a step older than the others, and too old when its turn comes."""
+        most = self.plan.outstanding - (0 if fresh else self.plan.groups_per_step)
+        return max(0, most - self.outstanding())
 
     def add(self, tasks: Iterable[tuple[str, float]]) -> int:
         """Begin groups for prompts, each with how long it is expected to take; prompts used before are passed over."""
@@ -242,6 +244,23 @@ class Slots:
                     db.executemany("INSERT INTO slots (grp, number) VALUES (?, ?)", rows)
         return added
 
+    def allow(self, count: float) -> None:
+        """Let so many slots be under way at once from now on, for all who claim; those that are go on."""
+        if count < 1:
+            raise InputError(f"slots: {count} at once; expected at least 1, or nothing would ever be sampled")
+        with self._change() as db:
+            db.execute("INSERT OR REPLACE INTO plan VALUES ('allowed', ?)", (repr(float(count)),))
+
+    def allowed(self) -> float:
+        """How many slots may be under way at once: as planned, or fewer where `allow` said so."""
+        row = self._db.execute("SELECT value FROM plan WHERE key = 'allowed'").fetchone()
+        return min(self.plan.in_flight, float(row["value"]) if row else self.plan.in_flight)
+
+    def _full(self) -> bool:
+        marks = ", ".join("?" * len(IN_FLIGHT))
+        under_way = self._one(f"SELECT COUNT(*) FROM slots WHERE state IN ({marks})", *IN_FLIGHT)
+        return bool(under_way >= int(self.allowed()))
+
     def used(self, task: str) -> bool:
         """Whether a prompt has had its turn."""
         return bool(self._one("SELECT COUNT(*) FROM groups WHERE task = ?", task))
@@ -253,12 +272,10 @@ class Slots:
 
         Groups that were begun first come first; among new ones the longest.
         """
-        if not self._one("SELECT EXISTS (SELECT 1 FROM slots WHERE state = 'queued')"):
+        if self._full() or not self._one("SELECT EXISTS (SELECT 1 FROM slots WHERE state = 'queued')"):
             return None  # without taking the lock: idle workers ask many times a second
         with self._change() as db:
-            marks = ", ".join("?" * len(IN_FLIGHT))
-            (running,) = db.execute(f"SELECT COUNT(*) FROM slots WHERE state IN ({marks})", IN_FLIGHT).fetchone()
-            if running >= self.plan.in_flight:
+            if self._full():
                 return None
             row = db.execute(
                 """SELECT slots.id FROM slots JOIN groups ON groups.id = grp
@@ -371,17 +388,20 @@ class Slots:
 
     def ready(self, version: int) -> list[ReadyGroup]:
         """Groups whose rollouts are all graded and young enough for this version, the oldest tokens first."""
+        return self.groups(self._ready(version))
+
+    def _ready(self, version: int) -> list[int]:
         rows = self._db.execute(
             """SELECT grp FROM slots JOIN groups ON groups.id = grp WHERE step IS NULL AND dropped IS NULL
                GROUP BY grp HAVING SUM(state != 'ready') = 0 AND MIN(oldest) >= ? ORDER BY MIN(oldest), grp""",
             (version - self.plan.max_staleness,),
         ).fetchall()
-        return [self.group(row["grp"]) for row in rows]
+        return [row["grp"] for row in rows]
 
     def take(self, version: int) -> list[ReadyGroup] | None:
         """The groups of the next step; None while there are not enough."""
-        groups = self.ready(version)[: self.plan.groups_per_step]
-        return groups if len(groups) == self.plan.groups_per_step else None
+        found = self._ready(version)[: self.plan.groups_per_step]
+        return self.groups(found) if len(found) == self.plan.groups_per_step else None
 
     def mark_trained(self, groups: Iterable[ReadyGroup], step: int) -> None:
         """These groups are in the weights from this step on."""

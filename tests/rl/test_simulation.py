@@ -2,7 +2,8 @@
 
 Workers take slots, sample over several versions, grade and report; the trainer takes groups, steps and publishes; all
 of them die, stall, say things twice and are restarted from checkpoints. Whatever happens: no slot is lost, no prompt is
-trained twice in the weights that survive, no group beyond the bound is trained, and the run reaches its step count.
+trained twice in the weights that survive, no group beyond the bound is trained, no more are under way than are allowed,
+and the run reaches its step count.
 """
 
 import heapq
@@ -13,7 +14,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from etude.rl.slots import Plan, ReadyGroup, Slot, Slots, StaleClaim
+from etude.rl.balance import balanced
+from etude.rl.slots import IN_FLIGHT, Plan, ReadyGroup, Slot, Slots, StaleClaim
 
 STEPS = 6
 
@@ -63,7 +65,7 @@ class World:
     # -- the actors
 
     def orchestrate(self) -> None:
-        found = self.slots.wanted()
+        found = self.slots.wanted(fresh=not self.bad_luck())
         self.slots.add((f"task-{self.next_task + i}", self.chance.random()) for i in range(found))
         self.next_task += found
         self.slots.reconcile(self.now, self.version)
@@ -74,6 +76,8 @@ class World:
         if slot is None:
             self.later(self.chance.uniform(0.5, 2.0), lambda: self.work(name))
             return
+        counts = self.slots.counts()
+        assert sum(counts.get(state, 0) for state in IN_FLIGHT) <= self.slots.allowed() <= self.plan.in_flight
         self.roll(name, slot, self.version, self.chance.randint(1, 6))
 
     def roll(self, name: str, slot: Slot, oldest: int, turns: int) -> None:
@@ -118,6 +122,8 @@ class World:
         self.slots.mark_trained(groups, step)
         self.trained[step] = groups
         self.version = step
+        stale = sum(trouble.kind == "stale" for trouble in self.slots.troubles(step))
+        self.slots.allow(balanced(self.slots.allowed(), self.plan, stale, self.chance.random() < 0.5))
         if self.bad_luck():  # killed after the step and before its checkpoint
             self.later(5.0, self.restart)
             return

@@ -47,6 +47,15 @@ def test_a_prompt_has_one_turn_only(slots: Slots) -> None:
     assert slots.wanted() == 4 - 3
 
 
+def test_samplers_without_the_newest_weights_get_a_step_less_to_begin(tmp_path: Path) -> None:
+    slots = Slots(tmp_path / "s.db", PLAN)
+    assert (slots.wanted(), slots.wanted(fresh=False)) == (4, 2)
+    slots.add([("a", 0), ("b", 0), ("c", 0)])
+    assert (slots.wanted(), slots.wanted(fresh=False)) == (1, 0)
+    synchronous = Slots(":memory:", Plan(group_size=2, groups_per_step=2, max_staleness=0))
+    assert (synchronous.wanted(), synchronous.wanted(fresh=False)) == (2, 0)
+
+
 def test_groups_that_began_go_first_and_long_ones_start_early(slots: Slots) -> None:
     slots.add([("short", 1), ("long", 9), ("middle", 5)])
     order = [claim(slots).task for _ in range(6)]
