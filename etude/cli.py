@@ -180,10 +180,14 @@ _stage_alone("rl", "reinforcement learning, on the weights the recipe names or i
 
 @app.command(epilog="Example:  etude status runs/nano")
 def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]) -> None:
-    """How a run's reinforcement learning is: its processes, what each waits for, its rollouts by state."""
+    """How far a run is; of its reinforcement learning the processes, what each waits for, and rollouts by state."""
     from etude.rl.observe import table
+    from etude.rl.place import Place
+    from etude.standing import standing
 
-    Console().print(table(run))
+    print("\n".join(standing(run)))
+    if Place(run).root.is_dir():
+        Console().print(table(run))
 
 
 @app.command(

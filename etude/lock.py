@@ -22,3 +22,22 @@ def take_lock(file: Path, what: str) -> int:
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
     return lock
+
+
+def holder(file: Path) -> str:
+    """Who holds `file`, without disturbing them; "" when nobody does. What a killed process wrote there stays."""
+    said = file.read_text(errors="replace").strip() if file.exists() else ""
+    words = said.split()  # pid N on HOST since WHEN
+    if len(words) != 6 or not words[1].isdigit():
+        return ""
+    return said if words[3] != socket.gethostname() or _lives(int(words[1])) else ""
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True

@@ -27,22 +27,24 @@ def run_recipe(recipe: Recipe, out: Path, resume: bool = False, only: str | None
     if only is not None and only not in recipe.stages:
         raise InputError(f'the recipe has no stage "{only}"; its stages are {", ".join(recipe.stages)}')
     stages = recipe.stages if only is None else (only,)
-    with (
-        Run.create_or_resume(out, recipe, resume=resume) as run,
-        tracking(run, recipe.track),
-        progress_bars() as progress,
-    ):
-        for stage in stages:
-            if run.stage_done(stage):
-                progress.console.print(f"{stage}: done before, skipped")
-                continue
-            try:
+    at = ""
+    try:
+        with (
+            Run.create_or_resume(out, recipe, resume=resume) as run,
+            tracking(run, recipe.track),
+            progress_bars() as progress,
+        ):
+            for stage in stages:
+                if run.stage_done(stage):
+                    progress.console.print(f"{stage}: done before, skipped")
+                    continue
+                at = f" in stage {stage}"
                 with progress_line(stage, progress) as report:
                     facts = STAGES[stage](run, recipe, report)
-            except KeyboardInterrupt:
-                raise Interrupted(f"stopped in stage {stage}; the same command with --resume goes on") from None
-            run.finish_stage(stage, **facts)
-        return {stage: run.facts(stage) for stage in stages}
+                run.finish_stage(stage, **facts)
+            return {stage: run.facts(stage) for stage in stages}
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped{at}; the same command with --resume goes on") from None
 
 
 def train_tokenizer(run: Run, recipe: Recipe, report: Report) -> Facts:

@@ -1,5 +1,6 @@
 """How long work shows itself: one line a task on standard error, so that standard output stays for results."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -9,28 +10,46 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
+from rich.text import Text
+
+SAY_S = 30.0  # between lines where there is no terminal
+WIDE = 110  # columns of a terminal with room for a long bar
 
 
 class Report(Protocol):
     def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
 
+class NoteColumn(ProgressColumn):
+    """What is left of the line. Where that is too little the note loses its end, and no other column anything."""
+
+    def __init__(self) -> None:
+        super().__init__(Column(no_wrap=False))  # of a row that is too long only columns that may wrap are narrowed
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["note"], no_wrap=True, overflow="ellipsis")
+
+
 def progress_bars() -> Progress:
+    console = Console(stderr=True)
     columns = (
         SpinnerColumn(finished_text="[green]✓"),
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=24 if console.width >= WIDE else 8),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[note]}"),
+        NoteColumn(),
     )
-    return Progress(*columns, console=Console(stderr=True))
+    return Progress(*columns, console=console)
 
 
 @contextmanager
@@ -42,8 +61,15 @@ def progress_line(name: str, progress: Progress | None = None) -> Iterator[Repor
         return
     task = progress.add_task(name, total=None, note="")
 
+    said = time.monotonic()
+
     def show(done: int, total: int, note: str = "") -> None:
+        nonlocal said
         progress.update(task, completed=done, total=total, note=note)
+        # into a file a bar is drawn once, at its end; whoever reads the file wants to know how far it is
+        if not progress.console.is_terminal and (now := time.monotonic()) - said >= SAY_S:
+            said = now
+            progress.console.print(f"{name} {done}/{total or '?'} {note}".rstrip(), markup=False, soft_wrap=True)
 
     yield show
     total = progress.tasks[task].total or 1  # a task that reported nothing was one piece of work

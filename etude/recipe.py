@@ -339,7 +339,14 @@ def _suggest(name: str, known: Sequence[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    return _cut(_text(value))
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -357,23 +364,29 @@ def recipe_data(recipe: Recipe) -> dict[str, Any]:
 
 
 def differing_keys(old: Recipe, new: Recipe) -> list[str]:
-    """Lines such as `nll.window: 512 -> 256`, one per dotted key that differs."""
-    before, after = dict(_leaves(recipe_data(old))), dict(_leaves(recipe_data(new)))
+    """Lines such as `nll.window: 512 -> 256` or `tasks.build[train].count: 9 -> 5`, one per key that differs."""
+    before, after = ({key: _text(value) for key, value in _leaves(recipe_data(each))} for each in (old, new))
     keys = [*before, *(key for key in after if key not in before)]
-    absent = "(absent)"
-    return [
-        f"{key}: {before.get(key, absent)} -> {after.get(key, absent)}"
-        for key in keys
-        if before.get(key) != after.get(key)
-    ]
+    pairs = [(key, before.get(key, "(absent)"), after.get(key, "(absent)")) for key in keys]
+    return [f"{key}: {_apart(was, now)}" for key, was, now in pairs if was != now]
 
 
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", _shown(value)
+def _apart(was: str, now: str) -> str:
+    """Two texts in few words, or in as many as it takes to tell them apart."""
+    short = _cut(was), _cut(now)
+    return " -> ".join(short if short[0] != short[1] else (was, now))
+
+
+def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """Every value under its dotted key; those in a list of tables under the table's name, or its place."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list) and value and all(isinstance(inner, dict) for inner in value):
+        for place, inner in enumerate(value):
+            yield from _leaves(inner, f"{key}[{inner.get('name', place)}]")
+    else:
+        yield key, value
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,11 @@ def _link_or_copy(source: str, target: str) -> None:
 # ------------------------------------------------------------------------------------------- going on
 
 
+def mark(facts: Facts) -> tuple[Any, ...]:
+    """By what a step is told from another of the same number, in the trainer's own words and in the metrics."""
+    return facts.get("version"), facts.get("wall_s")
+
+
 @dataclass
 class Care:
     """What the orchestrator does again and again, and what it knows from one time to the next."""
@@ -156,6 +161,7 @@ class Care:
         self.measured = {record["step"] for record in records if record.get("evaluation")}
         self.logged = max((record["step"] for record in records if not record.get("evaluation")), default=0)
         self.lines = {record["step"]: record for record in records if not record.get("evaluation")}
+        self.marks = {step: mark(record) for step, record in self.lines.items()}
         self._reconciled = 0.0
 
     @property
@@ -200,10 +206,10 @@ class Care:
             evaluate.begin(self.evaluations, due, sorted(self.tasks.held_out))
 
     def log_steps(self, step: int) -> None:
-        if step < self.logged:  # the trainer went back to a checkpoint
-            self.run.rewind("rl", step)
-            self.logged = step
-            self.measured = {measured for measured in self.measured if measured <= step}
+        if (kept := self.still_taken(step)) < self.logged:  # the trainer went back to a checkpoint
+            self.run.rewind("rl", kept)
+            self.logged = kept
+            self.measured = {measured for measured in self.measured if measured <= kept}
         while self.logged < step:
             path = self.place.steps / f"{self.logged + 1:06d}.json"
             facts = json.loads(path.read_text(encoding="utf-8"))
@@ -211,11 +217,26 @@ class Care:
             before = self.lines.get(self.logged)
             values = observe.step_facts(groups, self.logged + 1, facts, statuses(self.place), self.slots, before)
             self.lines = {self.logged + 1: values}
+            self.marks[self.logged + 1] = mark(facts)
             self.run.log("rl", self.logged + 1, **values)
             self.lately = observe.line(values)
             self.logged += 1
             stale, waited = values["infrastructure/stale"], values.get("waited/rollouts", 0.0) > 0
             self.slots.allow(balanced(self.slots.allowed(), self.slots.plan, stale, waited))
+
+    def still_taken(self, step: int) -> int:
+        """The last step in the metrics that is the one the trainer took: back at a checkpoint it may have taken a step
+        of the same number again before anybody looked."""
+        last = min(step, self.logged)
+        while last and self.marks.get(last) != self.mark_of(last):
+            last -= 1
+        return last
+
+    def mark_of(self, step: int) -> tuple[Any, ...] | None:
+        try:
+            return mark(json.loads((self.place.steps / f"{step:06d}.json").read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
 
     def log_measurements(self) -> None:
         for step in evaluate.begun(self.evaluations):
@@ -234,14 +255,27 @@ class Care:
 
     def say(self, step: int, services: Services) -> None:
         """One line for whoever watches, and one for the status."""
-        told = statuses(self.place).get("trainer", {})
         counts = self.slots.counts()
         flying = sum(counts.get(state, 0) for state in ("starting", "running", "grading"))
         note = f"{flying} in flight, {counts.get('ready', 0)} ready"
         note += f"  {self.lately}" if self.lately else ""
-        note += f"  {told['waiting_for'][:60]}" if told.get("waiting_for", "").startswith("the first") else ""
+        if "began" not in self.run.facts("rl"):
+            note = "trainer and samplers are starting"
+        elif measuring := self.measuring():
+            note = f"{measuring}  {note}"
         self.report(step, self.section.steps, note)
         write_status(self.place, "orchestrator", step=step, counts=counts, deaths=services.deaths())
+
+    def measuring(self) -> str:
+        """How far a measurement is that goes on."""
+        table = self.section.evaluation
+        begun = [step for step in evaluate.begun(self.evaluations) if step not in self.measured]
+        if table is None or not begun:
+            return ""
+        counts = self.evaluations.counts()
+        left = sum(count for state, count in counts.items() if state not in ("ready", "trained"))
+        total = len(begun) * len(self.tasks.held_out) * table.samples
+        return f"measured {max(0, total - left)} of {total}"
 
     def mourn(self, name: str, why: str) -> None:
         """A process died: what it held is queued at once."""
@@ -292,7 +326,7 @@ class Care:
         if {0, step} <= self.measured and step:
             before, after = (evaluate.results(self.evaluations, measured) for measured in (0, step))
             facts["rise"] = evaluate.compare(before, after)
-            for name in {key.split("/")[1] for key in self.by_set(after)}:
+            for name in dict.fromkeys(key.split("/")[1] for key in self.by_set(after)):
                 parts = (evaluate.part(found, f"{name}/") for found in (before, after))
                 facts[f"rise_{name}"] = evaluate.compare(*parts)
         return facts

@@ -39,6 +39,7 @@ def build_tasks(run: Run, recipe: Recipe, report: Report) -> dict[str, object]:
         name = f"tasks-{table.name}"
         if name not in done:
             parents = [table.path] if table.path else []
+            report(0, table.count or 1, f"tasks of {table.name}")
             with run.artefact(name, kind="tasks", stage="tasks", parents=parents) as directory:
                 _fill(directory, table)
         found = next(artefact.path for artefact in run.artefacts("tasks") if artefact.name == name)
