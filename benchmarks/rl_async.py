@@ -26,7 +26,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory for the two runs")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--staleness", type=int, default=2, help="of the asynchronous run")
-    parser.add_argument("--in-flight", type=int, default=96, help="rollouts at once; more than these would grow too old")
+    parser.add_argument(
+        "--in-flight", type=int, default=96, help="rollouts at once; more than these would grow too old"
+    )
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     asked = parser.parse_args()
     recipe = write_recipe(asked.out, asked.model, asked.steps, asked.in_flight)
