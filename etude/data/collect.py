@@ -6,13 +6,17 @@ repositories and files by name. `read_protected` reads the same kinds of source 
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.data.chat import ChatFormat, dump_chat, plain_text, read_chats
+from etude.data.chat import Chat, ChatFormat, dump_chat, plain_text, read_chats
+from etude.data.crew import ALONE, Crew
 from etude.data.dedup import text_digest
-from etude.data.documents import LIMITS, ROWS, Document, document_name, read_source
+from etude.data.documents import LIMITS, ROWS, Document, File, document_name, read_source
 from etude.data.filters import LICENCE, Filters, examine, too_large, vendored, wrong_suffix
 from etude.data.licences import UNKNOWN, guess_licence, is_licence
 from etude.data.rows import read_protected_rows
@@ -21,6 +25,9 @@ from etude.errors import InputError
 
 if TYPE_CHECKING:  # the model room loads torch
     from etude.model.tokenizer import Tokenizer
+
+
+_CHAT_WEIGHT = 32  # a byte of a chat is rendered in the time of this many bytes that are filtered
 
 
 @dataclass(frozen=True)
@@ -70,36 +77,82 @@ def collect(
         raise InputError(f"no document is left to train on; removed: {told or 'none'}")
     entries.sort(key=lambda entry: (order[entry.repository], entry.repository, entry.path, entry.offset))
     return {
-        "entries": [list(asdict(entry).values()) for entry in entries],
+        "entries": [list(vars(entry).values()) for entry in entries],
         "removed": sorted(removed, key=lambda one: str(one["document"])),
         "licences": {repository: licences[repository] for repository in sorted(licences)},
     }
 
 
-def read_files(source: str, filters: Filters) -> Iterator[Found]:
-    for file in read_source(source):
+def read_files(source: str, filters: Filters, crew: Crew = ALONE) -> Iterator[Found]:
+    """What lies on disk is read by the crew; archives and git's objects come through one reader, here."""
+    for anywhere, files in groupby(read_source(source), key=attrgetter("anywhere")):
+        if anywhere:
+            size = partial(_bytes_to_read, filters)
+            for found in crew.map(partial(look_at, filters), files, size):
+                yield from found
+        else:
+            for file in files:
+                yield from look_at(filters, [file])
+
+
+def look_at(filters: Filters, files: Sequence[File]) -> list[Found]:
+    """Read the files that their names do not rule out, and filter what they hold."""
+    found = []
+    for file in files:
         examined = examine(file, filters)
+        place = (file.repository, file.path, file.size)
         if isinstance(examined, Document):
-            digest = text_digest(examined.text)
-            yield Found(file.repository, file.path, file.size, text=examined.text, digest=digest)
+            found.append(Found(*place, text=examined.text, digest=text_digest(examined.text)))
         elif examined == LICENCE:
             readable = file.size <= filters.max_bytes
             licence = guess_licence(file.read().decode(errors="replace")) if readable else UNKNOWN
-            yield Found(file.repository, file.path, file.size, licence=licence)
+            found.append(Found(*place, licence=licence))
         else:
-            yield Found(file.repository, file.path, file.size, reason=examined)
+            found.append(Found(*place, reason=examined))
+    return found
 
 
-def read_rendered_chats(source: str, tokenizer: "Tokenizer") -> Iterator[Found]:
-    form = ChatFormat(tokenizer)
-    for chat in read_chats(source, LIMITS):
+def _bytes_to_read(filters: Filters, file: File) -> int:
+    return file.size if file.size <= filters.max_bytes else 0
+
+
+def read_rendered_chats(source: str, tokenizer: "Tokenizer", crew: Crew = ALONE) -> Iterator[Found]:
+    def with_the_tokenizer() -> Callable[[list[Chat]], list[Found]]:
+        tokenizer.save(crew.directory / "tokenizer")
+        return partial(_render_elsewhere, str(crew.directory / "tokenizer"))
+
+    chats = read_chats(source, LIMITS)
+    here = partial(_render, ChatFormat(tokenizer))
+    for found in crew.map(here, chats, _weight, elsewhere=with_the_tokenizer):
+        yield from found
+
+
+def _weight(chat: Chat) -> int:
+    return _CHAT_WEIGHT * max(1000, chat.size)  # a row of Parquet has no size
+
+
+def _render(form: ChatFormat, chats: Sequence[Chat]) -> list[Found]:
+    found = []
+    for chat in chats:
         segments = form.segments(chat)
+        place = (chat.repository, chat.path, chat.size)
         if isinstance(segments, str):
-            yield Found(chat.repository, chat.path, chat.size, reason=segments)
+            found.append(Found(*place, reason=segments))
         else:
             whole = "".join(segment.text for segment in segments)
-            text = dump_chat(plain_text(chat), segments)
-            yield Found(chat.repository, chat.path, chat.size, text=text, digest=text_digest(whole))
+            found.append(Found(*place, text=dump_chat(plain_text(chat), segments), digest=text_digest(whole)))
+    return found
+
+
+def _render_elsewhere(directory: str, chats: Sequence[Chat]) -> list[Found]:
+    return _render(_open_form(directory), chats)
+
+
+@lru_cache(maxsize=1)
+def _open_form(directory: str) -> ChatFormat:
+    from etude.data.encoder import open_tokenizer
+
+    return ChatFormat(open_tokenizer(directory))
 
 
 def read_protected(sources: Sequence[str], filters: Filters) -> Iterator[tuple[str, str]]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.data.chat import chat_pieces, load_chat
 from etude.data.collect import Found, collect, read_files, read_protected, read_rendered_chats
+from etude.data.crew import Crew
 from etude.data.decontaminate import Protected, find_contaminated
 from etude.data.dedup import find_exact, find_near
 from etude.data.documents import Document, document_name, source_digest
@@ -116,16 +117,18 @@ def build_corpus(
     """Build the corpus at `out`, or go on with the one that was being built there with the same arguments."""
     markers = Markers.find(tokenizer, fim=options.fim > 0)
     plan = _plan(sources, tokenizer, options)
-    with open_workspace(out, plan, restart=restart) as work:
+    with open_workspace(out, plan, restart=restart) as work, Crew(work.path / "crew") as crew:
         report = progress or _silent
         if work.stage("collected") is None:
 
             def read(source: str) -> Iterator[Found]:
-                return read_rendered_chats(source, tokenizer) if options.chat else read_files(source, options.filters)
+                if options.chat:
+                    return read_rendered_chats(source, tokenizer, crew)
+                return read_files(source, options.filters, crew)
 
             found = collect(work, sources, read, lambda count: report(count, 3 * count, "collect"))
             work.finish_stage("collected", found)
-        build = _Build(work, options, tokenizer, markers, report)
+        build = _Build(work, options, tokenizer, markers, report, crew)
         if work.stage("decided") is None:
             work.finish_stage("decided", build.decide())
         build.encode(work.stage("decided"))
@@ -180,8 +183,10 @@ class _Build:
         tokenizer: "Tokenizer",
         markers: Markers,
         report: Report,
+        crew: Crew,
     ) -> None:
-        self.work, self.options, self.tokenizer, self.markers, self.report = work, options, tokenizer, markers, report
+        self.work, self.options, self.tokenizer, self.markers = work, options, tokenizer, markers
+        self.report, self.crew = report, crew
         self.collected = work.stage("collected")
         self.entries = [Entry(*entry) for entry in self.collected["entries"]]
         repositories = dict.fromkeys(entry.repository for entry in self.entries)
@@ -203,7 +208,12 @@ class _Build:
         near: list[Any] = []
         if self.options.near < 1:
             near = find_near(
-                left, self._plain, threshold=self.options.near, shingle=self.options.shingle, progress=self._second(2)
+                left,
+                self._plain,
+                threshold=self.options.near,
+                shingle=self.options.shingle,
+                progress=self._second(2),
+                crew=self.crew,
             )
         for one in near:
             similarity = round(one.similarity, 4)
@@ -222,7 +232,7 @@ class _Build:
             yield from read_protected(options.against, options.filters)
             yield from ((f"held_out: {self._name(at)}", self._plain(at)) for at in held_out)
 
-        protected = Protected(texts(), options.ngram)
+        protected = Protected(texts(), options.ngram, self.crew)
         if options.against and not len(protected):
             named = ", ".join(options.against)
             raise InputError(f"against {named}: no text of {options.ngram} words or more; nothing would be protected")
@@ -236,6 +246,7 @@ class _Build:
             share=options.leak,
             boilerplate=options.boilerplate,
             progress=self._second(2, len(self.entries) // 2),
+            crew=self.crew,
         )
         return {
             one.document: {
@@ -268,7 +279,8 @@ class _Build:
             done += sum(map(len, units[:skipped]))
             planned = ((self._unit_name(unit), self._pieces(unit)) for unit in units[skipped:])
             with writer:
-                for unit, encoded in zip(units[skipped:], encode_documents(planned, self.tokenizer), strict=True):
+                made = encode_documents(planned, self.tokenizer, self.crew)
+                for unit, encoded in zip(units[skipped:], made, strict=True):
                     writer.add(encoded.name, encoded.tokens, encoded.written, encoded.bytes)
                     done += len(unit)
                     self.report(2 * len(self.entries) + done, 3 * len(self.entries), "encode")

@@ -6,15 +6,19 @@ a licence at the head of a file, and lines of imports. Words carry no punctuatio
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from etude.data.crew import ALONE, Crew
 from etude.data.words import Hashes, Words, hash_ngrams, split_words
 
-_TABLE_BITS = 24  # 16 MiB, one byte a slot: most words of the corpus are dismissed by one look into it
+_TABLE_BITS = 24  # 16 MiB, one byte a slot: most runs of words are dismissed by one look into it
 
 _HEAD_COMMENT = re.compile(
     rb"\A(?:#!.*\n)?\s*"
@@ -50,38 +54,64 @@ class Overlap:
     ngrams: int
 
 
-class Protected:
-    """The n-grams of the protected texts, as a sorted array; each belongs to the first text that has it."""
+@dataclass(frozen=True)
+class Index:
+    """Hashes in order, and two tables of the slots that their first and their next bits take."""
 
-    def __init__(self, texts: Iterable[tuple[str, str]], n: int) -> None:
-        self.n = n
-        self.names: list[str] = []
-        self.too_short = 0
-        hashes, owners = [], []
-        for name, text in texts:
-            found = hash_ngrams(informative_words(text).hashes, n)
-            self.too_short += not len(found)
-            hashes.append(np.unique(found))
-            owners.append(np.full(len(hashes[-1]), len(self.names), dtype=np.int32))
-            self.names.append(name)
-        merged = np.concatenate(hashes) if hashes else np.empty(0, dtype=np.uint64)
-        self.hashes, first = np.unique(merged, return_index=True)
-        self.owners = np.concatenate(owners)[first] if owners else np.empty(0, dtype=np.int32)
-        self._table = np.zeros(1 << _TABLE_BITS, dtype=np.bool_)
-        self._table[_slots(self.hashes)] = True
+    hashes: Hashes
+    tables: npt.NDArray[np.bool_]
 
-    def __len__(self) -> int:
-        return len(self.hashes)
+    @classmethod
+    def of(cls, hashes: Hashes) -> "Index":
+        tables = np.zeros((2, 1 << _TABLE_BITS), dtype=np.bool_)
+        for number in (0, 1):
+            tables[number, _slots(hashes, number)] = True
+        return cls(hashes, tables)
+
+    def save(self, directory: Path) -> None:
+        np.save(directory / "hashes.npy", self.hashes)
+        np.save(directory / "tables.npy", self.tables)
+
+    @classmethod
+    def open(cls, directory: Path) -> "Index":
+        """Mapped, so that all processes hold it in memory once."""
+        hashes, tables = (np.load(directory / f"{name}.npy", mmap_mode="r") for name in ("hashes", "tables"))
+        return cls(np.asarray(hashes), np.asarray(tables))
 
     def find(self, ngrams: Hashes) -> npt.NDArray[np.int64]:
-        """For each n-gram its number in the protected set, or -1."""
+        """For each n-gram its number among the hashes, or -1."""
         numbers = np.full(len(ngrams), -1, dtype=np.int64)
-        likely = np.flatnonzero(self._table[_slots(ngrams)])
+        likely = np.flatnonzero(self.tables[0][_slots(ngrams, 0)])
+        likely = likely[self.tables[1][_slots(ngrams[likely], 1)]]  # a search costs more than a second look
         places = np.searchsorted(self.hashes, ngrams[likely])
         places[places == len(self.hashes)] = 0
         hits = self.hashes[places] == ngrams[likely] if len(self.hashes) else np.zeros(0, dtype=np.bool_)
         numbers[likely[hits]] = places[hits]
         return numbers
+
+
+class Protected:
+    """The n-grams of the protected texts, as a sorted array; each belongs to the first text that has it."""
+
+    def __init__(self, texts: Iterable[tuple[str, str]], n: int, crew: Crew = ALONE) -> None:
+        self.n = n
+        self.names: list[str] = []
+
+        def named() -> Iterator[str]:
+            for name, text in texts:
+                self.names.append(name)
+                yield text
+
+        hashes = list(chain.from_iterable(crew.map(partial(_sets_of_runs, n), named(), size=len)))
+        owners = [np.full(len(found), number, dtype=np.int32) for number, found in enumerate(hashes)]
+        self.too_short = sum(not len(found) for found in hashes)
+        merged = np.concatenate(hashes) if hashes else np.empty(0, dtype=np.uint64)
+        self.hashes, first = np.unique(merged, return_index=True)
+        self.owners = np.concatenate(owners)[first] if owners else np.empty(0, dtype=np.int32)
+        self.index = Index.of(self.hashes)
+
+    def __len__(self) -> int:
+        return len(self.hashes)
 
 
 def find_contaminated(
@@ -92,18 +122,24 @@ def find_contaminated(
     share: float = 0.0,
     boilerplate: int = 10,
     progress: Callable[[int], None] = lambda done: None,
+    crew: Crew = ALONE,
 ) -> list[Contamination]:
     """Those of `documents` (number, repository) of which more than `share` is protected.
 
     An n-gram found in more than `boilerplate` of their repositories is common property and counts for nothing.
     """
+
+    def with_the_index() -> Callable[[list[str]], _Shared]:
+        protected.index.save(crew.directory)
+        return partial(_look_up_elsewhere, crew.directory, protected.n)
+
+    texts = (text_of(document) for document, _ in documents)
+    looked_up = crew.map(partial(_look_up, protected.index, protected.n), texts, size=len, elsewhere=with_the_index)
     overlaps = []
-    for done, (document, repository) in enumerate(documents, 1):
-        ngrams = hash_ngrams(informative_words(text_of(document)).hashes, protected.n)
-        numbers = protected.find(ngrams)
-        if len(shared := numbers[numbers >= 0]):
-            overlaps.append(Overlap(document, repository, shared, len(ngrams)))
-        progress(done)
+    for done, (numbers, ngrams) in enumerate(chain.from_iterable(looked_up)):
+        if len(numbers):
+            overlaps.append(Overlap(*documents[done], numbers, ngrams))
+        progress(done + 1)
     common = _repositories_with(overlaps, len(protected)) > boilerplate
     found = []
     for overlap in overlaps:
@@ -120,6 +156,32 @@ def informative_words(text: str) -> Words:
     if head and _LICENCE_WORDS.search(head[1]):
         data = b" " * head.end() + data[head.end() :]
     return split_words(_IMPORTS.sub(lambda found: b" " * len(found[0]), data))
+
+
+def _sets_of_runs(n: int, texts: Sequence[str]) -> list[Hashes]:
+    return [np.unique(hash_ngrams(informative_words(text).hashes, n)) for text in texts]
+
+
+_Shared = list[tuple[npt.NDArray[np.int64], int]]  # for each text: the protected n-grams in it, of how many
+
+
+def _look_up(index: Index, n: int, texts: Sequence[str]) -> _Shared:
+    found = []
+    for text in texts:
+        ngrams = hash_ngrams(informative_words(text).hashes, n)
+        numbers = index.find(ngrams)
+        found.append((numbers[numbers >= 0], len(ngrams)))
+    return found
+
+
+def _look_up_elsewhere(directory: Path, n: int, texts: Sequence[str]) -> _Shared:
+    return _look_up(_open_index(directory), n, texts)
+
+
+@lru_cache(maxsize=1)
+def _open_index(directory: Path) -> Index:
+    """For the life of a worker: a corpus has one set of protected texts."""
+    return Index.open(directory)
 
 
 def _repositories_with(overlaps: Sequence[Overlap], size: int) -> npt.NDArray[np.int32]:
@@ -146,5 +208,6 @@ def _describe(protected: Protected, overlap: Overlap, telling: npt.NDArray[np.in
     )
 
 
-def _slots(hashes: Hashes) -> npt.NDArray[np.int64]:
-    return (hashes >> np.uint64(64 - _TABLE_BITS)).astype(np.int64)
+def _slots(hashes: Hashes, table: int) -> npt.NDArray[np.int64]:
+    shifted = hashes << np.uint64(table * _TABLE_BITS)
+    return (shifted >> np.uint64(64 - _TABLE_BITS)).astype(np.int64)

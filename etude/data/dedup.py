@@ -12,17 +12,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
 import rensa
 
+from etude.data.crew import ALONE, Crew
 from etude.data.words import Hashes, hash_ngrams, split_words
 
 PERMUTATIONS = 128  # of a signature; the standard deviation of its estimate at 0.8 is 0.035
 MISSED = 1e-3  # the chance that a pair exactly at the threshold shares no band
-_BATCH = 256  # documents whose shingles are hashed in one call
 _CACHED = 256  # shingle sets held for comparison; a family of near duplicates meets the same few again
 
 
@@ -58,14 +58,22 @@ def find_near(
     threshold: float = 0.8,
     shingle: int = 5,
     progress: Callable[[int], None] = lambda done: None,
+    crew: Crew = ALONE,
 ) -> list[Duplicate]:
     """Near duplicates among `documents` (any numbers, in order of precedence); `text_of` may be called again."""
+    signatures = np.empty((len(documents), PERMUTATIONS), dtype=np.uint32)
+    texts = ((document, text_of(document)) for document in documents)
+    done = 0
+    for rows in crew.map(partial(sign, shingle), texts, size=lambda one: len(one[1])):
+        signatures[done : done + len(rows)] = rows
+        done += len(rows)
+        progress(done)
 
     @lru_cache(maxsize=_CACHED)
     def shingles_of(document: int) -> Hashes:
         return shingles(text_of(document), shingle)
 
-    groups = _shared_bands(_signatures(documents, shingles_of, progress), threshold)
+    groups = _shared_bands(signatures, threshold)
     kept_in: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     found = []
     for position, document in enumerate(documents):
@@ -84,8 +92,24 @@ def find_near(
 
 def shingles(text: str, size: int) -> Hashes:
     """The set of runs of `size` words, as sorted hashes; a shorter text is one shingle of all its words."""
+    return np.unique(_all_shingles(text, size))
+
+
+def sign(shingle: int, documents: Sequence[tuple[int, str]]) -> npt.NDArray[np.uint32]:
+    """MinHash signatures, a row for each (number, text); a text without words gets a row that is no one else's."""
+    # A shingle that occurs twice changes no minimum: the set would be the slowest part of this.
+    found = [_all_shingles(text, shingle) for _, text in documents]
+    for place, (number, _) in enumerate(documents):
+        if not len(found[place]):
+            found[place] = np.array([number], dtype=np.uint64)
+    offsets = np.cumsum([0, *map(len, found)]).astype(np.uint64)
+    matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(np.concatenate(found), offsets, PERMUTATIONS, 0)
+    return np.array(matrix.to_rows(), dtype=np.uint32)
+
+
+def _all_shingles(text: str, size: int) -> Hashes:
     words = split_words(text).hashes
-    return np.unique(hash_ngrams(words, min(size, max(1, len(words)))))
+    return hash_ngrams(words, min(size, max(1, len(words))))
 
 
 def jaccard(first: Hashes, second: Hashes) -> float:
@@ -101,24 +125,6 @@ def bands_for(threshold: float, permutations: int = PERMUTATIONS) -> int:
         if bands * math.log1p(-shared) <= math.log(MISSED):
             return bands
     return permutations
-
-
-def _signatures(
-    documents: Sequence[int], shingles_of: Callable[[int], Hashes], progress: Callable[[int], None]
-) -> npt.NDArray[np.uint32]:
-    """One row a document; a document without words gets a row of its own, so that it is no one's candidate."""
-    signatures = np.empty((len(documents), PERMUTATIONS), dtype=np.uint32)
-    for start in range(0, len(documents), _BATCH):
-        batch = documents[start : start + _BATCH]
-        sets = [shingles_of(document) for document in batch]
-        for place, document in enumerate(batch):
-            if not len(sets[place]):
-                sets[place] = np.array([document], dtype=np.uint64)
-        offsets = np.cumsum([0, *map(len, sets)]).astype(np.uint64)
-        matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(np.concatenate(sets), offsets, PERMUTATIONS, 0)
-        signatures[start : start + len(batch)] = matrix.to_rows()
-        progress(start + len(batch))
-    return signatures
 
 
 def _shared_bands(signatures: npt.NDArray[np.uint32], threshold: float) -> dict[int, list[tuple[int, int]]]:

@@ -9,6 +9,7 @@ Nothing is extracted to disk, no link is followed, and nothing that a repository
 import contextlib
 import hashlib
 import os
+import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class File:
     read: Callable[[], bytes]
     chosen: bool = False  # named by the user, or a row without a path: its suffix decides nothing
     stamp: int = 0  # of last change, where there is one
+    anywhere: bool = False  # `read` may be called at any time and in another process
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def read_source(source: str, limits: Limits = LIMITS) -> Iterator[File]:
 
         yield from read_text_rows(root, limits)
     elif root.is_file():
-        yield _file_on_disk(root, root.name, root.name, chosen=True)
+        yield _file_on_disk(str(root), root.name, root.name, chosen=True)
     elif (parts := _split_revision(source)) is not None:
         yield from _read_revision(*parts)
     else:
@@ -141,22 +143,27 @@ def _read_folder_of_repositories(root: Path, source: str) -> Iterator[File]:
     for entry in entries:
         path = Path(entry.path)
         if _is_plain(entry) and path not in shared:
-            yield _file_on_disk(path, entry.name, entry.name)
+            yield _file_on_disk(entry.path, entry.name, entry.name)
         elif entry.is_dir(follow_symlinks=False) and not _is_skipped(entry.name):
             reader = _read_revision(path, "HEAD") if is_bare(path) else _read_repository(path, entry.name)
             yield from reader
         else:
             continue
         for licence in shared:
-            yield _file_on_disk(licence, entry.name, f"../{licence.name}")
+            yield _file_on_disk(str(licence), entry.name, f"../{licence.name}")
 
 
 def _read_repository(root: Path, name: str) -> Iterator[File]:
     paths = _git_files(root) if (root / ".git").exists() else _walk(root, "")
     for path in sorted(paths):
-        place = root / path
-        if place.is_file() and not place.is_symlink():
-            yield _file_on_disk(place, name, path)
+        # One call to the system for a file, and no Path: the list of files is made by one process, twice.
+        place = os.path.join(root, path)
+        try:
+            found = os.lstat(place)
+        except (FileNotFoundError, NotADirectoryError):  # git still knows what has been deleted
+            continue
+        if stat.S_ISREG(found.st_mode):
+            yield _file_on_disk(place, name, path, found)
 
 
 def _walk(root: Path, prefix: str) -> Iterator[str]:
@@ -179,16 +186,25 @@ def _is_plain(entry: "os.DirEntry[str]") -> bool:
     return entry.is_file(follow_symlinks=False)
 
 
-def _file_on_disk(path: Path, repository: str, name: str, *, chosen: bool = False) -> File:
-    found = path.stat()
+def _file_on_disk(
+    path: str, repository: str, name: str, found: os.stat_result | None = None, *, chosen: bool = False
+) -> File:
+    found = found or os.stat(path)
     return File(
-        clean_name(repository), clean_name(name), found.st_size, partial(_read_bytes, path), chosen, found.st_mtime_ns
+        clean_name(repository),
+        clean_name(name),
+        found.st_size,
+        partial(_read_bytes, path),
+        chosen,
+        found.st_mtime_ns,
+        anywhere=True,
     )
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_bytes(path: str) -> bytes:
     try:
-        return path.read_bytes()
+        with open(path, "rb") as file:
+            return file.read()
     except OSError as error:
         raise InputError(f"source file {path} cannot be read: {error.strerror}") from None
 

@@ -6,14 +6,18 @@ with. Every document ends with the end of text. What is random is decided by a h
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from etude.data.crew import ALONE, Crew
 from etude.data.documents import Document
 from etude.errors import InputError
 
@@ -27,7 +31,7 @@ FIM_MARKERS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
 )
-_BATCH_CHARACTERS = 4 << 20  # of text that is encoded in one call, on all cores
+_BATCH_CHARACTERS = 1 << 20  # of text that is encoded in one call
 
 _SLASHES = (".js", ".jsx", ".ts", ".tsx", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cs", ".java", ".kt", ".go", ".rs")
 _ANGLES = (".md", ".html", ".xml", ".vue", ".svelte")
@@ -127,38 +131,61 @@ def split_for_fim(document: Document, rate: float, seed: int) -> tuple[str, str,
     return document.text[:start], document.text[start:stop], document.text[stop:]
 
 
-def encode_documents(documents: Iterable[tuple[str, Iterable[Piece]]], tokenizer: "Tokenizer") -> Iterator[Encoded]:
-    """Token ids of each document, in order. Holds one batch of text and the ids of the documents in it."""
-    waiting: list[tuple[int, Piece]] = []  # pieces not yet encoded, with the number of their document
-    unfinished: dict[int, tuple[str, list[_Part]]] = {}
-    characters = 0
-    for number, (name, pieces) in enumerate(documents):
-        unfinished[number] = name, []
-        for piece in pieces:
-            waiting.append((number, piece))
-            characters += len(piece.text)
-            if characters >= _BATCH_CHARACTERS:
-                _encode(waiting, unfinished, tokenizer)
-                characters = 0
-                for done in [earlier for earlier in unfinished if earlier < number]:
-                    yield _assemble(*unfinished.pop(done))
-    _encode(waiting, unfinished, tokenizer)
-    for name, parts in unfinished.values():
-        yield _assemble(name, parts)
+def encode_documents(
+    documents: Iterable[tuple[str, Iterable[Piece]]], tokenizer: "Tokenizer", crew: Crew = ALONE
+) -> Iterator[Encoded]:
+    """Token ids of each document, in order. Holds a few batches of text and the ids of the documents in them."""
+
+    def with_the_tokenizer() -> Callable[[list[Piece]], list[_Part]]:
+        tokenizer.save(crew.directory / "tokenizer")
+        return partial(_encode_elsewhere, str(crew.directory / "tokenizer"))
+
+    ended: deque[str | None] = deque()  # for each piece under way: the document that it is the last of
+
+    def pieces() -> Iterator[Piece]:
+        for name, own in documents:
+            last = None
+            for piece in own:
+                if last is not None:
+                    ended.append(None)
+                    yield last
+                last = piece
+            assert last is not None, name
+            ended.append(name)
+            yield last
+
+    here = partial(_encode, tokenizer.encode_batch)
+    batches = crew.map(
+        here, pieces(), lambda piece: len(piece.text), batch=_BATCH_CHARACTERS, elsewhere=with_the_tokenizer
+    )
+    parts: list[_Part] = []
+    for part in chain.from_iterable(batches):
+        parts.append(part)
+        if (name := ended.popleft()) is not None:
+            yield _assemble(name, parts)
+            parts = []
 
 
-def _encode(
-    waiting: list[tuple[int, Piece]], unfinished: dict[int, tuple[str, list[_Part]]], tokenizer: "Tokenizer"
-) -> None:
-    ids: dict[int, list[int]] = {}
+def _encode(encode_batch: Callable[..., Sequence[Any]], pieces: Sequence[Piece]) -> list[_Part]:
+    ids: dict[int, Any] = {}
     for special in (False, True):
-        places = [at for at, (_, piece) in enumerate(waiting) if piece.token is None and piece.special == special]
-        found = tokenizer.encode_batch([waiting[at][1].text for at in places], special=special) if places else []
+        places = [at for at, piece in enumerate(pieces) if piece.token is None and piece.special == special]
+        found = encode_batch([pieces[at].text for at in places], special=special) if places else []
         ids.update(zip(places, found, strict=True))
-    for at, (number, piece) in enumerate(waiting):
-        tokens = np.asarray(ids.pop(at) if piece.token is None else [piece.token], dtype=np.uint32)
-        unfinished[number][1].append(_Part(tokens, piece.written, len(piece.text.encode())))
-    waiting.clear()
+    return [
+        _Part(
+            np.asarray(ids[at] if piece.token is None else [piece.token], dtype=np.uint32),
+            piece.written,
+            len(piece.text.encode()),
+        )
+        for at, piece in enumerate(pieces)
+    ]
+
+
+def _encode_elsewhere(directory: str, pieces: Sequence[Piece]) -> list[_Part]:
+    from etude.data.encoder import open_encoder
+
+    return _encode(open_encoder(directory).encode_batch, pieces)
 
 
 def _assemble(name: str, parts: list[_Part]) -> Encoded:

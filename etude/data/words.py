@@ -72,9 +72,11 @@ def split_words(text: str | bytes) -> Words:
     ends = np.concatenate((edges, [len(letters)]))
     inside = kinds[starts] != _SEPARATOR
     # Offset of each byte in its run: the distance to the run's start, repeated over the run.
-    offsets = np.arange(len(letters)) - np.repeat(starts, ends - starts)
-    values = _TABLE[((offsets & (_POSITIONS - 1)) << 8) | letters]
-    sums = np.add.reduceat(values, starts)
+    places = np.arange(len(letters), dtype=np.int32) - np.repeat(starts.astype(np.int32), ends - starts)
+    places &= _POSITIONS - 1
+    places <<= 8
+    places |= letters
+    sums = np.add.reduceat(_TABLE.take(places), starts)
     return Words(data, sums[inside], starts[inside], ends[inside])
 
 

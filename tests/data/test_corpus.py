@@ -133,6 +133,45 @@ class TestBuild:
             CorpusOptions(**wrong)
 
 
+class TestCrew:
+    """The same corpus again, with every batch in another process."""
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            CorpusOptions(validation=0.3, held_out=("pkg03",), shard_bytes=4000, fim=0.3),
+            CorpusOptions(layout="repository", near=0.5, against=("AGAINST",)),
+            CorpusOptions(chat=True),
+        ],
+    )
+    def test_processes_make_the_bytes_of_one_alone(
+        self,
+        code: Path,
+        tokenizer: Tokenizer,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        options: CorpusOptions,
+    ) -> None:
+        (code / "pkg02" / "uni.py").write_text("# naïve 東京 🦆 text\nx = 'é'\n" * 4)
+        (tmp_path / "AGAINST").write_text((code / "pkg07" / "mod2.py").read_text())
+        chats = tmp_path / "chats.jsonl"
+        chats.write_text("".join(json.dumps({**row, "path": f"{at}"}) + "\n" for at, row in enumerate(CHATS * 5)))
+        monkeypatch.chdir(tmp_path)
+        sources = [str(chats)] if options.chat else [str(code)]
+        report = build_corpus(sources, tokenizer, tmp_path / "alone", options)
+        assert ("contaminated" in report.removed) == bool(options.against)
+        monkeypatch.setattr("etude.data.crew._ALONE", 0)
+        seen: set[str] = set()
+
+        def look(done: int, total: int, note: str = "") -> None:
+            for task in Path("/proc/self/task").glob("*/children"):
+                seen.update(task.read_text().split())
+
+        build_corpus(sources, tokenizer, tmp_path / "crew", options, look)
+        assert seen
+        assert content(tmp_path / "crew") == content(tmp_path / "alone")
+
+
 class TestResume:
     """The builder runs in a process of its own, which a stand-in tokenizer or a signal stops at a known place."""
 

@@ -5,8 +5,9 @@ import re
 
 import numpy as np
 import pytest
+import rensa
 
-from etude.data.dedup import PERMUTATIONS, bands_for, find_exact, find_near, jaccard, shingles, text_digest
+from etude.data.dedup import PERMUTATIONS, bands_for, find_exact, find_near, jaccard, shingles, sign, text_digest
 from etude.data.words import hash_ngrams, split_words
 
 THRESHOLD, SHINGLE = 0.7, 5
@@ -87,6 +88,17 @@ def test_similarity_is_the_true_one() -> None:
         for second in texts[:8]:
             ours = jaccard(shingles(first, SHINGLE), shingles(second, SHINGLE))
             assert ours == pytest.approx(true_jaccard(first, second), abs=1e-12)
+
+
+def test_a_signature_is_that_of_the_set_whatever_is_signed_beside_it() -> None:
+    texts = [*variants(2, families=2), "one two", "", "a b c d e f g " * 50]
+    together = sign(SHINGLE, list(enumerate(texts)))
+    for at, text in enumerate(texts):
+        members = shingles(text, SHINGLE) if words_of(text) else np.array([at], dtype=np.uint64)
+        matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(
+            members, np.array([0, len(members)], dtype=np.uint64), PERMUTATIONS, 0
+        )
+        assert together[at].tolist() == matrix.to_rows()[0]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
