@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 BATCH = 1 << 20  # bytes of text in one task: long against a message, short against a pass
 _ITEMS = 256  # of one task at most: tiny files are work too
-_ALONE = 8 << 20  # bytes that are done here before processes are started
+FIRST = 8 << 20  # bytes that are done here before processes are started
 _AHEAD = 2  # tasks under way for each process, so that none waits for the next; what bounds memory
 MOST = 32  # processes; one holds about 150 MB, and this process has to feed them all
 _PROGRAM = "from etude.data.crew import serve; serve()"
@@ -40,7 +40,7 @@ class Crew:
 
     def __init__(self, directory: Path, processes: int | None = None) -> None:
         self.directory = directory
-        self.processes = min(MOST, _cores()) if processes is None else processes
+        self.processes = min(MOST, cores()) if processes is None else processes
         self._workers: list[_Worker] = []
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None
@@ -63,7 +63,7 @@ class Crew:
         if self._threads is None:
             done = 0
             for weight, task in batches:
-                if done >= _ALONE and self.processes:
+                if done >= FIRST and self.processes:
                     batches = chain([(weight, task)], batches)
                     self._threads = self._start()
                     break
@@ -192,14 +192,14 @@ def serve() -> None:
             os._exit(1)
 
 
-def _cores() -> int:
+def cores() -> int:
     """Those we may use: a container often sees all of a large machine and has a share of it."""
-    cores = len(os.sched_getaffinity(0))
+    seen = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
     except (OSError, ValueError):  # no container, or an older kind that says nothing here
-        return cores
-    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+        return seen
+    return seen if quota == "max" else max(1, min(seen, round(int(quota) / int(period))))
 
 
 def _batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[tuple[int, list[Item]]]:

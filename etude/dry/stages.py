@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from etude.data import crew
 from etude.dry import learning, probe
 from etude.dry.look import Found, corpus_options
 from etude.dry.needs import (
@@ -38,6 +39,7 @@ from etude.train.phase import checkpoints_of
 
 COPIED = 100e6  # bytes a second of weights read, converted and written
 TASK, EXPERT = 85_000, 2_000  # bytes on disk: a nano task is a dozen small files
+WORKER = 1.5  # times as fast as this process is a worker of a corpus: it remembers words (docs/data.md)
 WRITING_S, RENDERING_S = 0.008, 0.003  # for the files of a task, onto the disk; for an expert's session in a corpus
 SETTLED = 5  # steps after which a run's own speed is known
 HERE = "measured here"
@@ -186,7 +188,9 @@ def _corpus(view: View, table: CorpusBuild) -> tuple[str, float, float]:
             rate = probe.chat_rate(chat_sample(source, view.tokenizer), options, view.tokenizer)
         else:
             rate = probe.corpus_rate(text.sample, options, view.tokenizer)
-        tokens, seconds = rate.tokens * text.bytes, rate.seconds * text.bytes
+        shared = max(0, text.bytes - crew.FIRST)  # what worker processes do, one for each core
+        alone = text.bytes - shared * (1 - 1 / (WORKER * min(crew.MOST, crew.cores())))
+        tokens, seconds = rate.tokens * text.bytes, rate.seconds * alone
         words.append(f"{text.files:,} files, {text.bytes / 1e6:,.1f} MB")
     for name in (source.removeprefix(EXPERTS) for source in table.sources if source.startswith(EXPERTS)):
         assert view.recipe.tasks is not None

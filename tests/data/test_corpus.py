@@ -160,7 +160,7 @@ class TestCrew:
         sources = [str(chats)] if options.chat else [str(code)]
         report = build_corpus(sources, tokenizer, tmp_path / "alone", options)
         assert ("contaminated" in report.removed) == bool(options.against)
-        monkeypatch.setattr("etude.data.crew._ALONE", 0)
+        monkeypatch.setattr("etude.data.crew.FIRST", 0)
         seen: set[str] = set()
 
         def look(done: int, total: int, note: str = "") -> None:

@@ -24,7 +24,7 @@ ITEMS = [bytes([at % 256]) * (at % 977) for at in range(3000)]
 @pytest.fixture
 def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
     """Two processes from the first byte on."""
-    monkeypatch.setattr("etude.data.crew._ALONE", 0)
+    monkeypatch.setattr("etude.data.crew.FIRST", 0)
     with Crew(tmp_path / "crew", processes=2) as two:
         yield two
 
@@ -100,7 +100,7 @@ def test_a_worker_that_is_killed_is_reported(crew: Crew) -> None:
 
 def test_they_end_with_the_builder_however_it_ends(tmp_path: Path) -> None:
     program = (
-        "import time\nfrom pathlib import Path\nfrom etude.data import crew\ncrew._ALONE = 0\n"
+        "import time\nfrom pathlib import Path\nfrom etude.data import crew\ncrew.FIRST = 0\n"
         f"results = crew.Crew(Path({str(tmp_path)!r}), processes=2).map(b''.join, [b'x'] * 9, len, batch=1)\n"
         "next(results)\nprint('ready', flush=True)\ntime.sleep(60)\n"
     )
