@@ -27,13 +27,15 @@ def run_recipe(recipe: Recipe, out: Path, resume: bool = False, only: str | None
     if only is not None and only not in recipe.stages:
         raise InputError(f'the recipe has no stage "{only}"; its stages are {", ".join(recipe.stages)}')
     stages = recipe.stages if only is None else (only,)
-    at = ""
+    at, begins = "", resume and not out.exists()
     try:
         with (
             Run.create_or_resume(out, recipe, resume=resume) as run,
             tracking(run, recipe.track),
             progress_bars() as progress,
         ):
+            if begins:
+                progress.console.print(f"{out}: there is no run to go on with, so one begins")
             for stage in stages:
                 if run.stage_done(stage):
                     progress.console.print(f"{stage}: done before, skipped")

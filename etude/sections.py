@@ -541,4 +541,9 @@ class RlStage(Stage):
             raise ValueError("summaries.trigger would not be used: the mode is off")
         if self.effort != EffortTable() and not self.rewards.get("effort_spent"):
             raise ValueError("effort would not count: give rewards.effort_spent a weight")
+        if self.window and self.sampler.tokens < self.window:
+            held = f"sampler.tokens = {self.sampler.tokens} does not hold one session"
+            raise ValueError(f"{held}: give at least window = {self.window}, better that for each of in_flight")
+        if self.window and self.budget.answer and self.budget.answer >= self.window:
+            raise ValueError(f"budget.answer = {self.budget.answer} must be less than window = {self.window}")
         return self

@@ -1,6 +1,7 @@
 """A recipe either means exactly what it says or is refused in words that lead to the mistake."""
 
 import os
+import re
 import string
 import tomllib
 from pathlib import Path
@@ -59,6 +60,25 @@ def test_the_laptops_recipe_and_the_gpus_have_the_same_stages_and_tables() -> No
     assert small.keys() == large.keys()
     assert small["rl"].keys() - large["rl"].keys() == set()
     assert len(small["corpus"]["build"]) == len(large["corpus"]["build"])
+
+
+def test_the_recipe_in_the_documentation_is_valid(tmp_path: Path) -> None:
+    page = (SCRATCH.parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert load_recipe(written(tmp_path, text)).stages[-1] == "rl"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rl.sampler.tokens=64", "sampler.tokens = 64 does not hold one session: give at least window = 2048"),
+        ("rl.budget.answer=5000", "budget.answer = 5000 must be less than window = 2048"),
+    ],
+)
+def test_numbers_of_rl_that_cannot_work_together_are_refused(override: str, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_recipe(SCRATCH.parent / "nano.toml", [override])
+    assert words in str(caught.value)
 
 
 def test_relative_paths_start_at_the_recipe_and_become_absolute(

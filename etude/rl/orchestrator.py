@@ -11,7 +11,8 @@ import json
 import os
 import shutil
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def rl(run: Run, recipe: Recipe, report: Report) -> Facts:
         slots.release()
         evaluations.release()
         care = Care(run, section, place, slots, evaluations, tasks, recipe.seed, report)
-        with Services(place, care.mourn) as services:
+        with all_ended(place), Services(place, care.mourn) as services:
             services.add("trainer", "etude.rl.trainer")
             for number in range(section.sampler.count):
                 services.add(f"sampler-{number}", "etude.rl.sampler", "--name", f"sampler-{number}")
@@ -61,6 +62,16 @@ def rl(run: Run, recipe: Recipe, report: Report) -> Facts:
                 care.look_after(services)
                 time.sleep(POLL_S)
         return care.finish()
+
+
+@contextmanager
+def all_ended(place: Place) -> Iterator[None]:
+    """However the stage ends, its processes end with it, and their status says so."""
+    try:
+        yield
+    finally:
+        for name, told in statuses(place).items():
+            write_status(place, name, **{**told, "state": "ended", "waiting_for": ""})
 
 
 # ------------------------------------------------------------------------------------------- beginning

@@ -17,7 +17,7 @@ from rl_runs import make_recipe
 
 from etude.harness.store import load_trace
 from etude.model import load
-from etude.rl.place import Place, read_status
+from etude.rl.place import Place, read_status, statuses
 from etude.run import Run
 
 LIMIT_S = 300
@@ -99,6 +99,7 @@ def test_a_run_learns_measures_and_leaves_its_checkpoint(recipe: Path, tmp_path:
     facts = json.loads(done.stdout)["stages"]["rl"]
     place = Place(tmp_path / "run")
     check_finished(place, facts, steps=3, groups=2)
+    assert {name: told["state"] for name, told in statuses(place).items()} == dict.fromkeys(statuses(place), "ended")
     records = [record for record in Run.read(place.run).metrics("rl") if not record.get("evaluation")]
     for name in ("reward", "mismatch_mean", "mismatch_p99", "entropy", "gradient_norm", "waited_s"):
         assert any(name in record for record in records), name
