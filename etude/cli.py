@@ -204,8 +204,13 @@ def rollouts(
     from etude.rl.place import Place
 
     kept = rollouts(Place(run), prefix)
+    if prefix and not kept:
+        raise InputError(f"{run} has kept no rollout whose name begins with {prefix}; `etude rollouts {run}` lists them")
     if atif is not None:
-        print(f"{export_rollouts(kept, atif)} trajectories in {atif}")
+        count, problems = export_rollouts(kept, atif)
+        print(f"{count} trajectories in {atif}")
+        if problems:
+            raise EtudeError("\n".join(f"left out: {problem}" for problem in problems))
     elif as_json:
         print(json.dumps([each.row for each in kept]))
     else:

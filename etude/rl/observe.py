@@ -320,8 +320,12 @@ class Kept:
 def rollouts(place: Place, prefix: str = "") -> list[Kept]:
     """Every rollout that was kept, training first, by group and number; those whose name begins so."""
     found: list[Kept] = []
+    if not place.root.is_dir():
+        raise InputError(f"{place.run}: there is no reinforcement learning here; name a run that has begun its stage rl")
     for database, traces in ((place.slots, place.traces), (place.evaluations, place.evaluation_traces)):
         if not database.exists():
+            if any(traces.glob("[0-9]*")):
+                raise EtudeError(f"{database} is missing: nobody can say what the rollouts in {traces} are")
             continue
         with closing(Slots.look(database)) as slots:
             steps = {standing.id: (standing.task, standing.step) for standing in slots.standings()}
@@ -360,16 +364,21 @@ def rollouts_table(kept: Iterable[Kept]) -> Table:
     return shown
 
 
-def export_rollouts(kept: Iterable[Kept], directory: Path) -> int:
-    """Write rollouts as documents of the Agent Trajectory Interchange Format, one file each; how many."""
-    count = 0
+def export_rollouts(kept: Iterable[Kept], directory: Path) -> tuple[int, list[str]]:
+    """Write rollouts as documents of the Agent Trajectory Interchange Format, one file each; how many, and what is
+    wrong with those that cannot be read."""
+    count, problems = 0, []
     for rollout in kept:
-        document = to_atif(load_trace(rollout.path))
+        try:
+            document = to_atif(load_trace(rollout.path))
+        except InputError as error:
+            problems.append(str(error))
+            continue
         document["extra"]["rollout"] = rollout.row | {"path": rollout.name, "reward": rollout.reward}
         text = json.dumps(document, ensure_ascii=False, allow_nan=False)
         write_whole(directory / f"{rollout.name.replace('/', '-')}.json", text)
         count += 1
-    return count
+    return count, problems
 
 
 # ------------------------------------------------------------------------------------------- small things

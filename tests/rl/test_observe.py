@@ -347,8 +347,31 @@ def test_rollouts_are_exported_as_atif_to_the_bit_with_their_reward(place: Place
     keep(place, "traces/000001/00-1")
     keep(place, "traces/000001/01-1")
     out = tmp_path / "out"
-    assert observe.export_rollouts(observe.rollouts(place), out) == 2
+    assert observe.export_rollouts(observe.rollouts(place), out) == (2, [])
     document = json.loads((out / "traces-000001-00-1.json").read_text(encoding="utf-8"))
     assert document["schema_version"] == "ATIF-v1.8"
     assert document["extra"]["rollout"]["reward"]["total"] == 1.0
     assert equal(from_atif(document), replace(example(), id="traces/000001/00-1"))
+
+
+def test_a_damaged_rollout_is_named_and_the_others_are_exported(place: Place, slots: Slots, tmp_path: Path) -> None:
+    slots.add([("a", 0)])
+    fill(slots, said(1.0), said(0.0))
+    keep(place, "traces/000001/00-1")
+    keep(place, "traces/000001/01-1")
+    (damaged,) = place.root.glob("traces/000001/00-1*")
+    damaged.write_bytes(damaged.read_bytes()[:40])
+    count, problems = observe.export_rollouts(observe.rollouts(place), tmp_path / "out")
+    assert count == 1
+    assert "00-1" in problems[0]
+
+
+def test_traces_whose_table_is_lost_are_not_passed_over(place: Place, slots: Slots) -> None:
+    slots.add([("a", 0)])
+    keep(place, "traces/000001/00-1")
+    for path in place.root.glob("slots.sqlite*"):
+        path.unlink()
+    with pytest.raises(EtudeError, match=r"slots\.sqlite is missing"):
+        observe.rollouts(place)
+    with pytest.raises(InputError, match="no reinforcement learning here"):
+        observe.rollouts(Place(place.run / "nowhere"))
