@@ -205,7 +205,7 @@ def rollouts(
 
     kept = rollouts(Place(run), prefix)
     if prefix and not kept:
-        raise InputError(f"{run} has kept no rollout whose name begins with {prefix}; `etude rollouts {run}` lists them")
+        raise InputError(f"{run} has kept no rollout named {prefix}...; `etude rollouts {run}` lists them")
     if atif is not None:
         count, problems = export_rollouts(kept, atif)
         print(f"{count} trajectories in {atif}")

@@ -321,7 +321,7 @@ def rollouts(place: Place, prefix: str = "") -> list[Kept]:
     """Every rollout that was kept, training first, by group and number; those whose name begins so."""
     found: list[Kept] = []
     if not place.root.is_dir():
-        raise InputError(f"{place.run}: there is no reinforcement learning here; name a run that has begun its stage rl")
+        raise InputError(f"{place.run}: there is no reinforcement learning here; name a run with a stage rl")
     for database, traces in ((place.slots, place.traces), (place.evaluations, place.evaluation_traces)):
         if not database.exists():
             if any(traces.glob("[0-9]*")):
