@@ -2,11 +2,15 @@
 
 import fcntl
 import os
+import re
 import socket
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from etude.errors import BusyError
+
+_HELD = re.compile(r"pid (\d+) on (\S+) since (\S+)")  # as `take_lock` writes it
 
 
 def take_lock(file: Path, what: str) -> int:
@@ -24,13 +28,33 @@ def take_lock(file: Path, what: str) -> int:
     return lock
 
 
-def holder(file: Path) -> str:
-    """Who holds `file`, without disturbing them; "" when nobody does. What a killed process wrote there stays."""
-    said = file.read_text(errors="replace").strip() if file.exists() else ""
-    words = said.split()  # pid N on HOST since WHEN
-    if len(words) != 6 or not words[1].isdigit():
-        return ""
-    return said if words[3] != socket.gethostname() or _lives(int(words[1])) else ""
+@dataclass(frozen=True)
+class Holder:
+    """Who has a lock."""
+
+    pid: int
+    host: str
+    since: str  # ISO 8601
+
+    @property
+    def here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host} since {self.since}"
+
+
+def holder(file: Path) -> Holder | None:
+    """Who holds `file`. Its text is read, never the lock tried: for that moment nobody else could have it. What a
+    killed process wrote there stays, so on this machine the process must live."""
+    try:
+        said = _HELD.match(file.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    if said is None:
+        return None
+    found = Holder(int(said[1]), said[2], said[3])
+    return found if not found.here or _lives(found.pid) else None
 
 
 def _lives(pid: int) -> bool:
@@ -38,6 +62,6 @@ def _lives(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except (PermissionError, OverflowError):  # somebody else's, or no number of ours
         return True
     return True

@@ -103,10 +103,8 @@ class Decoder:
 
     def _graph(self, streams: int, pages: int) -> Graph:
         rows = self.most if self.fixed else min(self.most, _bucket(streams))
-        width = self.width
-        if not self.fixed:  # another width is another order of sums
-            narrow = max(1, NARROW // self.cache.size)
-            width = min(width, narrow << max(0, -(-pages // narrow) - 1).bit_length())
+        # another width is another order of sums
+        width = self.width if self.fixed else min(self.width, table_width(pages, self.cache.size))
         if (rows, width) not in self.graphs:
             graph = self.graphs[rows, width] = Graph(self, rows, width)
             self.capture(graph)
@@ -144,6 +142,12 @@ class Decoder:
         graph.tables.copy_(torch.from_numpy(tables))
         graph.temperatures.copy_(torch.from_numpy(warmth))
         graph.turn.zero_()
+
+
+def table_width(pages: int, size: int) -> int:
+    """Pages of a table for streams of up to `pages`: the narrow one's, doubled as often as it takes."""
+    narrow = max(1, NARROW // size)
+    return narrow << max(0, -(-pages // narrow) - 1).bit_length()
 
 
 def _bucket(rows: int) -> int:

@@ -6,8 +6,6 @@ a run, and nothing is ever written into it.
 
 import json
 import os
-import re
-import socket
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import InputError
+from etude.lock import holder
 
 Facts = dict[str, Any]
 Complain = Callable[[str], None]
-
-_HOLDER = re.compile(r"pid (\d+) on (\S+) since (\S+)")
 
 
 def is_run(path: Path) -> bool:
@@ -155,35 +152,15 @@ class Life:
 
 
 def life(path: Path, stages: list[Facts]) -> Life:
-    """A run is over when its stages are done; before that somebody holds its lock, or it stopped.
-
-    The lock's text is read, never the lock tried: for that moment nobody else could have it.
-    """
-    try:
-        holder = _HOLDER.search((path / "lock").read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        holder = None
-    if holder is not None:
-        pid, host, since = int(holder[1]), holder[2], holder[3]
-        if host != socket.gethostname():
-            return Life("running", f"held by a process on {host} since {_clock(since)}")
-        if _alive(pid):
-            return Life("running", f"since {_clock(since)}")
+    """A run is over when its stages are done; before that somebody holds its lock, or it stopped."""
+    if who := holder(path / "lock"):
+        elsewhere = "" if who.here else f"held by a process on {who.host} "
+        return Life("running", f"{elsewhere}since {_clock(who.since)}")
     unfinished = [stage["name"] for stage in stages if not stage["done"]]
     if not stages or unfinished:
         stage = unfinished[0] if unfinished else "its first stage"
         return Life("stopped", f"in {stage}: no process works on it; `etude run ... --resume` goes on")
     return Life("finished", "all stages are done")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
 
 
 def _clock(time: str) -> str:

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from engines import engine_of, finish, prompts_of
 
 from etude.inference.engine import Engine
-from etude.inference.graphs import NARROW, Decoder, Graph
+from etude.inference.graphs import NARROW, Decoder, Graph, table_width
 from etude.inference.request import Stream
 from etude.inference.sampling import Sampling
 
@@ -83,17 +82,8 @@ def test_a_burst_follows_every_step_that_reads_unless_prompts_pile_up() -> None:
     finish(engine)
 
 
-def test_page_tables_are_as_wide_as_the_streams_at_hand_need() -> None:
-    decoder = ByHand.__new__(ByHand)
-    decoder.fixed, decoder.most, decoder.steps, decoder.graphs = False, 64, 4, {}
-    engine = engine_of("llama")
-    decoder.model, decoder.cache, decoder.device, decoder.spare = engine.model, engine.cache, torch.device("cpu"), 9
-    size = engine.cache.size
-    decoder.width = -(-40_000 // size)
+@pytest.mark.parametrize("size", [8, 16, 256])
+def test_page_tables_are_as_wide_as_the_streams_at_hand_need(size: int) -> None:
     narrow = NARROW // size
-    for pages, width in ((1, narrow), (narrow, narrow), (narrow + 1, 2 * narrow), (5 * narrow, 8 * narrow)):
-        graph = decoder._graph(3, pages)
-        assert (graph.rows, graph.width) == (4, width)
-    assert decoder._graph(3, decoder.width).width == decoder.width
-    decoder.fixed = True
-    assert decoder._graph(3, 1).width == decoder.width
+    for pages, width in ((1, 1), (narrow, 1), (narrow + 1, 2), (2 * narrow, 2), (5 * narrow, 8), (8 * narrow + 1, 16)):
+        assert table_width(pages, size) == width * narrow >= pages
