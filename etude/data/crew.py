@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from etude.cores import usable_cores
 from etude.errors import EtudeError
 
 Item = TypeVar("Item")
@@ -40,7 +41,7 @@ class Crew:
 
     def __init__(self, directory: Path, processes: int | None = None) -> None:
         self.directory = directory
-        self.processes = min(MOST, cores()) if processes is None else processes
+        self.processes = min(MOST, usable_cores()) if processes is None else processes
         self._workers: list[_Worker] = []
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None
@@ -190,16 +191,6 @@ def serve() -> None:
             results.flush()
         except BrokenPipeError:  # the builder is gone
             os._exit(1)
-
-
-def cores() -> int:
-    """Those we may use: a container often sees all of a large machine and has a share of it."""
-    seen = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-    except (OSError, ValueError):  # no container, or an older kind that says nothing here
-        return seen
-    return seen if quota == "max" else max(1, min(seen, round(int(quota) / int(period))))
 
 
 def _batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[tuple[int, list[Item]]]:

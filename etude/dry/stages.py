@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from etude.cores import usable_cores
 from etude.data import crew
 from etude.dry import learning, probe
 from etude.dry.look import Found, corpus_options
@@ -189,7 +190,7 @@ def _corpus(view: View, table: CorpusBuild) -> tuple[str, float, float]:
         else:
             rate = probe.corpus_rate(text.sample, options, view.tokenizer)
         shared = max(0, text.bytes - crew.FIRST)  # what worker processes do, one for each core
-        alone = text.bytes - shared * (1 - 1 / (WORKER * min(crew.MOST, crew.cores())))
+        alone = text.bytes - shared * (1 - 1 / (WORKER * min(crew.MOST, usable_cores())))
         tokens, seconds = rate.tokens * text.bytes, rate.seconds * alone
         words.append(f"{text.files:,} files, {text.bytes / 1e6:,.1f} MB")
     for name in (source.removeprefix(EXPERTS) for source in table.sources if source.startswith(EXPERTS)):

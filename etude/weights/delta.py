@@ -9,7 +9,7 @@ survive. A delta applies to the very weights it was made from; a checksum of bot
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,15 @@ import torch
 import zstandard
 from torch import Tensor
 
-from etude.errors import EtudeError, InputError
+from etude.errors import EtudeError
+from etude.weights.sealed import DIGEST, Sealed, bits_of, checksum, in_threads, integer_of, seal, type_of
 
-MAGIC = b"ETUDEDELTA\x01\n"
-DIGEST = 16  # bytes
+MAGIC = b"ETUDEDELTA\x02\n"
 LEVEL = 3  # higher levels save a few percent for several times the time
 DENSE = 0.5  # of values changed: from here a tensor is sent whole
 
 _TYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
-_INTEGERS: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_WIDTHS = {4: np.uint32, 8: np.uint64}  # of gaps, in bytes
 
 
 class DeltaError(EtudeError):
@@ -45,12 +45,12 @@ class DeltaFacts:
 
 def encode_delta(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bytes:
     """The bytes that turn `old` into `new`. Tensors may come, go, and change their shape or type."""
+    old, new = seal(old), seal(new)
+    names = sorted(new)
+    encoded = in_threads(lambda name: _encode(old.get(name), new[name]), names, lambda name: new[name].nbytes)
     parts: list[bytes] = []
     entries: dict[str, Any] = {}
-    changed_values = 0
-    for name in sorted(new):
-        entry, data, changed = _encode(old.get(name), new[name])
-        changed_values += changed
+    for name, (entry, data, _) in zip(names, encoded, strict=True):
         if entry["kind"] != "same":
             entries[name] = entry
             parts += data
@@ -60,27 +60,32 @@ def encode_delta(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bytes:
         "gone": sorted(set(old) - set(new)),
         "tensors": entries,
         "values": sum(tensor.numel() for tensor in new.values()),
-        "changed": changed_values,
+        "changed": sum(changed for _, _, changed in encoded),
     }
     text = json.dumps(header, sort_keys=True).encode()
     return b"".join([MAGIC, _digest(text), struct.pack("<I", len(text)), text, *parts])
 
 
-def apply_delta(old: Mapping[str, Tensor], delta: bytes, *, check: bool = True) -> dict[str, Tensor]:
-    """New weights, bit for bit; `old` is not changed. DeltaError when the delta is for others, or damaged.
-
-    Without `check` the two checksums over all weights are not computed: for whoever checks the chain by other means.
-    """
+def apply_delta(old: Mapping[str, Tensor], delta: bytes) -> Sealed:
+    """New weights, bit for bit; `old` is not changed. DeltaError when the delta is for others, or damaged."""
+    old = seal(old)
     header, body = _open(delta)
-    if check and checksum(old) != header["base"]:
+    if checksum(old) != header["base"]:
         raise DeltaError("the delta is for other weights than these; start again from a full version")
-    result = {name: tensor for name, tensor in old.items() if name not in set(header["gone"])}
     try:
-        for name, entry in header["tensors"].items():
-            result[name] = _decode(old.get(name), entry, body)
+        entries: dict[str, Any] = header["tensors"]
+        blocks = {name: [body.take(size) for size in entry["sizes"]] for name, entry in entries.items()}
+
+        def size(name: str) -> int:
+            return old[name].nbytes if name in old else sum(map(len, blocks[name]))
+
+        made = in_threads(lambda name: _decode(old.get(name), entries[name], blocks[name]), list(entries), size)
+        gone = set(header["gone"])
     except (KeyError, ValueError, TypeError, IndexError, zstandard.ZstdError) as error:
         raise DeltaError(f"the delta is damaged: {error}") from error
-    if check and checksum(result) != header["result"]:
+    kept = {name: tensor for name, tensor in old.items() if name not in entries and name not in gone}
+    result = Sealed(kept | dict(zip(entries, made, strict=True)), {name: old.digests[name] for name in kept})
+    if checksum(result) != header["result"]:
         raise DeltaError("the delta is damaged: it does not give the weights it was made from")
     return result
 
@@ -91,24 +96,14 @@ def delta_facts(delta: bytes) -> DeltaFacts:
     return DeltaFacts(header["values"], header["changed"], len(delta))
 
 
-def checksum(weights: Mapping[str, Tensor]) -> str:
-    """Of names, types, shapes and bits."""
-    digest = hashlib.blake2b(digest_size=DIGEST)
-    for name in sorted(weights):
-        tensor = weights[name]
-        digest.update(f"{name}\0{_type(tensor)}\0{list(tensor.shape)}\0".encode())
-        digest.update(_bits(tensor).data)
-    return digest.hexdigest()
-
-
 def _encode(old: Tensor | None, new: Tensor) -> tuple[dict[str, Any], list[bytes], int]:
     """How one tensor is sent: what the header says of it, its blocks, and how many values differ."""
-    entry: dict[str, Any] = {"type": _type(new), "shape": list(new.shape)}
-    after = _bits(new)
-    if old is None or _type(old) != entry["type"] or old.shape != new.shape:
+    entry: dict[str, Any] = {"type": type_of(new), "shape": list(new.shape)}
+    after = bits_of(new)
+    if old is None or type_of(old) != entry["type"] or old.shape != new.shape:
         data = _pack(after)
         return entry | {"kind": "whole", "sizes": [len(data)]}, [data], new.numel()
-    before = _bits(old)
+    before = bits_of(old)
     places = np.flatnonzero(before != after)
     if not len(places):
         return entry | {"kind": "same"}, [], 0
@@ -123,19 +118,19 @@ def _encode(old: Tensor | None, new: Tensor) -> tuple[dict[str, Any], list[bytes
     return entry, blocks, len(places)
 
 
-def _decode(old: Tensor | None, entry: Mapping[str, Any], body: "_Reader") -> Tensor:
+def _decode(old: Tensor | None, entry: Mapping[str, Any], blocks: Sequence[bytes]) -> Tensor:
     dtype, shape = _TYPES[entry["type"]], tuple(entry["shape"])
-    kind = _INTEGERS[dtype.itemsize]
+    kind = integer_of(dtype)
     count = int(np.prod(shape, dtype=np.int64))
     if entry["kind"] == "whole":
-        values = _unpack(body.take(entry["sizes"][0]), kind, count)
+        values = _unpack(blocks[0], kind, count)
     else:
-        if old is None or tuple(old.shape) != shape or _type(old) != entry["type"]:
+        if old is None or tuple(old.shape) != shape or type_of(old) != entry["type"]:
             raise ValueError("it changes a tensor that is not there, or is another")
-        gaps = _unpack(body.take(entry["sizes"][0]), _INTEGERS[entry["wide"]], entry["count"])
-        steps = _unfolded(_unpack(body.take(entry["sizes"][1]), kind, entry["count"]))
+        gaps = _unpack(blocks[0], _WIDTHS[entry["wide"]], entry["count"])
+        steps = _unfolded(_unpack(blocks[1], kind, entry["count"]))
         places = np.cumsum(gaps.astype(np.int64) + 1) - 1
-        values = _bits(old).copy()
+        values = bits_of(old).copy()
         values[places] += steps
     return torch.from_numpy(values.view(np.uint8)).view(dtype).reshape(shape)
 
@@ -166,20 +161,6 @@ def _unpack(data: bytes, kind: Any, count: int) -> npt.NDArray[Any]:
         raise ValueError(f"a block has {len(planes)} bytes, expected {count * size}")
     values: npt.NDArray[Any] = np.array(planes.reshape(size, count).T, order="C").view(kind).reshape(count)
     return values
-
-
-def _bits(tensor: Tensor) -> npt.NDArray[Any]:
-    """A tensor's values as integers of their width, in order."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    bits: npt.NDArray[Any] = flat.view(torch.uint8).numpy().view(_INTEGERS[tensor.dtype.itemsize])
-    return bits
-
-
-def _type(tensor: Tensor) -> str:
-    name = str(tensor.dtype).removeprefix("torch.")
-    if tensor.dtype.itemsize not in _INTEGERS or tensor.is_complex():
-        raise InputError(f"weights of type {name} cannot be sent as a delta")
-    return name
 
 
 class _Reader:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from etude.errors import EtudeError, InputError
 from etude.weights.bucket import Bucket
+from etude.weights.sealed import seal
 from etude.weights.versions import SHARD_BYTES, State, Version, latest, prune, write_version
 
 ATTEMPTS = 4
@@ -113,6 +114,7 @@ class Publisher:
 
     def _publish(self, number: int, state: State, skipped: int) -> None:
         started = time.monotonic()
+        state = seal(state)  # its digests are the next delta's base
         parent = self._last if self._since_full < self.full_every - 1 else None
         for attempt in range(ATTEMPTS):
             try:

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from etude.errors import EtudeError, InputError
 from etude.weights.bucket import Bucket
-from etude.weights.delta import DeltaError, apply_delta, checksum, delta_facts, encode_delta
+from etude.weights.delta import DeltaError, apply_delta, delta_facts, encode_delta
+from etude.weights.sealed import Sealed, checksum, joined, seal
 
-FORMAT = 1
+FORMAT = 2
 LATEST = "latest.json"
 SHARD_BYTES = 256 << 20
 
@@ -80,16 +81,14 @@ def write_version(
     bucket: Bucket, number: int, state: State, parent: tuple[Version, State] | None, limit: int = SHARD_BYTES
 ) -> Version:
     """Make a version visible in the store; a full one where there is no parent, or its tensors are others."""
-    groups = shards_of(state, limit)
-    base: State = {}
-    if parent is not None and list(parent[0].names) == groups:
-        base = parent[1]
-    else:
+    state, groups = seal(state), shards_of(state, limit)
+    if parent is not None and list(parent[0].names) != groups:
         parent = None
+    base = seal(parent[1]) if parent else None
     shards, values, changed = [], 0, 0
     for index, names in enumerate(groups):
-        new = {name: state[name] for name in names}
-        data = encode_delta({name: base[name] for name in names} if parent else {}, new)
+        new = state.part(names)
+        data = encode_delta(base.part(names) if base else {}, new)
         shard = Shard(f"shard-{index:03}", len(data), _digest(data), checksum(new))
         bucket.put(f"{_place(number)}/{shard.name}", data)
         facts = delta_facts(data)
@@ -140,7 +139,7 @@ def read_manifest(bucket: Bucket, number: int) -> Version:
 def read_version(bucket: Bucket, number: int, have: tuple[Version, State] | None = None) -> tuple[Version, State]:
     """The weights of a version, from what the caller has if the chain passes there, else from a full one."""
     chain = _chain(bucket, number, have)
-    state: dict[str, Tensor] = dict(have[1]) if have and chain[0].parent == have[0].number else {}
+    state = seal(have[1]) if have and chain[0].parent == have[0].number else Sealed({})
     for version in chain:
         state = _apply(bucket, version, state)
     return chain[-1], state
@@ -200,8 +199,8 @@ def _chain(bucket: Bucket, number: int, have: tuple[Version, State] | None) -> l
     return chain[::-1]
 
 
-def _apply(bucket: Bucket, version: Version, state: State) -> dict[str, Tensor]:
-    result: dict[str, Tensor] = {}
+def _apply(bucket: Bucket, version: Version, state: Sealed) -> Sealed:
+    parts: list[Sealed] = []
     for shard, names in zip(version.shards, version.names, strict=True):
         where = f"version {version.number}, {shard.name}"
         data = bucket.get(f"{_place(version.number)}/{shard.name}")
@@ -212,11 +211,11 @@ def _apply(bucket: Bucket, version: Version, state: State) -> dict[str, Tensor]:
         missing = [] if version.full else [name for name in names if name not in state]
         if missing:
             raise BrokenChain(f"{bucket.url}: {where} changes {missing[0]}, which its parent does not have")
-        part = apply_delta({} if version.full else {name: state[name] for name in names}, data)
+        part = apply_delta({} if version.full else state.part(names), data)
         if checksum(part) != shard.result:
             raise BrokenChain(f"{bucket.url}: {where} gives other weights than were published")
-        result |= part
-    return result
+        parts.append(part)
+    return joined(parts)
 
 
 def _place(number: int) -> str:

@@ -1,5 +1,7 @@
 """Deltas are lossless, for these weights only, and small when little changed."""
 
+from collections.abc import Mapping
+
 import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from etude.errors import InputError
-from etude.weights.delta import DeltaError, apply_delta, checksum, delta_facts, encode_delta
+from etude.weights import sealed
+from etude.weights.delta import DeltaError, apply_delta, delta_facts, encode_delta
+from etude.weights.sealed import checksum
 
 TYPES = [
     torch.bfloat16,
@@ -23,7 +27,7 @@ TYPES = [
 ]
 
 
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     """Bit for bit, names, types and shapes included."""
     return checksum(a) == checksum(b) and {n: (t.dtype, t.shape) for n, t in a.items()} == {
         n: (t.dtype, t.shape) for n, t in b.items()
@@ -117,3 +121,51 @@ def test_views_and_odd_strides_are_what_they_show() -> None:
 def test_what_has_no_plain_bits_is_refused() -> None:
     with pytest.raises(InputError, match="complex64"):
         encode_delta({}, {"w": torch.zeros(2, dtype=torch.complex64)})
+
+
+def test_on_many_cores_a_delta_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    old = {f"w{index}": torch.randn(3 + 17 * index, 8).bfloat16() for index in range(40)}
+    new = {name: (tensor + 0.01 * (torch.rand_like(tensor) < 0.1)).bfloat16() for name, tensor in old.items()}
+    alone = encode_delta(old, new)
+    monkeypatch.setattr(sealed, "SMALL", 0)
+    monkeypatch.setattr(sealed, "usable_cores", lambda: 5)
+    assert encode_delta(old, new) == alone
+    assert equal(apply_delta(old, alone), new)
+    for place in range(len(alone) // 2, len(alone), 97):  # in a block, which a thread reads
+        damaged = bytearray(alone)
+        damaged[place] ^= 0x20
+        with pytest.raises(DeltaError):
+            apply_delta(old, bytes(damaged))
+
+
+def test_digests_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[Tensor] = []
+    digest = sealed._digest
+
+    def counted(tensor: Tensor) -> bytes:
+        computed.append(tensor)
+        return digest(tensor)
+
+    monkeypatch.setattr(sealed, "_digest", counted)
+    states = [{"still": torch.arange(5.0), "moves": torch.arange(5.0) + step} for step in range(4)]
+    mine, theirs = sealed.seal(states[0]), sealed.seal({name: t.clone() for name, t in states[0].items()})
+    for state in states[1:]:
+        before, mine = mine, sealed.seal(state)
+        theirs = apply_delta(theirs, encode_delta(before, mine))
+    assert equal(theirs, states[-1])
+    # The sender hashes both tensors of all four, the receiver those of the first and each one that moved.
+    assert len(computed) == 4 * 2 + 2 + 3 + len(states[-1])  # the last: of the plain weights compared with
+
+
+def test_a_checksum_is_of_names_types_shapes_and_bits() -> None:
+    plain = {"a": torch.zeros(6), "b": torch.ones(2)}
+    others: list[dict[str, Tensor]] = [
+        {"a": torch.zeros(6)},
+        {"b": torch.zeros(6), "a": torch.ones(2)},
+        {"a": torch.zeros(2, 3), "b": torch.ones(2)},
+        {"a": torch.zeros(6, dtype=torch.int32), "b": torch.ones(2)},
+        {"a": -torch.zeros(6), "b": torch.ones(2)},
+    ]
+    assert len({checksum(each) for each in (plain, *others)}) == 1 + len(others)
+    assert checksum(dict(reversed(plain.items()))) == checksum(plain)

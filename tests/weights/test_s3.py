@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from etude.weights.bucket import Bucket
-from etude.weights.delta import checksum
 from etude.weights.publisher import Publisher, PublishingFailed
+from etude.weights.sealed import checksum
 from etude.weights.versions import BrokenChain, follow, latest, numbers, read_manifest, read_version
 
 pytestmark = pytest.mark.slow

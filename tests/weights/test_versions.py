@@ -13,8 +13,8 @@ from torch import Tensor
 
 from etude.errors import InputError
 from etude.weights.bucket import Bucket
-from etude.weights.delta import checksum
 from etude.weights.publisher import Publisher, PublishingFailed
+from etude.weights.sealed import checksum
 from etude.weights.versions import (
     BrokenChain,
     follow,
