@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import InputError
-from etude.inference.paged import Batch, PagedCache, make_batch
+from etude.inference.paged import PagedCache, make_batch
 from etude.inference.pages import PagePool
 from etude.inference.request import Ending, Stream, streams_of
 from etude.inference.sampling import Knobs, Sampling, draw
@@ -176,8 +176,8 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> bool:
-        # A step that reads cannot be captured, and agents' short turns arrive all the time: without a burst after each
-        # such step nearly every token would cost one. When prompts pile up reading goes on, to fill the next bursts.
+        # A step that reads makes one token for each stream, and agents' short turns arrive all the time: without a
+        # burst after it nearly every token would cost one. When prompts pile up reading goes on, to fill the next.
         step = self.scheduler.plan(read=not self._burst_is_due)
         self._burst_is_due = self.decoder is not None and bool(step.reading) and not step.full
         for stream in step.ended:
@@ -200,20 +200,26 @@ class Engine:
         yield from (Step([], [piece]) for piece in step.reading)
 
     def _run(self, step: Step) -> None:
-        if self.decoder is not None and not step.reading and all(s.sampling.plain for s in step.decoding):
-            self._burst(self.decoder, step.decoding)
-            return
+        writers = [*step.decoding, *(piece.stream for piece in step.reading if piece.writes)]
+        if self.decoder is not None and all(stream.sampling.plain for stream in writers):
+            if not step.reading:
+                self._burst(self.decoder, step.decoding)
+                return
+            if self.decoder.can_read(step):
+                self._read(self.decoder, step, writers)
+                return
         if self.speculator is not None and step.decoding:
             self._speculate(self.speculator, step.decoding)
-            step = Step([], step.reading)
+            step, writers = Step([], step.reading), writers[len(step.decoding) :]
             if not step:
                 return
         batch = make_batch(step, self.pool.size, self.device)
         routing = Routing() if self.routes is not None else None
         self.cache.batch = batch
         hidden = self.model.hidden(batch.tokens[None], cache=self.cache, routing=routing)  # type: ignore[arg-type]
-        self._keep_routing(batch, routing)
-        writers = [*step.decoding, *(piece.stream for piece in step.reading if piece.writes)]
+        if self.routes is not None and routing is not None:
+            assert routing.chosen is not None
+            self.routes[batch.slots.cpu().numpy()] = routing.chosen[0].cpu().numpy()
         drawn = self._draw(hidden[0, batch.writers], writers) if writers else None
         self._account(step, writers, drawn)
         if self.speculator is not None:
@@ -221,6 +227,13 @@ class Engine:
             sizes = [piece.end - piece.start for piece in step.reading]
             states = dict(zip((id(piece) for piece in step.reading), hidden[0].split(sizes), strict=True))
             self.speculator.absorb([piece.stream for piece in alive], [states[id(piece)] for piece in alive])
+
+    def _read(self, decoder: "Decoder", step: Step, writers: list[Stream]) -> None:
+        """A step with prompts in it, launched as one graph."""
+        made = decoder.read(step)
+        if self.routes is not None and made.routing is not None:
+            self.routes[made.slots] = made.routing
+        self._account(step, writers, made.drawn)
 
     def _speculate(self, speculator: Speculator, streams: list[Stream]) -> None:
         """A verified run of tokens for everybody."""
@@ -265,11 +278,6 @@ class Engine:
             self._knobs = writers, knobs
         places = torch.tensor([len(stream.made) for stream in writers], device=self.device)
         return draw(self.model.logits(hidden), self._knobs[1], places)
-
-    def _keep_routing(self, batch: Batch, routing: Routing | None) -> None:
-        if routing is not None and self.routes is not None:
-            assert routing.chosen is not None
-            self.routes[batch.slots.cpu().numpy()] = routing.chosen[0].cpu().numpy()
 
     def _account(self, step: Step, writers: list[Stream], drawn: Drawn | None) -> None:
         """Write down what the step read and made."""

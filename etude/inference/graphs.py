@@ -4,6 +4,9 @@ A graph is one decode step at a fixed number of rows and pages: it reads its inp
 next tokens and writes them back as the next inputs. A burst replays it, and the host copies all results once. Rows
 beyond the streams at hand are dummies that write to a page nobody owns. What cannot be captured (latents, float32,
 cut-off sampling) runs step by step instead.
+
+A few tokens of prompts are rows as well, each with its stream's pages and its own position: every row's keys are stored
+before any row looks. What agents' turns add to their prompts is read that way, by the host in one go.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from etude.inference.paged import Batch, PagedCache
 from etude.inference.request import Stream
-from etude.kernels.draw import draw_plain
+from etude.inference.scheduler import Piece, Step
+from etude.kernels.draw import Drawn, draw_plain
 from etude.model.moe import Routing
 from etude.model.transformer import Transformer
 
@@ -30,7 +35,17 @@ class Burst:
     routing: np.ndarray | None  # [steps, streams, moe layers, experts per token]
 
 
+READ = 1024  # tokens of a step that a graph reads: each looks by itself at all before it, which launching saves for few
 NARROW = 4096  # tokens of the shortest page table; attention's cost grows with its width, used or not
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a step with prompts in it made: for each stream that writes in it, and for each of its tokens."""
+
+    drawn: Drawn | None
+    slots: npt.NDArray[np.int64]
+    routing: npt.NDArray[np.integer] | None  # [tokens, moe layers, experts per token]
 
 
 class Graph:
@@ -91,8 +106,8 @@ class Decoder:
 
     def burst(self, streams: Sequence[Stream], steps: int) -> Burst:
         """`steps` tokens for every stream."""
-        graph = self._graph(len(streams), max(len(stream.pages) for stream in streams))
-        self._fill(graph, streams)
+        graph = self._graph(len(streams), max(len(stream.pages) for stream in streams), self.most)
+        self._fill(graph, streams, [])
         for _ in range(steps):
             graph.replay()
         n = len(streams)
@@ -101,8 +116,22 @@ class Decoder:
         routing = graph.routes[:steps, :n].cpu().numpy() if graph.routes.numel() else None
         return Burst(tokens, scores[0], scores[1], routing)
 
-    def _graph(self, streams: int, pages: int) -> Graph:
-        rows = self.most if self.fixed else min(self.most, _bucket(streams))
+    def can_read(self, step: Step) -> bool:
+        return not self.fixed and step.tokens <= READ
+
+    def read(self, step: Step) -> Read:
+        """A step with prompts in it."""
+        streams = [*step.decoding, *(piece.stream for piece in step.reading)]
+        graph = self._graph(step.tokens, max(len(stream.pages) for stream in streams), READ)
+        slots, writers = self._fill(graph, step.decoding, step.reading)
+        graph.replay()
+        rows = torch.tensor(writers, device=self.device)
+        drawn = Drawn(graph.out[0, rows], graph.scores[0, 0, rows], graph.scores[0, 1, rows]) if writers else None
+        routing = graph.routes[0, : step.tokens].cpu().numpy() if graph.routes.numel() else None
+        return Read(drawn, slots, routing)
+
+    def _graph(self, rows: int, pages: int, most: int) -> Graph:
+        rows = self.most if self.fixed else min(most, _bucket(rows))
         # another width is another order of sums
         width = self.width if self.fixed else min(self.width, table_width(pages, self.cache.size))
         if (rows, width) not in self.graphs:
@@ -124,24 +153,37 @@ class Decoder:
             self.run_step(graph)
         graph.replay = captured.replay
 
-    def _fill(self, graph: Graph, streams: Sequence[Stream]) -> None:
-        n = len(streams)
+    def _fill(
+        self, graph: Graph, decoding: Sequence[Stream], reading: Sequence[Piece]
+    ) -> tuple[npt.NDArray[np.int64], list[int]]:
+        """Rows for a token of every decoding stream and those of the pieces: their slots, and which of them write."""
         tables = np.full((graph.rows, graph.width), self.spare, np.int32)
-        numbers = np.zeros((4, graph.rows), np.int64)
-        warmth = np.ones(graph.rows, np.float32)
-        for row, stream in enumerate(streams):
+        tokens = [stream.made[-1] for stream in decoding]
+        positions = [stream.length - 1 for stream in decoding]
+        writers = list(range(len(decoding)))
+        for row, stream in enumerate(decoding):
             tables[row, : len(stream.pages)] = stream.pages
-        numbers[0, :n] = [stream.made[-1] for stream in streams]
-        numbers[1, :n] = [stream.length - 1 for stream in streams]
-        numbers[2, :n] = [stream.seed for stream in streams]
-        numbers[3, :n] = [len(stream.made) for stream in streams]
-        warmth[:n] = [stream.sampling.temperature for stream in streams]
+        for piece in reading:
+            tables[len(tokens) : len(tokens) + piece.end - piece.start, : len(piece.stream.pages)] = piece.stream.pages
+            tokens += piece.stream.tokens(piece.start, piece.end)
+            positions += range(piece.start, piece.end)
+            if piece.writes:
+                writers.append(len(tokens) - 1)
+        numbers = np.zeros((4, graph.rows), np.int64)
+        numbers[:2, : len(tokens)] = tokens, positions
+        writing = [*decoding, *(piece.stream for piece in reading if piece.writes)]
+        numbers[2, writers] = [stream.seed for stream in writing]
+        numbers[3, writers] = [len(stream.made) for stream in writing]
+        warmth = np.ones(graph.rows, np.float32)
+        warmth[writers] = [stream.sampling.temperature for stream in writing]
         moved = torch.from_numpy(numbers).to(self.device)
         for buffer, values in zip((graph.tokens, graph.positions, graph.seeds, graph.places), moved, strict=True):
             buffer.copy_(values)
         graph.tables.copy_(torch.from_numpy(tables))
         graph.temperatures.copy_(torch.from_numpy(warmth))
         graph.turn.zero_()
+        size, places = self.cache.size, numbers[1, : len(tokens)]
+        return tables[np.arange(len(tokens)), places // size].astype(np.int64) * size + places % size, writers
 
 
 def table_width(pages: int, size: int) -> int:

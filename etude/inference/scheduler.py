@@ -44,6 +44,10 @@ class Step:
     ended: list[Stream] = field(default_factory=list)  # cancelled before it
     full: bool = False  # there may be more to read than fitted
 
+    @property
+    def tokens(self) -> int:
+        return len(self.decoding) + sum(piece.end - piece.start for piece in self.reading)
+
     def __bool__(self) -> bool:
         return bool(self.decoding or self.reading)
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 from engines import engine_of, finish, prompts_of
 
+from etude.inference import graphs
 from etude.inference.engine import Engine
 from etude.inference.graphs import NARROW, Decoder, Graph, table_width
 from etude.inference.request import Stream
@@ -52,7 +53,11 @@ def chosen(stream: Stream) -> npt.NDArray[np.unsignedinteger]:
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("every", [0, 1, 3])
 @pytest.mark.parametrize("tokens", [4096, 400])
-def test_streams_are_those_of_single_steps(family: str, every: int, tokens: int) -> None:
+@pytest.mark.parametrize("read", [0, 24, 1024])  # tokens of a step: by graphs none, some, or all that read
+def test_streams_are_those_of_single_steps(
+    family: str, every: int, tokens: int, read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "READ", read)
     plain = play(engine_of(family, tokens=tokens, budget=64), every)
     burst = play(engine := bursting(family, 4, tokens=tokens, budget=64), every)
     assert [stream.made for stream in burst] == [stream.made for stream in plain]
