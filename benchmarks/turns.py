@@ -1,0 +1,164 @@
+"""The sampler under agents: many sessions whose short turns come at any time, and where its time goes.
+
+    python benchmarks/turns.py                     # on a GPU: SmolLM2-135M's shape, 96 sessions
+    python benchmarks/turns.py --device cpu        # the nano shape, 16 sessions
+    python benchmarks/turns.py --sessions 192
+
+Every turn's prompt is all before it and some tokens more, as from a tool; its answer has 20 to 120 tokens, and then the
+tool takes a moment. Once without a server, and once over HTTP from four other processes, as in a run of reinforcement
+learning; each with the new tokens of prompts read by captured graphs and without. Weights are random.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from sampler import NANO, SMOLLM2
+
+from etude.inference import graphs, server
+from etude.inference.clients.http import Http
+from etude.inference.engine import Engine, EngineOptions
+from etude.inference.request import Sample
+from etude.inference.sampling import Sampling
+from etude.inference.service import EngineService
+from etude.model.config import ModelConfig
+from etude.model.transformer import Transformer, initialize
+
+TURNS, OPENING, ADDED, PROCESSES = 8, 600, (40, 140), 4
+ROUNDS = 2  # the first compiles kernels and captures graphs
+TOOL_S = (0.01, 0.05)
+
+Ask = Callable[[list[int], Sampling], Awaitable[list[Sample]]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--sessions", type=int, help="at once; 96 on a GPU, 16 on a CPU")
+    arguments = parser.parse_args()
+    cuda = arguments.device == "cuda"
+    shape, dtype = (SMOLLM2, torch.bfloat16) if cuda else (NANO, torch.float32)
+    model = initialize(ModelConfig.from_hugging_face(shape), dtype=dtype).to(arguments.device)
+    count = arguments.sessions or (96 if cuda else 16)
+    table = Table(
+        title=f"{count} sessions of {TURNS} turns; milliseconds of an engine's step, and its share of the time"
+    )
+    for column in ("", "turns/s", "tok/s", "burst", "read, graph", "read, launched", "else"):
+        table.add_column(column, justify="right")
+    for name, play in (("no server", alone), ("over HTTP", over_http)):
+        for read in (graphs.READ, 0) if cuda else (0,):
+            seconds, spent, tokens = asyncio.run(measured(model, play, count, read))
+            rest = 1 - sum(sum(times) for times in spent.values()) / seconds
+            cells = [cell(spent[kind], seconds) for kind in ("burst", "graph", "launched")]
+            label = f"{name}, {'graphs read' if read else 'graphs only decode'}" if cuda else name
+            rates = f"{count * TURNS / seconds:,.0f}", f"{tokens / seconds:,.0f}"
+            table.add_row(label, *rates, *cells, f"{rest:.0%}")
+    Console(width=130).print(table)
+
+
+def cell(times: list[float], seconds: float) -> str:
+    return f"{1e3 * sum(times) / len(times):.1f}, {sum(times) / seconds:.0%}" if times else ""
+
+
+async def measured(
+    model: Transformer, play: Callable[[EngineService, int], AsyncIterator[None]], count: int, read: int
+) -> tuple[float, dict[str, list[float]], int]:
+    """Seconds of the last round, those of every step of each kind, and tokens."""
+    known, graphs.READ = graphs.READ, read
+    engine = Engine(model, EngineOptions(tokens=400_000, max_streams=256, budget=4096))
+    try:
+        async with EngineService(engine) as service:
+            rounds = play(service, count)
+            await anext(rounds)
+            made, start = engine.made_tokens, time.perf_counter()
+            with timing(engine) as spent:
+                await anext(rounds)
+            seconds = time.perf_counter() - start
+            async for _ in rounds:
+                pass
+            return seconds, spent, engine.made_tokens - made
+    finally:
+        graphs.READ = known
+
+
+@contextmanager
+def timing(engine: Any) -> Any:
+    """Seconds of every step by its kind, as the engine's thread sees them."""
+    spent: dict[str, list[float]] = {"burst": [], "graph": [], "launched": []}
+    plain = engine._run
+
+    def run(step: Any) -> None:
+        by_graph = engine.decoder is not None and (not step.reading or engine.decoder.can_read(step))
+        kind = "burst" if not step.reading else "graph" if by_graph else "launched"
+        start = time.perf_counter()
+        plain(step)
+        spent[kind].append(time.perf_counter() - start)
+
+    engine._run = run
+    yield spent
+    engine._run = plain
+
+
+async def alone(service: EngineService, count: int) -> AsyncIterator[None]:
+    for number in range(ROUNDS):
+        await sessions(service.sample, count, number * 1_000_000, service.engine.model.config.vocab_size)
+        yield
+
+
+async def over_http(service: EngineService, count: int) -> AsyncIterator[None]:
+    ready = asyncio.Event()
+    with server.bind("127.0.0.1", 0) as listener:
+        serving = asyncio.create_task(server.run(service, listener, name="x", token="", grace=0.0, ready=ready.set))
+        await ready.wait()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        context = multiprocessing.get_context("spawn")
+        gate, size = context.Barrier(PROCESSES + 1), service.engine.model.config.vocab_size
+        others = [
+            context.Process(target=client, args=(url, count // PROCESSES, index * count, size, gate), daemon=True)
+            for index in range(PROCESSES)
+        ]
+        for process in others:
+            process.start()
+        await asyncio.to_thread(gate.wait)  # they are there
+        for _ in range(ROUNDS):
+            await asyncio.to_thread(gate.wait)
+            yield
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+def client(url: str, count: int, first: int, size: int, gate: Any) -> None:
+    async def play() -> None:
+        http = Http(url, "")
+        await asyncio.to_thread(gate.wait)
+        for number in range(ROUNDS):
+            await sessions(http.samples, count, first + number * 1_000_000, size)
+            await asyncio.to_thread(gate.wait)
+        await http.close()
+
+    asyncio.run(play())
+
+
+async def sessions(ask: Ask, count: int, seed: int, size: int) -> None:
+    await asyncio.gather(*(session(ask, random.Random(seed + number), size) for number in range(count)))
+
+
+async def session(ask: Ask, rng: random.Random, size: int) -> None:
+    text = [rng.randrange(size) for _ in range(OPENING)]
+    for turn in range(TURNS):
+        sampling = Sampling(max_tokens=rng.randint(20, 120), seed=turn)
+        (sample,) = await ask(text, sampling)
+        text += sample.tokens + [rng.randrange(size) for _ in range(rng.randint(*ADDED))]
+        await asyncio.sleep(rng.uniform(*TOOL_S))
+
+
+if __name__ == "__main__":
+    main()
