@@ -326,6 +326,12 @@ class TaskBuild(Section):
     unfinished: float = Field(
         default=0.0, ge=0, le=1, description="share of those that stop half-way, as some people do"
     )
+    mistakes: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="chance of a wrong change, which is not imitated, and the way out of it, which is; not given: 0.12",
+    )
 
     @model_validator(mode="after")
     def _made_or_taken(self) -> Self:
@@ -338,8 +344,9 @@ class TaskBuild(Section):
                 raise ValueError(f"{given[0]} would not be used: the tasks are those of path")
         elif self.count is None:
             raise ValueError("count is missing: how many tasks to make")
-        if self.unfinished and not self.experts:
-            raise ValueError("unfinished would not be used: there are no experts")
+        for name in ("unfinished", "mistakes"):
+            if getattr(self, name) and not self.experts:
+                raise ValueError(f"{name} would not be used: there are no experts")
         if self.experts and self.split != "train":
             raise ValueError("experts would show what is held out; set them beside a set of the train split")
         return self

@@ -34,7 +34,7 @@ from etude.model.mtp import MTP
 from etude.model.tokenizer import Tokenizer, train_tokenizer
 from etude.model.transformer import Transformer
 from etude.sections import RlStage, SftStage, TaskBuild, TrainingStage
-from etude.tasks.nano.expert import Manner
+from etude.tasks.nano.expert import manner_of
 from etude.tasks.nano.rehearse import rehearse
 from etude.tasks.nano.source import nano_tasks
 from etude.train.objectives import Objective, next_token, with_mtp
@@ -276,7 +276,7 @@ async def _expert_rate(
     made: Sequence[Mapping[str, str]], table: TaskBuild, tokenizer: Tokenizer, budget: float
 ) -> tuple[float, float]:
     """Seconds and tokens of a session."""
-    dialect, manner = dialect_for(tokenizer), Manner(unfinished=table.unfinished)
+    dialect, manner = dialect_for(tokenizer), manner_of(table)
     start, sessions, tokens = time.perf_counter(), 0, 0
     for number, files in enumerate(made):
         shown = await rehearse(files, dialect, seed=number, manner=manner)

@@ -21,7 +21,7 @@ from etude.recipe import Recipe
 from etude.run import Artefact, Run
 from etude.sections import TaskBuild
 from etude.tasks.harbor import find_tasks, read_task
-from etude.tasks.nano.expert import Manner, read_files
+from etude.tasks.nano.expert import manner_of, read_files
 from etude.tasks.nano.rehearse import rehearse
 from etude.tasks.nano.source import generate_nano, nano_tasks, text_digest
 
@@ -80,7 +80,7 @@ def _fill(directory: Path, table: TaskBuild) -> None:
 
 async def _write_experts(file: Path, tasks: Path, table: TaskBuild, dialect: Dialect, report: Report) -> None:
     """Sessions of experts in tasks like those of the set, none of which is in it."""
-    manner = Manner(unfinished=table.unfinished)
+    manner = manner_of(table)
     taken = {text_digest(read_files(task)) for task in find_tasks(tasks)}
     with file.open("w", encoding="utf-8") as rows:
         written = 0

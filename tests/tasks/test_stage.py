@@ -145,3 +145,18 @@ def test_a_base_without_tools_gets_a_template_that_has_them(place: Path, tmp_pat
     recipe.write_text('name = "t"\nstages = ["base"]\n[base]\nsource = "./plain"\nchat_template = "chatml"\n')
     run_recipe(load_recipe(recipe), tmp_path / "run")
     assert Tokenizer.load(tmp_path / "run" / "checkpoints" / "base-0").chat_template == CHAT_TEMPLATE
+
+
+def test_experts_make_as_many_mistakes_as_asked_for(place: Path, tmp_path: Path) -> None:
+    text = RECIPE.replace("experts = 5", "experts = 40\nmistakes = CHANCE").replace('"./model"', f'"{place / "model"}"')
+    text = text.replace('path = "given"', f'path = "{place / "given"}"')
+    failed = []
+    for chance in ("0", "1"):
+        recipe = tmp_path / f"{chance}.toml"
+        recipe.write_text(text.replace("CHANCE", chance))
+        run_recipe(load_recipe(recipe), tmp_path / chance)
+        rows = map(json.loads, experts_file(Run.read(tmp_path / chance), "train").read_text().splitlines())
+        answers = [[said["content"] for said in row["messages"] if said["role"] == "tool"] for row in rows]
+        failed.append(sum(any("was not found" in text or "exit code 1" in text for text in each) for each in answers))
+    assert failed[0] < 8, failed  # some checks fail before the change
+    assert failed[1] > 12, failed

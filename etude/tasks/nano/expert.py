@@ -17,11 +17,13 @@ from typing import Any
 from etude.errors import InputError
 from etude.harness.conversation import Call, Message
 from etude.harness.environment import Environment
+from etude.sections import TaskBuild
 
 # What a nano model is shown: as little as will do, for every tool is a tenth of its window. Files are listed by `ls`.
 NANO_ENVIRONMENT = Environment(tools=("read_file", "search_replace", "run_terminal_cmd"), brief=True)
 
-OPERATORS = ("<=", ">=", "==", "!=", "<", ">", "+", "-", "*")
+OPERATORS = (("<=", ">=", "==", "!=", "<", ">"), ("+", "-", "*"))
+SIGNS = re.compile(r"[<>=!]=|[<>+*-]|\d+")
 SEARCHES = {"migrate-fstring": "%\\|format", "migrate-none": "None", "migrate-type": "type("}
 # What somebody says who stops before the work is done.
 UNFINISHED = (
@@ -63,6 +65,12 @@ class Manner:
     mistakes: float = 0.12
     unfinished: float = 0.0  # stops half-way, and says it is done, asks back, or gives up
     tools: tuple[str, ...] = NANO_ENVIRONMENT.tools
+
+
+def manner_of(table: TaskBuild) -> Manner:
+    """As a recipe asks for."""
+    known = Manner(unfinished=table.unfinished)
+    return known if table.mistakes is None else replace(known, mistakes=table.mistakes)
 
 
 def read_files(directory: Path) -> dict[str, str]:
@@ -212,18 +220,23 @@ class _Case:
         return [replace(self.turn(self.edit_call(Edit(edit.path, torn, edit.new))), mistake=True)]
 
     def slip(self, edit: Edit) -> str:
-        """The edit with another operator or number where it differs; nothing if it has none."""
+        """The edit with another operator or number where it differs; or, of what was there, with one that was right."""
         match = SequenceMatcher(None, edit.old, edit.new, autojunk=False).get_opcodes()
         spans = [(low, high) for tag, _, _, low, high in match if tag != "equal"]
-        for found in re.finditer(r"[<>=!]=|[<>+*-]|\d+", edit.new):
-            if not any(low <= found.end() and found.start() <= high for low, high in spans):
-                continue
-            part = found.group()
-            others = [sign for sign in OPERATORS if sign != part] if not part.isdigit() else [str(int(part) + 1)]
-            slip = edit.new[: found.start()] + self.chance.choice(others) + edit.new[found.end() :]
-            if slip not in (edit.old, edit.new):
-                return slip
-        return ""
+        near = [
+            found
+            for found in SIGNS.finditer(edit.new)
+            if any(a <= found.end() and found.start() <= b for a, b in spans)
+        ]
+        slips = [self.other_sign(edit.new, found) for found in near[:1]]
+        slips += [self.other_sign(edit.old, found) for found in SIGNS.finditer(edit.old)]
+        return next((slip for slip in slips if slip not in (edit.old, edit.new)), "")
+
+    def other_sign(self, text: str, found: re.Match[str]) -> str:
+        part = found.group()
+        others = [str(int(part) + 1)] if part.isdigit() else next(kind for kind in OPERATORS if part in kind)
+        other = self.chance.choice([sign for sign in others if sign != part])
+        return text[: found.start()] + other + text[found.end() :]
 
     # -- turns
 
