@@ -10,6 +10,7 @@
 #include <string.h>
 
 #define SMALL 4096 /* multiplications below which threads cost more than they save */
+#define FEW 8 /* streams whose heads are shared out too: there may be more threads than streams */
 #define BLOCK 64 /* odds summed in float32 before they join a sum in float64 */
 #define LEAST -80.0f /* a logarithm below which odds are none */
 
@@ -93,63 +94,77 @@ void store_pages(
     }
 }
 
-/* One query head over the first `tokens` tokens of a stream: keys and values of one head, `stride` apart, in pages. */
-static inline void attend_one(
+/* Queries of a stream over its first `tokens` tokens: `group` for each of `kv_heads` key heads. Page by page, all heads
+   of a page while it is in the nearest cache: memory is read once, in order. `scores` has `longest` for each query. */
+static inline void attend_heads(
     const float *q, const float *keys, const float *values, long stride, const int64_t *pages, long page, float *out,
-    float *scores, long tokens, long dim, long value_dim, float scale)
+    float *scores, long longest, long tokens, long kv_heads, long group, long dim, long value_dim, float scale)
 {
-    float most = -INFINITY, sum = 0;
     for (long start = 0; start < tokens; start += page) {
-        const float *key = keys + pages[start / page] * page * stride;
-        long end = start + page < tokens ? start + page : tokens;
-        for (long t = start; t < end; t++, key += stride) {
-            scores[t] = dot(q, key, dim) * scale;
-            most = scores[t] > most ? scores[t] : most;
+        const float *first = keys + pages[start / page] * page * stride;
+        long count = start + page < tokens ? page : tokens - start;
+        for (long query = 0; query < kv_heads * group; query++) {
+            const float *one = q + query * dim, *key = first + query / group * dim;
+            float *score = scores + query * longest + start;
+            for (long t = 0; t < count; t++)
+                score[t] = dot(one, key + t * stride, dim) * scale;
         }
     }
+    for (long query = 0; query < kv_heads * group; query++) {
+        float *score = scores + query * longest, most = -INFINITY, sum = 0;
+#pragma omp simd reduction(max : most)
+        for (long t = 0; t < tokens; t++)
+            most = score[t] > most ? score[t] : most;
 #pragma omp simd reduction(+ : sum)
-    for (long t = 0; t < tokens; t++) {
-        scores[t] = power(scores[t] - most);
-        sum += scores[t];
+        for (long t = 0; t < tokens; t++) {
+            score[t] = power(score[t] - most);
+            sum += score[t];
+        }
+        for (long t = 0; t < tokens; t++)
+            score[t] /= sum;
     }
-    memset(out, 0, value_dim * sizeof(float));
+    memset(out, 0, kv_heads * group * value_dim * sizeof(float));
     for (long start = 0; start < tokens; start += page) {
-        const float *value = values + pages[start / page] * page * stride;
-        long end = start + page < tokens ? start + page : tokens;
-        for (long t = start; t < end; t++, value += stride) {
-            float weight = scores[t] / sum;
+        const float *first = values + pages[start / page] * page * stride;
+        long count = start + page < tokens ? page : tokens - start;
+        for (long query = 0; query < kv_heads * group; query++) {
+            const float *weight = scores + query * longest + start, *value = first + query / group * dim;
+            float *to = out + query * value_dim;
+            for (long t = 0; t < count; t++) {
 #pragma omp simd
-            for (long i = 0; i < value_dim; i++)
-                out[i] += weight * value[i];
+                for (long i = 0; i < value_dim; i++)
+                    to[i] += weight[t] * value[t * stride + i];
+            }
         }
     }
 }
 
 /* One query per stream over its pages. Slabs are [slots, kv heads, dim]; `stride` is from slot to slot, values may be
-   the first part of the keys. `room` holds a float for every token of every (stream, kv head), `longest` for each. */
+   the first part of the keys. `room` holds a float for every token of every (stream, head), `longest` for each. Threads
+   share streams, or the heads of few. */
 void attend_pages(
     const float *q, const float *keys, const float *values, long stride, const int64_t *tables, long width,
     const int64_t *lengths, long page, float *out, float *room, long longest,
     long n, long heads, long kv_heads, long dim, long value_dim, float scale)
 {
-    long group = heads / kv_heads;
-#pragma omp parallel for if (n * longest * heads * dim > 16 * SMALL) schedule(dynamic, 4)
-    for (long pair = 0; pair < n * kv_heads; pair++) {
-        long row = pair / kv_heads, head = pair % kv_heads, tokens = lengths[row];
-        const float *key = keys + head * dim, *value = values + head * dim;
+    long group = heads / kv_heads, together = n < FEW ? 1 : kv_heads, parts = kv_heads / together;
+#pragma omp parallel for if (n * longest * heads * dim > 16 * SMALL) schedule(dynamic, 1)
+    for (long part = 0; part < n * parts; part++) {
+        long row = part / parts, head = part % parts * together, query = row * heads + head * group;
+        const float *one = q + query * dim, *key = keys + head * dim, *value = values + head * dim;
         const int64_t *pages = tables + row * width;
-        float *scores = room + pair * longest;
-        for (long g = 0; g < group; g++) {
-            long index = row * heads + head * group + g;
-            const float *one = q + index * dim;
-            float *to = out + index * value_dim;
-            if (dim == 32 && value_dim == 32) /* the common widths as constants: the loops unroll */
-                attend_one(one, key, value, stride, pages, page, to, scores, tokens, 32, 32, scale);
-            else if (dim == 64 && value_dim == 64)
-                attend_one(one, key, value, stride, pages, page, to, scores, tokens, 64, 64, scale);
-            else
-                attend_one(one, key, value, stride, pages, page, to, scores, tokens, dim, value_dim, scale);
-        }
+        float *to = out + query * value_dim, *scores = room + query * longest;
+        long tokens = lengths[row];
+#define ATTEND(dim, value_dim) \
+    attend_heads( \
+        one, key, value, stride, pages, page, to, scores, longest, tokens, together, group, dim, value_dim, scale)
+        if (dim == 32 && value_dim == 32) /* the common widths as constants: the loops unroll */
+            ATTEND(32, 32);
+        else if (dim == 64 && value_dim == 64)
+            ATTEND(64, 64);
+        else
+            ATTEND(dim, value_dim);
+#undef ATTEND
     }
 }
 

@@ -60,7 +60,7 @@ def attend_pages(
         return _kernels().decode(q, keys, values, tables, lengths, size, scale, exact)  # type: ignore[no-any-return]
     if (native := serves(q)) is not None and q.is_contiguous():
         (n, heads, dim), kv_heads, value_dim, longest = q.shape, keys.shape[1], values.shape[-1], int(lengths.max())
-        out, room = q.new_empty(n, heads, value_dim), q.new_empty(n * kv_heads * longest)
+        out, room = q.new_empty(n, heads, value_dim), q.new_empty(n * heads * longest)
         slabs = keys.data_ptr(), values.data_ptr(), keys.stride(0)
         table = tables.data_ptr(), tables.shape[1], lengths.data_ptr(), size
         shape = n, heads, kv_heads, dim, value_dim, scale
