@@ -42,6 +42,11 @@ def test_the_command_starts_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT).returncode == 0
 
 
+def test_a_model_is_loaded_without_the_compiler() -> None:
+    code = "import sys, etude.inference.engine, etude.model.checkpoint; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT).returncode == 0
+
+
 def test_rooms_are_attributes_of_the_package_and_nothing_else_is() -> None:
     code = "import etude; print(etude.data.__name__, etude.recipe.__name__, hasattr(etude, 'nonsense'))"
     shown = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)

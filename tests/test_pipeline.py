@@ -83,6 +83,22 @@ def test_a_config_no_family_knows_is_named_by_its_key(recipe: Path, tmp_path: Pa
         run_recipe(load_recipe(recipe, ["init.config.model_type=qwen33"]), tmp_path / "run")
 
 
+# Commands as from a shell, but in one process: starting one takes seconds.
+ONE_AFTER_ANOTHER = """
+import contextlib, io, json, sys
+from etude.cli import main
+for words in map(json.loads, sys.argv[1:]):
+    sys.argv, error = ["etude", *words], io.StringIO()
+    code = 0
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code, error.getvalue()]), flush=True)
+"""
+
+
 def test_the_model_verbs_work_on_what_a_run_made(recipe: Path, tmp_path: Path) -> None:
     run_recipe(load_recipe(recipe), tmp_path / "run")
     model = tmp_path / "run/checkpoints/init-0"
@@ -103,7 +119,7 @@ def test_the_model_verbs_work_on_what_a_run_made(recipe: Path, tmp_path: Path) -
     assert trained.returncode == 0, trained.stderr
     assert (tmp_path / "tok/tokenizer.json").exists()
 
-    for wrong, words in {
+    mistakes: dict[tuple[object, ...], str] = {
         ("generate", tmp_path / "nowhere", "x"): "nowhere",
         ("generate", model, "x", "--dtype", "float8"): "--dtype float8: expected float32 or bfloat16",
         ("generate", model, "x", "--device", "cuda:0"): "device cuda:0",
@@ -119,9 +135,17 @@ def test_the_model_verbs_work_on_what_a_run_made(recipe: Path, tmp_path: Path) -
         ("describe", "nonsense"): "neither a model directory",
         ("tokenizer", tmp_path / "code", "--out", tmp_path / "tok"): "already exists",
         ("import", "no-such-package", tmp_path / "x"): "no-such-package",
-    }.items():
-        failed = etude(*wrong)
-        assert failed.returncode == 2, (wrong, failed.stderr)
-        assert words in failed.stderr.splitlines()[-1]
-        assert "Traceback" not in failed.stderr
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_ANOTHER, *(json.dumps(["model", *map(str, words)]) for words in mistakes)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(said) == len(mistakes), done.stderr
+    for (wrong, words), (code, error) in zip(mistakes.items(), said, strict=True):
+        assert code == 2, (wrong, error)
+        assert words in error.splitlines()[-1]
+        assert "Traceback" not in error
     assert not (tmp_path / "x").exists()

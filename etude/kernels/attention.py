@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from inspect import signature
 from itertools import accumulate, chain
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from etude.errors import InputError
 
@@ -28,8 +26,8 @@ _PREFERRED = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# torch 2.11 takes grouped queries without a word; later ones want it said.
-GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+# Of the variable-length kernel: torch 2.11 takes grouped queries without a word; later ones want it said.
+GROUPED: dict[str, Any] = {} if torch.__version__.startswith("2.11.") else {"enable_gqa": True}
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,8 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Docume
 
 
 def _variable_length(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # brings the compiler along: a second of every start
+
     rows, tokens, narrow = *q.shape[:2], v.shape[-1]
     if narrow != q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - narrow))  # the flash kernel wants keys and values of one width

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from etude.kernels.attention import GROUPED
 from etude.kernels.native import serves
@@ -149,6 +148,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _variable_length(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # brings the compiler along: a second of every start
+
     narrow, wide = v.shape[-1], -(-q.shape[-1] // 8) * 8
     # the flash kernel wants queries, keys and values of one width, a multiple of eight
     q, k, v = (F.pad(t, (0, wide - t.shape[-1])) if t.shape[-1] != wide else t for t in (q, k, v))
