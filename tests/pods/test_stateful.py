@@ -80,6 +80,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.detached: set[str] = set()
         self.paused: set[str] = set()
         self.snapshots: dict[str, tuple[Files, bool]] = {}
+        self.orphaned = False  # the keeper was killed
 
     @initialize()
     def start(self) -> None:
@@ -96,6 +97,10 @@ class FleetMachine(RuleBasedStateMachine):
             deadline = time.monotonic() + 10
             while left and inventory.keeper_of(self.state) and time.monotonic() < deadline:
                 time.sleep(0.01)
+            if self.orphaned:  # a service that ends at once may not have noticed which pods went with their keeper
+                self.service = Service(self.state)
+                self.service.ask("gc")
+                self.service.end(0)
             assert not list((self.state / "pods").iterdir())
         elif hasattr(self, "service"):
             self.service.end(signal.SIGKILL)
@@ -224,6 +229,7 @@ class FleetMachine(RuleBasedStateMachine):
     def kill_the_keeper(self) -> None:
         if keeper := inventory.keeper_of(self.state):
             os.kill(keeper, signal.SIGKILL)
+            self.orphaned = True
             while inventory.keeper_of(self.state) == keeper:
                 time.sleep(0.005)
         for id in list(self.pods):
