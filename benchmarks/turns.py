@@ -4,7 +4,7 @@
     python benchmarks/turns.py --device cpu        # the nano shape, 16 sessions
     python benchmarks/turns.py --sessions 192
 
-Every turn's prompt is all before it and some tokens more, as from a tool; its answer has 20 to 120 tokens, and then the
+Every turn's prompt is all before it and some tokens more, as from a tool; its answer has 20 to 100 tokens, and then the
 tool takes a moment. Once without a server, and once over HTTP from four other processes, as in a run of reinforcement
 learning; each with the new tokens of prompts read by captured graphs and without. Weights are random.
 """
@@ -32,7 +32,8 @@ from etude.inference.service import EngineService
 from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer, initialize
 
-TURNS, OPENING, ADDED, PROCESSES = 8, 600, (40, 140), 4
+TURNS, OPENING, ADDED, PROCESSES = 8, 400, (40, 100), 4
+LIMIT_S = 300.0  # of a round
 ROUNDS = 2  # the first compiles kernels and captures graphs
 TOOL_S = (0.01, 0.05)
 
@@ -48,10 +49,13 @@ def main() -> None:
     shape, dtype = (SMOLLM2, torch.bfloat16) if cuda else (NANO, torch.float32)
     model = initialize(ModelConfig.from_hugging_face(shape), dtype=dtype).to(arguments.device)
     count = arguments.sessions or (96 if cuda else 16)
+    if count < PROCESSES or count % PROCESSES:
+        parser.error(f"--sessions {count}: expected a multiple of {PROCESSES}, as many processes ask")
     table = Table(
         title=f"{count} sessions of {TURNS} turns; milliseconds of an engine's step, and its share of the time"
     )
-    for column in ("", "turns/s", "tok/s", "burst", "read, graph", "read, launched", "else"):
+    decoding = "burst" if cuda else "decode"
+    for column in ("", "turns/s", "tok/s", decoding, "read, graph", "read, launched", "else"):
         table.add_column(column, justify="right")
     for name, play in (("no server", alone), ("over HTTP", over_http)):
         for read in (graphs.READ, 0) if cuda else (0,):
@@ -103,8 +107,10 @@ def timing(engine: Any) -> Any:
         spent[kind].append(time.perf_counter() - start)
 
     engine._run = run
-    yield spent
-    engine._run = plain
+    try:
+        yield spent
+    finally:
+        engine._run = plain
 
 
 async def alone(service: EngineService, count: int) -> AsyncIterator[None]:
@@ -127,24 +133,31 @@ async def over_http(service: EngineService, count: int) -> AsyncIterator[None]:
         ]
         for process in others:
             process.start()
-        await asyncio.to_thread(gate.wait)  # they are there
-        for _ in range(ROUNDS):
-            await asyncio.to_thread(gate.wait)
-            yield
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+        try:
+            await asyncio.to_thread(gate.wait, LIMIT_S)  # they are there
+            for _ in range(ROUNDS):
+                await asyncio.to_thread(gate.wait, LIMIT_S)
+                yield
+        finally:
+            gate.abort()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
 
 
 def client(url: str, count: int, first: int, size: int, gate: Any) -> None:
     async def play() -> None:
         http = Http(url, "")
-        await asyncio.to_thread(gate.wait)
+        await asyncio.to_thread(gate.wait, LIMIT_S)
         for number in range(ROUNDS):
             await sessions(http.samples, count, first + number * 1_000_000, size)
-            await asyncio.to_thread(gate.wait)
+            await asyncio.to_thread(gate.wait, LIMIT_S)
         await http.close()
 
-    asyncio.run(play())
+    try:
+        asyncio.run(play())
+    except BaseException:
+        gate.abort()  # nobody waits for one who is gone
+        raise
 
 
 async def sessions(ask: Ask, count: int, seed: int, size: int) -> None:
@@ -154,7 +167,7 @@ async def sessions(ask: Ask, count: int, seed: int, size: int) -> None:
 async def session(ask: Ask, rng: random.Random, size: int) -> None:
     text = [rng.randrange(size) for _ in range(OPENING)]
     for turn in range(TURNS):
-        sampling = Sampling(max_tokens=rng.randint(20, 120), seed=turn)
+        sampling = Sampling(max_tokens=rng.randint(20, 100), seed=turn)
         (sample,) = await ask(text, sampling)
         text += sample.tokens + [rng.randrange(size) for _ in range(rng.randint(*ADDED))]
         await asyncio.sleep(rng.uniform(*TOOL_S))

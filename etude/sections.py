@@ -330,7 +330,8 @@ class TaskBuild(Section):
         default=None,
         ge=0,
         le=1,
-        description="chance of a wrong change, which is not imitated, and the way out of it, which is; not given: 0.12",
+        description="chance of a mistake in a session, which is not imitated, and the way out of it, which is; "
+        "not given: one in eight",
     )
 
     @model_validator(mode="after")
@@ -344,9 +345,9 @@ class TaskBuild(Section):
                 raise ValueError(f"{given[0]} would not be used: the tasks are those of path")
         elif self.count is None:
             raise ValueError("count is missing: how many tasks to make")
-        for name in ("unfinished", "mistakes"):
-            if getattr(self, name) and not self.experts:
-                raise ValueError(f"{name} would not be used: there are no experts")
+        if not self.experts and (self.unfinished or self.mistakes is not None):
+            name = "unfinished" if self.unfinished else "mistakes"
+            raise ValueError(f"{name} would not be used: there are no experts")
         if self.experts and self.split != "train":
             raise ValueError("experts would show what is held out; set them beside a set of the train split")
         return self

@@ -6,7 +6,8 @@ beyond the streams at hand are dummies that write to a page nobody owns. What ca
 cut-off sampling) runs step by step instead.
 
 A few tokens of prompts are rows as well, each with its stream's pages and its own position: every row's keys are stored
-before any row looks. What agents' turns add to their prompts is read that way, by the host in one go.
+before any row looks. What agents' turns add to their prompts is read that way; such a graph runs once, and draws only
+for the rows that write.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,9 @@ class Burst:
     routing: np.ndarray | None  # [steps, streams, moe layers, experts per token]
 
 
-READ = 1024  # tokens of a step that a graph reads: each looks by itself at all before it, which launching saves for few
+# What a graph reads in a step: each token looks by itself at all before it, which for many costs more than launching.
+READ = 1024  # tokens
+LOOKS = READ * 4096  # tokens looked at
 NARROW = 4096  # tokens of the shortest page table; attention's cost grows with its width, used or not
 
 
@@ -49,20 +52,22 @@ class Read:
 
 
 class Graph:
-    """Buffers of `rows` streams of up to `width` pages, and the step over them."""
+    """Buffers of `rows` tokens of streams of up to `width` pages, and the step over them, which draws for `draws`."""
 
-    def __init__(self, decoder: "Decoder", rows: int, width: int) -> None:
-        device, steps = decoder.device, decoder.steps
-        self.rows, self.width = rows, width
+    def __init__(self, decoder: "Decoder", rows: int, width: int, draws: int | None = None) -> None:
+        device, steps = decoder.device, decoder.steps if draws is None else 2  # two to warm up
+        self.rows, self.width, self.reads = rows, width, draws is not None
+        draws = rows if draws is None else draws
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tables = torch.full((rows, width), decoder.spare, dtype=torch.int32, device=device)
-        self.temperatures = torch.ones(rows, dtype=torch.float32, device=device)
-        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.places = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.writers = torch.zeros(draws, dtype=torch.int64, device=device)  # rows that are drawn for, if it reads
+        self.temperatures = torch.ones(draws, dtype=torch.float32, device=device)
+        self.seeds = torch.zeros(draws, dtype=torch.int64, device=device)
+        self.places = torch.zeros(draws, dtype=torch.int64, device=device)
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
-        self.out = torch.zeros(steps, rows, dtype=torch.int64, device=device)
-        self.scores = torch.zeros(steps, 2, rows, dtype=torch.float32, device=device)
+        self.out = torch.zeros(steps, draws, dtype=torch.int64, device=device)
+        self.scores = torch.zeros(steps, 2, draws, dtype=torch.float32, device=device)
         moe = decoder.model.config.moe
         shape = (steps, rows, len(moe.layers), moe.per_token) if moe else (0,)
         self.routes = torch.zeros(shape, dtype=torch.int16, device=device)
@@ -81,7 +86,7 @@ class Decoder:
         self.width = -(-(model.config.max_length + steps) // cache.size)  # pages of the longest stream there can be
         self.spare = pages  # the page beyond the pool's
         self.memory: Any = None  # the graphs' common pool
-        self.graphs: dict[tuple[int, int], Graph] = {}
+        self.graphs: dict[tuple[int, int, bool], Graph] = {}
 
     def run_step(self, graph: Graph) -> None:
         """One step over a graph's buffers; what is captured."""
@@ -93,20 +98,22 @@ class Decoder:
         self.cache.batch = Batch(graph.tokens, graph.positions, slots, rows, graph.tables, lengths, None, none)
         routing = Routing() if self.model.config.moe else None
         hidden = self.model.hidden(graph.tokens[None], cache=self.cache, routing=routing)  # type: ignore[arg-type]
-        logits = self.model.logits(hidden[0])
+        logits = self.model.logits(hidden[0, graph.writers] if graph.reads else hidden[0])
         tokens, logprobs, raw = draw_plain(logits, graph.temperatures, graph.seeds, graph.places)
         graph.out.index_copy_(0, graph.turn, tokens[None])
         graph.scores.index_copy_(0, graph.turn, torch.stack((logprobs, raw))[None])
         if routing is not None and routing.chosen is not None:
             graph.routes.index_copy_(0, graph.turn, routing.chosen.to(torch.int16))
-        graph.tokens.copy_(tokens)
-        graph.positions += 1
-        graph.places += 1
+        if not graph.reads:
+            graph.tokens.copy_(tokens)
+            graph.positions += 1
+            graph.places += 1
         graph.turn += 1
 
     def burst(self, streams: Sequence[Stream], steps: int) -> Burst:
         """`steps` tokens for every stream."""
-        graph = self._graph(len(streams), max(len(stream.pages) for stream in streams), self.most)
+        rows = self.most if self.fixed else min(self.most, _bucket(len(streams)))
+        graph = self._graph(rows, streams)
         self._fill(graph, streams, [])
         for _ in range(steps):
             graph.replay()
@@ -117,27 +124,29 @@ class Decoder:
         return Burst(tokens, scores[0], scores[1], routing)
 
     def can_read(self, step: Step) -> bool:
-        return not self.fixed and step.tokens <= READ
+        looks = sum((piece.end - piece.start) * piece.end for piece in step.reading)
+        return not self.fixed and step.tokens <= READ and looks <= LOOKS
 
     def read(self, step: Step) -> Read:
         """A step with prompts in it."""
+        rows = max(64, 1 << (step.tokens - 1).bit_length())  # few graphs: a capture takes as long as several steps
         streams = [*step.decoding, *(piece.stream for piece in step.reading)]
-        graph = self._graph(step.tokens, max(len(stream.pages) for stream in streams), READ)
-        slots, writers = self._fill(graph, step.decoding, step.reading)
+        graph = self._graph(rows, streams, draws=min(rows, self.most))
+        slots, drawn = self._fill(graph, step.decoding, step.reading)
         graph.replay()
-        rows = torch.tensor(writers, device=self.device)
-        drawn = Drawn(graph.out[0, rows], graph.scores[0, 0, rows], graph.scores[0, 1, rows]) if writers else None
+        made = Drawn(graph.out[0, :drawn], *graph.scores[0, :, :drawn]) if drawn else None
         routing = graph.routes[0, : step.tokens].cpu().numpy() if graph.routes.numel() else None
-        return Read(drawn, slots, routing)
+        return Read(made, slots, routing)
 
-    def _graph(self, rows: int, pages: int, most: int) -> Graph:
-        rows = self.most if self.fixed else min(most, _bucket(rows))
+    def _graph(self, rows: int, streams: Sequence[Stream], draws: int | None = None) -> Graph:
+        pages = max(len(stream.pages) for stream in streams)
         # another width is another order of sums
         width = self.width if self.fixed else min(self.width, table_width(pages, self.cache.size))
-        if (rows, width) not in self.graphs:
-            graph = self.graphs[rows, width] = Graph(self, rows, width)
+        key = rows, width, draws is not None
+        if key not in self.graphs:
+            graph = self.graphs[key] = Graph(self, rows, width, draws)
             self.capture(graph)
-        return self.graphs[rows, width]
+        return self.graphs[key]
 
     def capture(self, graph: Graph) -> None:
         """Run a graph's step once for the record; from then on it is replayed."""
@@ -155,8 +164,8 @@ class Decoder:
 
     def _fill(
         self, graph: Graph, decoding: Sequence[Stream], reading: Sequence[Piece]
-    ) -> tuple[npt.NDArray[np.int64], list[int]]:
-        """Rows for a token of every decoding stream and those of the pieces: their slots, and which of them write."""
+    ) -> tuple[npt.NDArray[np.int64], int]:
+        """Rows for a token of every decoding stream and those of the pieces: their slots, and how many tokens come."""
         tables = np.full((graph.rows, graph.width), self.spare, np.int32)
         tokens = [stream.made[-1] for stream in decoding]
         positions = [stream.length - 1 for stream in decoding]
@@ -169,21 +178,28 @@ class Decoder:
             positions += range(piece.start, piece.end)
             if piece.writes:
                 writers.append(len(tokens) - 1)
-        numbers = np.zeros((4, graph.rows), np.int64)
-        numbers[:2, : len(tokens)] = tokens, positions
+        inputs = np.zeros((2, graph.rows), np.int64)
+        inputs[:, : len(tokens)] = tokens, positions
         writing = [*decoding, *(piece.stream for piece in reading if piece.writes)]
-        numbers[2, writers] = [stream.seed for stream in writing]
-        numbers[3, writers] = [len(stream.made) for stream in writing]
-        warmth = np.ones(graph.rows, np.float32)
-        warmth[writers] = [stream.sampling.temperature for stream in writing]
-        moved = torch.from_numpy(numbers).to(self.device)
-        for buffer, values in zip((graph.tokens, graph.positions, graph.seeds, graph.places), moved, strict=True):
-            buffer.copy_(values)
+        draws = np.zeros((3, len(graph.seeds)), np.int64)
+        draws[:, : len(writing)] = (
+            writers,
+            [stream.seed for stream in writing],
+            [len(stream.made) for stream in writing],
+        )
+        warmth = np.ones(len(graph.seeds), np.float32)
+        warmth[: len(writing)] = [stream.sampling.temperature for stream in writing]
+        for buffers, values in (
+            ((graph.tokens, graph.positions), inputs),
+            ((graph.writers, graph.seeds, graph.places), draws),
+        ):
+            for buffer, row_values in zip(buffers, torch.from_numpy(values).to(self.device), strict=True):
+                buffer.copy_(row_values)
         graph.tables.copy_(torch.from_numpy(tables))
         graph.temperatures.copy_(torch.from_numpy(warmth))
         graph.turn.zero_()
-        size, places = self.cache.size, numbers[1, : len(tokens)]
-        return tables[np.arange(len(tokens)), places // size].astype(np.int64) * size + places % size, writers
+        size, at = self.cache.size, inputs[1, : len(tokens)]
+        return tables[np.arange(len(tokens)), at // size].astype(np.int64) * size + at % size, len(writing)
 
 
 def table_width(pages: int, size: int) -> int:

@@ -27,6 +27,7 @@ LEVEL = 3  # higher levels save a few percent for several times the time
 DENSE = 0.5  # of values changed: from here a tensor is sent whole
 
 _TYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+HEADER: dict[str, type] = {"base": str, "result": str, "gone": list, "tensors": dict, "values": int, "changed": int}
 _WIDTHS = {4: np.uint32, 8: np.uint64}  # of gaps, in bytes
 
 
@@ -72,17 +73,17 @@ def apply_delta(old: Mapping[str, Tensor], delta: bytes) -> Sealed:
     header, body = _open(delta)
     if checksum(old) != header["base"]:
         raise DeltaError("the delta is for other weights than these; start again from a full version")
+    entries: dict[str, Any] = header["tensors"]
     try:
-        entries: dict[str, Any] = header["tensors"]
         blocks = {name: [body.take(size) for size in entry["sizes"]] for name, entry in entries.items()}
 
         def size(name: str) -> int:
             return old[name].nbytes if name in old else sum(map(len, blocks[name]))
 
         made = in_threads(lambda name: _decode(old.get(name), entries[name], blocks[name]), list(entries), size)
-        gone = set(header["gone"])
-    except (KeyError, ValueError, TypeError, IndexError, zstandard.ZstdError) as error:
+    except (LookupError, ValueError, TypeError, OverflowError, zstandard.ZstdError) as error:
         raise DeltaError(f"the delta is damaged: {error}") from error
+    gone = set(header["gone"])
     kept = {name: tensor for name, tensor in old.items() if name not in entries and name not in gone}
     result = Sealed(kept | dict(zip(entries, made, strict=True)), {name: old.digests[name] for name in kept})
     if checksum(result) != header["result"]:
@@ -124,6 +125,8 @@ def _decode(old: Tensor | None, entry: Mapping[str, Any], blocks: Sequence[bytes
     count = int(np.prod(shape, dtype=np.int64))
     if entry["kind"] == "whole":
         values = _unpack(blocks[0], kind, count)
+    elif entry["kind"] != "sparse":
+        raise ValueError(f"a tensor is sent as {entry['kind']!r:.40}")
     else:
         if old is None or tuple(old.shape) != shape or type_of(old) != entry["type"]:
             raise ValueError("it changes a tensor that is not there, or is another")
@@ -187,7 +190,10 @@ def _open(delta: bytes) -> tuple[dict[str, Any], _Reader]:
         text = delta[start : start + size]
         if _digest(text) != delta[len(MAGIC) : len(MAGIC) + DIGEST]:
             raise ValueError("its header is not as it was written")
-        return json.loads(text), _Reader(memoryview(delta)[start + size :])
+        header = json.loads(text)
+        if not isinstance(header, dict) or not all(isinstance(header.get(key), HEADER[key]) for key in HEADER):
+            raise ValueError(f"its header is not one of {', '.join(HEADER)}")
+        return header, _Reader(memoryview(delta)[start + size :])
     except (ValueError, struct.error) as error:
         raise DeltaError(f"the delta is damaged: {error}") from error
 

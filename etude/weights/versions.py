@@ -82,6 +82,7 @@ def write_version(
 ) -> Version:
     """Make a version visible in the store; a full one where there is no parent, or its tensors are others."""
     state, groups = seal(state), shards_of(state, limit)
+    checksum(state)  # all of it at once, on all cores; the shards know their part, and so does the next delta
     if parent is not None and list(parent[0].names) != groups:
         parent = None
     base = seal(parent[1]) if parent else None
@@ -129,7 +130,7 @@ def read_manifest(bucket: Bucket, number: int) -> Version:
             raise ValueError("it is not as it was written")
         found = json.loads(text)
         if found.pop("format") != FORMAT:
-            raise ValueError("it is of another format")
+            raise BrokenChain(f"{bucket.url}: version {number} was written by another version of Etude")
         shards = tuple(Shard(**shard) for shard in found.pop("shards"))
         return Version(**found | {"shards": shards, "names": tuple(map(tuple, found["names"]))})
     except (ValueError, KeyError, TypeError) as error:
@@ -146,7 +147,10 @@ def read_version(bucket: Bucket, number: int, have: tuple[Version, State] | None
 
 
 def follow(bucket: Bucket, have: tuple[Version, State] | None = None) -> tuple[Version, State]:
-    """The newest version that can be rebuilt. A damaged link costs at most the way back to the last full version."""
+    """The newest version that can be rebuilt. A damaged link costs at most the way back to the last full version.
+
+    What it gives is what the next call goes on from: copy tensors before writing to them.
+    """
     newest = latest(bucket)
     if newest is None:
         raise BrokenChain(f"{bucket.url}: there is no version yet")

@@ -102,6 +102,8 @@ def test_a_finished_set_is_not_made_again(place: Path) -> None:
         ("count = 6", "", "count is missing"),
         ("seed = 40", 'split = "held-out"', "experts would show what is held out"),
         ("experts = 5", "", '"experts:train" needs a set train'),
+        ("experts = 5", "unfinished = 0.5", "unfinished would not be used"),
+        ("experts = 5", "mistakes = 0.0", "mistakes would not be used"),
         ("chat = true", "", "which are conversations"),
         ('name = "mine"', 'name = "train"', "names train twice"),
         ('source = "nano"', 'source = "micro"', "tasks.build"),

@@ -1,6 +1,9 @@
 """Deltas are lossless, for these weights only, and small when little changed."""
 
+import json
+import struct
 from collections.abc import Mapping
+from pathlib import Path
 
 import hypothesis.extra.numpy as hnp
 import numpy as np
@@ -11,9 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from etude.errors import InputError
+from etude.weights import delta as delta_module
 from etude.weights import sealed
+from etude.weights.bucket import Bucket
 from etude.weights.delta import DeltaError, apply_delta, delta_facts, encode_delta
 from etude.weights.sealed import checksum
+from etude.weights.versions import read_version, write_version
 
 TYPES = [
     torch.bfloat16,
@@ -139,7 +145,8 @@ def test_on_many_cores_a_delta_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
             apply_delta(old, bytes(damaged))
 
 
-def test_digests_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The tensors of which digests are computed from now on."""
     computed: list[Tensor] = []
     digest = sealed._digest
 
@@ -148,6 +155,49 @@ def test_digests_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return digest(tensor)
 
     monkeypatch.setattr(sealed, "_digest", counted)
+    return computed
+
+
+def test_in_a_run_each_end_hashes_every_version_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    computed = counting(monkeypatch)
+    bucket, versions = Bucket(tmp_path), 5
+    last = None
+    for number in range(versions):
+        state = sealed.seal({name: torch.arange(6.0) + number for name in "abc"})
+        last = write_version(bucket, number, state, last, limit=30), state
+        assert len(last[0].shards) == 3
+    assert len(computed) == versions * 3
+    computed.clear()
+    theirs = None
+    for number in range(versions):
+        theirs = read_version(bucket, number, theirs)
+    assert len(computed) == versions * 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"base": None},
+        {"tensors": []},
+        {"values": "many"},
+        {"tensors": {"w": {"type": "float32", "shape": [3], "kind": "odd", "sizes": []}}},
+        {"tensors": {"w": {"type": "float32", "shape": [1 << 62], "kind": "whole", "sizes": [4]}}},
+        {"tensors": {"w": []}},
+    ],
+)
+def test_a_header_that_makes_no_sense_is_damage(change: dict[str, object]) -> None:
+    delta = encode_delta({}, {"w": torch.arange(3.0)})
+    header, _ = delta_module._open(delta)
+    text = json.dumps(header | change).encode()
+    start = len(delta_module.MAGIC) + sealed.DIGEST + 4
+    (size,) = struct.unpack_from("<I", delta, start - 4)
+    head = delta_module.MAGIC + delta_module._digest(text) + struct.pack("<I", len(text))
+    with pytest.raises(DeltaError):
+        apply_delta({}, head + text + delta[start + size :])
+
+
+def test_digests_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = counting(monkeypatch)
     states = [{"still": torch.arange(5.0), "moves": torch.arange(5.0) + step} for step in range(4)]
     mine, theirs = sealed.seal(states[0]), sealed.seal({name: t.clone() for name, t in states[0].items()})
     for state in states[1:]:

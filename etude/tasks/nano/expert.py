@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -62,7 +63,7 @@ class Manner:
     """How often an expert does what is not always done."""
 
     thinking: float = 0.4  # before a change, from difficulty 3 on
-    mistakes: float = 0.12
+    mistakes: float = 0.12  # before a session's only change; a third as often in the name of a file
     unfinished: float = 0.0  # stops half-way, and says it is done, asks back, or gives up
     tools: tuple[str, ...] = NANO_ENVIRONMENT.tools
 
@@ -220,17 +221,14 @@ class _Case:
         return [replace(self.turn(self.edit_call(Edit(edit.path, torn, edit.new))), mistake=True)]
 
     def slip(self, edit: Edit) -> str:
-        """The edit with another operator or number where it differs; or, of what was there, with one that was right."""
+        """A wrong version of the edit: another sign where it differs, else the old text with another sign."""
         match = SequenceMatcher(None, edit.old, edit.new, autojunk=False).get_opcodes()
         spans = [(low, high) for tag, _, _, low, high in match if tag != "equal"]
-        near = [
-            found
-            for found in SIGNS.finditer(edit.new)
-            if any(a <= found.end() and found.start() <= b for a, b in spans)
-        ]
-        slips = [self.other_sign(edit.new, found) for found in near[:1]]
-        slips += [self.other_sign(edit.old, found) for found in SIGNS.finditer(edit.old)]
-        return next((slip for slip in slips if slip not in (edit.old, edit.new)), "")
+        signs = SIGNS.finditer(edit.new)
+        near = (sign for sign in signs if any(a <= sign.end() and sign.start() <= b for a, b in spans))
+        slips = (self.other_sign(edit.new, found) for found in near)
+        others = (self.other_sign(edit.old, found) for found in SIGNS.finditer(edit.old))
+        return next((slip for slip in chain(slips, others) if slip not in (edit.old, edit.new)), "")
 
     def other_sign(self, text: str, found: re.Match[str]) -> str:
         part = found.group()
