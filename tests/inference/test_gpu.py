@@ -4,6 +4,7 @@ import pytest
 import torch
 from families import small_config
 
+from etude.inference import graphs
 from etude.inference.engine import Engine, EngineOptions
 from etude.inference.sampling import Sampling
 from etude.kernels import fused
@@ -75,7 +76,11 @@ def test_drawing_follows_the_distribution_and_the_seed() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_sampler_agrees_with_the_models_own_forward(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("read", [0, 40, 1024])  # tokens of a step: by graphs none, some, or all that read
+def test_the_sampler_agrees_with_the_models_own_forward(
+    family: str, dtype: torch.dtype, read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "READ", read)
     model = model_of(family, dtype)
     options = EngineOptions(tokens=2048, page=8, max_streams=16, budget=64, burst=4)
     engine = Engine(model, options)
