@@ -20,6 +20,7 @@ COLOURS = ("#2f81f7", "#e5793a", "#2da44e", "#a371f7", "#d4a72c", "#db61a2", "#8
 WIDTH, HEIGHT = 340, 210  # of what lies between a panel's axes
 LEFT, RIGHT, ABOVE, BELOW = 62, 18, 26, 46  # around it: numbers and labels
 HEADING, KEY = 30, 16  # the figure's title; one row of a legend
+TINY = 1e-290  # a difference that can no longer be divided into steps
 LETTER = 6.1  # width of one at 11 pixels, about
 FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -321,7 +322,8 @@ def _log_ticks(low: float, high: float) -> list[float]:
     every = max(1, math.ceil((last - first) / 7))
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     found = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
-    return [tick for tick in found if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+    slack = (high / low) ** 1e-9  # a part of the axis, however short it is
+    return [tick for tick in found if low / slack <= tick <= high * slack]
 
 
 def _scales(panel: Panel) -> tuple[Scale, Scale]:
@@ -347,7 +349,7 @@ def _ends(axis: Axis, values: Iterable[float], tight: bool = False) -> tuple[flo
         if not tight:
             low, high = _round_log(low, down=True), _round_log(high, down=False)
     else:
-        low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
+        low, high = (low - 0.5, high + 0.5) if high - low < TINY else (low, high)
         if not tight:
             step = nice_step((high - low) / 5)
             low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
