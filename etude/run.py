@@ -207,7 +207,7 @@ class Run:
         self._check_writable()
         if final.name.startswith(".") or final.parent.parent != self.path:
             raise InputError(f"{final.name!r} cannot name an artefact; use a plain word")
-        origins = tuple(self._parent(parent) for parent in parents)
+        origins = tuple(self.parent(parent) for parent in parents)
         draft = final.with_name(UNFINISHED + final.name)
         old = final.with_name(f"{UNFINISHED}old-{final.name}")
         with _disk(final):
@@ -240,7 +240,8 @@ class Run:
         )
         self._append("lineage.jsonl", {"format": FORMAT, **asdict(record)})
 
-    def _parent(self, parent: Parent | Artefact | Path) -> Parent:
+    def parent(self, parent: Parent | Artefact | Path) -> Parent:
+        """How the lineage names something that an artefact is made from."""
         if isinstance(parent, Parent):
             return parent
         path, digest = (

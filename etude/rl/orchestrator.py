@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from etude.rl.services import Services
 from etude.rl.settings import evaluation_plan, plan_of
 from etude.rl.slots import Slots
 from etude.rl.trainer import checkpoints
-from etude.run import Run
+from etude.run import Parent, Run
 from etude.sections import RlStage
 from etude.tasks.harbor import find_tasks, read_task
 from etude.tasks.task import Task
@@ -89,10 +89,12 @@ def prepare(run: Run, section: RlStage, place: Place) -> TaskSets:
     """The run's own copy of the model it begins with, and the list of its tasks."""
     place.make()
     if not place.model.is_dir():
-        origin = section.model or origin_of(run, "rl").path
+        origin = section.model or origin_of(run, "rl")
+        source = origin if isinstance(origin, Path) else origin.path
+        write_whole(place.origin, json.dumps(asdict(run.parent(origin))))
         making = place.root / ".model.making"
         shutil.rmtree(making, ignore_errors=True)
-        shutil.copytree(origin, making, copy_function=_link_or_copy, ignore=shutil.ignore_patterns("optimizer.*"))
+        shutil.copytree(source, making, copy_function=_link_or_copy, ignore=shutil.ignore_patterns("optimizer.*"))
         making.rename(place.model)
     train = named_tasks(task_directory(run, section.tasks, "rl.tasks"))
     needed = section.steps * section.groups_per_step
@@ -328,7 +330,8 @@ class Care:
         step, last = found[-1]
         existing = [artefact for artefact in self.run.artefacts("checkpoint") if artefact.name == f"rl-{step}"]
         if not existing:
-            with self.run.checkpoint("rl", step, parents=[self.place.model]) as directory:
+            origin = Parent(**json.loads(self.place.origin.read_text(encoding="utf-8")))
+            with self.run.checkpoint("rl", step, parents=[origin]) as directory:
                 ignored = shutil.ignore_patterns("optimizer.*", "training.json")
                 shutil.copytree(last, directory, dirs_exist_ok=True, ignore=ignored, copy_function=_link_or_copy)
         facts = observe.stage_facts(self.run.metrics("rl"), self.slots, self.problems)

@@ -52,6 +52,10 @@ class Place:
         return self.root / "model"
 
     @property
+    def origin(self) -> Path:
+        return self.root / "origin.json"  # what `model` is a copy of
+
+    @property
     def store(self) -> str:
         return self.weights_url or str(self.root / "weights")
 

@@ -18,7 +18,7 @@ from rl_runs import make_recipe
 from etude.harness.store import load_trace
 from etude.model import load
 from etude.rl.place import Place, read_status, statuses
-from etude.run import Run
+from etude.run import Parent, Run, content_digest
 
 LIMIT_S = 300
 
@@ -103,6 +103,9 @@ def test_a_run_learns_measures_and_leaves_its_checkpoint(recipe: Path, tmp_path:
     records = [record for record in Run.read(place.run).metrics("rl") if not record.get("evaluation")]
     for name in ("reward", "mismatch_mean", "mismatch_p99", "entropy", "gradient_norm", "waited_s"):
         assert any(name in record for record in records), name
+    (made,) = Run.read(place.run).artefacts("checkpoint")
+    began_with = recipe.parent / "model"
+    assert made.parents == (Parent(str(began_with), content_digest(began_with)),)
     assert records[0]["staleness_max"] == 0
     assert records[0].get("mismatch_p99", 0.0) < 1e-4  # on the same weights trainer and sampler agree
     again = subprocess.run(
