@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from etude.cores import usable_cores
 from etude.errors import EtudeError, InputError, Interrupted
 from etude.tasks.cli import Allow, BuildAllow, Maps, State, Variables, provision_of
 
@@ -156,7 +157,7 @@ def run(
     priced = read_prices(prices or (), [each.name for each in candidates])
     known = asyncio.run(look_at_all(place, candidates, dialect, window))
     question = Question(candidates, known, found, samples, settings, seed, priced)
-    said, broken = _run(place, question, resume, at_once or max(2, os.cpu_count() or 2), device, state)
+    said, broken = _run(place, question, resume, at_once or max(2, usable_cores()), device, state)
     _show(said, as_json)
     if not as_json:
         print(f"report: {place.report}")

@@ -8,10 +8,11 @@ reading costs well under a millisecond and is kept for a tenth of a second, so t
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from etude.cores import core_limit, kernel_text, own_groups
 from etude.pods.pod import PodError
 
 MAX_AGE = 0.1  # seconds: PSI averages move over ten, memory by what one creation can touch in this time
@@ -64,7 +65,7 @@ def read_pressure(
 
 
 def _read(state_dir: Path, proc: str, cgroup: str) -> Pressure:
-    groups = list(_own_groups(proc, cgroup))
+    groups = list(own_groups(proc, cgroup))
     total, available = _machine_memory(proc)
     for directory in groups:
         limit, free = _group_memory(directory)
@@ -80,23 +81,9 @@ def _read(state_dir: Path, proc: str, cgroup: str) -> Pressure:
         disk_free=disk.f_bavail * disk.f_frsize,
         disk_total=disk.f_blocks * disk.f_frsize,
         inodes_free=disk.f_favail if disk.f_files else None,  # btrfs and friends say 0 of 0
-        load=float((_text(f"{proc}/loadavg") or "0").split()[0]),
-        cores=_cores(groups),
+        load=float((kernel_text(f"{proc}/loadavg") or "0").split()[0]),
+        cores=core_limit(groups),
     )
-
-
-def _text(path: str) -> str | None:
-    """A kernel file's text; None where it is not there or not measured (PSI that is switched off fails on read)."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        return os.read(descriptor, 1 << 16).decode("ascii", "replace")
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
 
 
 def _fields(text: str) -> dict[str, int]:
@@ -106,30 +93,12 @@ def _fields(text: str) -> dict[str, int]:
 
 
 def _machine_memory(proc: str) -> tuple[int, int]:
-    memory = _fields(_text(f"{proc}/meminfo") or "")
+    memory = _fields(kernel_text(f"{proc}/meminfo") or "")
     if "MemTotal" not in memory or "MemAvailable" not in memory:
         raise PodError(
             f"pressure: {proc}/meminfo does not say MemTotal and MemAvailable; admission by live pressure needs Linux"
         )
     return memory["MemTotal"] * 1024, memory["MemAvailable"] * 1024
-
-
-def _own_groups(proc: str, cgroup: str) -> Iterator[str]:
-    """The directories of every control group above us that can bind memory or cores, innermost first.
-
-    A container sees its own group either under the full path or, with a view of its own, as the root of the mount:
-    walking up to that root meets it in both cases. What is not visible is skipped.
-    """
-    for line in (_text(f"{proc}/self/cgroup") or "").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            tops = [cgroup]
-        else:
-            tops = [f"{cgroup}/{name}" for name in controllers.split(",") if name in ("memory", "cpu")]
-        for top in tops:
-            parts = [part for part in path.split("/") if part and part != ".."]
-            for depth in range(len(parts), -1, -1):
-                yield "/".join([top, *parts[:depth]])
 
 
 def _group_memory(directory: str) -> tuple[int, int]:
@@ -138,14 +107,14 @@ def _group_memory(directory: str) -> tuple[int, int]:
     Free counts file pages nobody has used lately as free, as MemAvailable does: they go when asked for. Files in
     memory (tmpfs) are not among them.
     """
-    limits = [_text(f"{directory}/{name}") for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+    limits = [kernel_text(f"{directory}/{name}") for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
     limit = min((int(text) for text in limits if text and text.strip().isdigit()), default=UNLIMITED)
     if limit >= UNLIMITED:
         return UNLIMITED, UNLIMITED
-    used = _text(f"{directory}/memory.current") or _text(f"{directory}/memory.usage_in_bytes")
+    used = kernel_text(f"{directory}/memory.current") or kernel_text(f"{directory}/memory.usage_in_bytes")
     if used is None:
         return UNLIMITED, UNLIMITED
-    statistics = _fields(_text(f"{directory}/memory.stat") or "")
+    statistics = _fields(kernel_text(f"{directory}/memory.stat") or "")
     idle = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
     return limit, limit - max(0, int(used) - idle)
 
@@ -153,7 +122,7 @@ def _group_memory(directory: str) -> tuple[int, int]:
 def _stall(proc: str, groups: list[str], resource: str, kind: str) -> float | None:
     """The worst avg10 of the machine and of the groups we live in: a group at its limit stalls alone."""
     files = [f"{proc}/pressure/{resource}", *(f"{directory}/{resource}.pressure" for directory in groups)]
-    found = [value for path in files if (value := _avg10(_text(path), kind)) is not None]
+    found = [value for path in files if (value := _avg10(kernel_text(path), kind)) is not None]
     return max(found, default=None)
 
 
@@ -162,19 +131,6 @@ def _avg10(text: str | None, kind: str) -> float | None:
         if line.startswith(f"{kind} avg10="):
             return float(line.split()[1].partition("=")[2])
     return None
-
-
-def _cores(groups: list[str]) -> float:
-    cores = float(len(os.sched_getaffinity(0)))
-    for directory in groups:
-        quota, period = "", ""
-        if text := _text(f"{directory}/cpu.max"):
-            quota, period = text.split()[:2]
-        elif text := _text(f"{directory}/cpu.cfs_quota_us"):
-            quota, period = text.strip(), (_text(f"{directory}/cpu.cfs_period_us") or "").strip()
-        if quota.isdigit() and period.isdigit() and int(quota) and int(period):  # "max" and -1 do not bind
-            cores = min(cores, int(quota) / int(period))
-    return cores
 
 
 def _disk(directory: Path) -> os.statvfs_result:

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from etude.cores import usable_cores
 from etude.errors import InputError
 from etude.pods.fleet import Fleet
 from etude.progress import progress_line
@@ -59,7 +59,7 @@ class Runner:
 
     async def run(self, fleet: Fleet, directories: Sequence[Path], actor: Actor) -> list[dict[str, Any]]:
         """Every task once; rows in their order."""
-        gate = asyncio.Semaphore(self.at_once or max(2, os.cpu_count() or 2))
+        gate = asyncio.Semaphore(self.at_once or max(2, usable_cores()))
         done = 0
         with progress_line("run") as progress:
 

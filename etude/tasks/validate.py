@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from etude.cores import usable_cores
 from etude.errors import InputError
 from etude.pods.fleet import Fleet
 from etude.tasks.attempt import Actor, SolutionFailed, attempt, has_solution, nothing, solution
@@ -244,7 +245,7 @@ async def validate_all(
     on_report: Callable[[Report], None] = lambda report: None,
 ) -> list[Report]:
     """Validate tasks in parallel, in their order; those whose result is known are not tried again."""
-    gate = asyncio.Semaphore(at_once or max(2, os.cpu_count() or 2))
+    gate = asyncio.Semaphore(at_once or max(2, usable_cores()))
 
     async def one(directory: Path) -> Report:
         async with gate:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from etude.cores import usable_cores
 from etude.data.corpus import TOKENIZER
 from etude.data.shards import FORMAT, MANIFEST, SPLITS, ShardWriter
 from etude.data.sources import locate
@@ -81,7 +82,7 @@ def make_base_data(
     made: dict[str, Documents] = {"code": [], "drills": [], "practice": [], "sessions": []}
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or each worker would complain of the fork
     # fork: the workers have the modules already, and nothing here has started a thread that matters to them
-    with multiprocessing.get_context("fork").Pool(processes or os.cpu_count()) as pool:
+    with multiprocessing.get_context("fork").Pool(processes or usable_cores()) as pool:
         work = partial(_make_part, out / TOKENIZER, amounts)
         for done, part in enumerate(pool.imap(work, jobs), 1):
             for kind, documents in part.items():
