@@ -1,6 +1,7 @@
 """Asynchronous against synchronous reinforcement learning: the same model, prompts and number of samples.
 
-    python benchmarks/rl_async.py --model base/nano --out runs/async --steps 10
+    python benchmarks/rl_async.py --model base/nano --out runs/async --steps 10     # nano tasks, 64 sessions a step
+    python benchmarks/rl_async.py --run runs/smollm2 --out runs/async --steps 10    # a run's own recipe and tasks
 
 The two runs differ in one number, `rl.max_staleness`. At 0 rollouts of a step begin when every sampler has the weights
 of the step before, so that trainer and samplers take turns. The clock runs from the moment the samplers are ready to
@@ -12,29 +13,37 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 import torch
 
+from etude.rl.orchestrator import task_directory
+from etude.run import Run
 from etude.tasks.nano.source import generate_nano
+from etude.train.stages import origin_of
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="directory of a model that knows the harness")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", type=Path, help="directory of a model that knows the harness")
+    source.add_argument("--run", type=Path, help="a run whose stage rl this is, with the weights it began from")
     parser.add_argument("--out", type=Path, required=True, help="directory for the two runs")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--staleness", type=int, default=2, help="of the asynchronous run")
-    parser.add_argument(
-        "--in-flight", type=int, default=96, help="rollouts at once; more than these would grow too old"
-    )
+    parser.add_argument("--staleness", type=int, help="of the asynchronous run; else 2, or what the run's recipe says")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     asked = parser.parse_args()
-    recipe = write_recipe(asked.out, asked.model, asked.steps, asked.in_flight)
+    table = table_of(asked.run, asked.steps) if asked.run else small_table(asked.out, asked.model, asked.steps)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    recipe = asked.out / "recipe.toml"
+    recipe.write_text(tomli_w.dumps({"name": "async", "stages": ["rl"], "rl": table}))
+    allowed = table["max_staleness"] if asked.staleness is None else asked.staleness
     rows = []
     # the asynchronous one first: whoever is first compiles the kernels
-    for name, staleness in (("asynchronous", asked.staleness), ("synchronous", 0)):
+    for name, staleness in (("asynchronous", allowed), ("synchronous", 0)):
         overrides = [f"rl.max_staleness={staleness}", *asked.overrides]
         command = [sys.executable, "-m", "etude.cli", "rl", str(recipe), "--out", str(asked.out / name)]
         subprocess.run([*command, *(word for each in overrides for word in ("--set", each))], check=True)
@@ -48,15 +57,27 @@ def main() -> None:
     print(f"ratio {rows[1][1]['seconds'] / rows[0][1]['seconds']:.2f}x")
 
 
-def write_recipe(out: Path, model: Path, steps: int, in_flight: int) -> Path:
-    """A recipe of one stage, and its tasks beside it."""
-    rl = {
+def table_of(path: Path, steps: int) -> dict[str, Any]:
+    """The table `rl` of a run's recipe, with the weights and tasks it had there; nothing is measured on the way."""
+    run = Run.read(path)
+    table = tomllib.loads((path / "recipe.toml").read_text())["rl"]
+    table.pop("evaluation", None)
+    model = table.get("model") or str(origin_of(run, "rl").path.resolve())
+    tasks = str(task_directory(run, table["tasks"], "rl.tasks").resolve())
+    return table | {"model": model, "tasks": tasks, "steps": steps, "checkpoint_every": steps}
+
+
+def small_table(out: Path, model: Path, steps: int) -> dict[str, Any]:
+    """Nano tasks, made beside it."""
+    generate_nano(out / "tasks", 8 * steps + 32, "train", 0, (1, 2, 3))
+    return {
         "model": str(model.resolve()),
         "tasks": str(out.resolve() / "tasks"),
         "steps": steps,
         "group_size": 8,
         "groups_per_step": 8,
-        "in_flight": in_flight,
+        "in_flight": 96,  # more than these would grow too old
+        "max_staleness": 2,
         "workers": max(1, min(4, (os.cpu_count() or 1) // 4)),
         "learning_rate": 1e-6,
         "precision": "bfloat16" if torch.cuda.is_available() else "float32",
@@ -68,9 +89,6 @@ def write_recipe(out: Path, model: Path, steps: int, in_flight: int) -> Path:
         "budget": {"turns": 10, "answer": 200},
         "summaries": {"mode": "off"},
     }
-    generate_nano(out / "tasks", 8 * steps + 32, "train", 0, (1, 2, 3))
-    (out / "recipe.toml").write_text(tomli_w.dumps({"name": "async", "stages": ["rl"], "rl": rl}))
-    return out / "recipe.toml"
 
 
 def figures(run: Path) -> dict[str, float]:
