@@ -247,7 +247,7 @@ def test_what_is_asked_wrongly_is_said_before_anything_runs(
     assert "no policy other" in wrong("--policy", stub, "--tasks", tasks, "--price", "other=1,2")
     assert "no checkpoint among the policies" in wrong("--policy", stub, "--tasks", tasks, "--dialect", "qwen3")
     dead = "http://127.0.0.1:9/v1#m"
-    assert "policy m: GET http://127.0.0.1:9/v1/models: ConnectError" in wrong(
+    assert "policy m: GET http://127.0.0.1:9/v1/models: no connection: Connection refused" in wrong(
         "--policy", dead, "--tasks", tasks, code=1
     )
     assert not out.exists()
