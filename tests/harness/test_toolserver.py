@@ -345,3 +345,33 @@ def test_a_hostile_repository_neither_breaks_the_server_nor_leads_it_out(yard: Y
         assert not (await box.pod.exec("test -e ~/shadowed")).ok
 
     yard.run(check, files=files)
+
+
+LATE = """
+import os, sys, time
+from etude.harness.toolserver.inside.paths import Workspace
+from etude.harness.toolserver.inside.server import Server
+
+class Busy(Server):
+    def _be_child(self, work, pipe, kept):
+        time.sleep(0.3)  # a machine with much to do
+        super()._be_child(work, pipe, kept)
+
+root, state = sys.argv[1:]
+server = Busy(Workspace(root, state, {}), 1)
+said = []
+server.jobs.run({"command": "sleep 9", "block_s": 0, "timeout_s": 60}, lambda result: said.append(result()))
+server.jobs.kill({"job_id": 1}, lambda result: said.append(result()))
+while len(said) < 2:
+    for key, _ in server.selector.select():
+        key.data()
+print(said[1]["text"])
+"""
+
+
+def test_a_job_that_is_ended_before_anybody_watches_over_it_was_ended_on_request(tmp_path: Path) -> None:
+    for name in ("root", "state"):
+        (tmp_path / name).mkdir()
+    command = [sys.executable, "-c", LATE, tmp_path / "root", tmp_path / "state"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "[ended on request; exit code 143, SIGTERM]\n"

@@ -135,9 +135,12 @@ class Jobs:
         argv, environment = self.shell.command(job.base + ".state", command)
         plan = {"argv": argv, "env": environment, "cwd": job.kept, "log": job.log, "done": job.base + ".done"}
         supervisor = Supervisor({**plan, "timeout_s": timeout_s})
+        # Somebody may end the job before its supervisor can hear it: until then the signal waits.
+        known = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             job.pid = self.server.fork(supervisor.run, lambda data: self.heard(job, data), lock)
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, known)
             os.close(lock)
         job.ours = True
         with contextlib.suppress(OSError), open(job.base + ".pid", "w") as file:

@@ -110,6 +110,7 @@ class Supervisor:
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGTERM, self._end)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked since before we were forked
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is ignored would be so in the command too
         log = Log(self.plan["log"])
         try:
