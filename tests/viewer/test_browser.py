@@ -240,6 +240,7 @@ def test_a_chart_can_be_read_with_the_arrow_keys_and_as_a_table(browser: Any, ru
         page.keyboard.press("End")
         assert "step 3" in chart.locator(".tip").inner_text()
         chart.locator("summary").click()
+        chart.locator("tbody tr").first.wait_for()  # filled when it opens
         assert chart.locator("tbody tr").count() == 3
         chart.locator("svg").focus()
         page.keyboard.press("End")
