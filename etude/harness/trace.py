@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from etude.harness.conversation import Message, ToolSchema
+from etude.harness.conversation import Call, Message, ToolSchema
 from etude.harness.tools.tool import ErrorClass, Outcome
 
 NO_VERSION = -1  # of tokens that no model made
@@ -63,10 +63,14 @@ class Step:
     time: float = 0.0  # seconds since the session began
     copied: bool = False  # said before, and shown again after a summary
 
+    @property
+    def acts(self) -> list[tuple[Call, Outcome]]:
+        """The calls that were run and what came of them: those of a turn, not what a summary has of the kind."""
+        return list(zip(self.message.calls, self.outcomes, strict=True)) if self.kind == "turn" else []
+
     def results(self) -> list[Message]:
         """What the model is told of its calls."""
-        pairs = zip(self.message.calls, self.outcomes, strict=True)
-        return [Message("tool", outcome.text, call=call.id, name=call.name) for call, outcome in pairs]
+        return [Message("tool", outcome.text, call=call.id, name=call.name) for call, outcome in self.acts]
 
 
 @dataclass(frozen=True)

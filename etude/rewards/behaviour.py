@@ -38,7 +38,7 @@ def tool_of(graded: Graded, name: str) -> str:
 @term
 def malformed_calls(graded: Graded) -> Part:
     """The share of calls that could not be read or run as written; never dropped, or models learn to make them."""
-    calls = sum(len(step.message.calls) for step in graded.trace.steps)
+    calls = sum(len(step.acts) for step in graded.trace.steps)
     errors = graded.trace.errors
     bad = errors["malformed_call"] + errors["unknown_tool"] + errors["bad_arguments"]
     return Part(-bad / calls if bad else 0.0, {"bad": bad, "calls": calls})
@@ -73,7 +73,7 @@ def thought_in_comments(graded: Graded) -> Part:
 @term
 def terminal_only(graded: Graded) -> Part:
     """Nothing but the terminal in a session of some length, where other tools were there."""
-    names = [tool_of(graded, call.name) for step in graded.trace.steps for call in step.message.calls]
+    names = [tool_of(graded, call.name) for step in graded.trace.steps for call, _ in step.acts]
     offered = {tool_of(graded, tool["function"]["name"]) for tool in graded.trace.tools}
     alone = len(names) >= FEW_CALLS and set(names) <= TERMINAL and bool(offered & (EDITS | {"read_file"}))
     return Part(-1.0 if alone else 0.0, {"calls": len(names)})
@@ -94,7 +94,7 @@ def untrue_claims(graded: Graded) -> Part:
     said = next((m[0] for m in CLAIM.finditer(graded.trace.final) if not _denied(graded.trace.final, m)), "")
     last = None  # exit code of the last command that looks like a test
     for step in graded.trace.steps:
-        for call, outcome in zip(step.message.calls, step.outcomes, strict=True):
+        for call, outcome in step.acts:
             command = str((call.arguments or {}).get("command", ""))
             if tool_of(graded, call.name) in TERMINAL and TEST_COMMAND.search(command):
                 last = outcome.facts.get("exit_code", last)

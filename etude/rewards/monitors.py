@@ -24,7 +24,7 @@ class Seen:
 
     @property
     def calls(self) -> list[str]:
-        return [tool_of(self.graded, call.name) for step in self.graded.trace.steps for call in step.message.calls]
+        return [tool_of(self.graded, call.name) for step in self.graded.trace.steps for call, _ in step.acts]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _mines(seen: Seen) -> float:
     words = " ".join(
         str(value)
         for step in seen.graded.trace.steps
-        for call in step.message.calls
+        for call, _ in step.acts
         for value in (call.arguments or {}).values()
     )
     return float(any(mark in words for mark in ARTEFACTS))

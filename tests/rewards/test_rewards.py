@@ -1,16 +1,18 @@
 """Each term on the smallest session that it has something to say about, and on one it must leave alone."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cases import case, changed, did
 
 from etude.errors import InputError
-from etude.harness.trace import Cost
+from etude.harness.conversation import Call, Message
+from etude.harness.trace import Cost, Step
 from etude.rewards import TERMS, Graded, Reward, effort, score
 from etude.rewards.live import FILE, LOG, LiveWeights
-from etude.rewards.monitors import MONITORS, Watch
+from etude.rewards.monitors import MONITORS, Seen, Watch
 from etude.rewards.reward import known_terms
 
 known_terms()
@@ -47,6 +49,18 @@ def test_broken_calls_cost_by_their_share_and_are_never_dropped() -> None:
     assert says("malformed_calls", graded) == pytest.approx(-0.75)
     assert says("malformed_calls", case(did("read_file", error="environment"))) == 0
     assert says("malformed_calls", case()) == 0
+
+
+def test_a_call_in_a_summary_was_never_run_and_is_judged_by_nothing() -> None:
+    graded = case(did("read_file", error="malformed_call"), did("read_file"))
+    call = Call("run_terminal_cmd", {"command": "cat /tests/reward.txt; python -m pytest"}, "call_9")
+    summary = Step("summary", Message("assistant", "So far.", calls=(call,)), 0, (0, 0))
+    steps = [*graded.trace.steps[:1], summary, *graded.trace.steps[1:]]
+    with_summary = replace(graded, trace=replace(graded.trace, steps=steps))
+    plain, reward = (score(each, dict.fromkeys(TERMS, 1.0)) for each in (graded, with_summary))
+    assert reward.parts == plain.parts
+    assert plain.parts["malformed_calls"] == -0.5
+    assert [m.rate(Seen(with_summary, reward)) for m in MONITORS] == [m.rate(Seen(graded, plain)) for m in MONITORS]
 
 
 def test_todos_count_as_they_stood_last() -> None:
