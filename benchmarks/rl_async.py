@@ -10,7 +10,6 @@ the end of the last step; loading models is outside, and nothing is measured on 
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tomllib
@@ -20,6 +19,7 @@ from typing import Any
 import tomli_w
 import torch
 
+from etude.cores import usable_cores
 from etude.rl.orchestrator import task_directory
 from etude.run import Run
 from etude.tasks.nano.source import generate_nano
@@ -78,7 +78,7 @@ def small_table(out: Path, model: Path, steps: int) -> dict[str, Any]:
         "groups_per_step": 8,
         "in_flight": 96,  # more than these would grow too old
         "max_staleness": 2,
-        "workers": max(1, min(4, (os.cpu_count() or 1) // 4)),
+        "workers": max(1, min(4, usable_cores() // 4)),
         "learning_rate": 1e-6,
         "precision": "bfloat16" if torch.cuda.is_available() else "float32",
         "length": 4096,

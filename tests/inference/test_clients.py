@@ -95,6 +95,37 @@ def test_new_weights_over_http_by_path_and_as_tensors(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
+def test_a_proxy_is_asked_for_all_but_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with EngineService(tiny_engine()) as service, serving(service) as url:
+            monkeypatch.setenv("http_proxy", url)  # our server answers as one that is not meant: a proxy was asked
+            monkeypatch.setenv("no_proxy", "near.invalid")
+            urls = "http://far.invalid", "http://near.invalid", url
+            far, near, here = (Http(each, patience=QUICK) for each in urls)
+            asked = [1, 2, 3], Sampling(max_tokens=4, seed=1)
+            with pytest.raises(ServerError, match=r"far\.invalid/generate: 404"):
+                await far.samples(*asked)
+            with pytest.raises(Unreachable, match=r"near\.invalid/generate: no connection"):
+                await near.samples(*asked)
+            monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+            assert len((await here.samples(*asked))[0].tokens) == 4
+            for policy in (far, near, here):
+                await policy.close()
+
+    asyncio.run(work())
+
+
+def test_certificates_that_cannot_be_read_are_said_and_not_thrown(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        policy = Http("https://127.0.0.1:9", patience=QUICK)
+        with pytest.raises(Unreachable, match=r"https://127\.0\.0\.1:9.*No such file"):
+            await policy.samples([1], Sampling(max_tokens=1))
+        await policy.close()
+
+    monkeypatch.setenv("SSL_CERT_FILE", "nowhere.pem")
+    asyncio.run(work())
+
+
 def test_cancelling_an_http_sample_frees_the_server() -> None:
     async def work() -> None:
         async with EngineService(parrot("la", " la-la", end=False)) as service, serving(service) as url:

@@ -182,7 +182,7 @@ class Transport:
             except LOST as error:
                 lost(url, False)
                 problem = Unreachable(f"{where}: {trouble(error)}")
-            except (aiohttp.ClientError, aiohttp.InvalidURL, ValueError) as error:
+            except (aiohttp.ClientError, ValueError, OSError) as error:  # a bad URL, certificates that cannot be read
                 raise Unreachable(f"{where}: {type(error).__name__}: {error}") from None
             attempt += 1
             if attempt >= self.patience.attempts:
