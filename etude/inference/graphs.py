@@ -1,13 +1,12 @@
-"""Decoding on CUDA as captured graphs: several tokens for every stream without the host looking in between.
+"""The sampler's steps on CUDA as captured graphs: what would be hundreds of small launches by the host is one.
 
 A graph is one decode step at a fixed number of rows and pages: it reads its inputs from buffers that stay, draws the
 next tokens and writes them back as the next inputs. A burst replays it, and the host copies all results once. Rows
 beyond the streams at hand are dummies that write to a page nobody owns. What cannot be captured (latents, float32,
 cut-off sampling) runs step by step instead.
 
-A few tokens of prompts are rows as well, each with its stream's pages and its own position: every row's keys are stored
-before any row looks. What agents' turns add to their prompts is read that way; such a graph runs once, and draws only
-for the rows that write.
+A step that reads prompts is a graph as well, with room for so many tokens of whichever streams, those that decode
+first: it runs once, and draws only for the rows that write.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from etude.inference.paged import Batch, PagedCache
+from etude.inference.paged import Batch, PagedCache, lay_out
 from etude.inference.request import Stream
-from etude.inference.scheduler import Piece, Step
+from etude.inference.scheduler import Step
 from etude.kernels.draw import Drawn, draw_plain
+from etude.kernels.paged import Blocks
 from etude.model.moe import Routing
 from etude.model.transformer import Transformer
 
@@ -36,9 +37,9 @@ class Burst:
     routing: np.ndarray | None  # [steps, streams, moe layers, experts per token]
 
 
-# What a graph reads in a step: each token looks by itself at all before it, which for many costs more than launching.
-READ = 1024  # tokens
-LOOKS = READ * 4096  # tokens looked at
+# A graph that reads computes its empty rows too, up to a third: where that takes longer than launching, it is no gain.
+READ = 8192  # tokens
+WORK = 1 << 40  # tokens times parameters: some milliseconds of an H200
 NARROW = 4096  # tokens of the shortest page table; attention's cost grows with its width, used or not
 
 
@@ -52,26 +53,64 @@ class Read:
 
 
 class Graph:
-    """Buffers of `rows` tokens of streams of up to `width` pages, and the step over them, which draws for `draws`."""
+    """Buffers of a decode step of `rows` streams of up to `width` pages."""
 
-    def __init__(self, decoder: "Decoder", rows: int, width: int, draws: int | None = None) -> None:
-        device, steps = decoder.device, decoder.steps if draws is None else 2  # two to warm up
-        self.rows, self.width, self.reads = rows, width, draws is not None
-        draws = rows if draws is None else draws
+    def __init__(self, decoder: "Decoder", rows: int, width: int, *, streams: int = 0, steps: int = 0) -> None:
+        device, streams, steps = decoder.device, streams or rows, steps or decoder.steps
+        self.rows, self.width = rows, width
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.tables = torch.full((rows, width), decoder.spare, dtype=torch.int32, device=device)
-        self.writers = torch.zeros(draws, dtype=torch.int64, device=device)  # rows that are drawn for, if it reads
-        self.temperatures = torch.ones(draws, dtype=torch.float32, device=device)
-        self.seeds = torch.zeros(draws, dtype=torch.int64, device=device)
-        self.places = torch.zeros(draws, dtype=torch.int64, device=device)
+        self.tables = torch.full((streams, width), decoder.spare, dtype=torch.int32, device=device)
+        self.temperatures = torch.ones(streams, dtype=torch.float32, device=device)
+        self.seeds = torch.zeros(streams, dtype=torch.int64, device=device)
+        self.places = torch.zeros(streams, dtype=torch.int64, device=device)
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
-        self.out = torch.zeros(steps, draws, dtype=torch.int64, device=device)
-        self.scores = torch.zeros(steps, 2, draws, dtype=torch.float32, device=device)
+        self.out = torch.zeros(steps, streams, dtype=torch.int64, device=device)
+        self.scores = torch.zeros(steps, 2, streams, dtype=torch.float32, device=device)
         moe = decoder.model.config.moe
         shape = (steps, rows, len(moe.layers), moe.per_token) if moe else (0,)
         self.routes = torch.zeros(shape, dtype=torch.int16, device=device)
         self.replay: Callable[[], None] = lambda: decoder.run_step(self)
+
+    def batch(self, size: int) -> Batch:
+        page = self.tables.gather(1, (self.positions // size)[:, None])[:, 0]
+        slots = page.long() * size + self.positions % size
+        none = torch.empty(0, dtype=torch.int64, device=slots.device)
+        return Batch(self.tokens, self.positions, slots, self.rows, self.tables, self.positions + 1, None, none)
+
+    def writing(self, hidden: Tensor) -> Tensor:
+        """Of all rows those from which a next token is drawn."""
+        return hidden
+
+    def follow(self, tokens: Tensor) -> None:
+        """What was drawn is what is read next."""
+        self.tokens.copy_(tokens)
+        self.positions += 1
+        self.places += 1
+
+
+class ReadingGraph(Graph):
+    """Buffers of a step of `rows` tokens of up to `streams` streams: a token of each that decodes, then pieces."""
+
+    def __init__(self, decoder: "Decoder", rows: int, width: int, streams: int) -> None:
+        super().__init__(decoder, rows, width, streams=streams, steps=2)  # two to warm up
+        config, device = decoder.model.config, decoder.device
+        self.slots = torch.full((rows,), decoder.spare * decoder.cache.size, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(streams, dtype=torch.int64, device=device)  # 0: it does not decode
+        self.writers = torch.zeros(streams, dtype=torch.int64, device=device)
+        queries = Blocks.queries_of(config.heads, config.kv_heads)
+        blocks = rows // queries + streams  # every run may end with a block that is not full
+        self.blocks = Blocks(torch.zeros(blocks, 4, dtype=torch.int32, device=device), queries)
+
+    def batch(self, size: int) -> Batch:
+        table = self.tables, self.lengths, self.blocks
+        return Batch(self.tokens, self.positions, self.slots, len(self.lengths), *table, self.writers)
+
+    def writing(self, hidden: Tensor) -> Tensor:
+        return hidden[self.writers]
+
+    def follow(self, tokens: Tensor) -> None:
+        """Nothing: it runs once."""
 
 
 class Decoder:
@@ -86,35 +125,35 @@ class Decoder:
         self.width = -(-(model.config.max_length + steps) // cache.size)  # pages of the longest stream there can be
         self.spare = pages  # the page beyond the pool's
         self.memory: Any = None  # the graphs' common pool
-        self.graphs: dict[tuple[int, int, bool], Graph] = {}
+        self.graphs: dict[tuple[int, int], Graph] = {}
+        self.readers: dict[tuple[int, int], ReadingGraph] = {}
+        self.readable = WORK // sum(weight.numel() for weight in model.parameters())
 
     def run_step(self, graph: Graph) -> None:
         """One step over a graph's buffers; what is captured."""
-        size = self.cache.size
-        page = graph.tables.gather(1, (graph.positions // size)[:, None])[:, 0]
-        slots = page.long() * size + graph.positions % size
-        lengths = graph.positions + 1
-        rows, none = graph.rows, torch.empty(0, dtype=torch.int64, device=self.device)
-        self.cache.batch = Batch(graph.tokens, graph.positions, slots, rows, graph.tables, lengths, None, none)
+        self.cache.batch = graph.batch(self.cache.size)
         routing = Routing() if self.model.config.moe else None
         hidden = self.model.hidden(graph.tokens[None], cache=self.cache, routing=routing)  # type: ignore[arg-type]
-        logits = self.model.logits(hidden[0, graph.writers] if graph.reads else hidden[0])
+        logits = self.model.logits(graph.writing(hidden[0]))
         tokens, logprobs, raw = draw_plain(logits, graph.temperatures, graph.seeds, graph.places)
         graph.out.index_copy_(0, graph.turn, tokens[None])
         graph.scores.index_copy_(0, graph.turn, torch.stack((logprobs, raw))[None])
         if routing is not None and routing.chosen is not None:
             graph.routes.index_copy_(0, graph.turn, routing.chosen.to(torch.int16))
-        if not graph.reads:
-            graph.tokens.copy_(tokens)
-            graph.positions += 1
-            graph.places += 1
+        graph.follow(tokens)
         graph.turn += 1
 
     def burst(self, streams: Sequence[Stream], steps: int) -> Burst:
         """`steps` tokens for every stream."""
         rows = self.most if self.fixed else min(self.most, _bucket(len(streams)))
-        graph = self._graph(rows, streams)
-        self._fill(graph, streams, [])
+        key = rows, self._width(streams)
+        if key not in self.graphs:
+            self.graphs[key] = Graph(self, *key)
+            self.capture(self.graphs[key])
+        graph = self.graphs[key]
+        _put(graph.tokens, [stream.made[-1] for stream in streams])
+        _put(graph.positions, [stream.length - 1 for stream in streams])
+        self._put_streams(graph, streams, streams)
         for _ in range(steps):
             graph.replay()
         n = len(streams)
@@ -124,29 +163,48 @@ class Decoder:
         return Burst(tokens, scores[0], scores[1], routing)
 
     def can_read(self, step: Step) -> bool:
-        looks = sum((piece.end - piece.start) * piece.end for piece in step.reading)
-        return not self.fixed and step.tokens <= READ and looks <= LOOKS
+        return not self.fixed and step.tokens <= min(READ, self.readable)
 
     def read(self, step: Step) -> Read:
         """A step with prompts in it."""
-        rows = max(64, 1 << (step.tokens - 1).bit_length())  # few graphs: a capture takes as long as several steps
         streams = [*step.decoding, *(piece.stream for piece in step.reading)]
-        graph = self._graph(rows, streams, draws=min(rows, self.most))
-        slots, drawn = self._fill(graph, step.decoding, step.reading)
+        rows = _read_bucket(step.tokens)
+        key = rows, self._width(streams)
+        if key not in self.readers:
+            self.readers[key] = ReadingGraph(self, *key, streams=min(rows, self.most))
+            self.capture(self.readers[key])
+        graph, laid = self.readers[key], lay_out(step, self.cache.size)
+        blocks = []
+        for row, (piece, first) in enumerate(zip(step.reading, laid.starts, strict=True), len(step.decoding)):
+            blocks += Blocks.cut(row, first, piece.end - piece.start, piece.start, graph.blocks.queries)
+        _put(graph.tokens, laid.tokens)
+        _put(graph.positions, laid.positions)
+        _put(graph.slots, laid.slots, self.spare * self.cache.size)
+        _put(graph.lengths, [stream.length for stream in step.decoding])
+        _put(graph.writers, laid.writers)
+        _put(graph.blocks.rows, blocks)
+        writing = [*step.decoding, *(piece.stream for piece in step.reading if piece.writes)]
+        self._put_streams(graph, streams, writing)
         graph.replay()
-        made = Drawn(graph.out[0, :drawn], *graph.scores[0, :, :drawn]) if drawn else None
+        drawn = Drawn(graph.out[0, : len(writing)], *graph.scores[0, :, : len(writing)]) if writing else None
         routing = graph.routes[0, : step.tokens].cpu().numpy() if graph.routes.numel() else None
-        return Read(made, slots, routing)
+        return Read(drawn, laid.slots, routing)
 
-    def _graph(self, rows: int, streams: Sequence[Stream], draws: int | None = None) -> Graph:
+    def _width(self, streams: Sequence[Stream]) -> int:
         pages = max(len(stream.pages) for stream in streams)
         # another width is another order of sums
-        width = self.width if self.fixed else min(self.width, table_width(pages, self.cache.size))
-        key = rows, width, draws is not None
-        if key not in self.graphs:
-            graph = self.graphs[key] = Graph(self, rows, width, draws)
-            self.capture(graph)
-        return self.graphs[key]
+        return self.width if self.fixed else min(self.width, table_width(pages, self.cache.size))
+
+    def _put_streams(self, graph: Graph, streams: Sequence[Stream], writing: Sequence[Stream]) -> None:
+        """Pages of all streams, and how those that write are drawn for."""
+        tables = np.full(tuple(graph.tables.shape), self.spare, np.int32)
+        for row, stream in enumerate(streams):
+            tables[row, : len(stream.pages)] = stream.pages
+        graph.tables.copy_(torch.from_numpy(tables))
+        _put(graph.seeds, [stream.seed for stream in writing])
+        _put(graph.places, [len(stream.made) for stream in writing])
+        _put(graph.temperatures, [stream.sampling.temperature for stream in writing], 1.0)
+        graph.turn.zero_()
 
     def capture(self, graph: Graph) -> None:
         """Run a graph's step once for the record; from then on it is replayed."""
@@ -162,44 +220,14 @@ class Decoder:
             self.run_step(graph)
         graph.replay = captured.replay
 
-    def _fill(
-        self, graph: Graph, decoding: Sequence[Stream], reading: Sequence[Piece]
-    ) -> tuple[npt.NDArray[np.int64], int]:
-        """Rows for a token of every decoding stream and those of the pieces: their slots, and how many tokens come."""
-        tables = np.full((graph.rows, graph.width), self.spare, np.int32)
-        tokens = [stream.made[-1] for stream in decoding]
-        positions = [stream.length - 1 for stream in decoding]
-        writers = list(range(len(decoding)))
-        for row, stream in enumerate(decoding):
-            tables[row, : len(stream.pages)] = stream.pages
-        for piece in reading:
-            tables[len(tokens) : len(tokens) + piece.end - piece.start, : len(piece.stream.pages)] = piece.stream.pages
-            tokens += piece.stream.tokens(piece.start, piece.end)
-            positions += range(piece.start, piece.end)
-            if piece.writes:
-                writers.append(len(tokens) - 1)
-        inputs = np.zeros((2, graph.rows), np.int64)
-        inputs[:, : len(tokens)] = tokens, positions
-        writing = [*decoding, *(piece.stream for piece in reading if piece.writes)]
-        draws = np.zeros((3, len(graph.seeds)), np.int64)
-        draws[:, : len(writing)] = (
-            writers,
-            [stream.seed for stream in writing],
-            [len(stream.made) for stream in writing],
-        )
-        warmth = np.ones(len(graph.seeds), np.float32)
-        warmth[: len(writing)] = [stream.sampling.temperature for stream in writing]
-        for buffers, values in (
-            ((graph.tokens, graph.positions), inputs),
-            ((graph.writers, graph.seeds, graph.places), draws),
-        ):
-            for buffer, row_values in zip(buffers, torch.from_numpy(values).to(self.device), strict=True):
-                buffer.copy_(row_values)
-        graph.tables.copy_(torch.from_numpy(tables))
-        graph.temperatures.copy_(torch.from_numpy(warmth))
-        graph.turn.zero_()
-        size, at = self.cache.size, inputs[1, : len(tokens)]
-        return tables[np.arange(len(tokens)), at // size].astype(np.int64) * size + at % size, len(writing)
+
+def _put(buffer: Tensor, values: Sequence[Any] | npt.NDArray[np.int64], rest: float = 0) -> None:
+    """Values into a buffer that may be longer, from the host."""
+    kind = np.float32 if buffer.is_floating_point() else np.int64
+    whole = np.full(tuple(buffer.shape), rest, kind)
+    if len(values):
+        whole[: len(values)] = values
+    buffer.copy_(torch.from_numpy(whole))
 
 
 def table_width(pages: int, size: int) -> int:
@@ -214,3 +242,9 @@ def _bucket(rows: int) -> int:
         return 1 << (rows - 1).bit_length()
     step = max(8, 1 << (rows.bit_length() - 3))
     return -(-rows // step) * step
+
+
+def _read_bucket(tokens: int) -> int:
+    """The number of tokens a reading graph has room for: powers of two and one between, at most a third empty."""
+    above = max(64, 1 << (tokens - 1).bit_length())
+    return 3 * above // 4 if tokens <= 3 * above // 4 and above > 64 else above

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from etude.inference.request import Stream
 from etude.inference.scheduler import Step
-from etude.kernels.paged import Spans, attend_pages, attend_spans, store_pages
+from etude.kernels.paged import Blocks, Spans, attend_blocks, attend_pages, attend_spans, store_pages
 from etude.model.config import ModelConfig
 
 
@@ -27,41 +27,55 @@ class Batch:
     decoding: int  # how many of the tokens are decoding streams
     tables: Tensor  # [decoding, most pages], page numbers; padded with page 0
     lengths: Tensor  # [decoding], tokens visible to each, itself included
-    spans: Spans | None  # pieces of prompts, after the decoding streams
+    spans: Spans | Blocks | None  # pieces of prompts, after the decoding streams
     writers: Tensor  # rows of the step from which a next token is drawn
 
 
-def make_batch(step: Step, size: int, device: torch.device | str) -> Batch:
-    """Lay a step out. Built with numpy on the host and moved once."""
+@dataclass(frozen=True)
+class Layout:
+    """The tokens of a step on the host, one after another."""
+
+    tokens: list[int]
+    positions: list[int]
+    slots: npt.NDArray[np.int64]
+    writers: list[int]
+    starts: list[int]  # where each piece of a prompt begins among them
+
+
+def lay_out(step: Step, size: int) -> Layout:
     tokens = [stream.made[-1] for stream in step.decoding]
     positions = [stream.length - 1 for stream in step.decoding]
     places = zip(step.decoding, positions, strict=True)
     slots = [np.array([stream.pages[at // size] * size + at % size for stream, at in places], np.int64)]
-    lengths = np.array(positions, np.int64) + 1
-    runs: list[npt.NDArray[np.int64]] = []
-    writers = list(range(len(step.decoding)))
+    writers, starts = list(range(len(step.decoding))), []
     for piece in step.reading:
+        starts.append(len(tokens))
         tokens += piece.stream.tokens(piece.start, piece.end)
         positions += range(piece.start, piece.end)
-        where = stream_slots(piece.stream.pages, piece.end, size)
-        slots.append(where[piece.start :])
-        runs.append(where)
+        slots.append(stream_slots(piece.stream.pages, piece.start, piece.end, size))
         if piece.writes:
             writers.append(len(tokens) - 1)
+    return Layout(tokens, positions, np.concatenate(slots), writers, starts)
+
+
+def make_batch(step: Step, size: int, device: torch.device | str) -> Batch:
+    """A step as tensors. Built with numpy on the host and moved once."""
+    laid = lay_out(step, size)
+    runs = [stream_slots(piece.stream.pages, 0, piece.end, size) for piece in step.reading]
     tables = _tables(step.decoding)
 
     def move(values: object) -> Tensor:
         return torch.as_tensor(np.asarray(values, np.int64)).to(device, non_blocking=True)
 
     return Batch(
-        move(tokens),
-        move(positions),
-        move(np.concatenate(slots)),
+        move(laid.tokens),
+        move(laid.positions),
+        move(laid.slots),
         len(step.decoding),
         torch.from_numpy(tables).to(device),
-        move(lengths),
+        move([stream.length for stream in step.decoding]),
         Spans.of([piece.end - piece.start for piece in step.reading], runs, device) if runs else None,
-        move(writers),
+        move(laid.writers),
     )
 
 
@@ -72,9 +86,9 @@ def _tables(streams: list[Stream]) -> npt.NDArray[np.int64]:
     return tables
 
 
-def stream_slots(pages: list[int], end: int, size: int) -> npt.NDArray[np.int64]:
-    """Where the first `end` tokens of a stream lie."""
-    places = np.arange(end)
+def stream_slots(pages: list[int], start: int, end: int, size: int) -> npt.NDArray[np.int64]:
+    """Where tokens `start` to `end` of a stream lie."""
+    places = np.arange(start, end)
     return np.asarray(pages, np.int64)[places // size] * size + places % size
 
 
@@ -109,10 +123,14 @@ class PagedCache:
         keys = self.keys[layer]
         values = self.values[layer] if v is not None else keys[..., : self.value_dim]
         store_pages(k[0], None if v is None else v[0], keys, values, batch.slots)
+        tables, lengths = batch.tables, batch.lengths
+        if isinstance(batch.spans, Blocks):
+            return attend_blocks(q[0], keys, values, tables, lengths, batch.spans, self.size, scale=scale)[None]
         n, parts = batch.decoding, []
         if n:
-            table = (batch.tables, batch.lengths, self.size)
-            parts.append(attend_pages(q[0, :n], keys, values, *table, scale=scale, exact=self.exact))
+            parts.append(
+                attend_pages(q[0, :n], keys, values, tables, lengths, self.size, scale=scale, exact=self.exact)
+            )
         if batch.spans:
             parts.append(attend_spans(q[0, n:], keys, values, batch.spans, scale=scale))
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]

@@ -136,7 +136,7 @@ class Speculator:
     def _batch(self, streams: list[Stream], ats: list[int], counts: list[int], tokens: list[int]) -> Batch:
         size, device = self.cache.size, self.model.head_weight.device
         ends = [at + count for at, count in zip(ats, counts, strict=True)]
-        slots = [stream_slots(stream.pages, end, size) for stream, end in zip(streams, ends, strict=True)]
+        slots = [stream_slots(stream.pages, 0, end, size) for stream, end in zip(streams, ends, strict=True)]
         new = np.concatenate([where[at:] for where, at in zip(slots, ats, strict=True)])
         positions = np.concatenate([np.arange(at, end) for at, end in zip(ats, ends, strict=True)])
         empty = torch.empty(0, dtype=torch.int64, device=device)

@@ -40,6 +40,29 @@ class Spans:
         return cls(tuple(counts), lengths, torch.from_numpy(np.concatenate(slots)).to(device), starts[0], starts[1])
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Runs of consecutive tokens of streams, cut into blocks: spans of which only the number of tensors is known.
+
+    A captured graph has room for so many blocks and finds others in it each time.
+    """
+
+    rows: Tensor  # int32 [blocks, 4]: row of the page table, first query, how many, its place in the stream
+    queries: int  # of a block, at most
+
+    @staticmethod
+    def queries_of(heads: int, kv_heads: int) -> int:
+        """Queries of a block: with the heads that share a key head, 64 rows of the kernel's products."""
+        group = heads // kv_heads
+        return max(1, 64 >> (group - 1).bit_length())
+
+    @staticmethod
+    def cut(row: int, first: int, count: int, place: int, queries: int) -> list[tuple[int, int, int, int]]:
+        """The blocks of one run."""
+        starts = range(0, count, queries)
+        return [(row, first + start, min(queries, count - start), place + start) for start in starts]
+
+
 def attend_pages(
     q: Tensor,
     keys: Tensor,
@@ -132,6 +155,27 @@ def attend_spans(q: Tensor, keys: Tensor, values: Tensor, spans: Spans, *, scale
         return _variable_length(q, k, v, spans, scale)
     pieces = zip(q.split(spans.counts), k.split(spans.lengths), v.split(spans.lengths), strict=True)
     return torch.cat([_causal(a, b, c, scale) for a, b, c in pieces])
+
+
+def attend_blocks(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, blocks: Blocks, size: int, *, scale: float
+) -> Tensor:
+    """The first `len(lengths)` queries of q [n, heads, dim] as in `attend_pages`, those of the blocks over everything
+    their streams have up to themselves; a query of length 0 and in no block gets zeros."""
+    if _fits_kernel(q, keys, values):
+        where = tables, lengths, blocks.rows, blocks.queries, size
+        return _kernels().read(q, keys, values, *where, scale)  # type: ignore[no-any-return]
+    out = q.new_zeros(*q.shape[:-1], values.shape[-1])
+    decoding = lengths.nonzero()[:, 0]
+    if len(decoding):
+        table = tables[decoding], lengths[decoding], size
+        out[decoding] = attend_pages(q[decoding], keys, values, *table, scale=scale)
+    for row, first, count, place in blocks.rows.tolist():
+        if count:
+            at = torch.arange(place + count, device=q.device)
+            slots = tables[row, at // size].long() * size + at % size
+            out[first : first + count] = _causal(q[first : first + count], keys[slots], values[slots], scale)
+    return out
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

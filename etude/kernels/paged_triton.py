@@ -1,8 +1,9 @@
-"""The Triton side of `paged`: decode attention over pages, and keys and values into their slots. GPU only.
+"""The Triton side of `paged`: attention over pages, and keys and values into their slots. GPU only.
 
-One program reads a run of one stream's tokens for one key head and all the query heads that share it, so every key and
-value crosses from memory once. Runs have a fixed length, whatever the batch: with `exact` the order of every sum is the
-same for a stream alone or among many. Without, a full grid reads each stream in one run.
+Decoding, one program reads a run of one stream's tokens for one key head and all the query heads that share it, so
+every key and value crosses from memory once. Runs have a fixed length, whatever the batch: with `exact` the order of
+every sum is the same for a stream alone or among many. Without, a full grid reads each stream in one run. Reading
+prompts, one program has a block of queries of one stream, for one key head likewise; a tensor says which.
 """
 
 # mypy: ignore-errors
@@ -74,7 +75,7 @@ def _decode_kernel(
         sums = tl.where(first < length, sums / total[:, None], 0.0)
         tl.store(out + (place[:, None] * runs + run) * DIM + at[None, :], sums, mask=mine[:, None])
     else:
-        sums = sums / total[:, None]
+        sums = sums / tl.where(total > 0, total, 1.0)[:, None]  # a stream of no tokens has seen nothing
         tl.store(out + place[:, None] * DIM + at[None, :], sums.to(out.dtype.element_ty), mask=mine[:, None])
 
 
@@ -84,19 +85,21 @@ def _join_kernel(parts, weight, out, runs, DIM: tl.constexpr, RUNS: tl.constexpr
     run = tl.arange(0, RUNS)
     at = tl.arange(0, DIM)
     logs = tl.load(weight + place * runs + run, mask=run < runs, other=float("-inf"))
-    share = tl.exp(logs - tl.max(logs, axis=0))
-    share = share / tl.sum(share, axis=0)
+    top = tl.max(logs, axis=0)
+    share = tl.exp(logs - tl.where(top > float("-inf"), top, 0.0))
+    total = tl.sum(share, axis=0)
+    share = share / tl.where(total > 0, total, 1.0)
     part = tl.load(parts + (place * runs + run[:, None]) * DIM + at[None, :], mask=(run < runs)[:, None], other=0.0)
     tl.store(out + place * DIM + at, tl.sum(part * share[:, None], axis=0).to(out.dtype.element_ty))
 
 
-def decode(q, keys, values, tables, lengths, size, scale, exact):
-    """q [n, heads, dim] over pages -> [n, heads, dim]."""
+def decode(q, keys, values, tables, lengths, size, scale, exact, out=None):
+    """q [n, heads, dim] over pages -> [n, heads, dim]; where a length is 0, zeros."""
     n, heads, dim = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     q = q.contiguous()
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     split = exact or n * kv_heads < 512  # too few programs for the device's 132 multiprocessors: cut the streams
     runs = triton.cdiv(tables.shape[1] * size, RUN) if split else 1
     target, weight = out, out
@@ -130,6 +133,94 @@ def decode(q, keys, values, tables, lengths, size, scale, exact):
     )
     if split:
         _join_kernel[(n * heads,)](target, weight, out, runs, DIM=dim, RUNS=triton.next_power_of_2(runs))
+    return out
+
+
+@triton.jit
+def _read_kernel(
+    q,
+    keys,
+    values,
+    tables,
+    blocks,
+    out,
+    scale,
+    table_stride,
+    key_stride,
+    value_stride,
+    heads,
+    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    stream = tl.load(blocks + block * 4).to(tl.int64)
+    first = tl.load(blocks + block * 4 + 1).to(tl.int64)
+    count = tl.load(blocks + block * 4 + 2)
+    place = tl.load(blocks + block * 4 + 3)
+    last = tl.where(count > 0, place + count, 0)  # an unused block looks at nothing
+    row = tl.arange(0, QUERIES * WIDE)
+    ask = row // WIDE
+    member = row % WIDE
+    at = tl.arange(0, DIM)
+    mine = (ask < count) & (member < GROUP)
+    spot = ((first + ask) * heads + head * GROUP + member)[:, None] * DIM + at[None, :]
+    query = tl.load(q + spot, mask=mine[:, None], other=0.0)
+    top = tl.full((QUERIES * WIDE,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES * WIDE,), tl.float32)
+    sums = tl.zeros((QUERIES * WIDE, DIM), tl.float32)
+    for start in range(0, last, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        inside = token < last
+        page = tl.load(tables + stream * table_stride + token // PAGE, mask=inside, other=0)
+        slot = page.to(tl.int64) * PAGE + token % PAGE
+        k = tl.load(keys + slot[:, None] * key_stride + head * DIM + at[None, :], mask=inside[:, None], other=0.0)
+        scores = tl.dot(query, tl.trans(k)).to(tl.float32) * scale
+        # every row sees the first token, so that no maximum is of nothing
+        scores = tl.where(token[None, :] <= (place + ask)[:, None], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        odds = tl.exp(scores - higher[:, None])
+        fade = tl.exp(top - higher)
+        v = tl.load(values + slot[:, None] * value_stride + head * DIM + at[None, :], mask=inside[:, None], other=0.0)
+        sums = sums * fade[:, None] + tl.dot(odds.to(v.dtype), v).to(tl.float32)
+        total = total * fade + tl.sum(odds, axis=1)
+        top = higher
+    sums = sums / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + spot, sums.to(out.dtype.element_ty), mask=mine[:, None])
+
+
+def read(q, keys, values, tables, lengths, blocks, queries, size, scale):
+    """q [n, heads, dim]: the first `len(lengths)` as in `decode`, then each of `blocks` over all before it."""
+    q = q.contiguous()
+    out = torch.zeros_like(q)
+    n, heads, dim = len(lengths), *q.shape[1:]
+    decode(q[:n], keys, values, tables, lengths, size, scale, False, out[:n])
+    group = heads // keys.shape[1]
+    _read_kernel[(len(blocks), keys.shape[1])](
+        q,
+        keys,
+        values,
+        tables,
+        blocks,
+        out,
+        scale,
+        tables.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        heads,
+        QUERIES=queries,
+        GROUP=group,
+        WIDE=max(triton.next_power_of_2(group), triton.cdiv(16, queries)),
+        DIM=dim,
+        PAGE=size,
+        TOKENS=64,
+        num_warps=4,
+        num_stages=3 if dim <= 128 else 2,  # keys and values of all stages lie in shared memory
+    )
     return out
 
 

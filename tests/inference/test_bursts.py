@@ -53,7 +53,7 @@ def chosen(stream: Stream) -> npt.NDArray[np.unsignedinteger]:
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("every", [0, 1, 3])
 @pytest.mark.parametrize("tokens", [4096, 400])
-@pytest.mark.parametrize("read", [0, 24, 1024])  # tokens of a step: by graphs none, some, or all that read
+@pytest.mark.parametrize("read", [0, 24, 8192])  # tokens of a step: by graphs none, some, or all that read
 def test_streams_are_those_of_single_steps(
     family: str, every: int, tokens: int, read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from etude.inference.engine import Engine, EngineOptions
 from etude.inference.sampling import Sampling
 from etude.kernels import fused
 from etude.kernels.draw import draw_plain, warmed
-from etude.kernels.paged import _gathered, attend_pages
+from etude.kernels.paged import Blocks, _gathered, attend_blocks, attend_pages
 from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer, initialize
 
@@ -54,6 +54,26 @@ def test_attention_over_pages_is_attention(heads: int, kv_heads: int, dim: int, 
         assert torch.equal(alone, got[7:8])
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (8, 8, 32), (16, 2, 128), (32, 1, 64), (8, 4, 256)])
+def test_reading_and_decoding_in_one_step_is_attention(heads: int, kv_heads: int, dim: int) -> None:
+    torch.manual_seed(0)
+    size, pages, width = 16, 400, 100
+    keys, values = (torch.randn(pages * size, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    tables = torch.randint(0, pages, (12, width), device="cuda", dtype=torch.int32)
+    lengths = torch.tensor([1, 700, 16, 1600, *[0] * 8], device="cuda")
+    queries, rows, first = Blocks.queries_of(heads, kv_heads), [], 4
+    for stream, (place, count) in enumerate(((0, 1), (0, 300), (37, 64), (1000, 600), (1599, 1)), 4):
+        rows += Blocks.cut(stream, first, count, place, queries)
+        first += count
+    blocks = Blocks(torch.tensor([*rows, *[(0, 0, 0, 0)] * 9], device="cuda", dtype=torch.int32), queries)
+    q = torch.randn(first + 17, heads, dim, device="cuda", dtype=torch.bfloat16)
+    got = attend_blocks(q, keys, values, tables, lengths, blocks, size, scale=dim**-0.5)
+    wide = q.float(), keys.float(), values.float()  # what no kernel takes
+    want = attend_blocks(*wide, tables, lengths, blocks, size, scale=dim**-0.5)
+    torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=1e-2)
+    assert not got[first:].any()
+
+
 def test_drawing_follows_the_distribution_and_the_seed() -> None:
     torch.manual_seed(0)
     n, size = 200_000, 50
@@ -76,17 +96,18 @@ def test_drawing_follows_the_distribution_and_the_seed() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("read", [0, 40, 1024])  # tokens of a step: by graphs none, some, or all that read
+@pytest.mark.parametrize("read", [0, 40, 8192])  # tokens of a step: by graphs none, some, or all that read
+@pytest.mark.parametrize("budget", [64, 512])
 def test_the_sampler_agrees_with_the_models_own_forward(
-    family: str, dtype: torch.dtype, read: int, monkeypatch: pytest.MonkeyPatch
+    family: str, dtype: torch.dtype, read: int, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "READ", read)
-    model = model_of(family, dtype)
-    options = EngineOptions(tokens=2048, page=8, max_streams=16, budget=64, burst=4)
+    model = model_of(family, dtype, max_position_embeddings=512)
+    options = EngineOptions(tokens=2048, page=8, max_streams=16, budget=budget, burst=4)
     engine = Engine(model, options)
     generator = torch.Generator().manual_seed(1)
     prompts = [
-        torch.randint(0, model.config.vocab_size, (n,), generator=generator).tolist() for n in (3, 17, 40, 64, 1)
+        torch.randint(0, model.config.vocab_size, (n,), generator=generator).tolist() for n in (3, 17, 40, 64, 1, 200)
     ]
     streams = [engine.submit(prompt, Sampling(max_tokens=24, seed=7))[0] for prompt in prompts]
     while engine.step():
