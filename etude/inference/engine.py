@@ -111,6 +111,11 @@ class Engine:
         fixed = o.invariant
         return Decoder(self.model, self.cache, pages=self.pool.count, steps=o.burst, most=o.max_streams, fixed=fixed)
 
+    def warm(self) -> Iterator[bool]:
+        """Make ready for steps to come, a moment's work at a time, for as long as the caller has time to spare."""
+        if self.decoder is not None:
+            yield from self.decoder.warm(self.options.budget)
+
     # ------------------------------------------------------------------------------------------- asking
 
     def submit(

@@ -9,7 +9,7 @@ A step that reads prompts is a graph as well, with room for so many tokens of wh
 first: it runs once, and draws only for the rows that write.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,7 @@ class ReadingGraph(Graph):
 
 
 class Decoder:
-    """Graphs by number of rows and pages, captured when first needed."""
+    """Graphs by number of rows and pages, captured when first needed, or before: `warm`."""
 
     def __init__(
         self, model: Transformer, cache: PagedCache, *, pages: int, steps: int, most: int, fixed: bool = False
@@ -145,12 +145,7 @@ class Decoder:
 
     def burst(self, streams: Sequence[Stream], steps: int) -> Burst:
         """`steps` tokens for every stream."""
-        rows = self.most if self.fixed else min(self.most, _bucket(len(streams)))
-        key = rows, self._width(streams)
-        if key not in self.graphs:
-            self.graphs[key] = Graph(self, *key)
-            self.capture(self.graphs[key])
-        graph = self.graphs[key]
+        graph = self._writer(min(self.most, _bucket(len(streams))), self._width(streams))
         _put(graph.tokens, [stream.made[-1] for stream in streams])
         _put(graph.positions, [stream.length - 1 for stream in streams])
         self._put_streams(graph, streams, streams)
@@ -168,12 +163,8 @@ class Decoder:
     def read(self, step: Step) -> Read:
         """A step with prompts in it."""
         streams = [*step.decoding, *(piece.stream for piece in step.reading)]
-        rows = _read_bucket(step.tokens)
-        key = rows, self._width(streams)
-        if key not in self.readers:
-            self.readers[key] = ReadingGraph(self, *key, streams=min(rows, self.most))
-            self.capture(self.readers[key])
-        graph, laid = self.readers[key], lay_out(step, self.cache.size)
+        graph = self._reader(_read_bucket(step.tokens), self._width(streams))
+        laid = lay_out(step, self.cache.size)
         blocks = []
         for row, (piece, first) in enumerate(zip(step.reading, laid.starts, strict=True), len(step.decoding)):
             blocks += Blocks.cut(row, first, piece.end - piece.start, piece.start, graph.blocks.queries)
@@ -189,6 +180,34 @@ class Decoder:
         drawn = Drawn(graph.out[0, : len(writing)], *graph.scores[0, :, : len(writing)]) if writing else None
         routing = graph.routes[0, : step.tokens].cpu().numpy() if graph.routes.numel() else None
         return Read(drawn, laid.slots, routing)
+
+    def warm(self, tokens: int) -> Iterator[bool]:
+        """Capture the graphs that streams of ordinary length need in steps of up to so many tokens, one at a time: what
+        is captured while there is nothing to do keeps nobody waiting later."""
+        width = self.width if self.fixed else min(self.width, table_width(1, self.cache.size))
+        for rows in sorted({min(self.most, _bucket(count)) for count in range(1, self.most + 1)}, reverse=True):
+            self._writer(rows, width)
+            yield True
+        most = 0 if self.fixed else min(tokens, READ, self.readable)
+        for rows in sorted({_read_bucket(count) for count in range(1, most + 1)}):
+            self._reader(rows, width)
+            yield True
+
+    @torch.inference_mode()
+    def _writer(self, rows: int, width: int) -> Graph:
+        key = self.most if self.fixed else rows, width
+        if key not in self.graphs:
+            self.graphs[key] = Graph(self, *key)
+            self.capture(self.graphs[key])
+        return self.graphs[key]
+
+    @torch.inference_mode()
+    def _reader(self, rows: int, width: int) -> ReadingGraph:
+        key = rows, width
+        if key not in self.readers:
+            self.readers[key] = ReadingGraph(self, *key, streams=min(rows, self.most))
+            self.capture(self.readers[key])
+        return self.readers[key]
 
     def _width(self, streams: Sequence[Stream]) -> int:
         pages = max(len(stream.pages) for stream in streams)

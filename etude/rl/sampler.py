@@ -197,7 +197,8 @@ class Sampler:
             self.write()
 
     def _begin(self, engine: Engine) -> None:
-        """Wait for a first version that can be used."""
+        """Wait for a first version that can be used, and get ready meanwhile."""
+        warming = engine.warm()
         deadline = time.monotonic() + self.settings.first_version_s
         while (fetched := self.chain.look()) is None or not self._usable(fetched):
             store = self.settings.store
@@ -206,7 +207,8 @@ class Sampler:
                 waited = f"after {self.settings.first_version_s:g} s there is no usable version in {store}"
                 why = self.chain.problem or "the trainer publishes one when it starts"
                 raise EtudeError(f"{waited}: {why}")
-            time.sleep(self.settings.poll_s)
+            if not next(warming, False):
+                time.sleep(self.settings.poll_s)
         self._tell("starting", "the engine")
         started = time.perf_counter()
         engine.load(fetched.state, fetched.version.number)

@@ -51,6 +51,7 @@ from etude.rl.samplers import SamplersLost, open_samplers
 from etude.rl.settings import budget_of, effort_of, environment_of, evaluation_plan, plan_of, summaries_of
 from etude.rl.slots import Plan, Slot, Slots, SlotState, StaleClaim
 from etude.sections import RlStage
+from etude.tasks.ground import open_ground
 from etude.tasks.harbor import read_task
 from etude.tasks.task import Task
 
@@ -196,6 +197,7 @@ class Worker:
         await self.tables.release()  # what an earlier life of this name held
         always = [self._claim_always(), self._beat_always(), self._report_always(), self._sweep_always()]
         keeping = [asyncio.create_task(work) for work in (*always, self._stop.wait())]
+        breaking = asyncio.create_task(self._break_ground())
         try:
             done, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -203,10 +205,19 @@ class Worker:
             if self._broken is not None:
                 raise self._broken
         finally:
-            for task in keeping:
+            for task in (*keeping, breaking):
                 task.cancel()
-            await asyncio.gather(*keeping, return_exceptions=True)
+            await asyncio.gather(*keeping, breaking, return_exceptions=True)
             await self._give_back()
+
+    async def _break_ground(self) -> None:
+        """Make the ground of one task while the samplers load: what is built for it is there for its likes."""
+        name = next(iter(self.orders.tasks["training"]), None)
+        with contextlib.suppress(EtudeError, OSError):  # the first rollout will say so
+            if name is not None:
+                provision = self.orders.settings["training"].provision
+                async with open_ground(self.fleet, self._task("training", name), provision=provision):
+                    pass
 
     async def _give_back(self) -> None:
         """End every rollout, and let others have the slots: nobody's failure."""

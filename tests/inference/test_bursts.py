@@ -67,6 +67,19 @@ def test_streams_are_those_of_single_steps(
     assert engine.pool.held == 0
 
 
+def test_an_engine_that_had_time_before_captures_nothing_while_it_works() -> None:
+    plain = play(engine_of("llama", tokens=4096, budget=200), 1)
+    engine = bursting("llama", 4, tokens=4096, budget=200)
+    decoder = engine.decoder
+    assert decoder is not None
+    steps = sum(1 for _ in engine.warm())
+    captured = len(decoder.graphs), len(decoder.readers)
+    assert min(captured) > 1
+    assert sum(captured) == steps
+    assert [stream.made for stream in play(engine, 1)] == [stream.made for stream in plain]
+    assert (len(decoder.graphs), len(decoder.readers)) == captured
+
+
 def test_a_burst_follows_every_step_that_reads_unless_prompts_pile_up() -> None:
     engine = bursting("llama", 4, tokens=4096, budget=48)
     first = engine.submit(PROMPTS[1], Sampling(max_tokens=64, seed=1))[0]
