@@ -76,7 +76,7 @@ def small_table(out: Path, model: Path, steps: int) -> dict[str, Any]:
         "steps": steps,
         "group_size": 8,
         "groups_per_step": 8,
-        "in_flight": 96,  # more than these would grow too old
+        "in_flight": 96,
         "max_staleness": 2,
         "workers": max(1, min(4, usable_cores() // 4)),
         "learning_rate": 1e-6,

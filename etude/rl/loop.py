@@ -99,13 +99,16 @@ def wait_for_groups(loop: Loop, step: int) -> tuple[list[ReadyGroup] | None, dic
         now = time.monotonic()
         if groups is not None or (not held and exhausted(loop)):
             return groups, waited
-        what = "measurement" if held else "rollouts"
+        late = [] if held else loop.slots.awaited(step)
+        what = "measurement" if held else "slow_groups" if late else "rollouts"
         waited[what] = waited.get(what, 0.0) + now - last
         last = now
         counts = loop.slots.counts()
         if (counts, held) != seen:
             seen, deadline = (counts, held), now + loop.section.stall_s
         waiting = held or loop.slots.waiting_for(time.time())
+        if late:
+            waiting = f"{', '.join(late[:3])}, or they would be older than rl.max_staleness; {waiting}"
         if now > deadline:
             raise Stalled(f"the trainer has waited {loop.section.stall_s:.0f} s for groups: {waiting}")
         loop.tell(state="waiting", step=step, waiting_for=waiting)

@@ -48,7 +48,6 @@ def step_facts(
     """The line of a step: `told` is what the trainer wrote down of it, `before` the line of the step before."""
     line = rollout_facts(groups) | staleness_facts(groups, step - 1) | trainer_facts(told)
     line |= sampler_facts(services, before)
-    line |= {"in_flight_allowed": int(slots.allowed())}  # on the way to this step
     line |= trouble_facts(slots, step) | monitor_facts(slots.trained_rewards(step, WINDOW))
     return line
 

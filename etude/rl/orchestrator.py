@@ -21,7 +21,6 @@ from etude.errors import EtudeError, InputError
 from etude.progress import Report
 from etude.recipe import Recipe
 from etude.rl import evaluate, observe
-from etude.rl.balance import balanced
 from etude.rl.curriculum import Curriculum, kind_of
 from etude.rl.place import Place, statuses, write_status, write_whole
 from etude.rl.services import Services
@@ -165,6 +164,7 @@ class Care:
     measured: set[int] = field(init=False)  # measurements whose results are
     problems: list[str] = field(init=False, default_factory=list)  # deaths of processes
     lately: str = field(init=False, default="")  # how the last step went
+    served: int | None = field(init=False, default=None)  # the step whose weights all samplers have
 
     def __post_init__(self) -> None:
         table = self.section.curriculum
@@ -191,10 +191,18 @@ class Care:
         if "began" not in self.run.facts("rl") and self.caught_up(0):
             self.run.keep("rl", began=time.time())  # what came before is loading models
         self.begin_measurement(step)
+        self.see_samplers()
         self.fill(step)
         self.log_steps(step)
         self.log_measurements()
         self.say(step, services)
+
+    def see_samplers(self) -> None:
+        """Have the table know how old at most is what begins now."""
+        have = [self.slots.step_of(version) for version in self.sampled() if version is not None]
+        if len(have) == self.section.sampler.count and min(have) != self.served:
+            self.served = min(have)
+            self.slots.serve(self.served)
 
     def fill(self, step: int) -> None:
         """Begin as many groups as may be under way. Where no token may be older than the trainer, none may before the
@@ -234,8 +242,6 @@ class Care:
             self.run.log("rl", self.logged + 1, **values)
             self.lately = observe.line(values)
             self.logged += 1
-            stale, waited = values["infrastructure/stale"], values.get("waited/rollouts", 0.0) > 0
-            self.slots.allow(balanced(self.slots.allowed(), self.slots.plan, stale, waited))
 
     def still_taken(self, step: int) -> int:
         """The last step in the metrics that is the one the trainer took: back at a checkpoint it may have taken a step
@@ -318,9 +324,12 @@ class Care:
     def caught_up(self, step: int) -> bool:
         """Whether every sampler has the weights of this step: the last measurement is of those and no others."""
         version = json.loads((self.place.steps / f"{step:06d}.json").read_text())["version"] if step else 0
+        return all(each is not None and each >= version for each in self.sampled())
+
+    def sampled(self) -> list[int | None]:
+        """The version that each sampler has; None for one that has none yet."""
         told = statuses(self.place)
-        have = [told.get(f"sampler-{number}", {}).get("version") for number in range(self.section.sampler.count)]
-        return all(each is not None and each >= version for each in have)
+        return [told.get(f"sampler-{number}", {}).get("version") for number in range(self.section.sampler.count)]
 
     def finish(self) -> Facts:
         """The last weights as a checkpoint of the run, and the facts worth telling."""

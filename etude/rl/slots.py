@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS slots (
     failures INTEGER NOT NULL DEFAULT 0,
     worker TEXT NOT NULL DEFAULT '',
     lease REAL NOT NULL DEFAULT 0,       -- when it is given up for dead
-    oldest INTEGER,                      -- steps of the weights that made its tokens
+    oldest INTEGER,                      -- steps of the weights that made its tokens; until then: that it is not older
     newest INTEGER,
     reward TEXT,                         -- JSON
     trace TEXT NOT NULL DEFAULT '',
@@ -89,7 +89,7 @@ class Plan:
     group_size: int = 8
     groups_per_step: int = 8
     max_staleness: int = 2  # versions between the oldest token of a group and the trainer when it takes it
-    in_flight: int = 64  # slots at once, at most; `Slots.allow` may say fewer
+    in_flight: int = 64  # slots at once
     lease_s: float = 120.0  # without a sign of life after which a worker is dead
     attempts: int = 4  # failures of a slot after which its group is given up
 
@@ -100,8 +100,10 @@ class Plan:
 
     @property
     def outstanding(self) -> int:
-        """Groups that may be begun and not trained: more would be too old when their turn comes."""
-        return (self.max_staleness + 1) * self.groups_per_step
+        """Groups that may be begun and not trained: those in flight and a step's beside them, so that samplers have
+        what to do while a step is taken or waits. Each step's worth of them makes samples one step older."""
+        in_time = (self.max_staleness + 1) * self.groups_per_step  # that can be trained before they are too old
+        return min(-(-self.in_flight // self.group_size) + self.groups_per_step, in_time)
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ class Slots:
 
     def wanted(self, *, fresh: bool = True) -> int:
         """How many new groups there should be; a step's fewer while the samplers are not `fresh`, without the weights
-        of the last step: a group begun then is a step older than the others, and too old when its turn comes."""
+        of the last step: what is begun then is a step older for ever, and others are in flight to go on with."""
         most = self.plan.outstanding - (0 if fresh else self.plan.groups_per_step)
         return max(0, most - self.outstanding())
 
@@ -244,22 +246,16 @@ class Slots:
                     db.executemany("INSERT INTO slots (grp, number) VALUES (?, ?)", rows)
         return added
 
-    def allow(self, count: float) -> None:
-        """Let so many slots be under way at once from now on, for all who claim; those that are go on."""
-        if count < 1:
-            raise InputError(f"slots: {count} at once; expected at least 1, or nothing would ever be sampled")
+    def serve(self, step: int) -> None:
+        """All samplers have the weights of this step by now: what is begun from here on is not older."""
         with self._change() as db:
-            db.execute("INSERT OR REPLACE INTO plan VALUES ('allowed', ?)", (repr(float(count)),))
-
-    def allowed(self) -> float:
-        """How many slots may be under way at once: as planned, or fewer where `allow` said so."""
-        row = self._db.execute("SELECT value FROM plan WHERE key = 'allowed'").fetchone()
-        return min(self.plan.in_flight, float(row["value"]) if row else self.plan.in_flight)
+            db.execute("INSERT OR REPLACE INTO plan VALUES ('served', ?)", (str(step),))
 
     def _full(self) -> bool:
         marks = ", ".join("?" * len(IN_FLIGHT))
-        under_way = self._one(f"SELECT COUNT(*) FROM slots WHERE state IN ({marks})", *IN_FLIGHT)
-        return bool(under_way >= int(self.allowed()))
+        return bool(
+            self._one(f"SELECT COUNT(*) FROM slots WHERE state IN ({marks})", *IN_FLIGHT) >= self.plan.in_flight
+        )
 
     def used(self, task: str) -> bool:
         """Whether a prompt has had its turn."""
@@ -286,7 +282,9 @@ class Slots:
             if row is None:
                 return None
             db.execute(
-                "UPDATE slots SET state='starting', attempt=attempt+1, worker=?, lease=?, note='' WHERE id=?",
+                """UPDATE slots SET state='starting', attempt=attempt+1, worker=?, lease=?, note='', oldest=
+                       CASE WHEN resume = '' THEN (SELECT CAST(value AS INTEGER) FROM plan WHERE key='served')
+                       ELSE oldest END WHERE id=?""",
                 (worker, now + self.plan.lease_s, row["id"]),
             )
         return self.slot(row["id"])
@@ -388,20 +386,44 @@ class Slots:
 
     def ready(self, version: int) -> list[ReadyGroup]:
         """Groups whose rollouts are all graded and young enough for this version, the oldest tokens first."""
-        return self.groups(self._ready(version))
-
-    def _ready(self, version: int) -> list[int]:
-        rows = self._db.execute(
-            """SELECT grp FROM slots JOIN groups ON groups.id = grp WHERE step IS NULL AND dropped IS NULL
-               GROUP BY grp HAVING SUM(state != 'ready') = 0 AND MIN(oldest) >= ? ORDER BY MIN(oldest), grp""",
-            (version - self.plan.max_staleness,),
-        ).fetchall()
-        return [row["grp"] for row in rows]
+        return self.groups(row["grp"] for row in self._begun(version) if not row["missing"])
 
     def take(self, version: int) -> list[ReadyGroup] | None:
-        """The groups of the next step; None while there are not enough."""
-        found = self._ready(version)[: self.plan.groups_per_step]
-        return self.groups(found) if len(found) == self.plan.groups_per_step else None
+        """The groups of the next step; None while there are not enough, or others are awaited.
+
+        A step ages all that is under way. Rather than throw away what is then too old and begin it again, which for
+        long tasks would never end, it waits: samplers have other groups to go on with.
+        """
+        chosen, awaited = self._choose(version)
+        return None if awaited or len(chosen) < self.plan.groups_per_step else self.groups(chosen)
+
+    def awaited(self, version: int) -> list[str]:
+        """The tasks for which a step waits that has all the groups it needs."""
+        chosen, awaited = self._choose(version)
+        return awaited if len(chosen) == self.plan.groups_per_step else []
+
+    def _choose(self, version: int) -> tuple[list[int], list[str]]:
+        """The oldest groups that are ready, as many as a step takes, and the tasks of groups that should come first."""
+        size, rows = self.plan.groups_per_step, self._begun(version)
+        chosen = [row for row in rows if not row["missing"]][:size]
+        ids = [row["grp"] for row in chosen]
+        # the others in the best order there is: is there one whose turn comes when it is too old?
+        left = [row for row in rows if row["grp"] not in ids]
+        least = version + 1 - self.plan.max_staleness
+        if not any(row["age"] < least + place // size for place, row in enumerate(left)):
+            return ids, []
+        # to wait is of use where a younger one is then left for later
+        return ids, [row["task"] for row in left if row["missing"] and chosen and row["age"] < chosen[-1]["age"]]
+
+    def _begun(self, version: int) -> list[sqlite3.Row]:
+        """Groups that this version can train, as far as is known: how many slots are missing, and how old the rest."""
+        return self._db.execute(
+            """SELECT grp, task, SUM(state != 'ready') AS missing,
+                      MIN(CASE WHEN state != 'queued' OR resume != '' THEN oldest END) AS age
+               FROM slots JOIN groups ON groups.id = grp WHERE step IS NULL AND dropped IS NULL
+               GROUP BY grp HAVING age >= ? ORDER BY age, grp""",
+            (version - self.plan.max_staleness,),
+        ).fetchall()
 
     def mark_trained(self, groups: Iterable[ReadyGroup], step: int) -> None:
         """These groups are in the weights from this step on."""
@@ -418,6 +440,10 @@ class Slots:
         with self._change() as db:
             db.execute("INSERT OR REPLACE INTO versions VALUES (?, ?)", (number, step))
 
+    def step_of(self, number: int) -> int:
+        """What weights of this number stand for."""
+        return int(self._one("SELECT COALESCE((SELECT step FROM versions WHERE number=?), ?)", number, number))
+
     def newest_version(self) -> int:
         """Of the weights that were published; 0 before any was."""
         return int(self._one("SELECT COALESCE(MAX(number), 0) FROM versions"))
@@ -429,7 +455,9 @@ class Slots:
         """
         with self._change() as db:
             db.execute("UPDATE versions SET step=? WHERE step > ?", (step, step))
-            db.execute("UPDATE slots SET oldest=MIN(oldest, ?), newest=MIN(newest, ?) WHERE newest > ?", (step,) * 3)
+            newer = "WHERE oldest > ? OR newest > ?"
+            db.execute(f"UPDATE slots SET oldest=MIN(oldest, ?), newest=MIN(newest, ?) {newer}", (step,) * 4)
+            db.execute("UPDATE plan SET value=? WHERE key='served' AND CAST(value AS INTEGER) > ?", (str(step), step))
             return db.execute("UPDATE groups SET step=NULL WHERE step > ?", (step,)).rowcount
 
     # ------------------------------------------------------------------------------------------- looking

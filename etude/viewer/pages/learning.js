@@ -236,7 +236,8 @@ function trainerSeconds(steps) {
   const told = (at) => pairs.reduce((sum, [, values]) => sum + (values[at] ?? 0), 0);
   const rest = wall.map((value, at) => Math.max(0, value - told(at)));
   if (rest.some((value, at) => value > 0.02 * wall[at])) pairs.push(["other", rest]);
-  const tones = {learning: 2, "waiting for rollouts": 3, waiting: 3, "waiting for measurement": 5, other: 8};
+  const tones = {learning: 2, "waiting for rollouts": 3, waiting: 3, "waiting for slow groups": 6,
+    "waiting for measurement": 5, other: 8};
   return draw(steps, "What the trainer did", "Seconds of each step.", tinted(pairs, "bar", tones),
     {stack: true, y: {low: 0, format: seconds}});
 }
