@@ -33,7 +33,7 @@ def main() -> None:
     source.add_argument("--run", type=Path, help="a run whose stage rl this is, with the weights it began from")
     parser.add_argument("--out", type=Path, required=True, help="directory for the two runs")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--staleness", type=int, help="of the asynchronous run; else 2, or what the run's recipe says")
+    parser.add_argument("--staleness", type=int, help="of the asynchronous run; else 4, or what the run's recipe says")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     asked = parser.parse_args()
     table = table_of(asked.run, asked.steps) if asked.run else small_table(asked.out, asked.model, asked.steps)
@@ -77,7 +77,7 @@ def small_table(out: Path, model: Path, steps: int) -> dict[str, Any]:
         "group_size": 8,
         "groups_per_step": 8,
         "in_flight": 96,
-        "max_staleness": 2,
+        "max_staleness": 4,
         "workers": max(1, min(4, usable_cores() // 4)),
         "learning_rate": 1e-6,
         "precision": "bfloat16" if torch.cuda.is_available() else "float32",

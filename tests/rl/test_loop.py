@@ -150,6 +150,28 @@ def test_a_step_waits_for_groups_and_says_for_what_when_none_come(recipe: Path, 
         learn(loop)
 
 
+def test_a_step_waits_for_a_slow_group_that_it_would_make_too_old_and_says_so(recipe: Path, tmp_path: Path) -> None:
+    place = begin(recipe, tmp_path / "run", "rl.stall_s=0.3", "rl.max_staleness=1")
+    slots = fill(place, 2)
+    section = place_and_section(place.run)[1]
+    with opened(place, section.model_copy(update={"steps": 1})) as loop:
+        learn(loop)
+    slots.serve(0)
+    slots.add([("slow", 0.0)])
+    for _ in range(section.group_size):
+        assert slots.claim("worker", time.time()) is not None
+    slots.serve(1)
+    slots.add([("quick", 0.0), ("quicker", 0.0)])
+    finish_slots(place, slots, np.random.default_rng(1), version=1)
+    with opened(place, section) as loop, pytest.raises(Stalled, match=r"groups: slow, or .*rl\.max_staleness; "):
+        learn(loop)
+    slots.release()  # whoever had it is gone, and another begins anew
+    finish_slots(place, slots, np.random.default_rng(0), version=1)
+    with opened(place, section.model_copy(update={"steps": 2})) as loop:
+        learn(loop)
+        assert loop.trainer.step_count == 2
+
+
 def test_it_ends_early_when_every_prompt_has_had_its_turn(recipe: Path, tmp_path: Path) -> None:
     place = begin(recipe, tmp_path / "run")
     fill(place, 3)
