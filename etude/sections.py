@@ -501,7 +501,10 @@ class RlStage(Stage):
     group_size: int = Field(default=8, ge=2, description="rollouts of a prompt")
     groups_per_step: int = Field(default=8, ge=1, description="prompts of a step")
     max_staleness: int = Field(default=4, ge=0, description="steps a token may be older than the weights it trains")
-    in_flight: int = Field(default=64, ge=1, description="rollouts at once over all workers; more of them are older")
+    ahead: float | None = Field(
+        default=None, ge=0, description="steps a sample is old on average; not given: half of max_staleness"
+    )
+    in_flight: int = Field(default=64, ge=1, description="rollouts at once, over all workers")
     workers: int = Field(default=1, ge=1, description="processes that run sessions")
     lease_s: float = Field(default=120.0, gt=0, description="without a sign of life after which a rollout is given up")
     attempts: int = Field(default=4, ge=1, description="failures of the infrastructure after which a prompt is dropped")
@@ -543,6 +546,10 @@ class RlStage(Stage):
     def _knobs_act(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {list(self.betas)}")
+        if self.ahead is not None and self.ahead > self.max_staleness:
+            raise ValueError(
+                f"ahead = {self.ahead:g} is more than max_staleness = {self.max_staleness} lets be trained"
+            )
         if self.precision == "bfloat16" and self.weights.dtype == "float32":
             raise ValueError('weights.dtype must be "bfloat16" where precision is: there are no finer weights')
         if self.summaries.mode == "off" and self.summaries.trigger:

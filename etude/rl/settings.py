@@ -17,6 +17,7 @@ def plan_of(section: RlStage) -> Plan:
         group_size=section.group_size,
         groups_per_step=section.groups_per_step,
         max_staleness=section.max_staleness,
+        ahead=section.ahead,
         in_flight=section.in_flight,
         lease_s=section.lease_s,
         attempts=section.attempts,

@@ -10,6 +10,7 @@ workers claim and report, the trainer takes and marks, and `reconcile` compares 
 """
 
 import json
+import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -89,6 +90,7 @@ class Plan:
     group_size: int = 8
     groups_per_step: int = 8
     max_staleness: int = 2  # versions between the oldest token of a group and the trainer when it takes it
+    ahead: float | None = None  # steps' groups that are begun beside those of the next; None: half the staleness
     in_flight: int = 64  # slots at once
     lease_s: float = 120.0  # without a sign of life after which a worker is dead
     attempts: int = 4  # failures of a slot after which its group is given up
@@ -97,13 +99,14 @@ class Plan:
         small = [name for name in ("group_size", "groups_per_step", "in_flight", "attempts") if getattr(self, name) < 1]
         if small or self.max_staleness < 0 or self.lease_s <= 0:
             raise InputError(f"slots: {self}; expected numbers of at least 1, and a staleness not below 0")
+        if self.ahead is not None and not 0 <= self.ahead <= self.max_staleness:
+            raise InputError(f"slots: {self.ahead:g} steps ahead; expected 0 to max_staleness = {self.max_staleness}")
 
     @property
     def outstanding(self) -> int:
-        """Groups that may be begun and not trained: those in flight and a step's beside them, so that samplers have
-        what to do while a step is taken or waits. Each step's worth of them makes samples one step older."""
-        in_time = (self.max_staleness + 1) * self.groups_per_step  # that can be trained before they are too old
-        return min(-(-self.in_flight // self.group_size) + self.groups_per_step, in_time)
+        """Groups that may be begun and not trained. Each step's worth of them makes samples one step older."""
+        ahead = self.max_staleness / 2 if self.ahead is None else self.ahead
+        return math.ceil((1 + ahead) * self.groups_per_step)
 
 
 @dataclass(frozen=True)

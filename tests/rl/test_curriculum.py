@@ -12,7 +12,7 @@ from etude.rl.curriculum import Curriculum, kind_of
 from etude.rl.slots import Plan, Slots
 from etude.tasks.task import Machine, Phase, Task
 
-PLAN = Plan(group_size=2, groups_per_step=4, max_staleness=1, in_flight=1000, attempts=2)
+PLAN = Plan(group_size=2, groups_per_step=4, max_staleness=1, ahead=1, in_flight=1000, attempts=2)
 KINDS = ("easy", "middle", "hard")
 
 TASKS = {f"{kind}-{number}": kind for number in range(60) for kind in KINDS}

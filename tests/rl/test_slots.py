@@ -7,7 +7,7 @@ import pytest
 from etude.errors import EtudeError, InputError
 from etude.rl.slots import Plan, ReadyGroup, Slot, Slots, StaleClaim
 
-PLAN = Plan(group_size=2, groups_per_step=2, max_staleness=1, in_flight=100, lease_s=10.0, attempts=3)
+PLAN = Plan(group_size=2, groups_per_step=2, max_staleness=1, ahead=1, in_flight=100, lease_s=10.0, attempts=3)
 WON = {"total": 1.0}
 
 
