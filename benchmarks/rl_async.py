@@ -44,8 +44,7 @@ def main() -> None:
     rows = []
     # the asynchronous one first: whoever is first compiles the kernels
     for name, staleness in (("asynchronous", allowed), ("synchronous", 0)):
-        ahead = [f"rl.ahead={staleness / 2}"] if table.get("ahead") else []
-        overrides = [f"rl.max_staleness={staleness}", *ahead, *asked.overrides]
+        overrides = [f"rl.max_staleness={staleness}", *asked.overrides, *(() if staleness else ("rl.ahead=0",))]
         command = [sys.executable, "-m", "etude.cli", "rl", str(recipe), "--out", str(asked.out / name)]
         subprocess.run([*command, *(word for each in overrides for word in ("--set", each))], check=True)
         rows.append((name, figures(asked.out / name)))

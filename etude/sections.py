@@ -502,7 +502,7 @@ class RlStage(Stage):
     groups_per_step: int = Field(default=8, ge=1, description="prompts of a step")
     max_staleness: int = Field(default=4, ge=0, description="steps a token may be older than the weights it trains")
     ahead: float | None = Field(
-        default=None, ge=0, description="steps a sample is old on average; not given: half of max_staleness"
+        default=None, ge=0, description="steps' groups begun beside those of the next; not given: half of max_staleness"
     )
     in_flight: int = Field(default=64, ge=1, description="rollouts at once, over all workers")
     workers: int = Field(default=1, ge=1, description="processes that run sessions")

@@ -24,9 +24,9 @@ class Batch:
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
     slots: Tensor  # [T], where each token's keys and values go: page * size + offset
-    decoding: int  # how many of the tokens are decoding streams
-    tables: Tensor  # [decoding, most pages], page numbers; padded with page 0
-    lengths: Tensor  # [decoding], tokens visible to each, itself included
+    decoding: int  # how many of the tokens are decoding streams; in a graph that reads, as many as there may be
+    tables: Tensor  # [decoding, most pages], page numbers, padded; with blocks, of those that read too
+    lengths: Tensor  # [decoding], tokens visible to each, itself included; 0: it does not decode
     spans: Spans | Blocks | None  # pieces of prompts, after the decoding streams
     writers: Tensor  # rows of the step from which a next token is drawn
 

@@ -42,7 +42,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Runs of consecutive tokens of streams, cut into blocks: spans of which only the number of tensors is known.
+    """Runs of consecutive tokens of streams, cut into blocks: spans of which only the shape is known before.
 
     A captured graph has room for so many blocks and finds others in it each time.
     """

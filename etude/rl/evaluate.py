@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 
 def evaluation_plan(plan: Plan, samples: int) -> Plan:
     """How the table of evaluations works, where training works like `plan`."""
-    return replace(plan, group_size=samples, groups_per_step=1, max_staleness=0)
+    return replace(plan, group_size=samples, groups_per_step=1, max_staleness=0, ahead=None)
 
 
 def choose_tasks(tasks: Iterable[str], most: int | None) -> list[str]:

@@ -104,8 +104,10 @@ def wait_for_groups(loop: Loop, step: int) -> tuple[list[ReadyGroup] | None, dic
         waited[what] = waited.get(what, 0.0) + now - last
         last = now
         counts = loop.slots.counts()
-        if (counts, held) != seen:
-            seen, deadline = (counts, held), now + loop.section.stall_s
+        # a slow group is no stall for as long as its worker is alive; its session has limits of its own
+        moves = counts, held, loop.slots.last_sign() if late else 0.0
+        if moves != seen:
+            seen, deadline = moves, now + loop.section.stall_s
         waiting = held or loop.slots.waiting_for(time.time())
         if late:
             waiting = f"{', '.join(late[:3])}, or they would be older than rl.max_staleness; {waiting}"

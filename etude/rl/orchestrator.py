@@ -207,8 +207,9 @@ class Care:
     def fill(self, step: int) -> None:
         """Begin as many groups as may be under way. Where no token may be older than the trainer, none may before the
         samplers have the weights of the last step: this is how asynchronous becomes synchronous."""
-        left = (self.section.steps - step) * self.section.groups_per_step - self.slots.outstanding()
-        fresh = self.slots.last_step() == step and self.caught_up(step)
+        marked = self.slots.last_step()  # a moment before its facts are written
+        left = (self.section.steps - max(step, marked)) * self.section.groups_per_step - self.slots.outstanding()
+        fresh = marked == step and self.caught_up(step)
         wanted = min(self.slots.wanted(fresh=fresh), left)
         if wanted <= 0:
             return

@@ -286,7 +286,8 @@ class Slots:
                 return None
             db.execute(
                 """UPDATE slots SET state='starting', attempt=attempt+1, worker=?, lease=?, note='', oldest=
-                       CASE WHEN resume = '' THEN (SELECT CAST(value AS INTEGER) FROM plan WHERE key='served')
+                       CASE WHEN resume = '' THEN
+                           COALESCE((SELECT CAST(value AS INTEGER) FROM plan WHERE key='served'), 0)
                        ELSE oldest END WHERE id=?""",
                 (worker, now + self.plan.lease_s, row["id"]),
             )
@@ -406,22 +407,31 @@ class Slots:
         return awaited if len(chosen) == self.plan.groups_per_step else []
 
     def _choose(self, version: int) -> tuple[list[int], list[str]]:
-        """The oldest groups that are ready, as many as a step takes, and the tasks of groups that should come first."""
+        """The oldest groups that are ready, as many as a step takes, and the tasks of older ones to wait for, where
+        fewer are too old in the steps to come if those go first."""
         size, rows = self.plan.groups_per_step, self._begun(version)
         chosen = [row for row in rows if not row["missing"]][:size]
-        ids = [row["grp"] for row in chosen]
-        # the others in the best order there is: is there one whose turn comes when it is too old?
-        left = [row for row in rows if row["grp"] not in ids]
-        least = version + 1 - self.plan.max_staleness
-        if not any(row["age"] < least + place // size for place, row in enumerate(left)):
-            return ids, []
-        # to wait is of use where a younger one is then left for later
-        return ids, [row["task"] for row in left if row["missing"] and chosen and row["age"] < chosen[-1]["age"]]
+        # one that has taken its workers along time and again is not waited for
+        under_way = [row for row in rows if row["missing"] and row["tries"] <= self.plan.attempts]
+        first = sorted((*chosen, *under_way), key=lambda row: int(row["age"]))[:size]
+        awaited = [row["task"] for row in first if row["missing"]]
+        if awaited and self._lost(rows, first, version) >= self._lost(rows, chosen, version):
+            awaited = []
+        return [row["grp"] for row in chosen], awaited
+
+    def _lost(self, rows: Sequence[sqlite3.Row], taken: Sequence[sqlite3.Row], version: int) -> int:
+        """How many are too old when their turn comes in the steps after the next, which takes some, at best."""
+        size, least = self.plan.groups_per_step, version + 1 - self.plan.max_staleness
+        left = [row["age"] for row in rows if row not in taken]  # the oldest first
+        kept = 0
+        for age in left:
+            kept += age >= least + kept // size
+        return len(left) - kept
 
     def _begun(self, version: int) -> list[sqlite3.Row]:
         """Groups that this version can train, as far as is known: how many slots are missing, and how old the rest."""
         return self._db.execute(
-            """SELECT grp, task, SUM(state != 'ready') AS missing,
+            """SELECT grp, task, SUM(state != 'ready') AS missing, MAX((state != 'ready') * attempt) AS tries,
                       MIN(CASE WHEN state != 'queued' OR resume != '' THEN oldest END) AS age
                FROM slots JOIN groups ON groups.id = grp WHERE step IS NULL AND dropped IS NULL
                GROUP BY grp HAVING age >= ? ORDER BY age, grp""",
@@ -446,6 +456,11 @@ class Slots:
     def step_of(self, number: int) -> int:
         """What weights of this number stand for."""
         return int(self._one("SELECT COALESCE((SELECT step FROM versions WHERE number=?), ?)", number, number))
+
+    def last_sign(self) -> float:
+        """When the lease ends that was renewed last, of all that are in flight: it grows while anybody is alive."""
+        marks = ", ".join("?" * len(IN_FLIGHT))
+        return float(self._one(f"SELECT COALESCE(MAX(lease), 0) FROM slots WHERE state IN ({marks})", *IN_FLIGHT))
 
     def newest_version(self) -> int:
         """Of the weights that were published; 0 before any was."""

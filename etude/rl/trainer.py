@@ -74,9 +74,9 @@ def opened(place: Place, section: RlStage) -> Iterator[Loop]:
             trainer.optimizer.restore(load_file(origin / OPTIMIZER_FILE))
         slots = Slots(place.slots, plan_of(section))
         evaluations = Slots(place.evaluations, evaluation_plan(section)) if section.evaluation else None
+        forget_steps(place, trainer.step_count)  # before the table: what is ready must not look old to anybody
         for table in filter(None, (slots, evaluations)):
             table.rewind(trainer.step_count)
-        forget_steps(place, trainer.step_count)
         bucket = Bucket(place.store)
         tokenizer = Tokenizer.load(place.model)
         newest = latest(bucket)

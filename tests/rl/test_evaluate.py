@@ -47,7 +47,8 @@ def group(task: str, scores: list[float], **facts: Any) -> ReadyGroup:
 
 @pytest.fixture
 def evaluations(tmp_path: Path) -> Slots:
-    return Slots(tmp_path / "evaluations.sqlite", evaluation_plan(Plan(in_flight=100, lease_s=10.0, attempts=2), 2))
+    plan = Plan(ahead=1.5, in_flight=100, lease_s=10.0, attempts=2)
+    return Slots(tmp_path / "evaluations.sqlite", evaluation_plan(plan, 2))
 
 
 def answer(evaluations: Slots, score: float = 1.0) -> None:

@@ -8,6 +8,7 @@ a while after the step.
 
 import heapq
 import itertools
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 
 from etude.recipe import load_recipe
 from etude.rl.orchestrator import Care, TaskSets, named_tasks
-from etude.rl.place import Place, write_status
+from etude.rl.place import Place, write_status, write_whole
 from etude.rl.settings import evaluation_plan, plan_of
 from etude.rl.slots import Plan, ReadyGroup, Slot, Slots
 from etude.run import Run
@@ -64,7 +65,7 @@ def test_it_waits_a_step_before_where_a_step_cannot_take_them_all() -> None:
     plan = Plan(groups_per_step=2, max_staleness=2)
     slots = table_of([(0, False), (0, False), (0, False), (1, True), (1, True)], plan)
     assert slots.take(1) is None  # the next step can train two of the three
-    assert slots.awaited(1) == ["0", "1", "2"]
+    assert slots.awaited(1) == ["0", "1"]
 
 
 def test_it_does_not_wait_in_vain() -> None:
@@ -102,18 +103,37 @@ def test_a_trainer_that_went_back_finds_nothing_newer_than_itself() -> None:
     assert new.oldest == 4
 
 
-def feasible(ages: Sequence[int], first: int, plan: Plan) -> bool:
-    """Whether groups can all be trained in time, some in the step that makes version `first` + 1 and so on: tried."""
-    steps = range(-(-len(ages) // plan.groups_per_step))
-    places = [first + step for step in steps for _ in range(plan.groups_per_step)]
-    return any(
-        all(version - age <= plan.max_staleness for version, age in zip(order, ages, strict=True))
-        for order in itertools.permutations(places, len(ages))
+def test_who_takes_its_workers_along_is_not_waited_for() -> None:
+    slots = table_of([(0, False), (2, True), (2, True)], Plan(groups_per_step=2, max_staleness=2))
+    for _ in range(slots.plan.attempts - 1):
+        assert slots.awaited(2) == ["0"]
+        slots.release()  # the orchestrator saw the worker die: nobody's failure
+        slots.serve(0)
+        assert slots.claim("w", 0.0) is not None
+    slots.release()
+    assert slots.claim("w", 0.0) is not None
+    assert slots.awaited(2) == []
+    assert slots.take(2) is not None
+
+
+def test_a_sign_of_life_is_seen() -> None:
+    slots = table_of([(0, False)], PLAN)
+    before = slots.last_sign()
+    slots.beat(next(slot for slot in slots.group(1).slots if slot.state == "starting"), 5.0)
+    assert slots.last_sign() == before + 5.0
+
+
+def in_time(ages: Sequence[int], first: int, plan: Plan) -> int:
+    """How many groups can be trained in the steps from version `first` on before they are too old: all orders tried."""
+    places = [first + number // plan.groups_per_step for number in range(len(ages))]
+    return max(
+        sum(version - age <= plan.max_staleness for version, age in zip(places, order, strict=True))
+        for order in itertools.permutations(ages)
     )
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=6),
+    st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=7),
     st.integers(1, 2),
     st.integers(0, 2),
     st.integers(0, 4),
@@ -123,33 +143,35 @@ def test_it_waits_if_and_only_if_that_saves_a_group(
 ) -> None:
     plan = Plan(groups_per_step=size, max_staleness=staleness)
     slots = table_of(groups, plan)
-    alive = {number: each for number, each in enumerate(groups) if version - each[0] <= staleness}
-    ready = sorted((number for number in alive if alive[number][1]), key=lambda number: alive[number][0])
+    alive = {number: age for number, (age, _) in enumerate(groups) if version - age <= staleness}
+    ready = sorted((number for number in alive if groups[number][1]), key=lambda number: alive[number])
     taken = slots.take(version)
     if len(ready) < size:
         assert taken is None
         assert slots.awaited(version) == []
         return
-    chosen = ready[:size]
-    left = [number for number in alive if number not in chosen]
-    youngest = alive[chosen[-1]][0]
-    older = [str(number) for number in left if not alive[number][1] and alive[number][0] < youngest]
-    waits = bool(older) and not feasible([alive[number][0] for number in left], version + 1, plan)
+    now = ready[:size]
+    # if all that are older than one of those were there
+    then = sorted((*now, *(number for number in alive if not groups[number][1])), key=lambda number: alive[number])[
+        :size
+    ]
+    saved = [in_time([alive[n] for n in alive if n not in gone], version + 1, plan) for gone in (now, then)]
+    waits = saved[1] > saved[0]
     assert (taken is None) == waits
-    assert sorted(slots.awaited(version)) == (sorted(older) if waits else [])
+    assert slots.awaited(version) == ([str(number) for number in then if not groups[number][1]] if waits else [])
     if taken is not None:
-        assert [group.task for group in taken] == [str(number) for number in chosen]
+        assert [group.task for group in taken] == [str(number) for number in now]
 
 
 # ------------------------------------------------------------------------------------------- the orchestrator
 
 
-def care_of(directory: Path, max_staleness: int) -> Care:
+def care_of(directory: Path, max_staleness: int, samplers: int = 1) -> Care:
     """An orchestrator without its processes: groups of two, two a step."""
     generate_nano(directory / "tasks", 12, "train", 0, (1,))
     (directory / "model").mkdir()
     numbers = {"steps": 4, "group_size": 2, "groups_per_step": 2, "in_flight": 8, "max_staleness": max_staleness}
-    table = {"model": "model", "tasks": "./tasks", **numbers}
+    table = {"model": "model", "tasks": "./tasks", **numbers, "sampler": {"count": samplers}}
     (directory / "recipe.toml").write_text(tomli_w.dumps({"name": "tiny", "stages": ["rl"], "rl": table}))
     recipe = load_recipe(directory / "recipe.toml")
     assert recipe.rl is not None
@@ -166,13 +188,39 @@ def test_the_table_knows_how_old_what_begins_now_is_at_most(tmp_path: Path) -> N
     care.slots.add([("task", 0.0)])
     care.see_samplers()
     assert (slot := care.slots.claim("w", 0.0)) is not None
-    assert slot.oldest is None  # nobody knows
+    assert slot.oldest == 0  # nobody knows
     for version, step in ((1, 1), (2, 2), (7, 2)):  # the trainer went back to step 1 after the first of them
         care.slots.published(version, step)
     write_status(care.place, "sampler-0", version=7)
     care.see_samplers()
     assert (slot := care.slots.claim("w", 0.0)) is not None
     assert slot.oldest == 2
+
+
+def test_the_slowest_sampler_counts(tmp_path: Path) -> None:
+    care = care_of(tmp_path, max_staleness=2, samplers=2)
+    care.slots.add([("a", 0.0), ("b", 0.0)])
+    found = []
+    for versions in ({0: 3}, {1: 1}, {1: 2}):
+        for number, version in versions.items():
+            write_status(care.place, f"sampler-{number}", version=version)
+        care.see_samplers()
+        slot = care.slots.claim("w", 0.0)
+        found.append(slot and slot.oldest)
+    assert found == [0, 1, 2]  # of one of the two nothing was known at first
+
+
+def test_no_more_groups_are_begun_than_the_steps_that_are_left_take(tmp_path: Path) -> None:
+    care = care_of(tmp_path, max_staleness=2)
+    write_status(care.place, "sampler-0", version=99)
+    for step in range(4):
+        care.fill(step)
+        while (slot := care.slots.claim("w", 0.0)) is not None:
+            care.slots.finish(slot, {"total": 1.0}, "t", (step, step))
+        care.slots.mark_trained(care.slots.take(step) or [], step + 1)
+        care.fill(step)  # before the trainer has written down what it did
+        write_whole(care.place.steps / f"{step + 1:06d}.json", json.dumps({"version": step + 1}))
+    assert len(care.slots.tasks()) == 8
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
