@@ -16,7 +16,7 @@ from torch import Tensor
 
 from etude.errors import InputError
 from etude.inference.paged import PagedCache, make_batch
-from etude.inference.pages import PagePool
+from etude.inference.pages import PagePool, Roots
 from etude.inference.request import Ending, Stream, streams_of
 from etude.inference.sampling import Knobs, Sampling, draw
 from etude.inference.scheduler import Scheduler, Step
@@ -99,6 +99,7 @@ class Engine:
             self.scheduler.on_forget = self.speculator.forget
         pack_weights(model)
         self._knobs: tuple[list[Stream], Knobs] | None = None  # of the streams that wrote last
+        self.roots = Roots(version)
         self._stepping = False
         self._burst_is_due = False
         self.steps = 0
@@ -136,7 +137,7 @@ class Engine:
             raise InputError(f"{asked} exceed the model's {config.max_length:,}")
         if sampling.stop_text and self.tokenizer is None:
             raise InputError("stop texts need an engine with a tokenizer; give stop token ids instead")
-        streams = streams_of(prompt, sampling, listener)
+        streams = streams_of(prompt, sampling, listener, self.roots.of(sampling.since))
         self.scheduler.add(streams)
         return streams
 
@@ -154,14 +155,14 @@ class Engine:
         """New weights between two steps, in place, by our names or the checkpoint's; new tokens are of `version`.
 
         Streams that run `keep` their keys and values of older weights, or `recompute` them all; either way what
-        starts later finds nothing of older weights.
+        starts later finds nothing of older weights, but for the sessions that began with them (`Sampling.since`).
         """
         put_weights(weights, self.model, self.mtp, version)
         self.version = version
         if self.options.on_swap == "recompute":
             self.scheduler.recompute_all()
         else:
-            self.scheduler.keep_to_themselves()
+            self.scheduler.renew(self.roots.begin(version))
 
     # ------------------------------------------------------------------------------------------- running
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from etude.errors import InputError
 
+VERSIONS = 64  # whose pages a session may still ask for
+
 
 @dataclass(slots=True)
 class _Page:
@@ -24,7 +26,32 @@ class Prefix:
     """Pages that already hold the beginning of a sequence."""
 
     pages: list[int] = field(default_factory=list)
-    content: int = 0  # of the last page
+    content: int = 0  # of the last page; the root where there is none
+
+
+class Roots:
+    """What stands before the first page of a sequence in the index: a number for each time weights were loaded.
+
+    Pages of older weights stay, for sessions that began with them, and whoever asks for the present ones finds none.
+    """
+
+    def __init__(self, version: int) -> None:
+        self._known: dict[int, int] = {}
+        self.present = 0
+        self.begin(version)
+
+    def begin(self, version: int) -> int:
+        """Weights of this version are there from now on."""
+        self.present -= 1  # contents are above 0
+        self._known[version] = self.present
+        for old in sorted(self._known)[:-VERSIONS]:
+            del self._known[old]
+        return self.present
+
+    def of(self, since: int | None) -> int:
+        """That of the oldest weights which are not older than a version; of the present ones where there are none."""
+        fit = () if since is None else [version for version in self._known if version >= since]
+        return self._known[min(fit)] if fit else self.present
 
 
 class PagePool:
@@ -61,9 +88,9 @@ class PagePool:
         self._pages[page].holders = 1
         return page
 
-    def find(self, tokens: Sequence[int]) -> Prefix:
-        """The longest run of pages that hold the beginning of `tokens`; not held until `hold`."""
-        found = Prefix()
+    def find(self, tokens: Sequence[int], root: int = 0) -> Prefix:
+        """The longest run of pages that hold the beginning of `tokens` after a root; not held until `hold`."""
+        found = Prefix(content=root)
         if self.sharing:
             for start in range(0, len(tokens) - self.size + 1, self.size):
                 page = self._index.get((found.content, tuple(tokens[start : start + self.size])))
@@ -73,10 +100,10 @@ class PagePool:
                 found.content = self._pages[page].content
         return found
 
-    def shorten(self, prefix: Prefix, pages: int) -> Prefix:
-        """The first `pages` pages of a prefix."""
+    def shorten(self, prefix: Prefix, pages: int, root: int = 0) -> Prefix:
+        """The first `pages` pages of a prefix after a root."""
         kept = prefix.pages[:pages]
-        return Prefix(kept, self._pages[kept[-1]].content if kept else 0)
+        return Prefix(kept, self._pages[kept[-1]].content if kept else root)
 
     def idle(self, page: int) -> bool:
         """Whether nobody holds a page whose content is kept: holding it takes it from what is available."""

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -40,6 +41,7 @@ class Stream:
     listener: Callable[["Stream", list[int]], None] | None = None  # called with new tokens; once, with [], at the end
     number: int = field(default_factory=lambda: next(_numbers))  # age: lower is older
     leader: "Stream | None" = None  # whose prompt it shares; it starts when that one's prompt is read
+    root: int = 0  # before its first page, in the index of pages: whose keys and values it may use
 
     made: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -96,9 +98,13 @@ class Stream:
 
 
 def streams_of(
-    prompt: Sequence[int], sampling: Sampling, listener: Callable[[Stream, list[int]], None] | None = None
+    prompt: Sequence[int],
+    sampling: Sampling,
+    listener: Callable[[Stream, list[int]], None] | None = None,
+    root: int = 0,
 ) -> list[Stream]:
     """The samples of one prompt: the first reads it, the others wait and share its pages."""
-    first = Stream(list(prompt), sampling, sampling.seed, listener)
+    first = Stream(list(prompt), sampling, sampling.seed, listener, root=root)
     others = range(1, sampling.samples)
-    return [first, *(Stream(first.prompt, sampling, sampling.seed + i, listener, leader=first) for i in others)]
+    share = partial(Stream, first.prompt, sampling, listener=listener, leader=first, root=root)
+    return [first, *(share(seed=sampling.seed + i) for i in others)]

@@ -30,6 +30,7 @@ class Sampling:
     samples: int = 1  # sample i uses seed + i
     stop: frozenset[int] = field(default_factory=frozenset)  # token ids that end it; they are part of the result
     stop_text: tuple[str, ...] = ()  # needs an engine with a tokenizer
+    since: int | None = None  # a version: keys and values may be of weights as old as it; None: of the present ones
 
     def __post_init__(self) -> None:
         warm = self.temperature == 0 or 1e-3 <= self.temperature <= 1e3
@@ -41,6 +42,7 @@ class Sampling:
             ("min_p", self.min_p, 0 <= self.min_p < 1, "from 0 to below 1"),
             ("seed", self.seed, 0 <= self.seed < 2**62, "between 0 and 2^62"),
             ("samples", self.samples, 1 <= self.samples <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
+            ("since", self.since, self.since is None or self.since >= 0, "a version, 0 or more"),
         )
         for name, value, good, expected in checks:
             if not good:

@@ -19,8 +19,6 @@ from etude.errors import InputError
 from etude.inference.pages import PagePool
 from etude.inference.request import Stream
 
-OUTDATED = -1  # as a stream's content: its pages are of weights that others must not meet
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -136,9 +134,10 @@ class Scheduler:
         """Give a stream what others have computed of it and pages for the rest; False when there are too few."""
         # One token is always read, since it writes the next; of a stream that has written already two are, because
         # whoever drafts needs the state before the last token.
-        found = self.pool.find(stream.tokens(0, stream.length - (2 if stream.made else 1)))
+        found = self.pool.find(stream.tokens(0, stream.length - (2 if stream.made else 1)), stream.root)
         if self.piece:
-            found = self.pool.shorten(found, len(found.pages) - len(found.pages) % (self.piece // self.pool.size))
+            whole = len(found.pages) - len(found.pages) % (self.piece // self.pool.size)
+            found = self.pool.shorten(found, whole, stream.root)
         need = self._pages_for(self._room(stream)) - len(found.pages)
         if need > self.pool.available - sum(1 for page in found.pages if self.pool.idle(page)):
             return False
@@ -174,8 +173,6 @@ class Scheduler:
     def advance(self, stream: Stream, read: int) -> None:
         """A stream's pages now hold `read` tokens; the full ones can be shared."""
         stream.read = read
-        if stream.content == OUTDATED:
-            return
         size = self.pool.size
         if self.piece:  # a page written while decoding is not, to the last bit, what reading it would give
             read = min(read, len(stream.prompt) - len(stream.prompt) % self.piece)
@@ -206,12 +203,13 @@ class Scheduler:
         self.pool.forget_all()
         self._elect(set())
 
-    def keep_to_themselves(self) -> None:
-        """Running streams go on with what they have, but nobody else may find it: a new one starts with new weights."""
-        self.pool.forget_all()
-        for stream in self.running:
-            stream.content = OUTDATED
-        self._elect(set(self.running))
+    def renew(self, root: int) -> None:
+        """New weights: running streams go on with what they have; who waits starts with the new ones, unless it is of a
+        session that began earlier."""
+        for stream in self.waiting:
+            if stream.sampling.since is None:
+                stream.root = root
+        self._elect({stream for stream in self.running if stream.sampling.since is None})
 
     def drop_cancelled(self) -> list[Stream]:
         """End every stream that was cancelled since the last time, and free its pages."""

@@ -250,6 +250,7 @@ class SamplingAsk(Strict):
     samples: StrictInt = 1
     stop: list[StrictInt] = Field(default_factory=list)
     stop_text: Annotated[list[StopText], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
+    since: StrictInt | None = None
 
     def sampling(self) -> Sampling:
         plain = self.model_dump(exclude={"stop", "stop_text"})

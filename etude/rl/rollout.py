@@ -284,8 +284,10 @@ class _Play:
     @asynccontextmanager
     async def _speaking(self, id: str) -> AsyncIterator[Speaker]:
         voice = self.voice
-        sampling = Sampling(temperature=self.settings.temperature, seed=self.seed)
         policy = _Attended(self)
+        # weights may change between two answers as within one: the session goes on over what it has read
+        since = await policy.version()
+        sampling = Sampling(temperature=self.settings.temperature, seed=self.seed, since=since)
         yield TokenSpeaker(
             policy, voice.dialect, sampling, window=voice.window, session=self.id, model=voice.model or "policy"
         )

@@ -171,15 +171,19 @@ class Samplers(OneSample):
 
     async def _sampler_for(self, session: str, deadline: float) -> Endpoint:
         """The sampler to ask, as soon as there is one."""
+        usable = await self._usable(deadline)
+        home = self._homes.get(session) if session else None
+        found = usable[home] if home in usable else min(usable.values(), key=lambda endpoint: endpoint.load)
+        return self._settle(session, found)
+
+    async def _usable(self, deadline: float) -> dict[str, Endpoint]:
+        """Who can be asked, as soon as there is anybody."""
         while not self._closed:
             self._look()
             now = time.monotonic()
             usable = {name: endpoint for name, endpoint in self._endpoints.items() if endpoint.usable(now)}
-            home = self._homes.get(session) if session else None
-            if home in usable:
-                return self._settle(session, usable[home])
             if usable:
-                return self._settle(session, min(usable.values(), key=lambda endpoint: endpoint.load))
+                return usable
             if now >= deadline:
                 raise SamplersLost(f"no sampler served for {self.deadline_s:g} s: {self._excuses()}")
             await asyncio.sleep(min(LOOK_S, deadline - now))
@@ -199,9 +203,8 @@ class Samplers(OneSample):
 
     async def version(self) -> int:
         """Of the weights that make new tokens; of several samplers, the oldest."""
-        await self._sampler_for("", time.monotonic() + self.deadline_s)
-        now = time.monotonic()
-        return min(int(each.status["version"]) for each in self._endpoints.values() if each.usable(now))
+        usable = await self._usable(time.monotonic() + self.deadline_s)
+        return min(int(each.status["version"]) for each in usable.values())
 
     # ------------------------------------------------------------------------------------------- looking
 

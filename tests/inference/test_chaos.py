@@ -57,7 +57,9 @@ class Chaos:
         stop = frozenset(rng.sample(range(23), rng.choice((0, 0, 2))))
         samples = rng.choice((1, 1, 1, 4))
         most = rng.choice((1, 4, 12, 200))
-        sampling = Sampling(most, seed=rng.randrange(2**40), samples=samples, stop=stop, **rng.choice(ways))
+        since = rng.choice((None, None, rng.randrange(self.engine.version + 2)))
+        luck = rng.randrange(2**40)
+        sampling = Sampling(most, seed=luck, samples=samples, stop=stop, since=since, **rng.choice(ways))
         try:
             for stream in self.engine.submit(prompt, sampling, self.listen):
                 self.heard[stream] = []

@@ -1,5 +1,6 @@
 """The engine says what the model says: tokens, log-probabilities, experts, whatever the scheduler does meanwhile."""
 
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -140,11 +141,14 @@ def test_after_a_swap_with_keep_new_weights_go_on_over_old_keys_and_values(famil
 
 
 @torch.no_grad()
-def kept(family: str, prompt: list[int], old: int) -> list[int]:
-    """Greedy decoding with one plain cache; after `old` tokens the weights under it change."""
+def kept(family: str, prompt: list[int], old: int, read: int = 0) -> list[int]:
+    """Greedy decoding with one plain cache, of which `read` tokens are there before; after `old` tokens the weights
+    under it change."""
     model = model_of(family, 0)
     cache = KVCache(model.config, 1, len(prompt) + 20, torch.float32)
-    made, tokens = [], prompt
+    if read:
+        model.hidden(torch.tensor([prompt[:read]]), cache=cache)
+    made, tokens = [], prompt[read:]
     for index in range(20):
         if index == old:
             model.load_state_dict(weights_of(family, 1).state_dict())
@@ -169,6 +173,58 @@ def test_what_starts_after_a_swap_finds_nothing_of_older_weights(policy: str) ->
         assert stream.made == likeliest("llama", 1, tuple(PROMPTS[3]), 20)
         assert gap(engine.model, stream) < 1e-4
     assert [stream.cached > 0 for stream in others[1:]] == [True, True]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("moment", ["between turns", "within a turn"])
+def test_a_session_goes_on_over_its_own_keys_and_values_of_older_weights(family: str, moment: str) -> None:
+    engine = engine_of(family, 0)
+    ask = replace(GREEDY, since=0)
+    (first,) = engine.submit(PROMPTS[2], ask)
+    for _ in range(9):
+        engine.step()
+    if moment == "between turns":
+        finish(engine)
+    old = len(first.made)
+    engine.load(weights_of(family, 1).state_dict(), version=1)
+    finish(engine)
+    whole = first.prompt + first.made
+    read = engine.read_tokens
+    (second,) = engine.submit([*whole, 5, 6, 7], ask)
+    finish(engine)
+    assert second.cached == 56  # of 40 + 20 + 3 tokens
+    assert engine.read_tokens - read == 7
+    assert second.made == kept(family, [*whole, 5, 6, 7], 0, read=min(56, 40 + old - 1))
+    assert second.versions == [1] * 20
+    (other,) = engine.submit(second.prompt, GREEDY)  # asks for the present weights
+    finish(engine)
+    assert other.cached == 0
+    assert other.made == likeliest(family, 1, tuple(second.prompt), 20)
+
+
+def test_of_weights_that_were_skipped_a_session_uses_the_next() -> None:
+    engine = engine_of("llama")
+    engine.load(weights_of("llama", 1).state_dict(), version=5)
+    for expected in (0, 32):
+        (stream,) = engine.submit(PROMPTS[2], replace(GREEDY, since=3))
+        finish(engine)
+        assert stream.cached == expected
+    engine.load(weights_of("llama", 0).state_dict(), version=5)  # the same number for other weights
+    (stream,) = engine.submit(PROMPTS[2], replace(GREEDY, since=3))
+    finish(engine)
+    assert stream.cached == 0
+    assert stream.made == likeliest("llama", 0, tuple(PROMPTS[2]), 20)
+
+
+def test_with_recompute_a_session_too_has_the_present_weights_alone() -> None:
+    engine = engine_of("llama", on_swap="recompute")
+    (first,) = engine.submit(PROMPTS[2], replace(GREEDY, since=0))
+    finish(engine)
+    engine.load(weights_of("llama", 1).state_dict(), version=1)
+    (second,) = engine.submit([*first.prompt, *first.made], replace(GREEDY, since=0))
+    finish(engine)
+    assert second.cached == 0
+    assert second.made == likeliest("llama", 1, tuple(second.prompt), 20)
 
 
 @pytest.mark.parametrize("family", EXPERTS)

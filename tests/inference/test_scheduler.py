@@ -2,6 +2,7 @@
 
 import random
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +20,16 @@ def scheduler_of(pages: int = 20, size: int = 4, sharing: bool = True, **options
     return Scheduler(PagePool(pages, size, sharing), **{"max_streams": 4, "budget": 12, **options})
 
 
-def add(scheduler: Scheduler, prompt: list[int], max_tokens: int = 5, samples: int = 1) -> list[Stream]:
-    streams = streams_of(prompt, Sampling(max_tokens=max_tokens, samples=samples))
+def add(
+    scheduler: Scheduler,
+    prompt: list[int],
+    max_tokens: int = 5,
+    samples: int = 1,
+    *,
+    root: int = 0,
+    since: int | None = None,
+) -> list[Stream]:
+    streams = streams_of(prompt, Sampling(max_tokens=max_tokens, samples=samples, since=since), root=root)
     scheduler.add(streams)
     return streams
 
@@ -96,15 +105,17 @@ def test_every_plan_keeps_its_promises_and_everybody_ends_once(seed: int, pages:
     rng = random.Random(seed)
     scheduler = scheduler_of(pages, 4, **options)
     streams: list[Stream] = []
-    steps = 0
+    steps = root = 0
     while steps < 3000:
         if len(streams) < 14 and rng.random() < 0.5:
             prompt = [rng.randrange(2) for _ in range(rng.randint(1, 14))]
-            streams += add(scheduler, prompt, rng.randint(1, 8), rng.choice((1, 1, 3)))
+            begun = {"root": rng.choice((0, root)), "since": rng.choice((None, 0))}
+            streams += add(scheduler, prompt, rng.randint(1, 8), rng.choice((1, 1, 3)), **begun)
         if streams and rng.random() < 0.1:
             scheduler.cancel(rng.choice(streams))
         if rng.random() < 0.03:
-            rng.choice((scheduler.recompute_all, scheduler.keep_to_themselves))()
+            root -= 1
+            rng.choice((scheduler.recompute_all, partial(scheduler.renew, root)))()
         before = {stream: stream.preempted for stream in scheduler.running}
         step = scheduler.plan()
         assert all(stream.ending == "cancelled" for stream in step.ended)
@@ -209,12 +220,41 @@ def test_nothing_computed_before_new_weights_is_found_after_them() -> None:
     add(scheduler, list(range(12)), 8)
     for _ in range(3):
         pretend(scheduler, scheduler.plan())
-    scheduler.keep_to_themselves()
+    scheduler.renew(-1)
     assert scheduler.running[0].read == 14
-    (late,) = add(scheduler, list(range(12)), 2)
+    (late,) = add(scheduler, list(range(12)), 2, root=-1)
+    (member,) = add(scheduler, list(range(12)), 2, since=0)
     run(scheduler)
-    assert late.cached == 0
-    assert scheduler.pool.find(list(range(12))).pages  # of the one that came after
+    assert (late.cached, member.cached) == (0, 8)
+    ours, theirs = (scheduler.pool.find(list(range(12)), root).pages for root in (-1, 0))
+    assert ours
+    assert theirs
+    assert not set(ours) & set(theirs)
+
+
+@pytest.mark.parametrize(("since", "cached"), [(None, 0), (0, 12)])
+def test_who_waits_while_weights_change_starts_with_the_new_ones_or_where_its_session_is(
+    since: int | None, cached: int
+) -> None:
+    scheduler = scheduler_of(pages=60, max_streams=1)
+    add(scheduler, list(range(16)), 3)
+    first, *others = add(scheduler, list(range(16)), 3, samples=3, since=since)
+    pretend(scheduler, scheduler.plan())
+    assert first in scheduler.waiting
+    scheduler.renew(-1)
+    run(scheduler)
+    assert first.cached == cached
+    assert [stream.cached for stream in others] == [12, 12]  # of the first of them
+
+
+def test_samples_follow_no_leader_whose_pages_are_of_older_weights() -> None:
+    scheduler = scheduler_of(pages=60, budget=4)
+    leader, *others = add(scheduler, list(range(16)), 3, samples=3)
+    pretend(scheduler, scheduler.plan())
+    assert leader.read == 4
+    scheduler.renew(-1)
+    run(scheduler)
+    assert [stream.cached for stream in others] == [0, 12]
 
 
 def test_a_plan_for_many_streams_costs_no_more_for_each() -> None:
