@@ -5,7 +5,8 @@
 
 The two runs differ in one number, `rl.max_staleness`. At 0 rollouts of a step begin when every sampler has the weights
 of the step before, so that trainer and samplers take turns. The clock runs from the moment the samplers are ready to
-the end of the last step; loading models is outside, and nothing is measured on the way.
+the end of the last step; loading models is outside, and nothing is measured on the way. On a GPU a small run before
+them compiles the kernels for both.
 """
 
 import argparse
@@ -25,6 +26,8 @@ from etude.run import Run
 from etude.tasks.nano.source import generate_nano
 from etude.train.stages import origin_of
 
+WARM_UP = ("rl.steps=1", "rl.groups_per_step=2", "rl.in_flight=16")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -33,7 +36,7 @@ def main() -> None:
     source.add_argument("--run", type=Path, help="a run whose stage rl this is, with the weights it began from")
     parser.add_argument("--out", type=Path, required=True, help="directory for the two runs")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--staleness", type=int, help="of the asynchronous run; else 4, or what the run's recipe says")
+    parser.add_argument("--staleness", type=int, help="of the asynchronous run; else 8, or what the run's recipe says")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     asked = parser.parse_args()
     table = table_of(asked.run, asked.steps) if asked.run else small_table(asked.out, asked.model, asked.steps)
@@ -41,12 +44,12 @@ def main() -> None:
     recipe = asked.out / "recipe.toml"
     recipe.write_text(tomli_w.dumps({"name": "async", "stages": ["rl"], "rl": table}))
     allowed = table["max_staleness"] if asked.staleness is None else asked.staleness
+    if torch.cuda.is_available():
+        play(recipe, asked.out / "first", [*asked.overrides, *WARM_UP])
     rows = []
-    # the asynchronous one first: whoever is first compiles the kernels
     for name, staleness in (("asynchronous", allowed), ("synchronous", 0)):
         overrides = [f"rl.max_staleness={staleness}", *asked.overrides, *(() if staleness else ("rl.ahead=0",))]
-        command = [sys.executable, "-m", "etude.cli", "rl", str(recipe), "--out", str(asked.out / name)]
-        subprocess.run([*command, *(word for each in overrides for word in ("--set", each))], check=True)
+        play(recipe, asked.out / name, overrides)
         rows.append((name, figures(asked.out / name)))
     print(f"{'':14}{'seconds':>9}{'samples':>9}{'samples/s':>11}{'trainer waits':>15}{'samplers idle':>15}{'stale':>7}")
     for name, found in rows:
@@ -55,6 +58,11 @@ def main() -> None:
             f"{found['waited']:15.0%}{found['idle']:15.0%}{found['staleness']:7.2f}"
         )
     print(f"ratio {rows[1][1]['seconds'] / rows[0][1]['seconds']:.2f}x")
+
+
+def play(recipe: Path, out: Path, overrides: list[str]) -> None:
+    command = [sys.executable, "-m", "etude.cli", "rl", str(recipe), "--out", str(out)]
+    subprocess.run([*command, *(word for each in overrides for word in ("--set", each))], check=True)
 
 
 def table_of(path: Path, steps: int) -> dict[str, Any]:
@@ -76,8 +84,9 @@ def small_table(out: Path, model: Path, steps: int) -> dict[str, Any]:
         "steps": steps,
         "group_size": 8,
         "groups_per_step": 8,
-        "in_flight": 96,
-        "max_staleness": 4,
+        "in_flight": 128,
+        "ahead": 2,
+        "max_staleness": 8,
         "workers": max(1, min(4, usable_cores() // 4)),
         "learning_rate": 1e-6,
         "precision": "bfloat16" if torch.cuda.is_available() else "float32",

@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 
 from etude.cli import app
 from etude.data.corpus import CorpusOptions, build_corpus
-from etude.dry.learning import rl_seconds
+from etude.dry.learning import rl_memory, rl_seconds
 from etude.dry.look import look
 from etude.dry.needs import training_memory
 from etude.dry.plan import describe
 from etude.dry.probe import corpus_rate, growing, step_seconds
 from etude.dry.show import duration, plan_data, plan_text
 from etude.errors import InputError
-from etude.model.config import with_rope
+from etude.model.config import ModelConfig, with_rope
 from etude.model.describe import find_config
 from etude.pipeline import run_recipe
 from etude.recipe import load_recipe
@@ -381,6 +381,15 @@ def test_reinforcement_learning_is_a_guess_until_it_has_run(tmp_path: Path) -> N
     assert again is not None
     assert again.basis == "as the 2 steps of this run before went"
     assert again.seconds == pytest.approx(310, rel=0.1)
+
+
+def test_a_row_of_sessions_may_be_longer_than_the_longest_of_them(tmp_path: Path) -> None:
+    recipe = load_recipe(make_recipe(tmp_path))
+    assert recipe.rl is not None
+    config = ModelConfig.load(Path(recipe.rl.model))
+    packed = recipe.rl.model_copy(update={"rows": 1, "length": 4 * config.max_length})
+    plain = recipe.rl.model_copy(update={"rows": 4, "length": config.max_length})
+    assert rl_memory(packed, config) == rl_memory(plain, config)
 
 
 def test_a_measurement_that_was_made_is_not_counted_again(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def _optimizer(section: TrainingStage | RlStage) -> int:
 def _activations(config: ModelConfig, section: TrainingStage | RlStage, layers: int, frozen: bool) -> int:
     """What is kept for the backward."""
     width, tokens = BYTES[section.precision], section.rows * section.length
-    mesh = Mesh(1, sequence=section.length, rows=section.rows)
+    mesh = Mesh(1, sequence=1, rows=tokens)  # a row may hold several sequences, and more than the model's longest
     checkpointed = memory_per_gpu(config, count_parameters(config), mesh).activations // 2  # numbers
     inside = checkpointed - tokens * config.layers * config.hidden_size  # of one layer
     if section.recompute:
