@@ -68,10 +68,12 @@ class Actor(OneSample):
     ) -> None:
         self.lines, self.hook, self.at = lines, hook, version
         self.asked: list[tuple[int, int]] = []  # turn and seed
+        self.since: list[int | None] = []
 
     async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
         turn = turn_of(tokens)
         self.asked.append((turn, sampling.seed))
+        self.since.append(sampling.since)
         if self.hook is not None:
             await self.hook(turn)
         sample = said(chatml().write(self.lines[turn]), sampling)

@@ -121,6 +121,18 @@ def test_luck_depends_on_the_seed_and_the_turn(state: Path, task: Task) -> None:
     inside(state, check)
 
 
+def test_turns_may_use_what_was_read_with_the_weights_the_session_began_with(state: Path, task: Task) -> None:
+    async def check(fleet: Fleet) -> None:
+        async def changes(turn: int) -> None:
+            actor.at += 1
+
+        actor = Actor(hook=changes, version=7)
+        await run_rollout(fleet, task, voice(actor), SETTINGS)
+        assert actor.since == [7] * len(LINES)
+
+    inside(state, check)
+
+
 @given(st.sets(st.tuples(*[st.integers(0, 5000)] * 3), min_size=2, max_size=50), st.integers(0, 2**62))
 def test_no_two_slots_have_the_same_luck(places: set[tuple[int, int, int]], seed: int) -> None:
     assert len({rollout_seed(seed, *place) for place in places}) == len(places)

@@ -91,6 +91,19 @@ def test_turns_of_a_session_stay_with_one_sampler_and_sessions_are_spread(place:
     asyncio.run(work())
 
 
+def test_asking_for_the_version_before_each_session_leaves_them_spread(place: Place) -> None:
+    async def work() -> None:
+        async with AsyncExitStack() as stack, open_samplers(place) as policy:
+            await serve(stack, place, says(0), says(1))
+            found: Counter[int] = Counter()
+            for number in range(10):
+                assert await policy.version() == 1
+                found[(await policy.sample([1], ONE, session=f"s{number}")).tokens[0]] += 1
+            assert found == {0: 5, 1: 5}
+
+    asyncio.run(work())
+
+
 def test_what_one_sampler_cannot_do_another_does_and_the_first_is_left_alone(place: Place) -> None:
     async def work() -> None:
         asked: Counter[int] = Counter()
