@@ -30,7 +30,7 @@ def run_in_pod(keeper: str, state: Path, act: Act, limits: Limits | None = None)
             await pod.close()
             await other.close()
             now = await asyncio.to_thread(inventory.settled, host, before)
-            assert now.difference(before) == {}
+            assert not now.difference(before), f"left behind: {now.difference(before)}"
         finally:
             await host.close()
             await host.backend.shut()
