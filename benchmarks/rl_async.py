@@ -48,8 +48,9 @@ def main() -> None:
         play(recipe, asked.out / "first", [*asked.overrides, *WARM_UP])
     rows = []
     for name, staleness in (("asynchronous", allowed), ("synchronous", 0)):
-        overrides = [f"rl.max_staleness={staleness}", *asked.overrides, *(() if staleness else ("rl.ahead=0",))]
-        play(recipe, asked.out / name, overrides)
+        ahead = min(staleness, table.get("ahead", staleness / 2))
+        own = [f"rl.max_staleness={staleness}", f"rl.ahead={ahead}"]
+        play(recipe, asked.out / name, [*own, *asked.overrides] if staleness else [*asked.overrides, *own])
         rows.append((name, figures(asked.out / name)))
     print(f"{'':14}{'seconds':>9}{'samples':>9}{'samples/s':>11}{'trainer waits':>15}{'samplers idle':>15}{'stale':>7}")
     for name, found in rows:

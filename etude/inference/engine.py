@@ -86,6 +86,9 @@ class Engine:
         ahead = o.burst if captured else 1 + o.drafts
         piece = -(-PIECE // o.page) * o.page if o.invariant else 0
         self.scheduler = Scheduler(self.pool, max_streams=o.max_streams, budget=o.budget, ahead=ahead, piece=piece)
+        self.roots = Roots(version)
+        # what is still there of older weights depends on the company
+        self.scheduler.root_of = lambda stream: self.roots.of(None if o.invariant else stream.sampling.since)
         self.cache = PagedCache(config, self.pool.count, o.page, weight.dtype, self.device, o.invariant)
         self.routes: npt.NDArray[np.unsignedinteger] | None = None
         if config.moe:
@@ -99,7 +102,6 @@ class Engine:
             self.scheduler.on_forget = self.speculator.forget
         pack_weights(model)
         self._knobs: tuple[list[Stream], Knobs] | None = None  # of the streams that wrote last
-        self.roots = Roots(version)
         self._stepping = False
         self._burst_is_due = False
         self.steps = 0
@@ -137,7 +139,7 @@ class Engine:
             raise InputError(f"{asked} exceed the model's {config.max_length:,}")
         if sampling.stop_text and self.tokenizer is None:
             raise InputError("stop texts need an engine with a tokenizer; give stop token ids instead")
-        streams = streams_of(prompt, sampling, listener, self.roots.of(sampling.since))
+        streams = streams_of(prompt, sampling, listener)
         self.scheduler.add(streams)
         return streams
 
@@ -162,7 +164,8 @@ class Engine:
         if self.options.on_swap == "recompute":
             self.scheduler.recompute_all()
         else:
-            self.scheduler.renew(self.roots.begin(version))
+            self.roots.begin(version)
+            self.scheduler.renew()
 
     # ------------------------------------------------------------------------------------------- running
 

@@ -40,13 +40,11 @@ class Roots:
         self.present = 0
         self.begin(version)
 
-    def begin(self, version: int) -> int:
-        """Weights of this version are there from now on."""
+    def begin(self, version: int) -> None:
+        """Weights of this version are there from now on. Where the count began again, later numbers mean nothing."""
         self.present -= 1  # contents are above 0
-        self._known[version] = self.present
-        for old in sorted(self._known)[:-VERSIONS]:
-            del self._known[old]
-        return self.present
+        older = [(known, root) for known, root in self._known.items() if known < version]
+        self._known = dict((*older[1 - VERSIONS :], (version, self.present)))
 
     def of(self, since: int | None) -> int:
         """That of the oldest weights which are not older than a version; of the present ones where there are none."""

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -41,7 +40,6 @@ class Stream:
     listener: Callable[["Stream", list[int]], None] | None = None  # called with new tokens; once, with [], at the end
     number: int = field(default_factory=lambda: next(_numbers))  # age: lower is older
     leader: "Stream | None" = None  # whose prompt it shares; it starts when that one's prompt is read
-    root: int = 0  # before its first page, in the index of pages: whose keys and values it may use
 
     made: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -53,6 +51,7 @@ class Stream:
     pages: list[int] = field(default_factory=list)
     read: int = 0  # tokens whose keys and values are in the pages
     published: int = 0  # full pages that others can find
+    root: int = 0  # what stands before its first page in the index: of which weights pages may be that it finds
     content: int = 0  # of the last published page
     cached: int = 0
     preempted: int = 0
@@ -98,13 +97,9 @@ class Stream:
 
 
 def streams_of(
-    prompt: Sequence[int],
-    sampling: Sampling,
-    listener: Callable[[Stream, list[int]], None] | None = None,
-    root: int = 0,
+    prompt: Sequence[int], sampling: Sampling, listener: Callable[[Stream, list[int]], None] | None = None
 ) -> list[Stream]:
     """The samples of one prompt: the first reads it, the others wait and share its pages."""
-    first = Stream(list(prompt), sampling, sampling.seed, listener, root=root)
+    first = Stream(list(prompt), sampling, sampling.seed, listener)
     others = range(1, sampling.samples)
-    share = partial(Stream, first.prompt, sampling, listener=listener, leader=first, root=root)
-    return [first, *(share(seed=sampling.seed + i) for i in others)]
+    return [first, *(Stream(first.prompt, sampling, sampling.seed + i, listener, leader=first) for i in others)]

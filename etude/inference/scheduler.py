@@ -64,6 +64,7 @@ class Scheduler:
         self.running: list[Stream] = []  # oldest first; they and nobody else hold pages
         self.preemptions = 0
         self.on_forget: Callable[[Stream], None] = lambda stream: None  # somebody else keeps things for a stream
+        self.root_of: Callable[[Stream], int] = lambda stream: 0  # for one that starts now
         self._leaving: list[Stream] = []  # cancelled, still among the waiting or running
 
     def add(self, streams: list[Stream]) -> None:
@@ -134,6 +135,7 @@ class Scheduler:
         """Give a stream what others have computed of it and pages for the rest; False when there are too few."""
         # One token is always read, since it writes the next; of a stream that has written already two are, because
         # whoever drafts needs the state before the last token.
+        stream.root = self.root_of(stream)
         found = self.pool.find(stream.tokens(0, stream.length - (2 if stream.made else 1)), stream.root)
         if self.piece:
             whole = len(found.pages) - len(found.pages) % (self.piece // self.pool.size)
@@ -203,13 +205,10 @@ class Scheduler:
         self.pool.forget_all()
         self._elect(set())
 
-    def renew(self, root: int) -> None:
-        """New weights: running streams go on with what they have; who waits starts with the new ones, unless it is of a
-        session that began earlier."""
-        for stream in self.waiting:
-            if stream.sampling.since is None:
-                stream.root = root
-        self._elect({stream for stream in self.running if stream.sampling.since is None})
+    def renew(self) -> None:
+        """New weights: running streams go on with what they have. Samples that wait for one of them would not find its
+        pages, unless they are of a session that began with the old weights."""
+        self._elect({stream for stream in self.running if stream.root != self.root_of(stream)})
 
     def drop_cancelled(self) -> list[Stream]:
         """End every stream that was cancelled since the last time, and free its pages."""

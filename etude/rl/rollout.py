@@ -284,10 +284,8 @@ class _Play:
     @asynccontextmanager
     async def _speaking(self, id: str) -> AsyncIterator[Speaker]:
         voice = self.voice
+        sampling = Sampling(temperature=self.settings.temperature, seed=self.seed)
         policy = _Attended(self)
-        # weights may change between two answers as within one: the session goes on over what it has read
-        since = await policy.version()
-        sampling = Sampling(temperature=self.settings.temperature, seed=self.seed, since=since)
         yield TokenSpeaker(
             policy, voice.dialect, sampling, window=voice.window, session=self.id, model=voice.model or "policy"
         )
@@ -338,13 +336,18 @@ class _Attended(OneSample):
 
     def __init__(self, play: _Play) -> None:
         self.play, self.policy = play, play.voice.policy
+        self._since: int | None = None  # the version that made the first token
 
     async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
         await self.play.keep_between()
         self.play.do("answer")
         started = time.monotonic()
         try:
-            return await self.policy.samples(tokens, sampling, session=session)
+            # weights may change between two answers as within one: the session goes on over what it has read
+            found = await self.policy.samples(tokens, replace(sampling, since=self._since), session=session)
+            if self._since is None and found[0].versions:
+                self._since = found[0].versions[0]
+            return found
         except asyncio.CancelledError:
             self.play.waited = time.monotonic() - started
             raise

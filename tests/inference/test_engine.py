@@ -202,6 +202,22 @@ def test_a_session_goes_on_over_its_own_keys_and_values_of_older_weights(family:
     assert other.made == likeliest(family, 1, tuple(second.prompt), 20)
 
 
+def test_two_of_a_group_that_began_with_different_weights_keep_apart() -> None:
+    engine = engine_of("llama", 0)
+    (early,) = engine.submit(PROMPTS[2], GREEDY)
+    finish(engine)
+    engine.load(weights_of("llama", 1).state_dict(), version=1)
+    (late,) = engine.submit(PROMPTS[2], GREEDY)
+    finish(engine)
+    assert (early.versions[0], late.versions[0]) == (0, 1)
+    turns = [[*first.prompt, *first.made, 5, 6, 7] for first in (early, late)]
+    second = [engine.submit(turn, replace(GREEDY, since=since))[0] for since, turn in enumerate(turns)]
+    finish(engine)
+    assert [stream.cached for stream in second] == [56, 56]
+    assert second[0].made == kept("llama", turns[0], 0, read=56)
+    assert second[1].made == likeliest("llama", 1, tuple(turns[1]), 20)
+
+
 def test_of_weights_that_were_skipped_a_session_uses_the_next() -> None:
     engine = engine_of("llama")
     engine.load(weights_of("llama", 1).state_dict(), version=5)
@@ -216,8 +232,9 @@ def test_of_weights_that_were_skipped_a_session_uses_the_next() -> None:
     assert stream.made == likeliest("llama", 0, tuple(PROMPTS[2]), 20)
 
 
-def test_with_recompute_a_session_too_has_the_present_weights_alone() -> None:
-    engine = engine_of("llama", on_swap="recompute")
+@pytest.mark.parametrize("options", [{"on_swap": "recompute"}, {"invariant": True}], ids=["recompute", "invariant"])
+def test_recomputing_or_invariant_a_session_too_has_the_present_weights_alone(options: dict) -> None:
+    engine = engine_of("llama", **options)
     (first,) = engine.submit(PROMPTS[2], replace(GREEDY, since=0))
     finish(engine)
     engine.load(weights_of("llama", 1).state_dict(), version=1)

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from etude.errors import InputError
-from etude.inference.pages import PagePool
+from etude.inference.pages import VERSIONS, PagePool, Roots
 
 SIZE, COUNT = 2, 7
 
@@ -168,3 +168,27 @@ def test_an_empty_pool_and_an_overdrawn_one_say_so() -> None:
     pool.take()
     with pytest.raises(InputError, match="no free page"):
         pool.take()
+
+
+# ------------------------------------------------------------------------------------------- weights
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.one_of(st.none(), st.integers(0, 11)))
+def test_a_session_meets_no_weights_older_than_its_own(versions: list[int], since: int | None) -> None:
+    roots = Roots(versions[0])
+    loads = {roots.present: versions[0]}  # in order; a number that is not the highest begins the count again
+    for version in versions[1:]:
+        roots.begin(version)
+        loads = {root: known for root, known in loads.items() if known < version} | {roots.present: version}
+    fit = [root for root, version in loads.items() if since is not None and version >= since]
+    assert roots.of(since) == (fit[0] if fit else roots.present)
+    assert roots.of(None) == roots.present == -len(versions)
+
+
+def test_only_so_many_versions_are_known() -> None:
+    roots = Roots(0)
+    for version in range(1, 3 * VERSIONS):
+        roots.begin(version)
+    oldest = 2 * VERSIONS
+    assert roots.of(0) == roots.of(oldest) == -1 - oldest
+    assert roots.of(oldest + 1) == -2 - oldest

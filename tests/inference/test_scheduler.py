@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.errors import InputError
-from etude.inference.pages import PagePool
+from etude.inference.pages import PagePool, Roots
 from etude.inference.request import Stream, streams_of
 from etude.inference.sampling import Sampling
 from etude.inference.scheduler import Scheduler, Step
@@ -21,17 +21,23 @@ def scheduler_of(pages: int = 20, size: int = 4, sharing: bool = True, **options
 
 
 def add(
-    scheduler: Scheduler,
-    prompt: list[int],
-    max_tokens: int = 5,
-    samples: int = 1,
-    *,
-    root: int = 0,
-    since: int | None = None,
+    scheduler: Scheduler, prompt: list[int], max_tokens: int = 5, samples: int = 1, since: int | None = None
 ) -> list[Stream]:
-    streams = streams_of(prompt, Sampling(max_tokens=max_tokens, samples=samples, since=since), root=root)
+    streams = streams_of(prompt, Sampling(max_tokens=max_tokens, samples=samples, since=since))
     scheduler.add(streams)
     return streams
+
+
+def load(scheduler: Scheduler, roots: Roots, version: int) -> None:
+    """What the engine does when weights come."""
+    roots.begin(version)
+    scheduler.renew()
+
+
+def rooted(scheduler: Scheduler) -> Roots:
+    roots = Roots(0)
+    scheduler.root_of = lambda stream: roots.of(stream.sampling.since)
+    return roots
 
 
 def pretend(scheduler: Scheduler, step: Step, tokens: random.Random | None = None) -> None:
@@ -105,17 +111,18 @@ def test_every_plan_keeps_its_promises_and_everybody_ends_once(seed: int, pages:
     rng = random.Random(seed)
     scheduler = scheduler_of(pages, 4, **options)
     streams: list[Stream] = []
-    steps = root = 0
+    roots = rooted(scheduler)
+    steps = version = 0
     while steps < 3000:
         if len(streams) < 14 and rng.random() < 0.5:
             prompt = [rng.randrange(2) for _ in range(rng.randint(1, 14))]
-            begun = {"root": rng.choice((0, root)), "since": rng.choice((None, 0))}
-            streams += add(scheduler, prompt, rng.randint(1, 8), rng.choice((1, 1, 3)), **begun)
+            since = rng.choice((None, rng.randint(0, version + 1)))
+            streams += add(scheduler, prompt, rng.randint(1, 8), rng.choice((1, 1, 3)), since)
         if streams and rng.random() < 0.1:
             scheduler.cancel(rng.choice(streams))
         if rng.random() < 0.03:
-            root -= 1
-            rng.choice((scheduler.recompute_all, partial(scheduler.renew, root)))()
+            version = rng.choice((version + 1, version + 1, rng.randint(0, version)))
+            rng.choice((scheduler.recompute_all, partial(load, scheduler, roots, version)))()
         before = {stream: stream.preempted for stream in scheduler.running}
         step = scheduler.plan()
         assert all(stream.ending == "cancelled" for stream in step.ended)
@@ -217,42 +224,58 @@ def test_a_preempted_leader_is_read_again_and_its_siblings_still_come() -> None:
 
 def test_nothing_computed_before_new_weights_is_found_after_them() -> None:
     scheduler = scheduler_of(pages=40)
-    add(scheduler, list(range(12)), 8)
+    roots = rooted(scheduler)
+    (old,) = add(scheduler, list(range(12)), 8)
     for _ in range(3):
         pretend(scheduler, scheduler.plan())
-    scheduler.renew(-1)
+    load(scheduler, roots, 1)
     assert scheduler.running[0].read == 14
-    (late,) = add(scheduler, list(range(12)), 2, root=-1)
+    (late,) = add(scheduler, list(range(12)), 2)
     (member,) = add(scheduler, list(range(12)), 2, since=0)
     run(scheduler)
     assert (late.cached, member.cached) == (0, 8)
-    ours, theirs = (scheduler.pool.find(list(range(12)), root).pages for root in (-1, 0))
+    ours, theirs = (scheduler.pool.find(list(range(12)), stream.root).pages for stream in (late, old))
     assert ours
     assert theirs
     assert not set(ours) & set(theirs)
 
 
-@pytest.mark.parametrize(("since", "cached"), [(None, 0), (0, 12)])
+@pytest.mark.parametrize(("since", "cached"), [(None, 0), (0, 12), (1, 0)])
 def test_who_waits_while_weights_change_starts_with_the_new_ones_or_where_its_session_is(
     since: int | None, cached: int
 ) -> None:
     scheduler = scheduler_of(pages=60, max_streams=1)
+    roots = rooted(scheduler)
     add(scheduler, list(range(16)), 3)
     first, *others = add(scheduler, list(range(16)), 3, samples=3, since=since)
     pretend(scheduler, scheduler.plan())
     assert first in scheduler.waiting
-    scheduler.renew(-1)
+    load(scheduler, roots, 1)
     run(scheduler)
     assert first.cached == cached
     assert [stream.cached for stream in others] == [12, 12]  # of the first of them
 
 
+def test_who_loses_its_pages_after_new_weights_starts_again_with_them() -> None:
+    scheduler = scheduler_of(pages=60)
+    roots = rooted(scheduler)
+    mine, sessions = (add(scheduler, list(range(16)), 9, since=since)[0] for since in (None, 0))
+    for _ in range(4):
+        pretend(scheduler, scheduler.plan())
+    load(scheduler, roots, 1)
+    for stream, read in ((sessions, 16), (mine, 0)):
+        scheduler.preempt(stream)
+        scheduler._admit()
+        assert stream.read == read
+
+
 def test_samples_follow_no_leader_whose_pages_are_of_older_weights() -> None:
     scheduler = scheduler_of(pages=60, budget=4)
+    roots = rooted(scheduler)
     leader, *others = add(scheduler, list(range(16)), 3, samples=3)
     pretend(scheduler, scheduler.plan())
     assert leader.read == 4
-    scheduler.renew(-1)
+    load(scheduler, roots, 1)
     run(scheduler)
     assert [stream.cached for stream in others] == [0, 12]
 

@@ -128,7 +128,7 @@ def test_turns_may_use_what_was_read_with_the_weights_the_session_began_with(sta
 
         actor = Actor(hook=changes, version=7)
         await run_rollout(fleet, task, voice(actor), SETTINGS)
-        assert actor.since == [7] * len(LINES)
+        assert actor.since == [None] + [8] * (len(LINES) - 1)
 
     inside(state, check)
 
