@@ -21,6 +21,7 @@ import tomli_w
 import torch
 
 from etude.cores import usable_cores
+from etude.errors import EtudeError
 from etude.rl.orchestrator import task_directory
 from etude.run import Run
 from etude.tasks.nano.source import generate_nano
@@ -39,6 +40,19 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, help="of the asynchronous run; else 8, or what the run's recipe says")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     asked = parser.parse_args()
+    if asked.steps < 2 or (asked.staleness is not None and asked.staleness < 1):
+        parser.error("expected --steps of at least 2, and --staleness of at least 1")
+    if (asked.out / "state.json").exists():
+        parser.error(f"--out {asked.out} is a run itself; name a directory for the two")
+    try:
+        compare(asked)
+    except EtudeError as error:
+        parser.error(str(error))
+    except subprocess.CalledProcessError as error:  # it has said why
+        sys.exit(error.returncode)
+
+
+def compare(asked: argparse.Namespace) -> None:
     table = table_of(asked.run, asked.steps) if asked.run else small_table(asked.out, asked.model, asked.steps)
     asked.out.mkdir(parents=True, exist_ok=True)
     recipe = asked.out / "recipe.toml"

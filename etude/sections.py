@@ -71,7 +71,7 @@ def made_by(*stages: str, doc: str) -> Any:
 class Section(BaseModel):
     """A table of the recipe: frozen, strict, closed."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class Stage(Section):
@@ -550,6 +550,8 @@ class RlStage(Stage):
             raise ValueError(
                 f"ahead = {self.ahead:g} is more than max_staleness = {self.max_staleness} lets be trained"
             )
+        if self.evaluation is not None and self.tasks in self.evaluation.tasks:
+            raise ValueError(f'evaluation.tasks has "{self.tasks}", which is trained on: measure with others')
         if self.precision == "bfloat16" and self.weights.dtype == "float32":
             raise ValueError('weights.dtype must be "bfloat16" where precision is: there are no finer weights')
         if self.summaries.mode == "off" and self.summaries.trigger:

@@ -74,6 +74,8 @@ def test_the_recipe_in_the_documentation_is_valid(tmp_path: Path) -> None:
         ("rl.sampler.tokens=64", "sampler.tokens = 64 does not hold one session: give at least window = 2048"),
         ("rl.ahead=4.5", "ahead = 4.5 is more than max_staleness = 4"),
         ("rl.budget.answer=5000", "budget.answer = 5000 must be less than window = 2048"),
+        ("rl.learning_rate=inf", "rl.learning_rate must be a finite number"),
+        ("rl.evaluation.tasks=train", 'evaluation.tasks has "train", which is trained on'),
     ],
 )
 def test_numbers_of_rl_that_cannot_work_together_are_refused(override: str, words: str) -> None:

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from etude.errors import EtudeError
 from etude.harness.store import load_trace
 from etude.harness.trace import Segment, Trace
 from etude.kernels.loss import IGNORE, token_logprobs
@@ -26,7 +25,7 @@ from etude.model.transformer import Transformer
 from etude.rl.advantages import Estimator, advantages, k1, k3, worths
 from etude.rl.objective import PolicyGradient, RolloutBatch
 from etude.rl.packing import Piece, pack
-from etude.rl.place import Place
+from etude.rl.place import GivenUp, Place
 from etude.rl.slots import ReadyGroup, Slots
 from etude.sections import RlStage
 from etude.train.trainer import StepResult, Trainer
@@ -36,8 +35,12 @@ POLL_S = 0.05
 CUT_OFF = frozenset({"length", "tokens", "turns", "time", "context"})  # endings of rollouts that are overlong
 
 
-class Stalled(EtudeError):
+class Stalled(GivenUp):
     """Nothing has moved for too long; the message says what was waited for."""
+
+
+class Diverged(GivenUp):
+    """A step that is not a number. It would be the same again: the same groups and the same weights."""
 
 
 @dataclass
@@ -68,6 +71,8 @@ def learn(loop: Loop) -> None:
         started = time.monotonic()
         groups, waited = wait_for_groups(loop, step)
         if groups is None:
+            if step % section.checkpoint_every:  # what was learned since the last one is the end of it
+                loop.checkpoint()
             break
         loop.tell(state="working", step=step)
         pieces = taught(loop, groups)
@@ -76,7 +81,7 @@ def learn(loop: Loop) -> None:
         rollouts = section.groups_per_step * section.group_size
         # a constant: neither long rollouts nor long steps count less
         result = trainer.step(batches, loop.objective, factor, divisor=rollouts * section.length)
-        check(result, step + 1)
+        check(loop, result, step + 1)
         loop.slots.mark_trained(groups, step + 1)
         publish(loop)
         loop.record(step + 1, facts_of(loop, groups, pieces, result, waited, time.monotonic() - started))
@@ -200,12 +205,17 @@ def publish(loop: Loop) -> None:
     loop.publisher.publish_soon(loop.version, weights)
 
 
-def check(result: StepResult, step: int) -> None:
+def check(loop: Loop, result: StepResult, step: int) -> None:
     """A step that is not a number must not reach samplers or checkpoints."""
     values = {**result.values, **{f"gradient norm of {name}": norm for name, norm in result.gradient_norms.items()}}
+    with torch.no_grad():
+        values["norm of the weights"] = float(torch.nn.utils.get_total_norm(loop.trainer.model.parameters()))
     bad = [name for name, value in values.items() if not np.isfinite(value)]
     if bad:
-        raise EtudeError(f"rl: step {step}: {bad[0]} is {values[bad[0]]}; lower rl.learning_rate and resume")
+        advice = (
+            "begin another run with a lower rl.learning_rate, if you like with rl.model = one of the checkpoints in"
+        )
+        raise Diverged(f"rl: step {step}: {bad[0]} is {values[bad[0]]}; {advice} {loop.place.trainer}")
 
 
 def facts_of(

@@ -10,6 +10,7 @@ It holds the run's lock and computes nothing itself. Kill it, and the others end
 import json
 import os
 import shutil
+import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -43,15 +44,13 @@ def rl(run: Run, recipe: Recipe, report: Report) -> Facts:
     assert section is not None  # the recipe checks that every stage it names has its section
     place = Place(run.path, section.weights.store)
     tasks = prepare(run, section, place)
-    with (
-        closing(Slots(place.slots, plan_of(section))) as slots,
-        closing(Slots(place.evaluations, evaluation_plan(section))) as evaluations,
-    ):
+    with tables(place, section) as (slots, evaluations):
+        check_ledger(place, slots)
         slots.release()
         evaluations.release()
         care = Care(run, section, place, slots, evaluations, tasks, recipe.seed, report)
         with all_ended(place), Services(place, care.mourn) as services:
-            services.add("trainer", "etude.rl.trainer")
+            services.add("trainer", "etude.rl.trainer", ends=True)
             for number in range(section.sampler.count):
                 services.add(f"sampler-{number}", "etude.rl.sampler", "--name", f"sampler-{number}")
             for number in range(section.workers):
@@ -61,6 +60,18 @@ def rl(run: Run, recipe: Recipe, report: Report) -> Facts:
                 care.look_after(services)
                 time.sleep(POLL_S)
         return care.finish()
+
+
+@contextmanager
+def tables(place: Place, section: RlStage) -> Iterator[tuple[Slots, Slots]]:
+    """Those of rollouts to train on and to measure with."""
+    try:
+        slots, evaluations = Slots(place.slots, plan_of(section)), Slots(place.evaluations, evaluation_plan(section))
+    except sqlite3.DatabaseError as error:
+        what = f"{place.slots.name} and {place.evaluations.name}"
+        raise InputError(f"{place.root}: {what}: {error}; put them back as they were, or begin another run") from error
+    with closing(slots), closing(evaluations):
+        yield slots, evaluations
 
 
 @contextmanager
@@ -115,6 +126,16 @@ def prepare(run: Run, section: RlStage, place: Place) -> TaskSets:
     return TaskSets(train, held_out)
 
 
+def check_ledger(place: Place, slots: Slots) -> None:
+    """What a checkpoint has learned from stands in the table before it: without that, prompts would be used again."""
+    step = max((step for step, _ in checkpoints(place)), default=0)
+    if slots.last_step() < step:
+        raise InputError(
+            f"{place.slots} knows of {slots.last_step()} steps, but the trainer's checkpoint is of step {step}: which "
+            "prompts were used is lost; put the table back, or begin another run from that checkpoint"
+        )
+
+
 def task_directory(run: Run, name: str, key: str) -> Path:
     """A set of tasks of this run by its name, or a directory of them."""
     if os.path.isabs(name):
@@ -163,6 +184,7 @@ class Care:
     logged: int = field(init=False)  # steps whose facts are in the metrics
     measured: set[int] = field(init=False)  # measurements whose results are
     problems: list[str] = field(init=False, default_factory=list)  # deaths of processes
+    told: int = field(init=False, default=0)  # of those, how many are in the metrics
     lately: str = field(init=False, default="")  # how the last step went
     served: int | None = field(init=False, default=None)  # the step whose weights all samplers have
 
@@ -238,6 +260,7 @@ class Care:
             groups = self.slots.groups(facts["groups"])
             before = self.lines.get(self.logged)
             values = observe.step_facts(groups, self.logged + 1, facts, statuses(self.place), self.slots, before)
+            values["infrastructure/deaths"], self.told = len(self.problems) - self.told, len(self.problems)
             self.lines = {self.logged + 1: values}
             self.marks[self.logged + 1] = mark(facts)
             self.run.log("rl", self.logged + 1, **values)
@@ -335,8 +358,12 @@ class Care:
     def finish(self) -> Facts:
         """The last weights as a checkpoint of the run, and the facts worth telling."""
         found = checkpoints(self.place)
+        note = self.place.root / "exhausted"
+        early = note.read_text(encoding="utf-8") if note.exists() else ""
         if not found:
-            raise EtudeError(f"{self.place.trainer}: the trainer left no checkpoint")
+            raise EtudeError(
+                f"{self.place.trainer}: no step was taken, so there is no checkpoint: {early or 'no reason'}"
+            )
         step, last = found[-1]
         existing = [artefact for artefact in self.run.artefacts("checkpoint") if artefact.name == f"rl-{step}"]
         if not existing:
@@ -345,8 +372,9 @@ class Care:
                 ignored = shutil.ignore_patterns("optimizer.*", "training.json")
                 shutil.copytree(last, directory, dirs_exist_ok=True, ignore=ignored, copy_function=_link_or_copy)
         facts = observe.stage_facts(self.run.metrics("rl"), self.slots, self.problems)
-        if (note := self.place.root / "exhausted").exists() and step < self.section.steps:
-            facts["ended_early"] = note.read_text(encoding="utf-8")
+        if early and step < self.section.steps:
+            facts["ended_early"] = early
+            self.report(step, step, "ended early")
         if {0, step} <= self.measured and step:
             before, after = (evaluate.results(self.evaluations, measured) for measured in (0, step))
             facts["rise"] = evaluate.compare(before, after)

@@ -19,13 +19,19 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from etude.errors import EtudeError, InputError
 from etude.recipe import Recipe, load_recipe
 from etude.sections import RlStage
 
 PR_SET_PDEATHSIG = 1
+
+
+class GivenUp(EtudeError):
+    """A process of the run cannot go on, and started again it would come to the same end."""
+
+    exit_code: ClassVar[int] = 4
 
 
 @dataclass(frozen=True)

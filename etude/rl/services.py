@@ -1,8 +1,8 @@
 """The processes of a run on this machine: started, watched, started again when they die.
 
 They end with whoever started them, however that ends. A process that says nothing for too long is as good as dead and
-is killed; one that refuses its input (exit code 2) would refuse it again, so that ends the run with its own words. So
-does one that dies again and again: how often, and the end of its log, are in the message.
+is killed; one that refuses its input or gives up would do so again, and that ends the run with its own words. So does
+one that dies again and again: how often, and the end of its log, are in the message.
 """
 
 import os
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from etude.errors import EtudeError
-from etude.rl.place import Place, read_status
+from etude.errors import EtudeError, InputError
+from etude.rl.place import GivenUp, Place, read_status
 
 SILENT_S = 120.0  # without a word after which a process is killed; torch alone may take half a minute to load
 FORGIVEN_S = 300.0  # after which a death no longer counts
@@ -23,6 +23,7 @@ MOST_DEATHS = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 20.0
 END_S = 10.0  # that a process has to end when it is asked to
 TAIL = 2000  # characters of a log that are shown
+FINAL = (InputError.exit_code, GivenUp.exit_code)
 
 
 class ServiceFailed(EtudeError):
@@ -35,6 +36,7 @@ class Service:
 
     name: str
     command: Sequence[str]
+    ends: bool = False  # it has an end to come to; the others run until they are stopped
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     next_start: float = 0.0
@@ -56,9 +58,9 @@ class Services:
     def __exit__(self, *exc: object) -> None:
         self.stop(*self.all)
 
-    def add(self, name: str, module: str, *arguments: str) -> None:
+    def add(self, name: str, module: str, *arguments: str, ends: bool = False) -> None:
         """A process that shall run from now on."""
-        self.all[name] = Service(name, [sys.executable, "-m", module, str(self.place.run), *arguments])
+        self.all[name] = Service(name, [sys.executable, "-m", module, str(self.place.run), *arguments], ends)
 
     def tend(self) -> None:
         """Start what should run and does not; once in a while."""
@@ -75,7 +77,7 @@ class Services:
                 service.process.kill()
                 code = service.process.wait()
                 self._mourn(service, f"said nothing for {SILENT_S:.0f} s and was killed")
-            elif code == 0:
+            elif code == 0 and service.ends:
                 service.ended, service.process = True, None
             elif code is not None:
                 self._mourn(service, f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}", code)
@@ -124,8 +126,8 @@ class Services:
         service.process = None
         service.deaths = [when for when in service.deaths if now - when < FORGIVEN_S] + [now]
         self.on_death(service.name, why)
-        if code == 2 or len(service.deaths) >= MOST_DEATHS:
-            often = "" if code == 2 else f" for the {len(service.deaths)}th time in {FORGIVEN_S / 60:.0f} minutes"
+        if code in FINAL or len(service.deaths) >= MOST_DEATHS:
+            often = "" if code in FINAL else f" for the {len(service.deaths)}th time in {FORGIVEN_S / 60:.0f} minutes"
             raise ServiceFailed(f"{service.name} {why}{often}; its log ends:\n{self._tail(service.name)}")
         service.next_start = now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (len(service.deaths) - 1))
 

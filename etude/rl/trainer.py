@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from etude.errors import EtudeError
@@ -168,14 +169,17 @@ def write_checkpoint(place: Place, trainer: Trainer, tokenizer: Tokenizer, keep:
     step = trainer.step_count
     making = place.trainer / f".{step:06d}.making"
     shutil.rmtree(making, ignore_errors=True)
-    making.mkdir(parents=True)
-    write_model(trainer.model, making)
-    tokenizer.save(making)
-    if (place.model / MTP_FILE).exists():  # they do not learn here, and draft for what has moved a little
-        shutil.copy(place.model / MTP_FILE, making / MTP_FILE)
-    tensors = {name: value.cpu().contiguous() for name, value in trainer.optimizer.state().items()}
-    save_file(tensors, making / OPTIMIZER_FILE)
-    (making / STATE_FILE).write_text(json.dumps({"step": step}))
+    try:
+        making.mkdir(parents=True)
+        write_model(trainer.model, making)
+        tokenizer.save(making)
+        if (place.model / MTP_FILE).exists():  # they do not learn here, and draft for what has moved a little
+            shutil.copy(place.model / MTP_FILE, making / MTP_FILE)
+        tensors = {name: value.cpu().contiguous() for name, value in trainer.optimizer.state().items()}
+        save_file(tensors, making / OPTIMIZER_FILE)
+        (making / STATE_FILE).write_text(json.dumps({"step": step}))
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        raise EtudeError(f"{making}: the checkpoint cannot be written: {error}") from error
     final = place.trainer / f"{step:06d}"
     shutil.rmtree(final, ignore_errors=True)
     making.rename(final)

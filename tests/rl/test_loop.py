@@ -1,7 +1,9 @@
 """The trainer's loop: what it teaches, and what it leaves behind when it is killed."""
 
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,13 +16,15 @@ import pytest
 import torch
 from rl_runs import finish_slots, make_model, make_recipe, random_segment, random_trace, tiny_model
 
+from etude.errors import EtudeError, InputError
 from etude.model import load
 from etude.model.checkpoint import views
 from etude.recipe import load_recipe, render_toml
 from etude.rl import loop as loops
 from etude.rl.advantages import Estimator
-from etude.rl.loop import Loop, Stalled, learn, rollout_pieces
+from etude.rl.loop import Diverged, Loop, Stalled, learn, rollout_pieces
 from etude.rl.objective import PolicyGradient
+from etude.rl.orchestrator import check_ledger, tables
 from etude.rl.packing import pack
 from etude.rl.place import Place, place_and_section
 from etude.rl.settings import plan_of
@@ -173,12 +177,63 @@ def test_a_step_waits_for_a_slow_group_that_it_would_make_too_old_and_says_so(re
 
 
 def test_it_ends_early_when_every_prompt_has_had_its_turn(recipe: Path, tmp_path: Path) -> None:
-    place = begin(recipe, tmp_path / "run")
+    place = begin(recipe, tmp_path / "run", "rl.checkpoint_every=10")
     fill(place, 3)
     (place.root / "exhausted").write_text("")
     with opened(place, place_and_section(place.run)[1]) as loop:
         learn(loop)
         assert loop.trainer.step_count == 1
+    assert [step for step, _ in checkpoints(place)] == [1]  # what it has learned is kept
+
+
+def test_weights_that_are_no_numbers_reach_nobody(recipe: Path, tmp_path: Path) -> None:
+    place = begin(recipe, tmp_path / "run")
+    slots = fill(place, 2, seed=1)
+    assert any(len({slot.reward["total"] for slot in group.slots if slot.reward}) > 1 for group in slots.ready(0))
+    section = place_and_section(place.run)[1].model_copy(update={"learning_rate": math.inf})
+    with opened(place, section) as loop, pytest.raises(Diverged, match=r"step 1: norm of the weights is .*another run"):
+        learn(loop)
+    assert slots.trained() == []
+    assert checkpoints(place) == []
+    assert follow(Bucket(place.store))[0].number == 0  # what it began with
+
+
+def test_a_trainer_that_stalls_says_so_and_is_not_to_be_started_again(recipe: Path, tmp_path: Path) -> None:
+    place = begin(recipe, tmp_path / "run", "rl.stall_s=0.3")
+    environment = {**os.environ, "ETUDE_PARENT": str(os.getpid()), "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-m", "etude.rl.trainer", str(place.run)]
+    done = subprocess.run(command, env=environment, timeout=120, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (4, "etude: the trainer has waited 0 s for groups: no slots\n")
+
+
+def test_a_run_without_the_table_of_what_it_has_learned_from_does_not_go_on(recipe: Path, tmp_path: Path) -> None:
+    place = begin(recipe, tmp_path / "run")
+    fill(place, 2).close()
+    section = place_and_section(place.run)[1].model_copy(update={"steps": 1})
+    with opened(place, section) as loop:
+        learn(loop)
+    with tables(place, section) as (slots, _):
+        check_ledger(place, slots)
+    for path in place.root.glob("slots.sqlite*"):
+        path.unlink()
+    with tables(place, section) as (slots, _), pytest.raises(InputError, match=r"knows of 0 steps, .* is of step 1: "):
+        check_ledger(place, slots)
+    for path in place.root.glob("slots.sqlite*"):
+        path.unlink()
+    place.slots.write_bytes(b"no table" * 1000)
+    with pytest.raises(InputError, match="file is not a database; put them back"), tables(place, section):
+        pass
+
+
+def test_a_checkpoint_that_cannot_be_written_says_where(recipe: Path, tmp_path: Path) -> None:
+    place = begin(recipe, tmp_path / "run")
+    fill(place, 2)
+    with opened(place, place_and_section(place.run)[1].model_copy(update={"steps": 1})) as loop:
+        shutil.rmtree(place.trainer)
+        place.trainer.write_text("in the way")
+        loop.record = lambda step, facts: None
+        with pytest.raises(EtudeError, match=r"trainer/\.000001\.making: the checkpoint cannot be written: "):
+            learn(loop)
 
 
 def test_groups_of_equal_rewards_teach_nothing(recipe: Path, tmp_path: Path) -> None:
