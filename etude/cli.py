@@ -7,6 +7,7 @@ torch are loaded when one of their verbs is asked for, so that `etude --help` an
 import json
 import os
 import sys
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -179,15 +180,22 @@ _stage_alone("rl", "reinforcement learning, on the weights the recipe names or i
 
 
 @app.command(epilog="Example:  etude status runs/nano")
-def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]) -> None:
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
     """How far a run is; of its reinforcement learning the processes, what each waits for, and rollouts by state."""
-    from etude.rl.observe import table
+    from etude.rl import observe
     from etude.rl.place import Place
     from etude.standing import standing
 
-    print("\n".join(standing(run)))
-    if Place(run).root.is_dir():
-        Console().print(table(run))
+    lines, learning = standing(run), Place(run).root.is_dir()
+    if as_json:
+        print(json.dumps({"run": lines, "rl": asdict(observe.health(run)) if learning else None}))
+        return
+    print("\n".join(lines))
+    if learning:
+        Console().print(observe.table(run))
 
 
 @app.command(

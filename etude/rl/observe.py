@@ -11,7 +11,7 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,25 +252,58 @@ def stage_facts(metrics: Sequence[Mapping[str, Any]], slots: Slots, problems: Se
     return facts | {"dropped": troubles["dropped"], "deaths": len(problems)}
 
 
-def table(run: Path | str, now: float | None = None) -> Table:
-    """How a run is: its services and what each waits for, and its rollouts by state."""
+@dataclass(frozen=True)
+class Health:
+    """How the reinforcement learning of a run is, as data."""
+
+    services: list[Facts]  # name, state, silent_s, about
+    rollouts: dict[str, dict[str, int]]  # to train on and to measure with, by state
+    deaths: list[Facts]  # of processes, oldest first: time, name, why
+
+
+def health(run: Path | str, now: float | None = None) -> Health:
+    """Its services and what each waits for, its rollouts by state, and who has died."""
     place, now = Place(Path(run)), time.time() if now is None else now
     if not place.root.is_dir():
         raise InputError(f"{run}: there is no reinforcement learning here; name a run that has begun its stage rl")
-    shown = Table(box=None, header_style="bold")
-    for column in ("service", "state", "heard", "waits for, or does"):
-        shown.add_column(column, overflow="fold", no_wrap=column != "waits for, or does")
+    services = []
     for name, status in statuses(place).items():
         silent = now - float(status.get("time", 0.0))
         over = status.get("state") == "ended"
         state = "silent" if silent > SILENT_S and not over else str(status.get("state", ""))
         about = str(status.get("waiting_for") or "") or _figures(status)
-        shown.add_row(escape(name), escape(state), f"{silent:.0f} s ago", escape(about))
+        services.append({"name": name, "state": state, "silent_s": round(silent, 1), "about": about})
+    rollouts = {}
     for name, path in (("training", place.slots), ("evaluation", place.evaluations)):
         if path.exists():
             with closing(Slots.look(path)) as slots:
-                counts = ", ".join(f"{count} {state}" for state, count in sorted(slots.counts().items()))
-                shown.add_row(name, "rollouts", "", counts or "none")
+                rollouts[name] = slots.counts()
+    deaths: list[Facts] = []
+    log = place.logs / "deaths.jsonl"
+    for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
+        with suppress(ValueError):  # the last may be half written
+            deaths.append(json.loads(line))
+    return Health(services, rollouts, deaths)
+
+
+def table(run: Path | str, now: float | None = None) -> Table:
+    """How a run is, for people."""
+    now = time.time() if now is None else now
+    found = health(run, now)
+    shown = Table(box=None, header_style="bold")
+    for column in ("service", "state", "heard", "waits for, or does"):
+        shown.add_column(column, overflow="fold", no_wrap=column != "waits for, or does")
+    for each in found.services:
+        shown.add_row(
+            escape(each["name"]), escape(each["state"]), f"{each['silent_s']:.0f} s ago", escape(each["about"])
+        )
+    for name, states in found.rollouts.items():
+        counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+        shown.add_row(name, "rollouts", "", counts or "none")
+    if found.deaths:
+        last = found.deaths[-1]
+        told = f"{len(found.deaths)}, the last: {last['name']} {last['why']}"
+        shown.add_row("deaths", "", f"{now - last['time']:.0f} s ago", escape(told))
     return shown
 
 

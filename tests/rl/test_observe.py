@@ -248,6 +248,8 @@ def test_the_table_shows_services_what_they_wait_for_and_who_fell_silent(place: 
     assert "silent" in gone
     assert "100 s ago" in gone
     assert "1 queued, 1 starting" in text.splitlines()[-1]
+    (place.logs / "deaths.jsonl").write_text(json.dumps({"time": time.time(), "name": "w", "why": "fell"}) + '\n{"ti')
+    assert "1, the last: w fell" in shown(observe.table(place.run)).splitlines()[-1]
     with pytest.raises(InputError, match="no reinforcement learning here"):
         observe.table(place.run / "elsewhere")
 
