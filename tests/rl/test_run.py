@@ -19,14 +19,17 @@ from etude.harness.store import load_trace
 from etude.model import load
 from etude.rl.place import Place, read_status, statuses
 from etude.run import Parent, Run, content_digest
+from etude.tasks.nano.source import generate_nano
 
 LIMIT_S = 300
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    measured = {"tasks": ["./held-out", "./tasks"], "most": 2, "samples": 2, "temperature": 1.0}
-    return make_recipe(tmp_path_factory.mktemp("recipe"), tasks=40, evaluation=measured)
+    measured = {"tasks": ["./held-out", "./fresh"], "most": 2, "samples": 2, "temperature": 1.0}
+    directory = tmp_path_factory.mktemp("recipe")
+    generate_nano(directory / "fresh", 3, "held-out", 1, (1,))
+    return make_recipe(directory, tasks=40, evaluation=measured)
 
 
 def command(recipe: Path, run: Path, *more: str) -> list[str]:
@@ -78,7 +81,7 @@ def check_finished(place: Place, facts: dict[str, Any], steps: int, groups: int)
     assert [record["step"] for record in measured] == [0, steps]
     for record in measured:
         assert record["tasks"] + record["infrastructure/given_up"] == 4
-        parts = [record[f"set/{name}/solved"] for name in ("held-out", "tasks")]
+        parts = [record[f"set/{name}/solved"] for name in ("held-out", "fresh")]
         assert record["solved"] == pytest.approx(sum(parts) / 2)
     load(run.path / "checkpoints" / f"rl-{steps}")
     with sqlite3.connect(place.slots) as db:
