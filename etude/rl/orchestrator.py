@@ -361,7 +361,9 @@ class Care:
         note = self.place.root / "exhausted"
         early = note.read_text(encoding="utf-8") if note.exists() else ""
         if not found:
-            raise EtudeError(f"{self.place.trainer}: no checkpoint: {early or 'the trainer ended before its first step'}")
+            raise EtudeError(
+                f"{self.place.trainer}: no checkpoint: {early or 'the trainer ended before its first step'}"
+            )
         step, last = found[-1]
         existing = [artefact for artefact in self.run.artefacts("checkpoint") if artefact.name == f"rl-{step}"]
         if not existing:
