@@ -22,11 +22,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from etude.data import crew
+from etude.chat.tokenizer import Tokenizer
+from etude.data import worker_pool
 from etude.data.corpus import CorpusOptions, Size, build_corpus
 from etude.data.documents import read_source
 from etude.data.filters import Filters
-from etude.model.tokenizer import Tokenizer
 
 STEPS = ("collect", "decide", "encode")
 
@@ -78,7 +78,7 @@ def measure(cores: int, *more: str) -> dict[str, Any]:
 
 def build(asked: argparse.Namespace) -> dict[str, Any]:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: asked.build])
-    crew.MOST = 0 if asked.alone else crew.MOST
+    worker_pool.MOST = 0 if asked.alone else worker_pool.MOST
     options = CorpusOptions(suffixes=tuple(asked.suffix), held_out=tuple(asked.held_out))
     tokenizer = Tokenizer.load(asked.tokenizer)
     started: dict[str, float] = {}

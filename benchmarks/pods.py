@@ -24,12 +24,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from etude.pods import Limits, linux
-from etude.pods.admission import Thresholds
+from etude.pods import Limits
 from etude.pods.fleet import open_host
 from etude.pods.host import Host
-from etude.pods.native.build import find_helper
-from etude.pods.probe import cache_directory
+from etude.pods.runtime import linux
+from etude.pods.runtime.native.build import find_helper
+from etude.pods.runtime.probe import cache_directory
+from etude.pods.scheduling.admission import Thresholds
 
 ECHO = ["/bin/echo", "hi"]
 LIMITS = Limits(memory=512 << 20, pids=256, disk=400 << 20, inodes=50_000)

@@ -4,9 +4,10 @@
     python benchmarks/pods_router.py --hosts 200 --pods 8000 --seed 7
 
 Prints one table. The same world (hosts, bursts of groups, forks, deaths, late reports) is played against each placer;
-`etude/pods/simulate.py` says what is simulated. Both baselines know who lives and how many pods each host has, and
-count their own placements at once; they do not look at images or pressure. The two bounds on hosts are of memory alone,
-largest hosts first, pods free to move: what start-up takes of cores and of memory makes every placer need more.
+`etude/pods/scheduling/simulate.py` says what is simulated. Both baselines know who lives and how many pods each host
+has, and count their own placements at once; they do not look at images or pressure. The two bounds on hosts are of
+memory alone, largest hosts first, pods free to move: what start-up takes of cores and of memory makes every placer
+need more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from etude.pods.simulate import Outcome, Scene, compare, make_world
+from etude.pods.scheduling.simulate import Outcome, Scene, compare, make_world
 
 
 def main() -> None:

@@ -20,12 +20,12 @@ from typing import Any
 import tomli_w
 import torch
 
-from etude.cores import usable_cores
 from etude.errors import EtudeError
 from etude.rl.orchestrator import task_directory
-from etude.run import Run
-from etude.tasks.nano.source import generate_nano
+from etude.runs.run import Run
+from etude.system.cores import usable_cores
 from etude.train.stages import origin_of
+from etude_nano.source import generate_nano
 
 WARM_UP = ("rl.steps=1", "rl.groups_per_step=2", "rl.in_flight=16")
 

@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.pods import Fleet, open_fleet
-from etude.tasks.attempt import solution
-from etude.tasks.grade import FileChange, Grade
-from etude.tasks.ground import open_ground
+from etude.tasks.environment import open_ground
 from etude.tasks.harbor import write_task
 from etude.tasks.runner import cases_files, pytest_files
 from etude.tasks.task import Task
-from etude.tasks.verify import Clock, bring_tests, grade
+from etude.tasks.trial import solution
+from etude.tasks.verifier import Clock, bring_tests, grade
+from etude.tasks.verifier_result import FileChange, Grade
 
 CONFIG = 'schema_version = "1.4"\n[metadata]\nprotected = ["tests/**"]\n[environment]\nnetwork_mode = "no-network"\n'
 WRONG = "def add(a, b):\n    return a - b\n"

@@ -24,12 +24,14 @@ WIDTH, HEIGHT = 116, 38
 REQUEST = "show_size stops at TiB: let it know PiB, and check that it does"
 OLD = 'in (("TiB", 1 << 40),'
 NEW = 'in (("PiB", 1 << 50), ("TiB", 1 << 40),'
-CHECK = "python3 -c 'from etude.pods.units import show_size; print(show_size(3 << 50))'"
+CHECK = "python3 -c 'from etude.pods.cli.units import show_size; print(show_size(3 << 50))'"
 SCRIPT = [
     says("", call("grep", pattern="def show_size"), thinking="Where is it, and who uses it?"),
-    says("", call("read_file", target_file="etude/pods/units.py", offset=30), call("run_terminal_cmd", command=CHECK)),
-    says("", call("search_replace", file_path="etude/pods/units.py", old_string=OLD, new_string=NEW)),
-    says("", call("run_terminal_cmd", command=CHECK), call("read_lints", paths=["etude/pods/units.py"])),
+    says(
+        "", call("read_file", target_file="etude/pods/cli/units.py", offset=30), call("run_terminal_cmd", command=CHECK)
+    ),
+    says("", call("search_replace", file_path="etude/pods/cli/units.py", old_string=OLD, new_string=NEW)),
+    says("", call("run_terminal_cmd", command=CHECK), call("read_lints", paths=["etude/pods/cli/units.py"])),
     says("`show_size` goes up to PiB now: 3 << 50 was shown as 3.07e+03 TiB, and is 3 PiB.", pause=0.02),
 ]
 

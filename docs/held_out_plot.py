@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from etude.plot import Axis, Line, Panel, draw
+from etude.evaluation.plot import Axis, Line, Panel, draw
 
 BEST = "best/16"
 LEFT_OUT = (

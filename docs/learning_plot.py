@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from etude.plot import Axis, Bars, Line, Panel, draw
+from etude.evaluation.plot import Axis, Bars, Line, Panel, draw
 
 SETS = ("fresh", "unseen")
 

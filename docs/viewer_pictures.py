@@ -11,7 +11,7 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from etude.viewer.answers import Answers
+from etude.viewer.api import Answers
 from etude.viewer.catalogue import Group
 from etude.viewer.report import write_report
 

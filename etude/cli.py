@@ -19,11 +19,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from etude import __version__
+from etude.agent.cli import agent
 from etude.errors import EtudeError, InputError
-from etude.harness.cli import agent
 from etude.inference.cli import serve
-from etude.rl.studies.cli import Listing, reproduce
 from etude.viewer.cli import report, view
+from studies.cli import Listing, reproduce
 
 EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 bad input or usage, 3 busy (another process holds it), 130 interrupted."
 
@@ -78,7 +78,7 @@ app.add_typer(
 )
 app.add_typer(
     typer.Typer(
-        cls=lazy_room("etude.pods.cli"),
+        cls=lazy_room("etude.pods.cli.main"),
         no_args_is_help=True,
         help="Sandboxes: run, look into, snapshot and fork pods.",
     ),
@@ -185,17 +185,17 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """How far a run is; of its reinforcement learning the processes, what each waits for, and rollouts by state."""
-    from etude.rl import observe
-    from etude.rl.place import Place
-    from etude.standing import standing
+    from etude.rl import metrics
+    from etude.runs.layout import Place
+    from etude.runs.run_status import standing
 
     lines, learning = standing(run), Place(run).root.is_dir()
     if as_json:
-        print(json.dumps({"run": lines, "rl": asdict(observe.health(run)) if learning else None}))
+        print(json.dumps({"run": lines, "rl": asdict(metrics.health(run)) if learning else None}))
         return
     print("\n".join(lines))
     if learning:
-        Console().print(observe.table(run))
+        Console().print(metrics.table(run))
 
 
 @app.command(
@@ -208,8 +208,8 @@ def rollouts(
     as_json: AsJson = False,
 ) -> None:
     """List the rollouts a run has kept, or write them in the agent trajectory interchange format."""
-    from etude.rl.observe import export_rollouts, rollouts, rollouts_table
-    from etude.rl.place import Place
+    from etude.rl.metrics import export_rollouts, rollouts, rollouts_table
+    from etude.runs.layout import Place
 
     kept = rollouts(Place(run), prefix)
     if prefix and not kept:
@@ -244,7 +244,7 @@ app.command(cls=Listing, epilog="Example:  etude reproduce kl --out runs/kl")(re
 @recipe_app.command("show", epilog="Example:  etude recipe show recipes/nano.toml --set rl.steps=6")
 def recipe_show(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a recipe and print it resolved: defaults filled in, overrides applied, paths absolute."""
-    from etude.recipe import load_recipe, recipe_data, render_toml
+    from etude.recipe.recipe import load_recipe, recipe_data, render_toml
 
     resolved = load_recipe(recipe, overrides or ())
     print(json.dumps(recipe_data(resolved)) if as_json else render_toml(resolved).rstrip())
@@ -253,7 +253,7 @@ def recipe_show(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJson
 @recipe_app.command("keys", epilog="Example:  etude recipe keys --json")
 def recipe_keys(as_json: AsJson = False) -> None:
     """List every key a recipe may hold, with its type, its default and what it does."""
-    from etude.recipe import recipe_keys
+    from etude.recipe.recipe import recipe_keys
 
     keys = recipe_keys()
     if as_json:
@@ -277,13 +277,13 @@ def _carry_out(
     only: str | None = None,
 ) -> None:
     """Run a recipe, or one stage of it; or say what that would be."""
-    from etude.recipe import load_recipe
+    from etude.recipe.recipe import load_recipe
 
     resolved = load_recipe(recipe, overrides or ())
     if dry_run:
-        from etude.dry.plan import describe
-        from etude.dry.show import plan_data, plan_text
-        from etude.progress import progress_line
+        from etude.pipeline.dry_run.plan import describe
+        from etude.pipeline.dry_run.render import plan_data, plan_text
+        from etude.system.progress import progress_line
 
         with progress_line("dry run") as report:
             plan = describe(resolved, out, only, report=report)
@@ -291,14 +291,14 @@ def _carry_out(
         return
     if out is None:
         raise InputError("--out is missing: name the directory of the run, or ask for --dry-run")
-    from etude.pipeline import run_recipe
+    from etude.pipeline.stages import run_recipe
 
     _show(run_recipe(resolved, out, resume, only=only), out, as_json)
 
 
 def _show(stages: dict[str, dict[str, Any]], out: Path, as_json: bool) -> None:
     """What the stages of a run found."""
-    from etude.told import tell
+    from etude.pipeline.stage_summary import tell
 
     if as_json:
         print(json.dumps({"run": str(out), "stages": stages}))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import etude
-from etude.recipe import load_recipe
-from etude.run import Run
+from etude.recipe.recipe import load_recipe
+from etude.runs.run import Run
 
 ROOT = Path(__file__).parent.parent
 SCRATCH = ROOT / "recipes" / "scratch.toml"
@@ -38,7 +38,7 @@ def test_version_and_help() -> None:
 
 
 def test_the_command_starts_without_torch() -> None:
-    code = "import sys, etude.cli, etude.pipeline, etude.recipe; sys.exit('torch' in sys.modules)"
+    code = "import sys, etude.cli, etude.pipeline.stages, etude.recipe.recipe; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT).returncode == 0
 
 
@@ -48,9 +48,9 @@ def test_a_model_is_loaded_without_the_compiler() -> None:
 
 
 def test_rooms_are_attributes_of_the_package_and_nothing_else_is() -> None:
-    code = "import etude; print(etude.data.__name__, etude.recipe.__name__, hasattr(etude, 'nonsense'))"
+    code = "import etude; print(etude.data.__name__, etude.recipe.recipe.__name__, hasattr(etude, 'nonsense'))"
     shown = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
-    assert shown.stdout == "etude.data etude.recipe False\n"
+    assert shown.stdout == "etude.data etude.recipe.recipe False\n"
 
 
 def test_recipe_show_prints_the_resolved_recipe(tmp_path: Path) -> None:
@@ -128,8 +128,8 @@ def test_an_interrupted_run_exits_130_and_can_be_resumed(tmp_path: Path) -> None
     recipe, run = tmp_path / "r.toml", tmp_path / "run"
     recipe.write_text('name = "r"\nstages = ["tokenizer"]\n[tokenizer]\nsources = ["stdlib"]\n')
     endless = (
-        "import sys, time, etude.cli, etude.pipeline;"
-        "etude.pipeline.STAGES['tokenizer'] = lambda *_: (print('started', flush=True), time.sleep(60));"
+        "import sys, time, etude.cli, etude.pipeline.stages;"
+        "etude.pipeline.stages.STAGES['tokenizer'] = lambda *_: (print('started', flush=True), time.sleep(60));"
         f"sys.argv = ['etude', 'run', {str(recipe)!r}, '--out', {str(run)!r}]; etude.cli.main()"
     )
     process = subprocess.Popen(

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from etude.cores import usable_cores
 from etude.errors import EtudeError, InputError, Interrupted
+from etude.system.cores import usable_cores
 from etude.tasks.cli import Allow, BuildAllow, Maps, State, Variables, provision_of
 
 if TYPE_CHECKING:
-    from etude.bench.place import Place, Question
+    from etude.bench.directory import Place, Question
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -125,14 +125,14 @@ def run(
     state: State = None,
 ) -> None:
     """Compare policies on tasks: each trial a session in a pod, graded; what is done is not done again."""
-    from etude.bench.place import Place, Question, check_place, find_named_tasks, look_at_all
-    from etude.bench.policies import read_candidates, read_prices
-    from etude.harness.environment import ALL_TOOLS, Environment
+    from etude.bench.candidates import read_candidates, read_prices
+    from etude.bench.directory import Place, Question, check_place, find_named_tasks, look_at_all
     from etude.harness.search.searcher import open_searcher
     from etude.harness.session import Budget
     from etude.harness.summary import Summaries
-    from etude.harness.tools.toolbox import shown_tools
-    from etude.rl.rollout import Settings
+    from etude.harness.tool_set import ALL_TOOLS, Environment
+    from etude.harness.tools.executor import shown_tools
+    from etude.rollouts.rollout import Settings
 
     place = Place(Path(os.path.abspath(out)))
     check_place(place, resume)
@@ -173,11 +173,11 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show what the trials of a comparison say up to now; one that is running is not disturbed."""
-    from etude.bench.place import Place, read_questions
-    from etude.bench.policies import read_prices
+    from etude.bench.candidates import read_prices
+    from etude.bench.directory import Place, read_questions
     from etude.bench.report import page
     from etude.bench.run import describe
-    from etude.rl.place import write_whole
+    from etude.runs.layout import write_whole
 
     place = Place(Path(os.path.abspath(directory)))
     names = [policy["name"] for policy in read_questions(place)["policies"]]
@@ -191,7 +191,7 @@ def _run(
     place: Place, question: Question, resume: bool, at_once: int, device: str, state: Path | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Run what is missing; what there is then, and what broke."""
-    from etude.bench.place import open_place
+    from etude.bench.directory import open_place
     from etude.bench.run import run_trials, shown_progress, write_outputs
     from etude.pods.fleet import open_fleet
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from etude.bench.template import PAGE, STYLE
-from etude.plot import COLOURS, Axis, Line, Panel, draw
+from etude.evaluation.plot import COLOURS, Axis, Line, Panel, draw
 
 Facts = Mapping[str, Any]
 

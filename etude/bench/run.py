@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from etude.bench.place import Place, Question, all_results
-from etude.bench.policies import Candidate, Player, Price, open_player
+from etude.bench.candidates import Candidate, Player, Price, open_player
+from etude.bench.directory import Place, Question, all_results
 from etude.bench.report import page
-from etude.bench.statistics import last_chances, plain_name, summary, trial_rows
+from etude.bench.results import last_chances, plain_name, summary, trial_rows
 from etude.errors import EtudeError
-from etude.harness.store import save_trace
+from etude.evaluation.held_out import begin, evaluation_plan
+from etude.harness.trace_store import save_trace
 from etude.pods.fleet import Fleet
-from etude.progress import progress_bars
-from etude.rl.evaluate import begin, evaluation_plan
-from etude.rl.place import write_whole
-from etude.rl.rollout import Rollout, RolloutFailed, rollout_seed
-from etude.rl.slots import Plan, Slot, Slots
+from etude.rollouts.queue import Plan, Slot, Slots
+from etude.rollouts.rollout import Rollout, RolloutFailed, rollout_seed
+from etude.runs.layout import write_whole
+from etude.system.progress import progress_bars
 from etude.tasks.task import Task
 
 WORKER = "bench"  # there is one

@@ -17,7 +17,7 @@ from etude.data.corpus import TOKENIZER, CorpusOptions, CorpusReport, Size, buil
 from etude.data.filters import REASONS
 from etude.data.shards import Shards, read_manifest
 from etude.errors import InputError, Interrupted
-from etude.progress import progress_line
+from etude.system.progress import progress_line
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -76,7 +76,7 @@ def build(
     """Turn code, text or chats into token shards: filtered, without duplicates or leaks, split by repository.
 
     Interrupted, the same command goes on where it was."""
-    from etude.model.tokenizer import Tokenizer
+    from etude.chat.tokenizer import Tokenizer
 
     options = CorpusOptions(
         layout=layout,
@@ -118,7 +118,7 @@ def peek(
     as_json: AsJson = False,
 ) -> None:
     """Print one document as the model sees it; in a corpus of chats, what is trained on is green."""
-    from etude.model.tokenizer import Tokenizer
+    from etude.chat.tokenizer import Tokenizer
 
     shards = Shards.open(corpus, split, verify=False)
     if not 0 <= document < len(shards):

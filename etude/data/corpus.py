@@ -18,21 +18,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.data.chat import chat_pieces, load_chat
-from etude.data.collect import Found, collect, read_files, read_protected, read_rendered_chats
-from etude.data.crew import Crew
+from etude.data.conversations import chat_pieces, load_chat
 from etude.data.decontaminate import Protected, find_contaminated
 from etude.data.dedup import find_exact, find_near
+from etude.data.document_format import (
+    LAYOUTS,
+    Markers,
+    Piece,
+    encode_documents,
+    file_pieces,
+    reading_order,
+    repository_pieces,
+)
 from etude.data.documents import Document, document_name, source_digest
 from etude.data.filters import Filters
-from etude.data.layout import LAYOUTS, Markers, Piece, encode_documents, file_pieces, reading_order, repository_pieces
+from etude.data.ingest import Found, collect, read_files, read_protected, read_rendered_chats
 from etude.data.shards import FORMAT, MANIFEST, SPLITS, ShardWriter
-from etude.data.spool import Entry, Workspace, open_workspace, write_whole
+from etude.data.staging import Entry, Workspace, open_workspace, write_whole
+from etude.data.worker_pool import Crew
 from etude.errors import InputError
-from etude.progress import Report
+from etude.system.progress import Report
 
 if TYPE_CHECKING:  # the model room loads torch
-    from etude.model.tokenizer import Tokenizer
+    from etude.chat.tokenizer import Tokenizer
 
 REPORT = "report.json"
 TOKENIZER = "tokenizer"  # a copy: a corpus can be read without asking what it was made with

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from etude.data.crew import ALONE, Crew
-from etude.data.words import Hashes, Words, hash_ngrams, split_words
+from etude.data.text_hash import Hashes, Words, hash_ngrams, split_words
+from etude.data.worker_pool import ALONE, Crew
 
 _TABLE_BITS = 24  # 16 MiB, one byte a slot: most runs of words are dismissed by one look into it
 

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import rensa
 
-from etude.data.crew import ALONE, Crew
-from etude.data.words import Hashes, hash_ngrams, split_words
+from etude.data.text_hash import Hashes, hash_ngrams, split_words
+from etude.data.worker_pool import ALONE, Crew
 
 PERMUTATIONS = 128  # of a signature; the standard deviation of its estimate at 0.8 is 0.035
 MISSED = 1e-3  # the chance that a pair exactly at the threshold shares no band

@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from etude.model.tokenizer import Tokenizer
+from etude.chat.tokenizer import Tokenizer
 
 _REMEMBERED = 1 << 17  # words of one process, some 20 MB
 _LONGEST = 32  # characters of a word worth remembering

@@ -12,30 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from etude.harness.atif import from_atif, to_atif
-    from etude.harness.dialects import dialect_for
-    from etude.harness.environment import Environment
+    from etude.harness.model_client import ChatSpeaker, TokenSpeaker
+    from etude.harness.open_session import open_session
     from etude.harness.prompt import Request
-    from etude.harness.rollout import open_session
     from etude.harness.session import Budget, Session
-    from etude.harness.speaker import ChatSpeaker, TokenSpeaker
-    from etude.harness.store import load_trace, save_trace
     from etude.harness.summary import Summaries
+    from etude.harness.tool_set import Environment
     from etude.harness.trace import Trace
+    from etude.harness.trace_store import load_trace, save_trace
 
 _HOMES = {
     "Budget": "session",
-    "ChatSpeaker": "speaker",
-    "Environment": "environment",
+    "ChatSpeaker": "model_client",
+    "Environment": "tool_set",
     "Request": "prompt",
     "Session": "session",
     "Summaries": "summary",
-    "TokenSpeaker": "speaker",
+    "TokenSpeaker": "model_client",
     "Trace": "trace",
-    "dialect_for": "dialects",
     "from_atif": "atif",
-    "load_trace": "store",
-    "open_session": "rollout",
-    "save_trace": "store",
+    "load_trace": "trace_store",
+    "open_session": "open_session",
+    "save_trace": "trace_store",
     "to_atif": "atif",
 }
 __all__ = [
@@ -47,7 +45,6 @@ __all__ = [
     "Summaries",
     "TokenSpeaker",
     "Trace",
-    "dialect_for",
     "from_atif",
     "load_trace",
     "open_session",

@@ -19,11 +19,11 @@ from typing import Any, Literal
 import numpy as np
 
 from etude import __version__
+from etude.chat.messages import Call, Message, Role
 from etude.errors import InputError
-from etude.harness.conversation import Call, Message, Role
-from etude.harness.store import DAMAGE, Array, deflate, inflate, plain, read, read_segment, write_segment
 from etude.harness.tools.tool import Outcome
 from etude.harness.trace import Cost, SessionEnding, Step, Tape, Trace
+from etude.harness.trace_store import DAMAGE, Array, deflate, inflate, plain, read, read_segment, write_segment
 
 VERSION = "ATIF-v1.8"
 FORMAT = 1  # of what is ours in it

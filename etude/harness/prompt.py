@@ -7,8 +7,8 @@ training, evaluation and a person's terminal, so their prompts are equal to the 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from etude.harness.conversation import Message
-from etude.harness.environment import Environment
+from etude.chat.messages import Message
+from etude.harness.tool_set import Environment
 
 SYSTEM = """\
 You are a coding agent. You work in a workspace through tools until the user's request is done, then give a short \

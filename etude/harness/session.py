@@ -12,12 +12,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+from etude.chat.messages import Call, Message, ToolSchema
 from etude.errors import InputError
-from etude.harness.conversation import Call, Message, ToolSchema
-from etude.harness.environment import Environment
+from etude.harness.model_client import Speaker, Spoken
 from etude.harness.prompt import Recap, Request, opening
-from etude.harness.speaker import Speaker, Spoken
 from etude.harness.summary import ASK, ASK_AGAIN, Summaries, compaction_request, unusable
+from etude.harness.tool_set import Environment
 from etude.harness.tools.tool import Outcome
 from etude.harness.trace import Cost, SegmentKind, SessionEnding, Step, StepKind, Trace
 

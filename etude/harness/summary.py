@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from etude.chat.messages import Answer, Message
 from etude.errors import InputError
-from etude.harness.conversation import Answer, Message
 from etude.harness.trace import Step
 
 SummaryMode = Literal["self", "compaction", "off"]

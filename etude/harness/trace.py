@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from etude.harness.conversation import Call, Message, ToolSchema
+from etude.chat.messages import Call, Message, ToolSchema
 from etude.harness.tools.tool import ErrorClass, Outcome
 
 NO_VERSION = -1  # of tokens that no model made

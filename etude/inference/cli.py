@@ -83,11 +83,11 @@ def serve(
 
 def _engine(checkpoint: Path, dtype: torch.dtype | None, device: str, options: EngineOptions) -> Engine:
     """The engine around a checkpoint, with the layers that draft if drafts are asked for."""
+    from etude.chat.tokenizer import Tokenizer, check_vocabulary
     from etude.inference.engine import Engine
     from etude.kernels import usable_device
     from etude.model.checkpoint import load
     from etude.model.mtp import FILE, load_mtp
-    from etude.model.tokenizer import Tokenizer, check_vocabulary
 
     tokenizer = Tokenizer.load(checkpoint)
     if options.drafts and not (checkpoint / FILE).exists():

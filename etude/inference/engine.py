@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
 from etude.inference.paged import PagedCache, make_batch
 from etude.inference.pages import PagePool, Roots
@@ -21,13 +22,12 @@ from etude.inference.request import Ending, Stream, streams_of
 from etude.inference.sampling import Knobs, Sampling, draw
 from etude.inference.scheduler import Scheduler, Step
 from etude.inference.speculation import Speculator
-from etude.inference.weights import put_weights
+from etude.inference.weight_update import put_weights
 from etude.kernels.draw import Drawn
 from etude.kernels.linear import pack, pays_to_pack
 from etude.model.layers import Linear
 from etude.model.moe import Routing
 from etude.model.mtp import MTP
-from etude.model.tokenizer import Tokenizer
 from etude.model.transformer import Transformer
 
 if TYPE_CHECKING:

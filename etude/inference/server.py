@@ -34,15 +34,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from etude.chat.tokenizer import Tokenizer
 from etude.errors import EtudeError, InputError
-from etude.inference.chat import Dialect, Hermes
+from etude.inference.api_schema import BadField, ChatAsk, CompletionAsk, GenerateAsk, WeightsAsk, parse
+from etude.inference.chat_format import Dialect, Hermes
+from etude.inference.generate_protocol import array_to_json, check_numbers, sample_to_json
+from etude.inference.incremental_text import Text
 from etude.inference.metrics import prometheus
-from etude.inference.replies import Answer, Choice, chat_shape, completion_shape
-from etude.inference.schema import BadField, ChatAsk, CompletionAsk, GenerateAsk, WeightsAsk, parse
+from etude.inference.responses import Answer, Choice, chat_shape, completion_shape
 from etude.inference.service import Draining, EngineBroken, EngineService, Generation, QueueFull, TooLong
-from etude.inference.text import Text
-from etude.inference.wire import array_to_json, check_numbers, sample_to_json
-from etude.model.tokenizer import Tokenizer
 
 MAX_BODY = 64 << 20  # bytes of a JSON body: a prompt of a few million tokens
 GRACE_S = 30.0  # that running requests have to finish when the server is told to stop

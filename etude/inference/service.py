@@ -26,7 +26,7 @@ from etude.inference.policy import Weights
 from etude.inference.request import Ending, Sample, Stream
 from etude.inference.sampling import Sampling
 from etude.inference.speculation import Acceptance
-from etude.inference.weights import check_finite, read_weights
+from etude.inference.weight_update import check_finite, read_weights
 
 State = Literal["running", "paused", "draining", "broken", "closed"]
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from etude.compiled import COMPILE_S, cache_directory, find_compiled, run
+from etude.system.compiler import COMPILE_S, cache_directory, find_compiled, run
 
 SWITCH = "ETUDE_CPU_KERNELS"
 COMPILERS = ("cc", "gcc", "clang")

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from etude.errors import EtudeError, InputError
-from etude.lock import take_lock
+from etude.files import take_lock
 from etude.model.attention import GroupedQueryAttention, LatentAttention
 from etude.model.config import ModelConfig
 from etude.model.layers import MLP

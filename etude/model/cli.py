@@ -13,13 +13,13 @@ import torch
 import typer
 from rich.console import Console
 
+from etude.chat.tokenizer import Tokenizer, check_vocabulary
 from etude.errors import InputError
 from etude.kernels import usable_device
 from etude.model.checkpoint import load
-from etude.model.tokenizer import Tokenizer, check_vocabulary
 from etude.model.transformer import Transformer
-from etude.progress import progress_line
-from etude.run import plain
+from etude.runs.run import plain
+from etude.system.progress import progress_line
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -161,7 +161,7 @@ def nll(
 ) -> None:
     """Sum the negative log-likelihood of a codebase: files in alphabetical order, rolling window, every token once."""
     from etude.data.sources import source_files, spread
-    from etude.model.evaluate import codebase_nll
+    from etude.evaluation.codebase_nll import codebase_nll
 
     files = spread(source_files(sources, tuple(suffix or (".py",))), max_files)
     network, tokenizer = _load(model, dtype, device)
@@ -201,8 +201,8 @@ def evaluate(
 ) -> None:
     """Two measures of a base model: NLL of a codebase, and how well it follows a file through many diffs."""
     from etude.data.sources import source_files, spread
-    from etude.model.evaluate import codebase_nll
-    from etude.model.state_tracking import tasks_from_files, tasks_from_git, track_state
+    from etude.evaluation.codebase_nll import codebase_nll
+    from etude.evaluation.state_tracking import tasks_from_files, tasks_from_git, track_state
 
     files = source_files([source])
     if (Path(source) / ".git").exists():
@@ -227,9 +227,9 @@ def evaluate(
 
 def _completer(network: Transformer, words: Tokenizer) -> Callable[[str, int], str]:
     """Greedy continuation of a text, until the file's end is announced or the answer is long enough."""
+    from etude.evaluation.state_tracking import END
     from etude.model.generate import as_text
     from etude.model.generate import generate as stream
-    from etude.model.state_tracking import END
 
     def complete(prompt: str, characters: int) -> str:
         ids = [*words.prefix, *words.encode(prompt)]
@@ -259,9 +259,9 @@ def tokenizer(
     ] = None,
 ) -> None:
     """Train a byte-level BPE tokenizer with the special tokens that a chat with tools needs."""
+    from etude.chat.tokenizer import train_tokenizer
     from etude.data.sources import source_files
     from etude.model.checkpoint import new_directory
-    from etude.model.tokenizer import train_tokenizer
 
     files = source_files(sources, tuple(suffix or (".py",)))
     with new_directory(out) as place:

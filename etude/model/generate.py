@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
 from etude.model.cache import KVCache
-from etude.model.tokenizer import Tokenizer
 from etude.model.transformer import Transformer
 
 

@@ -19,10 +19,10 @@ import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from etude.chat.tokenizer import Tokenizer, check_vocabulary, split_digits_then_words
 from etude.errors import InputError
 from etude.model.checkpoint import new_directory, write_tensors
 from etude.model.config import ModelConfig
-from etude.model.tokenizer import Tokenizer, check_vocabulary, split_digits_then_words
 
 WHOLE_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",

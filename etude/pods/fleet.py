@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from etude.errors import InputError
-from etude.pods.admission import NeverFits, Thresholds, WaitedTooLong
-from etude.pods.backends.backend import Storage
 from etude.pods.host import Host
+from etude.pods.images.records import Image
+from etude.pods.images.store import Store
 from etude.pods.pod import Egress, Limits, Pod, PodError, Snapshot, SnapshotKind
-from etude.pods.probe import choose, make_backend
-from etude.pods.records import Image
-from etude.pods.router import HostReport, NoHost, Request, Router
-from etude.pods.store import Store
+from etude.pods.runtime.backend import Storage
+from etude.pods.runtime.probe import choose, make_backend
+from etude.pods.scheduling.admission import NeverFits, Thresholds, WaitedTooLong
+from etude.pods.scheduling.router import HostReport, NoHost, Request, Router
 
 REPORT_S = 1.0  # between reports of one host
 REPORT_TIMEOUT_S = 5.0
@@ -300,7 +300,7 @@ async def open_fleet(
     if isinstance(hosts, str) or (hosts is not None and not hosts):
         raise InputError(f"hosts is {hosts!r}; expected a list of URLs, or None for pods on this machine")
     if hosts:
-        from etude.pods.remote import RemoteDoor
+        from etude.pods.remote.client import RemoteDoor
 
         doors = [await RemoteDoor.open(url, token, required=False) for url in hosts]
         fleet = Fleet(doors)

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import BusyError, InputError
-from etude.pods.admission import Admission, Ask, FairQueue, Seat, Thresholds
-from etude.pods.backends.backend import Backend, LocalPod, PodSpec, Storage
-from etude.pods.images import host_image
+from etude.pods.images.records import Image, Layer
+from etude.pods.images.sources import host_image
+from etude.pods.images.store import Store
+from etude.pods.images.trees import remove_tree
 from etude.pods.pod import Egress, Limits, Pod, PodError, PodGone, Snapshot, SnapshotKind, Unsupported
-from etude.pods.pools import Pool, Signature, signature_of
-from etude.pods.pressure import read_pressure
-from etude.pods.records import Image, Layer
 from etude.pods.registry import Registry
-from etude.pods.router import HostReport, summarize
-from etude.pods.store import Store
-from etude.pods.trees import remove_tree
+from etude.pods.runtime.backend import Backend, LocalPod, PodSpec, Storage
+from etude.pods.scheduling.admission import Admission, Ask, FairQueue, Seat, Thresholds
+from etude.pods.scheduling.pools import Pool, Signature, signature_of
+from etude.pods.scheduling.pressure import read_pressure
+from etude.pods.scheduling.router import HostReport, summarize
 
 GIB = 1 << 30
 DEFAULTS = Limits(memory=2 * GIB, pids=512, disk=GIB, inodes=200_000)

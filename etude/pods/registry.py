@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import BusyError
-from etude.lock import take_lock
-from etude.pods.backends.backend import PodSpec
+from etude.files import take_lock
+from etude.pods.images.records import image_from_json, image_to_json
 from etude.pods.pod import Egress, Limits
-from etude.pods.records import image_from_json, image_to_json
+from etude.pods.runtime.backend import PodSpec
 
 
 class Registry:

@@ -6,7 +6,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from etude.tasks.grade import FileChange
+from etude.tasks.verifier_result import FileChange
 
 MOST_LINES = 20_000  # of a file that are compared line by line; a larger one counts as a whole
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from etude.errors import InputError
 from etude.harness.trace import Trace
-from etude.tasks.grade import Grade
 from etude.tasks.task import Task
+from etude.tasks.verifier_result import Grade
 
 
 @dataclass(frozen=True)
@@ -88,5 +88,5 @@ def _register(where: dict[str, Any], function: Any) -> None:
 def known_terms() -> None:
     """Register the terms of this room; others are registered by whoever imports theirs."""
     import etude.rewards.behaviour
-    import etude.rewards.hacks
+    import etude.rewards.gates
     import etude.rewards.terms  # noqa: F401

@@ -1,6 +1,6 @@
 """The terms every session is paid by: did it work, and what did it take."""
 
-from etude.rewards.penalty import EffortWeights, effort, units
+from etude.rewards.effort import EffortWeights, effort, units
 from etude.rewards.reward import Graded, Part, term
 
 

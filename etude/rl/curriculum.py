@@ -18,7 +18,7 @@ from itertools import accumulate
 from statistics import fmean
 
 from etude.errors import InputError
-from etude.rl.slots import Effort, Slots
+from etude.rollouts.queue import Effort, Slots
 from etude.tasks.task import Task
 
 LEAST = 8  # rollouts of a kind before anything is said of it

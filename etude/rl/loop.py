@@ -17,17 +17,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from etude.harness.store import load_trace
 from etude.harness.trace import Segment, Trace
+from etude.harness.trace_store import load_trace
 from etude.kernels.loss import IGNORE, token_logprobs
 from etude.model.checkpoint import views
 from etude.model.transformer import Transformer
+from etude.recipe.sections import RlStage
 from etude.rl.advantages import Estimator, advantages, k1, k3, worths
 from etude.rl.objective import PolicyGradient, RolloutBatch
 from etude.rl.packing import Piece, pack
-from etude.rl.place import GivenUp, Place
-from etude.rl.slots import ReadyGroup, Slots
-from etude.sections import RlStage
+from etude.rollouts.queue import ReadyGroup, Slots
+from etude.runs.layout import GivenUp, Place
 from etude.train.trainer import StepResult, Trainer
 from etude.weights.publisher import Publisher
 

@@ -18,18 +18,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from etude.cluster.local import Services
 from etude.errors import EtudeError, InputError
-from etude.progress import Report
-from etude.recipe import Recipe
-from etude.rl import evaluate, observe
+from etude.evaluation import held_out as evaluate
+from etude.recipe.recipe import Recipe
+from etude.recipe.sections import RlStage
+from etude.rl import metrics as observe
 from etude.rl.curriculum import Curriculum, kind_of
-from etude.rl.place import Place, statuses, write_status, write_whole
-from etude.rl.services import Services
 from etude.rl.settings import evaluation_plan, plan_of
-from etude.rl.slots import Slots
-from etude.rl.trainer import checkpoints
-from etude.run import Parent, Run
-from etude.sections import RlStage
+from etude.rl.trainer_process import checkpoints
+from etude.rollouts.queue import Slots
+from etude.runs.layout import Place, statuses, write_status, write_whole
+from etude.runs.run import Parent, Run
+from etude.system.progress import Report
 from etude.tasks.harbor import find_tasks, read_task
 from etude.tasks.task import Task
 from etude.train.stages import origin_of
@@ -50,11 +51,11 @@ def rl(run: Run, recipe: Recipe, report: Report) -> Facts:
         evaluations.release()
         care = Care(run, section, place, slots, evaluations, tasks, recipe.seed, report)
         with all_ended(place), Services(place, care.mourn) as services:
-            services.add("trainer", "etude.rl.trainer", ends=True)
+            services.add("trainer", "etude.rl.trainer_process", ends=True)
             for number in range(section.sampler.count):
-                services.add(f"sampler-{number}", "etude.rl.sampler", "--name", f"sampler-{number}")
+                services.add(f"sampler-{number}", "etude.inference.sampler_process", "--name", f"sampler-{number}")
             for number in range(section.workers):
-                services.add(f"worker-{number}", "etude.rl.worker", "--name", f"worker-{number}")
+                services.add(f"worker-{number}", "etude.rollouts.worker", "--name", f"worker-{number}")
             while not care.over(services):
                 services.tend()
                 care.look_after(services)

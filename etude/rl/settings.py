@@ -1,13 +1,13 @@
 """The recipe's words in the terms of the rooms: one function for each thing that is made from a section."""
 
-from etude.harness.environment import ALL_TOOLS, Environment
+from etude.evaluation import held_out
 from etude.harness.session import Budget
 from etude.harness.summary import Summaries
-from etude.rewards.penalty import EffortWeights
-from etude.rl import evaluate
+from etude.harness.tool_set import ALL_TOOLS, Environment
+from etude.recipe.sections import RlStage
+from etude.rewards.effort import EffortWeights
 from etude.rl.advantages import Estimator
-from etude.rl.slots import Plan
-from etude.sections import RlStage
+from etude.rollouts.queue import Plan
 from etude.train.optim import AdamSettings
 
 
@@ -26,7 +26,7 @@ def plan_of(section: RlStage) -> Plan:
 
 def evaluation_plan(section: RlStage) -> Plan:
     """Of the table of measurements: groups of K."""
-    return evaluate.evaluation_plan(plan_of(section), section.evaluation.samples if section.evaluation else 1)
+    return held_out.evaluation_plan(plan_of(section), section.evaluation.samples if section.evaluation else 1)
 
 
 def estimator_of(section: RlStage) -> Estimator:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.pods.pod import Pod, PodFileError
-from etude.tasks.ground import Ground
+from etude.tasks.environment import Ground
 from etude.tasks.schema import Table, read_artifacts
 from etude.tasks.task import Task, TaskStep
 from etude.tasks.workspace import Globs

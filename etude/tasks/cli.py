@@ -19,8 +19,8 @@ from rich.table import Table
 from etude.errors import EtudeError, InputError, Interrupted
 from etude.pods.fleet import Fleet, open_fleet
 from etude.pods.pod import Egress
-from etude.tasks.bases import Provision
-from etude.tasks.generate.cli import mount as mount_generate
+from etude.tasks.base_images import Provision
+from etude.tasks.generators.cli import mount as mount_generate
 from etude.tasks.harbor import find_tasks, read_task, task_digest
 from etude.tasks.task import Task
 
@@ -172,8 +172,8 @@ def nano_base(
     processes: Annotated[int | None, typer.Option("--at-once", "-j", min=1, help="By default one a core.")] = None,
 ) -> None:
     """Make the tokenizer and the corpora of a nano base model; recipes/nano-base.toml trains on them."""
-    from etude.progress import progress_bars, progress_line
-    from etude.tasks.nano.base import Amounts, make_base_data
+    from etude.system.progress import progress_bars, progress_line
+    from etude_nano.base_data import Amounts, make_base_data
 
     amounts = Amounts(practice=practice, sessions=sessions, drills=drills, code=code, seed=seed)
     with progress_bars() as bars, progress_line("nano-base", bars) as report:
@@ -211,7 +211,7 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Let somebody work on tasks, grade what came of it, and show the rewards."""
-    from etude.tasks.running import Runner, actor_for, model_actor
+    from etude.tasks.run import Runner, actor_for, model_actor
 
     provision = provision_of(maps, build_allow, allow, env)
     runner = Runner(provision, in_place, out, at_once)
@@ -246,7 +246,7 @@ def validate(
     as_json: AsJson = False,
 ) -> None:
     """Admit tasks: nothing fails, the solution passes, reruns agree, no answer to be found. Exit code 1 if not all."""
-    from etude.progress import progress_line
+    from etude.system.progress import progress_line
     from etude.tasks.validate import Report, Shelf, default_shelf, validate_all
 
     provision = provision_of(maps, build_allow, allow, env)

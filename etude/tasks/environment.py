@@ -1,262 +1,319 @@
-"""From a task's environment/ to what a pod needs: an image, files to put into it, and how programs start there.
+"""A pod that is ready for the agent of a task: the environment made, its files in place, the workspace written down.
 
-A Dockerfile's steps up to the last one that needs a pod or a layer (RUN, ADD, COPY --from, COPY --chown) are built,
-each cached by what decides it. What comes after is written into the pod when it is made: thousands of tasks that differ
-in a few files share one image, and none of them leaves a layer behind.
+    async with open_ground(fleet, task) as ground:
+        await ground.pod.exec("...", cwd=ground.workspace)
+        changes = await ground.changes()          # everything that is not as the task left it
+
+Where the environment needs no building this is one new pod and a few files: about as long as making the pod.
 """
 
 import asyncio
+import errno
 import os
-import re
-import tempfile
-from collections.abc import Mapping
+import time
+import weakref
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from etude.errors import InputError
-from etude.pods.backends.backend import Storage
-from etude.pods.context import Ignore, Source, from_context
-from etude.pods.dockerfile import build, declare
+from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet
-from etude.pods.instructions import Dockerfile, Instruction, Stage, expand, pairs, parse, substitute, words
-from etude.pods.pod import Limits, PodError
-from etude.pods.records import Image
-from etude.tasks.bases import Provision, base_image, mapped
-from etude.tasks.schema import resolve_env
-from etude.tasks.task import Machine
-
-_WRITTEN = (  # steps that need neither pod nor layer
-    *("COPY", "ENV", "ARG", "WORKDIR", "USER", "LABEL", "CMD", "ENTRYPOINT", "SHELL", "EXPOSE", "VOLUME"),
-    *("STOPSIGNAL", "HEALTHCHECK", "MAINTAINER"),
+from etude.pods.guest.guest_pod import AgentPod
+from etude.pods.images.records import Image
+from etude.pods.pod import Egress, Pod, PodError, PodFileError, Snapshot
+from etude.tasks.base_images import Provision
+from etude.tasks.image import Plan, Put, limits_of, plan_environment
+from etude.tasks.task import Machine, Network, Phase, Task, TaskStep
+from etude.tasks.verifier_result import FileChange
+from etude.tasks.workspace import (
+    MAX_FILE,
+    MAX_FILES,
+    Entry,
+    Manifest,
+    changed_paths,
+    changes_between,
+    counts,
+    entry_of,
+    link_entry,
+    make_link,
+    scan,
+    together,
 )
 
+ARTIFACTS = "/logs/artifacts"  # always collected
+LOGS = ("/logs/agent", "/logs/verifier", ARTIFACTS)
+FINAL = "/logs/agent/final.txt"  # a session's final message, for tasks that ask for an answer and carry this file
+_scans: dict[tuple[str, str, tuple[str, ...]], dict[str, Entry]] = {}  # what an image has in a workspace
+_MOST_SCANS = 64
+# Who plans what a fleet is planning already waits: the first of many equal tasks builds for all of them.
+_planning: weakref.WeakKeyDictionary[Fleet, dict[str, asyncio.Lock]] = weakref.WeakKeyDictionary()
+
+
+class OriginGone(EtudeError):
+    """A ground cannot be opened where it was left: the snapshot of its pod is not there any more."""
+
 
 @dataclass(frozen=True)
-class Put:
-    """One file or link of the context at its place in the pod."""
+class Origin:
+    """A ground that was left: a snapshot of its pod, and the workspace as the task had it."""
 
-    source: Path
-    target: str
-    mode: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a pod for an environment is made."""
-
-    image: Image | str
-    workspace: str
-    puts: tuple[Put, ...] = ()
-    directories: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    user: str = ""
+    snapshot: Snapshot
+    before: Manifest
 
 
-class BuildFailed(PodError):
-    """A step of a Dockerfile failed."""
+@dataclass
+class Ground:
+    """Where a session happens. `before` is the workspace as the task left it."""
+
+    fleet: Fleet
+    task: Task
+    plan: Plan
+    pod: Pod
+    before: Manifest
+    provision: Provision
+    left_out: tuple[str, ...] = ()  # files of the last look that were not taken along
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def workspace(self) -> str:
+        return self.plan.workspace
+
+    @property
+    def carry(self) -> tuple[str, ...]:
+        return carried(self.task)
+
+    async def changes(self) -> tuple[FileChange, ...]:
+        """What the session did to the workspace (and to what the task carries), with both sides' contents."""
+        after = await scan(self.pod, self.workspace, self.carry, self.before)
+        self.left_out = tuple(after.left_out)
+        changed = [path for path in changed_paths(self.before, after) if path in self.before]
+        return changes_between(self.before, after, await self.originals(changed))
+
+    async def leave_message(self, text: str) -> None:
+        """Put a session's final message where the verifier of a question finds it; before the changes are taken."""
+        await self.pod.write(FINAL, text)
+
+    async def originals(self, paths: Sequence[str]) -> dict[str, bytes]:
+        """The contents that files had at the beginning: from the task's own, else from a pod that nobody touched."""
+        found: dict[str, bytes] = {}
+        missing = []
+        for path in paths:
+            source = self.before[path].source
+            if source is None:
+                missing.append(path)
+            elif self.before[path].kind == "symlink":
+                found[path] = os.fsencode(os.readlink(source))
+            else:
+                found[path] = source.read_bytes()
+        if missing:
+            async with open_ground(self.fleet, self.task, provision=self.provision) as clean:
+                for path in missing:
+                    place = path if path.startswith("/") else f"{self.workspace}/{path}"
+                    if self.before[path].kind == "symlink":
+                        found[path] = os.fsencode((await clean.pod.stat(place)).target)
+                    else:
+                        found[path] = await clean.pod.read(place)
+        return found
+
+    async def begin_step(self, step: TaskStep) -> None:
+        """Bring what a step adds: the files of its workdir/, then its setup.sh, then its health check."""
+        directory = self.task.directory / "steps" / step.name / "workdir"
+        entries: dict[str, Entry] = {}
+        if directory.is_dir():
+            puts = [
+                Put(path, f"{self.workspace}/{path.relative_to(directory).as_posix()}", path.lstat().st_mode & 0o7777)
+                for path in sorted(directory.rglob("*"))
+                if not path.is_dir() or path.is_symlink()
+            ]
+            entries = await fill(self.pod, puts, self.workspace, self.carry)
+        self.before = {**self.before, **entries}
+        user = step.agent.user or self.task.agent.user
+        if "setup.sh" in entries:
+            done = await self.pod.exec(["bash", "setup.sh"], cwd=self.workspace, user=user, env=self.plan.env)
+            if not done.ok:
+                raise PodError(f"{directory}/setup.sh: ended with exit code {done.exit_code}: {done.stderr[-500:]}")
+            await self.pod.remove(f"{self.workspace}/setup.sh")
+            self.before = {path: entry for path, entry in self.before.items() if path != "setup.sh"}
+        tables = {str(table.get("name")): table for table in self.task.config.get("steps", [])}
+        await check_health(self.pod, tables[step.name].get("healthcheck") or {}, self.workspace, user)
 
 
-async def plan_environment(fleet: Fleet, context: Path, machine: Machine, provision: Provision) -> Plan:
-    """What to make for the environment in a directory: that of a task, or the tests/ of a separate verifier."""
-    compose = [name for name in ("docker-compose.yaml", "docker-compose.yml") if (context / name).exists()]
-    if compose and not machine.image:
-        raise InputError(f"{context / compose[0]}: pods are single machines; tasks with several services do not run")
-    file = context / "Dockerfile"
-    # an image that was built elsewhere is used where it is known; what it was built from is as good
-    if machine.image and (mapped(machine.image, provision.images) is not None or not file.exists()):
-        image = await base_image(fleet, machine.image, provision, f"{context.parent}/task.toml")
-        return _finish(Plan(image, _workdir(image)), machine, provision, context)
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"{file}: cannot be read ({error})") from None
-    recipe = parse(text, str(file))
-    first = _first_written(recipe)
-    image = await _built(fleet, recipe, first, text, context, machine, provision)
-    return _finish(_write_out(image, recipe, first, context), machine, provision, context)
+def carried(task: Task) -> tuple[str, ...]:
+    """Paths outside the workspace (or `.git` in it) whose changes are brought along: `carry`, and what is collected."""
+    found = task.metadata.get("carry", ())
+    if not isinstance(found, list | tuple) or not all(isinstance(path, str) and path for path in found):
+        raise InputError(f"{task.directory}/task.toml: metadata.carry is {found!r}; expected a list of paths")
+    if any(".." in path.split("/") or path.strip("/") == "" for path in found):
+        raise InputError(f"{task.directory}/task.toml: metadata.carry is {found!r}; expected paths without .., not /")
+    collected = [str(entry["source"]) for entry in task.artifacts if str(entry["source"]).startswith("/")]
+    return tuple(dict.fromkeys(path.rstrip("/") for path in (*found, ARTIFACTS, *collected)))
 
 
-def _finish(plan: Plan, machine: Machine, provision: Provision, context: Path) -> Plan:
-    env = {**plan.env, **resolve_env(machine.env, provision.variables, f"{context.parent}/task.toml")}
-    workspace = machine.workdir or plan.workspace
-    if workspace == "/":
-        raise InputError(f"{context}: the workspace is /, the whole machine; set WORKDIR, or environment.workdir")
-    image = plan.image
-    if isinstance(image, Image):
-        changes = {"env": {**image.env, **env}, "workdir": workspace, "user": plan.user or image.user}
-        if any(getattr(image, key) != value for key, value in changes.items()):
-            image = image.with_(**changes)
-    elif workspace != "/work":  # a host elsewhere makes pods of images it has under a name, as they are
-        raise InputError(f"{context}: WORKDIR is {workspace}; on other hosts only /work is possible")
-    return replace(plan, image=image, env=env, workspace=workspace)
+@asynccontextmanager
+async def open_ground(
+    fleet: Fleet,
+    task: Task,
+    *,
+    egress: Egress | None = None,
+    provision: Provision | None = None,
+    phase: Phase | None = None,
+    machine: Machine | None = None,
+    context: Path | None = None,
+    plan: Plan | None = None,
+    origin: Origin | None = None,
+) -> AsyncIterator[Ground]:
+    """A pod for a task's agent (or another phase of it), closed at the end with everything in it.
 
-
-def _workdir(image: Image | str) -> str:
-    return image.workdir if isinstance(image, Image) else "/work"
-
-
-# ------------------------------------------------------------------------------------------------- what is built
-
-
-def _first_written(recipe: Dockerfile) -> int:
-    """Where in the last stage the steps begin that are written into the pod."""
-    steps = recipe.stages[-1].steps
-    for at in range(len(steps), 0, -1):
-        step = steps[at - 1]
-        if step.name not in _WRITTEN or step.heredocs or (step.name == "COPY" and set(dict(step.flags)) - {"chmod"}):
-            return at
-    return 0
-
-
-async def _built(
-    fleet: Fleet, recipe: Dockerfile, first: int, text: str, context: Path, machine: Machine, provision: Provision
-) -> Image | str:
-    """The image of everything before; FROM alone needs no building."""
-    stage = recipe.stages[-1]
-    names = [_from(recipe, each) for each in recipe.stages]
-    earlier = {each.name for each in recipe.stages[:-1]} | {str(number) for number in range(len(names) - 1)}
-    if first == 0 and names[-1].lower() not in earlier:
-        return await base_image(fleet, names[-1], provision, stage.base.where)
-    if fleet.local is None:
-        raise InputError(
-            f"{context / 'Dockerfile'}: its steps must be run, and this fleet's hosts are elsewhere; build it there "
-            "(`etude pods image add NAME --dockerfile ...`) and name it with docker_image"
-        )
-    table: dict[str, str | Image] = {}
-    for number, name in enumerate(names):
-        known = {each.name for each in recipe.stages[:number]} | {str(each) for each in range(number)}
-        if name != "scratch" and name.lower() not in known:
-            table[name] = await base_image(fleet, name, provision, recipe.stages[number].base.where)
-    lines = text.replace("\r\n", "\n").split("\n")
-    rest = stage.steps[first:]
-    kept = lines[: _line(rest[0]) - 1] if rest else lines
-    with tempfile.TemporaryDirectory(prefix="etude-build-") as directory:
-        file = Path(directory) / "Dockerfile"
-        file.write_text("\n".join(kept) + "\n")
-        work = build(fleet, fleet.local.store, file, context, table, egress=provision.build)  # type: ignore[arg-type]
-        try:
-            return await asyncio.wait_for(work, machine.build_timeout_s)
-        except TimeoutError:
-            raise BuildFailed(f"{context / 'Dockerfile'}: not built after {machine.build_timeout_s:g} s") from None
-        except PodError as error:
-            raise BuildFailed(str(error).replace(str(file), str(context / "Dockerfile"))) from error
-
-
-def _from(recipe: Dockerfile, stage: Stage) -> str:
-    """The name after FROM, with its variables."""
-    before: dict[str, str] = {}
-    for argument in recipe.arguments:
-        before.update(declare(argument, before, {}, {}))
-    return expand(stage.base.text.split()[0], before, stage.base.escape, stage.base.where)
-
-
-def _line(step: Instruction) -> int:
-    return int(step.where.rpartition(":")[2])
-
-
-# ------------------------------------------------------------------------------------------------- what is written
-
-
-def _write_out(image: Image | str, recipe: Dockerfile, first: int, context: Path) -> Plan:
-    """The steps after the image, as files and settings."""
-    before: dict[str, str] = {}
-    for argument in recipe.arguments:
-        before.update(declare(argument, before, {}, {}))
-    steps = recipe.stages[-1].steps
-    base_env = dict(image.env) if isinstance(image, Image) else {}
-    arguments: dict[str, str] = {}
-    for step in steps[:first]:
-        if step.name == "ARG":
-            arguments.update(declare(step, {**arguments, **base_env}, before, {}))
-    plan = Plan(image, _workdir(image))
-    env: dict[str, str] = {}
-    ignore = Ignore.read(context)
-    puts: list[Put] = []
-    directories: list[str] = []
-    for step in steps[first:]:
-        variables = {**arguments, **base_env, **env}
-        if step.name == "ARG":
-            arguments.update(declare(step, variables, before, {}))
-        elif step.name == "ENV":
-            env.update(pairs(step, variables))
-        elif step.name == "USER":
-            plan = replace(plan, user=expand(step.text, variables, step.escape, step.where))
-        elif step.name == "WORKDIR":
-            path = os.path.normpath(os.path.join(plan.workspace, expand(step.text, variables, step.escape, step.where)))
-            directories.append(path)
-            plan = replace(plan, workspace=path)
-        elif step.name == "COPY":
-            made = {os.path.dirname(put.target) for put in puts} | set(directories)
-            files, empty = _copied(step, variables, plan.workspace, context, ignore, made)
-            puts += files
-            directories += empty
-    return replace(plan, puts=tuple(puts), directories=tuple(directories), env=env)
-
-
-def _copied(
-    step: Instruction, variables: Mapping[str, str], workdir: str, context: Path, ignore: Ignore, made: set[str]
-) -> tuple[list[Put], list[str]]:
-    """What a COPY puts where, and empty directories. A target is a directory if it says so, or was made before."""
-    if step.json is not None:
-        given = [substitute(word, variables, step.escape, step.where) for word in step.json]
-    else:
-        given = words(step.text, variables, step.escape, step.where)
-    *names, to = given
-    if not names:
-        raise step.error("expected at least one source and a target")
-    sources = [source for name in names for source in from_context(context, name, ignore, step.where)]
-    target = os.path.normpath(os.path.join(workdir, to))
-    into = to.endswith(("/", "/.")) or to in (".", "..") or target in made
-    if len(sources) > 1 and not into:
-        raise step.error(f"{len(sources)} sources need a directory to go to; end {to!r} with a slash")
-    mode = step.flag("chmod")
-    if mode is not None and not re.fullmatch(r"[0-7]{3,4}", mode):
-        raise step.error(f"--chmod={mode}: expected a mode in octal, such as 755")
-    found: list[Put] = []
-    empty: list[str] = []
-    for source in sources:
-        if source.path.is_dir():
-            files, directories = _tree(source, target, mode)
-            found += files
-            empty += directories
-        else:
-            place = f"{target.rstrip('/')}/{source.name}" if into else target
-            found.append(_put(source.path, place, mode))
-    return found, empty
-
-
-def _tree(source: Source, target: str, mode: str | None) -> tuple[list[Put], list[str]]:
-    found: list[Put] = []
-    empty: list[str] = []
-    for directory, names, files in os.walk(source.path):
-        names.sort()
-        above = Path(directory).relative_to(source.path).as_posix()
-        if not names and not files and (source.keep is None or above in source.keep):
-            empty.append(os.path.normpath(f"{target}/{above}"))
-        for name in sorted(files) + [name for name in names if Path(directory, name).is_symlink()]:
-            path = Path(directory, name)
-            inside = path.relative_to(source.path).as_posix()
-            if source.keep is None or inside in source.keep:
-                found.append(_put(path, f"{target.rstrip('/')}/{inside}", mode))
-    return found, empty
-
-
-def _put(path: Path, target: str, mode: str | None) -> Put:
-    return Put(path, target, int(mode, 8) if mode else path.lstat().st_mode & 0o7777)
-
-
-def limits_of(machine: Machine) -> tuple[Limits, Storage]:
-    """A machine's limits as a pod's, and where the pod keeps its files.
-
-    Files are in memory, and then cannot be more than it; a task that asks for more storage than memory has them on
-    disk, where pods have no limit to give.
+    `egress` is what a task with a public network may reach; none by default. A separate verifier gives its own
+    `machine` and `context`. `plan` is how the same environment was made before. With an `origin` the pod is as it was
+    left there, and OriginGone is raised when it cannot be.
     """
-    mib = 1 << 20
-    memory, storage = machine.memory_mb, machine.storage_mb
-    fits = storage is None or (memory is not None and storage <= memory)
-    limits = Limits(
-        memory=memory * mib if memory else None,
-        cpu=machine.cpus,
-        disk=storage * mib if storage and fits else None,
-    )
-    return limits, "memory" if fits else "disk"
+    given = provision or Provision()
+    given = given if egress is None else replace(given, egress=egress)
+    machine = machine or task.machine
+    _check_features(task, machine)
+    started = time.monotonic()
+    plan = plan or await _plan(fleet, context or task.directory / "environment", machine, given)
+    planned = time.monotonic()
+    network = (phase or task.agent).network or machine.network
+    limits, storage = limits_of(machine)
+    options: dict[str, Any] = {"limits": limits, "storage": storage, "egress": _egress(network, given, task)}
+    if origin is None:
+        pod = await fleet.create(plan.image, **options)
+    else:
+        pod = await _reopened(fleet, origin, options)
+    try:
+        made = time.monotonic()
+        if isinstance(pod, AgentPod) and not isinstance(plan.image, Image):
+            pod.environment.update(plan.env)
+        if origin is not None:
+            before = origin.before
+        else:
+            before = await _furnish(pod, plan, carried(task))
+            await check_health(pod, machine.healthcheck, plan.workspace, None)
+        filled = time.monotonic()
+        seconds = {"plan": planned - started, "pod": made - planned, "fill": filled - made}
+        yield Ground(fleet, task, plan, pod, before, given, seconds=seconds)
+    finally:
+        await pod.close()
+
+
+async def _plan(fleet: Fleet, context: Path, machine: Machine, provision: Provision) -> Plan:
+    """`plan_environment`, one at a time for the same Dockerfile: thousands of tasks may have the same."""
+    try:
+        key = (context / "Dockerfile").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # it is said there what is missing
+        key = ""
+    locks = _planning.setdefault(fleet, {})
+    lock = locks.setdefault(key, asyncio.Lock())
+    try:
+        async with lock:
+            return await plan_environment(fleet, context, machine, provision)
+    finally:
+        if not lock.locked():
+            locks.pop(key, None)
+
+
+async def _reopened(fleet: Fleet, origin: Origin, options: Mapping[str, Any]) -> Pod:
+    try:
+        return await fleet.create(origin.snapshot, **options)
+    except (PodError, InputError) as error:
+        raise OriginGone(f"snapshot {origin.snapshot.id} cannot be opened again: {error}") from error
+
+
+def _check_features(task: Task, machine: Machine) -> None:
+    """What pods cannot give is said now, not found out by a task that fails for no visible reason."""
+    table = task.config.get("environment", {})
+    where = f"{task.directory}/task.toml: environment"
+    if table.get("gpus") or table.get("tpu"):
+        raise InputError(f"{where}: asks for GPUs or TPUs; pods have none")
+    if table.get("mcp_servers"):
+        raise InputError(f"{where}.mcp_servers: the harness has no MCP; such tasks do not run here")
+    for step in task.steps:
+        if step.agent.network not in (None, task.agent.network or machine.network):
+            raise InputError(f"{task.directory}/task.toml: steps.{step.name}.agent: a pod's network stays as it is")
+
+
+def _egress(network: Network, provision: Provision, task: Task) -> Egress:
+    if network.mode == "no-network":
+        return Egress()
+    if network.mode == "allowlist":
+        if not network.hosts:
+            raise InputError(f"{task.directory}/task.toml: network_mode is allowlist, but allowed_hosts names none")
+        return Egress.to(*network.hosts, transparent=True)
+    return provision.egress
+
+
+async def _furnish(pod: Pod, plan: Plan, carry: tuple[str, ...]) -> dict[str, Entry]:
+    """Put the files in place; the manifest of the workspace after that."""
+    for path in (*plan.directories, plan.workspace, *LOGS):
+        await pod.make_directory(path, 0o777 if path in LOGS else 0o755)
+    before = await _of_image(pod, plan, carry)
+    return {**before, **await fill(pod, plan.puts, plan.workspace, carry)}
+
+
+async def _of_image(pod: Pod, plan: Plan, carry: tuple[str, ...]) -> dict[str, Entry]:
+    """What the image itself has there; looked at once for each image."""
+    key = (plan.image.id, plan.workspace, carry) if isinstance(plan.image, Image) else None
+    if key is None or key not in _scans:
+        seen = await scan(pod, plan.workspace, carry)
+        if unseen := [path for path in seen.left_out if path.endswith("/")]:
+            message = (
+                f"{plan.workspace} has over {MAX_FILES:,} files, or is too deep ({unseen[0]}); choose a smaller WORKDIR"
+            )
+            raise InputError(message)
+        entries = seen.entries
+        if key is None:
+            return entries
+        while len(_scans) >= _MOST_SCANS:
+            del _scans[next(iter(_scans))]
+        _scans[key] = entries
+    return _scans[key]
+
+
+async def fill(pod: Pod, puts: Sequence[Put], workspace: str, carry: Sequence[str] = ()) -> dict[str, Entry]:
+    """Write files into a pod; the entries of those that are the workspace's, or carried."""
+    found: dict[str, Entry] = {}
+
+    async def put(each: Put) -> None:
+        target = each.target
+        if each.source.is_symlink():
+            await make_link(pod, target, os.readlink(each.source))
+            entry = replace(link_entry(os.readlink(each.source)), source=each.source)
+        else:
+            data = each.source.read_bytes()
+            try:
+                await pod.write(target, data, mode=each.mode)
+            except PodFileError as error:
+                if error.errno != errno.EISDIR:  # COPY into a directory that the image has
+                    raise
+                target = f"{target}/{each.source.name}"
+                await pod.write(target, data, mode=each.mode)
+            entry = entry_of(data, each.mode, each.source)
+        path = target.removeprefix(f"{workspace.rstrip('/')}/")
+        if counts(path, carry) and each.source.lstat().st_size <= MAX_FILE:
+            found[path] = entry
+
+    await together(put(each) for each in puts if not each.source.is_symlink())
+    await together(put(each) for each in puts if each.source.is_symlink())
+    return found
+
+
+async def check_health(pod: Pod, check: Mapping[str, Any], workspace: str, user: str | None) -> None:
+    """Wait until the environment says it is ready; after `retries` failures in a row it is not."""
+    if not check:
+        return
+    command, retries = str(check["command"]), int(check.get("retries", 3))
+    grace = time.monotonic() + float(check.get("start_period_sec", 0.0))
+    failures = 0
+    while True:
+        done = await pod.exec(command, cwd=workspace, user=user, timeout=float(check.get("timeout_sec", 30.0)))
+        if done.ok:
+            return
+        starting = time.monotonic() < grace
+        failures += not starting
+        if failures >= retries:
+            raise PodError(f"health check `{command}` failed {retries} times: {(done.stdout + done.stderr)[-500:]}")
+        await asyncio.sleep(float(check.get("start_interval_sec" if starting else "interval_sec", 5.0)))

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import InputError
-from etude.pods.instructions import Dockerfile, Instruction, parse
-from etude.tasks.attempt import has_solution
-from etude.tasks.bases import mapped, plain_name
-from etude.tasks.ground import carried
+from etude.pods.images.instructions import Dockerfile, Instruction, parse
+from etude.tasks.base_images import mapped, plain_name
+from etude.tasks.environment import carried
 from etude.tasks.harbor import read_task
 from etude.tasks.schema import SCHEMA, unknown_keys
 from etude.tasks.task import Task
-from etude.tasks.verify import graded_in_place
+from etude.tasks.trial import has_solution
+from etude.tasks.verifier import graded_in_place
 from etude.tasks.workspace import Globs
 
 Level = Literal["error", "warning", "note"]

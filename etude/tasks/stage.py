@@ -12,18 +12,18 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from etude.chat.dialects import dialect_for
+from etude.chat.dialects.dialect import Dialect
+from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
-from etude.harness.dialects import dialect_for
-from etude.harness.dialects.dialect import Dialect
-from etude.model.tokenizer import Tokenizer
-from etude.progress import Report
-from etude.recipe import Recipe
-from etude.run import Artefact, Run
-from etude.sections import TaskBuild
+from etude.recipe.recipe import Recipe
+from etude.recipe.sections import TaskBuild
+from etude.runs.run import Artefact, Run
+from etude.system.progress import Report
 from etude.tasks.harbor import find_tasks, read_task
-from etude.tasks.nano.expert import manner_of, read_files
-from etude.tasks.nano.rehearse import rehearse
-from etude.tasks.nano.source import generate_nano, nano_tasks, text_digest
+from etude_nano.demonstrator import manner_of, read_files
+from etude_nano.simulated_sessions import rehearse
+from etude_nano.source import generate_nano, nano_tasks, text_digest
 
 EXPERTS = "experts.jsonl"
 OTHERS = 1_000_000_000  # added to a set's seed: where its experts' tasks begin

@@ -13,17 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from etude.cores import usable_cores
 from etude.errors import InputError
 from etude.pods.fleet import Fleet
-from etude.tasks.attempt import Actor, SolutionFailed, attempt, has_solution, nothing, solution
-from etude.tasks.bases import Provision
-from etude.tasks.grade import FileChange, Grade, GradingFailed
-from etude.tasks.ground import open_ground
+from etude.system.cores import usable_cores
+from etude.tasks.base_images import Provision
+from etude.tasks.environment import open_ground
 from etude.tasks.harbor import read_task, task_digest
-from etude.tasks.reach import find_answer
+from etude.tasks.leak_check import find_answer
 from etude.tasks.task import Task
-from etude.tasks.verify import failures, grade, graded_in_place
+from etude.tasks.trial import Actor, SolutionFailed, attempt, has_solution, nothing, solution
+from etude.tasks.verifier import failures, grade, graded_in_place
+from etude.tasks.verifier_result import FileChange, Grade, GradingFailed
 
 RERUNS = 3
 CHANCES = 2  # for a machine that fails under a task

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from etude.harness.toolserver.inside.ignore import Pattern
 from etude.pods.pod import FileInfo, Pod, PodFileError
-from etude.tasks.grade import FileChange
+from etude.tasks.verifier_result import FileChange
 
 MAX_FILE = 16 << 20  # bytes of a file that is taken along
 MAX_BYTES = 256 << 20  # of all of them

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from etude.data.mixture import Mixture
 from etude.data.packing import next_batch
 from etude.errors import EtudeError
-from etude.progress import Report
-from etude.run import Artefact, Run, content_digest
+from etude.runs.run import Artefact, Run, content_digest
+from etude.system.progress import Report
 from etude.train.guard import Guard
 from etude.train.objectives import Objective
 from etude.train.optim import Schedule

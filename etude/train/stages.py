@@ -16,23 +16,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from etude.chat.tokenizer import Tokenizer, check_vocabulary
 from etude.data.mixture import Mixture, Source, read_on
 from etude.data.packing import Batch
 from etude.data.shards import Shards
 from etude.errors import InputError
+from etude.evaluation.codebase_nll import loss_by_position, stream_nll
 from etude.kernels import usable_device
 from etude.model.checkpoint import load, write_model
 from etude.model.config import ModelConfig, with_rope
 from etude.model.describe import training_flops_per_token
-from etude.model.evaluate import loss_by_position, stream_nll
 from etude.model.mtp import FILE as MTP_FILE
 from etude.model.mtp import MTP, initialize_mtp, load_mtp, save_mtp
-from etude.model.tokenizer import Tokenizer, check_vocabulary
 from etude.model.transformer import Transformer, compile_blocks
-from etude.progress import Report
-from etude.recipe import Recipe
-from etude.run import Artefact, Run
-from etude.sections import ExtendStage, SftStage, TrainingStage
+from etude.recipe.recipe import Recipe
+from etude.recipe.sections import ExtendStage, SftStage, TrainingStage
+from etude.runs.run import Artefact, Run
+from etude.system.progress import Report
 from etude.train.guard import Guard
 from etude.train.objectives import Objective, next_token, with_mtp
 from etude.train.optim import AdamSettings, Schedule

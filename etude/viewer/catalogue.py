@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from etude.errors import EtudeError, InputError
-from etude.harness.store import SUFFIX
+from etude.harness.trace_store import SUFFIX
 from etude.rl.advantages import advantages
-from etude.rl.place import Place
-from etude.rl.slots import ReadyGroup, Slot, Slots, Standing
-from etude.viewer.reading import Complain, Facts, number
+from etude.rollouts.queue import ReadyGroup, Slot, Slots, Standing
+from etude.runs.layout import Place
+from etude.viewer.run_reader import Complain, Facts, number
 
 SetName = Literal["training", "evaluation"]
 SETS: tuple[SetName, ...] = get_args(SetName)

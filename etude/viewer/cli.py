@@ -18,7 +18,7 @@ def view(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
 ) -> None:
     """Show a run in the browser: curves, rollouts turn by turn, tasks. Live while it goes on; changes nothing."""
-    from etude.viewer.serving import serve
+    from etude.viewer.serve import serve
 
     if host not in ("127.0.0.1", "::1", "localhost"):
         print("etude: warning: whoever can reach this address can read the run", file=sys.stderr)

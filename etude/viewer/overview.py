@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from etude.viewer.reading import Facts, number
+from etude.viewer.run_reader import Facts, number
 
 SILENCE_S = 3600.0  # a run from which nothing came for longer stood still: that time is nobody's
 MOST_HEADER = 64 << 20  # bytes of a safetensors header: more is no header

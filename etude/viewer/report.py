@@ -14,12 +14,12 @@ from itertools import zip_longest
 from pathlib import Path
 
 from etude.errors import EtudeError, InputError
-from etude.rl.place import write_whole
-from etude.viewer.answers import Answers
+from etude.runs.layout import write_whole
+from etude.viewer.api import Answers
 from etude.viewer.catalogue import Group, Row, rows_of
-from etude.viewer.reading import Facts, is_run
+from etude.viewer.run_reader import Facts, is_run
 from etude.viewer.server import POLICY, asset, dump
-from etude.viewer.story import Cut
+from etude.viewer.session_view import Cut
 
 # Every module after those it imports from.
 MODULES = (

@@ -23,8 +23,8 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from etude.errors import EtudeError
-from etude.viewer.answers import Answers, NotHere, tell_runs
-from etude.viewer.reading import find_runs
+from etude.viewer.api import Answers, NotHere, tell_runs
+from etude.viewer.run_reader import find_runs
 
 POLICY = {
     "default-src": "'none'",

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from etude.errors import InputError
-from etude.rl.place import Place
+from etude.runs.layout import Place
 from etude.tasks.harbor import read_instruction, read_task, task_digest
-from etude.viewer.reading import Complain, Facts, read_json
-from etude.viewer.story import Cut
+from etude.viewer.run_reader import Complain, Facts, read_json
+from etude.viewer.session_view import Cut
 
 ARTEFACTS = "artefacts"  # of a run: where its stages put the tasks they make
 MOST_FILES = 300

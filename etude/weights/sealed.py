@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from etude.cores import usable_cores
 from etude.errors import InputError
+from etude.system.cores import usable_cores
 
 DIGEST = 16  # bytes
 THREADS = 16  # at most: memory has no more to give

@@ -19,21 +19,21 @@ from starlette.responses import JSONResponse, Response
 from stub_endpoint import Line, Stub, call, says, serving
 from typer.testing import CliRunner, Result
 
-from etude.bench.chat import DiscreetChat, run_chat_rollout
+from etude.bench.candidates import KEY
+from etude.bench.chat_rollout import DiscreetChat, run_chat_rollout
 from etude.bench.cli import app
-from etude.bench.place import Place
-from etude.bench.policies import KEY
+from etude.bench.directory import Place
 from etude.bench.run import trial_record
 from etude.errors import EtudeError, InputError
-from etude.harness.environment import Environment
 from etude.harness.session import Budget
-from etude.harness.store import load_trace
 from etude.harness.summary import Summaries
+from etude.harness.tool_set import Environment
+from etude.harness.trace_store import load_trace
 from etude.pods import open_fleet
-from etude.rl.rollout import Rollout, RolloutFailed, Settings
-from etude.rl.slots import Slots
+from etude.rollouts.queue import Slots
+from etude.rollouts.rollout import Rollout, RolloutFailed, Settings
 from etude.tasks.harbor import read_task
-from etude.tasks.nano.source import generate_nano
+from etude_nano.source import generate_nano
 
 SECRET = "sk-0123456789abcdef"
 TOOLS = ("read_file", "search_replace", "run_terminal_cmd")

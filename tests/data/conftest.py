@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.model.tokenizer import Tokenizer, train_tokenizer
+from etude.chat.tokenizer import Tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="session")

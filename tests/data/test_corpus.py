@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from etude.chat.tokenizer import CHAT_TEMPLATE, Tokenizer, train_tokenizer
 from etude.data.cli import app
 from etude.data.corpus import CorpusOptions, build_corpus, choose_split
+from etude.data.document_format import reading_order, split_for_fim
 from etude.data.documents import Document
-from etude.data.layout import reading_order, split_for_fim
 from etude.data.shards import Shards
 from etude.errors import BusyError, InputError
-from etude.model.tokenizer import CHAT_TEMPLATE, Tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -160,7 +160,7 @@ class TestCrew:
         sources = [str(chats)] if options.chat else [str(code)]
         report = build_corpus(sources, tokenizer, tmp_path / "alone", options)
         assert ("contaminated" in report.removed) == bool(options.against)
-        monkeypatch.setattr("etude.data.crew.FIRST", 0)
+        monkeypatch.setattr("etude.data.worker_pool.FIRST", 0)
         seen: set[str] = set()
 
         def look(done: int, total: int, note: str = "") -> None:
@@ -180,7 +180,7 @@ class TestResume:
     def start(self, code: Path, tokenizer_dir: Path, out: Path, slow: float) -> "subprocess.Popen[bytes]":
         program = (
             "import sys, time\nfrom pathlib import Path\nfrom etude.data import corpus, layout\n"
-            "from etude.model.tokenizer import Tokenizer\n"
+            "from etude.chat.tokenizer import Tokenizer\n"
             f"layout._BATCH_CHARACTERS = 2000\nencode = Tokenizer.encode_batch\n"
             f"Tokenizer.encode_batch = lambda *a, **k: (time.sleep({slow}), encode(*a, **k))[1]\n"
             f"options = corpus.CorpusOptions(validation=0.3, shard_bytes=6000)\n"
@@ -223,7 +223,7 @@ class TestResume:
             return encode(self, texts, special=special)
 
         monkeypatch.setattr(Tokenizer, "encode_batch", counted)
-        monkeypatch.setattr("etude.data.layout._BATCH_CHARACTERS", 2000)
+        monkeypatch.setattr("etude.data.document_format._BATCH_CHARACTERS", 2000)
         fail = True
         with pytest.raises(RuntimeError):
             build_corpus([str(code)], tokenizer, tmp_path / "c", self.OPTIONS)

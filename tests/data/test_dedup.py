@@ -8,7 +8,7 @@ import pytest
 import rensa
 
 from etude.data.dedup import PERMUTATIONS, bands_for, find_exact, find_near, jaccard, shingles, sign, text_digest
-from etude.data.words import hash_ngrams, split_words
+from etude.data.text_hash import hash_ngrams, split_words
 
 THRESHOLD, SHINGLE = 0.7, 5
 

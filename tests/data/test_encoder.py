@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
+from etude.chat.tokenizer import Tokenizer, train_tokenizer
 from etude.data.encoder import WordEncoder, word_rule
-from etude.model.tokenizer import Tokenizer, train_tokenizer
 
 TEXT = "def main(x1):\n    return x1 ** 20  # it's what they're here for\n\n\nclass Naïve:\n\t'don't'\r\n"
 ODD = "é東\u0301\u00a0\u2028\u0085½٣\u200b🦆ſ\ufeff"

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from etude.harness.conversation import Call
-from etude.harness.environment import Environment
+from etude.chat.messages import Call
+from etude.harness.tool_set import Environment
+from etude.harness.tools.executor import Toolbox, open_toolbox
 from etude.harness.tools.tool import Outcome
-from etude.harness.tools.toolbox import Toolbox, open_toolbox
 from etude.pods import open_fleet
 from etude.pods.fleet import Fleet
 from etude.pods.pod import Pod, Unsupported

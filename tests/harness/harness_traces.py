@@ -6,7 +6,7 @@ from typing import Any, get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from etude.harness.conversation import Call, CallStatus, Message, Role
+from etude.chat.messages import Call, CallStatus, Message, Role
 from etude.harness.tools.tool import ErrorClass, Outcome
 from etude.harness.trace import Cost, Segment, SegmentKind, SessionEnding, Step, StepKind, Tape, Trace
 

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from etude.harness.conversation import Call, Message, ToolSchema
-from etude.harness.dialects import dialect_for
-from etude.harness.dialects.dialect import Dialect
-from etude.harness.script import Line, Scripted
-from etude.harness.speaker import TokenSpeaker
+from etude.chat.dialects import dialect_for
+from etude.chat.dialects.dialect import Dialect
+from etude.chat.messages import Call, Message, ToolSchema
+from etude.chat.tokenizer import train_tokenizer
+from etude.harness.model_client import TokenSpeaker
+from etude.harness.scripted_policy import Line, Scripted
 from etude.harness.tools.tool import Outcome
 from etude.inference.sampling import Sampling
-from etude.model.tokenizer import train_tokenizer
 
 
 @cache

@@ -17,15 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rehearsal import Bench, call, chatml, says, speaker
 
+from etude.chat.messages import Message
 from etude.errors import InputError
 from etude.harness.atif import from_atif, to_atif
-from etude.harness.conversation import Message
 from etude.harness.prompt import Request
-from etude.harness.script import Line
+from etude.harness.scripted_policy import Line
 from etude.harness.session import Session
-from etude.harness.store import load_trace, save_trace
 from etude.harness.summary import Summaries
 from etude.harness.trace import Cost, Trace
+from etude.harness.trace_store import load_trace, save_trace
 
 Document = dict[str, Any]
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 from rehearsal import call, chatml, says
 
-from etude.harness.conversation import Message
-from etude.harness.environment import Environment
+from etude.chat.messages import Message
+from etude.harness.model_client import TokenSpeaker
+from etude.harness.open_session import open_session
 from etude.harness.prompt import Request
-from etude.harness.rollout import open_session
-from etude.harness.script import Recorded, Scripted
+from etude.harness.scripted_policy import Recorded, Scripted
 from etude.harness.session import Budget
-from etude.harness.speaker import TokenSpeaker
+from etude.harness.tool_set import Environment
 from etude.harness.trace import Trace
 from etude.inference.policy import Policy
 from etude.inference.sampling import Sampling

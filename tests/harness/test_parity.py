@@ -12,22 +12,22 @@ import pytest
 from agent_desk import ETUDE, Desk, open_pods, set_desk, tiny_checkpoint
 from rehearsal import call, chatml, says
 
-from etude.harness.agent import work
-from etude.harness.agent.intake import take_in
-from etude.harness.agent.options import Model
-from etude.harness.conversation import Message
-from etude.harness.dialects import dialect_for
-from etude.harness.environment import Environment
+from etude.agent import conversation as work
+from etude.agent.options import Model
+from etude.agent.upload import take_in
+from etude.chat.dialects import dialect_for
+from etude.chat.messages import Message
+from etude.chat.tokenizer import Tokenizer
+from etude.harness.model_client import Speaker, TokenSpeaker
+from etude.harness.open_session import open_session
 from etude.harness.prompt import Request
-from etude.harness.rollout import open_session
-from etude.harness.script import Recorded, Scripted
+from etude.harness.scripted_policy import Recorded, Scripted
 from etude.harness.session import Budget
-from etude.harness.speaker import Speaker, TokenSpeaker
-from etude.harness.store import load_trace
+from etude.harness.tool_set import Environment
 from etude.harness.trace import Trace
+from etude.harness.trace_store import load_trace
 from etude.inference.policy import Policy
 from etude.inference.sampling import Sampling
-from etude.model.tokenizer import Tokenizer
 from etude.pods.fleet import open_fleet
 
 REQUEST = "Fix the failing test in test_calc.py."

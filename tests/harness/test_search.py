@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from etude.harness.search.package import PACKAGE, find_model
+from etude.harness.search.model_package import PACKAGE, find_model
+from etude.harness.search.render import show
 from etude.harness.search.searcher import Searcher, open_searcher
-from etude.harness.search.shown import show
 from etude.harness.search.source import LocalFiles
 
 QUESTIONS = [

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from etude.harness.search.chunk_text import embedded_text, headline
 from etude.harness.search.chunks import MAX_CHARS, MAX_LINES, Chunk, chunk_text, cut, read_lines
-from etude.harness.search.wording import embedded_text, headline
 
 MODULE = '''\
 """A module."""

@@ -11,7 +11,7 @@ from transformers import AutoModel
 
 from etude.errors import InputError
 from etude.harness.search.encoder import Encoder
-from etude.harness.search.package import PACKAGE, find_model
+from etude.harness.search.model_package import PACKAGE, find_model
 
 TEXTS = [
     "def read_lines(path):\n    return path.read_text().splitlines()",

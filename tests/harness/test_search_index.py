@@ -18,8 +18,8 @@ from etude.harness.search import bm25
 from etude.harness.search.cache import VectorCache
 from etude.harness.search.embedder import Embedder
 from etude.harness.search.index import CodeIndex, best, fuse
+from etude.harness.search.render import show
 from etude.harness.search.searcher import Found, Searcher
-from etude.harness.search.shown import show
 from etude.harness.search.source import FileEntry, Limits, LocalFiles, is_within, select
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from rehearsal import Bench, call, chatml, says, speaker
 
+from etude.chat.messages import Message
 from etude.errors import EtudeError, InputError
-from etude.harness.conversation import Message
-from etude.harness.environment import Environment
+from etude.harness.model_client import TokenSpeaker, turn_seed
 from etude.harness.prompt import Request, opening
-from etude.harness.script import Diverged, Recorded, Scripted
+from etude.harness.scripted_policy import Diverged, Recorded, Scripted
 from etude.harness.session import Budget, Session
-from etude.harness.speaker import TokenSpeaker, turn_seed
 from etude.harness.summary import ASK, Summaries
+from etude.harness.tool_set import Environment
 from etude.harness.trace import Trace
 from etude.inference.sampling import Sampling
 

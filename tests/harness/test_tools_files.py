@@ -3,7 +3,7 @@
 import pytest
 from harness_pods import Box, Yard, open_yard, shared_yard
 
-from etude.harness.environment import Environment
+from etude.harness.tool_set import Environment
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import time
 import pytest
 from harness_pods import Box, Yard, shared_yard
 
-from etude.harness.environment import Environment
+from etude.harness.tool_set import Environment
 from etude.harness.toolserver.inside import output
 
 

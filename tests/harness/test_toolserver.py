@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from harness_pods import Box, Yard, open_yard, shared_yard
 
-from etude.harness.environment import Environment
-from etude.harness.tools.toolbox import open_toolbox
+from etude.harness.tool_set import Environment
+from etude.harness.tools.executor import open_toolbox
 from etude.harness.toolserver import bundle, client
 from etude.harness.toolserver.client import ToolServer
 from etude.pods.pod import PodError

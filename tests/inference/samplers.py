@@ -22,11 +22,11 @@ from families import small_config
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from etude.chat.tokenizer import END_OF_TURN, Tokenizer, train_tokenizer
 from etude.inference import server
 from etude.inference.engine import Engine, EngineOptions
 from etude.inference.service import EngineService
 from etude.model.config import ModelConfig
-from etude.model.tokenizer import END_OF_TURN, Tokenizer, train_tokenizer
 from etude.model.transformer import Transformer
 
 NAME = "tiny"

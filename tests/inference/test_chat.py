@@ -11,9 +11,9 @@ from asking import TOOLS, USER, client_of
 from openai.types.chat import ChatCompletionChunk
 from samplers import NAME, parrot, served, tiny_tokenizer
 
-from etude.inference.chat import ChatEncoder, HermesReader, ToolCall
+from etude.inference.chat_format import ChatEncoder, HermesReader, ToolCall
+from etude.inference.incremental_text import Text
 from etude.inference.service import EngineService
-from etude.inference.text import Text
 
 CALL = ("<tool_call>", '\n{"name": "weather", ', '"arguments": {"city":"Zürich"}}', "\n</tool", "_call>")
 

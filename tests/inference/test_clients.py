@@ -23,10 +23,10 @@ from etude.inference.clients.inprocess import InProcess
 from etude.inference.clients.openai import OpenAIChat
 from etude.inference.clients.transport import ServerError, Unreachable
 from etude.inference.clients.vllm import Vllm
+from etude.inference.generate_protocol import BadAnswer
 from etude.inference.policy import Policy
 from etude.inference.sampling import Sampling
 from etude.inference.service import EngineService
-from etude.inference.wire import BadAnswer
 from etude.model import save
 
 # --------------------------------------------------------------------------------------------------- our own

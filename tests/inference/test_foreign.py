@@ -37,9 +37,9 @@ from etude.inference.clients.inprocess import InProcess
 from etude.inference.clients.sglang import Sglang
 from etude.inference.clients.transport import Patience, ServerError
 from etude.inference.clients.vllm import Vllm
+from etude.inference.generate_protocol import BadAnswer
 from etude.inference.sampling import Sampling
 from etude.inference.service import EngineService
-from etude.inference.wire import BadAnswer
 from etude.model import save
 from etude.model.transformer import Transformer
 

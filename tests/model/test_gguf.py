@@ -13,9 +13,9 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
+from etude.chat.tokenizer import Tokenizer, train_tokenizer
 from etude.errors import InputError
 from etude.model.gguf import import_gguf
-from etude.model.tokenizer import Tokenizer, train_tokenizer
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FF = 64, 2, 4, 2, 96
 Weights = dict[str, np.ndarray[Any, np.dtype[np.float32]]]

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from etude.pods.admission import Thresholds
 from etude.pods.fleet import open_host
 from etude.pods.pod import Limits, Pod
+from etude.pods.scheduling.admission import Thresholds
 from tests.pods import inventory
 
 Act = Callable[[Pod], Awaitable[None]]

@@ -23,9 +23,9 @@ from typing import Any
 
 from etude.pods.fleet import open_host
 from etude.pods.host import Host
-from etude.pods.native.build import find_helper
 from etude.pods.pod import Capabilities, Pod
-from etude.pods.probe import cache_directory, probe
+from etude.pods.runtime.native.build import find_helper
+from etude.pods.runtime.probe import cache_directory, probe
 
 DEADLINE_S = 60.0  # of one check; none takes more than a few seconds
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.pods.native.build import find_helper
-from etude.pods.probe import cache_directory, probe
+from etude.pods.runtime.native.build import find_helper
+from etude.pods.runtime.probe import cache_directory, probe
 
 
 @pytest.fixture(scope="module", params=("python", "compiled"))

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from etude.pods import landlock, processes
-from etude.pods.backends import directory
-from etude.pods.backends.backend import PodSpec
-from etude.pods.backends.directory import DirectoryBackend, DirectoryPod, LandlockBackend, SubprocessBackend
+from etude.pods.guest import processes
+from etude.pods.images.records import SYSTEM_BINDS, Image
+from etude.pods.images.store import Store
 from etude.pods.pod import Limits
-from etude.pods.records import SYSTEM_BINDS, Image
-from etude.pods.store import Store
+from etude.pods.runtime.backend import PodSpec
+from etude.pods.runtime.landlock import backend as directory
+from etude.pods.runtime.landlock import ruleset as landlock
+from etude.pods.runtime.landlock.backend import DirectoryBackend, DirectoryPod, LandlockBackend, SubprocessBackend
 
 needs_landlock = pytest.mark.skipif(landlock.abi() < 6, reason="needs Landlock ABI 6 (Linux 6.12)")
 HOST = Image("host", "host", (), binds=SYSTEM_BINDS)

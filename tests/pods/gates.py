@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.pods import egress
-from etude.pods.egress import Listen, Policy
-from etude.pods.gate import Gate
+from etude.pods.network import policy as egress
+from etude.pods.network.policy import Listen, Policy
+from etude.pods.network.proxy import Gate
 from etude.pods.pod import Egress
 
 PROXY = Listen("tcp", "127.0.0.1", 3128, "proxy")
@@ -77,7 +77,7 @@ async def opened(
         await world.gate.close()
         assert time.monotonic() - started < 1
         assert all(sock.fileno() == -1 for sock in sockets)
-        left = [task for task in asyncio.all_tasks() if "etude/pods/gate.py" in repr(task)]
+        left = [task for task in asyncio.all_tasks() if "etude/pods/network/proxy.py" in repr(task)]
         assert not left, left
 
 

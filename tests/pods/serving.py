@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import pytest
 
 from etude.errors import BusyError
-from etude.lock import take_lock
-from etude.pods import plan
+from etude.files import take_lock
 from etude.pods.fleet import open_host
-from etude.pods.probe import probe
-from etude.pods.remote import RemoteDoor
+from etude.pods.remote.client import RemoteDoor
+from etude.pods.runtime import zygote_protocol
+from etude.pods.runtime.probe import probe
 
 ROOT = Path(__file__).parent.parent.parent
 TOKEN = "a-token-for-tests-0123456789"
@@ -68,7 +68,7 @@ def left_behind(state: Path) -> list[str]:
     """What of a state directory's pods still is: a keeper, control groups, mounts, directories of pods."""
     found = []
     try:
-        os.close(take_lock(state / plan.LOCK, "the keeper"))
+        os.close(take_lock(state / zygote_protocol.LOCK, "the keeper"))
     except BusyError as error:
         found.append(str(error))
     name = f"etude-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"

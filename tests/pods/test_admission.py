@@ -13,9 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.errors import InputError
-from etude.pods.admission import GIB, MIB, Admission, Ask, FairQueue, Needs, NeverFits, Seat, Thresholds, WaitedTooLong
 from etude.pods.pod import PodError
-from etude.pods.pressure import Pressure
+from etude.pods.scheduling.admission import (
+    GIB,
+    MIB,
+    Admission,
+    Ask,
+    FairQueue,
+    Needs,
+    NeverFits,
+    Seat,
+    Thresholds,
+    WaitedTooLong,
+)
+from etude.pods.scheduling.pressure import Pressure
 
 CALM = Pressure(0, 0, 0, 0, 60 * GIB, 64 * GIB, 500 * GIB, 1000 * GIB, 10**7, load=1, cores=4)
 SMALL = Ask("tiny", 100 * MIB)

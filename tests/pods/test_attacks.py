@@ -155,7 +155,7 @@ def test_programs_have_no_new_privileges_and_few_capabilities(keeper: str, state
         rows = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
         assert rows["NoNewPrivs"] == "1"
         assert rows["Seccomp"] == "2"
-        from etude.pods import capabilities
+        from etude.pods.runtime import capabilities
 
         for name in ("CapEff", "CapPrm", "CapBnd"):
             assert int(rows[name], 16) & ~capabilities.mask() == 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from etude.pods import capabilities
+from etude.pods.runtime import capabilities
 from tests.pods.children import in_child, libc, outcome
 
 NEWNS, NEWUTS, NEWUSER, NEWNET = 0x00020000, 0x04000000, 0x10000000, 0x40000000

@@ -19,7 +19,7 @@ import pytest
 
 from etude.cli import app
 from etude.errors import InputError
-from etude.pods.units import parse_seconds, parse_size, show_seconds, show_size
+from etude.pods.cli.units import parse_seconds, parse_size, show_seconds, show_size
 from tests.pods.serving import ENVIRONMENT, TOKEN, need_namespaces, server, state_directory
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from etude.pods import landlock
-from etude.pods.backends.directory import DirectoryBackend, DirectoryPod
 from etude.pods.pod import Egress, PodError
+from etude.pods.runtime.landlock import ruleset
+from etude.pods.runtime.landlock.backend import DirectoryBackend, DirectoryPod
 from tests.pods.directories import (
     CONFINED,
     PYTHON,
@@ -217,7 +217,7 @@ def test_sockets_of_the_machine_are_out_of_reach(tmp_path: Path, kind: str, secr
             shown = (await attack(pod, code, inet.getsockname()[1], path, public, name[1:])).splitlines()
             assert set(shown[:6]) <= {"EACCES", "EPERM"}, shown
             # The limit of what is stopped, where a pod has a user of its own: what every user may connect to by a path.
-            assert shown[6] == ("done" if backend.users and landlock.abi() < 9 else "EACCES")
+            assert shown[6] == ("done" if backend.users and ruleset.abi() < 9 else "EACCES")
             assert shown[7:] == ["x", "-1 -1 -1"]
 
     with_pod(tmp_path, kind, check)

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from etude.pods import fence, landlock, processes
-from etude.pods.backends import directory
-from etude.pods.backends.backend import PodSpec
-from etude.pods.backends.directory import DirectoryBackend, DirectoryPod, LandlockBackend
+from etude.pods.guest import processes
+from etude.pods.images.records import Image, Layer
+from etude.pods.images.store import Store
 from etude.pods.pod import Egress, Limits, PodError, PodFileError, PodGone, Unsupported
-from etude.pods.records import Image, Layer
-from etude.pods.store import Store
-from etude.pods.warding import landlock_available
+from etude.pods.runtime.backend import PodSpec
+from etude.pods.runtime.landlock import backend as directory
+from etude.pods.runtime.landlock import ruleset as landlock
+from etude.pods.runtime.landlock import seccomp_notify
+from etude.pods.runtime.landlock.backend import DirectoryBackend, DirectoryPod, LandlockBackend
+from etude.pods.runtime.landlock.client import landlock_available
 from tests.pods.directories import (
     CONFINED,
     HOST,
@@ -420,7 +422,7 @@ def test_an_old_kernel_is_told_from_a_new_one(
 def test_the_fence_is_small_and_ends_in_a_verdict(machine: str) -> None:
     for unix in (True, False):
         for carry in (True, False):
-            program = fence.build(unix, carry, False, machine)
+            program = seccomp_notify.build(unix, carry, False, machine)
             assert len(program) % 8 == 0
             assert len(program) < 60 * 8
             assert program[-8:-6] == b"\x06\x00"

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from etude.errors import InputError
-from etude.pods import trees
-from etude.pods.context import Ignore
-from etude.pods.dockerfile import build
-from etude.pods.instructions import Heredoc, expand, pairs, parse, substitute, words
-from etude.pods.layers import Stack
+from etude.pods.images import trees
+from etude.pods.images.context import Ignore
+from etude.pods.images.dockerfile import build
+from etude.pods.images.instructions import Heredoc, expand, pairs, parse, substitute, words
+from etude.pods.images.layers import Stack
+from etude.pods.images.records import Image
+from etude.pods.images.store import Store
 from etude.pods.pod import Egress, ExecResult, PodError, Snapshot
-from etude.pods.records import Image
-from etude.pods.store import Store
 
 # -- reading
 

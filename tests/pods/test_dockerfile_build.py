@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 from etude.pods import open_fleet
-from etude.pods.dockerfile import build
-from etude.pods.images import host_image
+from etude.pods.images.dockerfile import build
+from etude.pods.images.sources import host_image
 
 TEXT = """
 FROM host AS made

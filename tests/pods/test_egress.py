@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.errors import InputError
-from etude.pods import egress
-from etude.pods.egress import Hello, HelloReader, Listen, Malformed, Policy, Rule, parse_rule
+from etude.pods.network import policy as egress
+from etude.pods.network.policy import Hello, HelloReader, Listen, Malformed, Policy, Rule, parse_rule
 from etude.pods.pod import Egress
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.pods import seccomp
+from etude.pods.runtime import seccomp
 from tests.pods.children import in_child
 
 GIT = "git init -q . && touch a && git add a && git -c user.name=a -c user.email=a@b commit -qm a && git log --oneline"

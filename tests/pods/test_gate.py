@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from etude.pods.egress import Listen
+from etude.pods.network.policy import Listen
 from tests.pods.gates import (
     ESTABLISHED,
     OK,

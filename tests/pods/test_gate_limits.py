@@ -9,8 +9,8 @@ import time
 import pytest
 
 from etude.errors import InputError
-from etude.pods.egress import Listen, Policy
-from etude.pods.gate import Gate, GateLimits
+from etude.pods.network.policy import Listen, Policy
+from etude.pods.network.proxy import Gate, GateLimits
 from tests.pods.gates import (
     ESTABLISHED,
     PROXY,

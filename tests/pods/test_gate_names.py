@@ -7,9 +7,9 @@ import struct
 import pytest
 
 from etude.errors import InputError
-from etude.pods import egress
-from etude.pods.egress import Listen, Policy
-from etude.pods.gate import Gate, GateLimits
+from etude.pods.network import policy as egress
+from etude.pods.network.policy import Listen, Policy
+from etude.pods.network.proxy import Gate, GateLimits
 from tests.pods.gates import (
     ESTABLISHED,
     OK,

@@ -16,18 +16,18 @@ import pytest
 import zstandard
 
 from etude.errors import InputError
-from etude.pods import images, trees
-from etude.pods.images import (
+from etude.pods.images import sources, trees
+from etude.pods.images.layers import Stack
+from etude.pods.images.oci import architecture
+from etude.pods.images.records import Image
+from etude.pods.images.sources import (
     host_image,
     image_from_debootstrap,
     image_from_directory,
     image_from_oci_layout,
     image_from_tar,
 )
-from etude.pods.layers import Stack
-from etude.pods.oci import architecture
-from etude.pods.records import Image
-from etude.pods.store import Store
+from etude.pods.images.store import Store
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_without_mmdebstrap_the_error_says_what_to_do(store: Store, monkeypatch:
 def test_debian_from_its_mirror(store: Store) -> None:
     try:
         image = image_from_debootstrap(store, include=["ca-certificates"])
-    except images.PodError as error:
+    except sources.PodError as error:
         pytest.skip(f"no Debian mirror can be reached from here: {error}")
     assert (root_of(store, image) / "bin/sh").exists()
 

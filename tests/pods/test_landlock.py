@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from etude.pods import capabilities, landlock, seccomp
+from etude.pods.runtime import capabilities, seccomp
+from etude.pods.runtime.landlock import ruleset as landlock
 from tests.pods.children import in_child, outcome
 
 needs_landlock = pytest.mark.skipif(landlock.abi() < 6, reason="needs Landlock ABI 6 (Linux 6.12)")

@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from etude.errors import InputError
-from etude.pods import trees
-from etude.pods.archive import Allowance, pack, unpack
-from etude.pods.layers import Part, Stack, copy, merge
+from etude.pods.images import trees
+from etude.pods.images.archive import Allowance, pack, unpack
+from etude.pods.images.layers import Part, Stack, copy, merge
 from etude.pods.pod import PodError
 
 # -- a kernel to compare with

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from etude.errors import InputError
-from etude.pods.admission import Thresholds
-from etude.pods.backends.backend import LocalPod
 from etude.pods.fleet import open_host
 from etude.pods.host import Host
 from etude.pods.pod import Limits, PodError, PodGone
+from etude.pods.runtime.backend import LocalPod
+from etude.pods.scheduling.admission import Thresholds
 from tests.pods import inventory
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,32 +18,40 @@ from typing import Any
 
 import pytest
 
-from etude.pods import capabilities, linux, plan, seccomp, wire
-from etude.pods.client import connect_unix
-from etude.pods.keeping import KeeperLine
-from etude.pods.native import build
+from etude.pods.guest import protocol
+from etude.pods.guest.client import connect_unix
 from etude.pods.pod import PodError
+from etude.pods.runtime import capabilities, linux, seccomp, zygote_protocol
+from etude.pods.runtime.native import build
+from etude.pods.runtime.zygote_client import KeeperLine
 
 FIRST_ID = 2_000_000_000
-UNSTEADY = {wire.TIME, wire.UTIME, wire.STIME, wire.MAXRSS, wire.MTIME, wire.PID}  # differ from run to run
-ENDS = (wire.OK, wire.FAIL, wire.EXITED, -1)
-PATH = (wire.ENV, b"PATH=/usr/bin:/bin")
+UNSTEADY = {
+    protocol.TIME,
+    protocol.UTIME,
+    protocol.STIME,
+    protocol.MAXRSS,
+    protocol.MTIME,
+    protocol.PID,
+}  # differ from run to run
+ENDS = (protocol.OK, protocol.FAIL, protocol.EXITED, -1)
+PATH = (protocol.ENV, b"PATH=/usr/bin:/bin")
 HOST = "namespace pods cannot be made here: "
 
 Frame = tuple[int, dict[int, list[bytes]]]
-Given = tuple[int, wire.Value]
+Given = tuple[int, protocol.Value]
 
 
 class Talk:
     """A connection to an agent, spoken synchronously."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.splitter, self.calls = sock, wire.Splitter(), 0
-        self.frames: list[tuple[int, int, wire.Fields]] = []
-        self.held: list[tuple[int, int, wire.Fields]] = []  # frames of other calls than the one asked for
+        self.sock, self.splitter, self.calls = sock, protocol.Splitter(), 0
+        self.frames: list[tuple[int, int, protocol.Fields]] = []
+        self.held: list[tuple[int, int, protocol.Fields]] = []  # frames of other calls than the one asked for
         sock.settimeout(20)
 
-    def receive(self) -> tuple[int, int, wire.Fields]:
+    def receive(self) -> tuple[int, int, protocol.Fields]:
         """The next frame; op -1 at the end."""
         while not self.frames:
             try:
@@ -57,7 +65,7 @@ class Talk:
 
     def send(self, op: int, *fields: Given) -> int:
         self.calls += 1
-        self.sock.sendall(wire.frame(op, self.calls, *fields))
+        self.sock.sendall(protocol.frame(op, self.calls, *fields))
         return self.calls
 
     def answer(self, call: int) -> list[Frame]:
@@ -70,9 +78,11 @@ class Talk:
                 self.held.append((op, number, fields))
                 continue
             steady = {key: value for key, value in fields.items() if key not in UNSTEADY}
-            before = next((kept for kind, kept in found if kind == op), None) if op in (wire.OUT, wire.ERR) else None
+            before = (
+                next((kept for kind, kept in found if kind == op), None) if op in (protocol.OUT, protocol.ERR) else None
+            )
             if before is not None:
-                before[wire.DATA] = [before[wire.DATA][0] + steady[wire.DATA][0]]
+                before[protocol.DATA] = [before[protocol.DATA][0] + steady[protocol.DATA][0]]
             else:
                 found.append((op, steady))
         return sorted(found, key=lambda frame: frame[0])
@@ -81,11 +91,13 @@ class Talk:
         return self.answer(self.send(op, *fields))
 
     def run(self, *argv: str, given: tuple[Given, ...] = (), env: Given = PATH) -> list[Frame]:
-        return self.ask(wire.SPAWN, *((wire.ARG, word.encode()) for word in argv), env, *given)
+        return self.ask(protocol.SPAWN, *((protocol.ARG, word.encode()) for word in argv), env, *given)
 
     def sh(self, script: str, *given: Given) -> bytes:
         """The standard output of a script."""
-        return b"".join(f[wire.DATA][0] for op, f in self.run("/bin/sh", "-c", script, given=given) if op == wire.OUT)
+        return b"".join(
+            f[protocol.DATA][0] for op, f in self.run("/bin/sh", "-c", script, given=given) if op == protocol.OUT
+        )
 
     def close(self) -> None:
         self.sock.close()
@@ -103,14 +115,19 @@ class World:
         self.talks: list[Talk] = []
         make_skeleton(self.state / "skeleton")
         if self.root:
-            self.keep(plan.MAP, (plan.LAYER, b"skeleton"), (plan.PATH, b"skeleton"), *self.maps())
+            self.keep(
+                zygote_protocol.MAP,
+                (zygote_protocol.LAYER, b"skeleton"),
+                (zygote_protocol.PATH, b"skeleton"),
+                *self.maps(),
+            )
 
-    def keep(self, op: int, *fields: Given, descriptors: tuple[int, ...] = ()) -> tuple[wire.Fields, list[int]]:
+    def keep(self, op: int, *fields: Given, descriptors: tuple[int, ...] = ()) -> tuple[protocol.Fields, list[int]]:
         return self.loop.run_until_complete(self.line.ask(op, *fields, descriptors=descriptors))
 
     def maps(self) -> list[Given]:
         text = f"0 {FIRST_ID} 65536\n" if self.root else "0 0 1\n"
-        return [(plan.UIDMAP, text.encode()), (plan.GIDMAP, text.encode())]
+        return [(zygote_protocol.UIDMAP, text.encode()), (zygote_protocol.GIDMAP, text.encode())]
 
     def create(self, *more: Given, lower: bytes | None = None) -> tuple[str, int]:
         """A new pod: its name, and the pid of its first process."""
@@ -124,21 +141,21 @@ class World:
         listener.listen(16)
         os.close(handle)
         fields: list[Given] = [
-            (plan.ID, name.encode()),
-            (plan.LOWER, lower or (b"mapped/skeleton" if self.root else b"skeleton")),
-            (plan.SIZE, 64 << 20),
+            (zygote_protocol.ID, name.encode()),
+            (zygote_protocol.LOWER, lower or (b"mapped/skeleton" if self.root else b"skeleton")),
+            (zygote_protocol.SIZE, 64 << 20),
             *self.maps(),
-            (plan.OWNER, FIRST_ID if self.root else 0),
-            (plan.HOSTNAME, b"pod"),
-            (plan.WORKDIR, b"/work"),
-            (plan.CAPS, capabilities.mask()),
-            (plan.FILTER, seccomp.build_filter("own")),
-            (plan.BIND, b"/usr\0/usr"),
+            (zygote_protocol.OWNER, FIRST_ID if self.root else 0),
+            (zygote_protocol.HOSTNAME, b"pod"),
+            (zygote_protocol.WORKDIR, b"/work"),
+            (zygote_protocol.CAPS, capabilities.mask()),
+            (zygote_protocol.FILTER, seccomp.build_filter("own")),
+            (zygote_protocol.BIND, b"/usr\0/usr"),
             *more,
         ]
-        reply, _ = self.keep(plan.CREATE, *fields, descriptors=(listener.fileno(),))
+        reply, _ = self.keep(zygote_protocol.CREATE, *fields, descriptors=(listener.fileno(),))
         listener.close()
-        return name, wire.number(reply, plan.PID)
+        return name, protocol.number(reply, zygote_protocol.PID)
 
     def connect(self, name: str) -> Talk:
         self.talks.append(Talk(connect_unix(str(self.state / name), "agent.sock")))
@@ -146,22 +163,22 @@ class World:
 
     def pod(self, *more: Given) -> Talk:
         talk = self.connect(self.create(*more)[0])
-        assert talk.receive()[0] == wire.HELLO
+        assert talk.receive()[0] == protocol.HELLO
         return talk
 
     def clear(self) -> None:
         """End every pod and conversation, as after a test."""
         while self.talks:
             self.talks.pop().close()
-        for name in self.keep(plan.STATUS)[0].get(plan.ID, []):
-            self.keep(plan.KILL, (plan.ID, name))
+        for name in self.keep(zygote_protocol.STATUS)[0].get(zygote_protocol.ID, []):
+            self.keep(zygote_protocol.KILL, (zygote_protocol.ID, name))
 
     def end(self) -> None:
         while self.talks:
             self.talks.pop().close()
         if self.line.sock is not None:
             with contextlib.suppress(PodError):  # it was killed
-                self.keep(plan.STOP)
+                self.keep(zygote_protocol.STOP)
 
         async def close() -> None:
             self.line.close()
@@ -204,8 +221,8 @@ def two_worlds(helper: Path) -> Iterator[tuple[World, World]]:
             world = World(kind)
             pair.append(world)
             op, _, fields = world.connect(world.create()[0]).receive()
-            if op != wire.HELLO:
-                pytest.skip(HOST + wire.data(fields, wire.DATA).decode("utf-8", "replace"))
+            if op != protocol.HELLO:
+                pytest.skip(HOST + protocol.data(fields, protocol.DATA).decode("utf-8", "replace"))
         yield pair[0], pair[1]
     finally:
         for world in pair:
@@ -228,7 +245,7 @@ def compiled(worlds: tuple[World, World]) -> World:
 
 
 def words(*argv: str) -> tuple[Given, ...]:
-    return tuple((wire.ARG, word.encode()) for word in argv)
+    return tuple((protocol.ARG, word.encode()) for word in argv)
 
 
 def commands(talk: Talk) -> list[Any]:
@@ -236,35 +253,40 @@ def commands(talk: Talk) -> list[Any]:
     return [
         talk.run("/bin/sh", "-c", "echo out; echo err >&2; exit 3"),
         talk.run("true"),
-        talk.run("true", env=(wire.ENV, b"A=b")),  # no PATH: where programs usually are
-        talk.run("true", env=(wire.ENV, b"PATH=/nowhere:/etc/passwd")),
-        talk.run("true", given=((wire.ENV, b"PATH=/nowhere"),)),  # the last of a name counts
-        talk.run("sh", "-c", "env | sort", given=((wire.ENV, b"B=1"), (wire.ENV, b"novalue"), (wire.ENV, b"C=x=y"))),
+        talk.run("true", env=(protocol.ENV, b"A=b")),  # no PATH: where programs usually are
+        talk.run("true", env=(protocol.ENV, b"PATH=/nowhere:/etc/passwd")),
+        talk.run("true", given=((protocol.ENV, b"PATH=/nowhere"),)),  # the last of a name counts
+        talk.run(
+            "sh",
+            "-c",
+            "env | sort",
+            given=((protocol.ENV, b"B=1"), (protocol.ENV, b"novalue"), (protocol.ENV, b"C=x=y")),
+        ),
         talk.run("/no/such"),
         talk.run("/etc/passwd"),
         talk.run("/work"),
         talk.run(""),
-        talk.run("a\0b")[-1][1][wire.NUMBER],
-        talk.run()[-1][1][wire.NUMBER],
+        talk.run("a\0b")[-1][1][protocol.NUMBER],
+        talk.run()[-1][1][protocol.NUMBER],
         talk.run("pwd"),
-        talk.run("pwd", given=((wire.CWD, b"../tmp"),)),
-        talk.run("pwd", given=((wire.CWD, b"/no/where"),)),
-        talk.run("pwd", given=((wire.CWD, b"/etc/passwd"),)),
+        talk.run("pwd", given=((protocol.CWD, b"../tmp"),)),
+        talk.run("pwd", given=((protocol.CWD, b"/no/where"),)),
+        talk.run("pwd", given=((protocol.CWD, b"/etc/passwd"),)),
         talk.run("sh", "-c", "kill -9 $$"),
         talk.run("sh", "-c", "umask; ls /proc/self/fd; ps -o sid= -p $$ | grep -q $$ && echo leader"),
         talk.run("grep", "-E", "^(Sig(Blk|Ign|Cgt)|Cap|NoNew|Seccomp:|Groups|Uid)", "/proc/self/status"),
-        talk.run("sh", "-c", "cat; echo done", given=((wire.DATA, b"some input"),)),
+        talk.run("sh", "-c", "cat; echo done", given=((protocol.DATA, b"some input"),)),
         talk.run("cat"),
-        talk.run("head", "-c", "100000", "/dev/zero", given=((wire.LIMIT, 1000),)),
-        talk.run("python3", "-c", loop, given=((wire.LIMIT, 200_000),)),
-        talk.run("head", "-c", "1000", "/dev/zero", given=((wire.LIMIT, 1000),)),
-        talk.run("sh", "-c", "echo before; sleep 20", given=((wire.TIME, 150),)),
+        talk.run("head", "-c", "100000", "/dev/zero", given=((protocol.LIMIT, 1000),)),
+        talk.run("python3", "-c", loop, given=((protocol.LIMIT, 200_000),)),
+        talk.run("head", "-c", "1000", "/dev/zero", given=((protocol.LIMIT, 1000),)),
+        talk.run("sh", "-c", "echo before; sleep 20", given=((protocol.TIME, 150),)),
         talk.run("sh", "-c", "echo now; sleep 20 &"),  # a survivor holds the pipe: nobody waits for it
-        talk.ask(wire.PROCESSES),
-        talk.ask(wire.KILLALL),
-        talk.ask(wire.PROCESSES),
+        talk.ask(protocol.PROCESSES),
+        talk.ask(protocol.KILLALL),
+        talk.ask(protocol.PROCESSES),
         talk.ask(99),
-        talk.ask(wire.PING),
+        talk.ask(protocol.PING),
     ]
 
 
@@ -272,59 +294,74 @@ def users(talk: Talk) -> list[Any]:
     if os.geteuid():
         return []
     asked = ("ann", "1000", "ann:mail", "0:50", "7:9", "nobody-here", "ann:no-group", "root", "odd")
-    rows = [talk.run("sh", "-c", "id -u; id -g; id -G", given=((wire.USER, name.encode()),)) for name in asked]
-    rows[-1] = [(op, {key: fields[key] for key in fields if key != wire.DATA}) for op, fields in rows[-1]][:0]
-    return [*rows, talk.run("id", "-u", given=((wire.USER, b""),))]
+    rows = [talk.run("sh", "-c", "id -u; id -g; id -G", given=((protocol.USER, name.encode()),)) for name in asked]
+    rows[-1] = [(op, {key: fields[key] for key in fields if key != protocol.DATA}) for op, fields in rows[-1]][:0]
+    return [*rows, talk.run("id", "-u", given=((protocol.USER, b""),))]
 
 
 def streams(talk: Talk) -> list[Any]:
-    job = (wire.JOB, talk.send(wire.SPAWN, *words("cat"), PATH, (wire.FLAGS, wire.KEEP_STDIN)))
-    rows = [talk.ask(wire.INPUT, job, (wire.DATA, b"one ")), talk.ask(wire.INPUT, job, (wire.DATA, b"two"))]
-    rows += [talk.ask(wire.RESIZE, job, (wire.ROWS, 5), (wire.COLS, 9)), talk.ask(wire.SIGNAL, job, (wire.NUMBER, 99))]
-    rows += [talk.ask(wire.INPUT, job, (wire.FLAGS, wire.END)), talk.answer(job[1])]
-    rows += [talk.ask(wire.INPUT, job, (wire.DATA, b"late")), talk.ask(wire.SIGNAL, job, (wire.NUMBER, 9))]
-    job = (wire.JOB, talk.send(wire.SPAWN, *words("sleep", "60"), PATH, (wire.FLAGS, wire.KEEP_STDIN)))
-    rows += [talk.ask(wire.SIGNAL, job, (wire.NUMBER, signal.SIGTERM)), talk.answer(job[1])]
+    job = (protocol.JOB, talk.send(protocol.SPAWN, *words("cat"), PATH, (protocol.FLAGS, protocol.KEEP_STDIN)))
+    rows = [
+        talk.ask(protocol.INPUT, job, (protocol.DATA, b"one ")),
+        talk.ask(protocol.INPUT, job, (protocol.DATA, b"two")),
+    ]
+    rows += [
+        talk.ask(protocol.RESIZE, job, (protocol.ROWS, 5), (protocol.COLS, 9)),
+        talk.ask(protocol.SIGNAL, job, (protocol.NUMBER, 99)),
+    ]
+    rows += [talk.ask(protocol.INPUT, job, (protocol.FLAGS, protocol.END)), talk.answer(job[1])]
+    rows += [
+        talk.ask(protocol.INPUT, job, (protocol.DATA, b"late")),
+        talk.ask(protocol.SIGNAL, job, (protocol.NUMBER, 9)),
+    ]
+    job = (protocol.JOB, talk.send(protocol.SPAWN, *words("sleep", "60"), PATH, (protocol.FLAGS, protocol.KEEP_STDIN)))
+    rows += [talk.ask(protocol.SIGNAL, job, (protocol.NUMBER, signal.SIGTERM)), talk.answer(job[1])]
     script = "exec <&-; echo closed; sleep 60"
-    job = (wire.JOB, talk.send(wire.SPAWN, *words("sh", "-c", script), PATH, (wire.FLAGS, wire.KEEP_STDIN)))
-    while talk.receive()[0] != wire.OUT:
+    job = (
+        protocol.JOB,
+        talk.send(protocol.SPAWN, *words("sh", "-c", script), PATH, (protocol.FLAGS, protocol.KEEP_STDIN)),
+    )
+    while talk.receive()[0] != protocol.OUT:
         pass
     time.sleep(0.1)
-    rows += [talk.ask(wire.INPUT, job, (wire.DATA, b"into nothing"))]
+    rows += [talk.ask(protocol.INPUT, job, (protocol.DATA, b"into nothing"))]
     return rows
 
 
 def terminals(talk: Talk) -> list[Any]:
-    size = ((wire.ROWS, 30), (wire.COLS, 100))
+    size = ((protocol.ROWS, 30), (protocol.COLS, 100))
     script = "stty size; tty; test -t 0 -a -t 1 -a -t 2 && echo all; echo hello >/dev/tty; read line; echo got $line"
-    job = (wire.JOB, talk.send(wire.SPAWN, *words("sh", "-c", script), PATH, *size))
-    rows = [talk.ask(wire.INPUT, job, (wire.DATA, b"typed\n")), talk.answer(job[1])]
+    job = (protocol.JOB, talk.send(protocol.SPAWN, *words("sh", "-c", script), PATH, *size))
+    rows = [talk.ask(protocol.INPUT, job, (protocol.DATA, b"typed\n")), talk.answer(job[1])]
     script = "read line; stty size; read line; echo end; sleep 0.2"
-    job = (wire.JOB, talk.send(wire.SPAWN, *words("sh", "-c", script), PATH, *size))
-    rows += [talk.ask(wire.RESIZE, job, (wire.ROWS, 7), (wire.COLS, 8)), talk.ask(wire.INPUT, job, (wire.DATA, b"\n"))]
+    job = (protocol.JOB, talk.send(protocol.SPAWN, *words("sh", "-c", script), PATH, *size))
+    rows += [
+        talk.ask(protocol.RESIZE, job, (protocol.ROWS, 7), (protocol.COLS, 8)),
+        talk.ask(protocol.INPUT, job, (protocol.DATA, b"\n")),
+    ]
     time.sleep(0.2)
-    rows += [talk.ask(wire.INPUT, job, (wire.FLAGS, wire.END)), talk.answer(job[1])]
-    return [[(op, fields) for op, fields in row if op != wire.OUT] + [echoed(row)] for row in rows]
+    rows += [talk.ask(protocol.INPUT, job, (protocol.FLAGS, protocol.END)), talk.answer(job[1])]
+    return [[(op, fields) for op, fields in row if op != protocol.OUT] + [echoed(row)] for row in rows]
 
 
 def echoed(row: list[Frame]) -> Any:
     """The lines of a terminal; what was typed may be echoed before or between them."""
-    return sorted(b"".join(fields[wire.DATA][0] for op, fields in row if op == wire.OUT).split())
+    return sorted(b"".join(fields[protocol.DATA][0] for op, fields in row if op == protocol.OUT).split())
 
 
 def files(talk: Talk) -> list[Any]:
     def path(text: str) -> Given:
-        return (wire.PATH, text.encode())
+        return (protocol.PATH, text.encode())
 
     def write(name: str, data: bytes, *more: Given) -> list[Frame]:
-        return talk.ask(wire.WRITE, path(name), (wire.DATA, data), *more)
+        return talk.ask(protocol.WRITE, path(name), (protocol.DATA, data), *more)
 
     talk.sh("mkfifo fifo; ln -s /etc loop; ln -s self self")
     talk.sh("mkdir -p d/e; touch d/z d/e/y; chmod 600 d/z; ln -s fifo d/l")
-    truncate, append = (wire.FLAGS, wire.TRUNCATE), (wire.FLAGS, wire.APPEND)
+    truncate, append = (protocol.FLAGS, protocol.TRUNCATE), (protocol.FLAGS, protocol.APPEND)
     changes = [
-        write("new/deep/file", b"hello", truncate, (wire.MODE, 0o4751)),
-        write("new/deep/file", b"XY", (wire.OFFSET, 3)),
+        write("new/deep/file", b"hello", truncate, (protocol.MODE, 0o4751)),
+        write("new/deep/file", b"XY", (protocol.OFFSET, 3)),
         write("new/deep/file", b"!", append),
         write("new/deep/file/below", b""),
         write("fifo", b"x"),
@@ -332,36 +369,44 @@ def files(talk: Talk) -> list[Any]:
         write("/dev/null", b"x"),
         write("/work", b"x"),
         write("self", b"x"),
-        write("new/at", b"x", (wire.OFFSET, -1)),
+        write("new/at", b"x", (protocol.OFFSET, -1)),
         write("a" * 300, b"x"),
-        write("/" + "b/" * 2100, b"x")[-1][1][wire.NUMBER],
+        write("/" + "b/" * 2100, b"x")[-1][1][protocol.NUMBER],
         write("", b"x"),
         write("a\0b", b"x"),
-        talk.ask(wire.MKDIR, path("made/of/many"), (wire.MODE, 0o1700)),
-        talk.ask(wire.MKDIR, path("made/of/many")),
-        talk.ask(wire.MKDIR, path("d/z")),
-        talk.ask(wire.MKDIR, path("d/z/below")),
-        talk.ask(wire.SYMLINK, path("links/one"), (wire.DATA, b"../d/z")),
-        talk.ask(wire.SYMLINK, path("links/one"), (wire.DATA, b"../d/z"))[-1][1][wire.NUMBER],
+        talk.ask(protocol.MKDIR, path("made/of/many"), (protocol.MODE, 0o1700)),
+        talk.ask(protocol.MKDIR, path("made/of/many")),
+        talk.ask(protocol.MKDIR, path("d/z")),
+        talk.ask(protocol.MKDIR, path("d/z/below")),
+        talk.ask(protocol.SYMLINK, path("links/one"), (protocol.DATA, b"../d/z")),
+        talk.ask(protocol.SYMLINK, path("links/one"), (protocol.DATA, b"../d/z"))[-1][1][protocol.NUMBER],
     ]
     reads = [
-        *(talk.ask(wire.READ, path(name)) for name in ("new/deep/file", "links/one", "d", "fifo", "missing", "self")),
-        *(talk.ask(wire.READ, path(f"/proc/{name}")) for name in ("self/mem", "1/environ", "self/exe", "version")),
-        *(talk.ask(wire.READ, path(name)) for name in ("/dev/zero", "/proc/thread-self/status", "/proc/self/root/etc")),
-        talk.ask(wire.READ, path("new/deep/file"), (wire.OFFSET, 2), (wire.LIMIT, 2)),
-        talk.ask(wire.READ, path("new/deep/file"), (wire.OFFSET, 200)),
-        talk.ask(wire.READ, path("new/deep/file"), (wire.OFFSET, -5)),
-        talk.ask(wire.READ, path("new/deep/file"), (wire.LIMIT, -5)),
-        *(talk.ask(wire.STAT, path(name)) for name in ("d/z", "d/", "/", "loop", "missing", "d/z/x", "fifo")),
-        talk.ask(wire.STAT, path("new/deep/file")),
-        *(talk.ask(wire.LIST, path(name)) for name in ("d", "loop", ".", "missing", "d/z")),
+        *(
+            talk.ask(protocol.READ, path(name))
+            for name in ("new/deep/file", "links/one", "d", "fifo", "missing", "self")
+        ),
+        *(talk.ask(protocol.READ, path(f"/proc/{name}")) for name in ("self/mem", "1/environ", "self/exe", "version")),
+        *(
+            talk.ask(protocol.READ, path(name))
+            for name in ("/dev/zero", "/proc/thread-self/status", "/proc/self/root/etc")
+        ),
+        talk.ask(protocol.READ, path("new/deep/file"), (protocol.OFFSET, 2), (protocol.LIMIT, 2)),
+        talk.ask(protocol.READ, path("new/deep/file"), (protocol.OFFSET, 200)),
+        talk.ask(protocol.READ, path("new/deep/file"), (protocol.OFFSET, -5)),
+        talk.ask(protocol.READ, path("new/deep/file"), (protocol.LIMIT, -5)),
+        *(talk.ask(protocol.STAT, path(name)) for name in ("d/z", "d/", "/", "loop", "missing", "d/z/x", "fifo")),
+        talk.ask(protocol.STAT, path("new/deep/file")),
+        *(talk.ask(protocol.LIST, path(name)) for name in ("d", "loop", ".", "missing", "d/z")),
     ]
     talk.sh("mkdir -p t/u/v/w; touch t/1 t/u/2 t/u/v/3; ln -s /etc t/out; chmod 0 t/u/v t/u")
     talk.run("python3", "-c", "import os\nfor _ in range(1500): os.mkdir('deeper'); os.chdir('deeper')")
     names = ("d/z", "d/l", "t", "missing", "loop", "/etc/passwd/x", "deeper/", "made/of/many/")
-    removes: list[Any] = [talk.ask(wire.REMOVE, path(name)) for name in names]
-    removes.append(talk.ask(wire.REMOVE, path("/dev"))[-1][1][wire.NUMBER])  # which device it stops at is chance
-    return [*changes, *reads, *removes, talk.ask(wire.LIST, path("/etc")), talk.ask(wire.LIST, path("."))]
+    removes: list[Any] = [talk.ask(protocol.REMOVE, path(name)) for name in names]
+    removes.append(
+        talk.ask(protocol.REMOVE, path("/dev"))[-1][1][protocol.NUMBER]
+    )  # which device it stops at is chance
+    return [*changes, *reads, *removes, talk.ask(protocol.LIST, path("/etc")), talk.ask(protocol.LIST, path("."))]
 
 
 @pytest.mark.parametrize("scenario", [commands, users, streams, terminals, files], ids=lambda one: one.__name__)
@@ -375,21 +420,21 @@ def test_both_agents_answer_alike(worlds: tuple[World, World], scenario: Callabl
     "bad",
     [
         struct.pack("<IB", 1, 1),  # too short
-        struct.pack("<I", wire.MAX_FRAME + 1),
-        struct.pack("<IBIBI", 10, wire.PING, 1, wire.DATA, 6),  # a field longer than its frame
-        struct.pack("<IBIB", 6, wire.PING, 1, wire.DATA),  # a field cut off
-        wire.frame(wire.SPAWN, 1, (wire.ARG, b"true"), (wire.FLAGS, b"x")),  # not a number
-        wire.frame(wire.OWN, 1, (wire.TIME, b"")),
+        struct.pack("<I", protocol.MAX_FRAME + 1),
+        struct.pack("<IBIBI", 10, protocol.PING, 1, protocol.DATA, 6),  # a field longer than its frame
+        struct.pack("<IBIB", 6, protocol.PING, 1, protocol.DATA),  # a field cut off
+        protocol.frame(protocol.SPAWN, 1, (protocol.ARG, b"true"), (protocol.FLAGS, b"x")),  # not a number
+        protocol.frame(protocol.OWN, 1, (protocol.TIME, b"")),
     ],
 )
 def test_who_does_not_speak_the_protocol_is_cut_off_and_nobody_else(worlds: tuple[World, World], bad: bytes) -> None:
     for world in worlds:
         name, _ = world.create()
         good, evil = world.connect(name), world.connect(name)
-        assert (good.receive()[0], evil.receive()[0]) == (wire.HELLO, wire.HELLO)
-        evil.sock.sendall(wire.frame(wire.PING, 5) + bad)
-        assert [evil.receive()[0], evil.receive()[0]] == [wire.OK, -1]
-        assert good.ask(wire.PING)[-1][0] == wire.OK
+        assert (good.receive()[0], evil.receive()[0]) == (protocol.HELLO, protocol.HELLO)
+        evil.sock.sendall(protocol.frame(protocol.PING, 5) + bad)
+        assert [evil.receive()[0], evil.receive()[0]] == [protocol.OK, -1]
+        assert good.ask(protocol.PING)[-1][0] == protocol.OK
 
 
 def test_a_slow_reader_stops_its_own_job_and_loses_nothing(worlds: tuple[World, World]) -> None:
@@ -398,15 +443,17 @@ def test_a_slow_reader_stops_its_own_job_and_loses_nothing(worlds: tuple[World, 
         name, pid = world.create()
         slow, other = world.connect(name), world.connect(name)
         slow.receive(), other.receive()
-        slow.send(wire.SPAWN, *words("head", "-c", str(size), "/dev/zero"), PATH)
+        slow.send(protocol.SPAWN, *words("head", "-c", str(size), "/dev/zero"), PATH)
         time.sleep(0.5)
-        assert other.ask(wire.PROCESSES)[-1][1][wire.SIZE] == [struct.pack("<q", 1)], "it stands, and waits for us"
+        assert other.ask(protocol.PROCESSES)[-1][1][protocol.SIZE] == [struct.pack("<q", 1)], (
+            "it stands, and waits for us"
+        )
         status = Path(f"/proc/{pid}/status").read_text()
         resident = int(status.split("VmRSS:")[1].split()[0]) << 10
         assert resident < 32 << 20
         got = 0
-        while (frame := slow.receive())[0] != wire.EXITED:
-            got += len(wire.data(frame[2], wire.DATA))
+        while (frame := slow.receive())[0] != protocol.EXITED:
+            got += len(protocol.data(frame[2], protocol.DATA))
         assert got == size
 
 
@@ -414,11 +461,15 @@ def test_a_program_that_does_not_read_gets_all_of_a_large_input_in_the_end(world
     for world in worlds:
         talk = world.pod()
         script = "sleep 0.5; wc -c"
-        call = talk.send(wire.SPAWN, *words("sh", "-c", script), PATH, (wire.FLAGS, wire.KEEP_STDIN))
+        call = talk.send(protocol.SPAWN, *words("sh", "-c", script), PATH, (protocol.FLAGS, protocol.KEEP_STDIN))
         for _ in range(40):
-            talk.sock.sendall(wire.frame(wire.INPUT, 500, (wire.JOB, call), (wire.DATA, bytes(wire.CHUNK))))
-        talk.sock.sendall(wire.frame(wire.INPUT, 501, (wire.JOB, call), (wire.FLAGS, wire.END)))
-        assert [f[wire.DATA] for op, f in talk.answer(call) if op == wire.OUT] == [[b"%d\n" % (40 * wire.CHUNK)]]
+            talk.sock.sendall(
+                protocol.frame(protocol.INPUT, 500, (protocol.JOB, call), (protocol.DATA, bytes(protocol.CHUNK)))
+            )
+        talk.sock.sendall(protocol.frame(protocol.INPUT, 501, (protocol.JOB, call), (protocol.FLAGS, protocol.END)))
+        assert [f[protocol.DATA] for op, f in talk.answer(call) if op == protocol.OUT] == [
+            [b"%d\n" % (40 * protocol.CHUNK)]
+        ]
 
 
 def gone(talk: Talk, seconds: float = 5) -> bool:
@@ -431,29 +482,29 @@ def test_a_pod_ends_with_its_owner_or_its_time_and_a_job_with_its_connection(wor
         name, _ = world.create()
         owner, guest = world.connect(name), world.connect(name)
         owner.receive(), guest.receive()
-        guest.send(wire.SPAWN, *words("sleep", "50"), PATH)
+        guest.send(protocol.SPAWN, *words("sleep", "50"), PATH)
         guest.receive()
         guest.close()
         deadline = time.monotonic() + 5
-        while owner.ask(wire.PROCESSES)[-1][1][wire.SIZE] != [bytes(8)]:
+        while owner.ask(protocol.PROCESSES)[-1][1][protocol.SIZE] != [bytes(8)]:
             assert time.monotonic() < deadline, "the job of a closed connection goes on"
-        assert owner.ask(wire.OWN, (wire.FLAGS, wire.ATTACHED))[-1][0] == wire.OK
+        assert owner.ask(protocol.OWN, (protocol.FLAGS, protocol.ATTACHED))[-1][0] == protocol.OK
         watcher = world.connect(name)
         watcher.receive()
         owner.close()
         assert gone(watcher)
         brief = world.pod()
-        brief.ask(wire.OWN, (wire.TIME, 100))
+        brief.ask(protocol.OWN, (protocol.TIME, 100))
         assert gone(brief)
 
 
 def test_a_program_that_leaves_its_terminal_is_not_hung_up_on(compiled: World) -> None:
     talk = compiled.pod()
     script = "exec <&- >&- 2>&-; sleep 0.1; echo back >/dev/tty; exit 5"
-    call = talk.send(wire.SPAWN, *words("sh", "-c", script), PATH, (wire.ROWS, 3), (wire.COLS, 80))
+    call = talk.send(protocol.SPAWN, *words("sh", "-c", script), PATH, (protocol.ROWS, 3), (protocol.COLS, 80))
     *_, output, ended = talk.answer(call)
-    assert output == (wire.OUT, {wire.DATA: [b"back\r\n"]})
-    assert ended[1][wire.CODE] == [struct.pack("<q", 5)]
+    assert output == (protocol.OUT, {protocol.DATA: [b"back\r\n"]})
+    assert ended[1][protocol.CODE] == [struct.pack("<q", 5)]
 
 
 def test_orphans_are_reaped(worlds: tuple[World, World]) -> None:
@@ -473,50 +524,56 @@ def test_what_a_pod_wrote_can_be_sealed_fetched_and_stacked(worlds: tuple[World,
         name, _ = world.create()
         talk = world.connect(name)
         talk.receive()
-        talk.ask(wire.WRITE, (wire.PATH, b"kept"), (wire.DATA, b"words"))
-        _, (directory,) = world.keep(plan.FETCH, (plan.ID, name.encode()))
+        talk.ask(protocol.WRITE, (protocol.PATH, b"kept"), (protocol.DATA, b"words"))
+        _, (directory,) = world.keep(zygote_protocol.FETCH, (zygote_protocol.ID, name.encode()))
         assert os.listdir(f"/proc/self/fd/{directory}") == ["work"]
         os.close(directory)
-        world.keep(plan.SEAL, (plan.ID, name.encode()), (plan.LAYER, b"sealed"))
+        world.keep(zygote_protocol.SEAL, (zygote_protocol.ID, name.encode()), (zygote_protocol.LAYER, b"sealed"))
         assert gone(talk)
-        reply, _ = world.keep(plan.STATUS)
-        assert name.encode() not in reply.get(plan.ID, [])
-        assert reply[plan.LAYER] == [b"sealed"]
+        reply, _ = world.keep(zygote_protocol.STATUS)
+        assert name.encode() not in reply.get(zygote_protocol.ID, [])
+        assert reply[zygote_protocol.LAYER] == [b"sealed"]
         base = b"mapped/skeleton" if world.root else b"skeleton"
-        child = world.connect(world.create((plan.LOWER, base), lower=b"memory/sealed/u")[0])
-        assert child.receive()[0] == wire.HELLO
+        child = world.connect(world.create((zygote_protocol.LOWER, base), lower=b"memory/sealed/u")[0])
+        assert child.receive()[0] == protocol.HELLO
         assert child.sh("cat kept") == b"words"
         child.close()
-        _, (directory,) = world.keep(plan.FETCH, (plan.LAYER, b"sealed"))
+        _, (directory,) = world.keep(zygote_protocol.FETCH, (zygote_protocol.LAYER, b"sealed"))
         os.close(directory)
-        world.keep(plan.KILL, (plan.ID, f"p{world.count}".encode()))
-        world.keep(plan.DROP, (plan.LAYER, b"sealed"))
+        world.keep(zygote_protocol.KILL, (zygote_protocol.ID, f"p{world.count}".encode()))
+        world.keep(zygote_protocol.DROP, (zygote_protocol.LAYER, b"sealed"))
         with pytest.raises(PodError, match="no layer sealed"):
-            world.keep(plan.FETCH, (plan.LAYER, b"sealed"))
+            world.keep(zygote_protocol.FETCH, (zygote_protocol.LAYER, b"sealed"))
         with pytest.raises(PodError, match="writes nothing"):
-            world.keep(plan.SEAL, (plan.ID, b"nobody"), (plan.LAYER, b"x"))
-        assert not list((world.state / plan.MEMORY).iterdir())
+            world.keep(zygote_protocol.SEAL, (zygote_protocol.ID, b"nobody"), (zygote_protocol.LAYER, b"x"))
+        assert not list((world.state / zygote_protocol.MEMORY).iterdir())
 
 
 def test_a_pod_that_cannot_be_made_says_why_to_who_connects(worlds: tuple[World, World]) -> None:
     for world in worlds:
-        for more, what in (((plan.BIND, b"/no/such/place\0/usr"), "No such file"), ((plan.ADDRESS, b"300.1"), "")):
+        for more, what in (
+            ((zygote_protocol.BIND, b"/no/such/place\0/usr"), "No such file"),
+            ((zygote_protocol.ADDRESS, b"300.1"), ""),
+        ):
             talk = world.connect(world.create(more)[0])
             op, call, fields = talk.receive()
             assert call == 0
             if what:
-                assert op == wire.FAIL
-                assert wire.number(fields, wire.NUMBER) == errno.ENOENT
-                assert what in wire.data(fields, wire.DATA).decode()
+                assert op == protocol.FAIL
+                assert protocol.number(fields, protocol.NUMBER) == errno.ENOENT
+                assert what in protocol.data(fields, protocol.DATA).decode()
         with pytest.raises(PodError, match="exists already"):
-            world.keep(plan.CREATE, (plan.ID, b"p1"))
-        world.keep(plan.KILL, (plan.ID, b"never-was"))
+            world.keep(zygote_protocol.CREATE, (zygote_protocol.ID, b"p1"))
+        world.keep(zygote_protocol.KILL, (zygote_protocol.ID, b"never-was"))
 
 
 def test_descriptors_for_egress_come_with_the_greeting(worlds: tuple[World, World]) -> None:
     for world in worlds:
-        listens: list[Given] = [(plan.LISTEN, b"tcp 198.18.0.1 443"), (plan.LISTEN, b"udp 127.0.0.1 53")]
-        name, _ = world.create((plan.ADDRESS, b"198.18.0.1"), *listens)
+        listens: list[Given] = [
+            (zygote_protocol.LISTEN, b"tcp 198.18.0.1 443"),
+            (zygote_protocol.LISTEN, b"udp 127.0.0.1 53"),
+        ]
+        name, _ = world.create((zygote_protocol.ADDRESS, b"198.18.0.1"), *listens)
         for _ in range(2):
             talk = world.connect(name)
             _, fds, _, _ = socket.recv_fds(talk.sock, 1 << 16, 16)
@@ -534,11 +591,11 @@ def test_nothing_of_the_host_is_seen_through_the_first_process(compiled: World) 
     assert b"/" not in talk.sh("cat /proc/1/cmdline /proc/1/comm")
     assert talk.sh("ls /proc/1/fd; cat /proc/1/environ /proc/1/maps; readlink /proc/1/exe /proc/1/cwd") == b""
     assert talk.sh("kill -9 1; kill -9 -1; echo fine") in (b"fine\n", b"")
-    assert talk.ask(wire.PING)[-1][0] == wire.OK
+    assert talk.ask(protocol.PING)[-1][0] == protocol.OK
 
 
 def test_programs_are_marked_for_the_kernel_to_kill_first(compiled: World) -> None:
-    talk = compiled.pod((plan.FLAGS, plan.MARK_CHILDREN))
+    talk = compiled.pod((zygote_protocol.FLAGS, zygote_protocol.MARK_CHILDREN))
     marked = "for i in 1 2 3 4 5 6 7 8 9; do grep -q 1000 /proc/$$/oom_score_adj && break; sleep 0.2; done"
     assert talk.sh(f"{marked}; cat /proc/self/oom_score_adj") == b"1000\n"  # soon after its start
     assert talk.sh("cat /proc/1/oom_score_adj") != b"1000\n"
@@ -559,11 +616,11 @@ def test_every_pod_dies_with_its_keeper(helper: Path, worlds: tuple[World, World
 def test_hostile_files_do_not_stop_the_agent(compiled: World) -> None:
     talk = compiled.pod()
     talk.sh("rm /etc/passwd /etc/group; mkfifo /etc/passwd /etc/group; rm /dev/ptmx; mkfifo /dev/ptmx")
-    assert talk.run("true", given=((wire.USER, b"ann"),))[-1][0] == wire.FAIL
-    assert talk.run("true", given=((wire.ROWS, 3), (wire.COLS, 3)))[-1][0] == wire.FAIL
-    assert talk.run("true", given=((wire.USER, b"99999999999"),))[-1][0] == wire.FAIL
-    assert talk.ask(wire.OWN, (wire.TIME, 1 << 62))[-1][0] == wire.OK
-    assert talk.ask(wire.PING)[-1][0] == wire.OK
+    assert talk.run("true", given=((protocol.USER, b"ann"),))[-1][0] == protocol.FAIL
+    assert talk.run("true", given=((protocol.ROWS, 3), (protocol.COLS, 3)))[-1][0] == protocol.FAIL
+    assert talk.run("true", given=((protocol.USER, b"99999999999"),))[-1][0] == protocol.FAIL
+    assert talk.ask(protocol.OWN, (protocol.TIME, 1 << 62))[-1][0] == protocol.OK
+    assert talk.ask(protocol.PING)[-1][0] == protocol.OK
 
 
 def test_random_frames_never_end_the_agent(compiled: World) -> None:
@@ -581,24 +638,26 @@ def test_random_frames_never_end_the_agent(compiled: World) -> None:
                     pass
         talk.close()
     survivor = compiled.connect(name)
-    assert survivor.receive()[0] == wire.HELLO, f"seed {seed}"
-    assert survivor.ask(wire.PING)[-1][0] == wire.OK, f"seed {seed}"
+    assert survivor.receive()[0] == protocol.HELLO, f"seed {seed}"
+    assert survivor.ask(protocol.PING)[-1][0] == protocol.OK, f"seed {seed}"
 
 
 def random_frame(chance: random.Random) -> bytes:
     """Mostly well-formed frames with odd fields, some of them damaged. OWN is left out: it may end the pod rightly."""
-    op = chance.choice([n for n in range(1, 17) if n != wire.OWN] + [255, 0])
+    op = chance.choice([n for n in range(1, 17) if n != protocol.OWN] + [255, 0])
     fields: list[Given] = []
     for _ in range(chance.randrange(8)):
         key = chance.choice([*range(1, 26), 128, 255])
         long = b"/tmp/" + b"y" * 5000
         text = chance.choice([b"", b"/bin/true", b"/proc/self/mem", b"/work/x", b"a=b", b"1:2", b"\0", long])
-        value: wire.Value = chance.choice([-1, 0, 1, 3, 1 << 20, 1 << 40, -(1 << 63)]) if key in range(6, 17) else text
+        value: protocol.Value = (
+            chance.choice([-1, 0, 1, 3, 1 << 20, 1 << 40, -(1 << 63)]) if key in range(6, 17) else text
+        )
         fields.append((key, chance.randbytes(chance.randrange(12)) if chance.random() < 0.1 else value))
-    data = bytearray(wire.frame(op, chance.randrange(4), *fields))
+    data = bytearray(protocol.frame(op, chance.randrange(4), *fields))
     if chance.random() < 0.1:
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-        data[4] = 0 if data[4] == wire.OWN else data[4]
+        data[4] = 0 if data[4] == protocol.OWN else data[4]
     return bytes(data) if chance.random() < 0.95 else chance.randbytes(chance.randrange(60))
 
 
@@ -617,9 +676,9 @@ def test_without_a_compiler_the_reason_is_said(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build.find_helper(tmp_path) == (None, "no C compiler (musl-gcc, cc, gcc, clang)")
     broken = tmp_path / "cc"
-    broken.write_text("#!/bin/sh\necho 'wire.h:1: error: out of ink' >&2\nexit 1\n")
+    broken.write_text("#!/bin/sh\necho 'protocol.h:1: error: out of ink' >&2\nexit 1\n")
     broken.chmod(0o755)
-    assert build.find_helper(tmp_path / "cache") == (None, "cc: wire.h:1: error: out of ink")
+    assert build.find_helper(tmp_path / "cache") == (None, "cc: protocol.h:1: error: out of ink")
     broken.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho nonsense >"$2"\n')
     found, why = build.find_helper(tmp_path / "cache")
     assert found is None

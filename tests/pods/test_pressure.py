@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from etude.pods.pod import PodError
-from etude.pods.pressure import read_pressure
+from etude.pods.scheduling.pressure import read_pressure
 
 GIB = 1 << 30
 STALLS = "some avg10={some} avg60=0.00 avg300=0.00 total=1\nfull avg10={full} avg60=0.00 avg300=0.00 total=1\n"

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from etude.errors import InputError
 from etude.pods.pod import Capabilities
-from etude.pods.pressure import Pressure
-from etude.pods.router import HostReport, NoHost, Placement, Policy, Request, Router, summarize
+from etude.pods.scheduling.pressure import Pressure
+from etude.pods.scheduling.router import HostReport, NoHost, Placement, Policy, Request, Router, summarize
 
 GIB = 1 << 30
 CALM = Pressure(0, 0, 0, 0, 60 * GIB, 64 * GIB, 1 << 40, 2 << 40, 10**7, load=1, cores=16)

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.pods import seccomp
+from etude.pods.runtime import seccomp
 from tests.pods.children import Killed, in_child, libc, outcome, syscall
 
 NETWORKS = ("own", "none", "tcp-only")

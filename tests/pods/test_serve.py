@@ -14,7 +14,7 @@ import pytest
 from etude.errors import InputError
 from etude.pods.fleet import Fleet, HostGone
 from etude.pods.pod import Limits, Pod, PodError, PodFileError, PodGone, Unsupported
-from etude.pods.remote import RemoteDoor, RemotePod
+from etude.pods.remote.client import RemoteDoor, RemotePod
 from tests.pods.serving import TOKEN, Server, server, with_door
 
 

@@ -5,9 +5,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from etude.pods.pressure import Pressure
-from etude.pods.router import HostReport, NoHost, Request, Router
-from etude.pods.simulate import (
+from etude.pods.scheduling.pressure import Pressure
+from etude.pods.scheduling.router import HostReport, NoHost, Request, Router
+from etude.pods.scheduling.simulate import (
     LeastLoaded,
     Outcome,
     RandomPlacer,

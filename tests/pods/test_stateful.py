@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from etude.pods.probe import probe
+from etude.pods.runtime.probe import probe
 from tests.pods import inventory
 
 ROOT = Path(__file__).resolve().parents[2]

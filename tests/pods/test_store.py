@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from etude.errors import InputError
-from etude.pods import trees
+from etude.pods.images import trees
+from etude.pods.images.records import Image, Layer
+from etude.pods.images.store import Store
 from etude.pods.pod import PodError, Snapshot
-from etude.pods.records import Image, Layer
-from etude.pods.store import Store
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def snapshot_of(store: Store, id: str, image: Image, *deltas: Layer) -> None:
 
 def child(store: Store, script: str) -> "subprocess.Popen[str]":
     """A process of its own with `store` in it, that prints a line when it is where the test wants it."""
-    head = "import os, sys, time; from pathlib import Path; from etude.pods.store import *"
+    head = "import os, sys, time; from pathlib import Path; from etude.pods.images.store import *"
     command = [sys.executable, "-c", f"{head}\nstore = Store(Path(sys.argv[1]))\n{script}", str(store.root)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -325,7 +325,7 @@ def test_killed_while_deleting_is_finished_by_the_next_collection(store: Store) 
     kept = store.add_image(Image.of((text_layer(store, a="1"),), "kept"))
     # dies at its 1000th deletion
     script = """
-import etude.pods.trees as trees
+import etude.pods.images.trees as trees
 real, count = os.unlink, 0
 def unlink(*args, **kwargs):
     global count

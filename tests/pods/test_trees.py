@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.pods import trees
+from etude.pods.images import trees
 
 
 def test_deletion_copes_with_any_mode_and_any_depth(tmp_path: Path) -> None:

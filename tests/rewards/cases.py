@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.harness.conversation import Call, Message
+from etude.chat.messages import Call, Message
 from etude.harness.tools.tool import Outcome
 from etude.harness.trace import Cost, Step, Trace
 from etude.rewards import Graded
-from etude.tasks.grade import FileChange, Grade
 from etude.tasks.task import Machine, Phase, Task
+from etude.tasks.verifier_result import FileChange, Grade
 
 TOOLS = ("read_file", "search_replace", "write", "run_terminal_cmd", "todo_write")
 Did = tuple[str, Mapping[str, Any], Outcome]

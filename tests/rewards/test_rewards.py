@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from cases import case, changed, did
 
+from etude.chat.messages import Call, Message
 from etude.errors import InputError
-from etude.harness.conversation import Call, Message
 from etude.harness.trace import Cost, Step
 from etude.rewards import TERMS, Graded, Reward, effort, score
-from etude.rewards.live import FILE, LOG, LiveWeights
+from etude.rewards.live_weights import FILE, LOG, LiveWeights
 from etude.rewards.monitors import MONITORS, Seen, Watch
 from etude.rewards.reward import known_terms
 

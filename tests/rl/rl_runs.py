@@ -8,20 +8,20 @@ import numpy as np
 import tomli_w
 import torch
 
+from etude.chat.tokenizer import Tokenizer, train_tokenizer
 from etude.data.packing import Batch
-from etude.harness.store import save_trace
 from etude.harness.trace import NO_VERSION, Segment, SegmentKind, SessionEnding, Trace
+from etude.harness.trace_store import save_trace
 from etude.model import save
 from etude.model.config import ModelConfig
-from etude.model.tokenizer import Tokenizer, train_tokenizer
 from etude.model.transformer import Transformer, initialize
-from etude.rl.place import Place
-from etude.rl.slots import Slots
-from etude.tasks.nano.render import vocabulary_texts
-from etude.tasks.nano.source import generate_nano
+from etude.rollouts.queue import Slots
+from etude.runs.layout import Place
 from etude.train.objectives import next_token
 from etude.train.optim import AdamSettings
 from etude.train.trainer import Trainer
+from etude_nano.pod_sessions import vocabulary_texts
+from etude_nano.source import generate_nano
 
 TINY: dict[str, Any] = {
     "model_type": "qwen3",

@@ -9,17 +9,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from rehearsal import call, chatml, says
 
-from etude.harness.conversation import Message
-from etude.harness.environment import Environment
-from etude.harness.script import said
+from etude.chat.messages import Message
+from etude.harness.scripted_policy import said
 from etude.harness.session import Budget
 from etude.harness.summary import Summaries
+from etude.harness.tool_set import Environment
+from etude.inference.generate_protocol import sample_to_json
 from etude.inference.policy import OneSample, Weights
 from etude.inference.request import Sample
 from etude.inference.sampling import Sampling
-from etude.inference.wire import sample_to_json
-from etude.rl.place import Place, write_status
-from etude.rl.rollout import Settings, Voice
+from etude.rollouts.rollout import Settings, Voice
+from etude.runs.layout import Place, write_status
 
 WINDOW = 20_000
 SETTINGS = Settings(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from etude.errors import InputError
 from etude.rl.curriculum import Curriculum, kind_of
-from etude.rl.slots import Plan, Slots
+from etude.rollouts.queue import Plan, Slots
 from etude.tasks.task import Machine, Phase, Task
 
 PLAN = Plan(group_size=2, groups_per_step=4, max_staleness=1, ahead=1, in_flight=1000, attempts=2)

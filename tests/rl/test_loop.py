@@ -19,17 +19,17 @@ from rl_runs import finish_slots, make_model, make_recipe, random_segment, rando
 from etude.errors import EtudeError, InputError
 from etude.model import load
 from etude.model.checkpoint import views
-from etude.recipe import load_recipe, render_toml
+from etude.recipe.recipe import load_recipe, render_toml
 from etude.rl import loop as loops
 from etude.rl.advantages import Estimator
 from etude.rl.loop import Diverged, Loop, Stalled, learn, rollout_pieces
 from etude.rl.objective import PolicyGradient
 from etude.rl.orchestrator import check_ledger, tables
 from etude.rl.packing import pack
-from etude.rl.place import Place, place_and_section
 from etude.rl.settings import plan_of
-from etude.rl.slots import Slots
-from etude.rl.trainer import checkpoints, opened
+from etude.rl.trainer_process import checkpoints, opened
+from etude.rollouts.queue import Slots
+from etude.runs.layout import Place, place_and_section
 from etude.train.optim import AdamSettings
 from etude.train.trainer import Trainer
 from etude.weights.bucket import Bucket
@@ -100,7 +100,7 @@ def test_a_killed_trainer_goes_on_with_nothing_lost_and_nothing_twice(recipe: Pa
     place = begin(recipe, tmp_path / "run", "rl.checkpoint_every=2", "rl.steps=4")
     slots = fill(place, 6)  # enough for three steps: it will wait for the fourth
     environment = {**os.environ, "ETUDE_PARENT": str(os.getpid()), "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "etude.rl.trainer", str(place.run)]
+    command = [sys.executable, "-m", "etude.rl.trainer_process", str(place.run)]
     first = subprocess.Popen(command, env=environment)
     try:
         _until(lambda: (place.steps / "000003.json").exists(), first)
@@ -201,7 +201,7 @@ def test_weights_that_are_no_numbers_reach_nobody(recipe: Path, tmp_path: Path) 
 def test_a_trainer_that_stalls_says_so_and_is_not_to_be_started_again(recipe: Path, tmp_path: Path) -> None:
     place = begin(recipe, tmp_path / "run", "rl.stall_s=0.3")
     environment = {**os.environ, "ETUDE_PARENT": str(os.getpid()), "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "etude.rl.trainer", str(place.run)]
+    command = [sys.executable, "-m", "etude.rl.trainer_process", str(place.run)]
     done = subprocess.run(command, env=environment, timeout=120, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (4, "etude: the trainer has waited 0 s for groups: no slots\n")
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from rl_runs import make_recipe
 
-from etude.harness.store import load_trace
+from etude.harness.trace_store import load_trace
 from etude.model import load
-from etude.rl.place import Place, read_status, statuses
-from etude.run import Parent, Run, content_digest
-from etude.tasks.nano.source import generate_nano
+from etude.runs.layout import Place, read_status, statuses
+from etude.runs.run import Parent, Run, content_digest
+from etude_nano.source import generate_nano
 
 LIMIT_S = 300
 

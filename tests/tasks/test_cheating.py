@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from etude.pods import open_fleet
-from etude.tasks.attempt import Actor, attempt, commands, nothing, solution
-from etude.tasks.grade import Grade
 from etude.tasks.harbor import write_task
 from etude.tasks.runner import cases_files, pytest_files
 from etude.tasks.task import Task
+from etude.tasks.trial import Actor, attempt, commands, nothing, solution
+from etude.tasks.verifier_result import Grade
 
 WRONG = '"""Sums."""\n\n\ndef add(a, b):\n    """Sum of a and b."""\n    return a - b\n'
 RIGHT = WRONG.replace("a - b\n", "a + b\n")

@@ -14,21 +14,21 @@ from pathlib import Path
 import pytest
 
 from etude.pods import open_fleet
-from etude.tasks.attempt import attempt, commands
-from etude.tasks.generate.base import sealed_base
-from etude.tasks.generate.candidate import Unfit, overlaid
-from etude.tasks.generate.code import mentions
-from etude.tasks.generate.debugging import HIDING
-from etude.tasks.generate.drafts import task_files
-from etude.tasks.generate.generators import GENERATORS
-from etude.tasks.generate.packages import pack_wheel
-from etude.tasks.generate.repository import Repository, prepare
-from etude.tasks.generate.run import Order, generate
-from etude.tasks.generate.source import read_source
-from etude.tasks.generate.workbench import open_workbench
+from etude.tasks.generators.candidate import Unfit, overlaid
+from etude.tasks.generators.code import mentions
+from etude.tasks.generators.debugging import HIDING
+from etude.tasks.generators.executor import open_workbench
+from etude.tasks.generators.generator_run import Order, generate
+from etude.tasks.generators.image import sealed_base
+from etude.tasks.generators.packages import pack_wheel
+from etude.tasks.generators.registry import GENERATORS
+from etude.tasks.generators.repository import Repository, prepare
+from etude.tasks.generators.source import read_source
+from etude.tasks.generators.task_writer import task_files
 from etude.tasks.harbor import find_tasks, read_task, task_digest
 from etude.tasks.lint import lint_task
 from etude.tasks.task import Task
+from etude.tasks.trial import attempt, commands
 
 CATEGORIES = {"debugging", "feature", "refactor", "docs", "testing", "review", "devops", "migration", "question"}
 FILES = {

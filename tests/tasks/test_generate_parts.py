@@ -14,22 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import InputError
-from etude.tasks.generate import words
-from etude.tasks.generate.candidate import Draft, Unfit, difference, overlaid
-from etude.tasks.generate.code import Edit, Module, mentions, parse, parses, spliced, without_definitions
-from etude.tasks.generate.compose import merged
-from etude.tasks.generate.evidence import Evidence, named
-from etude.tasks.generate.harmless import rewordings
-from etude.tasks.generate.inside.looking import Seen, digests, judge_answer, judge_findings, judge_scope
-from etude.tasks.generate.inside.patterns import lines_with
-from etude.tasks.generate.journal import Entry, Journal, yields
-from etude.tasks.generate.migration import AGINGS
-from etude.tasks.generate.operators import OPERATORS, mutations
-from etude.tasks.generate.packages import own_metadata, plugins_among
-from etude.tasks.generate.removal import prose_without, without_names
-from etude.tasks.generate.run import shares
-from etude.tasks.generate.seal import sealed_git
-from etude.tasks.generate.source import make_source, read_source
+from etude.tasks.generators import prompts as words
+from etude.tasks.generators.candidate import Draft, Unfit, difference, overlaid
+from etude.tasks.generators.code import Edit, Module, mentions, parse, parses, spliced, without_definitions
+from etude.tasks.generators.compose import merged
+from etude.tasks.generators.failure_report import Evidence, named
+from etude.tasks.generators.generator_run import shares
+from etude.tasks.generators.inside.judges import Seen, digests, judge_answer, judge_findings, judge_scope
+from etude.tasks.generators.inside.patterns import lines_with
+from etude.tasks.generators.journal import Entry, Journal, yields
+from etude.tasks.generators.migration import AGINGS
+from etude.tasks.generators.neutral_edits import rewordings
+from etude.tasks.generators.operators import OPERATORS, mutations
+from etude.tasks.generators.packages import own_metadata, plugins_among
+from etude.tasks.generators.removal import prose_without, without_names
+from etude.tasks.generators.single_commit_repo import sealed_git
+from etude.tasks.generators.source import make_source, read_source
 
 CODE = b'''"""A module."""
 
@@ -386,7 +386,7 @@ def test_findings_are_paid_by_precision_and_recall(tmp_path: Path) -> None:
 
 def test_answers_are_read_as_people_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final = tmp_path / "final.txt"
-    monkeypatch.setattr("etude.tasks.generate.inside.looking.FINAL", str(final))
+    monkeypatch.setattr("etude.tasks.generators.inside.judges.FINAL", str(final))
 
     def score(text: str, wanted: dict[str, object]) -> float:
         final.write_text(text)

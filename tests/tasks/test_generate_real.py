@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from etude.pods import open_fleet
-from etude.tasks.generate.cli import show_yields
-from etude.tasks.generate.journal import Yield
-from etude.tasks.generate.run import Order, generate
+from etude.tasks.generators.cli import show_yields
+from etude.tasks.generators.generator_run import Order, generate
+from etude.tasks.generators.journal import Yield
 from etude.tasks.harbor import find_tasks
 
 NAMES = ("click", "marshmallow")

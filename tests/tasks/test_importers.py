@@ -14,12 +14,12 @@ import pytest
 
 from etude.errors import InputError
 from etude.pods import open_fleet
-from etude.tasks.attempt import attempt, commands, nothing, solution
-from etude.tasks.grade import GradingFailed
 from etude.tasks.harbor import read_task
 from etude.tasks.importers import import_tasks
 from etude.tasks.importers.evaluate_inside import Rejected, decide, parse_django, parse_pytest, parse_sympy
 from etude.tasks.importers.instance import patched_paths
+from etude.tasks.trial import attempt, commands, nothing, solution
+from etude.tasks.verifier_result import GradingFailed
 
 WRONG = "def double(x):\n    return x + x + 1\n"
 RIGHT = "def double(x):\n    return x + x\n"

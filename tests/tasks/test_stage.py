@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from etude import model as models
+from etude.chat.tokenizer import CHAT_TEMPLATE, Tokenizer
 from etude.errors import InputError
 from etude.model.config import ModelConfig
-from etude.model.tokenizer import CHAT_TEMPLATE, Tokenizer
-from etude.pipeline import run_recipe
-from etude.recipe import load_recipe
-from etude.run import Run
+from etude.pipeline.stages import run_recipe
+from etude.recipe.recipe import load_recipe
+from etude.runs.run import Run
 from etude.tasks.harbor import find_tasks
-from etude.tasks.nano.expert import UNFINISHED, read_files
-from etude.tasks.nano.render import vocabulary_texts
-from etude.tasks.nano.source import generate_nano, text_digest
-from etude.tasks.nano.vocabulary import train_nano_tokenizer
 from etude.tasks.stage import EXPERTS, experts_file
+from etude_nano.demonstrator import UNFINISHED, read_files
+from etude_nano.pod_sessions import vocabulary_texts
+from etude_nano.source import generate_nano, text_digest
+from etude_nano.tokenizer import train_nano_tokenizer
 
 CONFIG = {
     "model_type": "qwen3",

@@ -14,13 +14,13 @@ from typer.testing import CliRunner, Result
 
 from etude.cli import app
 from etude.errors import InputError
-from etude.harness.speaker import Speaker
+from etude.harness.model_client import Speaker
 from etude.harness.trace import Trace
 from etude.pods import open_fleet
-from etude.tasks.attempt import attempt
-from etude.tasks.grade import Grade
 from etude.tasks.harbor import task_digest, write_task
-from etude.tasks.sessions import in_session
+from etude.tasks.session_agent import in_session
+from etude.tasks.trial import attempt
+from etude.tasks.verifier_result import Grade
 
 CONFIG = 'schema_version = "1.4"\n[metadata]\ncategory = "debugging"\n[environment]\nnetwork_mode = "no-network"\n'
 CHECK = "grep -q 2 said.txt && r=1 || r=0; echo $r > /logs/verifier/reward.txt"

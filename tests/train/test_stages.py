@@ -16,13 +16,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from etude.chat.tokenizer import Tokenizer
 from etude.data.corpus import CorpusOptions, build_corpus
 from etude.errors import EtudeError, InputError
 from etude.model import load
-from etude.model.tokenizer import Tokenizer
-from etude.pipeline import run_recipe
-from etude.recipe import load_recipe
-from etude.run import Run
+from etude.pipeline.stages import run_recipe
+from etude.recipe.recipe import load_recipe
+from etude.runs.run import Run
 
 RECIPE = """
 name = "tiny"

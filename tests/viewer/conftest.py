@@ -19,21 +19,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.harness.conversation import Message
-from etude.harness.dialects import dialect_for
-from etude.harness.dialects.dialect import Dialect
-from etude.harness.store import SUFFIX, save_trace
+from etude.chat.dialects import dialect_for
+from etude.chat.dialects.dialect import Dialect
+from etude.chat.messages import Message
+from etude.chat.tokenizer import train_tokenizer
+from etude.evaluation import held_out as evaluate
 from etude.harness.tools.tool import Outcome
 from etude.harness.trace import NO_VERSION, Segment, Step, Trace
-from etude.model.tokenizer import train_tokenizer
-from etude.rl import evaluate, observe
-from etude.rl.place import Place, write_status
-from etude.rl.slots import Plan, Slot, Slots
+from etude.harness.trace_store import SUFFIX, save_trace
+from etude.rl import metrics
+from etude.rollouts.queue import Plan, Slot, Slots
+from etude.runs.layout import Place, write_status
 from etude.tasks.harbor import read_task
-from etude.tasks.nano.expert import Manner, Turn, expert, read_files, repository
-from etude.tasks.nano.rehearse import play
-from etude.tasks.nano.render import vocabulary_texts
-from etude.tasks.nano.source import generate_nano
+from etude_nano.demonstrator import Manner, Turn, expert, read_files, repository
+from etude_nano.pod_sessions import vocabulary_texts
+from etude_nano.simulated_sessions import play
+from etude_nano.source import generate_nano
 
 BEGAN = 1_767_000_000.0  # seconds since the epoch; a date in the pictures
 
@@ -99,7 +100,7 @@ class _Maker:
                     self.measure(evaluations, step)
             slots.add([(names[-1], 0.0)])  # one is under way
             ends = [evaluate.results(evaluations, step) for step in (0, shape.steps)]
-            facts = observe.stage_facts(self.lines("rl"), slots, ["worker-0 was killed"])
+            facts = metrics.stage_facts(self.lines("rl"), slots, ["worker-0 was killed"])
             facts["rise"] = evaluate.compare(*ends)
             for name in ("fresh", "unseen"):
                 facts[f"rise_{name}"] = evaluate.compare(*(evaluate.part(end, f"{name}/") for end in ends))
@@ -208,8 +209,8 @@ class _Maker:
                 }
             ],
         }
-        line = observe.rollout_facts(groups) | observe.staleness_facts(groups, step - 1) | observe.trainer_facts(told)
-        line |= observe.trouble_facts(slots, step) | observe.monitor_facts(slots.trained_rewards(step, 200))
+        line = metrics.rollout_facts(groups) | metrics.staleness_facts(groups, step - 1) | metrics.trainer_facts(told)
+        line |= metrics.trouble_facts(slots, step) | metrics.monitor_facts(slots.trained_rewards(step, 200))
         self.log("rl", step, **line, samplers_idle_s=self.chance.uniform(0.2, 1), samplers_seen_s=6.0)
 
     def measure(self, evaluations: Slots, step: int) -> None:

@@ -272,7 +272,7 @@ def test_what_a_model_wrote_is_shown_and_never_run(browser: Any, run: Path, tmp_
     hostile = "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>"
     from dataclasses import replace
 
-    from etude.harness.store import load_trace, save_trace
+    from etude.harness.trace_store import load_trace, save_trace
     from etude.viewer.report import write_report
 
     copy = Path(shutil.copytree(run, tmp_path / "run"))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from etude.viewer.answers import Answers
-from etude.viewer.figures import training_curve
+from etude.viewer.api import Answers
+from etude.viewer.chart_data import training_curve
 from etude.viewer.overview import WorkClock, measured, outcome, read_model, stage_results, stage_times
 
 HOUR = 3600.0

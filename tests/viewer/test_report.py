@@ -15,12 +15,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from etude.chat.messages import Message
 from etude.errors import InputError
-from etude.harness.conversation import Message
-from etude.harness.store import load_trace, save_trace
-from etude.rl.place import Place
-from etude.rl.slots import Slots
-from etude.viewer.answers import Answers
+from etude.harness.trace_store import load_trace, save_trace
+from etude.rollouts.queue import Slots
+from etude.runs.layout import Place
+from etude.viewer.api import Answers
 from etude.viewer.catalogue import rows_of
 from etude.viewer.cli import report
 from etude.viewer.report import MODULES, in_order, script, write_report

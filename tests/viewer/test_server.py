@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from etude.harness.store import load_trace
-from etude.rl.place import Place, write_status
-from etude.rl.slots import Plan, Slots
-from etude.viewer.answers import Answers
+from etude.harness.trace_store import load_trace
+from etude.rollouts.queue import Plan, Slots
+from etude.runs.layout import Place, write_status
+from etude.viewer.api import Answers
 from etude.viewer.catalogue import COLUMNS
 from etude.viewer.server import app, assets
 

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.harness.search import bm25
+from etude.harness.search.chunk_text import counted_text, embedded_text, headline
 from etude.harness.search.chunks import Chunk, cut, read_lines
 from etude.harness.search.source import is_within
-from etude.harness.search.wording import counted_text, embedded_text, headline
 
 FoundBy = Literal["semantic", "lexical", "both"]
 

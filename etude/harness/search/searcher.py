@@ -21,7 +21,7 @@ from etude.harness.search.cache import VectorCache, default_directory
 from etude.harness.search.chunks import Chunk
 from etude.harness.search.embedder import Embedder, TextEncoder
 from etude.harness.search.index import DEPTH, CodeIndex, FoundBy, IndexedFile, Ranked, content_digest
-from etude.harness.search.package import PACKAGE, find_model
+from etude.harness.search.model_package import PACKAGE, find_model
 from etude.harness.search.source import FileEntry, FileSource, Limits, Selection, is_within, select
 
 FETCH_BYTES = 8 << 20  # of contents in one request to a source

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from etude.harness.tools.context import Workbench
 from etude.harness.tools.tool import Outcome, Tool
-from etude.harness.tools.workbench import Workbench
 
 SEARCH_S = 20.0  # after which an expression is taken to run for ever
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from etude.harness.tools.context import Workbench, outcome_of
 from etude.harness.tools.tool import Outcome, Tool
-from etude.harness.tools.workbench import Workbench, outcome_of
 from etude.pods.pod import PodFileError
 
 CHECK_S = 120.0

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from etude.harness.tools.context import Workbench
 from etude.harness.tools.tool import Outcome, Tool, ToolError
-from etude.harness.tools.workbench import Workbench
 from etude.harness.toolserver.client import readable
 
 SEARCH_S = 300.0  # the first search of a large repository builds its index

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from etude.harness.tools.context import Workbench
 from etude.harness.tools.tool import ErrorClass, Outcome, Tool
-from etude.harness.tools.workbench import Workbench
 
 BLOCK_MS = 30_000
 LONGEST_MS = 600_000  # that a call waits

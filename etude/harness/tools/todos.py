@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from etude.harness.tools.context import Todo, Workbench
 from etude.harness.tools.tool import Outcome, Tool, ToolError
-from etude.harness.tools.workbench import Todo, Workbench
 
 MARKS = {"pending": " ", "in_progress": ">", "completed": "x", "cancelled": "-"}
 MOST = 100

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from etude.errors import EtudeError
 
 if TYPE_CHECKING:
-    from etude.harness.tools.workbench import Workbench
+    from etude.harness.tools.context import Workbench
 
 ErrorClass = Literal[
     "malformed_call",  # could not be read as a call

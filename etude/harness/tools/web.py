@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
+from etude.harness.tools.context import Web, Workbench
 from etude.harness.tools.tool import Outcome, Tool, ToolError
-from etude.harness.tools.workbench import Web, Workbench
 from etude.harness.toolserver.client import readable
 
 FETCH_S = 60.0

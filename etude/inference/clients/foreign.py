@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import InputError
+from etude.inference.generate_protocol import BadAnswer
 from etude.inference.policy import Weights
 from etude.inference.request import Ending
 from etude.inference.sampling import Sampling
-from etude.inference.wire import BadAnswer
 
 Meaning = Literal["raw", "drawn"]
 

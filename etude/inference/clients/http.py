@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import EtudeError, InputError
 from etude.inference.clients.transport import Patience, Transport
+from etude.inference.generate_protocol import BadAnswer, member, sample_from_json, sampling_to_json
 from etude.inference.policy import OneSample, Watch, Weights, check_single
 from etude.inference.request import Sample
 from etude.inference.sampling import Sampling
-from etude.inference.wire import BadAnswer, member, sample_from_json, sampling_to_json
 
 if TYPE_CHECKING:
     from torch import Tensor

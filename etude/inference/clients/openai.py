@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from etude.errors import InputError
-from etude.inference.chat import Listener, Part, ToolCall
+from etude.inference.chat_format import Listener, Part, ToolCall
 from etude.inference.clients.transport import Patience, ServerError, Transport, Unreachable
+from etude.inference.generate_protocol import BadAnswer, member
 from etude.inference.policy import Weights
 from etude.inference.sampling import Sampling
-from etude.inference.wire import BadAnswer, member
 
 
 @dataclass(frozen=True)

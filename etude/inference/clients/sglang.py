@@ -16,10 +16,10 @@ from etude.inference.clients.foreign import both_logprobs, ending_of, readable_p
 from etude.inference.clients.transport import Patience, Transport
 from etude.inference.clients.vllm import small
 from etude.inference.engine import CachePolicy
+from etude.inference.generate_protocol import BadAnswer, member
 from etude.inference.policy import OneSample, Weights
 from etude.inference.request import Sample
 from etude.inference.sampling import Sampling
-from etude.inference.wire import BadAnswer, member
 
 
 class Sglang(OneSample):

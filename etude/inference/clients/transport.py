@@ -20,7 +20,7 @@ import aiohttp
 import certifi
 
 from etude.errors import EtudeError
-from etude.inference.wire import BadAnswer
+from etude.inference.generate_protocol import BadAnswer
 
 BUSY = (429, 503)
 # Nothing of the request was answered: the connection failed, not the work.

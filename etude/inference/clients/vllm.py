@@ -18,10 +18,10 @@ from etude.errors import InputError
 from etude.inference.clients.foreign import Meaning, both_logprobs, ending_of, readable_path
 from etude.inference.clients.transport import Patience, Transport
 from etude.inference.engine import CachePolicy
+from etude.inference.generate_protocol import BadAnswer, member, numbers
 from etude.inference.policy import OneSample, Weights
 from etude.inference.request import Sample
 from etude.inference.sampling import Sampling
-from etude.inference.wire import BadAnswer, member, numbers
 
 
 class Vllm(OneSample):

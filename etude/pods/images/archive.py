@@ -1,0 +1,546 @@
+"""A layer as a tar, in OCI form: `.wh.NAME` hides a name, `.wh..wh..opq` hides everything below a directory.
+
+`unpack` takes archives from anybody. It writes by directory descriptors below the target only, follows no link, makes
+no device, and refuses (InputError naming the member) what tries: absolute names, `..`, names that pass through a link,
+hard links to what the archive does not hold, more data or entries than allowed. Whiteouts hide what is in lower
+layers only, wherever they stand in the archive. The caller throws the target away when it fails.
+"""
+
+import bz2
+import gzip
+import hashlib
+import io
+import lzma
+import math
+import os
+import stat
+import tarfile
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Self, cast
+
+import zstandard
+
+from etude.errors import InputError
+from etude.pods.images.trees import (
+    MAX_ID,
+    NOBODY,
+    attributes,
+    check_depth,
+    components,
+    entered,
+    is_opaque,
+    is_whiteout,
+    keeps_owners,
+    make_opaque,
+    make_whiteout,
+    open_to_read,
+    pod_id,
+    remove_at,
+    travels,
+)
+from etude.pods.pod import PodError
+
+WHITEOUT = ".wh."
+OPAQUE_NAME = ".wh..wh..opq"
+XATTR = "SCHILY.xattr."
+
+_MAX_HEADER = 1 << 20  # bytes of a pax or long-name header, which tarfile holds in memory
+_MAX_MEMORY = 256 << 20  # bytes an xz or zstd stream may make its reader hold
+_MAX_ENDS = 100  # reads after the end: tarfile asks for ever when a map of holes is cut off
+_BLOCK = 1 << 18
+_HEADERS = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DAMAGE = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, ValueError, OverflowError)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """How much an archive may be."""
+
+    size: int = 64 << 30  # bytes of all files, holes included
+    entries: int = 4_000_000
+    depth: int = 120
+
+
+# -- streams
+
+
+class HashingReader(io.RawIOBase):
+    """Reads through to another stream, and knows the digest and the size of what passed; may refuse too much."""
+
+    def __init__(self, source: IO[bytes], limit: int | None = None, what: str = "", kind: str = "sha256") -> None:
+        self._source, self._limit, self._what = source, limit, what
+        self._running = hashlib.new(kind)
+        self._ends = 0
+        self.size = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._source.read(len(buffer))
+        self._ends += not data
+        if self._ends > _MAX_ENDS:
+            raise EOFError("the archive is cut off")
+        buffer[: len(data)] = data
+        self._running.update(data)
+        self.size += len(data)
+        if self._limit is not None and self.size > self._limit:
+            raise InputError(f"{self._what}: more than the {self._limit} bytes allowed once unpacked")
+        return len(data)
+
+    def drain(self) -> str:
+        """Read to the end; the digest, in hex."""
+        while self.read(_BLOCK):
+            pass
+        return self._running.hexdigest()
+
+
+class _XzReader(io.RawIOBase):
+    """lzma.open with a bound on memory: an xz stream may ask its reader for 4 GiB."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self._source = source
+        self._decoder = lzma.LZMADecompressor(memlimit=_MAX_MEMORY)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            if self._decoder.eof:
+                rest = self._decoder.unused_data or self._source.read(_BLOCK)
+                if not rest.strip(b"\0"):
+                    return 0
+                self._decoder = lzma.LZMADecompressor(memlimit=_MAX_MEMORY)
+            else:
+                rest = self._source.read(_BLOCK) if self._decoder.needs_input else b""
+                if not rest and self._decoder.needs_input:
+                    raise EOFError("the compressed stream is cut off")
+            data = self._decoder.decompress(rest, len(buffer))
+            if data:
+                buffer[: len(data)] = data
+                return len(data)
+
+
+def decompressed(file: IO[bytes]) -> IO[bytes]:
+    """The contents of a plain, gzip, xz, bzip2 or zstd stream, told by its first bytes."""
+    buffered = file if isinstance(file, io.BufferedReader) else io.BufferedReader(cast(io.RawIOBase, file), _BLOCK)
+    magic = buffered.peek(6)[:6]
+    if magic.startswith(b"\x1f\x8b"):
+        return cast(IO[bytes], gzip.GzipFile(fileobj=buffered))
+    if magic.startswith(b"BZh"):
+        return bz2.BZ2File(buffered)
+    if magic.startswith(b"\xfd7zXZ\0"):
+        return io.BufferedReader(_XzReader(buffered), _BLOCK)
+    if magic.startswith(b"\x28\xb5\x2f\xfd"):
+        reader = zstandard.ZstdDecompressor(max_window_size=_MAX_MEMORY)
+        return reader.stream_reader(buffered, read_across_frames=True)
+    return buffered
+
+
+# -- out
+
+
+def pack(layer: Path, file: IO[bytes], shift: int = 0) -> None:
+    """Write a layer as a tar: sorted, owners as a pod sees them, the same bytes for the same layer and times."""
+    with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT, encoding="utf-8") as tar:
+        _pack_directory(tar, str(layer), "", shift, {}, 0)
+
+
+def _pack_directory(
+    tar: tarfile.TarFile, path: str, name: str, shift: int, links: dict[tuple[int, int], str], depth: int
+) -> None:
+    check_depth(path, depth)
+    tar.addfile(_member(name or ".", os.lstat(path), path, shift))
+    with entered(path) as names:
+        if is_opaque(path):
+            tar.addfile(_mark(f"{name}/{OPAQUE_NAME}" if name else OPAQUE_NAME))
+        for child in names:
+            inside, full = f"{name}/{child}" if name else child, f"{path}/{child}"
+            info = os.lstat(full)
+            if is_whiteout(info):
+                tar.addfile(_mark(f"{name}/{WHITEOUT}{child}" if name else WHITEOUT + child))
+            elif child.startswith(WHITEOUT):
+                raise PodError(f"{inside}: a name that starts with {WHITEOUT} means a deletion in a tar; rename it")
+            elif stat.S_ISDIR(info.st_mode):
+                _pack_directory(tar, full, inside, shift, links, depth + 1)
+            else:
+                _pack_leaf(tar, full, inside, info, shift, links)
+
+
+def _pack_leaf(
+    tar: tarfile.TarFile, path: str, name: str, info: os.stat_result, shift: int, links: dict[tuple[int, int], str]
+) -> None:
+    inode = (info.st_dev, info.st_ino)
+    member = _member(name, info, path, shift)
+    if info.st_nlink > 1 and inode in links and not stat.S_ISFIFO(info.st_mode):
+        member.type, member.linkname, member.size = tarfile.LNKTYPE, links[inode], 0
+        tar.addfile(member)
+    elif stat.S_ISREG(info.st_mode):
+        if info.st_size > Allowance().size:
+            raise PodError(f"{name}: a file of {info.st_size} bytes (with holes) is too large to export; remove it")
+        with os.fdopen(open_to_read(path), "rb") as file:
+            tar.addfile(member, file)
+        links[inode] = name
+    elif stat.S_ISLNK(info.st_mode) or stat.S_ISFIFO(info.st_mode):
+        tar.addfile(member)
+        links[inode] = name
+    # a socket means nothing once its process is gone, and layers hold no device
+
+
+def _member(name: str, info: os.stat_result, path: str, shift: int) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.mode, member.mtime = stat.S_IMODE(info.st_mode), int(info.st_mtime)
+    if keeps_owners():
+        member.uid, member.gid = pod_id(info.st_uid, shift), pod_id(info.st_gid, shift)
+    if stat.S_ISDIR(info.st_mode):
+        member.type = tarfile.DIRTYPE
+    elif stat.S_ISLNK(info.st_mode):
+        member.type, member.linkname = tarfile.SYMTYPE, os.readlink(path)
+    elif stat.S_ISFIFO(info.st_mode):
+        member.type = tarfile.FIFOTYPE
+    else:
+        member.size = info.st_size
+    if not stat.S_ISLNK(info.st_mode):
+        found = attributes(path)
+        member.pax_headers = {XATTR + key: value.decode("utf-8", "surrogateescape") for key, value in found.items()}
+    return member
+
+
+def _mark(name: str) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.mode = 0o600
+    return member
+
+
+# -- in
+
+
+class _CheckedInfo(tarfile.TarInfo):
+    """tarfile takes a damaged header for the end, and reads headers of any size into memory; this does neither."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.HeaderError as error:
+            if type(error).__name__ in ("EOFHeaderError", "EmptyHeaderError"):
+                raise  # the end
+            raise ValueError(f"bad header at byte {archive.offset}: {error}") from None
+
+    def _proc_member(self, archive: tarfile.TarFile) -> Self:
+        if self.size < 0:
+            raise ValueError(f"member {self.name!r} has a negative size")
+        if self.type in _HEADERS and self.size > _MAX_HEADER:
+            raise ValueError(f"member {self.name!r} has a header of {self.size} bytes")
+        return super()._proc_member(archive)  # type: ignore[misc, no-any-return]
+
+
+def unpack(
+    source: IO[bytes], target: Path, what: str, allowance: Allowance | None = None, lowest: bool = False
+) -> list[str]:
+    """Unpack a tar (compressed or not) into the empty directory `target`; `what` names it in errors.
+
+    In a `lowest` layer whiteouts hide nothing, and are left out. Returns the directories that no member describes.
+    """
+    allowance = allowance or Allowance()
+    try:
+        # as in a tar, padding and headers come on top of what the files hold
+        counted = HashingReader(decompressed(source), allowance.size + 2048 * allowance.entries + _MAX_HEADER, what)
+        stream = io.BufferedReader(counted, _BLOCK)
+        with _Unpacker(target, what, allowance) as unpacker:
+            with tarfile.open(fileobj=stream, mode="r|", bufsize=_BLOCK, tarinfo=_CheckedInfo, encoding="utf-8") as tar:
+                for member in tar:
+                    unpacker.add(tar, member)
+                    tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every one it has read
+            unpacker.finish(lowest)
+        while stream.read(_BLOCK):
+            pass  # what follows the end mark belongs to the digest of the layer
+        return unpacker.implied
+    except _DAMAGE as error:
+        raise InputError(f"{what}: the archive is damaged ({error}); get it again") from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise InputError(f"{what}: the archive is damaged ({error}); get it again") from error  # gzip and bz2 say so
+    except RecursionError as error:  # pax and long-name headers that follow each other without an end
+        raise InputError(f"{what}: the archive is damaged (too many headers in a row)") from error
+
+
+@dataclass(slots=True)
+class _Facts:
+    mode: int
+    owner: tuple[int, int]
+    time: float
+    attributes: dict[str, bytes]
+
+
+class _Unpacker:
+    """One archive on its way into a directory. Modes and times of directories come last: a mode may forbid writing."""
+
+    def __init__(self, target: Path, what: str, allowance: Allowance) -> None:
+        self._what, self._allowance = what, allowance
+        self._top = os.open(target, _DIRECTORY)
+        self._near: tuple[str, int] = ("", os.dup(self._top))  # the directory of the last member
+        self._directories: dict[str, _Facts] = {}
+        self._whiteouts: list[tuple[str, str]] = []
+        self._opaque: set[str] = set()
+        self._size = self._entries = 0
+        self._implied: set[str] = {""}
+
+    @property
+    def implied(self) -> list[str]:
+        """Directories that exist only because of what is in them."""
+        return sorted(self._implied - set(self._directories))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self._near[1])
+        os.close(self._top)
+
+    def _refuse(self, member: str, why: str) -> InputError:
+        return InputError(f"{self._what}: member {member!r} {why}; nothing was unpacked")
+
+    def add(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        """Unpack one member."""
+        self._count(member)
+        parts = self._parts(member.name, member.name)
+        try:
+            self._put(tar, member, "/".join(parts[:-1]), parts[-1] if parts else "")
+        except (OSError, UnicodeError) as error:
+            if isinstance(error, OSError) and error.errno in (28, 122, 5):  # ENOSPC, EDQUOT, EIO: not its fault
+                raise
+            raise self._refuse(member.name, f"cannot be made ({error})") from error
+
+    def _count(self, member: tarfile.TarInfo) -> None:
+        self._entries += 1
+        self._size += max(member.size, 0) if member.isreg() else 0
+        if self._entries > self._allowance.entries:
+            raise self._refuse(member.name, f"is one more than the {self._allowance.entries} entries allowed")
+        if self._size > self._allowance.size:
+            raise self._refuse(member.name, f"makes it more than the {self._allowance.size} bytes allowed")
+
+    def _parts(self, path: str, member: str) -> list[str]:
+        parts = list(components(path))
+        if path.startswith("/"):
+            raise self._refuse(member, f"has the absolute path {path!r}")
+        if ".." in parts:
+            raise self._refuse(member, f"leads out by {path!r}")
+        if "\0" in path:
+            raise self._refuse(member, "has a NUL in its name")
+        if len(parts) > self._allowance.depth:
+            raise self._refuse(member, f"is nested deeper than {self._allowance.depth} directories")
+        return parts
+
+    def _directory(self, path: str, member: str) -> int:
+        """The directory `path`, made if need be, reached without following a link; not to be closed."""
+        near, handle = self._near
+        if near == path:
+            return handle
+        inside = bool(near) and path.startswith(near + "/")
+        at = os.dup(handle if inside else self._top)
+        try:
+            reached = near if inside else ""
+            for name in components(path[len(near) :] if inside else path):
+                reached = f"{reached}/{name}" if reached else name
+                with suppress(FileExistsError):
+                    os.mkdir(name, 0o755, dir_fd=at)
+                    self._implied.add(reached)
+                try:
+                    below = os.open(name, _DIRECTORY, dir_fd=at)
+                except NotADirectoryError:
+                    raise self._refuse(member, f"passes through {name!r}, which is a link or a file") from None
+                os.close(at)
+                at = below
+        except BaseException:
+            os.close(at)
+            raise
+        os.close(handle)
+        self._near = (path, at)
+        return at
+
+    def _forget(self) -> None:
+        """Something was removed: the open directory may be gone."""
+        os.close(self._near[1])
+        self._near = ("", os.dup(self._top))
+
+    def _put(self, tar: tarfile.TarFile, member: tarfile.TarInfo, parent: str, name: str) -> None:
+        path = f"{parent}/{name}" if parent else name
+        if name.startswith(WHITEOUT):
+            return self._mark(member, parent, name)
+        if not name:
+            if not member.isdir():
+                raise self._refuse(member.name, "has no name")
+            self._directories[""] = self._facts(member)
+            return None
+        at = self._directory(parent, member.name)
+        if member.ischr() and member.devmajor == member.devminor == 0:
+            self._whiteouts.append((parent, name))
+            return None
+        if member.ischr() or member.isblk():
+            return None  # a pod has its own /dev
+        if self._make_room(at, name, path, member.isdir()):
+            at = self._directory(parent, member.name)
+        if member.isdir():
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o755, dir_fd=at)
+            self._directories[path] = self._facts(member)
+        elif member.isreg():
+            self._write(tar, member, at, name)
+        elif member.issym():
+            os.symlink(member.linkname, name, dir_fd=at)
+            self._own(at, name, self._facts(member))
+        elif member.islnk():
+            self._link(member, parent, name)
+        elif member.isfifo():
+            os.mkfifo(name, dir_fd=at)
+            self._own(at, name, self._facts(member))
+        else:
+            raise self._refuse(member.name, f"is of the unknown kind {member.type!r}")
+        return None
+
+    def _make_room(self, at: int, name: str, path: str, directory: bool) -> bool:
+        """A later member replaces an earlier one of its name. Whether directories went."""
+        try:
+            old = os.stat(name, dir_fd=at, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        if not stat.S_ISDIR(old.st_mode):
+            os.unlink(name, dir_fd=at)
+            return False
+        if directory:
+            return False
+        remove_at(at, name)
+        self._directories = {
+            known: facts
+            for known, facts in self._directories.items()
+            if known != path and not known.startswith(path + "/")
+        }
+        for marks in (self._opaque, self._implied):
+            marks -= {known for known in marks if known == path or known.startswith(path + "/")}
+        self._forget()
+        return True
+
+    def _write(self, tar: tarfile.TarFile, member: tarfile.TarInfo, at: int, name: str) -> None:
+        source = tar.extractfile(member)
+        assert source is not None
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(name, flags, 0o600, dir_fd=at)
+        try:
+            left = member.size
+            while left:
+                block = source.read(min(_BLOCK, left))
+                if not block:
+                    raise EOFError(f"member {member.name!r} is cut off")
+                left -= len(block)
+                if member.issparse() and not block.strip(b"\0"):
+                    os.lseek(file, len(block), os.SEEK_CUR)
+                else:
+                    view = memoryview(block)
+                    while view:
+                        view = view[os.write(file, view) :]
+            os.ftruncate(file, member.size)
+            self._own_open(file, self._facts(member))
+        finally:
+            os.close(file)
+
+    def _link(self, member: tarfile.TarInfo, parent: str, name: str) -> None:
+        parts = self._parts(member.linkname, member.name)
+        missing = self._refuse(member.name, f"links to {member.linkname!r}, not an earlier file of the archive")
+        if not parts or "/".join(parts) == (f"{parent}/{name}" if parent else name):
+            raise missing
+        source = os.dup(self._directory("/".join(parts[:-1]), member.name))
+        try:
+            info = os.stat(parts[-1], dir_fd=source, follow_symlinks=False)
+            if stat.S_ISDIR(info.st_mode):
+                raise missing
+            at = self._directory(parent, member.name)
+            os.link(parts[-1], name, src_dir_fd=source, dst_dir_fd=at, follow_symlinks=False)
+        except FileNotFoundError:
+            raise missing from None
+        finally:
+            os.close(source)
+
+    def _mark(self, member: tarfile.TarInfo, parent: str, name: str) -> None:
+        if name == OPAQUE_NAME:
+            self._directory(parent, member.name)
+            self._opaque.add(parent)
+        elif name.startswith(WHITEOUT * 2):
+            return  # bookkeeping of aufs, where the form comes from
+        elif name[len(WHITEOUT) :] in ("", ".", ".."):
+            raise self._refuse(member.name, "is a whiteout of no name")
+        else:
+            self._whiteouts.append((parent, name[len(WHITEOUT) :]))
+
+    # -- facts
+
+    def _facts(self, member: tarfile.TarInfo) -> _Facts:
+        found = {
+            key[len(XATTR) :]: value.encode("utf-8", "surrogateescape")
+            for key, value in member.pax_headers.items()
+            if key.startswith(XATTR) and travels(key[len(XATTR) :])
+        }
+        uid, gid = (owner if 0 <= owner <= MAX_ID else NOBODY for owner in (member.uid, member.gid))
+        time = float(member.mtime)
+        if not math.isfinite(time) or not 0 <= time < 1 << 33:
+            time = 0.0
+        return _Facts(member.mode & 0o7777, (uid, gid), time, found)
+
+    def _own(self, at: int, name: str, facts: _Facts) -> None:
+        """For links and pipes, which cannot be opened."""
+        if keeps_owners():
+            os.chown(name, *facts.owner, dir_fd=at, follow_symlinks=False)
+        if not stat.S_ISLNK(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
+            os.chmod(name, facts.mode, dir_fd=at)
+        os.utime(name, (facts.time, facts.time), dir_fd=at, follow_symlinks=False)
+
+    def _own_open(self, file: int, facts: _Facts) -> None:
+        if keeps_owners():
+            os.fchown(file, *facts.owner)
+        for name, value in facts.attributes.items():
+            os.setxattr(file, name, value)
+        os.fchmod(file, facts.mode)
+        os.utime(file, (facts.time, facts.time))
+
+    def finish(self, lowest: bool) -> None:
+        """Marks, then the facts of directories, deepest first."""
+        for parent, name in self._whiteouts:
+            self._whiteout(parent, name, lowest)
+        for path in self._opaque if not lowest else ():
+            make_opaque(self._directory(path, path))
+        plain = dict.fromkeys(self.implied, _Facts(0o755, (0, 0), 0.0, {}))
+        known = {**plain, **self._directories}
+        for path in sorted(known, key=lambda path: path.count("/") + bool(path), reverse=True):
+            handle = os.dup(self._top) if not path else self._reach(path)
+            try:
+                self._own_open(handle, known[path])
+            finally:
+                os.close(handle)
+
+    def _reach(self, path: str) -> int:
+        parent, _, name = path.rpartition("/")
+        return os.open(name, _DIRECTORY, dir_fd=self._directory(parent, path))
+
+    def _whiteout(self, parent: str, name: str, lowest: bool) -> None:
+        if lowest:
+            return
+        at = self._directory(parent, f"{parent}/{WHITEOUT}{name}")
+        with suppress(FileNotFoundError):
+            here = os.stat(name, dir_fd=at, follow_symlinks=False)
+            if stat.S_ISDIR(here.st_mode):  # deleted below and made anew here
+                self._opaque.add(f"{parent}/{name}" if parent else name)
+            return
+        if parent not in self._opaque:
+            make_whiteout(name, at)

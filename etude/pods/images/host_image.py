@@ -1,0 +1,230 @@
+"""The `host` image: the programs of this machine, and nothing of its secrets, for machines that have no image.
+
+It is not the machine's root. It is a small skeleton layer (links such as bin -> usr/bin, empty directories, and the
+part of /etc that programs need, by an allow-list) with /usr, /opt and the like shown read-only over it. Accounts are
+generated: system ones only. Nothing that is not readable by everybody is copied. The skeleton is made anew only when
+what it was made from has changed, which is told by `lstat` alone.
+"""
+
+import fnmatch
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from etude.errors import InputError
+from etude.pods.images.records import SYSTEM_BINDS, Image
+from etude.pods.images.store import Store
+from etude.pods.images.trees import NOBODY, check_depth, digest
+from etude.pods.pod import PodError
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+WORKDIR = "/work"
+
+# what of /etc programs need; a name without a match here stays out
+_ETC = (
+    *("nsswitch.conf", "host.conf", "gai.conf", "services", "protocols", "rpc", "networks", "ethertypes", "netconfig"),
+    *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld-musl-*", "alternatives", "localtime", "timezone"),
+    *("ssl", "pki", "ca-certificates", "ca-certificates.conf", "crypto-policies"),
+    *("profile", "bash.bashrc", "bashrc", "inputrc", "terminfo", "shells", "login.defs", "skel"),
+    *("os-release", "debian_version", "lsb-release", "redhat-release", "alpine-release", "arch-release"),
+    *("mime.types", "magic", "magic.mime", "locale.alias", "locale.gen", "locale.conf", "xattr.conf"),
+    *("python", "python2*", "python3*", "perl", "java*", "fonts", "groff", "vim", "sgml", "xml", "glvnd", "OpenCL"),
+    *("ImageMagick-*", "texmf", "R", "ghc", "octave.conf", "manpath.config", "gprofng.rc", "bindresvport.blacklist"),
+)
+# what stays out wherever it is
+_NEVER = (
+    *("shadow*", "gshadow*", "ssh*", "sudoers*", "machine-id", "gitconfig", "pip.conf", "netrc", ".netrc", "docker"),
+    *("kubernetes", "private", "*.key", "*.p12", "*.pfx", "*password*", "*secret*", "*credential*", "*token*", ".*"),
+    *("*-", "*~", "*.bak"),
+)
+_DIRECTORIES: Mapping[str, int] = {
+    **dict.fromkeys(("proc", "sys", "dev", "run", "home", "mnt", "media", "srv", "usr", "opt", "etc", "var"), 0o755),
+    **dict.fromkeys(("var/lib", "var/cache", "var/log", "var/spool", "run/lock", WORKDIR[1:]), 0o755),
+    **dict.fromkeys(("tmp", "var/tmp"), 0o1777),
+    "root": 0o700,
+}
+_LINKS: Mapping[str, str] = {"var/run": "/run", "var/lock": "/run/lock", "etc/mtab": "/proc/self/mounts"}
+_FILES: Mapping[str, str] = {
+    "etc/hosts": "127.0.0.1 localhost pod\n::1 localhost\n",
+    "etc/hostname": "pod\n",
+    "etc/resolv.conf": "",  # a regular file: pods with a network have theirs mounted over it
+}
+_HIDDEN = ("/", "/proc", "/sys", "/dev", "/run", "/etc", "/root", "/tmp", "/var")
+
+
+def host_image(store: Store, expose: Sequence[str] = (), *, root: Path = Path("/")) -> Image:
+    """The image `host`. `expose` are more paths of this machine, shown read-only at the same place."""
+    note = store.root / "keys" / f"{digest('host', str(root), *expose)}.host"
+    if (known := _unchanged(store, note)) is not None and all(map(os.path.exists, expose)):
+        return known
+    links, binds = _top(root)
+    binds += _exposed(expose, binds)
+    stamps = _stamps(root)  # before the copy: a change during it is seen next time
+    layer = store.add_layer(lambda target: _skeleton(target, root, links, binds))
+    env = {"PATH": PATH, "LANG": "C.UTF-8", "HOME": "/root"}
+    name = "host" if not expose else ""  # the name means the plain one, whatever others were made
+    image = store.add_image(Image.of((layer,), name, binds=tuple(binds), env=env, workdir=WORKDIR))
+    store.write_note(note, {"image": image.id, "name": name, "stamps": stamps})
+    return image
+
+
+# -- has anything changed?
+
+
+def _unchanged(store: Store, note: Path) -> Image | None:
+    try:
+        given = json.loads(note.read_bytes())
+        if any(_stamp(path) != stamp for path, stamp in given["stamps"].items()):
+            return None
+        return store.image(given["image"]).named(given["name"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, PodError, InputError):
+        return None  # no note, or one of an image that is gone
+
+
+def _stamps(root: Path) -> dict[str, str]:
+    """What the image is made of: directories (with their links) and files."""
+    etc = str(root / "etc")
+    paths = [str(root), etc, f"{etc}/passwd", f"{etc}/group"]
+    for path, info in _allowed(etc, 0):
+        if not stat.S_ISLNK(info.st_mode):  # a link cannot change without its directory
+            paths.append(path)
+    return {path: _stamp(path) for path in paths}
+
+
+def _stamp(path: str) -> str:
+    try:
+        info = os.lstat(path)
+    except OSError:
+        return ""
+    return f"{info.st_mtime_ns} {info.st_ino} {info.st_size} {info.st_mode:o}"
+
+
+def _allowed(directory: str, depth: int) -> Iterator[tuple[str, os.stat_result]]:
+    """What may be copied of a directory, each directory before what is in it: by name, and readable by everybody."""
+    check_depth(directory, depth)
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:
+        return
+    for name in names:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in _NEVER):
+            continue
+        if depth == 0 and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _ETC):
+            continue
+        path = f"{directory}/{name}"
+        try:
+            info = os.lstat(path)
+        except OSError:
+            continue
+        if stat.S_ISDIR(info.st_mode) and info.st_mode & 0o005 == 0o005:
+            yield path, info
+            yield from _allowed(path, depth + 1)
+        elif stat.S_ISLNK(info.st_mode) or (stat.S_ISREG(info.st_mode) and info.st_mode & 0o004):
+            yield path, info
+
+
+# -- the skeleton
+
+
+def _top(root: Path) -> tuple[dict[str, str], list[str]]:
+    """The links at the top of this machine's tree (bin -> usr/bin), and the directories to show."""
+    links: dict[str, str] = {}
+    binds: list[str] = []
+    for path in SYSTEM_BINDS:
+        here = root / path[1:]
+        if here.is_symlink():
+            links[path[1:]] = os.readlink(here)
+        elif here.is_dir():
+            binds.append(path)
+    return links, binds
+
+
+def _exposed(expose: Sequence[str], binds: Sequence[str]) -> list[str]:
+    more: list[str] = []
+    for path in expose:
+        if not path.startswith("/") or path != os.path.normpath(path):
+            raise InputError(f"expose {path!r}: expected an absolute path without dots")
+        if path in _HIDDEN:
+            raise InputError(f"expose {path!r}: a pod has its own; name a directory inside")
+        if os.path.realpath(path) != path:
+            raise InputError(f"expose {path!r}: it leads through a link; name {os.path.realpath(path)!r}")
+        if not os.path.exists(path):
+            raise InputError(f"expose {path!r}: there is no such path on this machine")
+        if not any(path == bind or path.startswith(bind + "/") for bind in (*binds, *more)):
+            more.append(path)
+    return more
+
+
+def _skeleton(target: Path, root: Path, links: Mapping[str, str], binds: Sequence[str]) -> None:
+    for name, mode in _DIRECTORIES.items():
+        (target / name).mkdir(parents=True, exist_ok=True)
+        os.chmod(target / name, mode)
+    for name, to in {**links, **_LINKS}.items():
+        os.symlink(to, target / name)
+    for name, text in _FILES.items():
+        (target / name).write_text(text)
+    _copy_etc(root / "etc", target / "etc")
+    users = _accounts(root / "etc/passwd", 7)
+    names = {fields[0] for fields in users}
+    (target / "etc/passwd").write_text("".join(":".join(_user(fields)) + "\n" for fields in users))
+    groups = _accounts(root / "etc/group", 4)
+    (target / "etc/group").write_text("".join(":".join(_group(fields, names)) + "\n" for fields in groups))
+    for bind in binds:
+        _mount_point(target, bind[1:], (root / bind[1:]).is_dir())
+    for path, directories, files in os.walk(target):  # whatever the umask of this process is
+        for name in (*directories, *files):
+            info = os.lstat(f"{path}/{name}")
+            if f"{path}/{name}"[len(str(target)) + 1 :] not in _DIRECTORIES and not stat.S_ISLNK(info.st_mode):
+                os.chmod(f"{path}/{name}", 0o755 if info.st_mode & 0o111 else 0o644)
+
+
+def _copy_etc(etc: Path, target: Path) -> None:
+    for path, info in _allowed(str(etc), 0):
+        to = target / os.path.relpath(path, etc)
+        if stat.S_ISDIR(info.st_mode):
+            to.mkdir(exist_ok=True)
+        elif stat.S_ISLNK(info.st_mode):
+            os.symlink(os.readlink(path), to)
+        else:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(file, "rb") as source:
+                to.write_bytes(source.read())
+            os.chmod(to, 0o755 if info.st_mode & 0o111 else 0o644)
+
+
+def _accounts(file: Path, width: int) -> list[list[str]]:
+    """The system's entries of passwd or group; root and nobody even if the file has none."""
+    try:
+        lines = file.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    found: dict[int, list[str]] = {}
+    for line in lines:
+        fields = line.split(":")
+        if len(fields) == width and fields[2].isdecimal() and (int(fields[2]) < 1000 or int(fields[2]) == NOBODY):
+            found.setdefault(int(fields[2]), fields)
+    for id, name in ((0, "root"), (NOBODY, "nobody" if width == 7 else "nogroup")):
+        rest = [str(id), "", "/root" if id == 0 else "/nonexistent", "/bin/sh"] if width == 7 else [""]
+        found.setdefault(id, [name, "x", str(id), *rest])
+    return [found[id] for id in sorted(found)]
+
+
+def _user(fields: Sequence[str]) -> list[str]:
+    name, _, uid, gid, _, home, shell = fields
+    return [name, "x", uid, gid, "", "/root" if uid == "0" else home, shell]
+
+
+def _group(fields: Sequence[str], users: set[str]) -> list[str]:
+    name, _, gid, members = fields
+    return [name, "x", gid, ",".join(member for member in members.split(",") if member in users)]
+
+
+def _mount_point(target: Path, path: str, directory: bool) -> None:
+    place = target / path
+    if directory:
+        place.mkdir(parents=True, exist_ok=True)
+    else:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()

@@ -1,0 +1,130 @@
+"""Reaching the other side of an allowed connection: resolve once, check the addresses, connect to one of them.
+
+A name that resolves to this machine or a private network is refused, whatever the rule says, unless the rule is that
+very address: otherwise a name somebody else controls would open every door behind the firewall.
+"""
+
+import asyncio
+import base64
+import errno
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies_environment, proxy_bypass
+
+from etude.errors import InputError
+from etude.pods.network import policy
+from etude.pods.network.policy import Malformed, Rule
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Dial = Callable[[str, int, Rule], Awaitable[Connection]]
+Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
+
+CHUNK = 1 << 16  # bytes in one read; at most about four of these are held per direction of a connection
+MAX_HEAD = 64 << 10
+NEXT_ADDRESS_S = 0.25  # before the next address of a name is tried beside the first (RFC 8305)
+FROM_ENVIRONMENT = "environment"
+
+
+class Refused(Exception):
+    """The policy says no. The text is for the record and for the client."""
+
+
+class Unreachable(Exception):
+    """Allowed, but the other side could not be reached or made no sense; `status` is for an HTTP client."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+async def system_resolver(host: str, port: int) -> list[str]:
+    """The addresses of a name as this machine knows them."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(info[4][0]) for info in found))
+
+
+class Dialer:
+    """Connects to an allowed host: directly, or through the HTTP proxy this machine needs itself."""
+
+    def __init__(self, private_ok: bool, resolver: Resolver | None, upstream_proxy: str) -> None:
+        self._private_ok, self._resolver = private_ok, resolver or system_resolver
+        self._proxies = getproxies_environment()  # its no_proxy holds whoever names the proxy
+        if upstream_proxy == FROM_ENVIRONMENT:
+            upstream_proxy = self._proxies.get("https") or self._proxies.get("http") or ""
+        if upstream_proxy and "://" not in upstream_proxy:
+            upstream_proxy = "http://" + upstream_proxy
+        self._proxy = urlsplit(upstream_proxy) if upstream_proxy else None
+        if self._proxy and (self._proxy.scheme != "http" or not self._proxy.hostname):
+            raise InputError(f"upstream proxy: scheme {self._proxy.scheme!r}; expected http://host:port")
+
+    async def __call__(self, host: str, port: int, rule: Rule) -> Connection:
+        direct = self._proxy is None or proxy_bypass(policy.authority(host, port), self._proxies)
+        if rule.literal:
+            addresses = [host]
+        else:
+            try:
+                addresses = await self._addresses(host, port)
+            except OSError:
+                if direct:
+                    raise
+                addresses = []  # a machine behind a proxy often knows no outside names: the proxy resolves them
+        return await _race(addresses, port) if direct else await self._through_proxy(policy.authority(host, port))
+
+    async def _addresses(self, host: str, port: int) -> list[str]:
+        found = list(await self._resolver(host, port))
+        allowed = [address for address in found if not policy.forbidden_address(address, self._private_ok)]
+        if found and not allowed:
+            why = policy.forbidden_address(found[0], self._private_ok)
+            meant = "Egress(private=True)" if "private" in why else "a rule for the address itself"
+            raise Refused(f"{host} resolves to {found[0]}, {why}; only {meant} can allow that")
+        if not found:
+            raise OSError(errno.EHOSTUNREACH, "the name has no address")
+        return allowed
+
+    async def _through_proxy(self, place: str) -> Connection:
+        assert self._proxy is not None
+        reader, writer = await asyncio.open_connection(self._proxy.hostname, self._proxy.port or 80, limit=MAX_HEAD)
+        lines = [f"CONNECT {place} HTTP/1.1", f"Host: {place}"]
+        if self._proxy.username is not None:
+            login = f"{unquote(self._proxy.username)}:{unquote(self._proxy.password or '')}"
+            lines.append("Proxy-Authorization: Basic " + base64.b64encode(login.encode()).decode())
+        done = False
+        try:
+            writer.write("\r\n".join([*lines, "", ""]).encode())
+            head = policy.parse_head(await reader.readuntil(b"\r\n\r\n"))
+            if not head.start[1].startswith("2"):
+                raise Unreachable(502, f"the upstream proxy answered {head.start[1][:3]}")
+            done = True
+            return reader, writer
+        except (EOFError, asyncio.LimitOverrunError, Malformed):
+            raise Unreachable(502, "the upstream proxy did not answer in HTTP") from None
+        finally:
+            if not done:
+                writer.transport.abort()
+
+
+async def _race(addresses: Sequence[str], port: int) -> Connection:
+    """Connect to the first address that answers, trying each a little after the one before."""
+    left, running = list(addresses), set[asyncio.Task[Connection]]()
+    failure: BaseException = OSError(errno.EHOSTUNREACH, "no address")
+    winner: asyncio.Task[Connection] | None = None
+    try:
+        while left or running:
+            if left:
+                running.add(asyncio.create_task(asyncio.open_connection(left.pop(0), port, limit=CHUNK)))
+            wait = NEXT_ADDRESS_S if left else None
+            done, _ = await asyncio.wait(running, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if (error := task.exception()) is None:
+                    winner = task
+                    return task.result()
+                running.discard(task)
+                failure = error
+        raise failure
+    finally:
+        for task in running:
+            task.cancel()
+        for result in await asyncio.gather(*(running - {winner}), return_exceptions=True):
+            if not isinstance(result, BaseException):
+                result[1].transport.abort()

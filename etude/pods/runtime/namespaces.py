@@ -1,0 +1,382 @@
+"""The default backend: Linux namespaces and overlayfs, without a daemon, an engine or a binary of somebody else's.
+
+A pod is a process forked by the keeper into namespaces of its own, with an overlay of immutable layers as its root.
+As root the pod's users are a range of host ids that nobody else has, and image layers are id-mapped; as an ordinary
+user the pod has one user, its root, which is that user outside. The kernel is shared with the host: docs/pods.md says
+what such a boundary is worth.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from etude.pods.guest import protocol
+from etude.pods.guest.client import CONNECT_S, Agent, Link, SocketLink, connect_unix
+from etude.pods.images import trees
+from etude.pods.images.records import Layer
+from etude.pods.images.store import Store
+from etude.pods.network.policy import Policy
+from etude.pods.network.proxy import Gate
+from etude.pods.pod import Capabilities, PodError, PodGone, SnapshotKind, Unsupported
+from etude.pods.runtime import capabilities, seccomp, zygote_protocol
+from etude.pods.runtime.backend import Backend, LocalPod, PodSpec
+from etude.pods.runtime.cgroups import CONTROLLERS, Group, Layout, existing, find_layout
+from etude.pods.runtime.zygote_client import KeeperLine
+
+FIRST_ID = 2_000_000_000  # host ids of pods as root: above every range that systemd and /etc/subuid hand out
+IDS = 65_536
+AGENT_SOCKET = "agent.sock"
+
+
+class NamespaceBackend(Backend):
+    """Pods of one state directory."""
+
+    name = "namespace"
+
+    def __init__(self, state: Path, store: Store, helper: Path | None) -> None:
+        super().__init__()
+        self.state, self.store = state, store
+        self.root = os.geteuid() == 0
+        self.layout = find_layout(f"etude-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}")
+        self.keeper = KeeperLine(state, helper)
+        self.filter = seccomp.build_filter("own")
+        self.capability_mask = capabilities.mask()
+        self.mapped: set[str] = set()  # layers the present keeper shows id-mapped
+        self.keeper.on_open = self.mapped.clear
+        self.capabilities = self._capabilities(self.layout)
+
+    def _capabilities(self, layout: Layout) -> Capabilities:
+        notes = []
+        missing = [name for name in CONTROLLERS if name not in layout.controllers]
+        if missing:
+            notes.append(f"no limit on {', '.join(missing)}: {layout.reason or 'no such controller'}")
+        if layout.unified is None:
+            notes.append(f"no pause and no live snapshot: no cgroup v2 group ({layout.reason})")
+        if not self.root:
+            notes.append("one user in a pod (its root), because only one id is mapped without root")
+        return Capabilities(
+            isolation="namespace",
+            limits=frozenset({*layout.controllers, "disk", "inodes"}),
+            egress=frozenset({"proxy", "transparent"}),
+            snapshots=frozenset({"fs", "fs-live"} if layout.unified else {"fs"}),
+            pause=layout.unified is not None,
+            users=self.root,
+            notes=tuple(notes),
+        )
+
+    # ------------------------------------------------------------------------------------------- pods
+
+    async def start(self, spec: PodSpec) -> "NamespacePod":
+        if spec.storage == "disk" and (spec.limits.disk or spec.limits.inodes):
+            raise Unsupported("a limit on disk or inodes needs storage in memory: there are no quotas on disk for us")
+        pod = NamespacePod(self, spec)
+        try:
+            try:
+                await pod.boot(spec.image.layers)
+            except PodGone:  # the keeper had just died: another takes its place, and shows the layers anew
+                await pod.boot(spec.image.layers)
+        except BaseException:
+            await pod.end()
+            raise
+        return pod
+
+    async def adopt(self, spec: PodSpec) -> "NamespacePod | None":
+        pod = NamespacePod(self, spec)
+        pod.paused = pod.group.frozen()
+        try:
+            if pod.paused:  # for a moment: the agent has to know us
+                await asyncio.to_thread(pod.group.freeze, False)
+            await pod.connect(timeout=1.0, own=not spec.attached)
+        except (OSError, PodError):
+            return None
+        finally:
+            if pod.paused:
+                await asyncio.to_thread(pod.group.freeze, True)
+        return pod
+
+    async def reap(self, known: Iterable[str]) -> list[str]:
+        reply, _ = await self._ask(zygote_protocol.STATUS)
+        running = {name.decode() for name in reply.get(zygote_protocol.ID, [])}
+        leftovers = {entry.name for entry in (self.state / "pods").iterdir()} | existing(self.layout) | running
+        leftovers -= set(known)  # last: a pod made meanwhile is in no list of ours
+        for name in sorted(leftovers):
+            await self._ask(zygote_protocol.KILL, (zygote_protocol.ID, name.encode()))
+            group = Group(self.layout, name)
+            if not group.remove():
+                group.kill()  # its keeper died before it could
+                await self.remove_group(group)
+            self.delete(self.state / "pods" / name)
+        return sorted(leftovers)
+
+    async def memory_layers(self) -> set[str]:
+        reply, _ = await self._ask(zygote_protocol.STATUS)
+        return {name.decode() for name in reply.get(zygote_protocol.LAYER, [])}
+
+    async def close(self) -> None:
+        await self.settle()
+        self.keeper.close()
+
+    async def shut(self) -> None:
+        with contextlib.suppress(PodError):
+            await self.keeper.ask(zygote_protocol.STOP)
+        for name in existing(self.layout):
+            await self.remove_group(Group(self.layout, name))
+        await self.close()
+
+    async def _ask(self, op: int, *fields: tuple[int, protocol.Value]) -> tuple[protocol.Fields, list[int]]:
+        """Ask the keeper what may be asked twice: one that died just now is replaced."""
+        try:
+            return await self.keeper.ask(op, *fields)
+        except PodGone:
+            return await self.keeper.ask(op, *fields)
+
+    # ------------------------------------------------------------------------------------------- layers
+
+    async def lower(self, found: Iterable[Layer]) -> list[str]:
+        """Paths, in the keeper's mount namespace, of layers; top first, as overlayfs wants them."""
+        paths = []
+        for layer in found:
+            if layer.memory:
+                paths.append(f"{zygote_protocol.MEMORY}/{layer.id}/u")
+            elif layer.shift == (FIRST_ID if self.root else 0):
+                paths.append(self.relative(self.store.layer_path(layer)))
+            elif layer.shift == 0:
+                await self.map(layer)
+                paths.append(f"{zygote_protocol.MAPPED}/{layer.id}")
+            else:
+                raise PodError(f"layer {layer.id} was made for other ids ({layer.shift}); export and import it again")
+        return paths[::-1]
+
+    def relative(self, path: Path) -> str:
+        """As the keeper names it, which stands in the state directory."""
+        return os.path.relpath(path, self.state)
+
+    async def map(self, layer: Layer) -> None:
+        if layer.id in self.mapped and self.keeper.sock is not None:  # without a connection it may be another keeper
+            return
+        path = os.fsencode(self.relative(self.store.layer_path(layer)))
+        await self._ask(
+            zygote_protocol.MAP,
+            (zygote_protocol.LAYER, layer.id.encode()),
+            (zygote_protocol.PATH, path),
+            *self.id_maps(),
+        )
+        self.mapped.add(layer.id)
+
+    def id_maps(self) -> list[tuple[int, bytes]]:
+        text = f"0 {FIRST_ID} {IDS}\n" if self.root else "0 0 1\n"
+        return [(zygote_protocol.UIDMAP, text.encode()), (zygote_protocol.GIDMAP, text.encode())]
+
+    async def persist(self, layer: Layer) -> Layer:
+        _, (directory,) = await self.keeper.ask(zygote_protocol.FETCH, (zygote_protocol.LAYER, layer.id.encode()))
+        return await self._copy(directory, layer.shift)
+
+    async def _copy(self, directory: int, shift: int) -> Layer:
+        """A layer on disk with what is below a directory now."""
+        try:
+            return await asyncio.to_thread(self.store.copy_layer, Path(f"/proc/self/fd/{directory}"), shift)
+        finally:
+            os.close(directory)
+
+    async def drop(self, layer: Layer) -> None:
+        self.mapped.discard(layer.id)
+        await self._ask(zygote_protocol.DROP, (zygote_protocol.LAYER, layer.id.encode()))
+
+    # ------------------------------------------------------------------------------------------- cleaning
+
+    def delete(self, directory: Path) -> None:
+        """Remove a directory in the background; it has another name from now on."""
+        trash = self.state / "trash" / f"{directory.name}-{os.urandom(4).hex()}"
+        trash.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            directory.rename(trash)
+            self.later(asyncio.to_thread(trees.remove_tree, trash))
+
+
+class NamespacePod(LocalPod):
+    """A pod in namespaces of its own."""
+
+    backend: NamespaceBackend
+
+    def __init__(self, backend: NamespaceBackend, spec: PodSpec) -> None:
+        self.policy = Policy.from_egress(spec.egress)
+        environment = {**spec.image.env, **self.policy.environment()}
+        super().__init__(spec.id, environment, spec.image.workdir, spec.image.user)
+        self.backend, self.spec = backend, spec
+        self.image, self.limits, self.egress = spec.image.name, spec.limits, spec.egress
+        self.directory = backend.state / "pods" / spec.id
+        self.layers: tuple[Layer, ...] = spec.image.layers
+        self.group = Group(backend.layout, spec.id)
+        self.gate: Gate | None = None
+        self.paused = False
+        self.closed = False
+
+    # ------------------------------------------------------------------------------------------- starting
+
+    async def boot(self, found: tuple[Layer, ...]) -> None:
+        """Make the kernel's side of the pod over these layers and connect to its agent."""
+        self.layers = found
+        lower = await self.backend.lower(found)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.group.create(self.limits)
+        listener = self._listen()
+        try:
+            await self.backend.keeper.ask(zygote_protocol.CREATE, *self._plan(lower), descriptors=[listener.fileno()])
+        finally:
+            listener.close()
+        await self.connect()
+        self.record("created", {"image": self.image, "layers": len(found)})
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        directory = os.open(self.directory, os.O_PATH | os.O_CLOEXEC)
+        path = f"/proc/self/fd/{directory}/{AGENT_SOCKET}"
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            listener.bind(path)
+            listener.listen(64)
+        finally:
+            os.close(directory)
+        return listener
+
+    def _plan(self, lower: list[str]) -> list[tuple[int, protocol.Value]]:
+        backend, spec = self.backend, self.spec
+        fields: list[tuple[int, protocol.Value]] = [
+            (zygote_protocol.ID, spec.id.encode()),
+            *((zygote_protocol.LOWER, os.fsencode(path)) for path in lower),
+            *backend.id_maps(),
+            (zygote_protocol.OWNER, FIRST_ID if backend.root else 0),
+            *((zygote_protocol.GROUP, os.fsencode(group)) for group in [self.group.unified] if group),
+            *(
+                (zygote_protocol.CGROUP, os.fsencode(file))
+                for file in self.group.procs
+                if file.parent != self.group.unified
+            ),
+            (zygote_protocol.HOSTNAME, b"pod"),
+            (zygote_protocol.WORKDIR, os.fsencode(spec.image.workdir)),
+            (zygote_protocol.CAPS, backend.capability_mask),
+            (zygote_protocol.FILTER, backend.filter),
+            *((zygote_protocol.ADDRESS, address.encode()) for address in self.policy.addresses()),
+            *(
+                (zygote_protocol.LISTEN, f"{one.kind} {one.address} {one.port}".encode())
+                for one in self.policy.listens()
+            ),
+        ]
+        fields += [(zygote_protocol.BIND, os.fsencode(f"{path}\0{path}")) for path in spec.image.binds]
+        if resolver := self.policy.resolv_conf():
+            file = self.directory / "resolv.conf"
+            file.write_text(resolver)
+            file.chmod(0o644)
+            fields.append((zygote_protocol.BIND, os.fsencode(f"{backend.relative(file)}\0/etc/resolv.conf")))
+        if spec.storage == "disk":
+            fields.append((zygote_protocol.UPPER, os.fsencode(backend.relative(self._make_upper()))))
+        else:
+            fields += [(zygote_protocol.SIZE, spec.limits.disk)] if spec.limits.disk else []
+            fields += [(zygote_protocol.INODES, int(spec.limits.inodes))] if spec.limits.inodes else []
+        if "memory" in backend.layout.controllers:
+            fields.append((zygote_protocol.FLAGS, zygote_protocol.MARK_CHILDREN))
+        if spec.limits.memory:  # files and shared memory together must leave something to the agent
+            fields.append((zygote_protocol.SHM, min(64 << 20, spec.limits.memory // 4)))
+        return fields
+
+    def _make_upper(self) -> Path:
+        upper = self.directory / "writes"
+        for path in (upper, upper / "u", upper / "w"):
+            path.mkdir(mode=0o755, exist_ok=True)
+            if self.backend.root:
+                os.chown(path, FIRST_ID, FIRST_ID)
+        return upper
+
+    async def connect(self, timeout: float = CONNECT_S, own: bool = True) -> None:
+        """Connect to the agent and take the pod: as its owner if it is attached."""
+        self.agent = Agent(await self.open_link(), self.id)
+        await self.agent.greeting(timeout)
+        await self._carry(list(self.agent.link.descriptors))
+        if own:
+            await self.own(self.spec)
+
+    async def open_link(self) -> Link:
+        return SocketLink(connect_unix(str(self.directory), AGENT_SOCKET))
+
+    async def _carry(self, descriptors: list[int]) -> None:
+        listens = self.policy.listens()
+        if not listens:
+            return
+        if self.gate is not None:
+            await self.gate.close()
+        self.gate = Gate(self.policy, lambda facts: self.record("egress", facts))
+        await self.gate.start(list(zip(listens, (socket.socket(fileno=fd) for fd in descriptors), strict=True)))
+
+    def release(self) -> None:
+        super().release()
+        if self.gate is not None:
+            gate, self.gate = self.gate, None
+            self.backend.later(gate.close())
+
+    # ------------------------------------------------------------------------------------------- life
+
+    async def seal(self, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
+        kind = await self.choose_kind(kind)
+        layer = await (self._seal_stopped() if kind == "fs" else self._seal_live())
+        self.record("snapshot", {"kind": kind, "layer": layer.id})
+        return (*self.layers, layer), kind
+
+    async def restart(self, layers: tuple[Layer, ...]) -> None:
+        await self.boot(layers)
+
+    async def _seal_stopped(self) -> Layer:
+        """What was written becomes a layer, by moving it: as fast for a gigabyte as for nothing."""
+        await self._stop()
+        self.paused = False
+        shift = FIRST_ID if self.backend.root else 0
+        if self.spec.storage == "disk":
+            await self.backend.keeper.ask(zygote_protocol.KILL, (zygote_protocol.ID, self.id.encode()))
+            layer = self.backend.store.adopt_layer(self.directory / "writes" / "u", shift)
+            self.backend.delete(self.directory / "writes")
+        else:
+            layer = Layer(f"{self.backend.owner}.{os.urandom(12).hex()}", shift, memory=True)
+            await self.backend.keeper.ask(
+                zygote_protocol.SEAL, (zygote_protocol.ID, self.id.encode()), (zygote_protocol.LAYER, layer.id.encode())
+            )
+        # A new group: the old one is charged for the sealed files, which now belong to everybody who stacks on them.
+        await self.backend.remove_group(self.group)
+        return layer
+
+    async def _seal_live(self) -> Layer:
+        """What was written is copied while the processes stand still."""
+        if self.spec.storage == "disk":
+            directory = os.open(self.directory / "writes" / "u", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        else:
+            _, (directory,) = await self.backend.keeper.ask(
+                zygote_protocol.FETCH, (zygote_protocol.ID, self.id.encode())
+            )
+        try:
+            await asyncio.to_thread(self.group.freeze, True)
+            return await self.backend._copy(directory, FIRST_ID if self.backend.root else 0)
+        finally:
+            if not self.paused:
+                await asyncio.to_thread(self.group.freeze, False)
+
+    async def _stop(self) -> None:
+        if self.gate is not None:
+            await self.gate.close()
+            self.gate = None
+        if self.agent is not None:
+            agent, self.agent = self.agent, None
+            agent.close()
+
+    async def end(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        await self._stop()
+        with contextlib.suppress(PodError):  # without a keeper there is no pod either
+            await self.backend.keeper.ask(zygote_protocol.KILL, (zygote_protocol.ID, self.id.encode()))
+        self.record("closed", {})
+        self.backend.delete(self.directory)
+        await self.backend.remove_group(self.group)

@@ -1,0 +1,140 @@
+"""How hard this machine is pressed right now: stalls, memory, disk, load. Kernel files in, one frozen reading out.
+
+The reading is what a pod could really get: in a container the tightest of the machine's numbers and the limits of the
+control groups we live in (version 1 and 2), because MemAvailable is the machine's and the limit is ours. Stalls are
+the kernel's PSI, averaged over ten seconds, in per cent of the time; None where the kernel does not measure them. A
+reading costs well under a millisecond and is kept for a tenth of a second, so that a burst of questions costs one.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.pods.pod import PodError
+from etude.system.cores import core_limit, kernel_text, own_groups
+
+MAX_AGE = 0.1  # seconds: PSI averages move over ten, memory by what one creation can touch in this time
+UNLIMITED = 1 << 60  # version 1 writes "no limit" as the largest page-aligned number
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """One reading. Stalls are PSI avg10 (0 to 100, None where not measured); sizes are bytes."""
+
+    cpu_some: float | None  # time in which some process waited for a core
+    memory_some: float | None  # ... for memory
+    memory_full: float | None  # time in which every process did
+    io_full: float | None
+    memory_available: int
+    memory_total: int
+    disk_free: int  # of the file system the pods are kept on, as an ordinary user may use it
+    disk_total: int
+    inodes_free: int | None  # None: this file system makes them as it needs them
+    load: float  # processes running or waiting, averaged over a minute
+    cores: float  # that we may use: 0.5 is half of one
+
+    @property
+    def fill(self) -> float:
+        """The share of memory in use, 0 to 1."""
+        return 1 - self.memory_available / self.memory_total
+
+
+_readings: dict[tuple[str, str], tuple[float, Pressure]] = {}
+
+
+def read_pressure(
+    state_dir: str | Path,
+    *,
+    root: str | Path = "/",
+    max_age: float = MAX_AGE,
+    clock: Callable[[], float] = time.monotonic,
+) -> Pressure:
+    """Read the pressure on this machine, and on the disk that holds `state_dir`; at most `max_age` seconds old.
+
+    `root` is where the kernel's `proc` and `sys` are found.
+    """
+    key, now = (os.fspath(state_dir), os.fspath(root)), clock()
+    kept = _readings.get(key)
+    if kept is not None and 0 <= now - kept[0] < max_age:
+        return kept[1]
+    reading = _read(Path(state_dir), os.path.join(root, "proc"), os.path.join(root, "sys/fs/cgroup"))
+    _readings[key] = (now, reading)
+    return reading
+
+
+def _read(state_dir: Path, proc: str, cgroup: str) -> Pressure:
+    groups = list(own_groups(proc, cgroup))
+    total, available = _machine_memory(proc)
+    for directory in groups:
+        limit, free = _group_memory(directory)
+        total, available = min(total, limit), min(available, free)
+    disk = _disk(state_dir)
+    return Pressure(
+        cpu_some=_stall(proc, groups, "cpu", "some"),
+        memory_some=_stall(proc, groups, "memory", "some"),
+        memory_full=_stall(proc, groups, "memory", "full"),
+        io_full=_stall(proc, groups, "io", "full"),
+        memory_available=max(0, available),
+        memory_total=total,
+        disk_free=disk.f_bavail * disk.f_frsize,
+        disk_total=disk.f_blocks * disk.f_frsize,
+        inodes_free=disk.f_favail if disk.f_files else None,  # btrfs and friends say 0 of 0
+        load=float((kernel_text(f"{proc}/loadavg") or "0").split()[0]),
+        cores=core_limit(groups),
+    )
+
+
+def _fields(text: str) -> dict[str, int]:
+    """`name 123` or `name: 123 kB` on every line, as the kernel writes it."""
+    pairs = (line.split() for line in text.splitlines())
+    return {pair[0].rstrip(":"): int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdigit()}
+
+
+def _machine_memory(proc: str) -> tuple[int, int]:
+    memory = _fields(kernel_text(f"{proc}/meminfo") or "")
+    if "MemTotal" not in memory or "MemAvailable" not in memory:
+        raise PodError(
+            f"pressure: {proc}/meminfo does not say MemTotal and MemAvailable; admission by live pressure needs Linux"
+        )
+    return memory["MemTotal"] * 1024, memory["MemAvailable"] * 1024
+
+
+def _group_memory(directory: str) -> tuple[int, int]:
+    """(limit, free below it) of one group; UNLIMITED twice when it does not bind.
+
+    Free counts file pages nobody has used lately as free, as MemAvailable does: they go when asked for. Files in
+    memory (tmpfs) are not among them.
+    """
+    limits = [kernel_text(f"{directory}/{name}") for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+    limit = min((int(text) for text in limits if text and text.strip().isdigit()), default=UNLIMITED)
+    if limit >= UNLIMITED:
+        return UNLIMITED, UNLIMITED
+    used = kernel_text(f"{directory}/memory.current") or kernel_text(f"{directory}/memory.usage_in_bytes")
+    if used is None:
+        return UNLIMITED, UNLIMITED
+    statistics = _fields(kernel_text(f"{directory}/memory.stat") or "")
+    idle = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
+    return limit, limit - max(0, int(used) - idle)
+
+
+def _stall(proc: str, groups: list[str], resource: str, kind: str) -> float | None:
+    """The worst avg10 of the machine and of the groups we live in: a group at its limit stalls alone."""
+    files = [f"{proc}/pressure/{resource}", *(f"{directory}/{resource}.pressure" for directory in groups)]
+    found = [value for path in files if (value := _avg10(kernel_text(path), kind)) is not None]
+    return max(found, default=None)
+
+
+def _avg10(text: str | None, kind: str) -> float | None:
+    for line in (text or "").splitlines():
+        if line.startswith(f"{kind} avg10="):
+            return float(line.split()[1].partition("=")[2])
+    return None
+
+
+def _disk(directory: Path) -> os.statvfs_result:
+    try:
+        return os.statvfs(directory)
+    except OSError as error:
+        raise PodError(f"pressure: no disk to measure at {directory}: {error.strerror}; make the directory") from error

@@ -1,0 +1,533 @@
+"""A cluster that does not exist, to judge a router by: hosts, groups of pods, forks, deaths, late reports. No waiting.
+
+The world (`make_world`) is drawn once from a seed and played by discrete events against any placer: the real Router, or
+the two it is compared with. Pods take more while they start than after, groups of one image come in bursts, images
+must be fetched, hosts die in silence and are noticed late. Hosts obey: nothing refuses or kills on a pressed host, so
+that what a placer did wrong shows as time over the ceiling instead of vanishing into a queue.
+"""
+
+import heapq
+import itertools
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from etude.pods.scheduling.admission import GIB, MIB, Thresholds
+from etude.pods.scheduling.pressure import Pressure
+from etude.pods.scheduling.router import HostReport, NoHost, Placement, Policy, Request, Router
+
+LINES, POLICY = Thresholds(), Policy()
+CONNECT_S = 1.0  # until a host that is dead is known not to answer
+TRANSFER_S = 5.0  # to bring a fork's files to another host
+RETRY_S = 1.0  # between two tries for what nobody could take
+STEADY_CORES = 0.1  # of a core that a pod takes once started: agents wait for their model most of the time
+MAX_PODS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """How large and how rough the simulated cluster is."""
+
+    hosts: int = 1000
+    pods: int = 40_000
+    images: int = 300
+    group: int = 16  # rollouts of one prompt: the same image at once
+    arrivals_s: float = 600.0
+    bursts: int = 10  # half of all groups come in so many moments
+    life_s: float = 200.0  # median
+    fork_share: float = 0.1  # of pods fork once in mid-life
+    deaths: float = 0.01  # of the hosts die, and as many join
+    beat_s: float = 5.0
+    delay_s: float = 1.0  # of a report on its way, at most
+    cache: int = 60 * GIB  # of images a host keeps
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpec:
+    name: str
+    cores: int
+    memory: int
+    joins: float
+    dies: float
+
+
+@dataclass(frozen=True, slots=True)
+class PodSpec:
+    """One pod's life: `expected` is what the request says, `peak` what it takes while it starts, `steady` after."""
+
+    arrives: float
+    image: int
+    expected: int
+    peak: int
+    steady: int
+    startup_s: float
+    life_s: float
+    forks: int
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    scene: Scene
+    hosts: tuple[HostSpec, ...]
+    pods: tuple[PodSpec, ...]
+    image_sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one placer made of the world."""
+
+    name: str
+    placed: int
+    per_second: float  # placements a second, counting only the time inside `place`
+    hosts_used: int  # at the busiest moment
+    hosts_bound: int  # that could have held the same pods: by volume, nobody can do with less
+    hosts_first_fit: int  # the same by first-fit-decreasing with everything known
+    utilisation: float  # memory in use of the hosts in use, at the busiest moment
+    image_local: float  # share of pods, forks aside, whose image was there
+    fork_local: float  # share of forks on their parent's host
+    memory_over_s: float  # host-seconds over the memory ceiling
+    cpu_over_s: float
+    lost: int  # pods that died with their host
+    replaced: int  # of them, that ran again
+    unfinished: int
+    wait_p99_s: float  # from arrival to placement
+    ready_p50_s: float  # from arrival to started
+    ready_p99_s: float
+
+
+class Placer(Protocol):
+    """What the simulation asks of a router."""
+
+    def report(self, report: HostReport) -> None: ...
+    def forget(self, host: str) -> None: ...
+    def failed(self, host: str) -> None: ...
+    def place(self, request: Request, exclude: Collection[str] = ()) -> Placement: ...
+
+
+class _Plain:
+    """What both baselines share: they know who lives, how many pods each has, and what they placed since."""
+
+    def __init__(self, seed: int, clock: Callable[[], float], stale_s: float = POLICY.stale_s) -> None:
+        self._clock, self._stale_s = clock, stale_s
+        self._rng = np.random.default_rng(seed)
+        self._rows: dict[str, int] = {}
+        self._names: list[str] = []
+        self._seen, self._pods, self._cores, self._most = (np.zeros(0) for _ in range(4))
+
+    def report(self, report: HostReport) -> None:
+        row = self._rows.get(report.host)
+        if row is None:
+            row = self._rows[report.host] = len(self._names)
+            self._names.append(report.host)
+            self._seen, self._pods = np.append(self._seen, 0.0), np.append(self._pods, 0.0)
+            self._cores, self._most = np.append(self._cores, 1.0), np.append(self._most, 0.0)
+        self._seen[row], self._pods[row] = self._clock(), report.pods
+        self._cores[row], self._most[row] = report.cores, report.max_pods
+
+    def forget(self, host: str) -> None:
+        if host in self._rows:
+            self._seen[self._rows[host]] = -math.inf
+
+    def failed(self, host: str) -> None:
+        self.forget(host)  # until its next report
+
+    def place(self, request: Request, exclude: Collection[str] = ()) -> Placement:
+        fits = (self._seen > self._clock() - self._stale_s) & (self._pods < self._most)
+        for name in exclude:
+            if name in self._rows:
+                fits[self._rows[name]] = False
+        rows = np.flatnonzero(fits)
+        if not len(rows):
+            raise NoHost("no host lives and has a seat", {}, ever=True)
+        row = self._choose(rows)
+        self._pods[row] += 1
+        return Placement(self._names[row], "", 0.0, "")
+
+    def _choose(self, rows: "np.typing.NDArray[np.intp]") -> int:
+        raise NotImplementedError
+
+
+class RandomPlacer(_Plain):
+    """Any host that lives and has a seat."""
+
+    def _choose(self, rows: "np.typing.NDArray[np.intp]") -> int:
+        return int(rows[self._rng.integers(len(rows))])
+
+
+class LeastLoaded(_Plain):
+    """The host with the fewest pods for its cores, its own placements counted at once."""
+
+    def _choose(self, rows: "np.typing.NDArray[np.intp]") -> int:
+        return int(rows[np.argmin(self._pods[rows] / self._cores[rows])])
+
+
+def make_world(scene: Scene) -> World:
+    """Draw hosts, images and pods; the same scene gives the same world."""
+    rng = np.random.default_rng(scene.seed)
+    kinds = [(4, 16), (8, 32), (16, 64)]
+    doomed = round(scene.deaths * scene.hosts)
+    hosts = []
+    for i in range(scene.hosts + doomed):
+        cores, gib = kinds[rng.choice(3, p=[0.4, 0.4, 0.2])]
+        dies = rng.uniform(0.2, 0.9) * scene.arrivals_s if i < doomed else math.inf
+        joins = rng.uniform(0.1, 0.5) * scene.arrivals_s if i >= scene.hosts else 0.0
+        hosts.append(HostSpec(f"host-{i}", cores, gib * GIB, joins, dies))
+    popularity = 1 / np.arange(1, scene.images + 1) ** 0.8
+    popularity /= popularity.sum()
+    sizes = tuple(int(size) for size in rng.lognormal(math.log(2e9), 0.6, scene.images))
+    typical = rng.lognormal(math.log(600 * MIB), 0.5, scene.images)  # steady use is mostly the image's
+    peaks = rng.uniform(2.0, 4.0, scene.images)
+    pods: list[PodSpec] = []
+    moments = (np.arange(scene.bursts) + 0.5) * scene.arrivals_s / max(1, scene.bursts)
+    while len(pods) < scene.pods:
+        image = int(rng.choice(scene.images, p=popularity))
+        in_burst = scene.bursts and rng.random() < 0.5
+        at = rng.choice(moments) + rng.uniform(0, 1) if in_burst else rng.uniform(0, scene.arrivals_s)
+        for _ in range(min(scene.group, scene.pods - len(pods))):
+            steady = typical[image] * rng.lognormal(0, 0.2)
+            pods.append(
+                PodSpec(
+                    arrives=float(at + rng.uniform(0, 0.5)),
+                    image=image,
+                    expected=int(typical[image] * peaks[image] * 1.2),
+                    peak=int(steady * peaks[image]),
+                    steady=int(steady),
+                    startup_s=float(rng.uniform(2, 10)),
+                    life_s=float(rng.lognormal(math.log(scene.life_s), 0.5)),
+                    forks=int(rng.integers(1, 5)) if rng.random() < scene.fork_share else 0,
+                )
+            )
+    return World(scene, tuple(hosts), tuple(pods), sizes)
+
+
+class _Pod:
+    def __init__(self, spec: PodSpec, arrived: float, origin: str | None = None) -> None:
+        self.spec, self.arrived, self.origin = spec, arrived, origin
+        self.exclude: set[str] = set()
+        self.host: _Host | None = None
+        self.uses = 0  # bytes now
+        self.lives = 0  # goes up when its host dies: what was planned for it before is void
+        self.lost = False
+        self.starting = False
+
+
+@dataclass
+class _Host:
+    spec: HostSpec
+    alive: bool = True
+    used: int = 0
+    promised: int = 0  # to pods that wait for their image
+    starting: int = 0
+    pods: dict[_Pod, None] = field(default_factory=dict)
+    images: "OrderedDict[int, int]" = field(default_factory=OrderedDict)
+    fetching: dict[int, float] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()  # of the images, kept because every report has them
+    since: float = 0.0
+    memory_over_s: float = 0.0
+    cpu_over_s: float = 0.0
+
+    def pressure(self) -> tuple[float, float]:
+        """(memory_some, cpu_some): memory stalls at the ceiling when half of what is kept back is gone."""
+        line = LINES.memory_line(self.spec.memory)
+        free = self.spec.memory - self.used
+        memory = 100.0 if free < 0 else max(0.0, LINES.memory_some * (line - free) / (line / 2))
+        demand = self.starting + STEADY_CORES * (len(self.pods) - self.starting)
+        return memory, min(100.0, max(0.0, 100 * (demand / self.spec.cores - 0.5)))
+
+    def account(self, now: float) -> None:
+        """Add the time since the last change to what was over its ceiling."""
+        if self.alive and now > self.since:
+            memory, cpu = self.pressure()
+            self.memory_over_s += (now - self.since) * (memory > LINES.memory_some)
+            self.cpu_over_s += (now - self.since) * (cpu > LINES.cpu_some)
+        self.since = now
+
+    def report(self, now: float) -> HostReport:
+        spec, (memory, cpu) = self.spec, self.pressure()
+        available = max(0, spec.memory - self.used)
+        reading = Pressure(cpu, memory, 0, 0, available, spec.memory, GIB, GIB, None, self.starting, spec.cores)
+        return HostReport(
+            host=spec.name,
+            address="",
+            backend="simulated",
+            pressure=reading,
+            pods=len(self.pods),
+            max_pods=MAX_PODS,
+            memory_free=max(0, available - LINES.memory_line(spec.memory) - self.promised),
+            images=self.names,
+            cores=spec.cores,
+            starting=self.starting,
+            time=now,
+        )
+
+
+class Simulation:
+    """Plays one world against one placer. `placer` is made with the simulation's clock."""
+
+    def __init__(self, world: World, name: str, placer: Callable[[Callable[[], float]], Placer]) -> None:
+        self.world, self.name, self.now = world, name, 0.0
+        self.placer = placer(lambda: self.now)
+        self.rng = np.random.default_rng(world.scene.seed + 1)
+        self.hosts: dict[str, _Host] = {}
+        self.outstanding = 0
+        self.waiting: deque[_Pod] = deque()
+        self.inside = 0.0  # seconds spent in `place`
+        self.placed = self.images_asked = self.images_local = self.forks = self.forks_local = 0
+        self.lost = self.replaced = 0
+        self.waits: list[float] = []
+        self.ready: list[float] = []
+        self.busiest: tuple[int, int, int, list[int]] = (0, 0, 0, [])  # pods, hosts used, their memory, what pods use
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
+        self._count = itertools.count()
+
+    def run(self) -> Outcome:
+        """Play to the end: every pod done, or an hour after the last arrival."""
+        scene = self.world.scene
+        for host in self.world.hosts:
+            self._at(host.joins, partial(self._join, host))
+        self.outstanding = len(self.world.pods)
+        for spec in self.world.pods:
+            self._at(spec.arrives, partial(self._place, _Pod(spec, spec.arrives)))
+        self._at(1.0, self._retry)
+        self._at(10.0, self._sample)
+        while self._events and self.outstanding and self.now < scene.arrivals_s + 3600:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        for each in self.hosts.values():
+            each.account(self.now)
+        return self._outcome()
+
+    def _at(self, when: float, event: Callable[[], object]) -> None:
+        heapq.heappush(self._events, (when, next(self._count), event))
+
+    def _after(self, pod: _Pod, delay: float, step: Callable[[_Pod], None]) -> None:
+        """Do `step` later, unless the pod's host died in between."""
+        lives = pod.lives
+        self._at(self.now + delay, lambda: step(pod) if pod.lives == lives else None)
+
+    # -- hosts
+
+    def _join(self, spec: HostSpec) -> None:
+        host = self.hosts[spec.name] = _Host(spec, since=self.now)
+        if math.isfinite(spec.dies):
+            self._at(spec.dies, lambda: self._die(host))
+        first = 0.0 if self.now == 0 else float(self.rng.uniform(0, self.world.scene.beat_s))
+        self._at(self.now + first, lambda: self._beat(host))
+
+    def _beat(self, host: _Host) -> None:
+        if host.alive:
+            report, delay = host.report(self.now), float(self.rng.uniform(0, self.world.scene.delay_s))
+            self._at(self.now + (delay if self.now else 0.0), lambda: self.placer.report(report))
+            self._at(self.now + self.world.scene.beat_s * float(self.rng.uniform(0.9, 1.1)), lambda: self._beat(host))
+
+    def _die(self, host: _Host) -> None:
+        """In silence: its pods are missed, and the host given up, when its reports have been missing for long."""
+        host.account(self.now)
+        host.alive = False
+        lost = list(host.pods)
+        host.pods.clear()
+        for pod in lost:
+            pod.lives += 1
+
+        def notice() -> None:
+            self.placer.forget(host.spec.name)
+            for pod in lost:
+                self.lost += not pod.lost  # twice before it ran again is once
+                pod.arrived, pod.origin, pod.lost, pod.uses = self.now, None, True, 0
+                self._place(pod)
+
+        self._at(self.now + POLICY.stale_s, notice)
+
+    # -- pods
+
+    def _place(self, pod: _Pod) -> bool:
+        spec = pod.spec
+        request = Request(
+            f"image-{spec.image}", spec.expected, origin=pod.origin, image_size=self.world.image_sizes[spec.image]
+        )
+        start = time.perf_counter()
+        try:
+            placement = self.placer.place(request, pod.exclude)
+        except NoHost:
+            self.inside += time.perf_counter() - start
+            pod.exclude.clear()
+            self.waiting.append(pod)
+            return False
+        self.inside += time.perf_counter() - start
+        self.placed += 1
+        host = self.hosts[placement.host]
+        if host.alive:
+            self._begin(pod, host)
+        else:
+            self._after(pod, CONNECT_S, lambda pod: self._refused(pod, host.spec.name))
+        return True
+
+    def _refused(self, pod: _Pod, host: str) -> None:
+        self.placer.failed(host)
+        pod.exclude.add(host)
+        self._place(pod)
+
+    def _begin(self, pod: _Pod, host: _Host) -> None:
+        """The host has it: fetch what is missing, then start."""
+        self.waits.append(self.now - pod.arrived)
+        host.account(self.now)
+        pod.host = host
+        host.pods[pod] = None
+        host.promised += pod.spec.expected
+        delay = 0.0
+        if pod.origin is not None:
+            self.forks += 1
+            self.forks_local += pod.origin == host.spec.name
+            delay = 0.0 if pod.origin == host.spec.name else TRANSFER_S
+        if pod.origin != host.spec.name:
+            self.images_asked += pod.origin is None
+            self.images_local += pod.origin is None and pod.spec.image in host.images
+            delay += self._fetch(host, pod.spec.image)
+        self._after(pod, delay, self._start)
+
+    def _fetch(self, host: _Host, image: int) -> float:
+        """Seconds until the image is there; pods of one image wait for the same fetch."""
+        if image in host.images:
+            host.images.move_to_end(image)
+            return 0.0
+        if image not in host.fetching:
+            seconds = self.world.image_sizes[image] / POLICY.pull_rate * float(self.rng.uniform(0.7, 1.5))
+            host.fetching[image] = self.now + seconds
+            self._at(self.now + seconds, lambda: self._fetched(host, image))
+        return host.fetching[image] - self.now
+
+    def _fetched(self, host: _Host, image: int) -> None:
+        del host.fetching[image]
+        host.images[image] = self.world.image_sizes[image]
+        while sum(host.images.values()) > self.world.scene.cache and len(host.images) > 1:
+            host.images.popitem(last=False)
+        host.names = frozenset(f"image-{each}" for each in host.images)
+
+    def _start(self, pod: _Pod) -> None:
+        host = self._host(pod)
+        host.promised -= pod.spec.expected
+        host.starting += 1
+        pod.starting = True
+        self._use(pod, pod.spec.peak)
+        slowed = max(1.0, host.starting / host.spec.cores)
+        self._after(pod, pod.spec.startup_s * slowed, self._settle)
+
+    def _settle(self, pod: _Pod) -> None:
+        self._use(pod, pod.spec.steady)
+        self._host(pod).starting -= 1
+        pod.starting = False
+        self.ready.append(self.now - pod.arrived)
+        self.replaced += pod.lost
+        pod.lost = False
+        if pod.spec.forks:
+            self._after(pod, pod.spec.life_s / 2, self._fork)
+        self._after(pod, pod.spec.life_s, self._end)
+
+    def _fork(self, pod: _Pod) -> None:
+        """Children start from files and pages that are there: a lower peak, a shorter start, half a life."""
+        s, peak = pod.spec, int(1.3 * pod.spec.steady)
+        for _ in range(s.forks):
+            child = PodSpec(self.now, s.image, peak, peak, s.steady, 0.5, s.life_s / 2, 0)
+            self.outstanding += 1
+            self._place(_Pod(child, self.now, origin=self._host(pod).spec.name))
+
+    def _end(self, pod: _Pod) -> None:
+        self._use(pod, 0)
+        self._host(pod).pods.pop(pod)
+        self.outstanding -= 1
+
+    def _host(self, pod: _Pod) -> _Host:
+        assert pod.host is not None
+        return pod.host
+
+    def _use(self, pod: _Pod, uses: int) -> None:
+        host = self._host(pod)
+        host.account(self.now)
+        host.used += uses - pod.uses
+        pod.uses = uses
+
+    def _retry(self) -> None:
+        failures = 0
+        for _ in range(len(self.waiting)):
+            failures += not self._place(self.waiting.popleft())
+            if failures >= 20:  # nobody will take the rest either: they keep their place
+                break
+        self.waiting.rotate(min(failures, 20))
+        self._at(self.now + RETRY_S, self._retry)
+
+    # -- what came of it
+
+    def _sample(self) -> None:
+        pods = sum(len(host.pods) for host in self.hosts.values())
+        if pods > self.busiest[0]:
+            used = [host for host in self.hosts.values() if host.pods]
+            sizes = [pod.uses for host in used for pod in host.pods]
+            self.busiest = (pods, len(used), sum(host.spec.memory for host in used), sizes)
+        self._at(self.now + 10.0, self._sample)
+
+    def _outcome(self) -> Outcome:
+        _, used, memory, sizes = self.busiest
+        usable = [host.memory - LINES.memory_line(host.memory) for host in self.world.hosts]
+        ready, waits = np.array(self.ready or [math.nan]), np.array(self.waits or [math.nan])
+        hosts = self.hosts.values()
+        return Outcome(
+            name=self.name,
+            placed=self.placed,
+            per_second=self.placed / max(self.inside, 1e-9),
+            hosts_used=used,
+            hosts_bound=volume_bound(sizes, usable),
+            hosts_first_fit=first_fit_decreasing(sizes, usable),
+            utilisation=sum(sizes) / max(1, memory),
+            image_local=self.images_local / max(1, self.images_asked),
+            fork_local=self.forks_local / max(1, self.forks),
+            memory_over_s=sum(host.memory_over_s for host in hosts),
+            cpu_over_s=sum(host.cpu_over_s for host in hosts),
+            lost=self.lost,
+            replaced=self.replaced,
+            unfinished=self.outstanding,
+            wait_p99_s=float(np.quantile(waits, 0.99)),
+            ready_p50_s=float(np.quantile(ready, 0.5)),
+            ready_p99_s=float(np.quantile(ready, 0.99)),
+        )
+
+
+def volume_bound(sizes: Iterable[int], hosts: Iterable[int]) -> int:
+    """The fewest hosts, largest first, whose memory adds up to what the pods use."""
+    need, count = sum(sizes), 0
+    for host in sorted(hosts, reverse=True):
+        if need <= 0:
+            break
+        need, count = need - host, count + 1
+    return count
+
+
+def first_fit_decreasing(sizes: Iterable[int], hosts: Iterable[int]) -> int:
+    """Hosts that first-fit-decreasing uses: largest pod first, largest host first; what fits nowhere is left out."""
+    free = np.array(sorted(hosts, reverse=True), dtype=np.float64)
+    last = 0
+    for size in sorted(sizes, reverse=True):
+        fits = free >= size
+        row = int(np.argmax(fits))
+        if fits[row]:
+            free[row] -= size
+            last = max(last, row + 1)
+    return last
+
+
+def compare(world: World) -> list[Outcome]:
+    """The real Router and both baselines on the same world."""
+    seed = world.scene.seed
+    placers: dict[str, Callable[[Callable[[], float]], Placer]] = {
+        "etude router": lambda clock: Router(seed=seed, clock=clock),
+        "least loaded": lambda clock: LeastLoaded(seed, clock),
+        "random": lambda clock: RandomPlacer(seed, clock),
+    }
+    return [Simulation(world, name, placer).run() for name, placer in placers.items()]

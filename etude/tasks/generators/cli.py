@@ -1,0 +1,96 @@
+"""`etude tasks generate`: mounted by etude/tasks/cli.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from etude.errors import Interrupted
+
+if TYPE_CHECKING:
+    from etude.tasks.generators.journal import Yield
+
+EPILOG = (
+    "Examples:\n\n  pip download --no-deps --no-binary :all: attrs click\n\n"
+    "  etude tasks generate attrs-*.tar.gz click-*.tar.gz --out tasks/ --count 100"
+)
+
+
+def generate(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SOURCE...", help="Python repositories: source archives or directories.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Directory of the tasks; an earlier run in it goes on.", show_default=False)
+    ],
+    count: Annotated[int, typer.Option(min=1, help="Tasks to make.")] = 50,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same tasks.")] = 0,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Pods at once.")] = 2,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="GENERATOR", help="Only these generators; repeatable.")
+    ] = None,
+    extra: Annotated[
+        list[str] | None, typer.Option("--with", metavar="PACKAGE", help="A package the tests need; repeatable.")
+    ] = None,
+    wheels: Annotated[
+        Path | None, typer.Option(help="Take packages from wheels in this directory only.", show_default=False)
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="Where pods live; $ETUDE_PODS or one in your home if not given.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")] = False,
+) -> None:
+    """Make validated tasks of all categories out of Python repositories with tests."""
+    from etude.pods.fleet import open_fleet
+    from etude.system.progress import progress_line
+    from etude.tasks.generators.generator_run import Order
+    from etude.tasks.generators.generator_run import generate as run
+
+    order = Order(out=out, count=count, seed=seed, jobs=jobs, only=tuple(only or ()))
+
+    async def work() -> list[Yield]:
+        async with open_fleet(state=state) as fleet:
+            with progress_line("generate") as show:
+                return await run(fleet, sources, order, extra=tuple(extra or ()), wheels=wheels, note=show)
+
+    try:
+        rows = asyncio.run(work())
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; the same command goes on where it was") from None
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    show_yields(rows)
+    made = sum(row.made for row in rows)
+    print(f"{out}: {made} tasks" + ("" if made >= count else f", {count} were asked for"), file=sys.stderr)
+
+
+def show_yields(rows: list[Yield]) -> None:
+    """What each generator gave, and why the rest was not used."""
+    table = Table(box=None, header_style="bold")
+    for column in ("generator", "tried", "tasks", "pod s/task", "not used because"):
+        table.add_column(column, justify="left" if column in ("generator", "not used because") else "right")
+    for row in rows:
+        why = ", ".join(f"{reason} {count}" for reason, count in row.reasons.items())
+        each = f"{row.pod_seconds / row.made:.1f}" if row.made else "-"
+        table.add_row(row.generator, str(row.tried), str(row.made), each, why)
+    seconds = sum(row.pod_seconds for row in rows)
+    table.add_row("all", str(sum(r.tried for r in rows)), str(sum(r.made for r in rows)), f"{seconds:.0f} s", "")
+    Console().print(table)
+
+
+def mount(app: typer.Typer) -> None:
+    """Add the verb to `etude tasks`."""
+    app.command("generate", epilog=EPILOG)(generate)

@@ -1,0 +1,315 @@
+"""Packaging and configuration that broke: the request is the error output, or what somebody else sees of it.
+
+The verifier builds the wheel and compares what is in it with what the intact repository gives; or it runs tests under
+the repository's own configuration of pytest.
+"""
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from etude.tasks.generators import prompts
+from etude.tasks.generators.candidate import Candidate, Check, Draft, State, Unfit, back, generator
+from etude.tasks.generators.executor import PLACE, WORKSPACE, Trial
+from etude.tasks.generators.failure_report import test_name
+from etude.tasks.generators.repository import Repository
+from etude.tasks.generators.source import read_toml, requirement_name
+from etude.tasks.generators.task_writer import protected_globs, pytest_check, suite_of
+
+PROJECT = "pyproject.toml"
+BUILD = "python3 -m pip wheel . --no-deps --no-build-isolation --no-index -w /tmp/wheels"
+FACTS = f'env -i PATH="$PATH" LANG=C.UTF-8 python3 -B -s -S {PLACE}/build.py {WORKSPACE}'
+
+
+@dataclass(frozen=True)
+class Breakage:
+    """One way in which packaging breaks: what becomes of files, and what people say ("" : they paste the output)."""
+
+    family: str
+    changes: Mapping[str, bytes | None]
+    said: str = ""
+
+
+Break = Callable[[str, Repository, random.Random], Iterator[Breakage]]
+BREAKS: list[Break] = []
+
+
+def breaks(function: Break) -> Break:
+    BREAKS.append(function)
+    return function
+
+
+def _changed(family: str, before: str, after: str, said: str = "") -> Iterator[Breakage]:
+    if before != after:
+        yield Breakage(family, {PROJECT: after.encode()}, said)
+
+
+# ------------------------------------------------------------------------------------------------- packaging
+
+
+@breaks
+def backend(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
+    found = re.search(r'^build-backend\s*=\s*"([\w.]+)"', text, re.MULTILINE)
+    if found:
+        for wrong in (found[1] + "_meta", found[1].replace("_", "-"), found[1].rpartition(".")[0] + ".backend"):
+            yield from _changed("backend", text, text.replace(f'"{found[1]}"', f'"{wrong}"', 1))
+
+
+@breaks
+def syntax(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
+    """A quote or a bracket is missing."""
+    lines = text.splitlines(keepends=True)
+    places = [number for number, line in enumerate(lines) if re.match(r'\s*[\w-]+\s*=\s*(".*"|\[.*\])\s*$', line)]
+    rng.shuffle(places)
+    for number in places[:3]:
+        line = lines[number].rstrip("\n")
+        yield from _changed("syntax", text, "".join([*lines[:number], line[:-1] + "\n", *lines[number + 1 :]]))
+
+
+@breaks
+def no_module(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
+    """The build looks for the package where it is not."""
+    for package in sorted({path.split("/")[1] for path in repository.source.modules if path.startswith("src/")}):
+        for before, after in (
+            (f'packages = ["src/{package}"', f'packages = ["{package}"'),
+            (f'[tool.flit.module]\nname = "{package}"', f'[tool.flit.module]\nname = "{package}s"'),
+            ('where = ["src"]', 'where = ["source"]'),
+            (f'packages = ["{package}"]', f'packages = ["{package}.core"]'),
+        ):
+            yield from _changed("module", text, text.replace(before, after, 1))
+    if "[tool.flit" in text and "[tool.flit.module]" not in text:
+        yield from _changed("module", text, text + f'\n[tool.flit.module]\nname = "py{repository.source.name}"\n')
+
+
+@breaks
+def readme(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
+    for name in ("README.md", "README.rst"):
+        other = "README.rst" if name.endswith("md") else "README.md"
+        yield from _changed("readme", text, text.replace(f'readme = "{name}"', f'readme = "docs/{other}"', 1))
+
+
+@breaks
+def version(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
+    for wrong in ("-final.x", ".release"):
+        yield from _changed(
+            "version", text, re.sub(r'^(version = "[^"]+)"', rf'\g<1>{wrong}"', text, count=1, flags=re.M)
+        )
+
+
+@breaks
+def python_bound(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
+    found = re.search(r'^requires-python = ">=(3\.\d+)"', text, re.MULTILINE)
+    if found:
+        after = text.replace(found[0], f'requires-python = "<{found[1]}"')
+        said = prompts.pick(
+            rng,
+            f"pip on 3.11 says: `ERROR: Package '{repository.source.name}' requires a different Python: 3.11.2 not in "
+            f"'<{found[1]}'`. We support {found[1]} and up.",
+            f"Nobody can install the new release: requires a different Python (<{found[1]}). We mean {found[1]} on.",
+        )
+        yield from _changed("python-bound", text, after, said)
+
+
+@breaks
+def dependency(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
+    """A package that the code imports is not asked for."""
+    for line in read_toml(text.encode(), PROJECT).get("project", {}).get("dependencies", []):
+        after = re.sub(rf'\s*"{re.escape(line)}",?', "", text, count=1)
+        name = requirement_name(line)
+        said = prompts.pick(
+            rng,
+            f"Installed from the wheel into an empty environment: `ModuleNotFoundError: No module named '{name}'` on "
+            f"import. At least {line} is what we need.",
+            f"`pip install {repository.source.name}` does not bring {name} along any more ({line}).",
+        )
+        yield from _changed("dependency", text, after, said)
+
+
+@breaks
+def typed(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
+    for path in sorted(repository.files):
+        if path.endswith("/py.typed") and not repository.source.is_test_path(path):
+            package = repository.source.module_name(path.replace("py.typed", "__init__.py"))
+            said = prompts.pick(
+                rng,
+                f"mypy: `module is installed, but missing library stubs or py.typed marker` for {package}.",
+                f"The wheel of {repository.source.name} has lost its marker file for type checkers ({package}).",
+            )
+            yield Breakage("typed", {path: None}, said)
+
+
+@breaks
+def entry_point(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
+    found = re.search(r'^\[project\.(entry-points\.[^\]]+|scripts)\]\n([\w-]+) = "([^"]+)"\n', text, re.MULTILINE)
+    if found:
+        group = found[1].removeprefix("entry-points.").strip('"')
+        said = (
+            f"The entry point {found[2]} ({group}) is gone since the last release; it was {prompts.quoted(found[3])}."
+        )
+        yield from _changed("entry-point", text, text.replace(found[0], "", 1), said)
+
+
+@breaks
+def extra(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
+    table = read_toml(text.encode(), PROJECT).get("project", {}).get("optional-dependencies", {})
+    for name, lines in table.items():
+        after = re.sub(rf"^{re.escape(name)} = \[[^\]]*\]\n", "", text, count=1, flags=re.MULTILINE)
+        if lines:
+            warning = f"`pip install {repository.source.name}[{name}]` warns: does not provide the extra '{name}'."
+            said = f"{warning} It was {', '.join(lines)}."
+            yield from _changed("extra", text, after, said)
+
+
+# ------------------------------------------------------------------------------------------------- pytest's settings
+
+
+@breaks
+def settings(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
+    """pytest does not run under the repository's own settings."""
+    head = "[tool.pytest.ini_options]\n"
+    if head not in text:
+        return
+    for line in ('minversion = "12.0"\n', 'required_plugins = ["pytest-xdist>=3"]\n', 'addopts = "--cov-report=xml"\n'):
+        if line.split(" =")[0] not in text:
+            yield from _changed("pytest-settings", text, text.replace(head, head + line, 1))
+    if "filterwarnings" in text:
+        wrong = re.sub(r'(filterwarnings = \[\s*)"', r'\1"error::DeprecatedWarning",\n    "', text, count=1)
+        yield from _changed("pytest-settings", text, wrong)
+    if 'addopts = "' in text:
+        yield from _changed(
+            "pytest-settings", text, text.replace('addopts = "', 'addopts = "-n auto --dist=loadfile ', 1)
+        )
+
+
+# ------------------------------------------------------------------------------------------------- candidates
+
+
+@generator("devops", "devops", weight=0.8, most=0.4)
+def devops(repository: Repository, rng: random.Random) -> Iterator[Candidate]:
+    text = repository.files.get(PROJECT, b"").decode()
+    if not text:
+        return
+    found = [breakage for function in BREAKS for breakage in function(text, repository, rng)]
+    rng.shuffle(found)
+    for breakage in found:
+        make = pytest_candidate if breakage.family == "pytest-settings" else wheel_candidate
+        yield make(repository, breakage, rng.getrandbits(64))
+
+
+def _site(breakage: Breakage) -> str:
+    digests = (hashlib.sha256(data or b"").hexdigest()[:12] for data in breakage.changes.values())
+    return f"{breakage.family}:{'+'.join(breakage.changes)}:{'+'.join(digests)}"
+
+
+def wheel_candidate(repository: Repository, breakage: Breakage, seed: int) -> Candidate:
+    states = {
+        "whole": State({}, command=FACTS),
+        "facts": State(breakage.changes, command=FACTS),
+        "build": State(breakage.changes, command=BUILD),
+    }
+
+    def finish(trials: Mapping[str, Trial]) -> Draft:
+        whole, broken = (_facts(trials[name]) for name in ("whole", "facts"))
+        if "problem" in whole:
+            raise Unfit("not-built", "the intact repository gives no wheel")
+        if broken == whole:
+            raise Unfit("survives", "the wheel is the same")
+        rng = random.Random(seed)
+        request = breakage.said or _pasted(rng, BUILD.partition(" --no-deps")[0], trials["build"])
+        checks = (Check("wheel", {"env": _scm(repository)}, {**whole, "roots": list(repository.source.roots)}),)
+        return _draft(repository, breakage, request, checks, {}, rng)
+
+    return Candidate(_site(breakage), breakage.family, states, finish)
+
+
+def _scm(repository: Repository) -> dict[str, str]:
+    """For backends that ask git for the version."""
+    vcs = "vcs" in " ".join(repository.source.backend)
+    return {"SETUPTOOLS_SCM_PRETEND_VERSION": repository.source.version} if vcs else {}
+
+
+def _facts(trial: Trial) -> dict[str, object]:
+    try:
+        found = json.loads(trial.output.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        return {"problem": "no facts"}
+    return dict(found)
+
+
+def pytest_candidate(repository: Repository, breakage: Breakage, seed: int) -> Candidate:
+    rng = random.Random(seed)
+    files = sorted({test_name(test)[0] for test in repository.seconds})
+    short = [
+        path for path in files if repository.time_of(_in(repository, path)) < 1.5 and len(_in(repository, path)) < 80
+    ]
+    rng.shuffle(short)
+    chosen = sorted(short[:2])
+    tests = [test for path in chosen for test in _in(repository, path)]
+    command = f"python3 -m pytest -q {' '.join(chosen)}"
+    states = {"whole": State({}, command=command), "broken": State(breakage.changes, command=command)}
+
+    def finish(trials: Mapping[str, Trial]) -> Draft:
+        if trials["whole"].exit_code or not chosen:
+            raise Unfit("not-run", "pytest does not run there by itself")
+        if not trials["broken"].exit_code:
+            raise Unfit("survives", "pytest runs")
+        request = _pasted(rng, command, trials["broken"])
+        suite = suite_of(repository)
+        check = pytest_check(repository, tests, suite)
+        own = ["-c", f"{WORKSPACE}/{PROJECT}"]
+        run = {**check.run, "run": chosen, "arguments": own}
+        return _draft(repository, breakage, request, (Check("pytest", run, check.expected),), suite, rng)
+
+    return Candidate(_site(breakage), breakage.family, states, finish)
+
+
+def _in(repository: Repository, path: str) -> list[str]:
+    return [test for test in repository.seconds if test_name(test)[0] == path]
+
+
+def _pasted(rng: random.Random, command: str, trial: Trial) -> str:
+    """The command and the end of what it said."""
+    lines = [line.rstrip() for line in trial.output.splitlines() if line.strip() and "[notice]" not in line]
+    noise = re.compile(r"WARNING: (Running pip as|The directory)|\s*[\^~]+\s*$")
+    lines = [line for line in lines if not noise.match(line)]
+    if not lines:
+        raise Unfit("silent", "there is no output to show")
+    notes = ("note:", "hint:", "╰", "×")  # pip's own, about where to look
+    while lines[-1].strip().startswith(notes) and len(lines) > 1:
+        lines.pop()
+    shown = lines if len(lines) <= 14 else [*lines[:2], "...", *lines[-10:]]
+    head = prompts.pick(
+        rng,
+        "",
+        "",
+        "Release job:",
+        "What is wrong here?",
+        "CI:",
+        "Does not build any more:" if "pip" in command else "Cannot run the tests:",
+    )
+    return (f"{head}\n\n" if head else "") + prompts.fenced(f"$ {command}\n" + "\n".join(line[:240] for line in shown))
+
+
+def _draft(
+    repository: Repository,
+    breakage: Breakage,
+    request: str,
+    checks: tuple[Check, ...],
+    suite: Mapping[str, bytes],
+    rng: random.Random,
+) -> Draft:
+    return Draft(
+        category="devops",
+        family=breakage.family,
+        register="symptom" if breakage.said else "log",
+        request=request,
+        difficulty=2 if breakage.said else 1,
+        workspace=breakage.changes,
+        solved=back(repository, breakage.changes),
+        checks=checks,
+        suite=suite,
+        protected=protected_globs(repository),
+    )

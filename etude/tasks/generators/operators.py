@@ -1,0 +1,276 @@
+"""Small wrong changes to code: each operator finds the places in a function where it applies, and the edit it makes.
+
+The kinds are those that mutation testing and bug generators use. What a change does to the tests is not known here:
+most are kept only after tests were seen to fail.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from etude.tasks.generators.code import Edit, Function, Module, inside_fstring
+
+Operator = Callable[[Module, ast.AST], Iterator[tuple[ast.AST, Edit]]]
+OPERATORS: dict[str, Operator] = {}
+COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
+COMPARISONS |= {"is": "is not", "is not": "is", "in": "not in", "not in": "in"}
+ARITHMETIC = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.FloorDiv: ("//", "*")}
+ARITHMETIC |= {ast.Mod: ("%", "*"), ast.BitOr: ("|", "&"), ast.BitAnd: ("&", "|")}
+METHODS = {"startswith": "endswith", "endswith": "startswith", "lstrip": "rstrip", "rstrip": "lstrip", "lower": "upper"}
+METHODS |= {"upper": "lower", "append": "extend", "find": "rfind", "partition": "rpartition", "rpartition": "partition"}
+METHODS |= {"split": "rsplit", "rsplit": "split", "keys": "values", "strip": "lstrip"}
+BUILTINS = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list"}
+RAISED = {"KeyError": "IndexError", "AttributeError": "KeyError", "ValueError": "TypeError", "TypeError": "ValueError"}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One wrong change: what kind, where, and the edit."""
+
+    operator: str
+    function: Function
+    line: int  # the first line whose run shows it
+    edit: Edit
+
+    @property
+    def site(self) -> str:
+        return f"{self.function.file}:{self.function.qualname}:{self.edit.start}:{self.operator}"
+
+
+def operator(name: str) -> Callable[[Operator], Operator]:
+    def register(function: Operator) -> Operator:
+        OPERATORS[name] = function
+        return function
+
+    return register
+
+
+def mutations(function: Function) -> list[Mutation]:
+    """Every change that an operator can make in a function, without those in functions within it."""
+    module = function.module
+    strings = inside_fstring(function.node)
+    found: list[Mutation] = []
+    for node in _own_nodes(function):
+        if id(node) in strings or not hasattr(node, "lineno"):
+            continue
+        for name, apply in OPERATORS.items():
+            for place, edit in apply(module, node):
+                found.append(Mutation(name, function, getattr(place, "lineno", 0), edit))
+    return found
+
+
+def _own_nodes(function: Function) -> Iterator[ast.AST]:
+    waiting: list[ast.AST] = list(reversed(function.body))
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            continue
+        yield node
+        waiting += reversed([*ast.iter_child_nodes(node)])
+
+
+# ------------------------------------------------------------------------------------------------- conditions
+
+
+@operator("negate-condition")
+def negate_condition(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    if isinstance(node, ast.If | ast.While | ast.IfExp):
+        if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not):
+            yield node.test, module.replace(node.test, module.text(node.test.operand))
+        elif not isinstance(node.test, ast.Compare):  # a comparison has an operator of its own
+            text = module.text(node.test)
+            plain = isinstance(node.test, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
+            yield node.test, module.replace(node.test, f"not {text}" if plain else f"not ({text})")
+
+
+@operator("swap-comparison")
+def swap_comparison(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    if not isinstance(node, ast.Compare) or len(node.ops) != 1:
+        return
+    start, end = module.span(node.left)[1], module.span(node.comparators[0])[0]
+    between = module.data[start:end].decode()
+    found = re.fullmatch(r"(\s*\)*\s*)(is\s+not|not\s+in|is|in|[<>=!]=|[<>])(\s*\(*\s*)", between)
+    if found is not None:
+        sign = " ".join(found[2].split())
+        yield node, Edit(start, end, found[1] + COMPARISONS[sign] + found[3])
+
+
+@operator("drop-condition")
+def drop_condition(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    """One side of `a and b` goes."""
+    if isinstance(node, ast.BoolOp) and len(node.values) >= 2:
+        first, last = module.span(node.values[-2])[1], module.span(node)[1]
+        between = module.data[first : module.span(node.values[-1])[0]]
+        if b"\n" not in module.data[first:last] and b"(" not in between and b")" not in between:
+            yield node.values[-1], Edit(first, last, "")
+
+
+@operator("and-or")
+def and_or(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    if isinstance(node, ast.BoolOp) and len(node.values) == 2:
+        start, end = module.span(node.values[0])[1], module.span(node.values[1])[0]
+        old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
+        between = module.data[start:end].decode()
+        if len(re.findall(rf"\b{old}\b", between)) == 1:
+            yield node, Edit(start, end, re.sub(rf"\b{old}\b", new, between))
+
+
+@operator("skip-branch")
+def skip_branch(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    """A guard is gone."""
+    if isinstance(node, ast.If) and not node.orelse and module.data[module.span(node)[0] :].startswith(b"if"):
+        yield from _without(module, node)
+
+
+# ------------------------------------------------------------------------------------------------- values
+
+
+@operator("off-by-one")
+def off_by_one(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 1000:
+        yield node, module.replace(node, str(node.value + 1 if node.value != 1 else 0))
+
+
+@operator("flip-boolean")
+def flip_boolean(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    if isinstance(node, ast.Constant) and type(node.value) is bool:
+        yield node, module.replace(node, str(not node.value))
+
+
+@operator("swap-arithmetic")
+def swap_arithmetic(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    if not isinstance(node, ast.BinOp) or type(node.op) not in ARITHMETIC:
+        return
+    if any(isinstance(side, ast.Constant | ast.JoinedStr) and _is_text(side) for side in (node.left, node.right)):
+        return
+    start, end = module.span(node.left)[1], module.span(node.right)[0]
+    between, (old, new) = module.data[start:end].decode(), ARITHMETIC[type(node.op)]
+    if between.count(old) == 1:
+        yield node, Edit(start, end, between.replace(old, new))
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
+
+
+@operator("swap-method")
+def swap_method(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
+        _, end = module.span(node.func)
+        yield node.func, Edit(end - len(node.func.attr), end, METHODS[node.func.attr])
+
+
+@operator("swap-builtin")
+def swap_builtin(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        name = node.func.id
+        if name in BUILTINS and (name != "sorted" or not node.keywords):
+            yield node.func, module.replace(node.func, BUILTINS[name])
+
+
+@operator("swap-arguments")
+def swap_arguments(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    if isinstance(node, ast.Call) and len(node.args) >= 2:
+        one, two = node.args[0], node.args[1]
+        if all(isinstance(arg, ast.Name | ast.Attribute) for arg in (one, two)) and module.text(one) != module.text(
+            two
+        ):
+            start, end = module.span(one)[0], module.span(two)[1]
+            between = module.data[module.span(one)[1] : module.span(two)[0]].decode()
+            yield node, Edit(start, end, module.text(two) + between + module.text(one))
+
+
+@operator("drop-keyword")
+def drop_keyword(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    """An argument given by name is not given."""
+    if isinstance(node, ast.Call) and len(node.keywords) >= 1 and node.keywords[-1].arg and len(node.args) >= 1:
+        last = node.keywords[-1]
+        before = node.keywords[-2] if len(node.keywords) > 1 else node.args[-1]
+        start, end = module.span(before)[1], module.span(last)[1]
+        if b"#" not in module.data[start:end] and b")" not in module.data[start : module.span(last)[0]]:
+            yield last.value, Edit(start, end, "")
+
+
+@operator("swap-branches")
+def swap_branches(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    """`a if c else b` gives the other one."""
+    if isinstance(node, ast.IfExp):
+        start, end = module.span(node)
+        text = f"{module.text(node.orelse)} if {module.text(node.test)} else {module.text(node.body)}"
+        if b"#" not in module.data[start:end] and not isinstance(node.test, ast.IfExp):
+            yield node, Edit(start, end, text)
+
+
+# ------------------------------------------------------------------------------------------------- statements
+
+
+@operator("drop-statement")
+def drop_statement(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    """A call made for what it does, or a change of something's state, is gone."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await):
+        yield from _without(module, node)
+    elif isinstance(node, ast.Assign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if isinstance(node, ast.AugAssign) or all(isinstance(each, ast.Attribute | ast.Subscript) for each in targets):
+            yield from _without(module, node)
+
+
+def _without(module: Module, node: ast.stmt) -> Iterator[tuple[ast.AST, Edit]]:
+    """The lines of a statement go, if they are its alone and others stay: nothing is left to show that it was there."""
+    start, end = module.line_span(node.lineno, node.end_lineno or node.lineno)
+    first, last = module.span(node)
+    alone = not module.data[start:first].strip() and not module.data[last:end].partition(b"#")[0].strip()
+    if alone and len(module.body_around(node)) > 1:
+        yield node, Edit(start, end, "")
+
+
+@operator("return-nothing")
+def return_nothing(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    if isinstance(node, ast.Return) and node.value is not None and module.text(node.value) != "None":
+        yield node, module.replace(node.value, "None")
+
+
+@operator("lose-default")
+def lose_default(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    """`x.get(key, default)` and the like: without the default."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
+        none = len(node.args) == 2 and isinstance(node.args[1], ast.Constant) and node.args[1].value is None
+        if len(node.args) == 2 and not node.keywords and not none:
+            start, end = module.span(node.args[0])[1], module.span(node.args[1])[1]
+            if b"#" not in module.data[start:end]:
+                yield node, Edit(start, end, "" if node.func.attr == "get" else ", None")
+
+
+@operator("other-exception")
+def other_exception(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    """What is caught, or raised, is of another kind."""
+    if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name) and node.type.id in RAISED:
+        yield node, module.replace(node.type, RAISED[node.type.id])
+    raised = node.exc.func if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) else None
+    if isinstance(raised, ast.Name) and raised.id in RAISED:
+        yield node, module.replace(raised, RAISED[raised.id])
+
+
+@operator("break-continue")
+def break_continue(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    if isinstance(node, ast.Break):
+        yield node, module.replace(node, "continue")
+    elif isinstance(node, ast.Continue):
+        yield node, module.replace(node, "break")
+
+
+@operator("shorten")
+def shorten(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    """A loop leaves out the first of what it goes through."""
+    if isinstance(node, ast.For) and isinstance(node.iter, ast.Name | ast.Attribute):
+        yield node, module.replace(node.iter, f"list({module.text(node.iter)})[1:]")
+
+
+@operator("wrong-name")
+def wrong_name(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+    """Of the two names in a comparison or call with two, the same twice."""
+    if isinstance(node, ast.Compare) and len(node.comparators) == 1:
+        one, two = node.left, node.comparators[0]
+        if isinstance(one, ast.Name) and isinstance(two, ast.Name) and one.id != two.id:
+            yield node, module.replace(two, one.id)

@@ -1,0 +1,102 @@
+"""The machine itself as a pod: what every pod does with commands, files and jobs, and a clear no to the rest."""
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.errors import InputError
+from etude.pods.pod import Capabilities, Pod, PodGone, Unsupported
+from etude.pods.runtime.unisolated import open_here
+from tests.pods import conformance, conformance_commands, conformance_files, conformance_jobs
+from tests.pods.test_conformance import LENGTHY
+
+THEMES = (conformance_commands, conformance_files, conformance_jobs)
+# Here a command has our environment, but for what is hidden: see below.
+OTHERWISE = {"nothing_of_the_service_is_in_a_commands_environment"}
+CHECKS = {
+    name: check
+    for name, check in conformance.CHECKS.items()
+    if check.__module__ in {theme.__name__ for theme in THEMES} and name not in OTHERWISE
+}
+
+
+class Home:
+    """Where the checks of the suite get their pods."""
+
+    can = Capabilities(isolation="none")
+    own_root = False
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+
+    def place(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self.scratch))
+
+    @contextlib.asynccontextmanager
+    async def pod(self, *_: Any, **__: Any) -> AsyncIterator[Pod]:
+        async with open_here(self.place()) as pod:
+            yield pod
+
+
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(check, id=name, marks=[pytest.mark.slow] * (name in LENGTHY)) for name, check in CHECKS.items()],
+)
+def test_it_passes_the_suite_of_pods(check: Callable[[Any], Awaitable[None]], tmp_path: Path) -> None:
+    try:
+        asyncio.run(asyncio.wait_for(check(Home(tmp_path)), conformance.DEADLINE_S))  # type: ignore[arg-type]
+    except conformance.Skip as reason:
+        pytest.skip(str(reason))
+
+
+def test_commands_have_our_environment_but_for_what_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEEN", "yes")
+    monkeypatch.setenv("HIDDEN_FROM_IT", "no")
+
+    async def work() -> str:
+        async with open_here(tmp_path, hidden=["HIDDEN_FROM_IT"]) as pod:
+            return (await pod.exec("env; cat /proc/$PPID/environ | tr '\\0' '\\n'")).stdout
+
+    told = asyncio.run(work())
+    assert "SEEN=yes" in told
+    assert "HIDDEN_FROM_IT" not in told
+
+
+def test_what_needs_a_machine_of_its_own_is_refused(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with open_here(tmp_path) as pod:
+            for asked in (pod.snapshot, pod.fork, pod.pause, pod.resume):
+                with pytest.raises(Unsupported, match="this machine itself"):
+                    await asked()
+            with pytest.raises(Unsupported, match="another user"):
+                await pod.exec("true", user="nobody")
+            assert (await pod.stats())["pids"] == 0
+        with pytest.raises(PodGone):
+            await pod.exec("true")
+
+    asyncio.run(work())
+    with pytest.raises(InputError, match="not a directory"):
+        asyncio.run(open_here(tmp_path / "nowhere").__aenter__())
+
+
+def test_everything_it_started_ends_with_it_and_what_it_wrote_stays(tmp_path: Path) -> None:
+    async def work() -> tuple[int, str]:
+        async with open_here(tmp_path) as pod:
+            left = "setsid sh -c 'echo $$ > pid; exec sleep 1000' >/dev/null 2>&1 & while [ ! -s pid ]; do :; done"
+            await pod.exec(left, timeout=20)
+            return int(await pod.read("pid")), (await pod.exec("echo $TMPDIR")).stdout.strip()
+
+    pid, scratch = asyncio.run(work())
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.05)  # killed, and not yet waited for
+    assert not os.path.exists(f"/proc/{pid}")
+    assert not os.path.exists(scratch)
+    assert (tmp_path / "pid").exists()

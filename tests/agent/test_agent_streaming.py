@@ -1,0 +1,256 @@
+"""What a person watches is what the record says: answers that come piece by piece are the same as whole ones."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rehearsal import Bench, call, chatml, says, speaker
+from samplers import serving as serving_engine
+from samplers import tiny_engine
+from stub_endpoint import Line, Stub, serving
+from stub_endpoint import call as stub_call
+
+from etude.chat.dialects.live import Live
+from etude.errors import EtudeError, InputError
+from etude.harness.model_client import ChatSpeaker
+from etude.harness.prompt import Request
+from etude.harness.session import Session
+from etude.harness.trace import Trace
+from etude.inference.clients.http import Http
+from etude.inference.clients.inprocess import InProcess
+from etude.inference.clients.openai import Events, OpenAIChat, read_reply
+from etude.inference.clients.transport import Patience, ServerError, Unreachable
+from etude.inference.generate_protocol import BadAnswer
+from etude.inference.sampling import Sampling
+from etude.inference.service import EngineService
+
+QUICK = Patience(timeout=20, attempts=2, first_pause=0.01, longest_pause=0.05)
+LINE = Line(
+    "Zürich \u2028 and 東京", [stub_call("grep", pattern="a b"), stub_call("read_file", target_file="x.py")], "Hm, hm."
+)
+
+
+class Ear:
+    """Hears everything."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[str, str]] = []
+
+    def __call__(self, part: str, text: str) -> None:
+        self.parts.append((part, text))
+
+    def said(self, part: str) -> str:
+        return "".join(text for kind, text in self.parts if kind == part)
+
+
+# ------------------------------------------------------------------------------------------------- chat APIs
+
+
+def ask_both(stub: Stub) -> tuple[object, object, Ear]:
+    ear = Ear()
+
+    async def work() -> tuple[object, object]:
+        client = OpenAIChat(stub.url, model="stub", patience=QUICK)
+        asked = [{"role": "user", "content": "x"}]
+        try:
+            return await client.chat(asked), await client.chat(asked, listen=ear)
+        finally:
+            await client.close()
+
+    with serving(stub):
+        whole, streamed = asyncio.run(work())
+    return whole, streamed, ear
+
+
+def test_a_streamed_answer_adds_up_to_the_whole_one() -> None:
+    whole, streamed, ear = ask_both(Stub([LINE]))
+    assert streamed.text == whole.text == LINE.text == ear.said("text")  # type: ignore[attr-defined]
+    assert streamed.tool_calls == whole.tool_calls  # type: ignore[attr-defined]
+    assert [json.loads(each.arguments) for each in streamed.tool_calls] == [dict(args) for _, args in LINE.calls]  # type: ignore[attr-defined]
+    assert streamed.usage == whole.usage  # type: ignore[attr-defined]
+    assert streamed.finish == "tool_calls"  # type: ignore[attr-defined]
+    assert ear.said("thinking") == LINE.thinking
+    assert [text for part, text in ear.parts if part == "call"] == ["grep", "read_file"]
+
+
+def test_a_server_that_streams_nothing_is_heard_at_the_end() -> None:
+    _, streamed, ear = ask_both(Stub([LINE], streams=False))
+    assert streamed.text == ear.said("text") == LINE.text  # type: ignore[attr-defined]
+    assert len(streamed.tool_calls) == 2  # type: ignore[attr-defined]
+
+
+def test_tokens_that_nobody_counted_are_a_guess_and_say_so() -> None:
+    _, streamed, _ = ask_both(Stub([LINE], usage=False))
+    assert not streamed.usage.counted  # type: ignore[attr-defined]
+    assert streamed.usage.completion_tokens > 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "complaint"),
+    [
+        (["data: {"], BadAnswer, "not JSON"),
+        (["data: []"], BadAnswer, "not an object"),
+        (['data: {"error": {"message": "out of memory"}}'], ServerError, "out of memory"),
+        (['data: {"choices": [{"delta": {"content": "half"}}]}'], Unreachable, "broke off"),
+        ([], Unreachable, "broke off"),
+        (["<html>"], BadAnswer, "not JSON"),
+        (['data: {"choices": [null]}'], BadAnswer, "choices is not a list of objects"),
+        (['data: {"choices": [{"delta": {"tool_calls": ["x"]}}]}'], BadAnswer, "tool_calls is not a list of objects"),
+        (
+            ['data: {"choices": [{"delta": {"tool_calls": [{"function": {"name": "x", "arguments": {"a": 1}}}]}}]}'],
+            BadAnswer,
+            "must be text",
+        ),
+    ],
+)
+def test_a_strange_stream_is_an_error_that_says_what_is_wrong(
+    lines: list[str], kind: type[EtudeError], complaint: str
+) -> None:
+    def read() -> None:
+        events = Events("http://x", Ear())
+        for line in lines:
+            events.feed(line.encode())
+        read_reply(events.whole({"messages": []}), "http://x")
+
+    with pytest.raises(kind, match=complaint):
+        read()
+
+
+def test_calls_without_numbers_are_told_apart_by_their_ids() -> None:
+    events = Events("http://x", Ear())
+    for id, name in (("a", "one"), ("b", "two")):
+        delta = {"tool_calls": [{"id": id, "function": {"name": name, "arguments": "{}"}}]}
+        events.feed(f"data: {json.dumps({'choices': [{'delta': delta}]})}".encode())
+    events.feed(b"data: [DONE]")
+    reply = read_reply(events.whole({"messages": []}), "http://x")
+    assert [(each.id, each.name) for each in reply.tool_calls] == [("a", "one"), ("b", "two")]
+
+
+def test_a_session_over_a_chat_api_has_no_tokens_and_says_so() -> None:
+    stub = Stub([Line("Looking.", [stub_call("echo", text="hi")]), Line("Done.")])
+    ear = Ear()
+
+    async def work() -> Trace:
+        client = OpenAIChat(stub.url, model="stub", patience=QUICK)
+        mouth = ChatSpeaker(client, Sampling(), window=10_000)
+        mouth.on_text = ear  # type: ignore[assignment]
+        try:
+            return await Session(Request("Go."), mouth, Bench()).run()
+        finally:
+            await client.close()
+
+    with serving(stub):
+        trace = asyncio.run(work())
+    assert (trace.final, trace.exact, len(trace.segments[0])) == ("Done.", False, 0)
+    assert ear.said("text") == "Looking.Done."
+    assert [message["role"] for message in stub.asked[1]["messages"]] == ["system", "user", "assistant", "tool"]
+
+
+def test_half_a_character_from_an_endpoint_is_told_and_kept_as_another_sign() -> None:
+    stub = Stub(
+        [Line("Half \ud800.", [stub_call("echo\udfff", text="hi"), stub_call("echo", text="\ud800")]), Line("Done.")]
+    )
+
+    async def work() -> Trace:
+        client = OpenAIChat(stub.url, model="stub", patience=QUICK)
+        mouth = ChatSpeaker(client, Sampling(), window=10_000)
+        mouth.on_text = Ear()  # type: ignore[assignment]
+        try:
+            return await Session(Request("Go."), mouth, Bench()).run()
+        finally:
+            await client.close()
+
+    with serving(stub):
+        trace = asyncio.run(work())
+    first = next(step for step in trace.steps if step.kind == "turn")
+    assert (trace.final, first.message.content) == ("Done.", "Half ?.")
+    assert [each.status for each in first.message.calls] == ["unknown_tool", "bad_json"]
+
+
+# ------------------------------------------------------------------------------------------------- tokens
+
+
+def watch(text: str, *calls: object, thinking: str = "", pieces: Callable[[int], int] = lambda n: 1) -> tuple[Ear, str]:
+    """An answer in our dialect, told in pieces; looks are never put off."""
+    ear, dialect = Ear(), chatml()
+    tokens = dialect.write(says(text, *calls, thinking=thinking))  # type: ignore[arg-type]
+    live = Live(dialect, ear)  # type: ignore[arg-type]
+    at = 0
+    while at < len(tokens):
+        size = pieces(len(tokens))
+        live._next_look = 0.0
+        live.feed(tokens[at : at + size])
+        at += size
+    live.finish(dialect.parse(tokens))
+    return ear, dialect.tokenizer.decode(tokens)
+
+
+def test_a_person_sees_thoughts_and_text_but_no_markup() -> None:
+    ear, raw = watch("Here: naïve 東京.\n\n", call("echo", text="secret"), thinking="Let me think.\nTwice.")
+    assert ear.said("thinking") == "Let me think.\nTwice."
+    assert ear.said("text") == "Here: naïve 東京.\n\n"
+    assert [text for part, text in ear.parts if part == "call"] != []
+    assert "<tool_call>" in raw
+    shown = ear.said("thinking") + ear.said("text")
+    assert not re.search(r"tool_call|<think|secret|\ufffd", shown)
+    assert len([part for part, _ in ear.parts if part == "text"]) > 3  # it came bit by bit
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=60), st.text(max_size=60), st.booleans(), st.integers(1, 7))
+def test_what_was_shown_in_pieces_is_the_whole_answer(thinking: str, text: str, calls: bool, size: int) -> None:
+    try:
+        ear, _ = watch(text, *([call("echo", text=text)] if calls else []), thinking=thinking, pieces=lambda n: size)
+    except InputError:
+        return  # a text that the dialect cannot write as text
+    answer = chatml().parse(
+        chatml().write(says(text, *([call("echo", text=text)] if calls else []), thinking=thinking))
+    )
+    assert ear.said("thinking") == answer.thinking
+    assert ear.said("text") == answer.text
+
+
+def test_an_endless_blank_is_watched_in_no_time() -> None:
+    before = time.monotonic()
+    for blank in (" ", "\n", "\ufffd"):
+        watch("x" + blank * 30_000 + "y", pieces=lambda n: n)
+    assert time.monotonic() - before < 5
+
+
+def test_who_is_watched_makes_the_same_tokens() -> None:
+    script = [says("Looking.", call("echo", text="x"), thinking="Where?"), says("Done.")]
+    ear = Ear()
+    mouth = speaker(script)
+    mouth.on_text = ear  # type: ignore[assignment]
+    watched = asyncio.run(Session(Request("Go."), mouth, Bench()).run())
+    alone = asyncio.run(Session(Request("Go."), speaker(script), Bench()).run())
+    assert watched.segments[0].tokens.tolist() == alone.segments[0].tokens.tolist()
+    assert ear.said("text") == "Looking.Done."
+
+
+def test_watched_samples_are_the_same_in_process_and_over_http() -> None:
+    sampling = Sampling(max_tokens=30, seed=5)
+
+    async def work() -> None:
+        async with EngineService(tiny_engine("qwen3_moe")) as service, serving_engine(service) as url:
+            plain = await InProcess(service).sample([1, 2, 3], sampling)
+            for policy in (InProcess(service), Http(url, patience=QUICK)):
+                told: list[list[int]] = []
+                one = await policy.watched([1, 2, 3], sampling, lambda tokens, told=told: told.append(list(tokens)))  # type: ignore[misc]
+                assert (one.tokens, one.logprobs, one.versions) == (plain.tokens, plain.logprobs, plain.versions)
+                assert one.routing is not None
+                assert plain.routing is not None
+                assert one.routing.tolist() == plain.routing.tolist()
+                assert [token for piece in told for token in piece] == one.tokens
+                assert len(told) > 2
+                with pytest.raises(InputError, match="one sample"):
+                    await policy.watched([1], replace(sampling, samples=2), print)
+            await policy.close()
+
+    asyncio.run(work())

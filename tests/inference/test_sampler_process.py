@@ -1,0 +1,316 @@
+"""A real sampler process on a run directory: it follows the chain in the middle of samples, and may be killed."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from samplers import config_of, tiny_model, tiny_tokenizer
+from torch import Tensor
+
+from etude.inference.policy import Sample
+from etude.inference.sampling import Sampling
+from etude.model.checkpoint import save
+from etude.model.transformer import Transformer
+from etude.rollouts.sampler_pool import SamplersLost, open_samplers
+from etude.runs.layout import Place, place_and_section, read_status
+from etude.weights.bucket import Bucket
+from etude.weights.publisher import Publisher
+
+FAMILY = "qwen3_moe"
+RECIPE = """
+name = "test"
+stages = ["rl"]
+[rl]
+model = "start"
+tasks = "./tasks"
+steps = 1
+stall_s = {stall_s}
+[rl.sampler]
+device = "cpu"
+tokens = 8192
+max_streams = 16
+threads = 1
+[rl.weights]
+poll_s = 0.02
+"""
+State = dict[str, Tensor]
+
+
+def make_run(path: Path, stall_s: float = 60.0) -> Place:
+    """A run as its orchestrator leaves it to a sampler."""
+    path.mkdir(exist_ok=True)
+    (path / "recipe.toml").write_text(RECIPE.format(stall_s=stall_s))
+    place, _, _ = place_and_section(path)
+    place.make()
+    save(tiny_model(FAMILY), place.model)
+    tiny_tokenizer().save(place.model)
+    return place
+
+
+def weights(seed: int) -> State:
+    """What a trainer publishes: bfloat16, for an engine in float32."""
+    return {name: tensor.bfloat16() for name, tensor in tiny_model(FAMILY, seed).state_dict().items()}
+
+
+def stepped(state: State, seed: int) -> State:
+    """Some values moved a little, as a training step does."""
+    chance = torch.Generator().manual_seed(seed)
+    mask = {name: torch.rand(tensor.shape, generator=chance) < 0.02 for name, tensor in state.items()}
+    return {name: torch.where(mask[name], tensor * 1.02, tensor) for name, tensor in state.items()}
+
+
+def command(place: Place, name: str) -> list[str]:
+    return [sys.executable, "-m", "etude.inference.sampler_process", str(place.run), "--name", name]
+
+
+@contextlib.contextmanager
+def started(place: Place, name: str = "sampler-0") -> Iterator[subprocess.Popen[str]]:
+    """A sampler, from before it says anything until it is killed."""
+    with subprocess.Popen(command(place, name), stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+def until(place: Place, true: Callable[[dict[str, Any]], bool], process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The status of a sampler, once it is as wanted."""
+    deadline = time.monotonic() + 40
+    status: dict[str, Any] = {}
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(f"it ended with {process.returncode}: {process.stderr and process.stderr.read()}")
+        status = read_status(place, "sampler-0") or {}
+        if status.get("pid") == process.pid and true(status):
+            return status
+        time.sleep(0.02)
+    raise AssertionError(f"not as wanted after 40 s: {status}")
+
+
+def ready(status: dict[str, Any]) -> bool:
+    return bool(status["state"] == "ready")
+
+
+def network(state: State) -> Transformer:
+    model = Transformer(config_of(FAMILY)).eval()
+    model.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    return model
+
+
+def assert_made_by(sample: Sample, prompt: list[int], state: State) -> None:
+    """The sampler's numbers are those of the trainer's weights."""
+    tokens = [*prompt, *sample.tokens]
+    with torch.no_grad():
+        logprobs = network(state)(torch.tensor([tokens])).log_softmax(-1)[0]
+    wanted = [logprobs[i - 1, tokens[i]].item() for i in range(len(prompt), len(tokens))]
+    assert sample.raw_logprobs == pytest.approx(wanted, abs=2e-3)
+
+
+async def sampled(place: Place, prompt: list[int], count: int, **options: Any) -> Sample:
+    async with open_samplers(place, deadline_s=60) as policy:
+        return await policy.sample(prompt, Sampling(max_tokens=count, **options), session="s")
+
+
+async def long_sample(place: Place, url: str, count: int, meanwhile: Callable[[], None]) -> Sample:
+    """A sample of a second or more, and something that happens when the sampler is at work on it."""
+    sampling = asyncio.create_task(sampled(place, [5, 6, 7], count, seed=1))
+    async with asyncio.timeout(30), httpx.AsyncClient() as client:
+        while not (await client.get(f"{url}/health")).json()["open"]:
+            await asyncio.sleep(0.01)
+    await asyncio.to_thread(meanwhile)
+    return await sampling
+
+
+def test_a_sampler_follows_the_chain_in_the_middle_of_samples_over_broken_links_and_bad_numbers(tmp_path: Path) -> None:
+    place = make_run(tmp_path / "run")
+    bucket = Bucket(place.store)
+    with started(place) as process, Publisher(bucket, full_every=100) as publisher:
+        status = until(place, lambda status: status["state"] == "waiting", process)
+        assert status["waiting_for"] == f"a first version in {place.store}"
+        state = weights(0)
+
+        def publish(number: int, state: State) -> None:
+            publisher.publish_soon(number, state)
+            publisher.flush(20)
+
+        publish(1, state)
+        status = until(place, ready, process)
+        assert (status["version"], status["checksum"]) == (1, publisher.history[-1].version.checksum)
+        assert status["model"] == str(place.model)
+        sample = asyncio.run(sampled(place, [5, 6, 7], 20))
+        assert_made_by(sample, [5, 6, 7], state)
+        assert sample.routing is not None
+        assert len(sample.routing) == 3 + 20 - 1
+
+        def train() -> None:
+            nonlocal state
+            for number in range(2, 7):
+                state = stepped(state, number)
+                publish(number, state)
+                until(place, lambda status: status["version"] == publisher.history[-1].version.number, process)
+
+        # new versions come while a sample is made, and every token says of which it is
+        sample = asyncio.run(long_sample(place, status["url"], 800, train))
+        assert len(sample.tokens) == 800
+        assert sample.versions == sorted(sample.versions)
+        assert len(set(sample.versions)) >= 2, set(sample.versions)
+        status = until(place, lambda status: status["swaps"] >= 5, process)
+        assert status["checksum"] == publisher.history[-1].version.checksum
+        assert min(status["fetch_s"], status["apply_s"], status["swap_s"]) >= 0
+        assert_made_by(asyncio.run(sampled(place, [9, 8], 20)), [9, 8], state)
+
+        # weights with NaN in them are not loaded, the good ones after them are
+        bad = {**state, "norm.weight": torch.full_like(state["norm.weight"], torch.nan)}
+        publish(7, bad)
+        status = until(place, lambda status: "not finite" in status["problem"], process)
+        assert status["version"] == 6
+        state = stepped(state, 8)
+        publish(8, state)
+        status = until(place, lambda status: status["version"] == 8 and not status["problem"], process)
+
+        # a link is lost: the old version stays until the next full one
+        process.send_signal(signal.SIGSTOP)
+        for number in (9, 10):
+            state = stepped(state, number)
+            publish(number, state)
+        bucket.remove("versions/00000009/shard-000")
+        process.send_signal(signal.SIGCONT)
+        status = until(place, lambda status: "version 9, shard-000 is missing" in status["problem"], process)
+        assert status["version"] == 8
+        assert asyncio.run(sampled(place, [1], 5)).versions == [8] * 5
+        state = stepped(state, 11)
+        with Publisher(bucket) as anew:
+            anew.publish_soon(11, state)
+        status = until(place, lambda status: status["version"] == 11 and not status["problem"], process)
+        assert status["checksum"] == anew.history[-1].version.checksum
+        assert_made_by(asyncio.run(sampled(place, [9, 8], 20)), [9, 8], state)
+
+        with pytest.raises(httpx.HTTPStatusError, match="401"):
+            httpx.post(f"{status['url']}/pause").raise_for_status()
+
+
+def test_a_sample_outlives_the_sampler_that_was_killed_at_work_on_it(tmp_path: Path) -> None:
+    place, state = make_run(tmp_path / "run"), weights(0)
+    with Publisher(Bucket(place.store)) as publisher:
+        publisher.publish_soon(1, state)
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(started(place))
+        url = until(place, ready, first)["url"]
+
+        def kill() -> None:
+            first.kill()
+            first.wait()
+            with pytest.raises(SamplersLost, match="no connection: Connection refused"):
+                asyncio.run(hurried())
+            until(place, ready, stack.enter_context(started(place)))
+
+        async def hurried() -> None:
+            async with open_samplers(place, deadline_s=0.5) as policy:
+                await policy.sample([1], Sampling(max_tokens=1))
+
+        sample = asyncio.run(long_sample(place, url, 400, kill))
+        assert len(sample.tokens) == 400
+        assert_made_by(sample, [5, 6, 7], state)
+
+
+# ------------------------------------------------------------------------------------------- how it ends
+
+
+def test_sigterm_ends_it_at_once_and_a_wait_for_weights_has_a_deadline(tmp_path: Path) -> None:
+    place, late = make_run(tmp_path / "run"), make_run(tmp_path / "late", stall_s=0.5)
+    with Publisher(Bucket(place.store)) as publisher:
+        publisher.publish_soon(1, weights(0))
+    with started(late) as waiting, started(place) as process:
+        until(place, ready, process)
+
+        def stop() -> None:
+            process.terminate()
+            begun = time.monotonic()
+            assert process.wait(20) == 0
+            assert time.monotonic() - begun < 5
+            status = read_status(place, "sampler-0")
+            assert status is not None
+            assert (status["state"], status["url"]) == ("ended", "")
+
+        async def work() -> None:
+            async with open_samplers(place, deadline_s=0.5) as policy:
+                sampling = asyncio.create_task(policy.sample([1], Sampling(max_tokens=1900)))
+                await asyncio.sleep(0.3)
+                await asyncio.to_thread(stop)
+                with pytest.raises(SamplersLost, match="sampler-0: ended"):
+                    await asyncio.wait_for(sampling, 20)
+
+        asyncio.run(work())
+        assert waiting.wait(30) == 1
+        assert waiting.stderr is not None
+        assert f"sampler-0: after 0.5 s there is no usable version in {late.store}" in waiting.stderr.read()
+
+
+FAULTY = """
+import dataclasses, os, sys, time
+from etude.inference.engine import Engine
+from etude.inference import sampler_process
+step, settings_of = Engine.step, sampler_process.settings_of
+def fail(engine):
+    if engine.steps >= 20:
+        {fault}
+    return step(engine)
+Engine.step = fail
+sampler_process.settings_of = lambda *given: dataclasses.replace(settings_of(*given), stuck_s=1.0)
+os._exit(sampler_process.main(sys.argv[1:]))
+"""
+PARENT = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("raise RuntimeError('a kernel failed')", "the engine failed: RuntimeError: a kernel failed"),
+        ("time.sleep(1000)", "the engine made no step in 1 s with 1 samples"),
+    ],
+    ids=["breaks", "hangs"],
+)
+def test_an_engine_that_breaks_or_hangs_ends_the_process_with_an_error(tmp_path: Path, fault: str, said: str) -> None:
+    place = make_run(tmp_path / "run")
+    with Publisher(Bucket(place.store)) as publisher:
+        publisher.publish_soon(1, weights(0))
+    line = [sys.executable, "-c", FAULTY.format(fault=fault), str(place.run), "--name", "sampler-0"]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+        until(place, ready, process)
+
+        async def work() -> None:
+            async with open_samplers(place, deadline_s=2) as policy:
+                with pytest.raises(SamplersLost, match=said):
+                    await policy.sample([1], Sampling(max_tokens=100))
+
+        asyncio.run(work())
+        assert process.wait(20) == 1
+        assert process.stderr is not None
+        assert f"sampler-0: {said}" in process.stderr.read()
+
+
+@pytest.mark.slow
+def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    place = make_run(tmp_path / "run")
+    with subprocess.Popen([sys.executable, "-c", PARENT, *command(place, "sampler-0")]) as parent:
+        deadline = time.monotonic() + 40
+        while (status := read_status(place, "sampler-0")) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        parent.kill()
+    while Path(f"/proc/{status['pid']}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert os.getpid() != status["pid"]

@@ -1,0 +1,242 @@
+"""Nano tasks: the same from the same seed, no two alike, none that does not show what it is about."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.errors import InputError
+from etude.tasks.harbor import read_task
+from etude_nano import word_lists
+from etude_nano.demonstrator import edits_between, repository
+from etude_nano.source import DIFFICULTIES, FAMILIES, generate_nano, nano_task, nano_tasks, text_digest
+from etude_nano.templates import CHANGES, NUMBERS, TEXTS, USERS, shapes_of
+
+LEVELS = [(name, level) for name, family in FAMILIES.items() for level in family.difficulties]
+
+
+def metadata(files: Mapping[str, str]) -> dict[str, object]:
+    return tomllib.loads(files["task.toml"])["metadata"]
+
+
+def below(files: Mapping[str, str], place: str) -> dict[str, str]:
+    return {path.removeprefix(place): text for path, text in files.items() if path.startswith(place)}
+
+
+def line_of(files: Mapping[str, str], key: str) -> str:
+    """A value as it is written: reading ten thousand tables would take longer than making them."""
+    return next(line for line in files["task.toml"].splitlines() if line.startswith(f"{key} = ")).partition(" = ")[2]
+
+
+class Desk:
+    """A task laid out on this machine, graded by its own verifier. Only for code of ours."""
+
+    def __init__(self, files: Mapping[str, str], directory: Path) -> None:
+        self.work, self.logs, self.tests = directory / "work", directory / "logs", directory / "tests"
+        for place, texts in ((self.work, repository(files)), (self.tests, below(files, "tests/"))):
+            self.put(place, texts)
+        self.files = files
+
+    def put(self, place: Path, texts: Mapping[str, str]) -> None:
+        for path, text in texts.items():
+            (place / path).parent.mkdir(parents=True, exist_ok=True)
+            (place / path).write_text(text)
+
+    def solve(self) -> None:
+        self.put(self.work, below(self.files, "solution/repo/"))
+        if "solution/final.txt" in self.files:
+            self.say(self.files["solution/final.txt"])
+
+    def say(self, text: str) -> None:
+        self.put(self.logs, {"agent/final.txt": text})
+
+    def reward(self) -> str:
+        command = [sys.executable, "-I", "-S", self.tests / "verify.py", self.work, self.logs]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+        return (self.logs / "verifier/reward.txt").read_text().strip()
+
+
+@pytest.fixture
+def desk_place() -> Path:
+    with tempfile.TemporaryDirectory(prefix="nano-desk-") as directory:
+        os.chmod(directory, 0o755)  # the verifier's child is somebody else
+        yield Path(directory)  # type: ignore[misc]
+
+
+# ------------------------------------------------------------------------------------------- making them
+
+
+def test_a_seed_gives_the_same_task_in_every_process() -> None:
+    code = (
+        "from etude_nano.source import *\n"
+        "print(*[text_digest(nano_task(seed, split)) for seed in range(40) for split in ('train', 'held-out')])"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": luck}
+        ).stdout
+        for luck in ("1", "2")
+    ]
+    assert runs[0] == runs[1]
+    assert len(set(runs[0].split())) == 80
+
+
+def test_of_ten_thousand_tasks_no_two_are_alike_and_the_splits_share_no_site() -> None:
+    seen: Counter[str] = Counter()
+    sites: dict[str, set[str]] = {"train": set(), "held-out": set()}
+    families: Counter[str] = Counter()
+    for split, count in (("train", 8500), ("held-out", 1500)):
+        for seed in range(count):
+            files = nano_task(seed, split)  # type: ignore[arg-type]
+            seen[text_digest(files)] += 1
+            sites[split] |= set(json.loads(line_of(files, "sites")))
+            families[json.loads(line_of(files, "family"))] += 1
+    assert max(seen.values()) == 1, f"{sum(count > 1 for count in seen.values())} tasks came more than once"
+    assert not sites["held-out"] & sites["train"]
+    assert len(families) >= 17
+    assert all(count >= 50 for count in families.values()), families
+
+
+def test_held_out_faults_are_never_shown_in_training() -> None:
+    for shape in (shape for book in (NUMBERS, TEXTS) for shape in shapes_of(book)):
+        train, held_out = set(shape.faults("train")), set(shape.faults("held-out"))
+        assert shape.held_out or (train and not train & held_out), shape.id
+
+
+def test_no_name_in_a_program_hides_another() -> None:
+    books = [shape for book in (NUMBERS, TEXTS, USERS, CHANGES) for shape in shapes_of(book)]
+    code = " ".join(re.sub(r'"[^"\n]*"', "", shape.text() + shape.all_wrong()) for shape in books)
+    spelt = set(re.findall(r"(?<![$\w])[a-z_]+", code))
+    pools = (
+        word_lists.TEXTS,
+        word_lists.LIMITS,
+        word_lists.AMOUNTS,
+        word_lists.TOTALS,
+        word_lists.TABLES,
+        word_lists.PLACES,
+        word_lists.LETTERS,
+    )
+    slots = {word for pool in pools for word in pool} | {
+        word for pair in word_lists.NOUNS + word_lists.NAMED for word in pair
+    }
+    names = {name for shape in books for name in shape.names if "$" not in name}
+    modules = {*word_lists.MODULES, *word_lists.TOP_MODULES}
+    assert not modules & (spelt | slots | names | set(sys.stdlib_module_names) | set(word_lists.LABELS))
+    assert len({shape.id for shape in books}) == len(books)
+
+
+@pytest.mark.parametrize("split", ["train", "held-out"])
+def test_from_difficulty_two_on_the_request_does_not_name_the_site(split: str) -> None:
+    for family, level in LEVELS:
+        if level == 1 or family == "testing":  # there the file to change is the check itself
+            continue
+        for seed in range(12):
+            files = nano_task(seed, split, level, family)  # type: ignore[arg-type]
+            for path in below(files, "solution/repo/"):
+                assert path not in files["instruction.md"], f"{family} {level} {seed}: {files['instruction.md']}"
+
+
+def test_the_metadata_say_what_a_task_is() -> None:
+    for name, files in nano_tasks(60, "train", seed=7):
+        found = metadata(files)
+        assert found["source"] == "nano", name
+        assert found["difficulty"] in DIFFICULTIES
+        assert found["may_edit"] == bool(below(files, "solution/repo/"))
+        assert found["may_edit"] or found["carry"] == ["/logs/agent/final.txt"]
+        assert not set(found["protected"]) & set(below(files, "solution/repo/"))  # type: ignore[call-overload]
+
+
+def test_what_cannot_be_made_is_refused() -> None:
+    wrong = ({"split": "test"}, {"difficulty": 6}, {"family": "poetry"}, {"family": "where", "difficulty": 1})
+    for arguments in wrong:
+        with pytest.raises(InputError, match="nano: "):
+            nano_task(0, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_set_is_written_whole_and_reads_back(tmp_path: Path) -> None:
+    out = tmp_path / "set"
+    categories = generate_nano(out, 40, "held-out", seed=100, difficulties=(1, 3))
+    assert sum(categories.values()) == 40
+    table = tomllib.loads((out / "dataset.toml").read_text())
+    tasks = [read_task(out / name) for name in table["tasks"]]
+    assert {task.metadata["difficulty"] for task in tasks} == {1, 3}
+    assert all(task.category in categories and task.instruction for task in tasks)
+    assert os.access(tasks[0].directory / "tests/test.sh", os.X_OK)
+    with pytest.raises(InputError, match="not empty"):
+        generate_nano(out, 1)
+
+
+# ------------------------------------------------------------------------------------------- grading them
+
+
+@pytest.mark.parametrize("split", ["train", "held-out"])
+def test_every_family_at_every_difficulty_fails_untouched_and_passes_solved(split: str, desk_place: Path) -> None:
+    for number, (family, level) in enumerate(LEVELS):
+        seed = number if split == "train" else number + 1000
+        desk = Desk(nano_task(seed, split, level, family), desk_place / f"{number}")  # type: ignore[arg-type]
+        where = f"nano_task({seed}, {split!r}, {level}, {family!r})"
+        if split == "train":  # of the others the solution says enough
+            assert desk.reward() == "0", where
+        desk.solve()
+        assert desk.reward() == "1", where
+
+
+def test_an_answer_that_names_everything_or_comes_with_an_edit_does_not_pay(desk_place: Path) -> None:
+    desk = Desk(nano_task(3, "train", 3, "review"), desk_place / "review")
+    functions = re.findall(r"def (\w+)", "".join(repository(desk.files).values()))
+    desk.say(f"One of {', '.join(functions)}.")
+    assert desk.reward() == "0"
+    desk.solve()
+    assert desk.reward() == "1"
+    path = next(iter(repository(desk.files)))
+    (desk.work / path).write_text(repository(desk.files)[path] + "\n")
+    assert desk.reward() == "0"
+
+    desk = Desk(nano_task(3, "train", 2, "all-well"), desk_place / "well")
+    for said, paid in (("Fixed the bug.", "0"), ("It is wrong.", "0"), ("", "0"), ("It is correct.", "1")):
+        desk.say(said)
+        assert desk.reward() == paid, said
+
+
+def test_a_check_that_looks_at_the_text_of_the_code_is_no_test(desk_place: Path) -> None:
+    desk = Desk(nano_task(5, "train", 2, "testing"), desk_place)
+    (source,) = [path for path in repository(desk.files) if path != "check.py"]
+    text = repository(desk.files)[source]
+    (desk.work / "check.py").write_text(f"assert open({source!r}).read() == {text!r}\n")
+    assert desk.reward() == "0"
+    (desk.work / "check.py").write_text("assert False\n")
+    assert desk.reward() == "0"
+
+
+def test_code_that_does_not_end_or_takes_all_memory_is_a_zero(desk_place: Path) -> None:
+    for number, bomb in enumerate(("x = [0] * 10**10", "import os\nwhile True:\n    os.fork()")):
+        desk = Desk(nano_task(9, "train", 1, "debugging"), desk_place / str(number))
+        (path,) = below(desk.files, "solution/repo/")
+        (desk.work / path).write_text(bomb + "\n" + repository(desk.files)[path])
+        assert desk.reward() == "0", bomb
+
+
+# ------------------------------------------------------------------------------------------- edits
+
+LINES = st.lists(st.sampled_from(["a = 1", "b = 2", "    return a", "    return b", "", "x"]), min_size=1, max_size=8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LINES, LINES)
+def test_edits_in_order_make_one_text_of_the_other_and_each_fits_once(before: list[str], after: list[str]) -> None:
+    text, wanted = "\n".join(["head", *before, "tail"]), "\n".join(["head", *after, "tail"])
+    for edit in edits_between("a.py", text, wanted):
+        assert text.find(edit.old) == text.rfind(edit.old) >= 0
+        text = text.replace(edit.old, edit.new)
+    assert text == wanted

@@ -1,0 +1,301 @@
+"""The demo, made small, killed once in every stage and run again: it ends as if nothing had happened.
+
+Every stage before rl is a function of recipe and seed: what it leaves is compared, byte for byte, with that of a run
+nobody disturbed. Of rl, which depends on what came when: nothing is lost, trained on twice or left running.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from etude.errors import InputError
+from etude.harness.trace_store import load_trace
+from etude.model import load
+from etude.recipe.recipe import load_recipe
+from etude.rollouts.queue import Slots
+from etude.runs.layout import Place
+from etude.runs.run import Run, content_digest
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = ("base", "tasks", "corpus", "pretrain", "mtp", "extend", "sft", "rl")
+STEPS = {"pretrain": 8, "mtp": 4, "extend": 2, "sft": 4, "rl": 2}
+MEASURED = ("pretrain", "mtp", "extend", "rl")  # before the first step and after the last
+ROOMS = ("kernels", "model", "tasks", "train", "weights")  # of our own source: a corpus of a second
+LIMIT_S = 300  # for one stage, on a busy machine
+SETTLE_S = 60  # for what a finished run started to be gone: the keeper of pods waits for half a minute
+
+
+def small_demo(directory: Path, stages: tuple[str, ...] = STAGES) -> Path:
+    """recipes/nano.toml with smaller numbers: the same stages, the same sections."""
+    for room in ROOMS:
+        (directory / "code" / room).mkdir(parents=True, exist_ok=True)
+        for file in (ROOT / "etude" / room).glob("*.py"):
+            shutil.copy(file, directory / "code" / room)
+    recipe = tomllib.loads((ROOT / "recipes/nano.toml").read_text(encoding="utf-8"))
+    assert tuple(recipe["stages"]) == STAGES, "the demo has other stages now: kill it in those"
+    recipe["base"]["source"] = str(ROOT / "base/nano")
+    for tasks, count in zip(recipe["tasks"]["build"], (12, 2, 2), strict=True):
+        tasks["count"] = count
+    recipe["tasks"]["build"][0]["experts"] = 24
+    for corpus in recipe["corpus"]["build"][:2]:
+        corpus["sources"] = ["./code"]
+    short = {"max_tokens": 2048, "window": 512}
+    recipe["pretrain"] |= {"rows": 2, "length": 512, "tokens": STEPS["pretrain"] * 2 * 512}
+    recipe["pretrain"]["held_out"] |= short
+    recipe["mtp"] |= {"rows": 2, "length": 512, "tokens": STEPS["mtp"] * 2 * 512, "checkpoint_every": 2}
+    recipe["mtp"]["held_out"] |= short
+    recipe["extend"] |= {"rows": 1, "tokens": STEPS["extend"] * recipe["extend"]["length"], "checkpoint_every": 1}
+    recipe["extend"]["held_out"] |= {"max_tokens": 4096, "long_rows": 1}
+    recipe["sft"] |= {"rows": 1, "tokens": STEPS["sft"] * recipe["sft"]["length"], "checkpoint_every": 2}
+    recipe["rl"] |= {"steps": STEPS["rl"], "groups_per_step": 2, "group_size": 2, "in_flight": 4}
+    recipe["rl"] |= {"checkpoint_every": STEPS["rl"]}  # so that the step before is lost with whom is killed after it
+    recipe["rl"]["budget"] |= {"turns": 3, "answer": 64}
+    recipe["rl"]["evaluation"] |= {"most": 2, "samples": 1}
+    recipe["stages"] = list(stages)
+    wanted = {key: value for key, value in recipe.items() if key not in STAGES or key in stages}
+    path = directory / f"{stages[-1]}.toml"
+    path.write_text(tomli_w.dumps(wanted), encoding="utf-8")
+    return path
+
+
+# ------------------------------------------------------------------------------------------- the moments
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that somebody may be writing."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def lineage(run: Path) -> str:
+    """The whole lines of what was made."""
+    file = run / "lineage.jsonl"
+    return "".join(line for line in file.read_text().splitlines(True) if line.endswith("\n")) if file.exists() else ""
+
+
+def done(run: Path) -> dict[str, Any]:
+    """The stages that are finished, with what was kept of them."""
+    state = run / "state.json"
+    stages = json.loads(state.read_text(encoding="utf-8"))["stages"] if state.exists() else {}
+    return {stage: entry for stage, entry in stages.items() if entry["done"]}
+
+
+def there(name: str) -> Callable[[Path], bool]:
+    return lambda run: (run / name).exists()
+
+
+def stepped(stage: str, step: int) -> Callable[[Path], bool]:
+    return lambda run: any(line["stage"] == stage and line["step"] >= step for line in lines(run / "metrics.jsonl"))
+
+
+def measuring(step: int) -> Callable[[Path], bool]:
+    """Some sessions of the measurement after a step are graded, others are not."""
+
+    def now(run: Path) -> bool:
+        with suppress(InputError), closing(Slots.look(Place(run).evaluations)) as table:  # not yet made is an error
+            found = table.standings(f"{step:06d}/")
+            return 0 < sum(group.ready for group in found) < sum(group.size for group in found)
+        return False
+
+    return now
+
+
+# In the middle of each stage: something of it is finished, and something is not.
+KILLS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
+    ("base", there("recipe.toml")),
+    ("tasks", there("artefacts/tasks-train")),
+    ("corpus", there("artefacts/corpus-code")),
+    ("pretrain", stepped("pretrain", 6)),  # the checkpoint at half the way is its last
+    ("mtp", stepped("mtp", 3)),
+    ("extend", there("checkpoints/extend-1")),
+    ("sft", stepped("sft", 3)),
+    ("rl", measuring(0)),
+    ("rl", stepped("rl", 1)),
+    ("rl", measuring(2)),
+)
+
+
+# ------------------------------------------------------------------------------------------- carrying it out
+
+
+@contextmanager
+def started(recipe: Path, run: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`etude run` as a user starts it; what it started knows by its environment whose it is."""
+    command = [sys.executable, "-m", "etude.cli", "run", str(recipe), "--out", str(run), *more]
+    with open(f"{run}.out", "ab") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env={**os.environ, "WHOLE_RUN": str(run)}, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def finish(recipe: Path, run: Path, *more: str) -> None:
+    with started(recipe, run, *more) as process:
+        code = process.wait(LIMIT_S)
+    assert code == 0, said(run)
+
+
+def said(run: Path) -> str:
+    return Path(f"{run}.out").read_text(encoding="utf-8", errors="replace")[-3000:]
+
+
+def kill_at(recipe: Path, run: Path, moment: Callable[[Path], bool], delay: float) -> None:
+    """Start the run, or go on with it, and kill it at that moment."""
+    deadline = time.monotonic() + LIMIT_S
+    with started(recipe, run, "--resume") as process:
+        while not moment(run):
+            assert process.poll() is None, said(run)
+            assert time.monotonic() < deadline, said(run)
+            time.sleep(0.002)
+        time.sleep(delay)
+        assert process.pid in processes_of(run)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, said(run)
+
+
+def processes_of(run: Path) -> dict[int, str]:
+    """Everything alive that this run started, or that works in its directory."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                continue
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            marked = f"WHOLE_RUN={run}\0".encode() in (entry / "environ").read_bytes() + b"\0"
+            if marked or str(run) in command or Path(os.readlink(entry / "cwd")).is_relative_to(run):
+                found[int(entry.name)] = command
+    return found
+
+
+# ------------------------------------------------------------------------------------------- what must be true
+
+
+def check_metrics(run: Path) -> None:
+    """Every step once, and every measurement."""
+    records = lines(run / "metrics.jsonl")
+    for stage, steps in STEPS.items():
+        own = [record for record in records if record["stage"] == stage]
+        assert [each["step"] for each in own if not each.get("evaluation")] == [*range(1, steps + 1)], stage
+        measured = [each["step"] for each in own if each.get("evaluation")]
+        assert measured == ([0, steps] if stage in MEASURED else []), stage
+
+
+def check_same_up_to_rl(run: Path, undisturbed: Path) -> None:
+    """What was made is the same to the byte, and so is what was measured on the way."""
+    made = {artefact.name: artefact for artefact in Run.read(run).artefacts() if artefact.stage != "rl"}
+    expected = {artefact.name: artefact for artefact in Run.read(undisturbed).artefacts()}
+    assert made.keys() == expected.keys()
+    # this corpus says where it was made from, which is in the run itself: its text is compared in the checkpoints
+    differing = [name for name in made if made[name].digest != expected[name].digest and name != "corpus-experts"]
+    assert differing == []
+
+    def measured(path: Path) -> list[dict[str, Any]]:
+        timely = ("time", "tokens_per_second")
+        records = [record for record in lines(path / "metrics.jsonl") if record["stage"] != "rl"]
+        return [{key: value for key, value in record.items() if key not in timely} for record in records]
+
+    assert measured(run) == measured(undisturbed)
+
+
+def check_rl(run: Path) -> None:
+    """No prompt was trained on twice, no group is missing, and the metrics speak of the steps that count."""
+    place = Place(run)
+    own = [record for record in lines(run / "metrics.jsonl") if record["stage"] == "rl"]
+    records = {record["step"]: record for record in own if not record.get("evaluation")}
+    with closing(Slots.look(place.slots)) as table:
+        trained = table.trained()
+        assert len({task for task, _ in trained}) == len(trained), "a prompt was trained on twice"
+        assert Counter(step for _, step in trained) == dict.fromkeys(range(1, STEPS["rl"] + 1), 2)
+        for step in range(1, STEPS["rl"] + 1):
+            told = json.loads((place.steps / f"{step:06d}.json").read_text(encoding="utf-8"))
+            groups = table.groups(told["groups"])
+            assert {group.task for group in groups} == {task for task, at in trained if at == step}
+            assert records[step]["wall_s"] == told["wall_s"], "the metrics are of a step that was taken again"
+            for slot in (slot for group in groups for slot in group.slots):
+                assert load_trace(place.root / slot.trace).segments
+                assert slot.reward is not None
+                assert slot.oldest is not None
+                assert 0 <= step - 1 - slot.oldest <= 2, "staler than allowed"
+    load(run / "checkpoints" / f"rl-{STEPS['rl']}")
+
+
+def check_nothing_left(run: Path) -> None:
+    """No process, no pod, no draft."""
+    deadline = time.monotonic() + SETTLE_S
+    while (alive := processes_of(run)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive == {}
+    pods = Place(run).root / "pods"
+    assert [*(pods / "pods").iterdir(), *(pods / "owners").iterdir(), *(pods / "memory").iterdir()] == []
+    assert str(run) not in Path("/proc/self/mountinfo").read_text()
+    drafts = [*run.glob(".*"), *run.glob("artefacts/.*"), *run.glob("checkpoints/.*"), *run.glob("rl/.*")]
+    assert drafts == []
+    assert list(Place(run).partial.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_killed_in_every_stage_the_demo_goes_on_to_the_same_result(tmp_path: Path) -> None:
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    chance = random.Random(seed)
+    undisturbed, run = tmp_path / "undisturbed", tmp_path / "killed"
+    finish(small_demo(tmp_path, STAGES[:-1]), undisturbed)
+    recipe = small_demo(tmp_path)
+    found: list[tuple[str, dict[str, Any]]] = []
+    for stage, moment in KILLS:
+        kill_at(recipe, run, moment, chance.uniform(0, 0.2) if stage in STEPS else 0)
+        assert list(done(run)) == list(STAGES[: STAGES.index(stage)]), f"it was not in {stage} when it was killed"
+        found.append((lineage(run), done(run)))
+    finish(recipe, run, "--resume")
+
+    assert list(done(run)) == list(STAGES)
+    for made, stages in found:  # what was finished when it was killed is as it was, and was not made again
+        assert lineage(run).startswith(made)
+        assert stages.items() <= done(run).items()
+    names = [record["name"] for record in lines(run / "lineage.jsonl")]
+    assert len(set(names)) == len(names)
+    assert all(content_digest(each.path) == each.digest for each in Run.read(run).artefacts())
+    check_metrics(run)
+    check_same_up_to_rl(run, undisturbed)
+    check_rl(run)
+    check_nothing_left(run)
+
+
+def test_a_number_changed_anywhere_in_what_has_begun_is_named_and_refused(tmp_path: Path) -> None:
+    recipe, run = load_recipe(small_demo(tmp_path)), tmp_path / "run"
+    with Run.create_or_resume(run, recipe) as begun:
+        for stage in STAGES[:-1]:
+            begun.finish_stage(stage)
+    changes = {
+        "count = 12\n": ("count = 13\n", "tasks.build[train].count: 12 -> 13"),
+        "tokens = 8192\n": ("tokens = 8191\n", "pretrain.tokens: 8192 -> 8191"),
+        'layout = "repository"\n': ("", 'corpus.build[code-long].layout: "repository" -> "file"'),
+        'corpus = "experts"': ('corpus = "code"', 'sft.mix[0].corpus: "experts" -> "code"'),
+    }
+    text = (tmp_path / "rl.toml").read_text(encoding="utf-8")
+    for old, (new, words) in changes.items():
+        assert old in text
+        (tmp_path / "other.toml").write_text(text.replace(old, new, 1), encoding="utf-8")
+        with pytest.raises(InputError, match="was started with another recipe") as refused:
+            Run.create_or_resume(run, load_recipe(tmp_path / "other.toml"), resume=True)
+        assert str(refused.value).splitlines()[1:] == [f"    {words}"]
+    (tmp_path / "other.toml").write_text(text.replace("group_size = 2\n", "group_size = 4\n"), encoding="utf-8")
+    Run.create_or_resume(run, load_recipe(tmp_path / "other.toml"), resume=True).close()  # rl has not begun

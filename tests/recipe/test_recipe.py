@@ -1,0 +1,307 @@
+"""A recipe either means exactly what it says or is refused in words that lead to the mistake."""
+
+import os
+import re
+import string
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from etude.errors import InputError
+from etude.recipe.recipe import Recipe, differing_keys, load_recipe, recipe_keys, render_toml
+
+SCRATCH = Path(__file__).parents[2] / "recipes" / "scratch.toml"
+TOKENIZER = 'name = "t"\nstages = ["tokenizer"]\n[tokenizer]\nsources = ["code"]\n'
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "r.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems(directory: Path, text: str, *overrides: str) -> list[str]:
+    """What is wrong with a recipe, line by line, without the prefix that names the file."""
+    path = written(directory, text)
+    with pytest.raises(InputError) as caught:
+        load_recipe(path, overrides)
+    assert caught.value.exit_code == 2
+    lines = str(caught.value).splitlines()
+    assert all(line.startswith(f"recipe {path}: ") for line in lines), lines
+    return [line.removeprefix(f"recipe {path}: ") for line in lines]
+
+
+# --- what is read
+
+
+def test_a_recipe_names_its_stages_and_survives_rendering(tmp_path: Path) -> None:
+    recipe = load_recipe(SCRATCH)
+    assert recipe.stages == ("tokenizer", "init", "corpus", "pretrain", "mtp", "extend", "sft", "nll")
+    assert recipe.init is not None
+    assert recipe.init.config["hidden_size"] == 128
+    assert load_recipe(written(tmp_path, render_toml(recipe))) == recipe
+
+
+@pytest.mark.parametrize("path", sorted(SCRATCH.parent.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_of_the_project_is_valid(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.name == path.stem
+    assert load_recipe(written(tmp_path, render_toml(recipe))) == recipe
+
+
+def test_the_laptops_recipe_and_the_gpus_have_the_same_stages_and_tables() -> None:
+    names = "nano.toml", "smollm2-135m.toml"
+    small, large = (tomllib.loads((SCRATCH.parent / name).read_text(encoding="utf-8")) for name in names)
+    assert small["stages"] == large["stages"]
+    assert small.keys() == large.keys()
+    assert small["rl"].keys() - large["rl"].keys() == set()
+    assert len(small["corpus"]["build"]) == len(large["corpus"]["build"])
+
+
+def test_the_recipe_in_the_documentation_is_valid(tmp_path: Path) -> None:
+    page = (SCRATCH.parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert load_recipe(written(tmp_path, text)).stages[-1] == "rl"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rl.sampler.tokens=64", "sampler.tokens = 64 does not hold one session: give at least window = 2048"),
+        ("rl.ahead=4.5", "ahead = 4.5 is more than max_staleness = 4"),
+        ("rl.budget.answer=5000", "budget.answer = 5000 must be less than window = 2048"),
+        ("rl.learning_rate=inf", "rl.learning_rate must be a finite number"),
+        ("rl.evaluation.tasks=train", 'evaluation.tasks has "train", which is trained on'),
+    ],
+)
+def test_numbers_of_rl_that_cannot_work_together_are_refused(override: str, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_recipe(SCRATCH.parent / "nano.toml", [override])
+    assert words in str(caught.value)
+
+
+def test_relative_paths_start_at_the_recipe_and_become_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    text = 'name = "n"\nstages = ["nll"]\n[nll]\nsources = ["../code", "stdlib", "/abs"]\nmodel = "m"\n'
+    recipe = load_recipe(written(tmp_path, text))
+    assert recipe.nll is not None
+    assert recipe.nll.sources == (str(tmp_path.parent / "code"), "stdlib", "/abs")
+    assert recipe.nll.model == tmp_path / "m"
+
+
+def test_a_path_typed_on_the_command_line_starts_at_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    recipe = load_recipe(written(tmp_path, TOKENIZER), ['tokenizer.sources=["x", "stdlib"]'])
+    assert recipe.tokenizer is not None
+    assert recipe.tokenizer.sources == (str(tmp_path / "elsewhere" / "x"), "stdlib")
+
+
+def test_overrides_are_toml_values_or_else_strings(tmp_path: Path) -> None:
+    overrides = ["tokenizer.vocab_size=2048", "name=two words", "seed = 7"]
+    recipe = load_recipe(written(tmp_path, TOKENIZER), overrides)
+    assert recipe.tokenizer is not None
+    assert (recipe.tokenizer.vocab_size, recipe.name, recipe.seed) == (2048, "two words", 7)
+
+
+def test_an_override_reaches_into_the_model_config() -> None:
+    recipe = load_recipe(SCRATCH, ["init.config.hidden_size=64", "init.config.rope_scaling.factor=2.0"])
+    assert recipe.init is not None
+    assert recipe.init.config["hidden_size"] == 64
+    assert recipe.init.config["rope_scaling"] == {"factor": 2.0}
+
+
+paths = st.text(string.ascii_letters + string.digits + "._- /é\"'\\\n", min_size=1).map(os.path.abspath)
+sources = st.lists(paths | st.just("stdlib"), min_size=1, max_size=3)
+json_values = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    order = ["tokenizer", "init", "nll"]
+    stages = [stage for stage in order if draw(st.booleans())] or [draw(st.sampled_from(order))]
+    data: dict[str, Any] = {"name": draw(st.text(min_size=1)), "stages": stages}
+    data["seed"] = draw(st.integers(0, 2**63 - 1))
+    if "tokenizer" in stages:
+        data["tokenizer"] = {"sources": draw(sources), "vocab_size": draw(st.integers(300, 10**9))}
+    if "init" in stages:
+        # `architectures` is a label for other tools: it may hold anything, and must come back as it was
+        config = load_recipe(SCRATCH).init.config | {"architectures": draw(json_values)}  # type: ignore[union-attr]
+        data["init"] = {"config": config, "dtype": draw(st.sampled_from(["float32", "bfloat16"]))}
+        data["init"] |= {} if "tokenizer" in stages else {"tokenizer": Path(draw(paths))}
+    if "nll" in stages:
+        window = draw(st.integers(2, 10**6))
+        data["nll"] = {"sources": draw(sources), "window": window, "stride": draw(st.integers(1, window))}
+        data["nll"] |= {} if "init" in stages else {"model": Path(draw(paths))}
+        data["nll"] |= draw(st.just({}) | st.fixed_dictionaries({"max_files": st.integers(1, 10**6)}))
+    return Recipe.model_validate(data)
+
+
+@given(recipe=recipes())
+def test_any_recipe_loads_from_what_it_renders(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
+    path = tmp_path_factory.getbasetemp() / "rendered.toml"
+    path.write_text(render_toml(recipe), encoding="utf-8", newline="")
+    loaded = load_recipe(path)
+    assert loaded == recipe
+    assert render_toml(loaded) == render_toml(recipe)
+
+
+# --- what is refused
+
+
+KEYS = [key.name for key in recipe_keys() if "[]" not in key.name]
+
+
+@given(key=st.sampled_from(KEYS), at=st.integers(0, 30), letter=st.sampled_from(string.ascii_lowercase))
+@example(key="nll.window", at=2, letter="z")
+def test_a_misspelt_key_is_named_with_the_nearest_valid_one(
+    tmp_path_factory: pytest.TempPathFactory, key: str, at: int, letter: str
+) -> None:
+    section, _, name = key.rpartition(".")
+    at %= len(name)
+    wrong = name[:at] + letter + name[at:]  # one letter too many, anywhere
+    dotted = f"{section}.{wrong}" if section else wrong
+    text = f'{dotted} = 1\nname = "n"\nstages = ["tokenizer"]\n' if not section else f"{dotted} = 1\n"
+    lines = problems(tmp_path_factory.getbasetemp(), text)
+    place = f"[{section}]" if section else "the recipe"
+    assert f"{dotted} is not a key of {place}; did you mean {name}?" in lines
+
+
+def test_a_misspelt_key_in_a_list_of_tables_is_named_with_its_place(tmp_path: Path) -> None:
+    text = 'name = "n"\nstages = ["corpus"]\n[corpus]\ntokenizer = "t"\n'
+    wrong = (
+        text + '[[corpus.build]]\nname = "c"\nsources = ["stdlib"]\n[[corpus.build]]\nnme = "d"\nsources = ["stdlib"]\n'
+    )
+    assert problems(tmp_path, wrong) == [
+        "corpus.build[1].name is missing: what mixtures call it",
+        "corpus.build[1].nme is not a key of [corpus.build[1]]; did you mean name?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("init.config.rope_tetha=5", "init.config.rope_tetha would not be used: a qwen3 model has no such key"),
+        ("init.config.num_hidden_layers=-3", "num_hidden_layers is -3; expected an integer of at least 1"),
+        ("init.config.head_dim=7", "head_dim is 7; rotary positions turn pairs"),
+        ("init.config={}", "model_type is None"),
+        ('pretrain.mix=[{corpus="stdlub"}]', 'pretrain.mix names the corpus "stdlub"'),
+        ("pretrain.evaluate_every=-1", "pretrain.evaluate_every must be at least 0"),
+    ],
+)
+def test_a_model_or_mixture_that_cannot_be_is_refused_before_anything_runs(override: str, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_recipe(SCRATCH, [override])
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("override", ['stages=[["a"]]', "stages=" + "[" * 3000])
+def test_strange_overrides_are_errors_not_crashes(override: str) -> None:
+    with pytest.raises(InputError, match="stages"):
+        load_recipe(SCRATCH, [override])
+
+
+def test_a_key_below_the_wrong_header_is_sent_to_the_right_one(tmp_path: Path) -> None:
+    assert problems(tmp_path, TOKENIZER + "seed = 3\nstride = 8\n") == [
+        "tokenizer.seed is not a key of [tokenizer]; did you mean seed?",
+        "tokenizer.stride is not a key of [tokenizer]; did you mean nll.stride?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [('"512"', '"512"'), ("512.0", "512.0"), ("true", "true"), ("[512]", "[512]")]
+)
+def test_nothing_but_an_integer_is_an_integer(tmp_path: Path, value: str, shown: str) -> None:
+    assert problems(tmp_path, TOKENIZER + f"vocab_size = {value}\n") == [
+        f"tokenizer.vocab_size must be an integer, not {shown}"
+    ]
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    text = (
+        'nane = "n"\nname = 3\nstages = ["init", "nll"]\n[tokenizer]\nsources = []\n'
+        '[init]\nconfig = {vocab_size = 9}\ndtype = "int8"\n'
+        '[nll]\nsources = ["a", 1]\nwindow = 1\nmodel = "m"\n'
+    )
+    assert sorted(problems(tmp_path, text)) == [
+        '[tokenizer] would not be used: "tokenizer" is not in stages = ["init", "nll"]; add it or remove the section',
+        "init.dtype must be 'float32' or 'bfloat16', not \"int8\"",
+        'init.tokenizer is needed, as no stage makes it: set it or add the stage "tokenizer"',
+        "name must be a string, not 3",
+        "nane is not a key of the recipe; did you mean name?",
+        'nll.model would not be used: the stage "init" makes it; remove one of them',
+        "nll.sources[1] must be a string, not 1",
+        "nll.window must be at least 2, not 1",
+        "tokenizer.sources must not be empty",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stages", "complaint"),
+    [
+        ("[]", "stages must not be empty"),
+        ('"nll"', 'stages must be a list, not "nll"'),
+        ('["nl"]', 'stages names "nl", which is not a stage; did you mean nll?'),
+        ('["init", "tokenizer"]', 'stages must be in pipeline order: ["tokenizer", "init"]'),
+        ('["nll", "nll"]', 'stages names "nll" twice; a stage runs once'),
+    ],
+)
+def test_stages_are_known_distinct_and_in_order(tmp_path: Path, stages: str, complaint: str) -> None:
+    assert complaint in problems(tmp_path, f'name = "n"\nstages = {stages}\n')
+
+
+def test_a_stage_without_its_section_is_told_what_it_lacks(tmp_path: Path) -> None:
+    (line,) = problems(tmp_path, 'name = "n"\nstages = ["tokenizer"]\n')
+    assert line.startswith("tokenizer.sources is missing: text to learn from")
+
+
+def test_a_stride_longer_than_its_window_would_skip_tokens(tmp_path: Path) -> None:
+    text = 'name = "n"\nstages = ["nll"]\n[nll]\nsources = ["a"]\nmodel = "m"\nwindow = 8\nstride = 9\n'
+    assert problems(tmp_path, text) == ["nll.stride must be at most window = 8, not 9"]
+
+
+def test_the_vocabulary_size_is_the_tokenizers_to_decide() -> None:
+    with pytest.raises(InputError, match=r"init\.config\.vocab_size would not be used"):
+        load_recipe(SCRATCH, ["init.config.vocab_size=99"])
+
+
+def test_a_wrong_override_is_named_as_such(tmp_path: Path) -> None:
+    overrides = ["tokenizer.vocab_sise=400", "tokenizer.vocab_size=many", "seed.x=1", "loose"]
+    assert sorted(problems(tmp_path, f"seed = 0\n{TOKENIZER}", *overrides)) == [
+        "--set loose: expected KEY=VALUE, such as tokenizer.vocab_size=2048",
+        "--set seed.x=1: seed is not a table",
+        "--set tokenizer.vocab_sise=400: tokenizer.vocab_sise is not a key of [tokenizer]; did you mean vocab_size?",
+        '--set tokenizer.vocab_size=many: tokenizer.vocab_size must be an integer, not "many"',
+    ]
+
+
+def test_a_syntax_error_names_the_line(tmp_path: Path) -> None:
+    path = written(tmp_path, 'name = "n"\nstages = ["nll"]\nseed 3\n')
+    with pytest.raises(InputError, match=rf"recipe {path}:3: not valid TOML"):
+        load_recipe(path)
+
+
+def test_files_that_are_no_recipe_are_named(tmp_path: Path) -> None:
+    (tmp_path / "latin.toml").write_bytes(b'name = "caf\xe9"\n')
+    for path, complaint in [("none.toml", "does not exist"), ("latin.toml", "not UTF-8"), (".", "directory")]:
+        with pytest.raises(InputError, match=complaint):
+            load_recipe(tmp_path / path)
+
+
+def test_differing_keys_are_listed_old_to_new() -> None:
+    old, new = load_recipe(SCRATCH), load_recipe(SCRATCH, ["nll.window=300", "init.config.head_dim=16"])
+    assert differing_keys(old, new) == ["init.config.head_dim: 32 -> 16", "nll.window: 512 -> 300"]
+    assert differing_keys(old, old) == []

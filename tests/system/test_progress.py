@@ -1,0 +1,42 @@
+"""The lines that show how long work goes: whole where a terminal is narrow, except for the note at the end."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+import etude.system.progress
+from etude.system.progress import progress_bars, progress_line
+
+NOTE = "24 in flight, 0 ready  reward 0.500  solved 50%  best 50%  [stale 1]  mismatch 1e-05  entropy 0.33  waits 93%"
+
+
+@pytest.mark.parametrize("width", [60, 80, 132, 240])
+def test_only_the_note_is_cut_where_a_terminal_is_narrow(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    with progress_bars() as progress:
+        with progress_line("pretrain", progress) as report:
+            report(40, 40, "loss 2.755")
+        with progress_line("rl", progress) as report:
+            report(3, 12, NOTE)
+            written = io.StringIO()
+            Console(file=written, width=width).print(progress.get_renderable())
+    lines = written.getvalue().splitlines()
+    assert len(lines) == 2
+    assert re.search(r"pretrain +━+ +40/40 +0:00:00 +00:00 +loss 2.755", lines[0])
+    found = re.search(r"rl +━*╺?━+ +3/12 +0:00:00 +--:-- +(24 in fl.*)", lines[1])
+    assert found, lines[1]
+    shown = found.group(1).rstrip()
+    assert shown == NOTE if width > 200 else NOTE.startswith(shown.removesuffix("…")) and shown.endswith("…")
+
+
+def test_into_a_file_a_line_is_written_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(etude.system.progress, "SAY_S", 0.0)
+    with progress_bars() as progress, progress_line("rl", progress) as report:
+        report(0, 0)
+        report(3, 12, NOTE)
+    lines = [line.rstrip() for line in capsys.readouterr().err.splitlines()]
+    assert lines[:2] == ["rl 0/?", f"rl 3/12 {NOTE}"]

@@ -1,0 +1,271 @@
+"""A ground is the task's environment in a pod, and says exactly what was changed in it."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.errors import InputError
+from etude.pods import Fleet, open_fleet
+from etude.pods.pod import Pod, PodFileError
+from etude.tasks.base_images import Provision, mapped, plain_name
+from etude.tasks.environment import Ground, open_ground
+from etude.tasks.harbor import write_task
+from etude.tasks.image import BuildFailed
+from etude.tasks.task import Task
+from etude.tasks.workspace import apply_changes, scan
+
+CONFIG = 'schema_version = "1.4"\n[environment]\nnetwork_mode = "no-network"\n'
+
+
+def make_task(directory: Path, dockerfile: str, config: str = CONFIG, **context: str | bytes) -> Task:
+    files: dict[str, str | bytes] = {
+        "task.toml": config,
+        "instruction.md": "Do it.\n",
+        "environment/Dockerfile": dockerfile,
+        "tests/test.sh": "#!/bin/sh\n",
+        **{f"environment/{name}": data for name, data in context.items()},
+    }
+    return write_task(directory, files)
+
+
+def on_ground(task: Task, act: Callable[[Ground], Coroutine[Any, Any, None]], **options: Any) -> None:
+    async def go() -> None:
+        async with open_fleet() as fleet, open_ground(fleet, task, **options) as ground:
+            await act(ground)
+
+    asyncio.run(go())
+
+
+PLAIN = """
+ARG WHERE=/work
+FROM host
+ARG WHERE
+ENV GREETING="hello there" \\
+    OTHER=x
+WORKDIR $WHERE
+COPY repo/ ./
+COPY --chmod=755 tool.sh extra.txt bin/
+COPY notes.txt renamed.txt
+USER root
+"""
+
+
+def test_a_dockerfile_without_run_is_filled_into_the_pod(tmp_path: Path) -> None:
+    context = {
+        "repo/a.py": "A = 1\n",
+        "repo/sub/b.py": "B = 2\n",
+        "repo/skip.me": "",
+        "tool.sh": "#!/bin/sh\n",
+        "extra.txt": "e",
+        "notes.txt": "n",
+        ".dockerignore": "**/skip.me\n",
+    }
+    task = make_task(tmp_path / "plain", PLAIN, **context)
+    (task.directory / "environment/repo/link").symlink_to("sub/b.py")
+    (task.directory / "environment/repo/empty").mkdir()
+
+    async def act(ground: Ground) -> None:
+        assert (await ground.pod.stat("empty")).kind == "directory"
+        done = await ground.pod.exec("pwd; echo $GREETING $OTHER; find . -type f -o -type l | sort; cat link")
+        found = ["./a.py", "./bin/extra.txt", "./bin/tool.sh", "./link", "./renamed.txt", "./sub/b.py"]
+        assert done.stdout.split("\n")[:-1] == ["/work", "hello there x", *found, "B = 2"], done.stderr
+        assert (await ground.pod.stat("bin/tool.sh")).mode == 0o755
+        assert sorted(ground.before) == [path[2:] for path in found]
+        assert (await ground.pod.stat("/logs/artifacts")).kind == "directory"
+        for absent in ("/tests", "/solution"):
+            with pytest.raises(PodFileError):
+                await ground.pod.stat(absent)
+        assert await ground.changes() == ()
+
+    on_ground(task, act)
+
+
+CHANGE = """
+echo new > new.py; echo 'A = 3' > a.py; rm gone.py; chmod +x plain.txt; chmod -x tool.sh
+rm turned.py; ln -s a.py turned.py; rm -r directory; echo file > directory; ln -sfn b.py link
+rm file; mkdir file; echo inside > file/inside; mkdir -p __pycache__ .pytest_cache .git; touch __pycache__/x.pyc .git/x
+mkfifo pipe; truncate -s 20M large; echo '\x80' > $(printf 'bad\\377'); echo out > /srv/outside; mkdir empty
+"""
+
+
+def test_every_kind_of_change_is_told_and_can_be_made_again(tmp_path: Path) -> None:
+    context = {
+        "repo/a.py": "A = 1\n",
+        "repo/b.py": "",
+        "repo/gone.py": "gone",
+        "repo/plain.txt": "",
+        "repo/tool.sh": "t",
+        "repo/turned.py": "was a file",
+        "repo/directory/x": "x",
+        "repo/file": "file",
+    }
+    task = make_task(
+        tmp_path / "t", "FROM host\nWORKDIR /work\nCOPY repo/ /work/\nCOPY --chmod=755 repo/tool.sh /work/\n", **context
+    )
+    (task.directory / "environment/repo/link").symlink_to("a.py")
+
+    async def listing(pod: Pod) -> str:
+        command = "find . -path ./.git -prune -o ! -name '*cache*' ! -name '*.pyc' ! -type d ! -type p -size -9M "
+        return (
+            await pod.exec(command + "-printf '%p %y %m %l\\n' | grep -av bad | LC_ALL=C sort; cat a.py new.py")
+        ).stdout
+
+    async def go() -> None:
+        async with open_fleet() as fleet, open_ground(fleet, task) as ground:
+            await ground.pod.exec(["bash", "-c", CHANGE])
+            changes = await ground.changes()
+            told = {(change.path, change.kind): (change.before, change.after) for change in changes}
+            assert told == {
+                ("a.py", "file"): (b"A = 1\n", b"A = 3\n"),
+                ("directory", "file"): (None, b"file\n"),
+                ("directory/x", "file"): (b"x", None),
+                ("file", "file"): (b"file", None),
+                ("file/inside", "file"): (None, b"inside\n"),
+                ("gone.py", "file"): (b"gone", None),
+                ("link", "symlink"): (b"a.py", b"b.py"),
+                ("new.py", "file"): (None, b"new\n"),
+                ("plain.txt", "mode"): (b"644", b"755"),
+                ("tool.sh", "mode"): (b"755", b"644"),
+                ("turned.py", "file"): (b"was a file", None),
+                ("turned.py", "symlink"): (None, b"a.py"),
+            }
+            assert set(ground.left_out) >= {"large", "pipe"}
+            async with open_ground(fleet, task) as other:
+                await apply_changes(other.pod, other.workspace, other.before, changes)
+                assert await listing(other.pod) == await listing(ground.pod)
+                again = await scan(other.pod, other.workspace)
+                assert {path: entry.digest for path, entry in again.entries.items()} == {
+                    path: entry.digest for path, entry in (await scan(ground.pod, ground.workspace)).entries.items()
+                }
+                with pytest.raises(PodFileError):
+                    await other.pod.stat("/srv/outside")
+
+    asyncio.run(go())
+
+
+def test_what_run_makes_is_built_once_and_counts_as_the_tasks(tmp_path: Path) -> None:
+    dockerfile = """
+FROM debian:bookworm-slim AS made
+WORKDIR /work
+RUN echo built > made.txt && head -c 8 /dev/urandom | od -An -tx1 > random.txt
+COPY late.txt .
+"""
+    task = make_task(tmp_path / "built", dockerfile, **{"late.txt": "late"})
+
+    async def go() -> None:
+        async with open_fleet() as fleet:
+            seen = []
+            for _ in range(2):
+                async with open_ground(fleet, task) as ground:
+                    assert sorted(ground.before) == ["late.txt", "made.txt", "random.txt"]
+                    seen.append(await ground.pod.read("random.txt"))
+                    await ground.pod.write("made.txt", "changed\n")
+                    (change,) = await ground.changes()
+                    assert (change.path, change.before, change.after) == ("made.txt", b"built\n", b"changed\n")
+            assert seen[0] == seen[1], "the second ground built nothing"
+
+    asyncio.run(go())
+
+
+def test_carry_brings_what_is_outside_the_workspace(tmp_path: Path) -> None:
+    config = CONFIG + '[metadata]\ncarry = ["/srv/kept", ".git"]\n'
+    task = make_task(
+        tmp_path / "carrying", "FROM host\nWORKDIR /work\nCOPY x .git/config\nCOPY x /srv/kept/old\n", config, x="x"
+    )
+
+    async def act(ground: Ground) -> None:
+        assert set(ground.before) == {".git/config", "/srv/kept/old"}
+        await ground.pod.exec("echo y > .git/config; echo n > /srv/kept/new; rm /srv/kept/old; echo z > /srv/other")
+        assert {change.path for change in await ground.changes()} == {".git/config", "/srv/kept/old", "/srv/kept/new"}
+
+    on_ground(task, act)
+
+
+def test_a_health_check_is_waited_for(tmp_path: Path) -> None:
+    check = 'healthcheck = { command = "test -e /tmp/ready || { touch /tmp/ready; false; }", interval_sec = 0.01 }\n'
+    task = make_task(tmp_path / "healthy", "FROM host\nWORKDIR /work\n", CONFIG + check)
+
+    async def act(ground: Ground) -> None:
+        assert (await ground.pod.exec("test -e /tmp/ready")).ok
+
+    on_ground(task, act)
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "says"),
+    [
+        ("FROM registry.example.org/some/image:1\n", "--map registry.example.org/some/image:1=NAME"),
+        ("FROM python:2.7\n", "--map python:2.7=NAME"),
+        ("FROM host\nWORKDIR /\n", "the whole machine"),
+        ("FROM host\nWORKDIR /work\nCOPY missing .\n", "missing is not in the context"),
+        ("FROM host\nFETCH x\n", "is not an instruction"),
+    ],
+)
+def test_what_cannot_be_made_says_what_to_do(tmp_path: Path, dockerfile: str, says: str) -> None:
+    async def act(ground: Ground) -> None:
+        pytest.fail("there should be no ground")
+
+    with pytest.raises(InputError) as error:
+        on_ground(make_task(tmp_path / "x", dockerfile), act)
+    assert says in str(error.value)
+
+
+def test_a_run_that_fails_names_the_dockerfile(tmp_path: Path) -> None:
+    async def act(ground: Ground) -> None:
+        pytest.fail("there should be no ground")
+
+    task = make_task(tmp_path / "x", "FROM host\nWORKDIR /work\nRUN echo no luck >&2; exit 3\n")
+    with pytest.raises(BuildFailed) as error:
+        on_ground(task, act)
+    assert f"{task.directory}/environment/Dockerfile:3" in str(error.value)
+    assert "no luck" in str(error.value)
+
+
+def test_a_name_is_mapped_to_an_image_of_the_store(tmp_path: Path) -> None:
+    task = make_task(tmp_path / "x", "FROM registry.example.org/team/base:2\nWORKDIR /work\n")
+
+    async def act(ground: Ground) -> None:
+        assert (await ground.pod.exec("true")).ok
+
+    on_ground(task, act, provision=Provision(images={"registry.example.org/team/*": "host"}))
+    assert plain_name("registry.example.org/mirror/library/python:3.11@sha256:00") == "python:3.11"
+    assert mapped("library/python:3.11", {"python:*": "mine"}) == "mine"
+    assert mapped("debian", {}) is None
+
+
+def test_variables_of_the_task_come_from_the_caller_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", "a secret of ours")
+    config = CONFIG + 'env = { A = "${TOKEN:-none}", B = "${NEEDED}" }\n'
+    task = make_task(tmp_path / "x", "FROM host\nWORKDIR /work\n", config)
+
+    async def act(ground: Ground) -> None:
+        assert (await ground.pod.exec("echo $A $B")).stdout == "none given\n"
+
+    with pytest.raises(InputError, match="--env NEEDED=VALUE"):
+        on_ground(task, act)
+    on_ground(task, act, provision=Provision(variables={"NEEDED": "given"}))
+
+
+def test_a_ground_is_quickly_made(tmp_path: Path) -> None:
+    task = make_task(
+        tmp_path / "quick", "FROM host\nWORKDIR /work\nCOPY repo/ .\n", **{f"repo/{n}.py": "x" for n in range(3)}
+    )
+
+    async def go(fleet: Fleet) -> list[float]:
+        spent = []
+        for _ in range(10):
+            async with open_ground(fleet, task) as ground:
+                spent.append(sum(ground.seconds.values()))
+        return sorted(spent)
+
+    async def run() -> list[float]:
+        async with open_fleet() as fleet:
+            return await go(fleet)
+
+    spent = asyncio.run(run())
+    assert spent[2] < 0.1, (
+        f"20 ms is meant, and this machine may be busy; took {[round(each * 1e3) for each in spent]} ms"
+    )
