@@ -17,11 +17,11 @@ from typing import Any
 
 from etude.chat.messages import Call, Message
 from etude.errors import InputError
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.recipe.sections import TaskBuild
 
 # What a nano model is shown: as little as will do, for every tool is a tenth of its window. Files are listed by `ls`.
-NANO_ENVIRONMENT = Environment(tools=("read_file", "search_replace", "run_terminal_cmd"), brief=True)
+NANO_ENVIRONMENT = ToolSet(tools=("read_file", "search_replace", "run_terminal_cmd"), brief=True)
 
 OPERATORS = (("<=", ">=", "==", "!=", "<", ">"), ("+", "-", "*"))
 SIGNS = re.compile(r"[<>=!]=|[<>+*-]|\d+")

@@ -25,7 +25,7 @@ from etude.harness.prompt import Request, system_message
 from etude.harness.scripted_policy import Scripted
 from etude.harness.session import Budget
 from etude.harness.summary import Summaries
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.tools.executor import shown_tools
 from etude.harness.trace import Trace
 from etude.inference.sampling import Sampling
@@ -75,7 +75,7 @@ async def render_experts(
     dialect: Dialect,
     fleet: Fleet,
     *,
-    environment: Environment = NANO_ENVIRONMENT,
+    environment: ToolSet = NANO_ENVIRONMENT,
     manner: Manner | None = None,
     seed: int = 0,
     at_once: int = 8,
@@ -108,7 +108,7 @@ async def play_expert(
     task: Task,
     dialect: Dialect,
     fleet: Fleet,
-    environment: Environment = NANO_ENVIRONMENT,
+    environment: ToolSet = NANO_ENVIRONMENT,
     manner: Manner | None = None,
     seed: int = 0,
     *,
@@ -143,7 +143,7 @@ def expert_speaker(dialect: Dialect, turns: Sequence[Turn]) -> TokenSpeaker:
     return TokenSpeaker(script, dialect, Sampling(), window=WINDOW, model="expert")
 
 
-def vocabulary_texts(count: int = 2000, environment: Environment = NANO_ENVIRONMENT) -> Iterator[str]:
+def vocabulary_texts(count: int = 2000, environment: ToolSet = NANO_ENVIRONMENT) -> Iterator[str]:
     """Texts to train a tokenizer on: what there is to read and to write in training tasks, in about its proportions."""
     prompt = [json.dumps(shown.schema) for shown in shown_tools(environment).values()]
     prompt += [system_message(environment, WORKSPACE), *RESULTS]

@@ -27,7 +27,7 @@ from etude.harness.model_client import TokenSpeaker
 from etude.harness.prompt import Request
 from etude.harness.scripted_policy import Scripted
 from etude.harness.session import Session
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.tools.executor import shown_tools
 from etude.harness.tools.tool import ErrorClass, Outcome
 from etude.harness.toolserver.inside import editing, reading
@@ -58,7 +58,7 @@ async def rehearse(
     files: Mapping[str, str],
     dialect: Dialect,
     *,
-    environment: Environment = NANO_ENVIRONMENT,
+    environment: ToolSet = NANO_ENVIRONMENT,
     manner: Manner | None = None,
     seed: int = 0,
 ) -> Demonstration | None:
@@ -78,7 +78,7 @@ async def play(
     repo: Mapping[str, str],
     turns: Sequence[Turn],
     dialect: Dialect,
-    environment: Environment = NANO_ENVIRONMENT,
+    environment: ToolSet = NANO_ENVIRONMENT,
     task: str = "",
 ) -> Trace | None:
     """A session in which these turns are said about these files; None where a command cannot be told."""
@@ -132,7 +132,7 @@ class RehearsedTools:
     pod_seconds = 0.0
     root = WORKSPACE
 
-    def __init__(self, files: Mapping[str, str], environment: Environment, directory: str) -> None:
+    def __init__(self, files: Mapping[str, str], environment: ToolSet, directory: str) -> None:
         self.place = Path(directory) / "work"
         for path, text in files.items():
             target = self.place / path

@@ -20,7 +20,7 @@ from etude.harness.prompt import Request
 from etude.harness.scripted_policy import Scripted
 from etude.harness.session import Budget, Session
 from etude.harness.summary import Summaries
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.tools.tool import Outcome
 from etude.harness.trace import Trace
 from etude.inference.policy import Policy
@@ -98,7 +98,7 @@ async def _play(errand: Errand, policy: Policy, dialect: Shorthand, rules: Rules
         Request(errand.request),
         TokenSpeaker(policy, dialect, Sampling(seed=seed), window=rules.window),
         Drawer(errand.notes),
-        environment=Environment(brief=True),
+        environment=ToolSet(brief=True),
         budget=rules.budget,
         summaries=rules.summaries,
         id=str(seed),

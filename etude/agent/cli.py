@@ -108,7 +108,7 @@ def agent(
 ) -> None:
     """Work on a directory with a model: in a pod, with the changes shown before they are applied."""
     from etude.agent.options import Model, Options
-    from etude.harness.tool_set import Environment
+    from etude.harness.tool_set import ToolSet
 
     if model and Path(model).expanduser().is_dir():
         model = str(Path(model).expanduser().resolve())
@@ -121,7 +121,7 @@ def agent(
     options = Options(
         directory=place,
         model=Model(model, endpoint, key_env, window, dialect, device, temperature, seed),
-        environment=Environment(naming=toolset, brief=brief, instructions=_read_instructions(instructions)),
+        environment=ToolSet(naming=toolset, brief=brief, instructions=_read_instructions(instructions)),
         direct=direct,
         image=image,
         egress=tuple(allow or ()),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.errors import InputError
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Options:
 
     directory: Path  # real path
     model: Model = field(default_factory=Model)
-    environment: Environment = field(default_factory=Environment)
+    environment: ToolSet = field(default_factory=ToolSet)
     direct: bool = False  # on the directory itself, not in a pod
     image: str = "host"
     egress: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ from etude.agent.manifest import Entry
 from etude.agent.options import Model
 from etude.errors import InputError
 from etude.harness.prompt import Request
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
 from etude.harness.trace_store import load_trace, plain, read, save_trace
 
@@ -43,7 +43,7 @@ class Saved:
     direct: bool
     model: Model
     tokenizer: str  # digest; "" where the model is not known by its tokens
-    environment: Environment
+    environment: ToolSet
     request: Request
     image: str
     egress: tuple[str, ...]

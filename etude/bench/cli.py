@@ -130,7 +130,7 @@ def run(
     from etude.harness.search.searcher import open_searcher
     from etude.harness.session import Budget
     from etude.harness.summary import Summaries
-    from etude.harness.tool_set import ALL_TOOLS, Environment
+    from etude.harness.tool_set import ALL_TOOLS, ToolSet
     from etude.harness.tools.executor import shown_tools
     from etude.rollouts.rollout import Settings
 
@@ -141,7 +141,7 @@ def run(
         raise InputError(
             f"--dialect {dialect}: there is no checkpoint among the policies, and endpoints have their own"
         )
-    environment = Environment(
+    environment = ToolSet(
         tools=tuple(name.strip() for name in tools.split(",")) if tools else ALL_TOOLS, naming=toolset, brief=brief
     )
     shown_tools(environment)  # one that does not exist is found out now

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from etude.harness.prompt import Request
     from etude.harness.session import Budget, Session
     from etude.harness.summary import Summaries
-    from etude.harness.tool_set import Environment
+    from etude.harness.tool_set import ToolSet
     from etude.harness.trace import Trace
     from etude.harness.trace_store import load_trace, save_trace
 
 _HOMES = {
     "Budget": "session",
     "ChatSpeaker": "model_client",
-    "Environment": "tool_set",
+    "ToolSet": "tool_set",
     "Request": "prompt",
     "Session": "session",
     "Summaries": "summary",
@@ -39,11 +39,11 @@ _HOMES = {
 __all__ = [
     "Budget",
     "ChatSpeaker",
-    "Environment",
     "Request",
     "Session",
     "Summaries",
     "TokenSpeaker",
+    "ToolSet",
     "Trace",
     "from_atif",
     "load_trace",

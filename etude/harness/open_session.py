@@ -17,7 +17,7 @@ from etude.harness.search.searcher import Searcher
 from etude.harness.search.source import FileSource
 from etude.harness.session import LEAST_ROOM, Budget, Session
 from etude.harness.summary import Summaries
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.tools.context import Web
 from etude.harness.tools.executor import Approve, Toolbox, open_toolbox
 from etude.harness.tools.tool import ToolError
@@ -49,7 +49,7 @@ async def open_session(
     speaker: Speaker,
     pod: Pod,
     *,
-    environment: Environment | None = None,
+    environment: ToolSet | None = None,
     budget: Budget | None = None,
     summaries: Summaries | None = None,
     searcher: Searcher | None = None,
@@ -63,7 +63,7 @@ async def open_session(
 
     The workspace's own AGENTS.md becomes the instructions of an environment that has none and is not brief.
     """
-    environment, summaries = environment or Environment(), summaries or Summaries()
+    environment, summaries = environment or ToolSet(), summaries or Summaries()
     search = CodeSearch(searcher) if searcher is not None else None
     async with open_toolbox(pod, environment, searcher=search, web=web, approve=approve) as tools:
         if not environment.instructions and not environment.brief:
@@ -95,7 +95,7 @@ async def instructions_in(pod: Pod, root: str) -> str:
 
 
 def check_room(
-    request: Request, environment: Environment, summaries: Summaries, speaker: Speaker, tools: Toolbox
+    request: Request, environment: ToolSet, summaries: Summaries, speaker: Speaker, tools: Toolbox
 ) -> None:
     """Refuse a prompt that leaves the model no room to work in: it would sum up for ever."""
     if not isinstance(speaker, TokenSpeaker):

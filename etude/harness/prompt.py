@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from etude.chat.messages import Message
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 
 SYSTEM = """\
 You are a coding agent. You work in a workspace through tools until the user's request is done, then give a short \
@@ -43,7 +43,7 @@ class Recap:
     number: int  # summaries so far
 
 
-def opening(request: Request, environment: Environment, root: str, recap: Recap | None = None) -> list[Message]:
+def opening(request: Request, environment: ToolSet, root: str, recap: Recap | None = None) -> list[Message]:
     """The messages a segment begins with."""
     return [
         Message("system", system_message(environment, root)),
@@ -52,7 +52,7 @@ def opening(request: Request, environment: Environment, root: str, recap: Recap 
     ]
 
 
-def system_message(environment: Environment, root: str) -> str:
+def system_message(environment: ToolSet, root: str) -> str:
     if environment.brief:
         return "\n".join(filter(None, [BRIEF, environment.instructions]))
     parts = [SYSTEM, f"The workspace is {root}; relative paths start there.", environment.instructions]

@@ -17,7 +17,7 @@ from etude.errors import InputError
 from etude.harness.model_client import Speaker, Spoken
 from etude.harness.prompt import Recap, Request, opening
 from etude.harness.summary import ASK, ASK_AGAIN, Summaries, compaction_request, unusable
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.tools.tool import Outcome
 from etude.harness.trace import Cost, SegmentKind, SessionEnding, Step, StepKind, Trace
 
@@ -72,7 +72,7 @@ class Session:
         speaker: Speaker,
         tools: Tools,
         *,
-        environment: Environment | None = None,
+        environment: ToolSet | None = None,
         budget: Budget | None = None,
         summaries: Summaries | None = None,
         id: str = "",
@@ -80,7 +80,7 @@ class Session:
         on_step: Callable[[Step], None] = lambda step: None,
     ) -> None:
         self.request, self.speaker, self.tools, self.facts = request, speaker, tools, dict(facts or {})
-        self.environment, self.budget = environment or Environment(), budget or Budget()
+        self.environment, self.budget = environment or ToolSet(), budget or Budget()
         self.summaries, self.id, self.on_step = summaries or Summaries(), id or uuid.uuid4().hex, on_step
         self.steps: list[Step] = []
         self.cost = Cost()

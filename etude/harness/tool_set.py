@@ -25,7 +25,7 @@ ALL_TOOLS = (
 
 
 @dataclass(frozen=True)
-class Environment:
+class ToolSet:
     """Where a session runs, apart from its pod and its task."""
 
     tools: tuple[str, ...] = ALL_TOOLS

@@ -3,7 +3,7 @@
 from etude.evaluation import held_out
 from etude.harness.session import Budget
 from etude.harness.summary import Summaries
-from etude.harness.tool_set import ALL_TOOLS, Environment
+from etude.harness.tool_set import ALL_TOOLS, ToolSet
 from etude.recipe.sections import RlStage
 from etude.rewards.effort import EffortWeights
 from etude.rl.advantages import Estimator
@@ -47,9 +47,9 @@ def adam_of(section: RlStage) -> AdamSettings:
     return AdamSettings(section.learning_rate, section.betas, 1e-8, section.weight_decay, section.clip, rounded)
 
 
-def environment_of(section: RlStage) -> Environment:
+def environment_of(section: RlStage) -> ToolSet:
     table = section.environment
-    return Environment(
+    return ToolSet(
         tools=ALL_TOOLS if table.tools is None else table.tools,
         naming=table.naming,
         brief=table.brief,

@@ -23,7 +23,7 @@ from etude.harness.model_client import SEEDS, Speaker, TokenSpeaker, turn_seed
 from etude.harness.search.searcher import Searcher
 from etude.harness.session import Budget, Session
 from etude.harness.summary import Summaries
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.tools.executor import Toolbox, shown_tools
 from etude.harness.trace import Trace
 from etude.harness.trace_store import load_trace, save_trace
@@ -70,7 +70,7 @@ class Voice:
 class Settings:
     """What is equal for all rollouts of a run."""
 
-    environment: Environment = field(default_factory=Environment)
+    environment: ToolSet = field(default_factory=ToolSet)
     budget: Budget = field(default_factory=Budget)
     summaries: Summaries = field(default_factory=Summaries)
     temperature: float = 1.0

@@ -11,7 +11,7 @@ from etude.harness.prompt import Request
 from etude.harness.search.searcher import Searcher
 from etude.harness.session import Budget, Session
 from etude.harness.summary import Summaries
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.tools.executor import Toolbox
 from etude.harness.trace import Step, Trace
 from etude.tasks.environment import Ground
@@ -32,7 +32,7 @@ class Begun:
 def in_session(
     speaking: Speaking,
     *,
-    environment: Environment | None = None,
+    environment: ToolSet | None = None,
     budget: Budget | None = None,
     summaries: Summaries | None = None,
     searcher: Searcher | None = None,
@@ -55,7 +55,7 @@ def in_session(
         limit = (step.agent.timeout_s if step else None) or task.agent.timeout_s
         spent = budget or Budget()
         spent = spent if spent.seconds is not None else replace(spent, seconds=limit)
-        where = replace(environment or Environment(), root=ground.workspace)
+        where = replace(environment or ToolSet(), root=ground.workspace)
         request = Request(step.instruction if step else task.instruction, id=id)
         async with speaking(id) as speaker:
             opened = open_session(

@@ -27,7 +27,7 @@ from etude.bench.run import trial_record
 from etude.errors import EtudeError, InputError
 from etude.harness.session import Budget
 from etude.harness.summary import Summaries
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.trace_store import load_trace
 from etude.pods import open_fleet
 from etude.rollouts.queue import Slots
@@ -39,7 +39,7 @@ SECRET = "sk-0123456789abcdef"
 TOOLS = ("read_file", "search_replace", "run_terminal_cmd")
 ALIKE = ("--tools", ",".join(TOOLS), "--brief", "--summaries", "off", "--budget-turns", 4, "--budget-answer", 24)
 SETTINGS = Settings(
-    environment=Environment(tools=TOOLS, brief=True), budget=Budget(turns=4, answer=24), summaries=Summaries("off")
+    environment=ToolSet(tools=TOOLS, brief=True), budget=Budget(turns=4, answer=24), summaries=Summaries("off")
 )
 
 

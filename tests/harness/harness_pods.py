@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from etude.chat.messages import Call
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.tools.executor import Toolbox, open_toolbox
 from etude.harness.tools.tool import Outcome
 from etude.pods import open_fleet
@@ -86,7 +86,7 @@ class Yard:
         self,
         check: Callable[[Box], Awaitable[None]],
         *,
-        environment: Environment | None = None,
+        environment: ToolSet | None = None,
         files: Mapping[str, str | bytes] | None = None,
         **options: Any,
     ) -> None:
@@ -97,7 +97,7 @@ class Yard:
             try:
                 for path, content in (files or {}).items():
                     await pod.write(path, content)
-                async with open_toolbox(pod, environment or Environment(), **options) as toolbox:
+                async with open_toolbox(pod, environment or ToolSet(), **options) as toolbox:
                     await check(Box(pod, toolbox, self.fleet))
                     assert toolbox.bugs == 0
             finally:

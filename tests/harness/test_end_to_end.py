@@ -13,7 +13,7 @@ from etude.harness.open_session import open_session
 from etude.harness.prompt import Request
 from etude.harness.scripted_policy import Recorded, Scripted
 from etude.harness.session import Budget
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
 from etude.inference.policy import Policy
 from etude.inference.sampling import Sampling
@@ -56,7 +56,7 @@ async def workspace(fleet: Fleet) -> Pod:
 
 async def play(pod: Pod, policy: Policy, budget: Budget | None = None, after: Trace | None = None) -> Trace:
     speaker = TokenSpeaker(policy, chatml(), Sampling(), window=100_000)
-    async with open_session(REQUEST, speaker, pod, environment=Environment(), budget=budget) as (session, _):
+    async with open_session(REQUEST, speaker, pod, environment=ToolSet(), budget=budget) as (session, _):
         if after is not None:
             session.restore(after)
         return await session.run()

@@ -23,7 +23,7 @@ from etude.harness.open_session import open_session
 from etude.harness.prompt import Request
 from etude.harness.scripted_policy import Recorded, Scripted
 from etude.harness.session import Budget
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
 from etude.harness.trace_store import load_trace
 from etude.inference.policy import Policy
@@ -61,7 +61,7 @@ def rollout(desk: Desk, policy: Policy, tokenizer: Tokenizer, budget: Budget, re
         speaker = TokenSpeaker(policy, dialect_for(tokenizer), Sampling(), window=WINDOW)
         async with open_fleet() as fleet, await fleet.create("host") as pod:
             await take_in(pod, pod.workdir, desk.project)
-            async with open_session(request, speaker, pod, environment=Environment(), budget=budget) as (session, _):
+            async with open_session(request, speaker, pod, environment=ToolSet(), budget=budget) as (session, _):
                 return await session.run()
 
     return asyncio.run(go())

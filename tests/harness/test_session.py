@@ -15,7 +15,7 @@ from etude.harness.prompt import Request, opening
 from etude.harness.scripted_policy import Diverged, Recorded, Scripted
 from etude.harness.session import Budget, Session
 from etude.harness.summary import ASK, Summaries
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
 from etude.inference.sampling import Sampling
 
@@ -67,7 +67,7 @@ def test_a_session_is_one_stream_of_tokens_in_which_the_models_own_are_marked() 
 def test_the_prompt_has_its_parts_in_order() -> None:
     past = (Message("user", "Earlier."), Message("assistant", "Yes."))
     request = replace(REQUEST, past=past)
-    messages = opening(request, Environment(instructions="Use tabs."), "/w")
+    messages = opening(request, ToolSet(instructions="Use tabs."), "/w")
     assert [message.role for message in messages] == ["system", "user", "assistant", "user"]
     assert "/w" in messages[0].content
     assert messages[0].content.endswith("Use tabs.")
@@ -271,7 +271,7 @@ LONG = "a fact about the code, number {}; "
 
 
 def opening_size() -> int:
-    return len(chatml().render(opening(REQUEST, Environment(), Bench.root), Bench().schemas))
+    return len(chatml().render(opening(REQUEST, ToolSet(), Bench.root), Bench().schemas))
 
 
 def result_size(text: str) -> int:

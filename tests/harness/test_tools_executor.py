@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from etude.chat.messages import Call, names_of
 from etude.errors import InputError
 from etude.harness.search.source import FileSource
-from etude.harness.tool_set import ALL_TOOLS, Environment
+from etude.harness.tool_set import ALL_TOOLS, ToolSet
 from etude.harness.tools.arguments import check_arguments
 from etude.harness.tools.executor import TOOLS, Toolbox, shown_tools
 from etude.harness.tools.tool import Outcome, Tool, ToolError
@@ -30,12 +30,12 @@ def yard(request: pytest.FixtureRequest) -> Yard:
 # -- what is shown
 
 
-def schemas(environment: Environment) -> dict[str, Any]:
+def schemas(environment: ToolSet) -> dict[str, Any]:
     return {shown.name: shown.schema["function"] for shown in shown_tools(environment).values()}
 
 
 def test_the_tools_have_cursors_names_and_arguments() -> None:
-    found = {name: list(schema["parameters"]["properties"]) for name, schema in schemas(Environment()).items()}
+    found = {name: list(schema["parameters"]["properties"]) for name, schema in schemas(ToolSet()).items()}
     assert tuple(found) == ALL_TOOLS
     assert found["read_file"] == ["target_file", "offset", "limit"]
     assert found["search_replace"] == ["file_path", "old_string", "new_string", "replace_all"]
@@ -49,20 +49,20 @@ def test_the_tools_have_cursors_names_and_arguments() -> None:
     assert found["run_terminal_cmd"] == ["command", "block_until_ms", "is_background", "explanation"]
     assert found["await"] == ["job_id", "block_until_ms", "pattern"]
     assert found["todo_write"] == ["merge", "todos"]
-    assert set(schemas(Environment(web=True))) - set(found) == {"web_search", "web_fetch"}
+    assert set(schemas(ToolSet(web=True))) - set(found) == {"web_search", "web_fetch"}
 
 
 def test_what_is_shown_depends_on_the_environment_alone_and_not_on_strictness() -> None:
-    assert schemas(Environment(strict=True)) == schemas(Environment())
-    assert json.loads(json.dumps(schemas(Environment()))) == schemas(Environment())
+    assert schemas(ToolSet(strict=True)) == schemas(ToolSet())
+    assert json.loads(json.dumps(schemas(ToolSet()))) == schemas(ToolSet())
     for naming in ("cursor", "claude-code", "bash"):
-        for schema in schemas(Environment(naming=naming, web=True)).values():
+        for schema in schemas(ToolSet(naming=naming, web=True)).values():
             assert "{" not in schema["description"], schema["description"]
 
 
 def test_a_brief_environment_shows_the_same_tools_in_fewer_words() -> None:
     for naming in ("cursor", "claude-code", "bash"):
-        full, brief = schemas(Environment(naming=naming)), schemas(Environment(naming=naming, brief=True))
+        full, brief = schemas(ToolSet(naming=naming)), schemas(ToolSet(naming=naming, brief=True))
         assert list(brief) == list(full)
         assert len(json.dumps(brief)) < 0.65 * len(json.dumps(full))
         for name, schema in brief.items():
@@ -79,11 +79,11 @@ def test_a_brief_environment_still_takes_the_arguments_it_does_not_show(yard: Ya
         assert "2|two" in text
         assert "1|one" not in text
 
-    yard.run(check, environment=Environment(brief=True), files={"a.txt": "one\ntwo\nthree\n"})
+    yard.run(check, environment=ToolSet(brief=True), files={"a.txt": "one\ntwo\nthree\n"})
 
 
 def test_the_same_tools_go_by_other_names() -> None:
-    claude = schemas(Environment(naming="claude-code"))
+    claude = schemas(ToolSet(naming="claude-code"))
     assert list(claude) == (
         ["Read", "Edit", "Write", "LS", "Glob", "Grep", "Bash", "BashOutput", "KillShell", "TodoWrite"]
     )
@@ -93,20 +93,20 @@ def test_the_same_tools_go_by_other_names() -> None:
         ["command", "timeout", "run_in_background", "description"]
     )
     assert "timeout" in claude["Bash"]["description"]
-    bash = schemas(Environment(naming="bash"))
+    bash = schemas(ToolSet(naming="bash"))
     assert {name: list(schema["parameters"]["properties"]) for name, schema in bash.items()} == {"bash": ["command"]}
-    renamed = shown_tools(Environment(tools=("read_file", "grep"), renamed={"grep": "rg"}))
+    renamed = shown_tools(ToolSet(tools=("read_file", "grep"), renamed={"grep": "rg"}))
     assert list(renamed) == ["read_file", "rg"]
     assert names_of([shown.schema for shown in renamed.values()]) == {"read_file", "rg"}
 
 
 def test_an_environment_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(InputError, match="naming is 'vim'"):
-        shown_tools(Environment(naming="vim"))
+        shown_tools(ToolSet(naming="vim"))
     with pytest.raises(InputError, match="'raed_file' is not a tool"):
-        shown_tools(Environment(tools=("raed_file",)))
+        shown_tools(ToolSet(tools=("raed_file",)))
     with pytest.raises(InputError, match="two tools are called 'x'"):
-        shown_tools(Environment(renamed={"grep": "x", "write": "x"}))
+        shown_tools(ToolSet(renamed={"grep": "x", "write": "x"}))
 
 
 # -- arguments
@@ -351,7 +351,7 @@ def test_claude_codes_tools_do_the_same_work(yard: Yard) -> None:
         assert "List it with LS." in await box.error("environment", "Read", file_path=".")
         assert "file_path must be a string" in await box.error("bad_arguments", "Read", file_path=["a"])
 
-    yard.run(check, environment=Environment(naming="claude-code"))
+    yard.run(check, environment=ToolSet(naming="claude-code"))
 
 
 def test_with_bash_alone_a_command_is_waited_for_to_its_end(yard: Yard) -> None:
@@ -361,7 +361,7 @@ def test_with_bash_alone_a_command_is_waited_for_to_its_end(yard: Yard) -> None:
         assert outcome.error == "timeout"
         assert "block_until_ms" in await box.error("bad_arguments", "bash", command="true", block_until_ms=0)
 
-    yard.run(check, environment=Environment(naming="bash", command_timeout_s=1.0, strict=True))
+    yard.run(check, environment=ToolSet(naming="bash", command_timeout_s=1.0, strict=True))
 
 
 class Finder:
@@ -399,7 +399,7 @@ def test_what_is_outside_the_pod_is_reached_through_its_door_or_not_at_all(yard:
         "a.log": "needle",
         "b": b"\0needle",
     }
-    yard.run(check, files=files, environment=Environment(web=True), searcher=Finder(), web=Library())
+    yard.run(check, files=files, environment=ToolSet(web=True), searcher=Finder(), web=Library())
 
     async def without(box: Box) -> None:
         assert "is not set up" in await box.error("provider", "codebase_search", query="x")

@@ -3,7 +3,7 @@
 import pytest
 from harness_pods import Box, Yard, open_yard, shared_yard
 
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 
 
 @pytest.fixture
@@ -259,4 +259,4 @@ def test_in_strict_training_a_file_that_was_never_read_is_not_overwritten(yard: 
         await box.text("search_replace", file_path="third.py", old_string="", new_string="made\n")
         await box.text("write", file_path="third.py", contents="z")
 
-    yard.run(check, files={"old.py": "1"}, environment=Environment(strict=True))
+    yard.run(check, files={"old.py": "1"}, environment=ToolSet(strict=True))

@@ -6,7 +6,7 @@ import time
 import pytest
 from harness_pods import Box, Yard, shared_yard
 
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.toolserver.inside import output
 
 
@@ -210,7 +210,7 @@ def test_a_command_that_runs_out_of_time_is_killed_wherever_it_runs(yard: Yard) 
         assert outcome.error == "timeout"
         assert await run(box, "echo fine") == "fine\n[exit code 0]"
 
-    yard.run(check, environment=Environment(command_timeout_s=0.5))
+    yard.run(check, environment=ToolSet(command_timeout_s=0.5))
 
 
 def test_processes_left_behind_do_not_hold_up_the_result_and_go_on(yard: Yard) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from harness_pods import Box, Yard, open_yard, shared_yard
 
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.tools.executor import open_toolbox
 from etude.harness.toolserver import bundle, client
 from etude.harness.toolserver.client import ToolServer
@@ -258,7 +258,7 @@ async def go_on_in_a_fork(box: Box) -> None:
     kind = None if "fs-live" in box.fleet.local.backend.capabilities.snapshots else "fs"  # type: ignore[union-attr]
     (child,) = await box.pod.fork(1, kind)
     try:
-        async with open_toolbox(child, Environment(strict=True)) as toolbox:
+        async with open_toolbox(child, ToolSet(strict=True)) as toolbox:
             toolbox.restore(box.toolbox.state())
             other = Box(child, toolbox, box.fleet)
             said = await other.text("run_terminal_cmd", command="pwd; echo $X; f; echo $HOME; export X=child")
@@ -302,7 +302,7 @@ def test_a_pod_at_rest_is_snapshotted_and_a_pod_made_of_it_goes_on(yard: Yard) -
         snapshot = await box.pod.snapshot()
         assert snapshot.kind == "fs"  # the cheap kind: nothing was running
         assert await box.text("run_terminal_cmd", command="echo $v") == "kept\n[exit code 0]"
-        async with await box.fleet.create(snapshot) as pod, open_toolbox(pod, Environment()) as toolbox:
+        async with await box.fleet.create(snapshot) as pod, open_toolbox(pod, ToolSet()) as toolbox:
             other = Box(pod, toolbox, box.fleet)
             assert (await other.text("run_terminal_cmd", command="echo $v; pwd")).startswith("kept\n")
 

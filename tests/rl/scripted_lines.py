@@ -13,7 +13,7 @@ from etude.chat.messages import Message
 from etude.harness.scripted_policy import said
 from etude.harness.session import Budget
 from etude.harness.summary import Summaries
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.inference.generate_protocol import sample_to_json
 from etude.inference.policy import OneSample, Weights
 from etude.inference.request import Sample
@@ -23,7 +23,7 @@ from etude.runs.layout import Place, write_status
 
 WINDOW = 20_000
 SETTINGS = Settings(
-    environment=Environment(tools=("read_file", "run_terminal_cmd"), brief=True),
+    environment=ToolSet(tools=("read_file", "run_terminal_cmd"), brief=True),
     budget=Budget(turns=12, answer=500),
     summaries=Summaries("off"),
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from etude.harness.search.source import FileEntry, FileSource
-from etude.harness.tool_set import Environment
+from etude.harness.tool_set import ToolSet
 from etude.harness.tools.tool import Outcome, ToolError
 from etude.harness.toolserver.client import ToolServer, readable
 
@@ -51,7 +51,7 @@ class Workbench:
     """The state of one session's tools. What is in the pod survives a fork of it; what is here is in `state()`."""
 
     server: ToolServer
-    environment: Environment
+    environment: ToolSet
     names: Mapping[str, str] = field(default_factory=dict)  # tool -> the name the model knows it by
     searcher: Searcher | None = None
     web: Web | None = None

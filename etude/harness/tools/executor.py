@@ -16,7 +16,7 @@ from typing import Any
 
 from etude.chat.messages import Call
 from etude.errors import InputError
-from etude.harness.tool_set import ALL_TOOLS, Environment
+from etude.harness.tool_set import ALL_TOOLS, ToolSet
 from etude.harness.tools.aliases import NAMINGS, Alias
 from etude.harness.tools.arguments import check_arguments
 from etude.harness.tools.context import Searcher, Web, Workbench
@@ -69,7 +69,7 @@ class Shown:
         return str(self.schema["function"]["name"])
 
 
-def shown_tools(environment: Environment) -> dict[str, Shown]:
+def shown_tools(environment: ToolSet) -> dict[str, Shown]:
     """The tools of an environment, by the names the model sees, in the order of the environment's list."""
     naming = NAMINGS.get(environment.naming)
     if naming is None:
@@ -96,7 +96,7 @@ def shown_tools(environment: Environment) -> dict[str, Shown]:
 @asynccontextmanager
 async def open_toolbox(
     pod: Pod,
-    environment: Environment,
+    environment: ToolSet,
     *,
     searcher: Searcher | None = None,
     web: Web | None = None,
