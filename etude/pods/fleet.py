@@ -300,9 +300,9 @@ async def open_fleet(
     if isinstance(hosts, str) or (hosts is not None and not hosts):
         raise InputError(f"hosts is {hosts!r}; expected a list of URLs, or None for pods on this machine")
     if hosts:
-        from etude.pods.remote.client import RemoteDoor
+        from etude.pods.remote.client import RemoteHostClient
 
-        doors = [await RemoteDoor.open(url, token, required=False) for url in hosts]
+        doors = [await RemoteHostClient.open(url, token, required=False) for url in hosts]
         fleet = Fleet(doors)
         for door in doors:
             door.fleet = fleet  # so that pods there can fork to the others

@@ -20,7 +20,7 @@ import pytest
 from etude.errors import BusyError
 from etude.files import take_lock
 from etude.pods.fleet import open_host
-from etude.pods.remote.client import RemoteDoor
+from etude.pods.remote.client import RemoteHostClient
 from etude.pods.runtime import zygote_protocol
 from etude.pods.runtime.probe import probe
 
@@ -124,11 +124,11 @@ def server(*options: str) -> Iterator[Server]:
                 running.end()
 
 
-def with_door(running: Server, work: Callable[[RemoteDoor], Awaitable[T]], **options: Any) -> T:
+def with_door(running: Server, work: Callable[[RemoteHostClient], Awaitable[T]], **options: Any) -> T:
     """Do something with a client of a server; every pod it made is closed."""
 
     async def inside() -> T:
-        door = await RemoteDoor.open(running.url, TOKEN, **options)
+        door = await RemoteHostClient.open(running.url, TOKEN, **options)
         try:
             return await work(door)
         finally:

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from etude.errors import InputError
 from etude.pods.network import policy as egress
-from etude.pods.network.policy import Hello, HelloReader, Listen, Malformed, Policy, Rule, parse_rule
+from etude.pods.network.policy import (
+    ClientHello,
+    ClientHelloReader,
+    EgressPolicy,
+    EgressRule,
+    ListenSpec,
+    ProtocolError,
+    parse_rule,
+)
 from etude.pods.pod import Egress
 
 
@@ -41,17 +49,17 @@ def query(name: str, kind: int = egress.A, flags: int = 0x0100) -> bytes:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("example.org", Rule("example.org", False, 443)),
-        (" Example.ORG.:8080 ", Rule("example.org", False, 8080)),
-        ("*.Example.org:443", Rule("example.org", True, 443)),
-        ("bücher.example:80", Rule("xn--bcher-kva.example", False, 80)),
-        ("192.0.2.7:22", Rule("192.0.2.7", False, 22)),
-        ("[2001:DB8:0::1]:443", Rule("2001:db8::1", False, 443)),
-        ("[::ffff:192.0.2.7]", Rule("192.0.2.7", False, 443)),
-        ("_srv.a-b.example.org", Rule("_srv.a-b.example.org", False, 443)),
+        ("example.org", EgressRule("example.org", False, 443)),
+        (" Example.ORG.:8080 ", EgressRule("example.org", False, 8080)),
+        ("*.Example.org:443", EgressRule("example.org", True, 443)),
+        ("bücher.example:80", EgressRule("xn--bcher-kva.example", False, 80)),
+        ("192.0.2.7:22", EgressRule("192.0.2.7", False, 22)),
+        ("[2001:DB8:0::1]:443", EgressRule("2001:db8::1", False, 443)),
+        ("[::ffff:192.0.2.7]", EgressRule("192.0.2.7", False, 443)),
+        ("_srv.a-b.example.org", EgressRule("_srv.a-b.example.org", False, 443)),
     ],
 )
-def test_a_rule_has_one_spelling(text: str, rule: Rule) -> None:
+def test_a_rule_has_one_spelling(text: str, rule: EgressRule) -> None:
     assert parse_rule(text) == rule
     assert parse_rule(str(rule)) == rule
 
@@ -103,7 +111,9 @@ def test_reading_a_rule_gives_a_rule_or_an_input_error(text: str) -> None:
 
 
 def test_decisions_follow_the_rules_and_nothing_else() -> None:
-    policy = Policy.from_egress(Egress.to("example.org", "*.example.org:443", "*.a.example.org:443", "192.0.2.7:22"))
+    policy = EgressPolicy.from_egress(
+        Egress.to("example.org", "*.example.org:443", "*.a.example.org:443", "192.0.2.7:22")
+    )
     for host, port, rule in [
         ("example.org", 443, "example.org:443"),
         ("EXAMPLE.org.", 443, "example.org:443"),
@@ -127,15 +137,20 @@ def test_decisions_follow_the_rules_and_nothing_else() -> None:
 
 def test_without_rules_a_pod_needs_nothing() -> None:
     for transparent in (False, True):
-        policy = Policy.from_egress(Egress(transparent=transparent))
+        policy = EgressPolicy.from_egress(Egress(transparent=transparent))
         assert not policy.decide("example.org", 443).allowed
-        assert (policy.listens(), policy.addresses(), policy.environment(), policy.resolv_conf()) == ([], [], {}, "")
+        assert (policy.listen_specs(), policy.addresses(), policy.environment(), policy.resolv_conf()) == (
+            [],
+            [],
+            {},
+            "",
+        )
 
 
 def test_the_proxy_way_needs_one_socket_and_the_usual_variables() -> None:
-    policy = Policy.from_egress(Egress.to("example.org", "127.0.0.1:8000"))
-    carried = Listen("tcp", "127.0.0.1", 8000, "carry", "127.0.0.1")  # NO_PROXY keeps it from the proxy
-    assert policy.listens() == [Listen("tcp", "127.0.0.1", 3128, "proxy"), carried]
+    policy = EgressPolicy.from_egress(Egress.to("example.org", "127.0.0.1:8000"))
+    carried = ListenSpec("tcp", "127.0.0.1", 8000, "carry", "127.0.0.1")  # NO_PROXY keeps it from the proxy
+    assert policy.listen_specs() == [ListenSpec("tcp", "127.0.0.1", 3128, "proxy"), carried]
     environment = policy.environment()
     assert environment["https_proxy"] == environment["HTTP_PROXY"] == "http://127.0.0.1:3128"
     assert environment["no_proxy"].startswith("localhost,127.0.0.1")
@@ -144,16 +159,16 @@ def test_the_proxy_way_needs_one_socket_and_the_usual_variables() -> None:
 
 def test_the_transparent_way_gives_every_host_an_address() -> None:
     rules = ("b.example.org:22", "a.example.org", "*.example.org:8080", "192.0.2.7:5432")
-    policy = Policy.from_egress(Egress.to(*rules, transparent=True))
-    assert policy.listens() == [
-        Listen("udp", "127.0.0.1", 53, "dns"),
-        Listen("tcp", "127.0.0.1", 53, "dns"),
-        Listen("tcp", "192.0.2.7", 5432, "carry", "192.0.2.7"),
-        Listen("tcp", "198.18.1.1", 22, "carry", "b.example.org"),
-        Listen("tcp", "198.18.1.1", 8080, "carry", "b.example.org"),  # the wildcard's port, at its own address
-        Listen("tcp", "198.18.1.2", 443, "carry", "a.example.org"),
-        Listen("tcp", "198.18.1.2", 8080, "carry", "a.example.org"),
-        Listen("tcp", "198.18.0.1", 8080, "carry"),
+    policy = EgressPolicy.from_egress(Egress.to(*rules, transparent=True))
+    assert policy.listen_specs() == [
+        ListenSpec("udp", "127.0.0.1", 53, "dns"),
+        ListenSpec("tcp", "127.0.0.1", 53, "dns"),
+        ListenSpec("tcp", "192.0.2.7", 5432, "carry", "192.0.2.7"),
+        ListenSpec("tcp", "198.18.1.1", 22, "carry", "b.example.org"),
+        ListenSpec("tcp", "198.18.1.1", 8080, "carry", "b.example.org"),  # the wildcard's port, at its own address
+        ListenSpec("tcp", "198.18.1.2", 443, "carry", "a.example.org"),
+        ListenSpec("tcp", "198.18.1.2", 8080, "carry", "a.example.org"),
+        ListenSpec("tcp", "198.18.0.1", 8080, "carry"),
     ]
     assert policy.addresses() == ["192.0.2.7", "198.18.1.1", "198.18.1.2", "198.18.0.1"]
     assert policy.environment() == {}
@@ -165,7 +180,7 @@ def test_the_transparent_way_gives_every_host_an_address() -> None:
 
 
 def test_three_hundred_hosts_have_three_hundred_addresses() -> None:
-    policy = Policy.from_egress(Egress.to(*(f"h{n}.example.org" for n in range(300)), transparent=True))
+    policy = EgressPolicy.from_egress(Egress.to(*(f"h{n}.example.org" for n in range(300)), transparent=True))
     assert len(set(policy.addresses())) == 300
     assert policy.lookup("h299.example.org") == "198.18.2.44"
 
@@ -173,7 +188,7 @@ def test_three_hundred_hosts_have_three_hundred_addresses() -> None:
 @pytest.mark.parametrize("rule", ["127.0.0.1:53", "198.18.5.5:80"])
 def test_a_transparent_pod_cannot_be_given_its_own_places(rule: str) -> None:
     with pytest.raises(InputError, match=r"127\.0\.0\.1:53|198\.18\.5\.5"):
-        Policy.from_egress(Egress.to(rule, transparent=True))
+        EgressPolicy.from_egress(Egress.to(rule, transparent=True))
 
 
 @pytest.mark.parametrize(
@@ -220,19 +235,19 @@ def test_public_addresses_are_not(address: str) -> None:
 def test_the_server_name_of_a_real_client_is_read_however_it_is_cut(name: str | None) -> None:
     for flight in (client_hello(name), in_records(client_hello(name), 7)):
         for step in (1, 3, 100, len(flight)):
-            reader = HelloReader()
+            reader = ClientHelloReader()
             pieces = [flight[i : i + step] for i in range(0, len(flight), step)]
             answers = [reader.feed(piece) for piece in pieces]
             assert answers[:-1] == [None] * (len(pieces) - 1)
-            assert answers[-1] == Hello(name or "")
-    assert HelloReader().feed(client_hello("example.org") + b"early data" * 9000) == Hello("example.org")
+            assert answers[-1] == ClientHello(name or "")
+    assert ClientHelloReader().feed(client_hello("example.org") + b"early data" * 9000) == ClientHello("example.org")
 
 
 def test_a_hello_that_never_ends_is_given_up() -> None:
     pieces = [b"\x16\x03\x01\x00\x01" + bytes([byte]) for byte in b"\x01\x00\x3f\xff" + bytes(10_000)]
     for flight in (b"".join(pieces), b"\x16\x03\x01\x00\x04\x01\xff\xff\xff"):
-        with pytest.raises(Malformed, match="too long"):
-            HelloReader().feed(flight)
+        with pytest.raises(ProtocolError, match="too long"):
+            ClientHelloReader().feed(flight)
 
 
 @settings(max_examples=300)
@@ -245,10 +260,10 @@ def test_any_bytes_are_a_hello_or_malformed(data: st.DataObject) -> None:
     raw = data.draw(st.one_of(st.just(bytes(flight)), st.binary(max_size=200), st.just(bytes(flight[5:]))))
     for message in (raw, b"\x16\x03\x01" + struct.pack(">H", len(raw) or 1) + raw):
         try:
-            found = HelloReader().feed(message)
-        except Malformed:
+            found = ClientHelloReader().feed(message)
+        except ProtocolError:
             continue
-        assert found is None or isinstance(found, Hello)
+        assert found is None or isinstance(found, ClientHello)
 
 
 _FLIGHT = client_hello("example.org")
@@ -259,7 +274,7 @@ _FLIGHT = client_hello("example.org")
 
 def test_an_answer_repeats_its_question() -> None:
     packet = query("A.Example.org")
-    question = egress.parse_question(packet)
+    question = egress.parse_dns_question(packet)
     assert (question.name, question.kind, question.internet) == ("a.example.org", egress.A, True)
     answer = egress.dns_answer(packet, question, egress.NOERROR, "198.18.1.1")
     assert struct.unpack(">6H", answer[:12]) == (7, 0x8180, 1, 1, 0, 0)
@@ -283,16 +298,16 @@ def test_an_answer_repeats_its_question() -> None:
     ],
 )
 def test_a_question_that_is_not_one_is_malformed(packet: bytes) -> None:
-    with pytest.raises(Malformed):
-        egress.parse_question(packet)
+    with pytest.raises(ProtocolError):
+        egress.parse_dns_question(packet)
 
 
 @settings(max_examples=300)
 @given(st.one_of(st.binary(max_size=80), st.binary(max_size=60).map(lambda tail: query("a")[:12] + tail)))
 def test_any_packet_is_a_question_or_malformed(packet: bytes) -> None:
     try:
-        question = egress.parse_question(packet)
-    except Malformed:
+        question = egress.parse_dns_question(packet)
+    except ProtocolError:
         assert egress.dns_answer(packet, None, egress.FORMERR)[:2] in (b"", packet[:2])
     else:
         assert packet[12:].startswith(question.raw)
@@ -332,7 +347,7 @@ def request(*lines: str) -> bytes:
     ],
 )
 def test_what_two_servers_could_read_in_two_ways_is_malformed(data: bytes) -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(ProtocolError):
         egress.request_length(egress.parse_head(data))
 
 
@@ -353,7 +368,7 @@ def test_the_target_and_the_host_must_agree() -> None:
         ("GET / HTTP/1.1", "a.example.org:81", 80),
         ("GET / HTTP/1.1", "", 80),
     ]:
-        with pytest.raises(Malformed) as error:
+        with pytest.raises(ProtocolError) as error:
             target(first, host, port)
         assert "secret" not in str(error.value)
 
@@ -379,7 +394,7 @@ def test_any_head_is_read_or_malformed(data: bytes) -> None:
             head = egress.parse_head(message)
             egress.request_length(head)
             egress.split_target(head, None)
-        except Malformed:
+        except ProtocolError:
             pass
 
 
@@ -409,7 +424,7 @@ def test_the_first_bytes_tell_the_protocol(start: bytes, kind: str | None) -> No
 )
 def test_a_chunk_begins_with_its_size(line: bytes) -> None:
     assert egress.parse_chunk_size(b"1aF;x=y\r\n") == 0x1AF
-    with pytest.raises(Malformed):
+    with pytest.raises(ProtocolError):
         egress.parse_chunk_size(line)
 
 

@@ -14,7 +14,7 @@ import pytest
 from etude.errors import InputError
 from etude.pods.fleet import Fleet, HostGone
 from etude.pods.pod import Limits, Pod, PodError, PodFileError, PodGone, Unsupported
-from etude.pods.remote.client import RemoteDoor, RemotePod
+from etude.pods.remote.client import RemoteHostClient, RemotePod
 from tests.pods.serving import TOKEN, Server, server, with_door
 
 
@@ -36,7 +36,7 @@ async def until(true: Callable[[], Any], seconds: float = 10.0) -> None:
 
 
 def test_a_remote_pod_runs_commands_and_tells_how_they_ended(host: Server) -> None:
-    async def work(door: RemoteDoor) -> None:
+    async def work(door: RemoteHostClient) -> None:
         pod = await door.create(limits=Limits(memory=128 << 20))
         done = await pod.exec("cat; echo $A >&2; exit 3", stdin=b"in", env={"A": "err"}, cwd="/tmp")
         assert (done.exit_code, done.stdout, done.stderr) == (3, "in", "err\n")
@@ -55,7 +55,7 @@ def test_a_remote_pod_runs_commands_and_tells_how_they_ended(host: Server) -> No
 
 
 def test_jobs_stream_take_input_signals_and_terminals(host: Server) -> None:
-    async def work(door: RemoteDoor) -> None:
+    async def work(door: RemoteHostClient) -> None:
         pod = await door.create()
         job = await pod.spawn("read line; echo got $line; echo bad >&2; exec sleep 60")
         await job.write(b"hello\n")
@@ -80,7 +80,7 @@ def test_jobs_stream_take_input_signals_and_terminals(host: Server) -> None:
 
 
 def test_a_slow_reader_holds_back_its_own_job_and_nobody_else(host: Server) -> None:
-    async def work(door: RemoteDoor) -> None:
+    async def work(door: RemoteHostClient) -> None:
         pod = await door.create()
         size = 64 << 20
         job = await pod.spawn(["head", "-c", str(size), "/dev/zero"])
@@ -96,7 +96,7 @@ def test_a_slow_reader_holds_back_its_own_job_and_nobody_else(host: Server) -> N
 
 
 def test_files_and_trees_go_both_ways(host: Server, tmp_path: Path) -> None:
-    async def work(door: RemoteDoor) -> None:
+    async def work(door: RemoteHostClient) -> None:
         pod = await door.create()
         big = os.urandom(12 << 20)
         await pod.write("deep/er/big", big, mode=0o750)
@@ -125,7 +125,7 @@ def test_files_and_trees_go_both_ways(host: Server, tmp_path: Path) -> None:
 
 
 def test_snapshots_forks_pauses_and_the_log(host: Server) -> None:
-    async def work(door: RemoteDoor) -> None:
+    async def work(door: RemoteHostClient) -> None:
         pod = await door.create()
         await pod.write("a", "1")
         snapshot = await pod.snapshot("fs")
@@ -158,7 +158,7 @@ def test_snapshots_forks_pauses_and_the_log(host: Server) -> None:
 
 
 def test_errors_are_of_the_same_class_as_on_the_host_itself(host: Server) -> None:
-    async def work(door: RemoteDoor) -> None:
+    async def work(door: RemoteHostClient) -> None:
         with pytest.raises(InputError, match="no image or snapshot 'nope'"):
             await door.create("nope")
         pod = await door.create()
@@ -179,9 +179,9 @@ def test_only_the_token_opens_and_unknown_fields_are_named(host: Server) -> None
         for path in ("/v1/report", "/v1/pods/x/agent", "/nothing"):
             assert httpx.get(host.url + path, headers=headers, trust_env=False).status_code == 401
     with pytest.raises(InputError, match="token"):
-        asyncio.run(RemoteDoor.open(host.url, "wrong"))
+        asyncio.run(RemoteHostClient.open(host.url, "wrong"))
     with pytest.raises(HostGone, match="does not answer"):
-        asyncio.run(RemoteDoor.open("http://127.0.0.1:9", TOKEN))
+        asyncio.run(RemoteHostClient.open("http://127.0.0.1:9", TOKEN))
 
     def post(body: Any) -> tuple[int, dict[str, str]]:
         headers = {"authorization": f"Bearer {TOKEN}"}
@@ -202,7 +202,7 @@ def test_only_the_token_opens_and_unknown_fields_are_named(host: Server) -> None
 
 
 def test_asking_twice_with_a_key_gives_the_same_pod(host: Server) -> None:
-    async def work(door: RemoteDoor) -> None:
+    async def work(door: RemoteHostClient) -> None:
         first, second = await asyncio.gather(door.create(key="k1"), door.create(key="k1"))
         assert first.id == second.id
         await first.close()
@@ -213,7 +213,7 @@ def test_asking_twice_with_a_key_gives_the_same_pod(host: Server) -> None:
 
 
 def test_a_creation_that_is_given_up_leaves_no_pod() -> None:
-    async def work(door: RemoteDoor) -> None:
+    async def work(door: RemoteHostClient) -> None:
         pod = await door.create()
         waiting = asyncio.create_task(door.create())  # there is one seat, and it is taken
         await asyncio.sleep(0.3)
@@ -230,7 +230,7 @@ def test_a_creation_that_is_given_up_leaves_no_pod() -> None:
 
 
 def test_a_pod_whose_client_died_ends_within_its_lease(host: Server) -> None:
-    async def work(door: RemoteDoor) -> None:
+    async def work(door: RemoteHostClient) -> None:
         kept, lost = await door.create(), await door.create()
         assert lost.renewing is not None
         lost.renewing.cancel()  # as if the client had been killed
@@ -244,13 +244,13 @@ def test_a_pod_whose_client_died_ends_within_its_lease(host: Server) -> None:
     with_door(host, work, lease=1.5)
 
 
-async def gone(door: RemoteDoor, id: str) -> bool:
+async def gone(door: RemoteHostClient, id: str) -> bool:
     return id not in [pod["id"] for pod in await door.list_pods()]
 
 
 def test_killing_the_server_loses_no_pod_and_its_client_goes_on() -> None:
     async def work(running: Server) -> None:
-        door = await RemoteDoor.open(running.url, TOKEN)
+        door = await RemoteHostClient.open(running.url, TOKEN)
         pod = await door.create(key="mine")
         await pod.write("a", "before")
         await pod.exec("sleep 300 </dev/null >/dev/null 2>&1 & echo $! > pid")
@@ -280,7 +280,7 @@ def test_close_at_the_end_closes_every_pod() -> None:
     with server("--close", "--warm", "host=1") as running:
 
         async def work() -> None:
-            door = await RemoteDoor.open(running.url, TOKEN)
+            door = await RemoteHostClient.open(running.url, TOKEN)
             await door.create(lease=0, ttl=100)
             assert await asyncio.to_thread(running.end) == 0
             await door.http.aclose()
@@ -291,7 +291,7 @@ def test_close_at_the_end_closes_every_pod() -> None:
 
 def test_two_hosts_are_one_fleet(tmp_path: Path) -> None:
     async def work(first: Server, second: Server) -> None:
-        doors = [await RemoteDoor.open(each.url, TOKEN, lease=3.0) for each in (first, second)]
+        doors = [await RemoteHostClient.open(each.url, TOKEN, lease=3.0) for each in (first, second)]
         fleet = Fleet(doors)
         for door in doors:
             door.fleet = fleet
@@ -306,7 +306,7 @@ def test_two_hosts_are_one_fleet(tmp_path: Path) -> None:
         asyncio.run(work(first, second))
 
 
-async def snapshots_travel(doors: list[RemoteDoor], fleet: Fleet, place: Path) -> None:
+async def snapshots_travel(doors: list[RemoteHostClient], fleet: Fleet, place: Path) -> None:
     pod = await doors[0].create()
     await pod.write("a", "travels")
     snapshot = await pod.snapshot()
@@ -326,7 +326,7 @@ async def snapshots_travel(doors: list[RemoteDoor], fleet: Fleet, place: Path) -
     await asyncio.gather(*(each.close() for each in (pod, *children)))
 
 
-async def the_dead_are_left_out(first: Server, doors: list[RemoteDoor], fleet: Fleet) -> None:
+async def the_dead_are_left_out(first: Server, doors: list[RemoteHostClient], fleet: Fleet) -> None:
     async def create() -> Pod:
         return await fleet.create(timeout=20)
 
@@ -342,5 +342,5 @@ async def the_dead_are_left_out(first: Server, doors: list[RemoteDoor], fleet: F
     await until(lambda: nobody(doors), 12)  # what the killed host had made ends with its lease
 
 
-async def nobody(doors: list[RemoteDoor]) -> bool:
+async def nobody(doors: list[RemoteHostClient]) -> bool:
     return [await door.list_pods() for door in doors] == [[], []]

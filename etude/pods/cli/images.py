@@ -14,7 +14,7 @@ from rich.table import Table
 from etude.errors import InputError
 from etude.pods.cli.options import AsJson, HostUrl, State, act
 from etude.pods.pod import Egress
-from etude.pods.remote.host_client import Here, Place
+from etude.pods.remote.host_client import LocalPodService, PodService
 
 image_app = typer.Typer(no_args_is_help=True, help="Make and forget images.")
 Pairs = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Repeatable.", show_default=False)]
@@ -91,8 +91,8 @@ def add(
     only_for(debootstrap, "--debootstrap", include=include)
     egress = Egress.to(*allow or (), transparent=transparent)
 
-    async def work(place: Place) -> str:
-        assert isinstance(place, Here)
+    async def work(place: PodService) -> str:
+        assert isinstance(place, LocalPodService)
         host, store = place.host, place.host.store
         if directory:
             made = await asyncio.to_thread(make.image_from_directory, store, directory, name)
@@ -138,8 +138,8 @@ def remove(
 ) -> None:
     """Forget an image. `etude pods gc` then removes the layers that only it needed."""
 
-    async def work(place: Place) -> None:
-        assert isinstance(place, Here)
+    async def work(place: PodService) -> None:
+        assert isinstance(place, LocalPodService)
         place.host.store.remove_image(name)
 
     act(state, None, work)

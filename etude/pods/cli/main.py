@@ -38,7 +38,7 @@ from etude.pods.cli.options import (
 )
 from etude.pods.cli.units import parse_seconds, parse_size, show_seconds, show_size
 from etude.pods.pod import Egress, ExecResult, Limits, Pod, PodError, PodFileError, SnapshotKind
-from etude.pods.remote.host_client import TOKEN, Here, Place, age
+from etude.pods.remote.host_client import TOKEN, LocalPodService, PodService, age
 from etude.pods.scheduling.admission import Thresholds
 
 app = typer.Typer(no_args_is_help=True)
@@ -104,7 +104,7 @@ def run(
         "ttl": life,
     }
 
-    async def work(place: Place) -> ExecResult | str:
+    async def work(place: PodService) -> ExecResult | str:
         pod = await place.create(image, detach=detach, **asked)
         command = given_command(ctx) or place.command_of(pod)
         if detach:
@@ -139,7 +139,7 @@ def exec_(
         raise InputError(f"exec: no command; give one after --, as in `etude pods exec {pod} -- ls`")
     on_terminal = wants_terminal(stdin, terminal)
 
-    async def work(place: Place) -> ExecResult:
+    async def work(place: PodService) -> ExecResult:
         return await joined(await place.find(pod), command, stdin, on_terminal, options)
 
     leave(act(state, host, work))
@@ -151,7 +151,7 @@ def shell(pod: PodId, user: User = None, cwd: Cwd = None, state: State = None, h
     if not wants_terminal(False, True):
         raise InputError("shell: needs a terminal; `etude pods exec` runs commands without one")
 
-    async def work(place: Place) -> ExecResult:
+    async def work(place: PodService) -> ExecResult:
         return await joined(await place.find(pod), [], True, True, command_options(user, cwd, None, None))
 
     leave(act(state, host, work))
@@ -249,7 +249,7 @@ def ps(state: State = None, host: HostUrl = None, as_json: AsJson = False) -> No
 def snapshot(pod: PodId, kind: Kind = None, state: State = None, host: HostUrl = None, as_json: AsJson = False) -> None:
     """Keep a pod's files as they are now, on disk, and print the snapshot's id. `run` starts from it."""
 
-    async def work(place: Place) -> dict[str, Any]:
+    async def work(place: PodService) -> dict[str, Any]:
         made = await (await place.find(pod)).snapshot(kind_of(kind))
         await place.persist(made.id)
         return next(each for each in await place.snapshots() if each["id"] == made.id)
@@ -271,7 +271,7 @@ def fork(
     """Make pods that start where this one is, and print their ids."""
     life = parse_seconds(ttl or "1h", "--ttl")
 
-    async def work(place: Place) -> list[str]:
+    async def work(place: PodService) -> list[str]:
         return [child.id for child in await place.fork(await place.find(pod), n, kind_of(kind), life)]
 
     ids = act(state, host, work)
@@ -296,7 +296,7 @@ def cp(
     if bool(source_pod) == bool(target_pod):
         raise InputError(f"cp {source} {target}: one of them, and only one, must be POD:path")
 
-    async def work(place: Place) -> None:
+    async def work(place: PodService) -> None:
         pod = await place.find(source_pod or target_pod)
         name = Path(source_path.rstrip("/")).resolve().name if target_pod else Path(source_path).name
         if target_pod:
@@ -333,7 +333,7 @@ def close(
     if bool(pods) == every:
         raise InputError("close: name pods, or say --all")
 
-    async def work(place: Place) -> None:
+    async def work(place: PodService) -> None:
         ids = [pod["id"] for pod in await place.pods()] if every else pods or []
         for id in ids:
             await (await place.find(id)).close()
@@ -368,8 +368,8 @@ def gc(
 ) -> None:
     """Remove what dead processes left behind, and layers that nothing needs any more."""
 
-    async def work(place: Place) -> dict[str, list[str]]:
-        assert isinstance(place, Here)
+    async def work(place: PodService) -> dict[str, list[str]]:
+        assert isinstance(place, LocalPodService)
         host = place.host
         if not every:
             return {**await host.collect(grace=3600), "snapshots": []}

@@ -10,7 +10,7 @@ import typer
 import typer.core
 
 from etude.errors import Interrupted
-from etude.pods.remote.host_client import TOKEN, Place, open_place
+from etude.pods.remote.host_client import TOKEN, PodService, open_place
 
 T = TypeVar("T")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")]
@@ -47,7 +47,7 @@ class WithCommand(typer.core.TyperCommand):
 
 
 def act(
-    state: Path | None, url: str | None, work: Callable[[Place], Coroutine[Any, Any, T]], backend: str = "auto"
+    state: Path | None, url: str | None, work: Callable[[PodService], Coroutine[Any, Any, T]], backend: str = "auto"
 ) -> T:
     """Do something at a place. Whatever ends this process ends its pods first."""
 

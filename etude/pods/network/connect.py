@@ -14,10 +14,10 @@ from urllib.request import getproxies_environment, proxy_bypass
 
 from etude.errors import InputError
 from etude.pods.network import policy
-from etude.pods.network.policy import Malformed, Rule
+from etude.pods.network.policy import EgressRule, ProtocolError
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Dial = Callable[[str, int, Rule], Awaitable[Connection]]
+Connect = Callable[[str, int, EgressRule], Awaitable[Connection]]
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 
 CHUNK = 1 << 16  # bytes in one read; at most about four of these are held per direction of a connection
@@ -26,11 +26,11 @@ NEXT_ADDRESS_S = 0.25  # before the next address of a name is tried beside the f
 FROM_ENVIRONMENT = "environment"
 
 
-class Refused(Exception):
+class EgressRefused(Exception):
     """The policy says no. The text is for the record and for the client."""
 
 
-class Unreachable(Exception):
+class UpstreamUnreachable(Exception):
     """Allowed, but the other side could not be reached or made no sense; `status` is for an HTTP client."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -44,7 +44,7 @@ async def system_resolver(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(info[4][0]) for info in found))
 
 
-class Dialer:
+class Connector:
     """Connects to an allowed host: directly, or through the HTTP proxy this machine needs itself."""
 
     def __init__(self, private_ok: bool, resolver: Resolver | None, upstream_proxy: str) -> None:
@@ -58,7 +58,7 @@ class Dialer:
         if self._proxy and (self._proxy.scheme != "http" or not self._proxy.hostname):
             raise InputError(f"upstream proxy: scheme {self._proxy.scheme!r}; expected http://host:port")
 
-    async def __call__(self, host: str, port: int, rule: Rule) -> Connection:
+    async def __call__(self, host: str, port: int, rule: EgressRule) -> Connection:
         direct = self._proxy is None or proxy_bypass(policy.authority(host, port), self._proxies)
         if rule.literal:
             addresses = [host]
@@ -77,7 +77,7 @@ class Dialer:
         if found and not allowed:
             why = policy.forbidden_address(found[0], self._private_ok)
             meant = "Egress(private=True)" if "private" in why else "a rule for the address itself"
-            raise Refused(f"{host} resolves to {found[0]}, {why}; only {meant} can allow that")
+            raise EgressRefused(f"{host} resolves to {found[0]}, {why}; only {meant} can allow that")
         if not found:
             raise OSError(errno.EHOSTUNREACH, "the name has no address")
         return allowed
@@ -94,11 +94,11 @@ class Dialer:
             writer.write("\r\n".join([*lines, "", ""]).encode())
             head = policy.parse_head(await reader.readuntil(b"\r\n\r\n"))
             if not head.start[1].startswith("2"):
-                raise Unreachable(502, f"the upstream proxy answered {head.start[1][:3]}")
+                raise UpstreamUnreachable(502, f"the upstream proxy answered {head.start[1][:3]}")
             done = True
             return reader, writer
-        except (EOFError, asyncio.LimitOverrunError, Malformed):
-            raise Unreachable(502, "the upstream proxy did not answer in HTTP") from None
+        except (EOFError, asyncio.LimitOverrunError, ProtocolError):
+            raise UpstreamUnreachable(502, "the upstream proxy did not answer in HTTP") from None
         finally:
             if not done:
                 writer.transport.abort()

@@ -1,9 +1,9 @@
 """Where a pod may connect to: rules, decisions, the sockets they need, and strict readers of what arrives on those.
 
-A pod has a network of its own with nothing but `lo`. It opens the sockets of `Policy.listens` there and hands them to
+A pod has a network of its own with nothing but `lo`. It opens the sockets of `EgressPolicy.listen_specs` there and hands them to
 us, so an allowed connection arrives in our process (`gate.py`) and everything else has no route: nothing can fail open.
 Pure: no input, no output, no clock. The readers take bytes from untrusted programs; whatever those bytes are, a reader
-answers in time linear in them and raises nothing but `Malformed`, whose text never repeats what was sent.
+answers in time linear in them and raises nothing but `ProtocolError`, whose text never repeats what was sent.
 """
 
 import ipaddress
@@ -41,7 +41,7 @@ SENSITIVE = frozenset({
 CHUNKED, UNTIL_CLOSE = -1, -2  # lengths of a body that are not a number
 
 
-class Malformed(EtudeError):
+class ProtocolError(EtudeError):
     """What came on a connection is not what its protocol allows."""
 
 
@@ -49,7 +49,7 @@ class Malformed(EtudeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class EgressRule:
     """One allowed destination. A wildcard allows every name below `host`, not `host` itself."""
 
     host: str  # lower-case ASCII without a trailing dot, or an address in its shortest form
@@ -68,7 +68,7 @@ class Rule:
         return host.endswith("." + self.host) if self.wildcard else host == self.host
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str) -> EgressRule:
     """`host`, `host:port`, `*.host:port`, `1.2.3.4:port` or `[2001:db8::1]:port`; port 443 when none is given."""
 
     def bad(why: str) -> InputError:
@@ -97,7 +97,7 @@ def parse_rule(text: str) -> Rule:
             raise bad("nobody can be connected to at this address")
     elif host == "localhost" or host.endswith(".localhost"):
         raise bad(f"localhost is the pod itself; 127.0.0.1:{port} is the machine that runs the pods")
-    return Rule(host, wildcard, port)
+    return EgressRule(host, wildcard, port)
 
 
 def split_authority(text: str, default_port: int | None) -> tuple[str, int]:
@@ -182,16 +182,16 @@ def forbidden_address(text: str, private_ok: bool = False) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class EgressDecision:
     """Whether a connection may be made: the rule that allows it, or the reason why none does."""
 
     allowed: bool
-    rule: Rule | None
+    rule: EgressRule | None
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Listen:
+class ListenSpec:
     """A socket to open inside the pod: listening when tcp, bound when udp."""
 
     kind: Literal["tcp", "udp"]
@@ -202,10 +202,10 @@ class Listen:
 
 
 @dataclass(frozen=True)
-class Policy:
+class EgressPolicy:
     """The rules of one pod and all that follows from them. Without rules it needs no socket and allows nothing."""
 
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[EgressRule, ...] = ()
     transparent: bool = False
     private_ok: bool = False  # names may resolve to addresses of private networks; never to this machine's own
 
@@ -219,7 +219,7 @@ class Policy:
         if len(self.rules) > MAX_RULES:
             raise InputError(f"egress: {len(self.rules)} rules are more than {MAX_RULES}; use *.names")
         taken: set[tuple[str, str, int]] = set()
-        for listen in self.listens():
+        for listen in self.listen_specs():
             place = (listen.kind, listen.address, listen.port)
             if place in taken:
                 at = authority(listen.address, listen.port)
@@ -231,18 +231,18 @@ class Policy:
             if rule.literal and ":" not in rule.host and ipaddress.IPv4Address(rule.host) in FAKE_NETWORK:
                 raise InputError(f"egress rule {str(rule)!r}: transparent pods use {FAKE_NETWORK} themselves")
 
-    def decide(self, host: str, port: int) -> Decision:
+    def decide(self, host: str, port: int) -> EgressDecision:
         """Never raises. An exact rule goes before a wildcard, the longer wildcard before the shorter."""
         try:
             host = host_name(host)
         except InputError:
-            return Decision(False, None, "this is not a host name")
+            return EgressDecision(False, None, "this is not a host name")
         found = [rule for rule in self.rules if rule.port == port and rule.covers(host)]
         if found:
-            return Decision(True, min(found, key=lambda rule: (rule.wildcard, -len(rule.host))))
+            return EgressDecision(True, min(found, key=lambda rule: (rule.wildcard, -len(rule.host))))
         others = sorted({rule.port for rule in self.rules if rule.covers(host)})
         but = f" (only port {', '.join(map(str, others))})" if others else ""
-        return Decision(False, None, f"no rule allows it{but}")
+        return EgressDecision(False, None, f"no rule allows it{but}")
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -256,7 +256,7 @@ class Policy:
             return self.names[name]
         return WILDCARD_ADDRESS if any(rule.wildcard and rule.covers(name) for rule in self.rules) else None
 
-    def listens(self) -> list[Listen]:
+    def listen_specs(self) -> list[ListenSpec]:
         """The sockets to open in the pod, in a fixed order.
 
         An address of the pod's own loopback never goes to a proxy (NO_PROXY), so a rule for one, which means the same
@@ -268,10 +268,10 @@ class Policy:
         literals = [rule for rule in self.rules if rule.literal]
         if not self.transparent:
             carried = [rule for rule in literals if ipaddress.ip_address(rule.host).is_loopback]
-            proxy = Listen("tcp", PROXY_ADDRESS, PROXY_PORT, "proxy")
-            return [proxy, *(Listen("tcp", rule.host, rule.port, "carry", rule.host) for rule in carried)]
-        listens = [Listen(kind, DNS_ADDRESS, DNS_PORT, "dns") for kind in ("udp", "tcp")]
-        listens += [Listen("tcp", rule.host, rule.port, "carry", rule.host) for rule in literals]
+            proxy = ListenSpec("tcp", PROXY_ADDRESS, PROXY_PORT, "proxy")
+            return [proxy, *(ListenSpec("tcp", rule.host, rule.port, "carry", rule.host) for rule in carried)]
+        listen_specs = [ListenSpec(kind, DNS_ADDRESS, DNS_PORT, "dns") for kind in ("udp", "tcp")]
+        listen_specs += [ListenSpec("tcp", rule.host, rule.port, "carry", rule.host) for rule in literals]
         wild = [rule for rule in self.rules if rule.wildcard]
         exact: dict[str, list[int]] = {}
         for rule in self.rules:
@@ -279,13 +279,13 @@ class Policy:
                 exact.setdefault(rule.host, []).append(rule.port)
         for host, address in self.names.items():
             ports = sorted({rule.port for rule in wild if rule.covers(host)}.union(exact[host]))
-            listens += [Listen("tcp", address, port, "carry", host) for port in ports]
+            listen_specs += [ListenSpec("tcp", address, port, "carry", host) for port in ports]
         ports = sorted({rule.port for rule in wild})
-        return listens + [Listen("tcp", WILDCARD_ADDRESS, port, "carry") for port in ports]
+        return listen_specs + [ListenSpec("tcp", WILDCARD_ADDRESS, port, "carry") for port in ports]
 
     def addresses(self) -> list[str]:
         """The addresses to add to the pod's `lo`; those it has anyway are left out."""
-        wanted = dict.fromkeys(listen.address for listen in self.listens())
+        wanted = dict.fromkeys(listen.address for listen in self.listen_specs())
         return [address for address in wanted if not ipaddress.ip_address(address).is_loopback]
 
     def environment(self) -> dict[str, str]:
@@ -326,14 +326,14 @@ def protocol_of(start: bytes) -> Literal["tls", "http", "other"] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class ClientHello:
     """What we read of a TLS ClientHello: the server's name, empty when it names none."""
 
     sni: str
 
 
 class _Cursor:
-    """Takes fields off the front of a message; a field that is cut short is Malformed."""
+    """Takes fields off the front of a message; a field that is cut short is ProtocolError."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 0
@@ -341,7 +341,7 @@ class _Cursor:
     def take(self, n: int) -> bytes:
         piece = self.data[self.at : self.at + n]
         if len(piece) < n:
-            raise Malformed("a field goes past the end of its message")
+            raise ProtocolError("a field goes past the end of its message")
         self.at += n
         return piece
 
@@ -356,21 +356,21 @@ class _Cursor:
         return self.at < len(self.data)
 
 
-class HelloReader:
-    """Reads a ClientHello however its records and segments were cut; feed it bytes until it gives a Hello."""
+class ClientHelloReader:
+    """Reads a ClientHello however its records and segments were cut; feed it bytes until it gives a ClientHello."""
 
     def __init__(self) -> None:
         self._raw, self._message, self._fed = bytearray(), bytearray(), 0
 
-    def feed(self, data: bytes) -> Hello | None:
+    def feed(self, data: bytes) -> ClientHello | None:
         self._raw += data
         self._fed += len(data)
         while self._raw:
             if self._raw[0] != 22 or (len(self._raw) > 1 and self._raw[1] != 3):
-                raise Malformed("these are not the first bytes of TLS")
+                raise ProtocolError("these are not the first bytes of TLS")
             length = int.from_bytes(self._raw[3:5], "big")
             if len(self._raw) >= 5 and not 0 < length <= 1 << 14:
-                raise Malformed("a TLS record has an impossible length")
+                raise ProtocolError("a TLS record has an impossible length")
             if len(self._raw) < 5 + length:
                 break
             self._message += self._raw[5 : 5 + length]
@@ -378,28 +378,28 @@ class HelloReader:
             if (hello := self._complete()) is not None:
                 return hello
         if self._fed > 2 * MAX_HELLO:
-            raise Malformed("the ClientHello is too long")
+            raise ProtocolError("the ClientHello is too long")
         return None
 
-    def _complete(self) -> Hello | None:
+    def _complete(self) -> ClientHello | None:
         if self._message[0] != 1:
-            raise Malformed("the first TLS message is not a ClientHello")
+            raise ProtocolError("the first TLS message is not a ClientHello")
         if len(self._message) < 4:
             return None
         length = int.from_bytes(self._message[1:4], "big")
         if length > MAX_HELLO:
-            raise Malformed("the ClientHello is too long")
+            raise ProtocolError("the ClientHello is too long")
         return None if len(self._message) < 4 + length else _parse_hello(bytes(self._message[4 : 4 + length]))
 
 
-def _parse_hello(body: bytes) -> Hello:
+def _parse_hello(body: bytes) -> ClientHello:
     hello = _Cursor(body)
     hello.take(2 + 32)  # version, random
     for size in (1, 2, 1):  # session, ciphers, compressions
         hello.vector(size)
     extensions = hello.vector(2) if hello.more else _Cursor(b"")
     if hello.more:
-        raise Malformed("bytes after the end of the ClientHello")
+        raise ProtocolError("bytes after the end of the ClientHello")
     sni: str | None = None
     while extensions.more:
         kind, data = extensions.number(2), extensions.vector(2)
@@ -408,16 +408,16 @@ def _parse_hello(body: bytes) -> Hello:
         names = data.vector(2)
         form, name = names.number(1), names.vector(2).data
         if sni is not None or form != 0 or names.more or data.more:
-            raise Malformed("expected one server name in the ClientHello")
+            raise ProtocolError("expected one server name in the ClientHello")
         sni = _spelled(name)
-    return Hello(sni or "")
+    return ClientHello(sni or "")
 
 
 def _spelled(name: bytes) -> str:
     try:
         return host_name(name.decode("ascii"))
     except (UnicodeError, InputError):
-        raise Malformed("the server name is not a host name") from None
+        raise ProtocolError("the server name is not a host name") from None
 
 
 # -- what arrives: DNS
@@ -428,7 +428,7 @@ TTL_S = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class DnsQuestion:
     """One DNS question, with the bytes that an answer must repeat."""
 
     name: str
@@ -437,24 +437,24 @@ class Question:
     raw: bytes
 
 
-def parse_question(packet: bytes) -> Question:
-    """The question of a standard query; names that are not host names are Malformed too."""
+def parse_dns_question(packet: bytes) -> DnsQuestion:
+    """The question of a standard query; names that are not host names are ProtocolError too."""
     cursor = _Cursor(packet)
     _, flags, questions, answers, authorities, _ = struct.unpack(">6H", cursor.take(12))
     if flags & 0xF800 or (questions, answers, authorities) != (1, 0, 0):
-        raise Malformed("expected a standard DNS query with one question")
+        raise ProtocolError("expected a standard DNS query with one question")
     labels: list[bytes] = []
     while length := cursor.number(1):
         if length > 63 or len(labels) > 126:
-            raise Malformed("the DNS name is compressed or too long")
+            raise ProtocolError("the DNS name is compressed or too long")
         labels.append(cursor.take(length))
     if any(b"." in label for label in labels):
-        raise Malformed("a DNS label with a dot in it")
+        raise ProtocolError("a DNS label with a dot in it")
     kind, group = cursor.number(2), cursor.number(2)
-    return Question(_spelled(b".".join(labels)), kind, group == 1, packet[12 : cursor.at])
+    return DnsQuestion(_spelled(b".".join(labels)), kind, group == 1, packet[12 : cursor.at])
 
 
-def dns_answer(packet: bytes, question: Question | None, code: int, address: str | None = None) -> bytes:
+def dns_answer(packet: bytes, question: DnsQuestion | None, code: int, address: str | None = None) -> bytes:
     """The reply to `packet`: a code and, when there is one, an address; empty when no reply is due."""
     if len(packet) < 12 or packet[2] & 0x80:  # never answer an answer: two servers would talk for ever
         return b""
@@ -469,7 +469,7 @@ def dns_answer(packet: bytes, question: Question | None, code: int, address: str
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class HttpHead:
     """The first line (three words) and the headers of an HTTP/1 message, as they were written."""
 
     start: tuple[str, str, str]
@@ -488,70 +488,70 @@ class Head:
         return [(key, value) for key, value in self.headers if key.lower() not in without]
 
 
-def parse_head(data: bytes) -> Head:
+def parse_head(data: bytes) -> HttpHead:
     """Read a head strictly, up to and with its empty line: what two servers could read in two ways is refused."""
     if not data.endswith(b"\r\n\r\n"):
-        raise Malformed("the HTTP head has no end")
+        raise ProtocolError("the HTTP head has no end")
     first, *lines = data[:-4].split(b"\r\n")
     if re.search(rb"[\x00-\x08\x0a-\x1f\x7f]", data.replace(b"\r\n", b"")):
-        raise Malformed("a control character in the HTTP head")
+        raise ProtocolError("a control character in the HTTP head")
     words = first.decode("latin-1").split(" ", 2)
     headers = []
     for line in lines:
         name, colon, value = line.partition(b":")
         if not colon or not re.fullmatch(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):  # a folded line starts with a blank
-            raise Malformed("a header line that is not `name: value`")
+            raise ProtocolError("a header line that is not `name: value`")
         headers.append((name.decode("ascii"), value.decode("latin-1").strip(" \t")))
     if len(words) == 2 and words[0].startswith("HTTP/"):
         words.append("")  # an answer may leave out its phrase
     if len(words) != 3:
-        raise Malformed("the first line of the HTTP head does not have three words")
-    return Head((words[0], words[1], words[2]), tuple(headers))
+        raise ProtocolError("the first line of the HTTP head does not have three words")
+    return HttpHead((words[0], words[1], words[2]), tuple(headers))
 
 
-def _framing(head: Head) -> int | None:
+def _framing(head: HttpHead) -> int | None:
     lengths, codings = head.values("content-length"), head.values("transfer-encoding")
     if lengths and codings:
-        raise Malformed("both Content-Length and Transfer-Encoding")
+        raise ProtocolError("both Content-Length and Transfer-Encoding")
     if codings:
         if [coding.lower() for coding in codings] != ["chunked"]:
-            raise Malformed("a Transfer-Encoding other than chunked")
+            raise ProtocolError("a Transfer-Encoding other than chunked")
         return CHUNKED
     if lengths:
         if len(lengths) > 1 or not re.fullmatch(r"[0-9]{1,18}", lengths[0]):
-            raise Malformed("Content-Length must be there once, as one number")
+            raise ProtocolError("Content-Length must be there once, as one number")
         return int(lengths[0])
     return None
 
 
-def request_length(head: Head) -> int:
+def request_length(head: HttpHead) -> int:
     """Bytes of a request's body, or CHUNKED. Also checks the rest of what makes a request sound."""
     method, target, version = head.start
     if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}", method) or not re.fullmatch(r"[!-~]+", target):
-        raise Malformed("the request line is not `METHOD target HTTP/1.1`")
+        raise ProtocolError("the request line is not `METHOD target HTTP/1.1`")
     if version not in ("HTTP/1.1", "HTTP/1.0"):
-        raise Malformed("only HTTP/1.0 and HTTP/1.1 are spoken here")
+        raise ProtocolError("only HTTP/1.0 and HTTP/1.1 are spoken here")
     hosts = len(head.values("host"))
     if hosts > 1 or (hosts == 0 and version == "HTTP/1.1" and method != "CONNECT"):  # CONNECT names it in its target
-        raise Malformed("expected one Host header")
+        raise ProtocolError("expected one Host header")
     length = _framing(head)
     if length == CHUNKED and version == "HTTP/1.0":
-        raise Malformed("HTTP/1.0 has no Transfer-Encoding")
+        raise ProtocolError("HTTP/1.0 has no Transfer-Encoding")
     return length or 0
 
 
-def response_length(head: Head, method: str) -> int:
+def response_length(head: HttpHead, method: str) -> int:
     """Bytes of a response's body, CHUNKED or UNTIL_CLOSE."""
     version, status, _ = head.start
     if not re.fullmatch(r"HTTP/1\.[01]", version) or not re.fullmatch(r"[1-9][0-9]{2}", status) or status == "101":
-        raise Malformed("the server's first line is not one of HTTP/1")
+        raise ProtocolError("the server's first line is not one of HTTP/1")
     length = _framing(head)
     if method == "HEAD" or status in ("204", "304") or status.startswith("1"):
         return 0
     return UNTIL_CLOSE if length is None else length
 
 
-def split_target(head: Head, origin_port: int | None) -> tuple[str, int, str]:
+def split_target(head: HttpHead, origin_port: int | None) -> tuple[str, int, str]:
     """Host, port and path that a request asks for.
 
     To a proxy (`origin_port` None) the target is a whole `http://` URL, and Host must agree with it. To what the client
@@ -561,21 +561,21 @@ def split_target(head: Head, origin_port: int | None) -> tuple[str, int, str]:
     try:
         if origin_port is not None:
             if not target.startswith("/") and target != "*":
-                raise Malformed("expected a path in the request line")
+                raise ProtocolError("expected a path in the request line")
             if not hosts:
-                raise Malformed("without a Host header nobody knows which host is meant")
+                raise ProtocolError("without a Host header nobody knows which host is meant")
             host, port = split_authority(hosts[0], origin_port)
             if port != origin_port:
-                raise Malformed("the Host header names another port")
+                raise ProtocolError("the Host header names another port")
             return host, port, target
         if target[:7].lower() != "http://":
-            raise Malformed("expected http://host/path in the request line (https goes through CONNECT)")
+            raise ProtocolError("expected http://host/path in the request line (https goes through CONNECT)")
         place = re.split(r"[/?#]", target[7:], maxsplit=1)[0]
         host, port = split_authority(place, 80)
         if hosts and split_authority(hosts[0], 80) != (host, port):
-            raise Malformed("the Host header and the URL name different hosts")
+            raise ProtocolError("the Host header and the URL name different hosts")
     except InputError:
-        raise Malformed("the host in the request is not `host` or `host:port`") from None
+        raise ProtocolError("the host in the request is not `host` or `host:port`") from None
     path = target[7 + len(place) :]
     return host, port, path if path.startswith("/") else "/" + path
 
@@ -584,5 +584,5 @@ def parse_chunk_size(line: bytes) -> int:
     """The number in the line before a chunk; extensions are allowed and forgotten."""
     size = line.removesuffix(b"\r\n").partition(b";")[0].rstrip(b" \t")
     if not re.fullmatch(rb"[0-9a-fA-F]{1,15}", size) or re.search(rb"[\x00-\x08\x0a-\x1f\x7f]", line[:-2]):
-        raise Malformed("a chunk does not begin with its size")
+        raise ProtocolError("a chunk does not begin with its size")
     return int(size, 16)

@@ -22,19 +22,28 @@ from typing import Any, Literal
 
 from etude.errors import InputError
 from etude.pods.network import policy as egress
-from etude.pods.network.connect import CHUNK, FROM_ENVIRONMENT, MAX_HEAD, Dial, Dialer, Refused, Resolver, Unreachable
+from etude.pods.network.connect import (
+    CHUNK,
+    FROM_ENVIRONMENT,
+    MAX_HEAD,
+    Connect,
+    Connector,
+    EgressRefused,
+    Resolver,
+    UpstreamUnreachable,
+)
 from etude.pods.network.policy import (
     CHUNKED,
     SENSITIVE,
     UNTIL_CLOSE,
-    Head,
-    HelloReader,
-    Listen,
-    Malformed,
-    Policy,
-    Rule,
+    ClientHelloReader,
+    EgressPolicy,
+    EgressRule,
+    HttpHead,
+    ListenSpec,
+    ProtocolError,
 )
-from etude.pods.network.stream import LINGER_S, ServerGone, Stream, relay_body
+from etude.pods.network.stream import LINGER_S, BufferedStream, UpstreamClosed, relay_body
 
 Record = Callable[[Mapping[str, Any]], None]
 
@@ -44,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class GateLimits:
+class EgressLimits:
     """What one pod's connections may take."""
 
     connections: int = 128  # at once; more wait in the pod until one ends
@@ -54,12 +63,12 @@ class GateLimits:
     total_bytes: int | None = None  # both directions, all connections
 
 
-class Passage:
+class EgressConnection:
     """One decision, from the first byte to its record."""
 
     def __init__(self, way: str, host: str = "", port: int = 0) -> None:
         self.way, self.host, self.port = way, host, port
-        self.rule: Rule | None = None  # set when allowed
+        self.rule: EgressRule | None = None  # set when allowed
         self.reason = ""  # why refused
         self.error = ""  # how an allowed one failed
         self.note = ""
@@ -88,7 +97,7 @@ def _head_bytes(first: str, headers: list[tuple[str, str]]) -> bytes:
     return "\r\n".join([first, *(f"{name}: {value}" for name, value in headers), "", ""]).encode("latin-1")
 
 
-def _request_bytes(head: Head, passage: Passage, path: str, length: int) -> bytes:
+def _request_bytes(head: HttpHead, passage: EgressConnection, path: str, length: int) -> bytes:
     """The request as the server gets it: one per connection, so nothing after it can be taken for another."""
     host = egress.authority(passage.host, passage.port).removesuffix(":80")
     framing = [("Transfer-Encoding", "chunked")] if length == CHUNKED else []
@@ -116,21 +125,21 @@ class _Names(asyncio.DatagramProtocol):
             self._transport.sendto(reply, addr)
 
 
-class Gate:
+class EgressProxy:
     """Carries the connections of one pod. `start` takes the sockets over; `close` ends everything and closes them."""
 
     def __init__(
         self,
-        policy: Policy,
+        policy: EgressPolicy,
         record: Record,
-        upstream: Dial | None = None,
+        upstream: Connect | None = None,
         *,
         resolver: Resolver | None = None,
         upstream_proxy: str = FROM_ENVIRONMENT,  # http://host:port, or "" for none
-        limits: GateLimits | None = None,
+        limits: EgressLimits | None = None,
     ) -> None:
-        self.policy, self.limits, self._record = policy, limits or GateLimits(), record
-        self._dialer: Dial = upstream or Dialer(policy.private_ok, resolver, upstream_proxy)
+        self.policy, self.limits, self._record = policy, limits or EgressLimits(), record
+        self._dialer: Connect = upstream or Connector(policy.private_ok, resolver, upstream_proxy)
         self._slots = asyncio.Semaphore(self.limits.connections)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sockets: list[socket.socket] = []
@@ -138,7 +147,7 @@ class Gate:
         self._refused_names: set[str] = set()
         self._bytes = 0
 
-    async def start(self, sockets: list[tuple[Listen, socket.socket]]) -> None:
+    async def start(self, sockets: list[tuple[ListenSpec, socket.socket]]) -> None:
         """Serve these from now on. They belong to the gate, even if this fails."""
         self._sockets += [sock for _, sock in sockets]
         try:
@@ -182,7 +191,7 @@ class Gate:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a connection of a pod ended in an error of ours", exc_info=error)
 
-    async def _accept(self, listen: Listen, sock: socket.socket) -> None:
+    async def _accept(self, listen: ListenSpec, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -199,10 +208,10 @@ class Gate:
                 raise
             self._spawn(self._serve(listen, connection)).add_done_callback(lambda _: self._slots.release())
 
-    async def _serve(self, listen: Listen, connection: socket.socket) -> None:
+    async def _serve(self, listen: ListenSpec, connection: socket.socket) -> None:
         serve = {"proxy": self._serve_proxy, "dns": self._serve_names, "carry": self._serve_carry}[listen.role]
         try:
-            client = Stream(*await asyncio.open_connection(sock=connection, limit=CHUNK))
+            client = BufferedStream(*await asyncio.open_connection(sock=connection, limit=CHUNK))
         except BaseException:
             connection.close()
             raise
@@ -212,49 +221,49 @@ class Gate:
 
     # -- deciding and telling
 
-    def _tell(self, passage: Passage) -> None:
+    def _tell(self, passage: EgressConnection) -> None:
         if not passage.silent:
             try:
                 self._record(passage.facts())
             except Exception:
                 logger.exception("the record of an egress decision was not taken")
 
-    def _decide(self, passage: Passage) -> Rule:
+    def _decide(self, passage: EgressConnection) -> EgressRule:
         decision = self.policy.decide(passage.host, passage.port)
         if decision.rule is None:
-            raise Refused(decision.reason)
+            raise EgressRefused(decision.reason)
         if self.limits.total_bytes is not None and self._bytes >= self.limits.total_bytes:
-            raise Refused(f"the pod has used its {self.limits.total_bytes} bytes of network")
+            raise EgressRefused(f"the pod has used its {self.limits.total_bytes} bytes of network")
         passage.rule = decision.rule
         return decision.rule
 
-    async def _dial(self, passage: Passage) -> Stream:
+    async def _dial(self, passage: EgressConnection) -> BufferedStream:
         assert passage.rule is not None
         try:
             async with asyncio.timeout(self.limits.connect_s):
-                return Stream(*await self._dialer(passage.host, passage.port, passage.rule))
+                return BufferedStream(*await self._dialer(passage.host, passage.port, passage.rule))
         except TimeoutError:
-            raise Unreachable(504, f"{passage.place} did not answer in {self.limits.connect_s:g} s") from None
+            raise UpstreamUnreachable(504, f"{passage.place} did not answer in {self.limits.connect_s:g} s") from None
         except OSError as error:
             known = isinstance(error.errno, int) and error.errno > 0  # a resolver's codes are negative
             why = os.strerror(error.errno or 0) if known else error.strerror or type(error).__name__
-            raise Unreachable(502, f"{passage.place} could not be reached: {why}") from None
+            raise UpstreamUnreachable(502, f"{passage.place} could not be reached: {why}") from None
 
     @asynccontextmanager
-    async def _passing(self, client: Stream, passage: Passage, answer: bool) -> AsyncIterator[None]:
+    async def _passing(self, client: BufferedStream, passage: EgressConnection, answer: bool) -> AsyncIterator[None]:
         """Whatever goes wrong inside becomes the passage's record and, for a client that speaks HTTP, an answer."""
         status, text = 0, ""
         try:
             try:
                 yield
-            except Refused as error:
+            except EgressRefused as error:
                 passage.reason, status = str(error), 403
                 text = f"egress to {passage.place} is refused: {error}"
                 if passage.rule is None:
                     text += f"; add the rule {passage.place!r} to allow it"
-            except Malformed as error:
+            except ProtocolError as error:
                 status, text = 400, f"bad request: {error}"
-            except Unreachable as error:
+            except UpstreamUnreachable as error:
                 status, text = error.status, str(error)
             except TimeoutError:
                 status, text = 408, "nothing came for too long"
@@ -272,7 +281,7 @@ class Gate:
         elif status:
             client.abort()
 
-    async def _answer(self, client: Stream, message: bytes) -> None:
+    async def _answer(self, client: BufferedStream, message: bytes) -> None:
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 await client.write(message)
@@ -283,27 +292,27 @@ class Gate:
 
     # -- moving bytes
 
-    async def _move(self, passage: Passage, sink: Stream, data: bytes, count: int, up: bool) -> None:
+    async def _move(self, passage: EgressConnection, sink: BufferedStream, data: bytes, count: int, up: bool) -> None:
         passage.touched = time.monotonic()
         passage.up, passage.down = passage.up + count * up, passage.down + count * (not up)
         self._bytes += count
         if self.limits.total_bytes is not None and self._bytes > self.limits.total_bytes:
-            raise Unreachable(502, f"the pod has used its {self.limits.total_bytes} bytes of network")
+            raise UpstreamUnreachable(502, f"the pod has used its {self.limits.total_bytes} bytes of network")
         await sink.write(data)
         passage.touched = time.monotonic()
 
-    async def _pump(self, passage: Passage, source: Stream, sink: Stream, up: bool) -> bool:
+    async def _pump(self, passage: EgressConnection, source: BufferedStream, sink: BufferedStream, up: bool) -> bool:
         while data := await source.read():
             await self._move(passage, sink, data, len(data), up)
         sink.end()  # the other direction may have more to say
         return True
 
-    async def _tunnel(self, passage: Passage, client: Stream, server: Stream) -> None:
+    async def _tunnel(self, passage: EgressConnection, client: BufferedStream, server: BufferedStream) -> None:
         up, down = self._pump(passage, client, server, True), self._pump(passage, server, client, False)
         await self._together(passage, up, down, both=True)
 
     async def _together(
-        self, passage: Passage, up: Coroutine[Any, Any, bool], down: Coroutine[Any, Any, bool], both: bool
+        self, passage: EgressConnection, up: Coroutine[Any, Any, bool], down: Coroutine[Any, Any, bool], both: bool
     ) -> bool:
         """Run both directions until `down` (or `both`) ended, one failed, or nothing moved; True when `up` is whole."""
         passage.touched = time.monotonic()
@@ -325,28 +334,28 @@ class Gate:
 
     # -- TLS: the name in the ClientHello
 
-    async def _hello(self, client: Stream) -> str:
-        reader, fed = HelloReader(), 0
+    async def _hello(self, client: BufferedStream) -> str:
+        reader, fed = ClientHelloReader(), 0
         try:
             async with asyncio.timeout(self.limits.header_s):
                 while (hello := reader.feed(bytes(client.ahead[fed:]))) is None:
                     fed = len(client.ahead)
                     if not await client.fill():
-                        raise Refused("the connection ended before its ClientHello did")
-        except Malformed as error:
-            raise Refused(str(error)) from None
+                        raise EgressRefused("the connection ended before its ClientHello did")
+        except ProtocolError as error:
+            raise EgressRefused(str(error)) from None
         except TimeoutError:
-            raise Refused(f"no ClientHello in {self.limits.header_s:g} s") from None
+            raise EgressRefused(f"no ClientHello in {self.limits.header_s:g} s") from None
         return hello.sni
 
-    async def _check_hello(self, client: Stream, passage: Passage) -> None:
+    async def _check_hello(self, client: BufferedStream, passage: EgressConnection) -> None:
         name = await self._hello(client)
         if not name and (passage.port != 443 or egress.is_address(passage.host)):
             passage.note = "TLS without a server name"
         elif name != passage.host:
-            raise Refused(f"TLS asks for {name or 'no server name'}, the connection for {passage.host}")
+            raise EgressRefused(f"TLS asks for {name or 'no server name'}, the connection for {passage.host}")
 
-    async def _first_word(self, client: Stream, server: Stream) -> Literal["tls", "http", "other"]:
+    async def _first_word(self, client: BufferedStream, server: BufferedStream) -> Literal["tls", "http", "other"]:
         """What the client begins with; "other" too when the server speaks first, as in SSH and mail."""
         said, spoke = asyncio.create_task(client.sniff()), asyncio.create_task(server.fill())
         try:
@@ -360,10 +369,12 @@ class Gate:
 
     # -- the proxy
 
-    async def _serve_proxy(self, client: Stream, listen: Listen) -> None:
+    async def _serve_proxy(self, client: BufferedStream, listen: ListenSpec) -> None:
         await self._serve_requests(client, None)
 
-    async def _serve_requests(self, client: Stream, listen: Listen | None, spare: Stream | None = None) -> None:
+    async def _serve_requests(
+        self, client: BufferedStream, listen: ListenSpec | None, spare: BufferedStream | None = None
+    ) -> None:
         """Each request is decided anew. `spare` is a connection to the server that is open already."""
         patience = self.limits.header_s
         while True:
@@ -374,8 +385,8 @@ class Gate:
                 return
             patience, spare = self.limits.idle_s, None
 
-    async def _request(self, client: Stream, listen: Listen | None, spare: Stream | None) -> bool:
-        passage = Passage("carry", listen.host, listen.port) if listen else Passage("http")
+    async def _request(self, client: BufferedStream, listen: ListenSpec | None, spare: BufferedStream | None) -> bool:
+        passage = EgressConnection("carry", listen.host, listen.port) if listen else EgressConnection("http")
         async with self._passing(client, passage, answer=listen is None):
             async with asyncio.timeout(self.limits.header_s):
                 head = egress.parse_head(await client.until(b"\r\n\r\n", MAX_HEAD))
@@ -384,21 +395,21 @@ class Gate:
                 passage.way = "connect"
                 await self._connect(client, head, passage)
             elif head.start[0] in ("CONNECT", "TRACE"):
-                raise Malformed(f"{head.start[0]} is not possible here")
+                raise ProtocolError(f"{head.start[0]} is not possible here")
             else:
                 passage.host, passage.port, path = egress.split_target(head, listen.port if listen else None)
                 if listen and listen.host and passage.host != listen.host:
-                    raise Refused(f"this connection is for {listen.host}")
+                    raise EgressRefused(f"this connection is for {listen.host}")
                 self._decide(passage)
                 async with spare or await self._dial(passage) as server:
                     passage.keep = await self._exchange(client, server, head, path, length, passage)
         return passage.keep
 
-    async def _connect(self, client: Stream, head: Head, passage: Passage) -> None:
+    async def _connect(self, client: BufferedStream, head: HttpHead, passage: EgressConnection) -> None:
         try:
             passage.host, passage.port = egress.split_authority(head.start[1], None)
         except InputError:
-            raise Malformed("expected CONNECT host:port") from None
+            raise ProtocolError("expected CONNECT host:port") from None
         self._decide(passage)
         async with await self._dial(passage) as server:
             await client.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
@@ -408,7 +419,13 @@ class Gate:
             await self._tunnel(passage, client, server)
 
     async def _exchange(
-        self, client: Stream, server: Stream, head: Head, path: str, length: int, passage: Passage
+        self,
+        client: BufferedStream,
+        server: BufferedStream,
+        head: HttpHead,
+        path: str,
+        length: int,
+        passage: EgressConnection,
     ) -> bool:
         """One request and its answer; True when the client's connection can take another."""
         if head.values("expect") and head.start[2] == "HTTP/1.1":  # asked of us, the next hop
@@ -418,23 +435,27 @@ class Gate:
         upload, answer = self._upload(client, server, length, passage), self._download(client, server, head, passage)
         return await self._together(passage, upload, answer, both=False) and passage.keep
 
-    async def _upload(self, client: Stream, server: Stream, length: int, passage: Passage) -> bool:
+    async def _upload(
+        self, client: BufferedStream, server: BufferedStream, length: int, passage: EgressConnection
+    ) -> bool:
         async def send(data: bytes) -> None:
             framed = b"%x\r\n%b\r\n" % (len(data), data) if length == CHUNKED else data
             try:
                 await self._move(passage, server, framed, len(data), up=True)
             except OSError:
-                raise ServerGone from None
+                raise UpstreamClosed from None
 
         try:
             await relay_body(client, length, send)
             if length == CHUNKED:
                 await server.write(b"0\r\n\r\n")
-        except ServerGone:
+        except UpstreamClosed:
             return False
         return True
 
-    async def _download(self, client: Stream, server: Stream, head: Head, passage: Passage) -> bool:
+    async def _download(
+        self, client: BufferedStream, server: BufferedStream, head: HttpHead, passage: EgressConnection
+    ) -> bool:
         method, _, version = head.start
         try:
             answer = egress.parse_head(await server.until(b"\r\n\r\n", MAX_HEAD))
@@ -442,10 +463,10 @@ class Gate:
                 egress.response_length(answer, method)
                 answer = egress.parse_head(await server.until(b"\r\n\r\n", MAX_HEAD))
             length = egress.response_length(answer, method)
-        except Malformed as error:
-            raise Unreachable(502, f"the answer of {passage.place}: {error}") from None
+        except ProtocolError as error:
+            raise UpstreamUnreachable(502, f"the answer of {passage.place}: {error}") from None
         if length == CHUNKED and version == "HTTP/1.0":
-            raise Unreachable(502, f"the answer of {passage.place} is chunked, which HTTP/1.0 does not know")
+            raise UpstreamUnreachable(502, f"the answer of {passage.place} is chunked, which HTTP/1.0 does not know")
         closing = "close" in head.tokens("connection") | head.tokens("proxy-connection")
         keep = version == "HTTP/1.1" and length != UNTIL_CLOSE and not closing
         headers = answer.kept(()) + ([("Transfer-Encoding", "chunked")] if length == CHUNKED else [])
@@ -466,9 +487,9 @@ class Gate:
 
     # -- transparent: sockets that stand for hosts
 
-    async def _serve_carry(self, client: Stream, listen: Listen) -> None:
-        passage = Passage("carry", listen.host, listen.port)
-        server: Stream | None = None
+    async def _serve_carry(self, client: BufferedStream, listen: ListenSpec) -> None:
+        passage = EgressConnection("carry", listen.host, listen.port)
+        server: BufferedStream | None = None
         try:
             async with self._passing(client, passage, answer=False):
                 if listen.host and listen.port != 443:  # the host is known, and its server may speak first
@@ -488,13 +509,15 @@ class Gate:
             if server is not None:
                 server.abort()
 
-    async def _carry(self, client: Stream, server: Stream | None, kind: str, passage: Passage) -> None:
+    async def _carry(
+        self, client: BufferedStream, server: BufferedStream | None, kind: str, passage: EgressConnection
+    ) -> None:
         if server is None:  # nobody is dialled before the client has said for whom this is
             if kind != "tls":
-                raise Refused("neither TLS nor HTTP, so nothing says which host it is for")
+                raise EgressRefused("neither TLS nor HTTP, so nothing says which host it is for")
             passage.host = passage.host or await self._hello(client)
             if not passage.host:
-                raise Refused("TLS without a server name")
+                raise EgressRefused("TLS without a server name")
             self._decide(passage)
         if kind == "tls":
             await self._check_hello(client, passage)
@@ -503,7 +526,7 @@ class Gate:
 
     # -- names
 
-    async def _serve_names(self, client: Stream, listen: Listen) -> None:
+    async def _serve_names(self, client: BufferedStream, listen: ListenSpec) -> None:
         while True:
             async with asyncio.timeout(self.limits.header_s):
                 while len(client.ahead) < 2 or len(client.ahead) < 2 + int.from_bytes(client.ahead[:2], "big"):
@@ -516,8 +539,8 @@ class Gate:
     def answer_name(self, packet: bytes) -> bytes:
         """The reply to one DNS packet; empty when none is due."""
         try:
-            question = egress.parse_question(packet)
-        except Malformed:
+            question = egress.parse_dns_question(packet)
+        except ProtocolError:
             other = len(packet) > 2 and packet[2] & 0x78
             return egress.dns_answer(packet, None, egress.NOTIMP if other else egress.FORMERR)
         if not question.internet:
@@ -532,7 +555,7 @@ class Gate:
         if name in self._refused_names or len(self._refused_names) > REFUSED_NAMES:
             return  # programs ask again and again, and for A and AAAA: one record per name is enough
         self._refused_names.add(name)
-        passage = Passage("dns", name)
+        passage = EgressConnection("dns", name)
         passage.reason = "no rule names it"
         if len(self._refused_names) > REFUSED_NAMES:
             passage.note = "refused names are not recorded from here on: there are too many"

@@ -9,16 +9,16 @@ from typing import Literal, Self
 
 from etude.pods.network import policy
 from etude.pods.network.connect import CHUNK
-from etude.pods.network.policy import CHUNKED, UNTIL_CLOSE, Malformed
+from etude.pods.network.policy import CHUNKED, UNTIL_CLOSE, ProtocolError
 
 LINGER_S = 1.0  # for the other side to take the last bytes
 
 
-class ServerGone(Exception):
+class UpstreamClosed(Exception):
     """The server does not take more of a request; its answer may be there already."""
 
 
-class Stream:
+class BufferedStream:
     """One end of a connection, with what was read ahead of its use. Left by an exception, it is cut off."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -42,10 +42,10 @@ class Stream:
         start = 0
         while (at := self.ahead.find(mark, start, limit)) < 0:
             if len(self.ahead) >= limit:
-                raise Malformed("a head or line is too long")
+                raise ProtocolError("a head or line is too long")
             start = max(0, len(self.ahead) - len(mark) + 1)
             if not await self.fill():
-                raise Malformed("the connection ended in the middle of a message")
+                raise ProtocolError("the connection ended in the middle of a message")
         return await self.read(at + len(mark))
 
     async def sniff(self) -> Literal["tls", "http", "other"]:
@@ -83,7 +83,7 @@ class Stream:
         self.abort()
 
 
-async def relay_body(source: Stream, length: int, send: Callable[[bytes], Awaitable[None]]) -> None:
+async def relay_body(source: BufferedStream, length: int, send: Callable[[bytes], Awaitable[None]]) -> None:
     """Pass on the content of a body, without its framing, piece by piece."""
     if length == UNTIL_CLOSE:
         while data := await source.read():
@@ -95,11 +95,11 @@ async def relay_body(source: Stream, length: int, send: Callable[[bytes], Awaita
         for _ in range(100):  # trailers are read and dropped
             if await source.until(b"\r\n", 4096) == b"\r\n":
                 return
-        raise Malformed("too many trailers")
+        raise ProtocolError("too many trailers")
     else:
         while length:
             data = await source.read(min(length, CHUNK))
             if not data:
-                raise Malformed("the connection ended in the middle of a body")
+                raise ProtocolError("the connection ended in the middle of a body")
             length -= len(data)
             await send(data)

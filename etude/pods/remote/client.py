@@ -55,7 +55,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class RemoteDoor:
+class RemoteHostClient:
     """A host behind HTTP, as the fleet sees it. Made by `open`; closing it closes the pods it made."""
 
     def __init__(self, url: str, token: str, lease: float = messages.LEASE_S) -> None:
@@ -81,7 +81,7 @@ class RemoteDoor:
     @classmethod
     async def open(
         cls, url: str, token: str, *, lease: float = messages.LEASE_S, required: bool = True
-    ) -> "RemoteDoor":
+    ) -> "RemoteHostClient":
         """Meet a host. One that is not `required` may be silent for now; a wrong token is an error at once."""
         door = cls(url, token, lease)
         try:
@@ -311,7 +311,7 @@ def on_line(
 class RemotePod(AgentPod):
     """A pod on another machine. With `renews` it is ours to keep alive, and ends when we do not."""
 
-    def __init__(self, door: RemoteDoor, described: Mapping[str, Any], renews: bool) -> None:
+    def __init__(self, door: RemoteHostClient, described: Mapping[str, Any], renews: bool) -> None:
         super().__init__(described["id"], described["environment"], described["workdir"], described["user"])
         self.door, self.described, self.renews = door, dict(described), renews
         self.image = described["image"]

@@ -19,12 +19,12 @@ from etude.pods.remote import messages
 from etude.pods.runtime.backend import LocalPod, PodSpec
 
 if TYPE_CHECKING:
-    from etude.pods.remote.client import RemoteDoor, RemotePod
+    from etude.pods.remote.client import RemoteHostClient, RemotePod
 
 TOKEN = "ETUDE_PODS_TOKEN"
 
 
-class Place(ABC):
+class PodService(ABC):
     """Pods, snapshots and images, here or there."""
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Place(ABC):
         return [each for each in done if isinstance(each, Pod)]
 
 
-class Here(Place):
+class LocalPodService(PodService):
     """This machine."""
 
     def __init__(self, host: Host) -> None:
@@ -150,10 +150,10 @@ class Here(Place):
         return [*pod.spec.image.entrypoint, *pod.spec.image.command]
 
 
-class There(Place):
+class RemotePodService(PodService):
     """A host behind HTTP."""
 
-    def __init__(self, door: "RemoteDoor") -> None:
+    def __init__(self, door: "RemoteHostClient") -> None:
         self.door = door
 
     async def create(self, image: str | Snapshot, **options: Any) -> Pod:
@@ -203,16 +203,16 @@ class There(Place):
 
 
 @asynccontextmanager
-async def open_place(state: Path | None, url: str | None, backend: str = "auto") -> AsyncIterator[Place]:
+async def open_place(state: Path | None, url: str | None, backend: str = "auto") -> AsyncIterator[PodService]:
     """The place a command line names. Leaving it ends what was made there and not detached."""
     if url is not None:
-        from etude.pods.remote.client import RemoteDoor
+        from etude.pods.remote.client import RemoteHostClient
 
         if state is not None:
             raise InputError("--host and --state: a host has its own state directory; give one of them")
-        door = await RemoteDoor.open(url, os.environ.get(TOKEN, ""))
+        door = await RemoteHostClient.open(url, os.environ.get(TOKEN, ""))
         try:
-            yield There(door)
+            yield RemotePodService(door)
         finally:
             await door.close()
         return
@@ -221,7 +221,7 @@ async def open_place(state: Path | None, url: str | None, backend: str = "auto")
     with contextlib.suppress(OSError):  # only a matter of time saved
         (host.state / "backend").write_text(f"{host.backend.name} {this_boot()}")
     try:
-        yield Here(host)
+        yield LocalPodService(host)
     finally:
         await host.close()
 

@@ -50,7 +50,7 @@ KINDS = ("fs", "fs-live", "full")
 logger = logging.getLogger(__name__)
 
 
-class Guard:
+class TokenAuth:
     """Lets in whoever has the token, and nobody else."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -118,7 +118,7 @@ class Tunnel:
             await self.link.drain()
 
 
-class Service:
+class HostService:
     """The answers. One method per endpoint."""
 
     def __init__(self, host: Host, max_upload: int) -> None:
@@ -411,7 +411,7 @@ async def show_error(_: Request, error: Exception) -> Response:
 
 def app(host: Host, token: str, *, max_upload: int = MAX_UPLOAD) -> Starlette:
     """The application that serves an open host; without a token, to everybody who can connect."""
-    service = Service(host, max_upload)
+    service = HostService(host, max_upload)
 
     @asynccontextmanager
     async def life(_: Starlette) -> AsyncIterator[None]:
@@ -449,13 +449,13 @@ def app(host: Host, token: str, *, max_upload: int = MAX_UPLOAD) -> Starlette:
             route("PUT", "/images", service.take_in),
             route("GET", "/images/{id:path}", service.export),
         ],
-        middleware=[Middleware(Guard, token=token)],
+        middleware=[Middleware(TokenAuth, token=token)],
         exception_handlers=dict.fromkeys((HTTPException, EtudeError, OSError, Exception), show_error),
         lifespan=life,
     )
 
 
-class _Server(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are ours: uvicorn would raise them again before the host is closed."""
@@ -541,7 +541,7 @@ async def run(
         ws_ping_timeout=60.0,  # a client may compute for a while
         timeout_graceful_shutdown=5,
     )
-    server = _Server(config)
+    server = UvicornServer(config)
 
     def stop() -> None:
         host.draining = server.should_exit = True

@@ -19,8 +19,8 @@ from etude.pods.guest.client import CONNECT_S, Agent, Link, SocketLink, connect_
 from etude.pods.images import trees
 from etude.pods.images.records import Layer
 from etude.pods.images.store import Store
-from etude.pods.network.policy import Policy
-from etude.pods.network.proxy import Gate
+from etude.pods.network.policy import EgressPolicy
+from etude.pods.network.proxy import EgressProxy
 from etude.pods.pod import Capabilities, PodError, PodGone, SnapshotKind, Unsupported
 from etude.pods.runtime import capabilities, seccomp, zygote_protocol
 from etude.pods.runtime.backend import Backend, LocalPod, PodSpec
@@ -203,7 +203,7 @@ class NamespacePod(LocalPod):
     backend: NamespaceBackend
 
     def __init__(self, backend: NamespaceBackend, spec: PodSpec) -> None:
-        self.policy = Policy.from_egress(spec.egress)
+        self.policy = EgressPolicy.from_egress(spec.egress)
         environment = {**spec.image.env, **self.policy.environment()}
         super().__init__(spec.id, environment, spec.image.workdir, spec.image.user)
         self.backend, self.spec = backend, spec
@@ -211,7 +211,7 @@ class NamespacePod(LocalPod):
         self.directory = backend.state / "pods" / spec.id
         self.layers: tuple[Layer, ...] = spec.image.layers
         self.group = Group(backend.layout, spec.id)
-        self.gate: Gate | None = None
+        self.gate: EgressProxy | None = None
         self.paused = False
         self.closed = False
 
@@ -264,7 +264,7 @@ class NamespacePod(LocalPod):
             *((zygote_protocol.ADDRESS, address.encode()) for address in self.policy.addresses()),
             *(
                 (zygote_protocol.LISTEN, f"{one.kind} {one.address} {one.port}".encode())
-                for one in self.policy.listens()
+                for one in self.policy.listen_specs()
             ),
         ]
         fields += [(zygote_protocol.BIND, os.fsencode(f"{path}\0{path}")) for path in spec.image.binds]
@@ -304,13 +304,13 @@ class NamespacePod(LocalPod):
         return SocketLink(connect_unix(str(self.directory), AGENT_SOCKET))
 
     async def _carry(self, descriptors: list[int]) -> None:
-        listens = self.policy.listens()
-        if not listens:
+        listen_specs = self.policy.listen_specs()
+        if not listen_specs:
             return
         if self.gate is not None:
             await self.gate.close()
-        self.gate = Gate(self.policy, lambda facts: self.record("egress", facts))
-        await self.gate.start(list(zip(listens, (socket.socket(fileno=fd) for fd in descriptors), strict=True)))
+        self.gate = EgressProxy(self.policy, lambda facts: self.record("egress", facts))
+        await self.gate.start(list(zip(listen_specs, (socket.socket(fileno=fd) for fd in descriptors), strict=True)))
 
     def release(self) -> None:
         super().release()

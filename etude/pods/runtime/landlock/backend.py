@@ -27,8 +27,8 @@ from etude.pods.guest.client import CONNECT_S, Agent, Link, SocketLink, connect_
 from etude.pods.images import layers, trees
 from etude.pods.images.records import SYSTEM_BINDS, Image, Layer
 from etude.pods.images.store import Store
-from etude.pods.network.policy import Policy
-from etude.pods.network.proxy import Gate
+from etude.pods.network.policy import EgressPolicy
+from etude.pods.network.proxy import EgressProxy
 from etude.pods.pod import Capabilities, PodError, PodGone, SnapshotKind, Unsupported
 from etude.pods.runtime import capabilities, seccomp, zygote_protocol
 from etude.pods.runtime.backend import Backend, LocalPod, PodSpec
@@ -287,7 +287,7 @@ class DirectoryPod(LocalPod):
     backend: DirectoryBackend
 
     def __init__(self, backend: DirectoryBackend, spec: PodSpec) -> None:
-        self.policy = Policy.from_egress(spec.egress)
+        self.policy = EgressPolicy.from_egress(spec.egress)
         self.fs = backend.fs(spec.id)
         home, scratch = str(self.fs / "home"), str(self.fs / "tmp")
         own = {"HOME": home, "TMPDIR": scratch, "USER": "pod", "LOGNAME": "pod"}
@@ -301,7 +301,7 @@ class DirectoryPod(LocalPod):
         self.image, self.limits, self.egress = spec.image.name, spec.limits, spec.egress
         self.directory = backend.state / "pods" / spec.id
         self.group = Group(backend.layout, spec.id)
-        self.gate: Gate | None = None
+        self.gate: EgressProxy | None = None
         self.paused = False
         self.closed = False
 
@@ -373,8 +373,8 @@ class DirectoryPod(LocalPod):
         """Serve the gate; what a pod's programs connect to is always its first socket."""
         if not descriptors:
             return
-        self.gate = Gate(self.policy, lambda facts: self.record("egress", facts))
-        await self.gate.start([(self.policy.listens()[0], socket.socket(fileno=descriptors[0]))])
+        self.gate = EgressProxy(self.policy, lambda facts: self.record("egress", facts))
+        await self.gate.start([(self.policy.listen_specs()[0], socket.socket(fileno=descriptors[0]))])
 
     def _user(self, user: str | None) -> str | None:
         if user:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etude.pods.network import policy as egress
-from etude.pods.network.policy import Listen, Policy
-from etude.pods.network.proxy import Gate
+from etude.pods.network.policy import EgressPolicy, ListenSpec
+from etude.pods.network.proxy import EgressProxy
 from etude.pods.pod import Egress
 
-PROXY = Listen("tcp", "127.0.0.1", 3128, "proxy")
+PROXY = ListenSpec("tcp", "127.0.0.1", 3128, "proxy")
 ESTABLISHED = b"HTTP/1.1 200 Connection established\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -34,9 +34,9 @@ def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 @dataclass
 class Open:
-    """A gate that serves, the ports it listens on, and what it told."""
+    """A gate that serves, the ports it listen_specs on, and what it told."""
 
-    gate: Gate
+    gate: EgressProxy
     ports: list[int]
     records: list[dict[str, Any]] = field(default_factory=list)
     dialled: list[tuple[str, int]] = field(default_factory=list)
@@ -51,12 +51,12 @@ class Open:
 
 @contextlib.asynccontextmanager
 async def opened(
-    rules: list[str], listens: tuple[Listen, ...] = (PROXY,), server: int | None = None, **options: Any
+    rules: list[str], listen_specs: tuple[ListenSpec, ...] = (PROXY,), server: int | None = None, **options: Any
 ) -> AsyncIterator[Open]:
     """A gate whose every dial ends at the local port `server`, or which dials as in life when there is none."""
-    policy = Policy.from_egress(Egress.to(*rules))
-    sockets = [socket.socket(type=socket.SOCK_STREAM if at.kind == "tcp" else socket.SOCK_DGRAM) for at in listens]
-    for sock, listen in zip(sockets, listens, strict=True):
+    policy = EgressPolicy.from_egress(Egress.to(*rules))
+    sockets = [socket.socket(type=socket.SOCK_STREAM if at.kind == "tcp" else socket.SOCK_DGRAM) for at in listen_specs]
+    for sock, listen in zip(sockets, listen_specs, strict=True):
         sock.bind(("127.0.0.1", 0))
         if listen.kind == "tcp":
             sock.listen(256)
@@ -68,8 +68,8 @@ async def opened(
 
     options.setdefault("upstream_proxy", "")
     record = options.pop("record", world.records.append)
-    world.gate = Gate(policy, record, None if server is None else dial, **options)  # type: ignore[arg-type]
-    await world.gate.start(list(zip(listens, sockets, strict=True)))
+    world.gate = EgressProxy(policy, record, None if server is None else dial, **options)  # type: ignore[arg-type]
+    await world.gate.start(list(zip(listen_specs, sockets, strict=True)))
     try:
         yield world
     finally:

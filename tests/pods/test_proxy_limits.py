@@ -9,9 +9,9 @@ import time
 import pytest
 
 from etude.errors import InputError
-from etude.pods.network.policy import Listen, Policy
-from etude.pods.network.proxy import Gate, GateLimits
-from tests.pods.gates import (
+from etude.pods.network.policy import EgressPolicy, ListenSpec
+from etude.pods.network.proxy import EgressLimits, EgressProxy
+from tests.pods.egress_proxy import (
     ESTABLISHED,
     PROXY,
     client_hello,
@@ -37,7 +37,7 @@ async def test_two_hundred_connections_at_once_all_come_through() -> None:
 
 @on_loop
 async def test_more_connections_than_allowed_wait_for_their_turn() -> None:
-    limits = GateLimits(connections=2)
+    limits = EgressLimits(connections=2)
     async with serving(echo) as server, opened(["example.org:9"], server=server, limits=limits) as world:
         held = [await asyncio.open_connection("127.0.0.1", world.ports[0]) for _ in range(2)]
         for _, writer in held:
@@ -53,7 +53,7 @@ async def test_more_connections_than_allowed_wait_for_their_turn() -> None:
 
 @on_loop
 async def test_who_is_slow_with_a_head_or_silent_for_long_is_let_go() -> None:
-    limits = GateLimits(header_s=0.2, idle_s=0.3)
+    limits = EgressLimits(header_s=0.2, idle_s=0.3)
     rules = ["example.org:9", "example.org"]
     async with serving(echo) as server, opened(rules, server=server, limits=limits) as world:
         drip = [bytes([byte]) for byte in get("http://example.org/", "X: " + "a" * 60)]
@@ -92,7 +92,7 @@ async def test_a_reader_that_does_not_read_stops_the_writer() -> None:
 
 @on_loop
 async def test_the_byte_limit_of_a_pod_holds_over_all_its_connections() -> None:
-    limits = GateLimits(total_bytes=50_000)
+    limits = EgressLimits(total_bytes=50_000)
     async with serving(echo) as server, opened(["example.org:9"], server=server, limits=limits) as world:
         request = connect("example.org:9") + b"\0" * 20_000
         assert len(await talk(world.ports[0], request, end=True)) == len(ESTABLISHED) + 20_000
@@ -122,8 +122,8 @@ async def test_closing_ends_what_is_under_way_at_once_and_tells_it() -> None:
 async def test_no_connection_and_no_record_can_kill_the_gate(caplog: pytest.LogCaptureFixture) -> None:
     seed = 20261115
     rng = random.Random(seed)
-    wild = Listen("tcp", "198.18.0.1", 8080, "carry")
-    names = Listen("tcp", "127.0.0.1", 53, "dns")
+    wild = ListenSpec("tcp", "198.18.0.1", 8080, "carry")
+    names = ListenSpec("tcp", "127.0.0.1", 53, "dns")
     rules = ["example.org:9", "*.example.org:8080"]
     seeds = [
         connect("example.org:9"),
@@ -150,5 +150,5 @@ async def test_no_connection_and_no_record_can_kill_the_gate(caplog: pytest.LogC
 async def test_a_socket_of_the_wrong_kind_is_named() -> None:
     sock = socket.socket(type=socket.SOCK_DGRAM)
     with pytest.raises(InputError, match="another type"):
-        await Gate(Policy(), print, upstream_proxy="").start([(PROXY, sock)])
+        await EgressProxy(EgressPolicy(), print, upstream_proxy="").start([(PROXY, sock)])
     assert sock.fileno() == -1

@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from etude.pods.network.policy import Listen
-from tests.pods.gates import (
+from etude.pods.network.policy import ListenSpec
+from tests.pods.egress_proxy import (
     ESTABLISHED,
     OK,
     PROXY,
@@ -91,7 +91,7 @@ async def test_a_server_may_speak_first() -> None:
         writer.write(b"you said " + await reader.readline())
         await writer.drain()
 
-    carry = Listen("tcp", "198.18.1.1", 22, "carry", "example.org")
+    carry = ListenSpec("tcp", "198.18.1.1", 22, "carry", "example.org")
     async with serving(greet) as server, opened(["example.org:22"], (PROXY, carry), server) as world:
         for port, start in ((world.ports[0], ESTABLISHED), (world.ports[1], b"")):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

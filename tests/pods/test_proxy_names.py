@@ -8,9 +8,9 @@ import pytest
 
 from etude.errors import InputError
 from etude.pods.network import policy as egress
-from etude.pods.network.policy import Listen, Policy
-from etude.pods.network.proxy import Gate, GateLimits
-from tests.pods.gates import (
+from etude.pods.network.policy import EgressPolicy, ListenSpec
+from etude.pods.network.proxy import EgressLimits, EgressProxy
+from tests.pods.egress_proxy import (
     ESTABLISHED,
     OK,
     client_hello,
@@ -72,7 +72,7 @@ async def test_who_cannot_be_reached_is_502_and_who_does_not_answer_504(monkeypa
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return ["127.0.0.1"]
 
-    options = {"resolver": resolver, "limits": GateLimits(connect_s=0.1)}
+    options = {"resolver": resolver, "limits": EgressLimits(connect_s=0.1)}
     async with opened(["*.example.org:1"], **options) as world:
         for host, status, text in [("slow", 504, "did not"), ("none", 502, "not known"), ("shut", 502, "refused")]:
             answer = (await talk(world.ports[0], connect(f"{host}.example.org:1"))).decode()
@@ -112,7 +112,7 @@ async def test_a_machine_behind_a_proxy_dials_through_it(monkeypatch: pytest.Mon
         async with opened(rules, resolver=resolver, upstream_proxy=f"127.0.0.1:{port}") as world:
             assert b"answered 407" in await talk(world.ports[0], connect("example.org:9"))
     with pytest.raises(InputError, match="http://host:port"):
-        Gate(Policy(), print, upstream_proxy="socks5://127.0.0.1:1")
+        EgressProxy(EgressPolicy(), print, upstream_proxy="socks5://127.0.0.1:1")
 
 
 # -- transparent
@@ -120,8 +120,8 @@ async def test_a_machine_behind_a_proxy_dials_through_it(monkeypatch: pytest.Mon
 
 @on_loop
 async def test_an_address_that_stands_for_a_host_is_for_that_host_alone() -> None:
-    tls = Listen("tcp", "198.18.1.1", 443, "carry", "example.org")
-    web = Listen("tcp", "198.18.1.1", 8080, "carry", "example.org")
+    tls = ListenSpec("tcp", "198.18.1.1", 443, "carry", "example.org")
+    web = ListenSpec("tcp", "198.18.1.1", 8080, "carry", "example.org")
     rules = ["example.org", "example.org:8080", "other.example:8080"]
     good, bad, bare = client_hello("example.org"), client_hello("other.example"), client_hello(None)
     async with serving(echo) as server, opened(rules, (tls, web), server) as world:
@@ -139,8 +139,8 @@ async def test_an_address_that_stands_for_a_host_is_for_that_host_alone() -> Non
 @on_loop
 async def test_carried_http_must_be_for_the_host_in_every_request() -> None:
     seen: list[bytes] = []
-    exact = Listen("tcp", "198.18.1.1", 80, "carry", "example.org")
-    wild = Listen("tcp", "198.18.0.1", 80, "carry")
+    exact = ListenSpec("tcp", "198.18.1.1", 80, "carry", "example.org")
+    wild = ListenSpec("tcp", "198.18.0.1", 80, "carry")
     mine = b"GET /?q HTTP/1.1\r\nHost: example.org\r\nCookie: s\r\n\r\n"
     theirs = b"GET /?q HTTP/1.1\r\nHost: a.example.org\r\n\r\n"
     rules = ["example.org:80", "*.example.org:80"]
@@ -159,7 +159,7 @@ async def test_carried_http_must_be_for_the_host_in_every_request() -> None:
 
 @on_loop
 async def test_the_wildcard_address_takes_the_host_from_the_client() -> None:
-    wild = Listen("tcp", "198.18.0.1", 443, "carry")
+    wild = ListenSpec("tcp", "198.18.0.1", 443, "carry")
     good = client_hello("a.example.org")
     async with serving(echo) as server, opened(["*.example.org"], (wild,), server) as world:
         assert await talk(world.ports[0], good[:50], good[50:], end=True) == good
@@ -171,8 +171,8 @@ async def test_the_wildcard_address_takes_the_host_from_the_client() -> None:
 
 @on_loop
 async def test_names_are_answered_over_udp_and_tcp() -> None:
-    listens = (Listen("udp", "127.0.0.1", 53, "dns"), Listen("tcp", "127.0.0.1", 53, "dns"))
-    async with opened(["example.org", "*.example.org"], listens, 1) as world:
+    listen_specs = (ListenSpec("udp", "127.0.0.1", 53, "dns"), ListenSpec("tcp", "127.0.0.1", 53, "dns"))
+    async with opened(["example.org", "*.example.org"], listen_specs, 1) as world:
         loop = asyncio.get_running_loop()
         sock = socket.socket(type=socket.SOCK_DGRAM)
         sock.setblocking(False)
