@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from etude.pods.scheduling.simulate import Outcome, Scene, compare, make_world
+from etude.pods.scheduling.simulate import Scenario, SimulationResult, compare, make_world
 
 
 def main() -> None:
@@ -34,14 +34,14 @@ def main() -> None:
     if args.hosts < 1 or args.pods < 1:
         parser.error("--hosts and --pods must be at least 1")
     start = time.perf_counter()
-    scene = Scene(hosts=args.hosts, pods=args.pods, seed=args.seed)
+    scene = Scenario(hosts=args.hosts, pods=args.pods, seed=args.seed)
     outcomes = compare(make_world(scene))
     report(outcomes, scene, time.perf_counter() - start)
     if args.json:
         args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
 
 
-def report(outcomes: list[Outcome], scene: Scene, seconds: float) -> None:
+def report(outcomes: list[SimulationResult], scene: Scenario, seconds: float) -> None:
     rows: list[tuple[str, list[str]]] = [
         ("placements/s (router alone)", [f"{o.per_second:,.0f}" for o in outcomes]),
         ("hosts in use, busiest", [f"{o.hosts_used:,}" for o in outcomes]),

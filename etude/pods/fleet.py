@@ -24,7 +24,7 @@ from etude.pods.pod import Egress, Limits, Pod, PodError, Snapshot, SnapshotKind
 from etude.pods.runtime.backend import Storage
 from etude.pods.runtime.probe import choose, make_backend
 from etude.pods.scheduling.admission import NeverFits, Thresholds, WaitedTooLong
-from etude.pods.scheduling.router import HostReport, NoHost, Request, Router
+from etude.pods.scheduling.router import HostReport, NoHost, PlacementRequest, PodRouter
 
 REPORT_S = 1.0  # between reports of one host
 REPORT_TIMEOUT_S = 5.0
@@ -37,7 +37,7 @@ class HostGone(PodError):
     """A host does not answer; its pods are lost to us, and new ones are made elsewhere."""
 
 
-class Door(Protocol):
+class HostClient(Protocol):
     """A host as the fleet sees it, in this process or behind HTTP."""
 
     name: str
@@ -50,7 +50,7 @@ class Door(Protocol):
     async def close(self) -> None: ...
 
 
-class LocalDoor:
+class LocalHostClient:
     """The host in this process."""
 
     def __init__(self, host: Host) -> None:
@@ -79,12 +79,12 @@ class LocalDoor:
 class Fleet:
     """Hosts, and pods on them. Made by `open_fleet`."""
 
-    def __init__(self, doors: Sequence[Door], local: Host | None = None) -> None:
+    def __init__(self, doors: Sequence[HostClient], local: Host | None = None) -> None:
         if not doors:
             raise InputError("a fleet needs at least one host")
         self.doors = {door.name: door for door in doors}
         self.local = local
-        self.router = Router()
+        self.router = PodRouter()
         self.homes: dict[str, str] = {}  # pod -> host
         self.bringing: dict[tuple[str, str], asyncio.Task[None]] = {}  # (snapshot, host) -> its transfer
         self.copies: dict[str, set[str]] = {}  # snapshot -> hosts we brought it to
@@ -176,7 +176,9 @@ class Fleet:
             self.homes[pod.id] = place.host
             return pod
 
-    def _request(self, image: str | Image | Snapshot, options: Mapping[str, Any], origin: str | None) -> Request:
+    def _request(
+        self, image: str | Image | Snapshot, options: Mapping[str, Any], origin: str | None
+    ) -> PlacementRequest:
         limits, egress = options["limits"] or Limits(), options["egress"]
         needs = {f"limit:{name}" for name in limits.asked()}
         if egress and egress.allow:
@@ -184,7 +186,7 @@ class Fleet:
         memory = min(EXPECTED, limits.memory or EXPECTED)
         snapshot = image.id if isinstance(image, Snapshot) else None
         name = image if isinstance(image, str) else image.id if isinstance(image, Image) else image.image
-        return Request(name, memory, options["tenant"], snapshot, origin, needs=frozenset(needs))
+        return PlacementRequest(name, memory, options["tenant"], snapshot, origin, needs=frozenset(needs))
 
     async def fork(self, pod: Pod, n: int = 1, kind: SnapshotKind | None = None) -> Sequence[Pod]:
         """Children of a pod, on its own host first, elsewhere when that one is over its ceiling."""
@@ -209,7 +211,7 @@ class Fleet:
                 with contextlib.suppress(HostGone):
                     await self.doors[name].remove_snapshot(snapshot.id)
 
-    async def _bring(self, snapshot: str, target: Door) -> None:
+    async def _bring(self, snapshot: str, target: HostClient) -> None:
         """Transfer a snapshot once, however many children wait for it there."""
         key = (snapshot, target.name)
         if key not in self.bringing:
@@ -218,7 +220,7 @@ class Fleet:
         await asyncio.shield(self.bringing[key])
         self.copies.setdefault(snapshot, set()).add(target.name)
 
-    async def _transfer(self, snapshot: str, target: Door) -> None:
+    async def _transfer(self, snapshot: str, target: HostClient) -> None:
         """Bring a snapshot from a host that has it to `target`."""
         sources = [report.host for report in self.router.hosts() if snapshot in report.snapshots]
         # Reports are a second old: those that said they have it first, then whoever may have it by now.
@@ -249,7 +251,7 @@ class Fleet:
             await self._ask_all()
 
     async def _ask_all(self) -> None:
-        async def ask(door: Door) -> None:
+        async def ask(door: HostClient) -> None:
             with contextlib.suppress(PodError, OSError, TimeoutError):  # silence makes a host stale, then left out
                 report = await asyncio.wait_for(door.report(), REPORT_TIMEOUT_S)
                 if report.host != door.name:  # the host was started anew under the same address
@@ -308,7 +310,7 @@ async def open_fleet(
             door.fleet = fleet  # so that pods there can fork to the others
     else:
         local = await open_host(backend, state, thresholds, compiled)
-        fleet = Fleet([LocalDoor(local)], local)
+        fleet = Fleet([LocalHostClient(local)], local)
     try:
         await fleet.start()
         yield fleet

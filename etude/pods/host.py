@@ -25,10 +25,10 @@ from etude.pods.images.trees import remove_tree
 from etude.pods.pod import Egress, Limits, Pod, PodError, PodGone, Snapshot, SnapshotKind, Unsupported
 from etude.pods.registry import Registry
 from etude.pods.runtime.backend import Backend, LocalPod, PodSpec, Storage
-from etude.pods.scheduling.admission import Admission, Ask, FairQueue, Seat, Thresholds
-from etude.pods.scheduling.pools import Pool, Signature, signature_of
+from etude.pods.scheduling.admission import Admission, FairQueue, Reservation, ResourceRequest, Thresholds
+from etude.pods.scheduling.pools import WarmPool, WarmPoolKey, warm_pool_key
 from etude.pods.scheduling.pressure import read_pressure
-from etude.pods.scheduling.router import HostReport, summarize
+from etude.pods.scheduling.router import HostReport, capability_labels
 
 GIB = 1 << 30
 DEFAULTS = Limits(memory=2 * GIB, pids=512, disk=GIB, inodes=200_000)
@@ -51,9 +51,9 @@ class Host:
         self.pods: dict[str, LocalPod] = {}
         self.turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # one snapshot of a pod at a time
         self.guests: set[str] = set()  # of the pods, those that another living process runs
-        self.seats: dict[str, Seat] = {}
+        self.seats: dict[str, Reservation] = {}
         self.keys: dict[str, asyncio.Task[LocalPod]] = {}
-        self.pools: dict[Signature, Pool] = {}
+        self.pools: dict[WarmPoolKey, WarmPool] = {}
         self.uses: Counter[str] = Counter()  # of layers in memory, by our pods and snapshots
         self.idle_layers: set[str] = set()
         self.tasks: set[asyncio.Task[Any]] = set()  # that come to an end, and are waited for
@@ -198,7 +198,9 @@ class Host:
                 await self.close_pod(pod)
                 raise
             return pod
-        ask = Ask(spec.image.id, int(spec.limits.memory or DEFAULTS.memory or GIB), int(spec.limits.disk or 0))
+        ask = ResourceRequest(
+            spec.image.id, int(spec.limits.memory or DEFAULTS.memory or GIB), int(spec.limits.disk or 0)
+        )
         if spec.storage == "memory":
             ask = replace(ask, disk=0)
         async with self.queue.turn(spec.tenant, ask, timeout=timeout) as seat:
@@ -250,8 +252,8 @@ class Host:
             return self._spec(self.resolve(image), limits, egress, storage, None, "", "", True)
 
         first = spec()
-        signature = signature_of(first)
-        pool = self.pools.setdefault(signature, Pool(size, spec, []))
+        signature = warm_pool_key(first)
+        pool = self.pools.setdefault(signature, WarmPool(size, spec, []))
         pool.size = size
         while len(pool.ready) > size:
             await self.close_pod(pool.ready.pop())
@@ -260,7 +262,7 @@ class Host:
         self._refill(pool)
 
     def _warm(self, spec: PodSpec) -> LocalPod | None:
-        pool = self.pools.get(signature_of(spec))
+        pool = self.pools.get(warm_pool_key(spec))
         if pool is None:
             return None
         self._refill(pool)
@@ -275,7 +277,7 @@ class Host:
         self.registry.write(spec)
         await pod.own(spec)
 
-    def _refill(self, pool: Pool) -> None:
+    def _refill(self, pool: WarmPool) -> None:
         async def fill() -> None:
             while len(pool.ready) < pool.size:
                 pool.ready.append(await self._create_cold(pool.spec()))
@@ -285,7 +287,7 @@ class Host:
             pool.filling.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _create_cold(self, spec: PodSpec) -> LocalPod:
-        ask = Ask(spec.image.id, int(spec.limits.memory or DEFAULTS.memory or GIB))
+        ask = ResourceRequest(spec.image.id, int(spec.limits.memory or DEFAULTS.memory or GIB))
         async with self.queue.turn("warm pools", ask) as seat:
             pod = await self._start(spec)
             self.seats[pod.id] = seat
@@ -545,7 +547,7 @@ class Host:
         else:
             self.registry.write(spec)
         self._adopt(pod)
-        self.seats[pod.id] = self.admission.adopt(Ask(spec.image.id, int(spec.limits.memory or GIB)))
+        self.seats[pod.id] = self.admission.adopt(ResourceRequest(spec.image.id, int(spec.limits.memory or GIB)))
         self._use(spec.image.layers, 1)
         return pod
 
@@ -579,7 +581,7 @@ class Host:
             pods=len(self.admission),
             max_pods=self.admission.thresholds.max_pods,
             memory_free=self.admission.room(),
-            capabilities=summarize(self.backend.name, self.backend.capabilities),
+            capabilities=capability_labels(self.backend.name, self.backend.capabilities),
             images=frozenset({"host", *(name for image in self.store.images() for name in (image.id, image.name))}),
             snapshots=frozenset(saved.snapshot.id for saved in self.store.snapshots()),
             warm=dict(Counter({signature.image: len(pool.ready) for signature, pool in self.pools.items()})),

@@ -18,7 +18,7 @@ Command = Sequence[str] | str  # a list is an argv; a string is given to `sh -c`
 SnapshotKind = Literal["fs", "fs-live", "full"]
 Isolation = Literal["none", "lsm", "namespace", "vm"]
 
-MOST = 1 << 62  # of any limit
+MAX_LIMIT = 1 << 62  # of any limit
 MAX_OUTPUT = 1 << 20  # bytes of each stream that `exec` keeps unless told otherwise
 
 
@@ -54,8 +54,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in self.asked().items():
-            if not 0 < value < MOST:
-                raise InputError(f"limits: {name} is {value!r}; expected a positive number below {MOST:,}")
+            if not 0 < value < MAX_LIMIT:
+                raise InputError(f"limits: {name} is {value!r}; expected a positive number below {MAX_LIMIT:,}")
 
     def asked(self) -> dict[str, float]:
         """The limits that are set, by name."""
@@ -87,7 +87,7 @@ class Egress:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ResourceUsage:
     """What a finished command used."""
 
     wall_s: float = 0.0
@@ -106,7 +106,7 @@ class ExecResult:
     timed_out: bool = False
     out_of_memory: bool = False
     truncated: bool = False  # output beyond `max_output` was thrown away
-    usage: Usage = field(default_factory=Usage)
+    usage: ResourceUsage = field(default_factory=ResourceUsage)
 
     @property
     def stdout(self) -> str:

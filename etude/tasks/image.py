@@ -15,9 +15,9 @@ from pathlib import Path
 
 from etude.errors import InputError
 from etude.pods.fleet import Fleet
-from etude.pods.images.context import Ignore, Source, from_context
+from etude.pods.images.context import CopySource, DockerIgnore, from_context
 from etude.pods.images.dockerfile import build, declare
-from etude.pods.images.instructions import Dockerfile, Instruction, Stage, expand, pairs, parse, substitute, words
+from etude.pods.images.instructions import BuildStage, Dockerfile, Instruction, expand, pairs, parse, substitute, words
 from etude.pods.images.records import Image
 from etude.pods.pod import Limits, PodError
 from etude.pods.runtime.backend import Storage
@@ -142,7 +142,7 @@ async def _built(
             raise BuildFailed(str(error).replace(str(file), str(context / "Dockerfile"))) from error
 
 
-def _from(recipe: Dockerfile, stage: Stage) -> str:
+def _from(recipe: Dockerfile, stage: BuildStage) -> str:
     """The name after FROM, with its variables."""
     before: dict[str, str] = {}
     for argument in recipe.arguments:
@@ -170,7 +170,7 @@ def _write_out(image: Image | str, recipe: Dockerfile, first: int, context: Path
             arguments.update(declare(step, {**arguments, **base_env}, before, {}))
     plan = Plan(image, _workdir(image))
     env: dict[str, str] = {}
-    ignore = Ignore.read(context)
+    ignore = DockerIgnore.read(context)
     puts: list[Put] = []
     directories: list[str] = []
     for step in steps[first:]:
@@ -194,7 +194,7 @@ def _write_out(image: Image | str, recipe: Dockerfile, first: int, context: Path
 
 
 def _copied(
-    step: Instruction, variables: Mapping[str, str], workdir: str, context: Path, ignore: Ignore, made: set[str]
+    step: Instruction, variables: Mapping[str, str], workdir: str, context: Path, ignore: DockerIgnore, made: set[str]
 ) -> tuple[list[Put], list[str]]:
     """What a COPY puts where, and empty directories. A target is a directory if it says so, or was made before."""
     if step.json is not None:
@@ -225,7 +225,7 @@ def _copied(
     return found, empty
 
 
-def _tree(source: Source, target: str, mode: str | None) -> tuple[list[Put], list[str]]:
+def _tree(source: CopySource, target: str, mode: str | None) -> tuple[list[Put], list[str]]:
     found: list[Put] = []
     empty: list[str] = []
     for directory, names, files in os.walk(source.path):

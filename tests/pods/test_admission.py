@@ -18,18 +18,18 @@ from etude.pods.scheduling.admission import (
     GIB,
     MIB,
     Admission,
-    Ask,
     FairQueue,
-    Needs,
+    MemoryEstimator,
     NeverFits,
-    Seat,
+    Reservation,
+    ResourceRequest,
     Thresholds,
     WaitedTooLong,
 )
 from etude.pods.scheduling.pressure import Pressure
 
 CALM = Pressure(0, 0, 0, 0, 60 * GIB, 64 * GIB, 500 * GIB, 1000 * GIB, 10**7, load=1, cores=4)
-SMALL = Ask("tiny", 100 * MIB)
+SMALL = ResourceRequest("tiny", 100 * MIB)
 
 
 class Host:
@@ -48,12 +48,12 @@ class Host:
     def set(self, **facts: Any) -> None:
         self.reading = replace(self.reading, **facts)
 
-    def seat(self, ask: Ask = SMALL) -> Seat:
+    def seat(self, ask: ResourceRequest = SMALL) -> Reservation:
         answer = self.admission.admit(ask)
-        assert isinstance(answer, Seat), answer
+        assert isinstance(answer, Reservation), answer
         return answer
 
-    def why(self, ask: Ask = SMALL) -> str:
+    def why(self, ask: ResourceRequest = SMALL) -> str:
         return str(self.admission.verdict(ask))
 
 
@@ -68,8 +68,8 @@ def test_an_idle_host_lets_a_pod_start() -> None:
 
 def test_a_burst_on_one_stale_reading_is_not_all_admitted() -> None:
     host = Host(creations_per_core=1e9, max_pods=10**6)
-    ask = Ask("heavy", 2 * GIB)  # expected to take 1 GiB; 60 GiB free, 4 GiB kept back
-    admitted = sum(isinstance(host.admission.admit(ask), Seat) for _ in range(1000))
+    ask = ResourceRequest("heavy", 2 * GIB)  # expected to take 1 GiB; 60 GiB free, 4 GiB kept back
+    admitted = sum(isinstance(host.admission.admit(ask), Reservation) for _ in range(1000))
     assert admitted == 56
     assert host.why(ask) == (
         "1 GiB of memory needed, 0 bytes free over the 4 GiB kept back, 56 GiB promised to pods that are starting"
@@ -78,7 +78,7 @@ def test_a_burst_on_one_stale_reading_is_not_all_admitted() -> None:
 
 def test_a_promise_fades_as_the_pod_shows_in_the_measurements() -> None:
     host = Host()
-    seat = host.seat(Ask("heavy", 2 * GIB))
+    seat = host.seat(ResourceRequest("heavy", 2 * GIB))
     host.now = 100
     assert seat.held() == GIB, "still being made: all of it"
     seat.started()
@@ -92,7 +92,7 @@ def test_a_promise_fades_as_the_pod_shows_in_the_measurements() -> None:
 
 
 def test_what_an_image_takes_is_learned_up_at_once_and_down_slowly() -> None:
-    needs = Needs(unknown=0.5)
+    needs = MemoryEstimator(unknown=0.5)
     assert needs.expect("a", 4 * GIB) == 2 * GIB, "never seen: half its limit"
     needs.learn("a", 100 * MIB, final=True)
     assert needs.expect("a", 4 * GIB) == 120 * MIB
@@ -108,7 +108,7 @@ def test_what_an_image_takes_is_learned_up_at_once_and_down_slowly() -> None:
 def test_a_seat_teaches_once_however_often_it_is_observed() -> None:
     host = Host()
     host.admission.needs.learn("tiny", 1000 * MIB, final=True)
-    seat = host.seat(Ask("tiny", 4 * GIB))
+    seat = host.seat(ResourceRequest("tiny", 4 * GIB))
     seat.started()
     host.now = 20
     for _ in range(50):
@@ -164,7 +164,7 @@ def test_lines_of_disk_inodes_and_pods() -> None:
     host.set(disk_free=GIB, inodes_free=5)
     assert host.why() == "1 GiB of disk free is under 2 GiB; 5 inodes free is under 10000"
     host.set(disk_free=10 * GIB, inodes_free=None)
-    assert host.why(Ask("big", GIB, disk=9 * GIB)) == "9 GiB of disk needed, 10 GiB free"
+    assert host.why(ResourceRequest("big", GIB, disk=9 * GIB)) == "9 GiB of disk needed, 10 GiB free"
     host.seat()
     assert host.why() == "1 pods of at most 1"
 
@@ -172,11 +172,14 @@ def test_lines_of_disk_inodes_and_pods() -> None:
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (Ask("x", 65 * GIB), "its memory limit of 65 GiB is over the 64 GiB this host has"),
-        (Ask("x", GIB, disk=2000 * GIB), "its disk limit of 1.95 TiB is over the 998 GiB this host gives to pods"),
+        (ResourceRequest("x", 65 * GIB), "its memory limit of 65 GiB is over the 64 GiB this host has"),
+        (
+            ResourceRequest("x", GIB, disk=2000 * GIB),
+            "its disk limit of 1.95 TiB is over the 998 GiB this host gives to pods",
+        ),
     ],
 )
-def test_what_can_never_fit_is_refused_at_once(ask: Ask, words: str) -> None:
+def test_what_can_never_fit_is_refused_at_once(ask: ResourceRequest, words: str) -> None:
     with pytest.raises(NeverFits) as caught:
         Host().admission.admit(ask)
     assert words in str(caught.value)
@@ -186,12 +189,12 @@ def test_a_need_learned_to_be_over_what_the_host_gives_never_fits() -> None:
     host = Host()
     host.admission.needs.learn("monster", 62 * GIB, final=True)
     with pytest.raises(NeverFits, match="expected to take 64 GiB of memory; this host gives 60 GiB to pods"):
-        host.admission.admit(Ask("monster", 64 * GIB))
+        host.admission.admit(ResourceRequest("monster", 64 * GIB))
 
 
 def test_a_pod_without_a_memory_limit_is_an_input_error() -> None:
     with pytest.raises(InputError, match="admission needs a limit"):
-        Ask("x", 0)
+        ResourceRequest("x", 0)
 
 
 def test_a_pod_found_after_a_restart_is_counted_and_holds_nothing() -> None:
@@ -210,7 +213,7 @@ def test_promises_never_pass_the_headroom(seed: int) -> None:
     """Whatever starts, is measured, ends or takes time: when a pod is admitted, all that is promised fits."""
     rng = random.Random(seed)
     host = Host(creations_per_core=100, settle_s=rng.choice([0.0, 1.0, 15.0]))
-    seats: list[Seat] = []
+    seats: list[Reservation] = []
     for _ in range(120):
         match rng.randrange(7):
             case 0:
@@ -224,8 +227,8 @@ def test_promises_never_pass_the_headroom(seed: int) -> None:
             case 4 if seats:
                 seats.pop(rng.randrange(len(seats))).leave()
             case _:
-                answer = host.admission.admit(Ask(rng.choice("abc"), rng.randrange(MIB, 16 * GIB)))
-                if isinstance(answer, Seat):
+                answer = host.admission.admit(ResourceRequest(rng.choice("abc"), rng.randrange(MIB, 16 * GIB)))
+                if isinstance(answer, Reservation):
                     seats.append(answer)
                     free = host.reading.memory_available - 4 * GIB
                     assert sum(seat.held() for seat in seats) <= free, f"seed {seed}"
@@ -483,7 +486,7 @@ def test_a_big_pod_lets_small_ones_pass_for_a_while_and_then_is_waited_for() -> 
             tasks = [asyncio.create_task(small()) for _ in range(40)]
             await settle()
         asyncio.get_running_loop().call_later(20, lambda: host.set(memory_available=60 * GIB))
-        async with queue.turn("big", Ask("big", 8 * GIB)) as seat:
+        async with queue.turn("big", ResourceRequest("big", 8 * GIB)) as seat:
             assert 20 <= time_now() <= 21.5
         seat.leave()
         assert not [at for at in passed if 12 < at < 20], "held for the big one"
@@ -518,7 +521,7 @@ def test_what_can_never_fit_does_not_queue() -> None:
 
     async def story() -> None:
         with pytest.raises(NeverFits):
-            async with queue.turn("run", Ask("x", 65 * GIB)):
+            async with queue.turn("run", ResourceRequest("x", 65 * GIB)):
                 pass
         with pytest.raises(InputError, match="cost"):
             async with queue.turn("run", SMALL, cost=0):

@@ -16,10 +16,10 @@ import pytest
 
 from etude.errors import InputError
 from etude.pods.images import trees
-from etude.pods.images.context import Ignore
+from etude.pods.images.context import DockerIgnore
 from etude.pods.images.dockerfile import build
 from etude.pods.images.instructions import Heredoc, expand, pairs, parse, substitute, words
-from etude.pods.images.layers import Stack
+from etude.pods.images.layers import LayerStack
 from etude.pods.images.records import Image
 from etude.pods.images.store import Store
 from etude.pods.pod import Egress, ExecResult, PodError, Snapshot
@@ -112,7 +112,7 @@ def test_pairs_in_both_forms() -> None:
 
 
 def test_ignore_rules() -> None:
-    ignore = Ignore.parse("# no\n*.log\n**/cache\nbuild\n!build/keep.txt\nsrc/*/x?\n/top/\n\n!deep.log\n")
+    ignore = DockerIgnore.parse("# no\n*.log\n**/cache\nbuild\n!build/keep.txt\nsrc/*/x?\n/top/\n\n!deep.log\n")
     ignored = ["a.log", "cache", "a/b/cache", "a/cache/f", "build/x", "src/a/x1", "top", "top/f"]
     kept = ["sub/a.log", "build/keep.txt", "src/x1", "src/a/b/x1", "deep.log", "cached", "other/top"]
     assert [path for path in ignored if not ignore.ignores(path)] == []
@@ -189,8 +189,8 @@ class Bench:
         assert self.store.snapshots() == []
         return made
 
-    def look(self, image: Image) -> Stack:
-        return Stack.of(self.store.parts(image.layers))
+    def look(self, image: Image) -> LayerStack:
+        return LayerStack.of(self.store.parts(image.layers))
 
 
 @pytest.fixture
@@ -297,7 +297,7 @@ def test_owners_and_modes(bench: Bench) -> None:
     look = bench.look(image)
     modes = [stat.S_IMODE(found.info.st_mode) for found in [look.locate("/n/c")[1]] if found.info]
     assert modes == [0o640]
-    if trees.keeps_owners():
+    if trees.can_chown():
         owners = [look.owner(look.locate(path)[1]) for path in ("/a", "/b", "/n/c", "/n", "/d")]
         assert owners == [(0, 0), (33, 44), (7, 55), (7, 55), (8, 8)]
     for flags, why in (

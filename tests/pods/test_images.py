@@ -17,7 +17,7 @@ import zstandard
 
 from etude.errors import InputError
 from etude.pods.images import sources, trees
-from etude.pods.images.layers import Stack
+from etude.pods.images.layers import LayerStack
 from etude.pods.images.oci import architecture
 from etude.pods.images.records import Image
 from etude.pods.images.sources import (
@@ -130,7 +130,7 @@ def test_an_oci_layout_becomes_an_image(store: Store, tmp_path: Path) -> None:
     image = image_from_oci_layout(store, tmp_path / "layout", name="oci")
     assert (image.env["A"], image.env["PATH"], image.workdir, image.user) == ("b=c", "/x", "/src", "1000")
     assert (image.command, image.entrypoint, image.labels) == (("run",), ("/e",), {"k": "v"})
-    stack = Stack.of(store.parts(image.layers))
+    stack = LayerStack.of(store.parts(image.layers))
     assert stack.read("/etc/conf") == b"top"
     assert not stack.locate("/gone")[1].there
     assert stack.names(stack.locate("/d")[1]) == ["b"]
@@ -150,7 +150,7 @@ def test_the_manifest_for_this_machine_is_chosen(store: Store, tmp_path: Path) -
     second = {**writer.image([TOP]), "annotations": {ref: "second"}}
     writer.index({**nested, "annotations": {ref: "first"}}, second)
     first = image_from_oci_layout(store, tmp_path / "layout", "first")
-    assert Stack.of(store.parts(first.layers)).read("/etc/conf") == b"low"
+    assert LayerStack.of(store.parts(first.layers)).read("/etc/conf") == b"low"
     with pytest.raises(InputError, match=r"2 images .* name one of: first, second"):
         image_from_oci_layout(store, tmp_path / "layout")
     with pytest.raises(InputError, match="no image called third"):

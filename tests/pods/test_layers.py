@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from etude.errors import InputError
 from etude.pods.images import trees
-from etude.pods.images.archive import Allowance, pack, unpack
-from etude.pods.images.layers import Part, Stack, copy, merge
+from etude.pods.images.archive import UnpackLimits, pack, unpack
+from etude.pods.images.layers import LayerDir, LayerStack, copy, merge
 from etude.pods.pod import PodError
 
 # -- a kernel to compare with
@@ -117,8 +117,8 @@ def write_tree(top: Path, tree: Tree) -> Path:
     return top
 
 
-def parts(*paths: Path) -> list[Part]:
-    return [Part(str(path)) for path in paths]
+def parts(*paths: Path) -> list[LayerDir]:
+    return [LayerDir(str(path)) for path in paths]
 
 
 def shown(top: Path) -> dict[str, str]:
@@ -173,7 +173,7 @@ def test_a_stack_finds_what_merging_it_would_show(tmp_path: Path, layers: list[T
     (work / "whole").mkdir()
     merge(parts(*stack), (), work / "whole")
     try:
-        _, found = Stack.of(parts(*stack)).locate("/".join(path), follow=False)
+        _, found = LayerStack.of(parts(*stack)).locate("/".join(path), follow=False)
     except InputError:
         with pytest.raises(OSError, match="symbolic links"):  # it leads to itself for the kernel too
             os.stat(work / "whole" / Path(*path))
@@ -190,7 +190,7 @@ def test_a_stack_finds_what_merging_it_would_show(tmp_path: Path, layers: list[T
 def test_links_in_a_stack_never_lead_above_its_root(tmp_path: Path) -> None:
     low = write_tree(tmp_path / "low", {"bin": ("link", "usr/bin"), "usr": ("", {"bin": ("", {"sh": "#!"})})})
     top = write_tree(tmp_path / "top", {"out": ("link", "../../../../bin"), "loop": ("link", "loop")})
-    stack = Stack.of(parts(low, top))
+    stack = LayerStack.of(parts(low, top))
     assert stack.locate("/out/sh")[0] == "/usr/bin/sh"
     assert stack.read("/bin/sh") == b"#!"
     assert stack.locate("/bin/new/deep")[0] == "/usr/bin/new/deep"
@@ -228,13 +228,13 @@ def test_a_sparse_terabyte_is_copied_at_once(tmp_path: Path) -> None:
     assert made.st_blocks < 1000
 
 
-@pytest.mark.skipif(not trees.keeps_owners(), reason="only root keeps owners")
+@pytest.mark.skipif(not trees.can_chown(), reason="only root keeps owners")
 def test_ids_lose_their_shift(tmp_path: Path) -> None:
     low = write_tree(tmp_path / "low", {"mine": "a", "other": "b", "d": ("", {})})
     for name, owner in (("mine", 100_007), ("other", 5), ("d", 100_000)):
         os.chown(low / name, owner, owner)
     (tmp_path / "out").mkdir()
-    merge([Part(str(low), 100_000)], (), tmp_path / "out")
+    merge([LayerDir(str(low), 100_000)], (), tmp_path / "out")
     owners = {name: (tmp_path / "out" / name).stat().st_uid for name in ("mine", "other", "d")}
     assert owners == {"mine": 7, "other": trees.NOBODY, "d": 0}
 
@@ -426,13 +426,13 @@ def test_modes_that_forbid_writing_come_last(tmp_path: Path) -> None:
 def test_more_than_allowed_is_refused(tmp_path: Path) -> None:
     many = tar_of(*((member(f"f{i}"), b"") for i in range(20)))
     with pytest.raises(InputError, match="entries allowed"):
-        unpack(io.BytesIO(many), tmp_path, "many.tar", Allowance(entries=10))
+        unpack(io.BytesIO(many), tmp_path, "many.tar", UnpackLimits(entries=10))
     large = gzip.compress(tar_of((member("zeros"), bytes(1 << 20))))
     with pytest.raises(InputError, match="bytes allowed"):
-        unpack(io.BytesIO(large), tmp_path, "large.tar.gz", Allowance(size=1000))
+        unpack(io.BytesIO(large), tmp_path, "large.tar.gz", UnpackLimits(size=1000))
     bomb = gzip.compress(bytes(30 << 20))  # zeros, which are no members: the stream itself is counted
     with pytest.raises(InputError, match=r"allowed|damaged"):
-        unpack(io.BytesIO(tar_of((member("a"), b""))[:512] + bomb), tmp_path, "bomb", Allowance(size=1, entries=1))
+        unpack(io.BytesIO(tar_of((member("a"), b""))[:512] + bomb), tmp_path, "bomb", UnpackLimits(size=1, entries=1))
 
 
 def test_sparse_bombs_count_by_what_they_become(tmp_path: Path) -> None:
@@ -498,7 +498,7 @@ def test_any_bytes_are_an_archive_or_an_input_error(tmp_path: Path, changes: lis
     work = work_in(tmp_path)
     (work / "in").mkdir()
     with suppress(InputError):
-        unpack(io.BytesIO(bytes(data)), work / "in", "any", Allowance(size=1 << 20, entries=100))
+        unpack(io.BytesIO(bytes(data)), work / "in", "any", UnpackLimits(size=1 << 20, entries=100))
     assert os.listdir(work) == ["in"]
 
 

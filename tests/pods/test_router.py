@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from etude.errors import InputError
 from etude.pods.pod import Capabilities
 from etude.pods.scheduling.pressure import Pressure
-from etude.pods.scheduling.router import HostReport, NoHost, Placement, Policy, Request, Router, summarize
+from etude.pods.scheduling.router import (
+    HostReport,
+    NoHost,
+    Placement,
+    PlacementPolicy,
+    PlacementRequest,
+    PodRouter,
+    capability_labels,
+)
 
 GIB = 1 << 30
 CALM = Pressure(0, 0, 0, 0, 60 * GIB, 64 * GIB, 1 << 40, 2 << 40, 10**7, load=1, cores=16)
@@ -40,14 +48,14 @@ def clock() -> Clock:
     return Clock()
 
 
-def router(clock: Clock, *reports: HostReport, **policy: Any) -> Router:
-    made = Router(Policy(**policy), clock=clock)
+def router(clock: Clock, *reports: HostReport, **policy: Any) -> PodRouter:
+    made = PodRouter(PlacementPolicy(**policy), clock=clock)
     for each in reports:
         made.report(each)
     return made
 
 
-ONE = Request("py", GIB)
+ONE = PlacementRequest("py", GIB)
 
 
 # -- the policy, case by case
@@ -195,7 +203,9 @@ def test_busy_cores_are_the_last_choice_but_better_than_none(clock: Clock) -> No
 
 
 def test_needs_choose_hosts_that_can(clock: Clock) -> None:
-    can = summarize("fire", Capabilities("vm", limits=frozenset({"disk"}), snapshots=frozenset({"full"}), pause=True))
+    can = capability_labels(
+        "fire", Capabilities("vm", limits=frozenset({"disk"}), snapshots=frozenset({"full"}), pause=True)
+    )
     assert can >= {"backend:fire", "isolation:vm", "limit:disk", "snapshot:full", "images", "pause"}
     made = router(clock, report("plain"), report("vm", capabilities=can))
     assert made.place(replace(ONE, needs=frozenset({"isolation:vm"}))).host == "vm"
@@ -264,7 +274,7 @@ class TwinHost:
 class Twin:
     """The router's policy as a loop over hosts; slow and obvious."""
 
-    def __init__(self, policy: Policy, clock: Clock, seed: int) -> None:
+    def __init__(self, policy: PlacementPolicy, clock: Clock, seed: int) -> None:
         self.p, self.clock, self.seed, self.hosts = policy, clock, seed, {}
 
     def report(self, new: HostReport) -> None:
@@ -289,7 +299,7 @@ class Twin:
     def has_warm(self, host: TwinHost, image: str) -> bool:
         return host.report.warm.get(image, 0) > sum(c["warm"] == image for c in host.claims)
 
-    def cost(self, name: str, host: TwinHost, request: Request) -> float | None:
+    def cost(self, name: str, host: TwinHost, request: PlacementRequest) -> float | None:
         p, now, r, lines = self.p, self.clock(), host.report, self.p.thresholds
         free, stalls = r.memory_free - sum(c["memory"] for c in host.claims), r.pressure
         fits = (
@@ -319,7 +329,7 @@ class Twin:
         busy = p.busy_s if (stalls.cpu_some or 0) > lines.cpu_some else 0.0
         return fetch + start + price + busy + 1e-3 * zlib.crc32(f"{self.seed}:{name}".encode()) / 2**32
 
-    def place(self, request: Request, exclude: set[str]) -> tuple[str, float] | None:
+    def place(self, request: PlacementRequest, exclude: set[str]) -> tuple[str, float] | None:
         costs = {n: self.cost(n, h, request) for n, h in self.hosts.items() if n not in exclude}
         costs = {n: c for n, c in costs.items() if c is not None}
         home = {n for n in costs if n == request.origin or request.snapshot in self.hosts[n].report.snapshots}
@@ -336,7 +346,7 @@ class Twin:
         return name, costs[name]
 
 
-def attempt(made: Router, request: Request, exclude: set[str]) -> tuple[Placement | None, dict[str, int]]:
+def attempt(made: PodRouter, request: PlacementRequest, exclude: set[str]) -> tuple[Placement | None, dict[str, int]]:
     try:
         return made.place(request, exclude), {}
     except NoHost as error:
@@ -370,8 +380,8 @@ def random_report(rng: random.Random, moment: int) -> HostReport:
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_columns_decide_as_a_plain_loop_would(seed: int) -> None:
     rng, clock = random.Random(seed), Clock()
-    policy = Policy()
-    made, twin = Router(policy, seed=seed, clock=clock), Twin(policy, clock, seed)
+    policy = PlacementPolicy()
+    made, twin = PodRouter(policy, seed=seed, clock=clock), Twin(policy, clock, seed)
     for moment in range(150):
         match rng.randrange(10):
             case 0 | 1 | 2:
@@ -389,7 +399,7 @@ def test_the_columns_decide_as_a_plain_loop_would(seed: int) -> None:
                 made.failed(name)
                 twin.failed(name)
             case _:
-                request = Request(
+                request = PlacementRequest(
                     rng.choice(["i1", "i2", "i3", "i4"]),
                     rng.randrange(1, 8 * GIB),
                     snapshot=rng.choice([None, None, "s1", "s2"]),
@@ -410,10 +420,10 @@ def test_the_columns_decide_as_a_plain_loop_would(seed: int) -> None:
 def test_the_same_seed_and_reports_give_the_same_placements() -> None:
     def play(seed: int) -> list[Placement]:
         rng, clock = random.Random(5), Clock()
-        made = Router(seed=seed, clock=clock)
+        made = PodRouter(seed=seed, clock=clock)
         for i in range(300):
             made.report(report(f"h{i}"))
-        return [made.place(Request(f"i{rng.randrange(9)}", GIB)) for _ in range(500)]
+        return [made.place(PlacementRequest(f"i{rng.randrange(9)}", GIB)) for _ in range(500)]
 
     assert play(1) == play(1)
     assert play(1) != play(2)
@@ -421,7 +431,7 @@ def test_the_same_seed_and_reports_give_the_same_placements() -> None:
 
 def test_five_thousand_placements_a_second_over_a_thousand_hosts() -> None:
     rng = random.Random(0)
-    made = Router()
+    made = PodRouter()
     for i in range(1000):
         images = frozenset(f"i{k}" for k in rng.sample(range(300), 20))
         made.report(report(f"h{i}", images=images))
@@ -429,6 +439,6 @@ def test_five_thousand_placements_a_second_over_a_thousand_hosts() -> None:
     for _ in range(5):  # the best of five: other work on the machine is not ours to measure
         start = time.perf_counter()
         for _ in range(500):
-            made.place(Request(f"i{rng.randrange(300)}", GIB // 4))
+            made.place(PlacementRequest(f"i{rng.randrange(300)}", GIB // 4))
         best = max(best, 500 / (time.perf_counter() - start))
     assert best >= 5000, f"{best:.0f}/s"

@@ -6,35 +6,35 @@ import numpy as np
 import pytest
 
 from etude.pods.scheduling.pressure import Pressure
-from etude.pods.scheduling.router import HostReport, NoHost, Request, Router
+from etude.pods.scheduling.router import HostReport, NoHost, PlacementRequest, PodRouter
 from etude.pods.scheduling.simulate import (
-    LeastLoaded,
-    Outcome,
+    LeastLoadedPlacer,
     RandomPlacer,
-    Scene,
+    Scenario,
     Simulation,
+    SimulationResult,
     compare,
     first_fit_decreasing,
     make_world,
     volume_bound,
 )
 
-SMALL = Scene(hosts=40, pods=1500, images=20, arrivals_s=200, bursts=4, life_s=80, deaths=0.1, seed=3)
+SMALL = Scenario(hosts=40, pods=1500, images=20, arrivals_s=200, bursts=4, life_s=80, deaths=0.1, seed=3)
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[Outcome]:
+def outcomes() -> list[SimulationResult]:
     return compare(make_world(SMALL))
 
 
-def test_every_pod_ends_and_every_lost_one_runs_again(outcomes: list[Outcome]) -> None:
+def test_every_pod_ends_and_every_lost_one_runs_again(outcomes: list[SimulationResult]) -> None:
     for each in outcomes:
         assert each.unfinished == 0, f"{each.name}, seed {SMALL.seed}"
         assert 0 < each.lost == each.replaced, f"{each.name}, seed {SMALL.seed}"
         assert each.placed >= SMALL.pods + each.lost
 
 
-def test_the_router_beats_both_baselines_where_it_should(outcomes: list[Outcome]) -> None:
+def test_the_router_beats_both_baselines_where_it_should(outcomes: list[SimulationResult]) -> None:
     ours, *others = outcomes
     for other in others:
         assert ours.image_local > other.image_local, other.name
@@ -43,23 +43,23 @@ def test_the_router_beats_both_baselines_where_it_should(outcomes: list[Outcome]
         assert ours.ready_p50_s < other.ready_p50_s, other.name
 
 
-def test_nobody_uses_fewer_hosts_than_the_bound(outcomes: list[Outcome]) -> None:
+def test_nobody_uses_fewer_hosts_than_the_bound(outcomes: list[SimulationResult]) -> None:
     for each in outcomes:
         assert each.hosts_bound <= each.hosts_first_fit <= each.hosts_used <= SMALL.hosts + 4, each.name
         assert 0 < each.utilisation <= 1, each.name
 
 
 def test_the_same_world_gives_the_same_outcome() -> None:
-    world = make_world(Scene(hosts=10, pods=200, images=5, arrivals_s=60, life_s=30, seed=9))
+    world = make_world(Scenario(hosts=10, pods=200, images=5, arrivals_s=60, life_s=30, seed=9))
     assert world == make_world(world.scene)
-    first, second = (Simulation(world, "ours", lambda clock: Router(clock=clock)).run() for _ in range(2))
-    differ = {name for name in Outcome.__slots__ if getattr(first, name) != getattr(second, name)}
+    first, second = (Simulation(world, "ours", lambda clock: PodRouter(clock=clock)).run() for _ in range(2))
+    differ = {name for name in SimulationResult.__slots__ if getattr(first, name) != getattr(second, name)}
     assert differ <= {"per_second"}
 
 
 def test_a_cluster_that_is_too_small_makes_pods_wait_instead_of_pressing_hosts() -> None:
-    world = make_world(Scene(hosts=2, pods=300, images=2, arrivals_s=30, bursts=1, life_s=20, deaths=0, seed=1))
-    ours = Simulation(world, "ours", lambda clock: Router(clock=clock)).run()
+    world = make_world(Scenario(hosts=2, pods=300, images=2, arrivals_s=30, bursts=1, life_s=20, deaths=0, seed=1))
+    ours = Simulation(world, "ours", lambda clock: PodRouter(clock=clock)).run()
     blind = Simulation(world, "random", partial(RandomPlacer, 1)).run()
     assert ours.unfinished == 0
     assert ours.wait_p99_s > 10
@@ -69,15 +69,15 @@ def test_a_cluster_that_is_too_small_makes_pods_wait_instead_of_pressing_hosts()
 def test_baselines_count_their_own_placements_and_refuse_when_nobody_lives() -> None:
     now, cores = [0.0], {"a": 4, "b": 8, "c": 16, "d": 4}
     reading = Pressure(0, 0, 0, 0, 1, 1, 1, 1, None, 0, 1)
-    placer = LeastLoaded(0, lambda: now[0])
+    placer = LeastLoadedPlacer(0, lambda: now[0])
     for name, count in cores.items():
         placer.report(HostReport(name, "", "ns", reading, pods=0, max_pods=50, memory_free=0, cores=count))
-    placed = [placer.place(Request("i", 1)).host for _ in range(40)]
+    placed = [placer.place(PlacementRequest("i", 1)).host for _ in range(40)]
     loads = [placed.count(name) / cores[name] for name in cores]
     assert max(loads) - min(loads) <= 1 / min(cores.values())
     now[0] = 60
     with pytest.raises(NoHost):
-        placer.place(Request("i", 1))
+        placer.place(PlacementRequest("i", 1))
 
 
 def test_bounds_by_hand() -> None:

@@ -20,7 +20,7 @@ from etude.pods.pod import (
     PodError,
     PodFileError,
     PodGone,
-    Usage,
+    ResourceUsage,
 )
 
 CONNECT_S = 30.0  # for a new pod's agent to answer; it takes milliseconds unless the machine is drowning
@@ -272,7 +272,7 @@ def ended(fields: wire.Fields, stdout: bytes, stderr: bytes) -> ExecResult:
         stderr_bytes=stderr,
         timed_out=bool(flags & wire.TIMED_OUT),
         truncated=bool(flags & wire.TRUNCATED),
-        usage=Usage(
+        usage=ResourceUsage(
             wall_s=wire.number(fields, wire.TIME) / 1e6,
             user_s=wire.number(fields, wire.UTIME) / 1e6,
             system_s=wire.number(fields, wire.STIME) / 1e6,

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Mapping
 
-from etude.pods.pod import MAX_OUTPUT, ExecResult, Job, Pod, PodError, Shell, Usage
+from etude.pods.pod import MAX_OUTPUT, ExecResult, Job, Pod, PodError, ResourceUsage, Shell
 
 GRACE_S = 2.0  # for an interrupted command to end before the shell is killed
 START = "trap : INT\n"  # an interrupt ends the command (traps are reset in programs), not the shell
@@ -146,7 +146,7 @@ class BashShell(Shell):
             stderr_bytes=bytes(err.kept),
             timed_out=timed_out,
             truncated=any(capture.size > len(capture.kept) for capture in (out, err)),
-            usage=Usage(wall_s=time.monotonic() - started),
+            usage=ResourceUsage(wall_s=time.monotonic() - started),
         )
 
     def _abandon(self) -> None:

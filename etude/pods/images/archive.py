@@ -28,18 +28,18 @@ from etude.pods.images.trees import (
     MAX_ID,
     NOBODY,
     attributes,
+    can_chown,
     check_depth,
     components,
     entered,
     is_opaque,
+    is_portable_xattr,
     is_whiteout,
-    keeps_owners,
     make_opaque,
     make_whiteout,
     open_to_read,
     pod_id,
     remove_at,
-    travels,
 )
 from etude.pods.pod import PodError
 
@@ -63,7 +63,7 @@ _DAMAGE = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, zstandard.Zst
 
 
 @dataclass(frozen=True, slots=True)
-class Allowance:
+class UnpackLimits:
     """How much an archive may be."""
 
     size: int = 64 << 30  # bytes of all files, holes included
@@ -187,7 +187,7 @@ def _pack_leaf(
         member.type, member.linkname, member.size = tarfile.LNKTYPE, links[inode], 0
         tar.addfile(member)
     elif stat.S_ISREG(info.st_mode):
-        if info.st_size > Allowance().size:
+        if info.st_size > UnpackLimits().size:
             raise PodError(f"{name}: a file of {info.st_size} bytes (with holes) is too large to export; remove it")
         with os.fdopen(open_to_read(path), "rb") as file:
             tar.addfile(member, file)
@@ -201,7 +201,7 @@ def _pack_leaf(
 def _member(name: str, info: os.stat_result, path: str, shift: int) -> tarfile.TarInfo:
     member = tarfile.TarInfo(name)
     member.mode, member.mtime = stat.S_IMODE(info.st_mode), int(info.st_mtime)
-    if keeps_owners():
+    if can_chown():
         member.uid, member.gid = pod_id(info.st_uid, shift), pod_id(info.st_gid, shift)
     if stat.S_ISDIR(info.st_mode):
         member.type = tarfile.DIRTYPE
@@ -247,13 +247,13 @@ class _CheckedInfo(tarfile.TarInfo):
 
 
 def unpack(
-    source: IO[bytes], target: Path, what: str, allowance: Allowance | None = None, lowest: bool = False
+    source: IO[bytes], target: Path, what: str, allowance: UnpackLimits | None = None, lowest: bool = False
 ) -> list[str]:
     """Unpack a tar (compressed or not) into the empty directory `target`; `what` names it in errors.
 
     In a `lowest` layer whiteouts hide nothing, and are left out. Returns the directories that no member describes.
     """
-    allowance = allowance or Allowance()
+    allowance = allowance or UnpackLimits()
     try:
         # as in a tar, padding and headers come on top of what the files hold
         counted = HashingReader(decompressed(source), allowance.size + 2048 * allowance.entries + _MAX_HEADER, what)
@@ -278,7 +278,7 @@ def unpack(
 
 
 @dataclass(slots=True)
-class _Facts:
+class _Metadata:
     mode: int
     owner: tuple[int, int]
     time: float
@@ -288,11 +288,11 @@ class _Facts:
 class _Unpacker:
     """One archive on its way into a directory. Modes and times of directories come last: a mode may forbid writing."""
 
-    def __init__(self, target: Path, what: str, allowance: Allowance) -> None:
+    def __init__(self, target: Path, what: str, allowance: UnpackLimits) -> None:
         self._what, self._allowance = what, allowance
         self._top = os.open(target, _DIRECTORY)
         self._near: tuple[str, int] = ("", os.dup(self._top))  # the directory of the last member
-        self._directories: dict[str, _Facts] = {}
+        self._directories: dict[str, _Metadata] = {}
         self._whiteouts: list[tuple[str, str]] = []
         self._opaque: set[str] = set()
         self._size = self._entries = 0
@@ -486,28 +486,28 @@ class _Unpacker:
 
     # -- facts
 
-    def _facts(self, member: tarfile.TarInfo) -> _Facts:
+    def _facts(self, member: tarfile.TarInfo) -> _Metadata:
         found = {
             key[len(XATTR) :]: value.encode("utf-8", "surrogateescape")
             for key, value in member.pax_headers.items()
-            if key.startswith(XATTR) and travels(key[len(XATTR) :])
+            if key.startswith(XATTR) and is_portable_xattr(key[len(XATTR) :])
         }
         uid, gid = (owner if 0 <= owner <= MAX_ID else NOBODY for owner in (member.uid, member.gid))
         time = float(member.mtime)
         if not math.isfinite(time) or not 0 <= time < 1 << 33:
             time = 0.0
-        return _Facts(member.mode & 0o7777, (uid, gid), time, found)
+        return _Metadata(member.mode & 0o7777, (uid, gid), time, found)
 
-    def _own(self, at: int, name: str, facts: _Facts) -> None:
+    def _own(self, at: int, name: str, facts: _Metadata) -> None:
         """For links and pipes, which cannot be opened."""
-        if keeps_owners():
+        if can_chown():
             os.chown(name, *facts.owner, dir_fd=at, follow_symlinks=False)
         if not stat.S_ISLNK(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
             os.chmod(name, facts.mode, dir_fd=at)
         os.utime(name, (facts.time, facts.time), dir_fd=at, follow_symlinks=False)
 
-    def _own_open(self, file: int, facts: _Facts) -> None:
-        if keeps_owners():
+    def _own_open(self, file: int, facts: _Metadata) -> None:
+        if can_chown():
             os.fchown(file, *facts.owner)
         for name, value in facts.attributes.items():
             os.setxattr(file, name, value)
@@ -520,7 +520,7 @@ class _Unpacker:
             self._whiteout(parent, name, lowest)
         for path in self._opaque if not lowest else ():
             make_opaque(self._directory(path, path))
-        plain = dict.fromkeys(self.implied, _Facts(0o755, (0, 0), 0.0, {}))
+        plain = dict.fromkeys(self.implied, _Metadata(0o755, (0, 0), 0.0, {}))
         known = {**plain, **self._directories}
         for path in sorted(known, key=lambda path: path.count("/") + bool(path), reverse=True):
             handle = os.dup(self._top) if not path else self._reach(path)

@@ -20,16 +20,16 @@ import zstandard
 
 from etude.errors import InputError
 from etude.pods.images import oci
-from etude.pods.images.archive import Allowance, pack, unpack
+from etude.pods.images.archive import UnpackLimits, pack, unpack
 from etude.pods.images.records import (
     SYSTEM_BINDS,
     Image,
     Layer,
-    Saved,
+    SnapshotRecord,
     check_id,
     image_from_json,
     image_to_json,
-    saved_from_json,
+    snapshot_from_json,
 )
 from etude.pods.images.trees import digest
 
@@ -92,7 +92,7 @@ def export(store: "Store", id: str, file: Path, whole: bool = True) -> None:
         _write_tar(file, index, blobs)
 
 
-def _find(store: "Store", id: str) -> tuple[Saved | None, Image]:
+def _find(store: "Store", id: str) -> tuple[SnapshotRecord | None, Image]:
     try:
         saved = store.snapshot(id)
     except InputError:
@@ -103,7 +103,7 @@ def _find(store: "Store", id: str) -> tuple[Saved | None, Image]:
     return saved, saved.image
 
 
-def _base(store: "Store", saved: Saved | None, id: str) -> set[str]:
+def _base(store: "Store", saved: SnapshotRecord | None, id: str) -> set[str]:
     """The layers that a snapshot shares with the image it grew from."""
     if saved is None:
         raise InputError(f"{id} is an image: it has no base to leave out; export it whole")
@@ -216,10 +216,10 @@ def import_(store: "Store", file: Path, binds: Sequence[str] = ()) -> str:
         return _keep(store, saved, image.with_(layers=tuple(kept)))
 
 
-def open_layout(file: Path, staging: Path) -> oci.Layout:
+def open_layout(file: Path, staging: Path) -> oci.OciLayout:
     """A layout in a directory, or in a tar, which is unpacked into `staging`."""
     if file.is_dir():
-        return oci.Layout(file, str(file))
+        return oci.OciLayout(file, str(file))
     directory = staging / "layout"
     directory.mkdir()
     try:
@@ -227,19 +227,19 @@ def open_layout(file: Path, staging: Path) -> oci.Layout:
             unpack(source, directory, str(file), lowest=True)
     except FileNotFoundError:
         raise InputError(f"{file}: there is no such file") from None
-    return oci.Layout(directory, str(file))
+    return oci.OciLayout(directory, str(file))
 
 
 def _read_record(
-    layout: oci.Layout, manifest: Mapping[str, Any], file: Path
-) -> tuple[Saved | None, Image, dict[str, tuple[Any, str]]]:
+    layout: oci.OciLayout, manifest: Mapping[str, Any], file: Path
+) -> tuple[SnapshotRecord | None, Image, dict[str, tuple[Any, str]]]:
     """The record, and for each layer that came along its blob's descriptor and the digest of its tar."""
     try:
         record = json.loads(manifest["annotations"][RECORD])
         image = image_from_json(record["image"])
         saved = None
         if record["snapshot"] is not None:
-            saved = saved_from_json({"snapshot": record["snapshot"], "image": record["image"]})
+            saved = snapshot_from_json({"snapshot": record["snapshot"], "image": record["image"]})
             check_id(saved.snapshot.id)
         layout.json(manifest["config"])  # for other tools; damaged, it says that the file is
         pairs = zip(record["diff_ids"], manifest["layers"], strict=True)
@@ -251,19 +251,19 @@ def _read_record(
 
 def _take(
     store: "Store",
-    layout: oci.Layout,
+    layout: oci.OciLayout,
     descriptor: Mapping[str, Any],
     diff_id: str,
     file: Path,
     lowest: bool,
 ) -> Layer:
     def fill(target: Path) -> None:
-        oci.unpack_blob(layout, descriptor, diff_id, target, str(file), Allowance(), lowest)
+        oci.unpack_blob(layout, descriptor, diff_id, target, str(file), UnpackLimits(), lowest)
 
     return store.add_layer(fill, key=digest("import", diff_id, str(lowest)))
 
 
-def _keep(store: "Store", saved: Saved | None, image: Image) -> str:
+def _keep(store: "Store", saved: SnapshotRecord | None, image: Image) -> str:
     if saved is None:
         taken = {other.name: other.id for other in store.images()}
         free = taken.get(image.name, image.id) == image.id

@@ -18,8 +18,8 @@ from pathlib import Path
 from etude.errors import InputError
 from etude.pods.images import layers
 from etude.pods.images.archive import unpack
-from etude.pods.images.layers import Stack
-from etude.pods.images.trees import components, copy_facts, copy_leaf, digest, file_digest, keeps_owners, remove_tree
+from etude.pods.images.layers import LayerStack
+from etude.pods.images.trees import can_chown, components, copy_leaf, copy_metadata, digest, file_digest, remove_tree
 
 _ARCHIVES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
 
@@ -28,13 +28,13 @@ _ARCHIVES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
 
 
 @dataclass(frozen=True, slots=True)
-class Ignore:
+class DockerIgnore:
     """The rules of a .dockerignore: the last one that matches a path, or a directory above it, decides."""
 
     rules: tuple[tuple[bool, re.Pattern[str]], ...] = ()
 
     @classmethod
-    def read(cls, context: Path) -> "Ignore":
+    def read(cls, context: Path) -> "DockerIgnore":
         try:
             text = (context / ".dockerignore").read_text(encoding="utf-8-sig")
         except FileNotFoundError:
@@ -42,7 +42,7 @@ class Ignore:
         return cls.parse(text)
 
     @classmethod
-    def parse(cls, text: str) -> "Ignore":
+    def parse(cls, text: str) -> "DockerIgnore":
         rules = []
         for line in text.splitlines():
             rule = line.strip()
@@ -86,7 +86,7 @@ def _pattern(rule: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CopySource:
     """One thing to copy: a tree or file on disk under the name it was asked for."""
 
     path: Path
@@ -94,7 +94,7 @@ class Source:
     keep: frozenset[str] | None = None  # of a directory: the paths in it that are not ignored; None: all
 
 
-def from_context(context: Path, pattern: str, ignore: Ignore, where: str) -> list[Source]:
+def from_context(context: Path, pattern: str, ignore: DockerIgnore, where: str) -> list[CopySource]:
     """What a source of COPY names in the context, which it cannot leave."""
     top = context.resolve()
     parts = [part for part in os.path.normpath("/" + pattern).split("/") if part]
@@ -114,13 +114,13 @@ def from_context(context: Path, pattern: str, ignore: Ignore, where: str) -> lis
         if not real.exists():
             continue
         inside = real.relative_to(top).as_posix()
-        found.append(Source(real, Path(name).name, _kept(top, inside, ignore) if real.is_dir() else None))
+        found.append(CopySource(real, Path(name).name, _kept(top, inside, ignore) if real.is_dir() else None))
     if not found:
         raise InputError(f"{where}: {pattern} is not in the context {context} (or .dockerignore leaves it out)")
     return found
 
 
-def _kept(top: Path, directory: str, ignore: Ignore) -> frozenset[str] | None:
+def _kept(top: Path, directory: str, ignore: DockerIgnore) -> frozenset[str] | None:
     if not ignore.rules:
         return None
     kept: set[str] = set()
@@ -136,7 +136,7 @@ def _kept(top: Path, directory: str, ignore: Ignore) -> frozenset[str] | None:
     return frozenset(kept)
 
 
-def source_digest(sources: Sequence[Source]) -> str:
+def source_digest(sources: Sequence[CopySource]) -> str:
     """What the sources are: names, kinds, modes, contents; not owners (COPY sets them) nor times."""
     running = hashlib.sha256()
 
@@ -166,11 +166,11 @@ def source_digest(sources: Sequence[Source]) -> str:
 
 
 @dataclass(slots=True)
-class Placing:
+class CopyLayerWriter:
     """A layer being written over `below`."""
 
     target: Path
-    below: Stack
+    below: LayerStack
     where: str
     owner: tuple[int, int] = (0, 0)
     mode: int | None = None
@@ -204,7 +204,7 @@ class Placing:
             place.mkdir()
             real, found = self.below.locate(f"/{inside}", follow=False)
             if found.directory and found.info is not None and real == f"/{inside}":
-                copy_facts(found.parts[0].path, str(place), found.info, found.parts[0].shift)
+                copy_metadata(found.parts[0].path, str(place), found.info, found.parts[0].shift)
             else:
                 self._own(place, 0o755)
 
@@ -214,12 +214,12 @@ class Placing:
                 raise InputError(f"{self.where}: {path} is shown read-only from this machine; choose another place")
 
     def _own(self, place: Path, mode: int | None) -> None:
-        if keeps_owners():
+        if can_chown():
             os.lchown(place, *self.owner)
         if mode is not None and not place.is_symlink():
             os.chmod(place, mode)
 
-    def copy(self, sources: Sequence[Source], to: str, tidy: bool) -> None:
+    def copy(self, sources: Sequence[CopySource], to: str, tidy: bool) -> None:
         """Copy as COPY does: into a directory if `to` is one, or ends with a slash; a directory gives its contents.
 
         With `tidy` (ADD) an archive among the sources is unpacked.
@@ -278,7 +278,7 @@ def _is_archive(path: Path) -> bool:
     return head.startswith(_ARCHIVES) or head[257:262] == b"ustar"
 
 
-def owner_of(spec: str | None, below: Stack, where: str) -> tuple[int, int]:
+def owner_of(spec: str | None, below: LayerStack, where: str) -> tuple[int, int]:
     """`user:group` of --chown, by number or by the image's own passwd and group."""
     if not spec:
         return 0, 0
@@ -298,9 +298,9 @@ def _account(name: str, table: bytes, where: str, what: str) -> tuple[int, int]:
     return int(name), int(name)
 
 
-def from_stack(stack: Stack, pattern: str, staging: Path, where: str, binds: Sequence[str]) -> list[Source]:
+def from_stack(stack: LayerStack, pattern: str, staging: Path, where: str, binds: Sequence[str]) -> list[CopySource]:
     """What a source of COPY --from names in another stage: copied out of its layers into `staging`."""
-    found: list[Source] = []
+    found: list[CopySource] = []
     parent, _, last = os.path.normpath("/" + pattern).rpartition("/")
     _, above = stack.locate(parent or "/")
     names = [last]
@@ -318,19 +318,19 @@ def from_stack(stack: Stack, pattern: str, staging: Path, where: str, binds: Seq
             layers.merge(tuple(reversed(there.parts)), (), place)
         else:
             copy_leaf(there.parts[0].path, str(place), there.info, there.parts[0].shift)
-        found.append(Source(place, name or "root"))
+        found.append(CopySource(place, name or "root"))
     if not found:
         raise InputError(f"{where}: {pattern} is not in that stage")
     return found
 
 
-def heredoc_source(name: str, body: str, staging: Path) -> Source:
+def heredoc_source(name: str, body: str, staging: Path) -> CopySource:
     """A heredoc of COPY as a file."""
     directory = staging / f"heredoc-{len(os.listdir(staging))}"
     directory.mkdir()
     (directory / "file").write_text(body)
     os.chmod(directory / "file", 0o644)
-    return Source(directory / "file", name)
+    return CopySource(directory / "file", name)
 
 
 def visible(given: Mapping[str, str]) -> list[str]:

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 from etude.errors import InputError
 from etude.pods.images.context import (
-    Ignore,
-    Placing,
-    Source,
+    CopyLayerWriter,
+    CopySource,
+    DockerIgnore,
     from_context,
     from_stack,
     heredoc_source,
@@ -26,11 +26,11 @@ from etude.pods.images.context import (
     source_digest,
     visible,
 )
-from etude.pods.images.instructions import Dockerfile, Instruction, Stage, expand, pairs, parse, substitute, words
-from etude.pods.images.layers import Stack
+from etude.pods.images.instructions import BuildStage, Dockerfile, Instruction, expand, pairs, parse, substitute, words
+from etude.pods.images.layers import LayerStack
 from etude.pods.images.records import Image
 from etude.pods.images.store import Store
-from etude.pods.images.trees import copy_facts, digest
+from etude.pods.images.trees import copy_metadata, digest
 from etude.pods.pod import Egress, Pod, PodError
 
 __all__ = ["build", "parse"]
@@ -41,14 +41,14 @@ _FLAGS = {"COPY": {"chown", "chmod", "from", "link"}, "ADD": {"chown", "chmod", 
 _HEREDOC_ONLY = re.compile(r"<<-?(['\"]?)[A-Za-z_][A-Za-z0-9_]*\1")
 
 
-class Fleet(Protocol):
+class PodFactory(Protocol):
     """What a build needs of the fleet."""
 
     async def create(self, *, image: Image, storage: str, egress: Egress) -> Pod: ...
 
 
 @dataclass(slots=True)
-class _State:
+class _StageState:
     """A stage as far as it is built."""
 
     image: Image
@@ -67,17 +67,17 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True)
-class _Build:
-    fleet: Fleet
+class _ImageBuild:
+    fleet: PodFactory
     store: Store
     context: Path
-    ignore: Ignore
+    ignore: DockerIgnore
     table: Mapping[str, str | Image]
     egress: Egress
     pin: Any
     stages: dict[str, Image] = field(default_factory=dict)
 
-    def base(self, stage: Stage, variables: Mapping[str, str]) -> Image:
+    def base(self, stage: BuildStage, variables: Mapping[str, str]) -> Image:
         """The image of a FROM: an earlier stage, or what the table says."""
         name = expand(stage.base.text.split()[0], variables, stage.base.escape, stage.base.where)
         return self._image(name, stage.base)
@@ -94,10 +94,10 @@ class _Build:
             raise instruction.error(f"the image {name!r} is not in the table; there are: {known}")
         return self.store.image(found) if isinstance(found, str) else found
 
-    def stack(self, image: Image) -> Stack:
-        return Stack.of(self.store.parts(image.layers))
+    def stack(self, image: Image) -> LayerStack:
+        return LayerStack.of(self.store.parts(image.layers))
 
-    async def step(self, state: _State, step: Instruction) -> None:
+    async def step(self, state: _StageState, step: Instruction) -> None:
         """Do one instruction."""
         _check_flags(step)
         if step.name == "RUN":
@@ -112,7 +112,7 @@ class _Build:
 
     # -- RUN
 
-    async def _run(self, state: _State, step: Instruction) -> None:
+    async def _run(self, state: _StageState, step: Instruction) -> None:
         command = run_command(step, state.shell)
         key = step_key(state.image, step, [*command, *visible(state.variables), repr(self.egress)])
         if (known := self.store.recall(key)) is not None:
@@ -136,7 +136,7 @@ class _Build:
 
     # -- COPY, ADD, WORKDIR
 
-    def _copy(self, state: _State, step: Instruction) -> None:
+    def _copy(self, state: _StageState, step: Instruction) -> None:
         *names, to = self._words(state, step)
         if not names:
             raise step.error("expected at least one source and a target")
@@ -147,22 +147,22 @@ class _Build:
             facts = [to, step.flag("chown") or "", step.flag("chmod") or "", source_digest(sources)]
             owner = owner_of(_flag(state, step, "chown"), below, step.where)
 
-            def write(layer: Placing) -> None:
+            def write(layer: CopyLayerWriter) -> None:
                 layer.owner, layer.mode = owner, _mode(_flag(state, step, "chmod"), step)
                 layer.copy(sources, to, tidy=step.name == "ADD")
 
             self._write(state, step, facts, write, below)
 
-    def _words(self, state: _State, step: Instruction) -> list[str]:
+    def _words(self, state: _StageState, step: Instruction) -> list[str]:
         if step.json is not None:
             return [substitute(word, state.variables, step.escape, step.where) for word in step.json]
         return words(step.text, state.variables, step.escape, step.where)
 
-    def _sources(self, state: _State, step: Instruction, names: Sequence[str], staging: Path) -> list[Source]:
+    def _sources(self, state: _StageState, step: Instruction, names: Sequence[str], staging: Path) -> list[CopySource]:
         bodies = {heredoc.name: heredoc for heredoc in step.heredocs}
         origin = _flag(state, step, "from")
         other = self._image(origin, step) if origin is not None else None
-        found: list[Source] = []
+        found: list[CopySource] = []
         for name in names:
             mark = name.removeprefix("<<").removeprefix("-")
             if name.startswith("<<") and mark in bodies:
@@ -177,7 +177,7 @@ class _Build:
                 found += from_context(self.context, name, self.ignore, step.where)
         return found
 
-    def _workdir(self, state: _State, step: Instruction) -> None:
+    def _workdir(self, state: _StageState, step: Instruction) -> None:
         path = expand(step.text, state.variables, step.escape, step.where)
         path = path if path.startswith("/") else f"{state.image.workdir.rstrip('/')}/{path}"
         below = self.stack(state.image)
@@ -185,21 +185,23 @@ class _Build:
             self._write(state, step, [path], lambda layer: layer.directory(path) and None, below)
         state.change(workdir=path)
 
-    def _write(self, state: _State, step: Instruction, facts: Sequence[str], write: Any, below: Stack) -> None:
+    def _write(
+        self, state: _StageState, step: Instruction, facts: Sequence[str], write: Any, below: LayerStack
+    ) -> None:
         """Put a layer that `write` fills on the image, or the one that was made before."""
         key = step_key(state.image, step, facts)
 
         def fill(target: Path) -> None:
             _, root = below.locate("/")
             if root.info is not None:
-                copy_facts(root.parts[0].path, str(target), root.info, root.parts[0].shift)
-            write(Placing(target, below, step.where, binds=state.image.binds))
+                copy_metadata(root.parts[0].path, str(target), root.info, root.parts[0].shift)
+            write(CopyLayerWriter(target, below, step.where, binds=state.image.binds))
 
         state.change(layers=(*state.image.layers, self.store.add_layer(fill, key=key)))
 
 
 async def build(
-    fleet: Fleet,
+    fleet: PodFactory,
     store: Store,
     dockerfile: Path,
     context: Path,
@@ -229,10 +231,10 @@ async def build(
         before.update(declare(argument, before, {}, given))
     with ExitStack() as stack:
         pin = stack.enter_context(store.pin())
-        work = _Build(fleet, store, context, Ignore.read(context), table, egress or Egress(), pin)
+        work = _ImageBuild(fleet, store, context, DockerIgnore.read(context), table, egress or Egress(), pin)
         for number, stage in enumerate(wanted):
             _check_flags(stage.base)
-            state = _State(work.base(stage, before), before, given)
+            state = _StageState(work.base(stage, before), before, given)
             pin(state.image.layers)
             for step in stage.steps:
                 await work.step(state, step)
@@ -240,7 +242,7 @@ async def build(
         return store.add_image(state.image.with_(name=name))
 
 
-def _until(stages: Sequence[Stage], target: str, file: Path) -> Sequence[Stage]:
+def _until(stages: Sequence[BuildStage], target: str, file: Path) -> Sequence[BuildStage]:
     for number, stage in enumerate(stages):
         if target.lower() in (stage.name, str(number)):
             return stages[: number + 1]
@@ -250,7 +252,7 @@ def _until(stages: Sequence[Stage], target: str, file: Path) -> Sequence[Stage]:
 # -- instructions that only change the configuration
 
 
-def configure(state: _State, step: Instruction) -> None:
+def configure(state: _StageState, step: Instruction) -> None:
     """ARG, ENV, USER, SHELL, LABEL, CMD, ENTRYPOINT, and those that mean nothing here."""
     text, where = step.text, step.where
     if step.name == "ARG":
@@ -325,7 +327,7 @@ def _check_args(recipe: Dockerfile, given: Mapping[str, str], file: Path) -> Non
         raise InputError(f"{file}: no ARG declares {', '.join(unknown)}; remove it or declare it")
 
 
-def _flag(state: _State, step: Instruction, name: str) -> str | None:
+def _flag(state: _StageState, step: Instruction, name: str) -> str | None:
     value = step.flag(name)
     return None if value is None else expand(value, state.variables, step.escape, step.where)
 

@@ -61,7 +61,7 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class BuildStage:
     """From one FROM to the next."""
 
     base: Instruction
@@ -74,7 +74,7 @@ class Dockerfile:
     """ARGs before the first FROM, and the stages."""
 
     arguments: tuple[Instruction, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[BuildStage, ...]
 
 
 # -- reading
@@ -89,17 +89,17 @@ def parse(text: str, file: str = "Dockerfile") -> Dockerfile:
             raise each.error("only ARG may come before the first FROM")
     if at == len(instructions):
         raise InputError(f"{file}: there is no FROM; a Dockerfile starts with the image it builds on")
-    stages: list[Stage] = []
+    stages: list[BuildStage] = []
     for each in instructions[at:]:
         if each.name == "FROM":
-            stages.append(Stage(each, _stage_name(each, len(stages), stages), ()))
+            stages.append(BuildStage(each, _stage_name(each, len(stages), stages), ()))
         else:
             last = stages[-1]
-            stages[-1] = Stage(last.base, last.name, (*last.steps, each))
+            stages[-1] = BuildStage(last.base, last.name, (*last.steps, each))
     return Dockerfile(tuple(instructions[:at]), tuple(stages))
 
 
-def _stage_name(base: Instruction, number: int, known: Sequence[Stage]) -> str:
+def _stage_name(base: Instruction, number: int, known: Sequence[BuildStage]) -> str:
     words = base.text.split()
     if len(words) == 1:
         return str(number)

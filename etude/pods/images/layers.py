@@ -17,8 +17,8 @@ from etude.errors import InputError
 from etude.pods.images.trees import (
     check_depth,
     components,
-    copy_facts,
     copy_leaf,
+    copy_metadata,
     entered,
     is_opaque,
     is_whiteout,
@@ -31,7 +31,7 @@ _MAX_LINKS = 40  # symbolic links followed in one path, as in the kernel
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerDir:
     """One layer of a stack: its directory, and where its ids start."""
 
     path: str
@@ -39,10 +39,10 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StackEntry:
     """What a stack shows under one name: the file of the highest layer that has it, or directories to be merged."""
 
-    parts: tuple[Part, ...] = ()  # highest first; one, unless a directory
+    parts: tuple[LayerDir, ...] = ()  # highest first; one, unless a directory
     info: os.stat_result | None = None
     closed: bool = False  # nothing below the searched parts can show through
     gone: bool = False  # a whiteout: the name is hidden in what lies below
@@ -56,9 +56,9 @@ class Found:
         return self.info is not None and stat.S_ISDIR(self.info.st_mode)
 
 
-def find(parts: Sequence[Part], name: str) -> Found:
+def find(parts: Sequence[LayerDir], name: str) -> StackEntry:
     """`name` in a directory that is merged of `parts`, highest first: the kernel's own rule."""
-    found: list[Part] = []
+    found: list[LayerDir] = []
     info: os.stat_result | None = None
     for part in parts:
         path = f"{part.path}/{name}"
@@ -67,16 +67,16 @@ def find(parts: Sequence[Part], name: str) -> Found:
         except (FileNotFoundError, NotADirectoryError):
             continue
         if is_whiteout(here):
-            return Found(tuple(found), info, closed=True, gone=True)
+            return StackEntry(tuple(found), info, closed=True, gone=True)
         if not stat.S_ISDIR(here.st_mode):
             if info is None:
-                return Found((Part(path, part.shift),), here, closed=True)
-            return Found(tuple(found), info, closed=True)
+                return StackEntry((LayerDir(path, part.shift),), here, closed=True)
+            return StackEntry(tuple(found), info, closed=True)
         info = info or here
-        found.append(Part(path, part.shift))
+        found.append(LayerDir(path, part.shift))
         if is_opaque(path):
-            return Found(tuple(found), info, closed=True)
-    return Found(tuple(found), info)
+            return StackEntry(tuple(found), info, closed=True)
+    return StackEntry(tuple(found), info)
 
 
 # -- merging
@@ -91,11 +91,11 @@ class _Merge:
     keep_shift: bool
     links: dict[tuple[int, int], str] = field(default_factory=dict)
 
-    def shift(self, part: Part) -> int | None:
+    def shift(self, part: LayerDir) -> int | None:
         return None if self.keep_shift else part.shift
 
 
-def merge(layers: Sequence[Part], below: Sequence[Part] | None, target: Path, link: bool = False) -> None:
+def merge(layers: Sequence[LayerDir], below: Sequence[LayerDir] | None, target: Path, link: bool = False) -> None:
     """Write into the empty directory `target` what `layers` (lowest first) are together.
 
     `below` (lowest first) is what the result will lie on; None if that is not known. Ids are written unshifted,
@@ -109,10 +109,12 @@ def copy(source: Path, target: Path, shift: int = 0, *, lowest: bool = False, ke
     """Copy one layer into the empty directory `target`, with its marks; those of a `lowest` one mean nothing."""
     settings = _Merge(False, unknown=not lowest, keep_shift=keep_shift)
     # the dot: a source may be given as an open directory in /proc, which is a link
-    _merge_directory(settings, (Part(f"{source}/.", shift),), (), str(target), 0)
+    _merge_directory(settings, (LayerDir(f"{source}/.", shift),), (), str(target), 0)
 
 
-def _merge_directory(m: _Merge, parts: tuple[Part, ...], below: tuple[Part, ...], target: str, depth: int) -> None:
+def _merge_directory(
+    m: _Merge, parts: tuple[LayerDir, ...], below: tuple[LayerDir, ...], target: str, depth: int
+) -> None:
     """Fill `target`, which exists, from directories that are merged; then give it the facts of the highest."""
     check_depth(target, depth)
     facts = os.stat(parts[0].path)  # before `entered` touches a mode
@@ -124,10 +126,12 @@ def _merge_directory(m: _Merge, parts: tuple[Part, ...], below: tuple[Part, ...]
             stack.enter_context(entered(part.path))
         for name in sorted(names, key=os.fsencode):
             _merge_name(m, parts, below, name, f"{target}/{name}", depth)
-    copy_facts(parts[0].path, target, facts, m.shift(parts[0]))
+    copy_metadata(parts[0].path, target, facts, m.shift(parts[0]))
 
 
-def _merge_name(m: _Merge, parts: tuple[Part, ...], below: tuple[Part, ...], name: str, to: str, depth: int) -> None:
+def _merge_name(
+    m: _Merge, parts: tuple[LayerDir, ...], below: tuple[LayerDir, ...], name: str, to: str, depth: int
+) -> None:
     found = find(parts, name)
     under = find(below, name)
     if not found.there:
@@ -144,7 +148,7 @@ def _merge_name(m: _Merge, parts: tuple[Part, ...], below: tuple[Part, ...], nam
         _place_leaf(m, found.parts[0], found.info, to)
 
 
-def _place_leaf(m: _Merge, part: Part, info: os.stat_result, to: str) -> None:
+def _place_leaf(m: _Merge, part: LayerDir, info: os.stat_result, to: str) -> None:
     if m.link and _linked(part.path, to):
         return
     inode = (info.st_dev, info.st_ino)
@@ -169,30 +173,30 @@ def _linked(source: str, target: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class LayerStack:
     """Layers as a mount would show them, read-only and without one; lowest first."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[LayerDir, ...]
 
     @classmethod
-    def of(cls, parts: Iterable[Part]) -> "Stack":
+    def of(cls, parts: Iterable[LayerDir]) -> "LayerStack":
         return cls(tuple(parts))
 
-    def locate(self, path: str, follow: bool = True) -> tuple[str, Found]:
+    def locate(self, path: str, follow: bool = True) -> tuple[str, StackEntry]:
         """Where a path leads, with no link left in it (but maybe in its last name), and what is there.
 
         Names that do not exist are kept as they are; a link that leads above the root stops at the root.
         """
         waiting = list(reversed(components(path)))
-        trail: list[tuple[str, tuple[Part, ...]]] = [("", tuple(reversed(self.parts)))]
-        found = Found(trail[0][1], os.lstat(self.parts[-1].path) if self.parts else None)
+        trail: list[tuple[str, tuple[LayerDir, ...]]] = [("", tuple(reversed(self.parts)))]
+        found = StackEntry(trail[0][1], os.lstat(self.parts[-1].path) if self.parts else None)
         followed = 0
         while waiting:
             name = waiting.pop()
             if name == "..":
                 if len(trail) > 1:
                     trail.pop()
-                found = Found(trail[-1][1], _directory_info(trail[-1][1]))
+                found = StackEntry(trail[-1][1], _directory_info(trail[-1][1]))
                 continue
             where, parts = trail[-1]
             found = find(parts, name)
@@ -204,7 +208,7 @@ class Stack:
                 if to.startswith("/"):
                     del trail[1:]
                 waiting += reversed(components(to))
-                found = Found(trail[-1][1], _directory_info(trail[-1][1]))
+                found = StackEntry(trail[-1][1], _directory_info(trail[-1][1]))
                 continue
             trail.append((f"{where}/{name}", found.parts if found.directory else ()))
         return trail[-1][0] or "/", found
@@ -217,7 +221,7 @@ class Stack:
         with open(found.parts[0].path, "rb") as file:
             return file.read(limit)
 
-    def names(self, found: Found) -> list[str]:
+    def names(self, found: StackEntry) -> list[str]:
         """The names in a directory that `locate` found."""
         names: set[str] = set()
         for part in found.parts:
@@ -225,12 +229,12 @@ class Stack:
                 names.update(here)
         return sorted((name for name in names if find(found.parts, name).there), key=os.fsencode)
 
-    def owner(self, found: Found) -> tuple[int, int]:
+    def owner(self, found: StackEntry) -> tuple[int, int]:
         """The owner that a pod sees."""
         assert found.info is not None
         shift = found.parts[0].shift
         return pod_id(found.info.st_uid, shift), pod_id(found.info.st_gid, shift)
 
 
-def _directory_info(parts: tuple[Part, ...]) -> os.stat_result | None:
+def _directory_info(parts: tuple[LayerDir, ...]) -> os.stat_result | None:
     return os.lstat(parts[0].path) if parts else None

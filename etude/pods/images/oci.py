@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from etude.errors import InputError
-from etude.pods.images.archive import Allowance, HashingReader, decompressed, unpack
-from etude.pods.images.layers import Stack
+from etude.pods.images.archive import HashingReader, UnpackLimits, decompressed, unpack
+from etude.pods.images.layers import LayerStack
 from etude.pods.images.records import Layer
-from etude.pods.images.trees import copy_facts, digest, is_opaque
+from etude.pods.images.trees import copy_metadata, digest, is_opaque
 
 if TYPE_CHECKING:
     from etude.pods.images.store import Store
@@ -43,7 +43,7 @@ def architecture() -> str:
     return _MACHINES.get(machine, machine)
 
 
-class Layout:
+class OciLayout:
     """A layout in a directory that may have been written by anybody."""
 
     def __init__(self, directory: Path, what: str) -> None:
@@ -136,7 +136,12 @@ class Layout:
 
 
 def take_layers(
-    store: "Store", layout: Layout, descriptors: Sequence[Any], diff_ids: Sequence[Any], what: str, allow: Allowance
+    store: "Store",
+    layout: OciLayout,
+    descriptors: Sequence[Any],
+    diff_ids: Sequence[Any],
+    what: str,
+    allow: UnpackLimits,
 ) -> tuple[Layer, ...]:
     """The layers of a manifest, lowest first, unpacked into the store unless they are there."""
     if len(descriptors) != len(diff_ids) or not all(isinstance(entry, dict) for entry in descriptors):
@@ -156,25 +161,25 @@ def take_layers(
 
 def _fill(
     store: "Store",
-    layout: Layout,
+    layout: OciLayout,
     descriptor: Mapping[str, Any],
     diff_id: str,
     below: tuple[Layer, ...],
     what: str,
-    allow: Allowance,
+    allow: UnpackLimits,
     target: Path,
 ) -> None:
     implied = unpack_blob(layout, descriptor, diff_id, target, what, allow, lowest=not below)
-    describe(target, Stack.of(store.parts(below)), implied)
+    describe(target, LayerStack.of(store.parts(below)), implied)
 
 
 def unpack_blob(
-    layout: Layout,
+    layout: OciLayout,
     descriptor: Mapping[str, Any],
     diff_id: str,
     target: Path,
     what: str,
-    allow: Allowance,
+    allow: UnpackLimits,
     lowest: bool,
 ) -> list[str]:
     """Unpack one layer, checking its digests; returns what `unpack` does."""
@@ -187,12 +192,12 @@ def unpack_blob(
     return implied
 
 
-def describe(layer: Path, below: Stack, implied: Sequence[str]) -> None:
+def describe(layer: Path, below: LayerStack, implied: Sequence[str]) -> None:
     """Directories that are in a layer only for what is in them keep the owner and mode they have below."""
     for path in implied:
         where, found = below.locate(path, follow=False)
         if found.directory and found.info is not None and where.strip("/") == path:
-            copy_facts(found.parts[0].path, str(layer / path), found.info, found.parts[0].shift)
+            copy_metadata(found.parts[0].path, str(layer / path), found.info, found.parts[0].shift)
 
 
 def configuration(config: Mapping[str, Any], what: str) -> dict[str, Any]:

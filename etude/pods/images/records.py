@@ -59,7 +59,7 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SnapshotRecord:
     """A snapshot as the store keeps it: `image` is what a pod is made from to start where the snapshot was taken."""
 
     snapshot: Snapshot
@@ -88,7 +88,7 @@ def image_to_json(image: Image) -> dict[str, Any]:
     return {"format": FORMAT, **_image_json(image)}
 
 
-def saved_to_json(saved: Saved) -> dict[str, Any]:
+def snapshot_to_json(saved: SnapshotRecord) -> dict[str, Any]:
     """A snapshot's record as a JSON object."""
     return {"format": FORMAT, "snapshot": asdict(saved.snapshot), "image": image_to_json(saved.image)}
 
@@ -114,14 +114,14 @@ def image_from_json(value: Any) -> Image:
         raise ValueError(str(error)) from None
 
 
-def saved_from_json(value: Any) -> Saved:
+def snapshot_from_json(value: Any) -> SnapshotRecord:
     """The snapshot's record in a JSON object; ValueError says what is wrong with it."""
     given = _object(value, "a snapshot")
     try:
         snapshot = Snapshot(**_object(given.get("snapshot"), "snapshot"))
     except TypeError as error:
         raise ValueError(str(error)) from None
-    return Saved(snapshot, image_from_json(given.get("image")))
+    return SnapshotRecord(snapshot, image_from_json(given.get("image")))
 
 
 def _layer(value: Any) -> Layer:

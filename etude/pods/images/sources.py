@@ -12,7 +12,7 @@ from pathlib import Path
 
 from etude.errors import InputError
 from etude.pods.images import layers, oci
-from etude.pods.images.archive import Allowance, unpack
+from etude.pods.images.archive import UnpackLimits, unpack
 from etude.pods.images.bundle import open_layout
 from etude.pods.images.host_image import PATH, host_image
 from etude.pods.images.records import Image
@@ -47,7 +47,7 @@ def image_from_directory(store: Store, directory: Path, name: str = "", *, workd
 
 
 def image_from_tar(
-    store: Store, file: Path, name: str = "", *, workdir: str = "/root", allowance: Allowance | None = None
+    store: Store, file: Path, name: str = "", *, workdir: str = "/root", allowance: UnpackLimits | None = None
 ) -> Image:
     """A root file system in a tar: plain, gzip, xz, zstd or bzip2."""
     if not file.is_file():
@@ -62,7 +62,7 @@ def image_from_tar(
 
 
 def image_from_oci_layout(
-    store: Store, source: Path, ref: str | None = None, name: str = "", *, allowance: Allowance | None = None
+    store: Store, source: Path, ref: str | None = None, name: str = "", *, allowance: UnpackLimits | None = None
 ) -> Image:
     """An image of an OCI layout, a directory or a tar: the one called `ref`, or the only one, for this machine."""
     if not source.exists():
@@ -75,7 +75,7 @@ def image_from_oci_layout(
             raise InputError(f"{what}: the manifest has no config or no layers; only images can be used")
         config = layout.json(manifest["config"])
         diff_ids = (config.get("rootfs") or {}).get("diff_ids") or []
-        taken = oci.take_layers(store, layout, manifest["layers"], diff_ids, what, allowance or Allowance())
+        taken = oci.take_layers(store, layout, manifest["layers"], diff_ids, what, allowance or UnpackLimits())
         pin(taken)
         started = oci.configuration(config, what)
         started["env"] = {**ENV, **started["env"]}

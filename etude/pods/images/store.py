@@ -31,19 +31,19 @@ from etude.pods.images import bundle, layers
 from etude.pods.images.records import (
     Image,
     Layer,
-    Saved,
+    SnapshotRecord,
     check_id,
     damaged,
     image_from_json,
     image_to_json,
     read_json,
-    saved_from_json,
-    saved_to_json,
+    snapshot_from_json,
+    snapshot_to_json,
 )
-from etude.pods.images.trees import digest, keeps_owners, remove_tree, tree_digest
+from etude.pods.images.trees import can_chown, digest, remove_tree, tree_digest
 from etude.pods.pod import PodError, Snapshot
 
-__all__ = ["Image", "Layer", "Saved", "Store"]
+__all__ = ["Image", "Layer", "SnapshotRecord", "Store"]
 
 GRACE_S = 3600.0  # how long a layer lives that no record has yet: its maker is about to write one
 _START_S = 60.0  # what is younger may be about to take its lock
@@ -75,9 +75,9 @@ class Store:
             raise PodError(f"layer {layer.id} is in the memory of the pods' keeper; copy it to disk to use it here")
         return self.memory / layer.id / "fs"
 
-    def parts(self, stack: Iterable[Layer]) -> list[layers.Part]:
-        """Layers as `layers.merge` and `layers.Stack` take them."""
-        return [layers.Part(str(self.layer_path(layer)), layer.shift) for layer in stack]
+    def parts(self, stack: Iterable[Layer]) -> list[layers.LayerDir]:
+        """Layers as `layers.merge` and `layers.LayerStack` take them."""
+        return [layers.LayerDir(str(self.layer_path(layer)), layer.shift) for layer in stack]
 
     def add_layer(self, fill: Callable[[Path], None], key: str | None = None) -> Layer:
         """The layer that `fill` writes into an empty directory, named by its content.
@@ -107,7 +107,7 @@ class Store:
 
     def copy_layer(self, directory: Path, shift: int = 0) -> Layer:
         """Take a copy of an upper directory, or of a layer in memory; the original stays."""
-        layer = Layer(f"up-{secrets.token_hex(16)}", shift if keeps_owners() else 0)
+        layer = Layer(f"up-{secrets.token_hex(16)}", shift if can_chown() else 0)
         with self.staging() as staging:
             made = staging / "fs"
             made.mkdir()
@@ -218,7 +218,7 @@ class Store:
         return image if all(here) else None
 
     def _key_file(self, key: str) -> Path:
-        return self.root / "keys" / f"{digest('owners' if keeps_owners() else 'mine', key)}.json"
+        return self.root / "keys" / f"{digest('owners' if can_chown() else 'mine', key)}.json"
 
     # -- images
 
@@ -293,16 +293,16 @@ class Store:
 
     # -- snapshots
 
-    def save_snapshot(self, snapshot: Snapshot, image: Image) -> Saved:
+    def save_snapshot(self, snapshot: Snapshot, image: Image) -> SnapshotRecord:
         """Keep a snapshot; `image` is what a pod that starts from it is made of, all layers and configuration.
 
         One with layers in memory may be kept too (`snapshot.durable` false): its record outlives what it stands for.
         """
-        saved = Saved(snapshot, replace(image, id=check_id(snapshot.id), name=""))
-        self._keep("snapshots", snapshot.id, saved_to_json(saved), saved.image, f"snapshot {snapshot.id}")
+        saved = SnapshotRecord(snapshot, replace(image, id=check_id(snapshot.id), name=""))
+        self._keep("snapshots", snapshot.id, snapshot_to_json(saved), saved.image, f"snapshot {snapshot.id}")
         return saved
 
-    def snapshot(self, id: str) -> Saved:
+    def snapshot(self, id: str) -> SnapshotRecord:
         """A snapshot by its id."""
         saved = self._read_snapshot(id) if _is_id(id) else None
         if saved is None:
@@ -312,16 +312,16 @@ class Store:
                 self._require(layer, f"snapshot {id}")
         return saved
 
-    def _read_snapshot(self, id: str) -> Saved | None:
+    def _read_snapshot(self, id: str) -> SnapshotRecord | None:
         file = self.root / "snapshots" / f"{id}.json"
         remedy = "delete the file; what it stood for cannot be restored"
         value = read_json(file, "snapshot record", remedy)
         try:
-            return None if value is None else saved_from_json(value)
+            return None if value is None else snapshot_from_json(value)
         except ValueError as error:
             raise damaged(file, "snapshot record", error, remedy) from None
 
-    def snapshots(self) -> list[Saved]:
+    def snapshots(self) -> list[SnapshotRecord]:
         """Every snapshot."""
         found = [self._read_snapshot(file.stem) for file in sorted((self.root / "snapshots").glob("*.json"))]
         return [saved for saved in found if saved is not None]

@@ -35,7 +35,7 @@ _BLOCK = 1 << 20
 
 
 @functools.cache
-def keeps_owners() -> bool:
+def can_chown() -> bool:
     """Whether this process may give files to any owner a pod has: root, with 65536 ids, allowed to chown."""
     if os.geteuid() != 0:
         return False
@@ -235,18 +235,18 @@ def attributes(path: str, plain: bool = True) -> dict[str, bytes]:
         if error.errno == errno.ENOTSUP:
             return kept
         raise
-    for name in filter(travels, names):
+    for name in filter(is_portable_xattr, names):
         kept[name] = reading(path, partial(os.getxattr, path, name, follow_symlinks=False))
     if plain and _CAPABILITY in kept:
         kept[_CAPABILITY] = _plain_capability(kept[_CAPABILITY])
     return kept
 
 
-def travels(name: str) -> bool:
+def is_portable_xattr(name: str) -> bool:
     """Whether an attribute belongs to the file, not to overlay's bookkeeping or to this machine."""
     if name.startswith("user.overlay."):
         return name.startswith("user.overlay.overlay.")  # how overlay itself writes one that a pod's program set
-    return name.startswith("user.") or (name == _CAPABILITY and keeps_owners())
+    return name.startswith("user.") or (name == _CAPABILITY and can_chown())
 
 
 def _plain_capability(value: bytes) -> bytes:
@@ -275,13 +275,13 @@ def copy_leaf(source: str, target: str, info: os.stat_result, shift: int | None 
         os.mkfifo(target)
     else:
         return False
-    copy_facts(source, target, info, shift)
+    copy_metadata(source, target, info, shift)
     return True
 
 
-def copy_facts(source: str, target: str, info: os.stat_result, shift: int | None = 0) -> None:
+def copy_metadata(source: str, target: str, info: os.stat_result, shift: int | None = 0) -> None:
     """Owner, mode, attributes and times. Ids lose `shift`; None keeps them as they are on disk."""
-    if keeps_owners():
+    if can_chown():
         if shift is None:
             os.lchown(target, info.st_uid, info.st_gid)
         else:
@@ -377,7 +377,7 @@ def tree_digest(root: Path) -> str:
 
 
 def _facts(info: os.stat_result) -> bytes:
-    owners = (pod_id(info.st_uid, 0), pod_id(info.st_gid, 0)) if keeps_owners() else (0, 0)
+    owners = (pod_id(info.st_uid, 0), pod_id(info.st_gid, 0)) if can_chown() else (0, 0)
     mode = info.st_mode
     # the mode of a link means nothing and differs by file system; that of a whiteout is overlay's own
     shown = stat.S_IFMT(mode) if stat.S_ISLNK(mode) or is_whiteout(info) else mode

@@ -61,7 +61,7 @@ class Thresholds:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ResourceRequest:
     """What somebody wants to start: the image and the pod's own limits, in bytes."""
 
     image: str
@@ -74,7 +74,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AdmissionDecision:
     """Whether it may start now; if not, why not, in words."""
 
     reasons: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ class Verdict:
         return "; ".join(self.reasons) or "may start"
 
 
-class Needs:
+class MemoryEstimator:
     """What a pod of an image takes at its start, learned from what pods took: up at once, down slowly.
 
     Too low an expectation kills pods, too high only delays them.
@@ -117,10 +117,10 @@ class Needs:
             self._peaks[image] = peak if known is None else known + self.FALL * (peak - known)
 
 
-class Seat:
+class Reservation:
     """One pod's place on this host, from the moment it was admitted until `leave`."""
 
-    def __init__(self, admission: "Admission", ask: Ask, expected: int) -> None:
+    def __init__(self, admission: "Admission", ask: ResourceRequest, expected: int) -> None:
         self.ask = ask
         self.expected = expected
         self._admission = admission
@@ -184,11 +184,11 @@ class Admission:
     ) -> None:
         self.thresholds = thresholds or Thresholds()
         self.clock = clock
-        self.needs = Needs(self.thresholds.unknown_need)
+        self.needs = MemoryEstimator(self.thresholds.unknown_need)
         self._measure = measure
-        self._seats: set[Seat] = set()
+        self._seats: set[Reservation] = set()
         self._creating = 0
-        self._unsettled: set[Seat] = set()  # those that may still hold something
+        self._unsettled: set[Reservation] = set()  # those that may still hold something
         self._held, self._held_at = 0, -math.inf
         self._over: set[str] = set()  # stalls that went over their ceiling and are not yet well below it
         self._listeners: list[Callable[[], None]] = []
@@ -213,7 +213,7 @@ class Admission:
         now = self._measure()
         return max(0, now.memory_available - self.thresholds.memory_line(now.memory_total) - self.held())
 
-    def check(self, ask: Ask) -> None:
+    def check(self, ask: ResourceRequest) -> None:
         """Raise NeverFits for a pod that no waiting would let in."""
         now, lines = self._measure(), self.thresholds
         usable = now.memory_total - lines.memory_line(now.memory_total)
@@ -231,11 +231,11 @@ class Admission:
             return
         raise NeverFits(f"a pod of {ask.image} can never start here: {cause}; lower its limit or use a larger host")
 
-    def verdict(self, ask: Ask) -> Verdict:
+    def verdict(self, ask: ResourceRequest) -> AdmissionDecision:
         """Whether it may start now; if not, what stops every pod, or else what stops this one."""
         now, lines = self._measure(), self.thresholds
         if general := [*self._counts(now), *self._stalls(now), *self._disk_lines(now)]:
-            return Verdict(tuple(general), everyone=True)
+            return AdmissionDecision(tuple(general), everyone=True)
         own = []
         need = self.needs.expect(ask.image, ask.memory)
         line, held = lines.memory_line(now.memory_total), self.held()
@@ -247,24 +247,24 @@ class Admission:
             )
         if ask.disk > now.disk_free - lines.disk_line(now.disk_total):
             own.append(f"{_size(ask.disk)} of disk needed, {_size(now.disk_free)} free")
-        return Verdict(tuple(own))
+        return AdmissionDecision(tuple(own))
 
-    def admit(self, ask: Ask) -> Seat | Verdict:
+    def admit(self, ask: ResourceRequest) -> Reservation | AdmissionDecision:
         """A seat for it, or why not now. NeverFits when not ever."""
         self.check(ask)
         verdict = self.verdict(ask)
         if not verdict.admitted:
             return verdict
-        seat = Seat(self, ask, self.needs.expect(ask.image, ask.memory))
+        seat = Reservation(self, ask, self.needs.expect(ask.image, ask.memory))
         self._seats.add(seat)
         self._unsettled.add(seat)
         self._creating += 1
         self._held += seat.held()
         return seat
 
-    def adopt(self, ask: Ask) -> Seat:
+    def adopt(self, ask: ResourceRequest) -> Reservation:
         """A seat for a pod that already runs here, found after a restart: counted, never refused."""
-        seat = Seat(self, ask, expected=0)
+        seat = Reservation(self, ask, expected=0)
         self._seats.add(seat)
         self._creating += 1
         seat.started()
@@ -275,7 +275,7 @@ class Admission:
         self._creating -= 1
         self.changed()
 
-    def vacate(self, seat: Seat) -> None:
+    def vacate(self, seat: Reservation) -> None:
         """Called by a seat that is being left."""
         self._seats.discard(seat)
         self._unsettled.discard(seat)
@@ -336,7 +336,7 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class TenantQueueStatus:
     """How one tenant stands in the queue."""
 
     tenant: str
@@ -346,7 +346,9 @@ class Waiting:
 
 
 class _Waiter:
-    def __init__(self, tenant: str, ask: Ask, cost: float, now: float, seat: "asyncio.Future[Seat]") -> None:
+    def __init__(
+        self, tenant: str, ask: ResourceRequest, cost: float, now: float, seat: "asyncio.Future[Reservation]"
+    ) -> None:
         self.tenant = tenant
         self.ask = ask
         self.cost = cost
@@ -401,19 +403,19 @@ class FairQueue:
             raise InputError(f"queue: the weight of {tenant} is {weight!r}; expected a positive number")
         self._weights[tenant] = weight
 
-    def waiting(self) -> list[Waiting]:
+    def waiting(self) -> list[TenantQueueStatus]:
         """Who waits, how long and why, by tenant."""
         now, lines = asyncio.get_running_loop().time(), []
         for name, tenant in self._tenants.items():
             if tenant.waiters:
                 first = next(iter(tenant.waiters))
-                lines.append(Waiting(name, len(tenant.waiters), now - first.since, first.why))
+                lines.append(TenantQueueStatus(name, len(tenant.waiters), now - first.since, first.why))
         return lines
 
     @asynccontextmanager
     async def turn(
-        self, tenant: str, ask: Ask, *, cost: float = 1.0, timeout: float | None = None
-    ) -> AsyncIterator[Seat]:
+        self, tenant: str, ask: ResourceRequest, *, cost: float = 1.0, timeout: float | None = None
+    ) -> AsyncIterator[Reservation]:
         """Wait for a turn and create the pod inside it; the seat is the pod's until `seat.leave()`.
 
         Leaving the block says that the creation is over; leaving it by an exception gives the seat back.
@@ -429,7 +431,7 @@ class FairQueue:
             raise
         seat.started()
 
-    async def _wait(self, name: str, ask: Ask, cost: float, timeout: float | None) -> Seat:
+    async def _wait(self, name: str, ask: ResourceRequest, cost: float, timeout: float | None) -> Reservation:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(name, ask, cost, loop.time(), loop.create_future())
         self._enter(waiter)
@@ -512,7 +514,7 @@ class FairQueue:
                 self._remove(waiter)
                 waiter.seat.set_exception(error)
                 return True
-            if isinstance(answer, Seat):
+            if isinstance(answer, Reservation):
                 self._remove(waiter)
                 self._now = max(self._now, tenant.tag)
                 tenant.tag += waiter.cost / self._weights.get(waiter.tenant, 1.0)

@@ -9,7 +9,7 @@ from etude.pods.runtime.backend import LocalPod, PodSpec, Storage
 
 
 @dataclass(frozen=True)
-class Signature:
+class WarmPoolKey:
     """What makes one warm pod as good as another."""
 
     image: str
@@ -19,7 +19,7 @@ class Signature:
 
 
 @dataclass
-class Pool:
+class WarmPool:
     """Pods started in advance."""
 
     size: int
@@ -28,6 +28,6 @@ class Pool:
     filling: asyncio.Task[None] | None = None
 
 
-def signature_of(spec: PodSpec) -> Signature:
+def warm_pool_key(spec: PodSpec) -> WarmPoolKey:
     """The kind of warm pod that serves `spec`."""
-    return Signature(spec.image.id, spec.limits, spec.egress, spec.storage)
+    return WarmPoolKey(spec.image.id, spec.limits, spec.egress, spec.storage)

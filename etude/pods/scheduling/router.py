@@ -49,7 +49,7 @@ class HostReport:
     pods: int  # that hold a seat, those being created with them
     max_pods: int
     memory_free: int  # that new pods may take: available, less what is kept back and what is promised
-    capabilities: frozenset[str] = frozenset()  # as `summarize` writes them
+    capabilities: frozenset[str] = frozenset()  # as `capability_labels` writes them
     images: frozenset[str] = frozenset()
     snapshots: frozenset[str] = frozenset()
     warm: Mapping[str, int] = field(default_factory=dict)  # started pods in stock, by image
@@ -75,7 +75,7 @@ class HostReport:
         return cls(**{**plain, **sets, "pressure": Pressure(**plain["pressure"])})
 
 
-def summarize(backend: str, can: Capabilities) -> frozenset[str]:
+def capability_labels(backend: str, can: Capabilities) -> frozenset[str]:
     """A backend's capabilities as words that a request can ask for: `isolation:vm`, `limit:disk`, `snapshot:full`."""
     words = {f"backend:{backend}", f"isolation:{can.isolation}"}
     words |= {f"limit:{name}" for name in can.limits} | {f"egress:{name}" for name in can.egress}
@@ -85,7 +85,7 @@ def summarize(backend: str, can: Capabilities) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PlacementRequest:
     """A pod to place. `memory` is what it is expected to take while it starts, not its limit."""
 
     image: str
@@ -94,7 +94,7 @@ class Request:
     snapshot: str | None = None  # start from this instead of the bare image
     origin: str | None = None  # of a fork: the host the parent runs on
     image_size: int | None = None  # bytes to fetch where the image is missing, when known
-    needs: frozenset[str] = frozenset()  # words of `summarize`
+    needs: frozenset[str] = frozenset()  # words of `capability_labels`
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +108,11 @@ class Placement:
     warm: bool = False
     image_local: bool = False
     transfer: bool = False  # the snapshot must be brought there first
-    claim: int = 0  # for `Router.returned`
+    claim: int = 0  # for `PodRouter.returned`
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class PlacementPolicy:
     """What the router weighs, in seconds, and when it stops believing a host."""
 
     pull_s: float = 20.0  # an image of unknown size that is not there: about 2 GB
@@ -128,7 +128,7 @@ class Policy:
     suspect_most_s: float = 60.0
     thresholds: Thresholds = field(default_factory=Thresholds)  # the ceilings of hosts, as admission has them
 
-    def pull(self, request: Request) -> float:
+    def pull(self, request: PlacementRequest) -> float:
         """Seconds to fetch the request's image where it is missing."""
         return self.pull_s if request.image_size is None else request.image_size / self.pull_rate
 
@@ -166,7 +166,7 @@ class _Claim:
         self.returned = False
 
 
-class _Host:
+class _HostState:
     """What is not a column: the latest report and the claims since."""
 
     def __init__(self, row: int) -> None:
@@ -181,16 +181,16 @@ _STALLS = ("memory_some", "memory_full", "io_full", "cpu_some")
 _COLUMNS = ("seen", "until", "draining", "free", "total", "pods", "most", "starting", "cores", "tie", *_STALLS)
 
 
-class Router:
+class PodRouter:
     """Places pods on hosts from their reports. `clock` is this process's own: nobody else's time is trusted."""
 
     def __init__(
-        self, policy: Policy | None = None, *, seed: int = 0, clock: Callable[[], float] = time.monotonic
+        self, policy: PlacementPolicy | None = None, *, seed: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.policy = policy or Policy()
+        self.policy = policy or PlacementPolicy()
         self._clock = clock
         self._seed = seed
-        self._hosts: dict[str, _Host] = {}
+        self._hosts: dict[str, _HostState] = {}
         self._names: list[str | None] = []  # by row
         self._free_rows: list[int] = []
         self._images: dict[str, _Holders] = {}
@@ -281,7 +281,7 @@ class Router:
 
     # -- where to
 
-    def place(self, request: Request, exclude: Collection[str] = ()) -> Placement:
+    def place(self, request: PlacementRequest, exclude: Collection[str] = ()) -> Placement:
         """The best host for it now. NoHost, with what bound how many hosts, when none can take it."""
         now = self._clock()
         open_, over = self._open(now), self._over()
@@ -321,7 +321,7 @@ class Router:
             table = self._able[needs] = np.array([needs <= words for words in self._kinds], bool)
         return np.asarray(table[self._kind])
 
-    def _home(self, request: Request) -> list[int]:
+    def _home(self, request: PlacementRequest) -> list[int]:
         """Rows of the hosts that hold the files a fork or a snapshot starts from."""
         rows = []
         if request.origin is not None and request.origin in self._hosts:
@@ -330,7 +330,7 @@ class Router:
             rows.extend(self._snapshots[request.snapshot].rows)
         return rows
 
-    def _costs(self, request: Request, now: float) -> Floats:
+    def _costs(self, request: PlacementRequest, now: float) -> Floats:
         """Seconds until the pod runs, and the price of where it leaves the host; for every row."""
         c, p = self._column, self.policy
         pull = p.pull(request)
@@ -348,7 +348,9 @@ class Router:
         busy = p.busy_s * (c["cpu_some"] > p.thresholds.cpu_some)
         return np.asarray(fetch + start + price + busy + c["tie"])
 
-    def _claim(self, request: Request, row: int, cost: float, now: float, home: list[int], at_home: bool) -> Placement:
+    def _claim(
+        self, request: PlacementRequest, row: int, cost: float, now: float, home: list[int], at_home: bool
+    ) -> Placement:
         name = self._names[row]
         assert name is not None
         host = self._hosts[name]
@@ -370,7 +372,7 @@ class Router:
         reason = self._reason(request, home, at_home, warm, local)
         return Placement(name, host.report.address, -cost, reason, warm, local, transfer, claim.number)
 
-    def _reason(self, request: Request, home: list[int], at_home: bool, warm: bool, local: bool) -> str:
+    def _reason(self, request: PlacementRequest, home: list[int], at_home: bool, warm: bool, local: bool) -> str:
         if at_home:
             return "its files are there"
         image = "a warm pod is there" if warm else "its image is there" if local else "best fit, its image is fetched"
@@ -382,7 +384,7 @@ class Router:
 
     # -- why not
 
-    def _nobody(self, request: Request, now: float, exclude: Collection[str]) -> NoHost:
+    def _nobody(self, request: PlacementRequest, now: float, exclude: Collection[str]) -> NoHost:
         """Count every host under the first constraint that stopped it."""
         c, p, lines = self._column, self.policy, self.policy.thresholds
         left, shut = np.zeros(len(c["seen"]), bool), np.zeros(len(c["seen"]), bool)
@@ -422,7 +424,7 @@ class Router:
             self._column[name] = np.concatenate([self._column[name], np.full(size - start, empty)])
         self._kind = np.concatenate([self._kind, np.zeros(size - start, np.intp)])
 
-    def _add(self, name: str) -> _Host:
+    def _add(self, name: str) -> _HostState:
         if self._free_rows:
             row = self._free_rows.pop()
             self._names[row] = name
@@ -431,7 +433,7 @@ class Router:
             self._names.append(name)
             if row >= len(self._kind):
                 self._grow(2 * row)
-        host = self._hosts[name] = _Host(row)
+        host = self._hosts[name] = _HostState(row)
         self._column["until"][row] = -math.inf
         # Equal hosts are told apart by a millisecond that depends on the seed: routers side by side do not herd.
         self._column["tie"][row] = 1e-3 * zlib.crc32(f"{self._seed}:{name}".encode()) / 2**32
@@ -451,7 +453,7 @@ class Router:
             if not holders.rows:
                 del index[thing]
 
-    def _forget_coming(self, host: _Host, now: float) -> None:
+    def _forget_coming(self, host: _HostState, now: float) -> None:
         """Images that have come are in the report; those that should have by now are not believed in any more."""
         assert host.report is not None
         for image, until in list(host.coming.items()):
@@ -461,7 +463,7 @@ class Router:
                 del host.coming[image]
                 self._drop(self._images, image, host.row)
 
-    def _recount(self, host: _Host, was_warm: Mapping[str, int]) -> None:
+    def _recount(self, host: _HostState, was_warm: Mapping[str, int]) -> None:
         """The columns that claims change, from the latest report and the claims it cannot have counted."""
         report, row = host.report, host.row
         assert report is not None

@@ -1,6 +1,6 @@
 """A cluster that does not exist, to judge a router by: hosts, groups of pods, forks, deaths, late reports. No waiting.
 
-The world (`make_world`) is drawn once from a seed and played by discrete events against any placer: the real Router, or
+The world (`make_world`) is drawn once from a seed and played by discrete events against any placer: the real PodRouter, or
 the two it is compared with. Pods take more while they start than after, groups of one image come in bursts, images
 must be fetched, hosts die in silence and are noticed late. Hosts obey: nothing refuses or kills on a pressed host, so
 that what a placer did wrong shows as time over the ceiling instead of vanishing into a queue.
@@ -20,9 +20,9 @@ import numpy as np
 
 from etude.pods.scheduling.admission import GIB, MIB, Thresholds
 from etude.pods.scheduling.pressure import Pressure
-from etude.pods.scheduling.router import HostReport, NoHost, Placement, Policy, Request, Router
+from etude.pods.scheduling.router import HostReport, NoHost, Placement, PlacementPolicy, PlacementRequest, PodRouter
 
-LINES, POLICY = Thresholds(), Policy()
+LINES, POLICY = Thresholds(), PlacementPolicy()
 CONNECT_S = 1.0  # until a host that is dead is known not to answer
 TRANSFER_S = 5.0  # to bring a fork's files to another host
 RETRY_S = 1.0  # between two tries for what nobody could take
@@ -31,7 +31,7 @@ MAX_PODS = 400
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class Scenario:
     """How large and how rough the simulated cluster is."""
 
     hosts: int = 1000
@@ -50,7 +50,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class HostSpec:
+class SimulatedHostSpec:
     name: str
     cores: int
     memory: int
@@ -59,7 +59,7 @@ class HostSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class PodSpec:
+class SimulatedPodSpec:
     """One pod's life: `expected` is what the request says, `peak` what it takes while it starts, `steady` after."""
 
     arrives: float
@@ -74,14 +74,14 @@ class PodSpec:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    scene: Scene
-    hosts: tuple[HostSpec, ...]
-    pods: tuple[PodSpec, ...]
+    scene: Scenario
+    hosts: tuple[SimulatedHostSpec, ...]
+    pods: tuple[SimulatedPodSpec, ...]
     image_sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationResult:
     """What one placer made of the world."""
 
     name: str
@@ -109,10 +109,10 @@ class Placer(Protocol):
     def report(self, report: HostReport) -> None: ...
     def forget(self, host: str) -> None: ...
     def failed(self, host: str) -> None: ...
-    def place(self, request: Request, exclude: Collection[str] = ()) -> Placement: ...
+    def place(self, request: PlacementRequest, exclude: Collection[str] = ()) -> Placement: ...
 
 
-class _Plain:
+class _BaselinePlacer:
     """What both baselines share: they know who lives, how many pods each has, and what they placed since."""
 
     def __init__(self, seed: int, clock: Callable[[], float], stale_s: float = POLICY.stale_s) -> None:
@@ -139,7 +139,7 @@ class _Plain:
     def failed(self, host: str) -> None:
         self.forget(host)  # until its next report
 
-    def place(self, request: Request, exclude: Collection[str] = ()) -> Placement:
+    def place(self, request: PlacementRequest, exclude: Collection[str] = ()) -> Placement:
         fits = (self._seen > self._clock() - self._stale_s) & (self._pods < self._most)
         for name in exclude:
             if name in self._rows:
@@ -155,21 +155,21 @@ class _Plain:
         raise NotImplementedError
 
 
-class RandomPlacer(_Plain):
+class RandomPlacer(_BaselinePlacer):
     """Any host that lives and has a seat."""
 
     def _choose(self, rows: "np.typing.NDArray[np.intp]") -> int:
         return int(rows[self._rng.integers(len(rows))])
 
 
-class LeastLoaded(_Plain):
+class LeastLoadedPlacer(_BaselinePlacer):
     """The host with the fewest pods for its cores, its own placements counted at once."""
 
     def _choose(self, rows: "np.typing.NDArray[np.intp]") -> int:
         return int(rows[np.argmin(self._pods[rows] / self._cores[rows])])
 
 
-def make_world(scene: Scene) -> World:
+def make_world(scene: Scenario) -> World:
     """Draw hosts, images and pods; the same scene gives the same world."""
     rng = np.random.default_rng(scene.seed)
     kinds = [(4, 16), (8, 32), (16, 64)]
@@ -179,13 +179,13 @@ def make_world(scene: Scene) -> World:
         cores, gib = kinds[rng.choice(3, p=[0.4, 0.4, 0.2])]
         dies = rng.uniform(0.2, 0.9) * scene.arrivals_s if i < doomed else math.inf
         joins = rng.uniform(0.1, 0.5) * scene.arrivals_s if i >= scene.hosts else 0.0
-        hosts.append(HostSpec(f"host-{i}", cores, gib * GIB, joins, dies))
+        hosts.append(SimulatedHostSpec(f"host-{i}", cores, gib * GIB, joins, dies))
     popularity = 1 / np.arange(1, scene.images + 1) ** 0.8
     popularity /= popularity.sum()
     sizes = tuple(int(size) for size in rng.lognormal(math.log(2e9), 0.6, scene.images))
     typical = rng.lognormal(math.log(600 * MIB), 0.5, scene.images)  # steady use is mostly the image's
     peaks = rng.uniform(2.0, 4.0, scene.images)
-    pods: list[PodSpec] = []
+    pods: list[SimulatedPodSpec] = []
     moments = (np.arange(scene.bursts) + 0.5) * scene.arrivals_s / max(1, scene.bursts)
     while len(pods) < scene.pods:
         image = int(rng.choice(scene.images, p=popularity))
@@ -194,7 +194,7 @@ def make_world(scene: Scene) -> World:
         for _ in range(min(scene.group, scene.pods - len(pods))):
             steady = typical[image] * rng.lognormal(0, 0.2)
             pods.append(
-                PodSpec(
+                SimulatedPodSpec(
                     arrives=float(at + rng.uniform(0, 0.5)),
                     image=image,
                     expected=int(typical[image] * peaks[image] * 1.2),
@@ -208,11 +208,11 @@ def make_world(scene: Scene) -> World:
     return World(scene, tuple(hosts), tuple(pods), sizes)
 
 
-class _Pod:
-    def __init__(self, spec: PodSpec, arrived: float, origin: str | None = None) -> None:
+class _SimulatedPod:
+    def __init__(self, spec: SimulatedPodSpec, arrived: float, origin: str | None = None) -> None:
         self.spec, self.arrived, self.origin = spec, arrived, origin
         self.exclude: set[str] = set()
-        self.host: _Host | None = None
+        self.host: _SimulatedHost | None = None
         self.uses = 0  # bytes now
         self.lives = 0  # goes up when its host dies: what was planned for it before is void
         self.lost = False
@@ -220,13 +220,13 @@ class _Pod:
 
 
 @dataclass
-class _Host:
-    spec: HostSpec
+class _SimulatedHost:
+    spec: SimulatedHostSpec
     alive: bool = True
     used: int = 0
     promised: int = 0  # to pods that wait for their image
     starting: int = 0
-    pods: dict[_Pod, None] = field(default_factory=dict)
+    pods: dict[_SimulatedPod, None] = field(default_factory=dict)
     images: "OrderedDict[int, int]" = field(default_factory=OrderedDict)
     fetching: dict[int, float] = field(default_factory=dict)
     names: frozenset[str] = frozenset()  # of the images, kept because every report has them
@@ -276,9 +276,9 @@ class Simulation:
         self.world, self.name, self.now = world, name, 0.0
         self.placer = placer(lambda: self.now)
         self.rng = np.random.default_rng(world.scene.seed + 1)
-        self.hosts: dict[str, _Host] = {}
+        self.hosts: dict[str, _SimulatedHost] = {}
         self.outstanding = 0
-        self.waiting: deque[_Pod] = deque()
+        self.waiting: deque[_SimulatedPod] = deque()
         self.inside = 0.0  # seconds spent in `place`
         self.placed = self.images_asked = self.images_local = self.forks = self.forks_local = 0
         self.lost = self.replaced = 0
@@ -288,14 +288,14 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._count = itertools.count()
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         """Play to the end: every pod done, or an hour after the last arrival."""
         scene = self.world.scene
         for host in self.world.hosts:
             self._at(host.joins, partial(self._join, host))
         self.outstanding = len(self.world.pods)
         for spec in self.world.pods:
-            self._at(spec.arrives, partial(self._place, _Pod(spec, spec.arrives)))
+            self._at(spec.arrives, partial(self._place, _SimulatedPod(spec, spec.arrives)))
         self._at(1.0, self._retry)
         self._at(10.0, self._sample)
         while self._events and self.outstanding and self.now < scene.arrivals_s + 3600:
@@ -308,27 +308,27 @@ class Simulation:
     def _at(self, when: float, event: Callable[[], object]) -> None:
         heapq.heappush(self._events, (when, next(self._count), event))
 
-    def _after(self, pod: _Pod, delay: float, step: Callable[[_Pod], None]) -> None:
+    def _after(self, pod: _SimulatedPod, delay: float, step: Callable[[_SimulatedPod], None]) -> None:
         """Do `step` later, unless the pod's host died in between."""
         lives = pod.lives
         self._at(self.now + delay, lambda: step(pod) if pod.lives == lives else None)
 
     # -- hosts
 
-    def _join(self, spec: HostSpec) -> None:
-        host = self.hosts[spec.name] = _Host(spec, since=self.now)
+    def _join(self, spec: SimulatedHostSpec) -> None:
+        host = self.hosts[spec.name] = _SimulatedHost(spec, since=self.now)
         if math.isfinite(spec.dies):
             self._at(spec.dies, lambda: self._die(host))
         first = 0.0 if self.now == 0 else float(self.rng.uniform(0, self.world.scene.beat_s))
         self._at(self.now + first, lambda: self._beat(host))
 
-    def _beat(self, host: _Host) -> None:
+    def _beat(self, host: _SimulatedHost) -> None:
         if host.alive:
             report, delay = host.report(self.now), float(self.rng.uniform(0, self.world.scene.delay_s))
             self._at(self.now + (delay if self.now else 0.0), lambda: self.placer.report(report))
             self._at(self.now + self.world.scene.beat_s * float(self.rng.uniform(0.9, 1.1)), lambda: self._beat(host))
 
-    def _die(self, host: _Host) -> None:
+    def _die(self, host: _SimulatedHost) -> None:
         """In silence: its pods are missed, and the host given up, when its reports have been missing for long."""
         host.account(self.now)
         host.alive = False
@@ -348,9 +348,9 @@ class Simulation:
 
     # -- pods
 
-    def _place(self, pod: _Pod) -> bool:
+    def _place(self, pod: _SimulatedPod) -> bool:
         spec = pod.spec
-        request = Request(
+        request = PlacementRequest(
             f"image-{spec.image}", spec.expected, origin=pod.origin, image_size=self.world.image_sizes[spec.image]
         )
         start = time.perf_counter()
@@ -370,12 +370,12 @@ class Simulation:
             self._after(pod, CONNECT_S, lambda pod: self._refused(pod, host.spec.name))
         return True
 
-    def _refused(self, pod: _Pod, host: str) -> None:
+    def _refused(self, pod: _SimulatedPod, host: str) -> None:
         self.placer.failed(host)
         pod.exclude.add(host)
         self._place(pod)
 
-    def _begin(self, pod: _Pod, host: _Host) -> None:
+    def _begin(self, pod: _SimulatedPod, host: _SimulatedHost) -> None:
         """The host has it: fetch what is missing, then start."""
         self.waits.append(self.now - pod.arrived)
         host.account(self.now)
@@ -393,7 +393,7 @@ class Simulation:
             delay += self._fetch(host, pod.spec.image)
         self._after(pod, delay, self._start)
 
-    def _fetch(self, host: _Host, image: int) -> float:
+    def _fetch(self, host: _SimulatedHost, image: int) -> float:
         """Seconds until the image is there; pods of one image wait for the same fetch."""
         if image in host.images:
             host.images.move_to_end(image)
@@ -404,14 +404,14 @@ class Simulation:
             self._at(self.now + seconds, lambda: self._fetched(host, image))
         return host.fetching[image] - self.now
 
-    def _fetched(self, host: _Host, image: int) -> None:
+    def _fetched(self, host: _SimulatedHost, image: int) -> None:
         del host.fetching[image]
         host.images[image] = self.world.image_sizes[image]
         while sum(host.images.values()) > self.world.scene.cache and len(host.images) > 1:
             host.images.popitem(last=False)
         host.names = frozenset(f"image-{each}" for each in host.images)
 
-    def _start(self, pod: _Pod) -> None:
+    def _start(self, pod: _SimulatedPod) -> None:
         host = self._host(pod)
         host.promised -= pod.spec.expected
         host.starting += 1
@@ -420,7 +420,7 @@ class Simulation:
         slowed = max(1.0, host.starting / host.spec.cores)
         self._after(pod, pod.spec.startup_s * slowed, self._settle)
 
-    def _settle(self, pod: _Pod) -> None:
+    def _settle(self, pod: _SimulatedPod) -> None:
         self._use(pod, pod.spec.steady)
         self._host(pod).starting -= 1
         pod.starting = False
@@ -431,24 +431,24 @@ class Simulation:
             self._after(pod, pod.spec.life_s / 2, self._fork)
         self._after(pod, pod.spec.life_s, self._end)
 
-    def _fork(self, pod: _Pod) -> None:
+    def _fork(self, pod: _SimulatedPod) -> None:
         """Children start from files and pages that are there: a lower peak, a shorter start, half a life."""
         s, peak = pod.spec, int(1.3 * pod.spec.steady)
         for _ in range(s.forks):
-            child = PodSpec(self.now, s.image, peak, peak, s.steady, 0.5, s.life_s / 2, 0)
+            child = SimulatedPodSpec(self.now, s.image, peak, peak, s.steady, 0.5, s.life_s / 2, 0)
             self.outstanding += 1
-            self._place(_Pod(child, self.now, origin=self._host(pod).spec.name))
+            self._place(_SimulatedPod(child, self.now, origin=self._host(pod).spec.name))
 
-    def _end(self, pod: _Pod) -> None:
+    def _end(self, pod: _SimulatedPod) -> None:
         self._use(pod, 0)
         self._host(pod).pods.pop(pod)
         self.outstanding -= 1
 
-    def _host(self, pod: _Pod) -> _Host:
+    def _host(self, pod: _SimulatedPod) -> _SimulatedHost:
         assert pod.host is not None
         return pod.host
 
-    def _use(self, pod: _Pod, uses: int) -> None:
+    def _use(self, pod: _SimulatedPod, uses: int) -> None:
         host = self._host(pod)
         host.account(self.now)
         host.used += uses - pod.uses
@@ -473,12 +473,12 @@ class Simulation:
             self.busiest = (pods, len(used), sum(host.spec.memory for host in used), sizes)
         self._at(self.now + 10.0, self._sample)
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulationResult:
         _, used, memory, sizes = self.busiest
         usable = [host.memory - LINES.memory_line(host.memory) for host in self.world.hosts]
         ready, waits = np.array(self.ready or [math.nan]), np.array(self.waits or [math.nan])
         hosts = self.hosts.values()
-        return Outcome(
+        return SimulationResult(
             name=self.name,
             placed=self.placed,
             per_second=self.placed / max(self.inside, 1e-9),
@@ -522,12 +522,12 @@ def first_fit_decreasing(sizes: Iterable[int], hosts: Iterable[int]) -> int:
     return last
 
 
-def compare(world: World) -> list[Outcome]:
-    """The real Router and both baselines on the same world."""
+def compare(world: World) -> list[SimulationResult]:
+    """The real PodRouter and both baselines on the same world."""
     seed = world.scene.seed
     placers: dict[str, Callable[[Callable[[], float]], Placer]] = {
-        "etude router": lambda clock: Router(seed=seed, clock=clock),
-        "least loaded": lambda clock: LeastLoaded(seed, clock),
+        "etude router": lambda clock: PodRouter(seed=seed, clock=clock),
+        "least loaded": lambda clock: LeastLoadedPlacer(seed, clock),
         "random": lambda clock: RandomPlacer(seed, clock),
     }
     return [Simulation(world, name, placer).run() for name, placer in placers.items()]
