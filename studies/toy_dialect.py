@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import cast
 
 from etude.chat.dialects.dialect import Dialect
-from etude.chat.messages import Answer, Call, Message, ToolSchema, names_of
+from etude.chat.messages import Call, Message, ParsedTurn, ToolSchema, tool_names
 from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
 from etude.harness.prompt import BRIEF
@@ -58,20 +58,20 @@ class Shorthand(Dialect):
         return "".join(self._spelt[token] for token in tokens)
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, answer: bool = True
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = True
     ) -> list[int]:
         """The messages. Tools are not shown: a policy this small knows them or does not."""
         tokens = [token for message in messages for token in self._say(message)]
-        return [*tokens, self.assistant] if answer else tokens
+        return [*tokens, self.assistant] if add_generation_prompt else tokens
 
-    def bridge(self, answer: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        closing = [] if answer and answer[-1] == self.end else [self.end]
+    def bridge(self, completion: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        closing = [] if completion and completion[-1] == self.end else [self.end]
         return [*closing, *self.render(messages)]
 
     def write(self, message: Message, *, first_call: int = 0) -> list[int]:
         return self._say(message)[1:]
 
-    def parse(self, tokens: Sequence[int], tools: Sequence[ToolSchema] = (), *, first_call: int = 0) -> Answer:
+    def parse(self, tokens: Sequence[int], tools: Sequence[ToolSchema] = (), *, first_call: int = 0) -> ParsedTurn:
         closed = self.end in tokens
         said = list(tokens[: tokens.index(self.end)] if closed else tokens)
         starts = [at for at, token in enumerate(said) if token == self.call]
@@ -79,7 +79,7 @@ class Shorthand(Dialect):
         calls = []
         for number, (start, stop) in enumerate(pairwise([*starts, len(said)])):
             name = self.decode(said[start + 1 : stop])
-            known = name in names_of(tools)
+            known = name in tool_names(tools)
             calls.append(
                 Call(
                     name,
@@ -92,7 +92,7 @@ class Shorthand(Dialect):
                 )
             )
         spent = len(said) - len(text)
-        return Answer("", self.decode(text), tuple(calls), closed, 0, spent, len(tokens) - spent)
+        return ParsedTurn("", self.decode(text), tuple(calls), closed, 0, spent, len(tokens) - spent)
 
     def _say(self, message: Message) -> list[int]:
         role = CONTROL.index(f"<{message.role}>")

@@ -1,6 +1,6 @@
-"""What is said in a session, as people read it: messages, what a model answered, the calls in it. No tokens in here.
+"""Messages, parsed model turns and tool calls as text, without token ids.
 
-The tokens are in the trace, and are never made from these again: a message is what a run of tokens means.
+Token ids are kept in the trace and are never re-created from these messages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
-# What a call is worth. Only an `ok` one is run; every other is answered with an error and counted, never dropped.
+# Parse status of a tool call. Only `ok` calls run; all others are answered with an error and counted, never dropped.
 CallStatus = Literal[
     "ok",
-    "bad_json",  # what should be JSON is not
-    "bad_structure",  # JSON, or tags, of the wrong shape: arguments that are no object, a tag that does not belong
+    "bad_json",  # not valid JSON
+    "bad_structure",  # JSON or tags of the wrong shape: arguments that are not an object, a misplaced tag
     "missing_name",
     "unknown_tool",
-    "unclosed",  # the answer ended inside it
+    "unclosed",  # the turn ended inside the call
 ]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call as the model wrote it. `raw` is its text; `span` its tokens in the answer, marks included."""
+    """A tool call as the model wrote it. `raw` is its text; `span` is its token range in the turn, marks included."""
 
     name: str
     arguments: Mapping[str, Any] | None
@@ -29,12 +29,12 @@ class Call:
     status: CallStatus = "ok"
     raw: str = ""
     span: tuple[int, int] = (0, 0)
-    problem: str = ""  # what is wrong with it, for the model to read
+    problem: str = ""  # error text shown to the model
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message. `calls` are an assistant's; `call` and `name` say which call a tool's message answers."""
+    """One message. `calls` are the assistant's; `call` (an id) and `name` say which call a tool message answers."""
 
     role: Role
     content: str = ""
@@ -45,16 +45,16 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a model's tokens mean. Its token counts add up to the tokens of the answer."""
+class ParsedTurn:
+    """The parsed tokens of one model turn. The three token counts add up to the length of the turn."""
 
     thinking: str
     text: str
     calls: tuple[Call, ...]
-    closed: bool  # the model ended its turn itself
+    closed: bool  # the model ended the turn itself
     thinking_tokens: int = 0
     call_tokens: int = 0
-    text_tokens: int = 0  # everything else, the token that ends the turn included
+    text_tokens: int = 0  # all other tokens, including the one that ends the turn
 
     def message(self) -> Message:
         return Message("assistant", self.text, self.thinking, self.calls)
@@ -63,6 +63,6 @@ class Answer:
 ToolSchema = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
 
 
-def names_of(tools: Sequence[ToolSchema]) -> frozenset[str]:
-    """The names of the tools a model is shown."""
+def tool_names(tools: Sequence[ToolSchema]) -> frozenset[str]:
+    """Return the names of the tools in these schemas."""
     return frozenset(tool["function"]["name"] for tool in tools)

@@ -1,7 +1,7 @@
-"""Text in, token ids out, and back: a byte-level BPE tokenizer with its chat template, in Hugging Face files.
+"""A byte-level BPE tokenizer with its chat template, stored in Hugging Face files.
 
-Ordinary text is untrusted: unless `special=True` is asked for, no text, whatever it spells, becomes a control
-token. Nothing here knows of models or agents; transformers reads what `save` writes and gives the same ids.
+Ordinary text is untrusted: without `special=True`, no text becomes a control token, whatever it spells. transformers
+loads what `save` writes and produces the same ids.
 """
 
 import hashlib
@@ -28,15 +28,15 @@ CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
 
-# The tokens that have a role, as tokenizer_config.json names them; templates see them under these names.
+# Tokens with a role, by their keys in tokenizer_config.json; templates see them under these names.
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
-# What ends a document, by family: Qwen and GPT-2, Llama 3, DeepSeek, Kimi, Llama 2.
+# End-of-document tokens by family: Qwen and GPT-2, Llama 3, DeepSeek, Kimi, Llama 2.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "[EOS]", "</s>")
 END_OF_TURN = "<|im_end|>"
 
-# Qwen's spelling, and Qwen's split: `decode(skip_special=True)` hides the frame of a chat and keeps the
-# markup, so that a reader of the text still sees thoughts and tool calls.
+# Spelled and split as in Qwen: `decode(skip_special=True)` hides the frame of a chat and keeps the markup, so the
+# text still shows thinking and tool calls.
 FRAME_TOKENS = ("<|endoftext|>", "<|im_start|>", END_OF_TURN)
 MARKUP_TOKENS = (
     "<think>",
@@ -53,9 +53,9 @@ MARKUP_TOKENS = (
     "<|file_sep|>",
 )
 
-# ChatML with Hermes-style tools. Append-only: a chat renders to a prefix of any longer chat that begins with
-# it, so earlier thoughts stay, no text is trimmed, and a turn of tool results stays open until a message of
-# another role (or the generation prompt) closes it.
+# ChatML with Hermes-style tools. Append-only: a chat renders to a prefix of any longer chat that begins with it, so
+# earlier thinking stays, no text is trimmed, and a turn of tool results stays open until a message of another role (or
+# the generation prompt) closes it.
 CHAT_TEMPLATE = """\
 {%- macro text_of(content) -%}
     {%- if content is string -%}
@@ -129,8 +129,8 @@ CHAT_TEMPLATE = """\
 class Tokenizer:
     """A `tokenizers` tokenizer, its chat template, and the ids that matter to training and sampling.
 
-    `config` is the content of tokenizer_config.json without the template; `stop_ids` adds to those that the
-    tokenizer itself names (its eos token, the end of a turn, the end of a document).
+    `config` is the content of tokenizer_config.json without the template. `stop_ids` are added to those of the
+    tokenizer itself (its eos token, the end of a turn, the end of a document).
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Tokenizer:
         config: Mapping[str, Any] | None = None,
         stop_ids: Iterable[int] = (),
     ) -> None:
-        # A tokenizer.json may carry truncation or padding from a past use; text is never cut or padded here.
+        # A tokenizer.json may carry truncation or padding settings from earlier use; text is never cut or padded here.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -149,14 +149,14 @@ class Tokenizer:
         self.config = dict(config or {})
         self.roles = _roles(self.config, backend)
         self.end_of_text = self._find_end_of_text()
-        # What it puts before every text (DeepSeek's and Llama's do, Qwen's does not); `encode` leaves it out.
+        # The token put before every text (by DeepSeek and Llama, not by Qwen); `encode` leaves it out.
         self.prefix = backend.encode("", add_special_tokens=True).ids[:1]
         own = (self.token_id(END_OF_TURN), self._role_id("eos_token"), self.end_of_text)
         self.stop_ids = frozenset(stop_ids) | {token for token in own if token is not None}
 
     @classmethod
     def load(cls, directory: Path | str) -> "Tokenizer":
-        """Read a Hugging Face directory; raise InputError naming the file that is missing or wrong."""
+        """Load from a Hugging Face directory; raise InputError naming the file that is missing or wrong."""
         directory = Path(directory)
         if not directory.is_dir():
             raise InputError(f"{directory}: no such directory; a tokenizer is loaded from a directory")
@@ -170,10 +170,10 @@ class Tokenizer:
             raise InputError(f"{directory / CONFIG_FILE}: {error}") from None
 
     def save(self, directory: Path | str) -> None:
-        """Write the files `load` and transformers read; in generation_config.json, only the token ids."""
+        """Write the files that `load` and transformers read; of generation_config.json, only the token ids."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        # Without a class, transformers may rebuild the tokenizer by the model's type and lose pieces of it.
+        # Without a class, transformers may rebuild the tokenizer by the model's type and lose parts of it.
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -192,14 +192,14 @@ class Tokenizer:
             (directory / TEMPLATE_FILE).write_text(self.chat_template, encoding="utf-8")
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """The ids of `text`; `special=True` reads control tokens in it, and is for rendered chats only."""
+        """Encode `text`; `special=True` recognizes control tokens in it and is for rendered chats only."""
         try:
             return self._encoder(special).encode(text, add_special_tokens=False).ids
         except TypeError as error:
             raise InputError(_not_unicode(text)) from error
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        """`encode` for many texts at once, on all cores."""
+        """Encode many texts at once, on all cores."""
         try:
             encodings = self._encoder(special).encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError as error:
@@ -207,31 +207,31 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """The text of `ids`; bytes that are not UTF-8 (a character cut in half) become U+FFFD."""
+        """Decode `ids`; bytes that are not UTF-8 (a character cut in half) become U+FFFD."""
         return self.backend.decode(ids, skip_special_tokens=skip_special)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its exact spelling, None when the vocabulary lacks it."""
+        """Return the id of a token by its exact spelling, None if it is not in the vocabulary."""
         return self.backend.token_to_id(token)
 
     @property
     def start(self) -> int:
-        """The token a first token is predicted from: the model's own beginning, else the end of an earlier document."""
+        """The token from which a document's first token is predicted: the prefix token, else the end of a document."""
         return self.prefix[0] if self.prefix else self.end_of_text
 
     @cached_property
     def _control(self) -> re.Pattern[str]:
         added = self.backend.get_added_tokens_decoder().values()
-        spelt = sorted(token.content for token in added if _is_control(token.content))
-        return re.compile("|".join(map(re.escape, spelt)) or r"(?!)")
+        spellings = sorted(token.content for token in added if _is_control(token.content))
+        return re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
 
-    def control_in(self, text: str) -> str | None:
-        """The first control token that `text` spells, None if it spells none."""
+    def find_control_token(self, text: str) -> str | None:
+        """Return the first control token that `text` spells, None if it spells none."""
         found = self._control.search(text)
         return found[0] if found else None
 
     def __len__(self) -> int:
-        """One more than the highest id: the rows an embedding needs."""
+        """Return the highest id plus one: the rows an embedding needs."""
         return self._length
 
     def render(
@@ -241,7 +241,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """A chat as text, by the chat template; `variables` are the template's own, as `enable_thinking`."""
+        """Render a chat with the chat template; `variables` are template variables such as `enable_thinking`."""
         if self.chat_template is None:
             raise InputError("this tokenizer has no chat template; add a chat_template.jinja beside tokenizer.json")
         if tools and "tools" not in self.chat_template:
@@ -250,12 +250,12 @@ class Tokenizer:
         template = _compile_template(self.chat_template)
         try:
             return template.render(values, documents=None, add_generation_prompt=add_generation_prompt)
-        except Exception as error:  # the template is foreign code: whatever it raises is its author's doing
+        except Exception as error:  # templates are third-party code and may raise anything
             raise InputError(f"the chat template failed: {error}") from error
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of tokenizer.json as `save` writes it: equal digests, equal ids."""
+        """SHA-256 of tokenizer.json as `save` writes it: equal digests mean equal ids."""
         return hashlib.sha256(self._serialized.encode()).hexdigest()
 
     @cached_property
@@ -280,22 +280,24 @@ class Tokenizer:
         for token in (*END_OF_TEXT, self.roles.get("eos_token")):
             if token is not None and (found := self.token_id(token)) is not None:
                 return found
-        raise InputError(f"no token ends a document: none of {', '.join(END_OF_TEXT)} and no eos_token")
+        raise InputError(
+            f"the tokenizer has no token that ends a document: none of {', '.join(END_OF_TEXT)} and no eos_token"
+        )
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
-    """Refuse a tokenizer with ids the model has no row for; spare rows in the model are normal padding."""
+    """Raise InputError if the tokenizer has ids beyond the model's vocabulary; unused model rows are normal padding."""
     if (highest := len(tokenizer) - 1) >= vocab_size:
         raise InputError(f"{where}: the tokenizer has ids up to {highest}, but the model's vocab_size is {vocab_size}")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens; the same texts give the same tokenizer.json."""
+    """Train a byte-level BPE of at most `vocab_size` tokens; the same texts give the same tokenizer.json."""
     reserved = (*FRAME_TOKENS, *MARKUP_TOKENS)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     smallest = len(reserved) + len(alphabet)
     if vocab_size > 2**24:
-        raise InputError(f"vocab_size = {vocab_size} is more than any text has words for; at most {2**24}")
+        raise InputError(f"vocab_size = {vocab_size} is too large: expected at most {2**24}")
     if vocab_size < smallest:
         raise InputError(
             f"vocab_size = {vocab_size} is too small: "
@@ -311,7 +313,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    # The trainer marks all of them special; the markup must stay visible when special tokens are skipped.
+    # The trainer marks all of them special; markup must stay visible when special tokens are skipped.
     state = json.loads(backend.to_str())
     for token in state["added_tokens"]:
         token["special"] = token["content"] in FRAME_TOKENS
@@ -323,17 +325,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def split_digits_then_words() -> pre_tokenizers.PreTokenizer:
-    """Every digit alone, then GPT-2's words over bytes; SmolLM2's choice, and ours for new tokenizers."""
+    """Return the pre-tokenizer of new tokenizers: single digits, then GPT-2's byte-level words, as in SmolLM2."""
     digits = pre_tokenizers.Digits(individual_digits=True)
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     return pre_tokenizers.Sequence([digits, words])
 
 
 def _without_control_tokens(serialized: str) -> Backend:
-    """The same tokenizer, unable to make a control token: neither matched in the text nor merged from bytes.
+    """Return the tokenizer without control tokens: they are neither matched in text nor merged from bytes.
 
-    The library's `encode_special_tokens` would not do: it still reads added tokens that are not marked
-    special, and Qwen's <tool_call> is one of those.
+    The library's `encode_special_tokens` is not enough: it still matches added tokens that are not marked special, and
+    Qwen's <tool_call> is one of those.
     """
     state = json.loads(serialized)
     control = {token["content"] for token in state["added_tokens"] if _is_control(token["content"])}
@@ -341,7 +343,7 @@ def _without_control_tokens(serialized: str) -> Backend:
     state["post_processor"] = None
     model = state["model"]
     model["vocab"] = {token: index for token, index in model["vocab"].items() if token not in control}
-    # On loading, an added token gets the next free id unless the vocabulary already says which is its own.
+    # On loading, an added token gets the next free id unless the vocabulary already assigns one.
     model["vocab"] |= {token["content"]: token["id"] for token in state["added_tokens"]}
     model["merges"] = [pair for pair in model["merges"] if control.isdisjoint((*pair, "".join(pair)))]
     if model["unk_token"] in control:
@@ -350,7 +352,7 @@ def _without_control_tokens(serialized: str) -> Backend:
 
 
 def _is_control(added: str) -> bool:
-    # Families add runs of spaces (GPT-NeoX) or name a lone "!" as padding; those are text and must stay text.
+    # Families add runs of spaces (GPT-NeoX) or use a single "!" as padding; those must stay text.
     return len(added.strip()) > 1
 
 
@@ -363,7 +365,7 @@ def _not_unicode(text: str) -> str:
 
 
 def _roles(config: Mapping[str, Any], backend: Backend) -> dict[str, str]:
-    """The tokens with a role; each is a string or, in older files, an object with its `content`."""
+    """Return the tokens with a role; each is a string or, in older files, an object with its `content`."""
     roles = {}
     for role in ROLES:
         value = config.get(role)
@@ -390,13 +392,13 @@ def _read_backend(path: Path) -> Backend:
 
 
 def _read_template(directory: Path, in_config: object) -> str | None:
-    """chat_template.jinja wins over the key in tokenizer_config.json, as in transformers."""
+    """Return the template; chat_template.jinja overrides the key in tokenizer_config.json, as in transformers."""
     if (text := _read_text(directory / TEMPLATE_FILE)) is not None:
         return text
     if in_config is None or isinstance(in_config, str):
         return in_config
     raise InputError(
-        f"{directory / CONFIG_FILE}: chat_template is not one template; put the one to use in {TEMPLATE_FILE}"
+        f"{directory / CONFIG_FILE}: chat_template is not a single template; put the one to use in {TEMPLATE_FILE}"
     )
 
 
@@ -409,7 +411,7 @@ def _read_eos_ids(path: Path) -> frozenset[int]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in an optional file, {} when there is no such file."""
+    """Return the JSON object in an optional file, {} when there is no such file."""
     text = _read_text(path)
     try:
         value = {} if text is None else json.loads(text)
@@ -434,7 +436,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks what a model wrote, for trainers that mask by it; it renders as its body."""
+    """`{% generation %}` marks model output for trainers that build a loss mask from it; renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012  jinja reads it from the class
 
@@ -445,7 +447,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 @lru_cache(maxsize=32)
 def _compile_template(source: str) -> jinja2.Template:
-    """Compile in the environment published templates are written for: that of transformers, sandboxed."""
+    """Compile in the sandboxed environment that published templates are written for: that of transformers."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
@@ -468,7 +470,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes < and > for HTML, which would change what a tool's description says.
+    # Jinja's own filter escapes < and > for HTML, which would change tool descriptions.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -69,7 +69,7 @@ class ChatFormat:
         """The rendered chat in segments, or the code of the reason to drop it."""
         if chat.messages is None:
             return "too_large"
-        if any(map(self._tokenizer.control_in, strings_of([chat.messages, chat.tools]))):
+        if any(map(self._tokenizer.find_control_token, strings_of([chat.messages, chat.tools]))):
             return "control_token"
         if not any(message.get("role") == "assistant" and message.get("weight") != 0 for message in chat.messages):
             return "no_assistant"

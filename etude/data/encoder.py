@@ -81,7 +81,7 @@ def word_rule(tokenizer: Tokenizer) -> str | None:
     if state["normalizer"] is not None or state["model"].get("dropout"):
         return None
     # Control tokens are never read in plain text; what else was added (runs of spaces) would be matched across words.
-    if not all(tokenizer.control_in(token["content"]) == token["content"] for token in state["added_tokens"]):
+    if not all(tokenizer.find_control_token(token["content"]) == token["content"] for token in state["added_tokens"]):
         return None
     match state["pre_tokenizer"]:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:

@@ -75,7 +75,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class AtifToolCall:
     tool_call_id: str
     function_name: str
     arguments: Json
@@ -122,7 +122,7 @@ class TrajectoryStep:
     model_name: str | None = None
     reasoning_effort: str | float | None = None
     reasoning_content: str | None = None
-    tool_calls: Sequence[ToolCall] | None = None
+    tool_calls: Sequence[AtifToolCall] | None = None
     observation: Observation | None = None
     metrics: Metrics | None = None
     is_copied_context: bool | None = None
@@ -564,7 +564,7 @@ def _adopt_step(step: TrajectoryStep, segment: int, now: float, spoke: bool) -> 
     return steps
 
 
-def _call(call: ToolCall) -> Call:
+def _call(call: AtifToolCall) -> Call:
     raw = json.dumps(call.arguments, ensure_ascii=False)
     return Call(call.function_name, call.arguments, call.tool_call_id, raw=raw)
 

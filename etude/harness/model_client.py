@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from etude.chat.dialects.dialect import Dialect
-from etude.chat.dialects.json_calls import Malformed, read_arguments
-from etude.chat.dialects.live import Live
-from etude.chat.messages import Answer, Call, CallStatus, Message, ToolSchema, names_of
+from etude.chat.dialects.json_calls import MalformedCall, read_arguments
+from etude.chat.dialects.streaming import TurnStreamer
+from etude.chat.messages import ParsedTurn, Call, CallStatus, Message, ToolSchema, tool_names
 from etude.errors import InputError
 from etude.harness.trace import Segment, SegmentKind, Tape, Trace
-from etude.inference.chat_format import Listener, Part, ToolCall
+from etude.inference.chat_format import PartListener, StreamPart, ParsedToolCall
 from etude.inference.clients.openai import OpenAIChat, Reply
-from etude.inference.policy import Policy, Sample
+from etude.inference.policy import Policy, Completion
 from etude.inference.sampling import Sampling
 
 SEEDS = 1 << 62  # a sampling's seed is below this
@@ -31,7 +31,7 @@ SEEDS = 1 << 62  # a sampling's seed is below this
 class Spoken:
     """An answer, the place of its tokens in the segment, and what it took."""
 
-    answer: Answer
+    answer: ParsedTurn
     span: tuple[int, int]
     prompt: int
     cached: int
@@ -45,7 +45,7 @@ class Speaker(ABC):
     model: str
     exact: bool  # token ids are kept
     window: int  # tokens that fit
-    on_text: Listener  # told what the model writes as it comes, for a person to watch
+    on_text: PartListener  # told what the model writes as it comes, for a person to watch
 
     @property
     @abstractmethod
@@ -98,7 +98,7 @@ class TokenSpeaker(Speaker):
     ) -> None:
         self.policy, self.dialect, self.sampling, self.session = policy, dialect, sampling, session
         self.name, self.window, self.model = dialect.name, window, model
-        self.on_text: Listener = _unheard
+        self.on_text: PartListener = _unheard
         self._tapes: list[Tape] = []
         self._tools: Sequence[ToolSchema] = ()
         self._last: Sequence[int] = ()  # the answer at the end of the tape; none where the model is about to write
@@ -143,12 +143,12 @@ class TokenSpeaker(Speaker):
             live.finish(answer)
         return Spoken(answer, span, prompt, sample.cached, time.monotonic() - started)
 
-    async def _sample(self, sampling: Sampling) -> tuple[Sample, Live | None]:
+    async def _sample(self, sampling: Sampling) -> tuple[Completion, TurnStreamer | None]:
         tokens = self._tape.tokens
         if self.on_text is _unheard:
-            return await self.policy.sample(tokens, sampling, session=self.session), None
-        live = Live(self.dialect, self.on_text)
-        return await self.policy.watched(tokens, sampling, live.feed, session=self.session), live
+            return await self.policy.complete(tokens, sampling, session=self.session), None
+        live = TurnStreamer(self.dialect, self.on_text)
+        return await self.policy.complete_streaming(tokens, sampling, live.feed, session=self.session), live
 
     def listen(self) -> tuple[int, int]:
         told, self._told = self._told, []
@@ -182,7 +182,7 @@ class ChatSpeaker(Speaker):
 
     def __init__(self, client: OpenAIChat, sampling: Sampling, *, window: int) -> None:
         self.client, self.sampling, self.window, self.model = client, sampling, window, client.model
-        self.on_text: Listener = _unheard
+        self.on_text: PartListener = _unheard
         self._messages: list[Mapping[str, Any]] = []
         self._told: list[Message] = []
         self._tools: Sequence[ToolSchema] = ()
@@ -247,7 +247,7 @@ def turn_seed(seed: int, turn: int) -> int:
     return (seed * 1_000_003 + turn) % SEEDS
 
 
-def _unheard(part: Part, text: str) -> None:
+def _unheard(part: StreamPart, text: str) -> None:
     """Nobody watches."""
 
 
@@ -273,18 +273,18 @@ def _whole_characters(reply: Reply) -> Reply:
     calls = [[call.name, call.arguments, call.id] for call in reply.tool_calls]
     written = json.dumps([reply.text, reply.message, calls], ensure_ascii=False)
     text, message, calls = json.loads(written.encode("utf-8", "replace"))
-    return replace(reply, text=text, message=message, tool_calls=tuple(ToolCall(*call) for call in calls))
+    return replace(reply, text=text, message=message, tool_calls=tuple(ParsedToolCall(*call) for call in calls))
 
 
-def _read(reply: Reply, tools: Sequence[ToolSchema]) -> Answer:
+def _read(reply: Reply, tools: Sequence[ToolSchema]) -> ParsedTurn:
     """An endpoint's answer in our terms; it counts its tokens by kind for its thinking at most."""
-    known, calls = names_of(tools), []
+    known, calls = tool_names(tools), []
     for call in reply.tool_calls:
         status: CallStatus = "ok"
         arguments, problem = None, ""
         try:
             arguments = read_arguments(call.arguments or "{}", call.name)
-        except Malformed as error:
+        except MalformedCall as error:
             status, problem = error.status, error.problem
         else:
             if call.name not in known:
@@ -293,7 +293,7 @@ def _read(reply: Reply, tools: Sequence[ToolSchema]) -> Answer:
     thinking = reply.message.get("reasoning_content") or reply.message.get("reasoning") or ""
     made, thought = reply.usage.completion_tokens, min(reply.usage.reasoning_tokens, reply.usage.completion_tokens)
     rest = made - thought
-    return Answer(
+    return ParsedTurn(
         thinking=str(thinking),
         text=reply.text,
         calls=tuple(calls),

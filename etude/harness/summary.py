@@ -8,10 +8,12 @@ window ends the session.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from etude.chat.messages import Answer, Message
-from etude.errors import InputError
+from pydantic import Field
+
+from etude.chat.messages import ParsedTurn, Message
+from etude.config import Settings
 from etude.harness.trace import Step
 
 SummaryMode = Literal["self", "compaction", "off"]
@@ -42,19 +44,16 @@ Be precise: give file names, function names, commands and error messages verbati
 </session>"""
 
 
-@dataclass(frozen=True)
-class Summaries:
-    """When and how a session sums up."""
+class SummarySettings(Settings):
+    """When and how a session that outgrows the window is summarised."""
 
-    mode: SummaryMode = "self"
-    trigger: int = 0  # tokens in the segment at which a summary is asked for; 0: when the window is nearly full
-    reserve: int = 2048  # tokens kept free in the window for a summary
-    attempts: int = 3  # answers that may be unusable before the session ends
-    most: int = 0  # summaries in a session; 0: any number
+    renamed_keys: ClassVar[dict[str, str]] = {"most": "max_summaries", "attempts": "max_attempts"}
 
-    def __post_init__(self) -> None:
-        if self.trigger < 0 or self.reserve < 1 or self.attempts < 1 or self.most < 0:
-            raise InputError(f"summaries: {self}; expected trigger and most >= 0, reserve and attempts >= 1")
+    mode: SummaryMode = Field(default="self", description="self-summaries, compaction, or off: a full window ends it")
+    trigger: int = Field(default=0, ge=0, description="tokens of a segment that trigger a summary; 0: when nearly full")
+    reserve: int = Field(default=2048, ge=1, description="tokens of the window kept free for a summary")
+    max_attempts: int = Field(default=2, ge=1, description="unusable summaries after which the session ends")
+    max_summaries: int = Field(default=0, ge=0, description="summaries of one session; 0: no limit")
 
     def at(self, window: int) -> int:
         """The size of a segment at which it is time."""
@@ -62,7 +61,7 @@ class Summaries:
         return min(self.trigger, full) if self.trigger else full
 
 
-def unusable(answer: Answer) -> str:
+def unusable(answer: ParsedTurn) -> str:
     """Why an answer is not a summary; "" when it is one."""
     if answer.calls:
         return "it calls tools"

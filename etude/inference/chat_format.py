@@ -1,6 +1,6 @@
 """Chats to tokens and back: how messages become a prompt, and how a model's text becomes content and tool calls.
 
-A `Dialect` is all that a server needs to know of a chat format. `Hermes` is the one of Qwen and of our own template:
+A `ServerChatFormat` is all that a server needs to know of a chat format. `HermesChatFormat` is the one of Qwen and of our own template:
 `<tool_call>{"name": ..., "arguments": ...}</tool_call>`. Text that is not a call stays text, to the letter.
 """
 
@@ -19,12 +19,12 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 SIGN, END_SIGN = "\ue000", "\ue001"
 
 # What a model writes, as it comes: thoughts, text, or that it calls a tool and which.
-Part: TypeAlias = Literal["thinking", "text", "call"]
-Listener: TypeAlias = Callable[[Part, str], None]
+StreamPart: TypeAlias = Literal["thinking", "text", "call"]
+PartListener: TypeAlias = Callable[[StreamPart, str], None]
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class ParsedToolCall:
     """A call as the model wrote it; `arguments` is a JSON object, unchanged."""
 
     name: str
@@ -32,50 +32,50 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
 
-class Reader(Protocol):
+class ToolCallParser(Protocol):
     """Text as it comes, taken apart."""
 
-    def feed(self, text: str) -> list[str | ToolCall]:
+    def feed(self, text: str) -> list[str | ParsedToolCall]:
         """Content and calls that are certain now."""
         ...
 
-    def finish(self) -> list[str | ToolCall]:
+    def finish(self) -> list[str | ParsedToolCall]:
         """What was held back, when no more text comes."""
         ...
 
 
-class Dialect(Protocol):
+class ServerChatFormat(Protocol):
     """One chat format."""
 
     def encode(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """The prompt of a chat that the model continues."""
         ...
 
-    def reader(self) -> Reader:
+    def reader(self) -> ToolCallParser:
         """For one answer to a chat with tools."""
         ...
 
 
-class Hermes:
-    """The tokenizer's own chat template, and Hermes-style tool calls."""
+class HermesChatFormat:
+    """The tokenizer's own chat template, and HermesChatFormat-style tool calls."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.encode = ChatEncoder(tokenizer).encode
 
-    def reader(self) -> Reader:
-        return HermesReader()
+    def reader(self) -> ToolCallParser:
+        return HermesToolCallParser()
 
 
-class HermesReader:
+class HermesToolCallParser:
     """Takes one newline before a call and all blank between calls for the template's, as it puts them there itself."""
 
     def __init__(self) -> None:
         self._text = ""
         self._inside = self._called = False
 
-    def feed(self, text: str) -> list[str | ToolCall]:
+    def feed(self, text: str) -> list[str | ParsedToolCall]:
         self._text += text
-        found: list[str | ToolCall] = []
+        found: list[str | ParsedToolCall] = []
         while (at := self._text.find(CLOSE if self._inside else OPEN)) >= 0:
             before = self._text[:at]
             self._text = self._text[at + len(CLOSE if self._inside else OPEN) :]
@@ -98,13 +98,13 @@ class HermesReader:
         certain, self._text = self._text[:size], self._text[size:]
         return certain
 
-    def finish(self) -> list[str | ToolCall]:
+    def finish(self) -> list[str | ParsedToolCall]:
         rest = f"{OPEN}{self._text}" if self._inside else self._text
         self._text = ""
         return [rest] if rest and not (self._called and not rest.strip()) else []
 
 
-def parse_call(text: str) -> ToolCall | None:
+def parse_call(text: str) -> ParsedToolCall | None:
     """A call from what stood between the marks; None when it is not one."""
     try:
         call = json.loads(text)
@@ -114,7 +114,7 @@ def parse_call(text: str) -> ToolCall | None:
         return None
     if not isinstance(call.get("arguments"), dict):
         return None
-    return ToolCall(call["name"], _as_written(text, call["arguments"]))
+    return ParsedToolCall(call["name"], _as_written(text, call["arguments"]))
 
 
 def _as_written(text: str, arguments: dict[str, Any]) -> str:
@@ -139,7 +139,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         added = tokenizer.backend.get_added_tokens_decoder().values()
-        self._control = _any_of(t.content for t in added if tokenizer.control_in(t.content))
+        self._control = _any_of(t.content for t in added if tokenizer.find_control_token(t.content))
         self._frame = _any_of(t.content for t in added if t.special)
 
     def encode(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -120,7 +120,7 @@ def generate(
     except UnicodeDecodeError as problem:
         raise InputError(f"standard input is not UTF-8 text ({problem})") from None
     if chat:
-        if spelt := tokenizer.control_in(text):
+        if spelt := tokenizer.find_control_token(text):
             raise InputError(
                 f"the prompt spells the control token {spelt}, which would end the user's turn; leave it out"
             )

@@ -16,21 +16,21 @@ from samplers import tiny_engine
 from stub_endpoint import Line, Stub, serving
 from stub_endpoint import call as stub_call
 
-from etude.chat.dialects.live import Live
+from etude.chat.dialects.streaming import TurnStreamer
 from etude.errors import EtudeError, InputError
 from etude.harness.model_client import ChatSpeaker
 from etude.harness.prompt import Request
 from etude.harness.session import Session
 from etude.harness.trace import Trace
-from etude.inference.clients.http import Http
-from etude.inference.clients.inprocess import InProcess
-from etude.inference.clients.openai import Events, OpenAIChat, read_reply
-from etude.inference.clients.transport import Patience, ServerError, Unreachable
-from etude.inference.generate_protocol import BadAnswer
+from etude.inference.clients.http import HttpPolicy
+from etude.inference.clients.inprocess import InProcessPolicy
+from etude.inference.clients.openai import ChatEventParser, OpenAIChat, read_reply
+from etude.inference.clients.transport import RetryPolicy, ServerError, ServerUnreachable
+from etude.inference.generate_protocol import InvalidResponse
 from etude.inference.sampling import Sampling
 from etude.inference.service import EngineService
 
-QUICK = Patience(timeout=20, attempts=2, first_pause=0.01, longest_pause=0.05)
+QUICK = RetryPolicy(timeout=20, attempts=2, first_pause=0.01, longest_pause=0.05)
 LINE = Line(
     "Zürich \u2028 and 東京", [stub_call("grep", pattern="a b"), stub_call("read_file", target_file="x.py")], "Hm, hm."
 )
@@ -94,17 +94,17 @@ def test_tokens_that_nobody_counted_are_a_guess_and_say_so() -> None:
 @pytest.mark.parametrize(
     ("lines", "kind", "complaint"),
     [
-        (["data: {"], BadAnswer, "not JSON"),
-        (["data: []"], BadAnswer, "not an object"),
+        (["data: {"], InvalidResponse, "not JSON"),
+        (["data: []"], InvalidResponse, "not an object"),
         (['data: {"error": {"message": "out of memory"}}'], ServerError, "out of memory"),
-        (['data: {"choices": [{"delta": {"content": "half"}}]}'], Unreachable, "broke off"),
-        ([], Unreachable, "broke off"),
-        (["<html>"], BadAnswer, "not JSON"),
-        (['data: {"choices": [null]}'], BadAnswer, "choices is not a list of objects"),
-        (['data: {"choices": [{"delta": {"tool_calls": ["x"]}}]}'], BadAnswer, "tool_calls is not a list of objects"),
+        (['data: {"choices": [{"delta": {"content": "half"}}]}'], ServerUnreachable, "broke off"),
+        ([], ServerUnreachable, "broke off"),
+        (["<html>"], InvalidResponse, "not JSON"),
+        (['data: {"choices": [null]}'], InvalidResponse, "choices is not a list of objects"),
+        (['data: {"choices": [{"delta": {"tool_calls": ["x"]}}]}'], InvalidResponse, "tool_calls is not a list of objects"),
         (
             ['data: {"choices": [{"delta": {"tool_calls": [{"function": {"name": "x", "arguments": {"a": 1}}}]}}]}'],
-            BadAnswer,
+            InvalidResponse,
             "must be text",
         ),
     ],
@@ -113,7 +113,7 @@ def test_a_strange_stream_is_an_error_that_says_what_is_wrong(
     lines: list[str], kind: type[EtudeError], complaint: str
 ) -> None:
     def read() -> None:
-        events = Events("http://x", Ear())
+        events = ChatEventParser("http://x", Ear())
         for line in lines:
             events.feed(line.encode())
         read_reply(events.whole({"messages": []}), "http://x")
@@ -123,7 +123,7 @@ def test_a_strange_stream_is_an_error_that_says_what_is_wrong(
 
 
 def test_calls_without_numbers_are_told_apart_by_their_ids() -> None:
-    events = Events("http://x", Ear())
+    events = ChatEventParser("http://x", Ear())
     for id, name in (("a", "one"), ("b", "two")):
         delta = {"tool_calls": [{"id": id, "function": {"name": name, "arguments": "{}"}}]}
         events.feed(f"data: {json.dumps({'choices': [{'delta': delta}]})}".encode())
@@ -180,7 +180,7 @@ def watch(text: str, *calls: object, thinking: str = "", pieces: Callable[[int],
     """An answer in our dialect, told in pieces; looks are never put off."""
     ear, dialect = Ear(), chatml()
     tokens = dialect.write(says(text, *calls, thinking=thinking))  # type: ignore[arg-type]
-    live = Live(dialect, ear)  # type: ignore[arg-type]
+    live = TurnStreamer(dialect, ear)  # type: ignore[arg-type]
     at = 0
     while at < len(tokens):
         size = pieces(len(tokens))
@@ -239,10 +239,10 @@ def test_watched_samples_are_the_same_in_process_and_over_http() -> None:
 
     async def work() -> None:
         async with EngineService(tiny_engine("qwen3_moe")) as service, serving_engine(service) as url:
-            plain = await InProcess(service).sample([1, 2, 3], sampling)
-            for policy in (InProcess(service), Http(url, patience=QUICK)):
+            plain = await InProcessPolicy(service).complete([1, 2, 3], sampling)
+            for policy in (InProcessPolicy(service), HttpPolicy(url, patience=QUICK)):
                 told: list[list[int]] = []
-                one = await policy.watched([1, 2, 3], sampling, lambda tokens, told=told: told.append(list(tokens)))  # type: ignore[misc]
+                one = await policy.complete_streaming([1, 2, 3], sampling, lambda tokens, told=told: told.append(list(tokens)))  # type: ignore[misc]
                 assert (one.tokens, one.logprobs, one.versions) == (plain.tokens, plain.logprobs, plain.versions)
                 assert one.routing is not None
                 assert plain.routing is not None
@@ -250,7 +250,7 @@ def test_watched_samples_are_the_same_in_process_and_over_http() -> None:
                 assert [token for piece in told for token in piece] == one.tokens
                 assert len(told) > 2
                 with pytest.raises(InputError, match="one sample"):
-                    await policy.watched([1], replace(sampling, samples=2), print)
+                    await policy.complete_streaming([1], replace(sampling, samples=2), print)
             await policy.close()
 
     asyncio.run(work())

@@ -17,12 +17,12 @@ def check_tame(speaker: Speaker, seed: int) -> None:
     tools = random.choice(((), TOOLS)) if family != "deepseek-v3" else ()  # whose template shows none
     answer = random.random() < 0.7
     truth = by_template(speaker, said, tools, answer)
-    assert dialect.render(said, tools, answer=answer) == tokenizer.encode(truth, special=True)
+    assert dialect.render(said, tools, add_generation_prompt=answer) == tokenizer.encode(truth, special=True)
     at, after = random.choice(turns(said))
     prompt, written = dialect.render(said[:at]), dialect.write(said[at], first_call=calls_before(said[:at]))
     assert meant(dialect.parse(written, TOOLS).message()) == meant(said[at])
     if family != "kimi-k2-thinking" or said[at].calls:  # which takes the thought out of a last answer at once
-        whole = dialect.render(said[: at + 1], answer=False)
+        whole = dialect.render(said[: at + 1], add_generation_prompt=False)
         assert whole[: len(prompt) + len(written)] == prompt + written
     if speaker.of.stable:
         assert prompt + written + dialect.bridge(written, said[at + 1 : after]) == dialect.render(said[:after])

@@ -136,7 +136,7 @@ def small(family: str) -> Speaker:
 
 def controls_of(tokenizer: Tokenizer) -> frozenset[int]:
     added = tokenizer.backend.get_added_tokens_decoder()
-    return frozenset(token for token, of in added.items() if tokenizer.control_in(of.content))
+    return frozenset(token for token, of in added.items() if tokenizer.find_control_token(of.content))
 
 
 # What a chat is made of; the second list is what breaks those who join text to marks.

@@ -30,7 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.chat.dialects import DIALECTS, dialect_for
-from etude.chat.messages import Answer, Call, Message
+from etude.chat.messages import ParsedTurn, Call, Message
 from etude.chat.tokenizer import FRAME_TOKENS, Tokenizer
 from etude.errors import InputError
 
@@ -39,7 +39,7 @@ token_marks = pytest.mark.parametrize("family", [family for family in FAMILIES i
 GREP = Call("grep", {"pattern": "x"}, "call_0")
 
 
-def read(family: str, text: str, **options: Any) -> Answer:
+def read(family: str, text: str, **options: Any) -> ParsedTurn:
     """What a model meant by `text`, in which control tokens are control tokens."""
     tokens = tokenizer_of(family).encode(text, special=True)
     answer = dialect_of(family).parse(tokens, TOOLS, **options)
@@ -109,7 +109,7 @@ class TestAnAnswer:
 
     @every_family
     def test_may_be_empty(self, family: str) -> None:
-        assert dialect_of(family).parse([]) == Answer("", "", (), closed=False)
+        assert dialect_of(family).parse([]) == ParsedTurn("", "", (), closed=False)
 
     @every_family
     def test_ends_at_its_first_end(self, family: str) -> None:

@@ -119,7 +119,7 @@ def open_yard(backend: str = "auto") -> Iterator[Yard]:
             yield Yard(runner, fleet)
         finally:
             runner.run(context.__aexit__(None, None, None))
-            runner.run(fleet.local.backend.shut())  # type: ignore[union-attr]
+            runner.run(fleet.local.backend.shutdown())  # type: ignore[union-attr]
 
 
 _shared: list[Yard] = []

@@ -23,7 +23,7 @@ from etude.harness.atif import from_atif, to_atif
 from etude.harness.prompt import Request
 from etude.harness.scripted_policy import Line
 from etude.harness.session import Session
-from etude.harness.summary import Summaries
+from etude.harness.summary import SummarySettings
 from etude.harness.trace import Cost, Trace
 from etude.harness.trace_store import load_trace, save_trace
 
@@ -234,7 +234,7 @@ def test_a_real_session_with_summaries_goes_out_and_comes_back(tmp_path: Path) -
         says("Fixed."),
     ]
     request = Request("Fix the bug.", past=(Message("user", "Hello."), Message("assistant", "Hi.")), id="bug-1")
-    session = Session(request, speaker(script), Bench(), summaries=Summaries(trigger=2500))
+    session = Session(request, speaker(script), Bench(), summaries=SummarySettings(trigger=2500))
     trace = replace(asyncio.run(session.run()), facts={"seed": 1})
     document = to_atif(trace)
     assert valid(document)

@@ -98,7 +98,7 @@ def test_the_program_itself_sends_what_a_rollout_sends(desk: Desk, tmp_path: Pat
     assert trace.exact
     # `Recorded` raises Diverged at the first token that it is asked otherwise.
     request = Request(REQUEST, recent=("AGENTS.md",))
-    again = rollout(desk, Recorded(trace), Tokenizer.load(place), Budget(turns=1, answer=16), request)
+    again = rollout(desk, Recorded(trace), Tokenizer.load(place), Budget(turns=1, max_turn_tokens=16), request)
     assert np.array_equal(again.segments[0].tokens, trace.segments[0].tokens)
     assert replace(again.cost, model_s=0, pod_s=0, wall_s=0, cached=0) == replace(
         trace.cost, model_s=0, pod_s=0, wall_s=0, cached=0

@@ -14,7 +14,7 @@ from etude.harness.model_client import TokenSpeaker, turn_seed
 from etude.harness.prompt import Request, opening
 from etude.harness.scripted_policy import Diverged, Recorded, Scripted
 from etude.harness.session import Budget, Session
-from etude.harness.summary import ASK, Summaries
+from etude.harness.summary import ASK, SummarySettings
 from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
 from etude.inference.sampling import Sampling
@@ -58,7 +58,7 @@ def test_a_session_is_one_stream_of_tokens_in_which_the_models_own_are_marked() 
     said: list[Message] = [step.message for step in trace.steps if step.kind == "prompt"]
     for step in turns:
         said += [step.message, *step.results()]
-    assert segment.tokens.tolist() == dialect.render(said, bench.schemas, answer=False)[: len(segment)]
+    assert segment.tokens.tolist() == dialect.render(said, bench.schemas, add_generation_prompt=False)[: len(segment)]
     assert (segment.versions[segment.made] == 0).all()
     assert (segment.versions[~segment.made] == -1).all()
     assert trace.versions() == (0, 0)
@@ -127,7 +127,7 @@ def test_a_malformed_call_is_answered_and_stays_in_the_record() -> None:
         (Budget(turns=2), "turns"),
         (Budget(tokens=30), "tokens"),
         (Budget(seconds=0.3), "time"),
-        (Budget(answer=5), "length"),
+        (Budget(max_turn_tokens=5), "length"),
     ],
 )
 def test_budgets_end_a_session(budget: Budget, ending: str) -> None:
@@ -149,14 +149,14 @@ def test_time_over_stops_a_tool_that_still_runs() -> None:
 def test_a_full_window_ends_a_session_that_may_not_sum_up() -> None:
     lines = [says("", call("echo", text="word " * 30)) for _ in range(100)]
     mouth = speaker(lines, window=1200)
-    trace = play(Session(REQUEST, mouth, Bench(), summaries=Summaries("off")))
+    trace = play(Session(REQUEST, mouth, Bench(), summaries=SummarySettings(mode="off")))
     assert trace.ending == "context"
     assert len(trace.segments[0]) <= 1200
 
 
 def test_a_result_that_does_not_fit_is_cut_and_says_so() -> None:
     lines = [says("", call("echo", text="0123456789", times=5000), call("echo", text="short")), says("Enough.")]
-    trace = play(Session(REQUEST, speaker(lines, window=2000), Bench(), summaries=Summaries(reserve=500)))
+    trace = play(Session(REQUEST, speaker(lines, window=2000), Bench(), summaries=SummarySettings(reserve=500)))
     (first, *_) = (step for step in trace.steps if step.kind == "turn")
     assert first.outcomes[0].text.endswith("does not fit in the context]")
     assert first.outcomes[1].text == "short"
@@ -166,7 +166,7 @@ def test_a_result_that_does_not_fit_is_cut_and_says_so() -> None:
 
 def test_results_of_hundreds_of_calls_that_do_not_fit_are_cut_in_no_time() -> None:
     lines = [says("", *(call("echo", text="0123456789", times=50) for _ in range(300))), says("Enough.")]
-    session = Session(REQUEST, speaker(lines, window=60_000), Bench(), budget=Budget(answer=50_000, turns=1))
+    session = Session(REQUEST, speaker(lines, window=60_000), Bench(), budget=Budget(max_turn_tokens=50_000, turns=1))
     before = time.monotonic()
     trace = play(session)
     assert time.monotonic() - before < 5  # to cut them one by one takes minutes, and nothing else runs meanwhile
@@ -284,7 +284,7 @@ def chain(*summaries: object, mode: str = "self") -> Trace:
     lines = [*(says("", call("echo", text=fact)) for fact in facts), *summaries]
     lines += [says("", call("echo", text="after")), says("Finished.")]
     trigger = opening_size() + 5 * result_size(facts[0])  # each fact is there twice: in its call and in its result
-    options = Summaries(mode, trigger=trigger, reserve=900)  # type: ignore[arg-type]
+    options = SummarySettings(mode=mode, trigger=trigger, reserve=900)  # type: ignore[arg-type]
     return play(Session(REQUEST, speaker(lines, window=6000), Bench(), summaries=options))  # type: ignore[arg-type]
 
 
@@ -342,7 +342,7 @@ def test_several_summaries_count_up() -> None:
             REQUEST,
             speaker([*lines, says("Done.")], window=6000),
             Bench(),
-            summaries=Summaries(trigger=trigger, reserve=700),
+            summaries=SummarySettings(trigger=trigger, reserve=700),
         )
     )
     assert [segment.kind for segment in trace.segments] == ["start", "summary", "summary", "summary"]

@@ -12,7 +12,7 @@ from harness_pods import Box, Yard, shared_yard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.chat.messages import Call, names_of
+from etude.chat.messages import Call, tool_names
 from etude.errors import InputError
 from etude.harness.search.source import FileSource
 from etude.harness.tool_set import ALL_TOOLS, ToolSet
@@ -56,13 +56,13 @@ def test_what_is_shown_depends_on_the_environment_alone_and_not_on_strictness() 
     assert schemas(ToolSet(strict=True)) == schemas(ToolSet())
     assert json.loads(json.dumps(schemas(ToolSet()))) == schemas(ToolSet())
     for naming in ("cursor", "claude-code", "bash"):
-        for schema in schemas(ToolSet(naming=naming, web=True)).values():
+        for schema in schemas(ToolSet(aliases=naming, web=True)).values():
             assert "{" not in schema["description"], schema["description"]
 
 
 def test_a_brief_environment_shows_the_same_tools_in_fewer_words() -> None:
     for naming in ("cursor", "claude-code", "bash"):
-        full, brief = schemas(ToolSet(naming=naming)), schemas(ToolSet(naming=naming, brief=True))
+        full, brief = schemas(ToolSet(aliases=naming)), schemas(ToolSet(aliases=naming, short_system_prompt=True))
         assert list(brief) == list(full)
         assert len(json.dumps(brief)) < 0.65 * len(json.dumps(full))
         for name, schema in brief.items():
@@ -79,11 +79,11 @@ def test_a_brief_environment_still_takes_the_arguments_it_does_not_show(yard: Ya
         assert "2|two" in text
         assert "1|one" not in text
 
-    yard.run(check, environment=ToolSet(brief=True), files={"a.txt": "one\ntwo\nthree\n"})
+    yard.run(check, environment=ToolSet(short_system_prompt=True), files={"a.txt": "one\ntwo\nthree\n"})
 
 
 def test_the_same_tools_go_by_other_names() -> None:
-    claude = schemas(ToolSet(naming="claude-code"))
+    claude = schemas(ToolSet(aliases="claude-code"))
     assert list(claude) == (
         ["Read", "Edit", "Write", "LS", "Glob", "Grep", "Bash", "BashOutput", "KillShell", "TodoWrite"]
     )
@@ -93,16 +93,16 @@ def test_the_same_tools_go_by_other_names() -> None:
         ["command", "timeout", "run_in_background", "description"]
     )
     assert "timeout" in claude["Bash"]["description"]
-    bash = schemas(ToolSet(naming="bash"))
+    bash = schemas(ToolSet(aliases="bash"))
     assert {name: list(schema["parameters"]["properties"]) for name, schema in bash.items()} == {"bash": ["command"]}
     renamed = shown_tools(ToolSet(tools=("read_file", "grep"), renamed={"grep": "rg"}))
     assert list(renamed) == ["read_file", "rg"]
-    assert names_of([shown.schema for shown in renamed.values()]) == {"read_file", "rg"}
+    assert tool_names([shown.schema for shown in renamed.values()]) == {"read_file", "rg"}
 
 
 def test_an_environment_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(InputError, match="naming is 'vim'"):
-        shown_tools(ToolSet(naming="vim"))
+        shown_tools(ToolSet(aliases="vim"))
     with pytest.raises(InputError, match="'raed_file' is not a tool"):
         shown_tools(ToolSet(tools=("raed_file",)))
     with pytest.raises(InputError, match="two tools are called 'x'"):
@@ -351,7 +351,7 @@ def test_claude_codes_tools_do_the_same_work(yard: Yard) -> None:
         assert "List it with LS." in await box.error("environment", "Read", file_path=".")
         assert "file_path must be a string" in await box.error("bad_arguments", "Read", file_path=["a"])
 
-    yard.run(check, environment=ToolSet(naming="claude-code"))
+    yard.run(check, environment=ToolSet(aliases="claude-code"))
 
 
 def test_with_bash_alone_a_command_is_waited_for_to_its_end(yard: Yard) -> None:
@@ -361,7 +361,7 @@ def test_with_bash_alone_a_command_is_waited_for_to_its_end(yard: Yard) -> None:
         assert outcome.error == "timeout"
         assert "block_until_ms" in await box.error("bad_arguments", "bash", command="true", block_until_ms=0)
 
-    yard.run(check, environment=ToolSet(naming="bash", command_timeout_s=1.0, strict=True))
+    yard.run(check, environment=ToolSet(aliases="bash", command_timeout_s=1.0, strict=True))
 
 
 class Finder:

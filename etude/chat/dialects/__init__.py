@@ -1,4 +1,7 @@
-"""Dialects: how each model family writes turns, thoughts and tool calls, token for token."""
+"""Dialects: how each model family writes turns, thinking and tool calls, token for token.
+
+`dialect_for(tokenizer)` picks the dialect by the tokenizer's control tokens and chat template.
+"""
 
 from collections.abc import Mapping
 
@@ -12,19 +15,21 @@ from etude.chat.dialects.turns import TurnDialect
 from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
 
+__all__ = ["DIALECTS", "FAMILIES", "Dialect", "dialect_for"]
+
 FAMILIES: tuple[type[TurnDialect], ...] = (ChatML, Qwen3, Qwen3Coder, KimiK2, DeepSeekV3)
 DIALECTS: Mapping[str, type[TurnDialect]] = {family.name: family for family in FAMILIES}
 
 
 def dialect_for(tokenizer: Tokenizer, name: str | None = None) -> Dialect:
-    """The dialect of that name or, without one, that of the family whose tokens and chat template these are."""
+    """Return the named dialect or, without a name, the one that matches the tokenizer's tokens and chat template."""
     names = ", ".join(DIALECTS)
     if name is not None:
         if name not in DIALECTS:
             raise InputError(f"{name} is not a dialect; choose one of {names}")
         return DIALECTS[name](tokenizer)
-    fitting = [family for family in FAMILIES if family.fits(tokenizer)]
-    if len(fitting) != 1:
-        found = " and ".join(family.name for family in fitting) or "none"
-        raise InputError(f"the chat template is that of no family known here (fitting: {found}); name one of {names}")
-    return fitting[0](tokenizer)
+    matching = [family for family in FAMILIES if family.fits(tokenizer)]
+    if len(matching) != 1:
+        found = " and ".join(family.name for family in matching) or "none"
+        raise InputError(f"the chat template must match exactly one dialect (matching: {found}); name one of {names}")
+    return matching[0](tokenizer)

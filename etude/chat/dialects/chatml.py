@@ -1,27 +1,27 @@
-"""Our own dialect: ChatML with calls in the way of Hermes, for models we train ourselves.
+"""Etude's own dialect: ChatML with Hermes-style tool calls, for models trained here.
 
-Its template only ever grows at its end. A tokenizer without tokens for the marks, as SmolLM2's, has them as text.
+The template is append-only. Where the tokenizer has no tokens for the marks (SmolLM2), they are written as text.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from etude.chat.dialects.json_calls import read_named_call, write_json
-from etude.chat.dialects.turns import Layout, TurnDialect
+from etude.chat.dialects.turns import TurnDialect, TurnLayout
 from etude.chat.messages import Call, ToolSchema
 from etude.chat.tokenizer import CHAT_TEMPLATE, END_OF_TURN, Tokenizer
 
 
 class ChatML(TurnDialect):
     name = "chatml"
-    layout = Layout(end=END_OF_TURN, call=("<tool_call>", "</tool_call>"))
+    layout = TurnLayout(end=END_OF_TURN, call=("<tool_call>", "</tool_call>"))
     template: ClassVar[str | None] = CHAT_TEMPLATE
     text_marks = True
     always_thinks = False
 
     @classmethod
     def fits(cls, tokenizer: Tokenizer) -> bool:
-        """ChatML's frame, and no template that shows a model tools in another way."""
+        """Return whether the tokenizer has ChatML's frame tokens and no template that declares tools differently."""
         template = tokenizer.chat_template
         framed = all(tokenizer.token_id(token) is not None for token in ("<|im_start|>", END_OF_TURN))
         return framed and (template is None or template == CHAT_TEMPLATE or "tools" not in template)

@@ -1,16 +1,16 @@
-"""DeepSeek-V3: bare turns, and calls in a section with their arguments in a fence.
+"""DeepSeek-V3: unframed turns, and calls in a section with their arguments in a JSON code fence.
 
-The template is our own. The one that V3 ships writes conversations without calls, and one turn of two calls; it
-shows no tools, drops the calls of an answer that has text, ends a section after every call but the first, and opens
-only the first. What it writes whole, this one writes alike.
+The template is Etude's. The one V3 ships declares no tools, drops the calls of a turn that also has text, opens a
+section only for the first call and closes one after every call but the first. Conversations that it renders
+completely (those without calls, and one turn of two calls) render identically here.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from etude.chat.dialects.json_calls import Malformed, read_arguments, write_json
-from etude.chat.dialects.turns import Layout, TurnDialect
+from etude.chat.dialects.json_calls import MalformedCall, read_arguments, write_json
+from etude.chat.dialects.turns import TurnDialect, TurnLayout
 from etude.chat.messages import Call, ToolSchema
 from etude.chat.tokenizer import Tokenizer
 
@@ -67,12 +67,12 @@ TEMPLATE = """\
 
 class DeepSeekV3(TurnDialect):
     name = "deepseek-v3"
-    layout = Layout(end="<｜end▁of▁sentence｜>", call=CALL, section=SECTION, separator=SEPARATOR, before_calls="")
+    layout = TurnLayout(end="<｜end▁of▁sentence｜>", call=CALL, section=SECTION, separator=SEPARATOR, before_calls="")
     template = TEMPLATE
 
     @classmethod
     def fits(cls, tokenizer: Tokenizer) -> bool:
-        """V3.1 has the same tokens, but neither the fence nor the type of a call."""
+        """Return whether the template is V3's; V3.1 has the same tokens, but neither the fence nor the type of a call."""
         template = tokenizer.chat_template or ""
         return SEPARATOR in template and "```json" in template
 
@@ -81,11 +81,11 @@ class DeepSeekV3(TurnDialect):
 
     def _read_call(self, parts: Sequence[str], tools: Sequence[ToolSchema]) -> tuple[str, Mapping[str, Any]]:
         if len(parts) != 2 or parts[0].strip() != "function":
-            raise Malformed("bad_structure", f"a call begins with function{SEPARATOR}NAME, not {parts[0][:40]!r}")
+            raise MalformedCall("bad_structure", f"a call begins with function{SEPARATOR}NAME, not {parts[0][:40]!r}")
         fenced = FENCED.fullmatch(parts[1])
         name = fenced[1] if fenced else parts[1].partition("\n")[0]
         if fenced is None:
-            raise Malformed("bad_structure", "the arguments must stand in a fence: NAME\n```json\n{...}\n```", name)
+            raise MalformedCall("bad_structure", "the arguments must stand in a fence: NAME\n```json\n{...}\n```", name)
         if not name.strip():
-            raise Malformed("missing_name", f"the call has no tool's name behind function{SEPARATOR}")
+            raise MalformedCall("missing_name", f"the call has no tool's name behind function{SEPARATOR}")
         return name, read_arguments(fenced[2], name)

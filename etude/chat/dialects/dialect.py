@@ -1,14 +1,14 @@
-"""The contract of a dialect: how one model family writes turns, thoughts and tool calls, token for token.
+"""The contract of a dialect: how one model family writes turns, thinking and tool calls, token for token.
 
-A dialect renders a conversation once, at the start of a segment. From then on tokens are only ever appended: the
-model's own as they were sampled, and what `bridge` adds between two answers. Text never becomes a control token,
-whatever it spells, and a call is read from the model's tokens only, so a tag in a file is text.
+A dialect renders a conversation once, at the start of a segment. After that tokens are only appended: sampled tokens
+as they are, and the tokens of `bridge` between two turns. Text never becomes a control token, whatever it spells, and
+calls are parsed only from sampled token ids, so a tag in a file stays text.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from etude.chat.messages import Answer, Message, ToolSchema
+from etude.chat.messages import Message, ParsedTurn, ToolSchema
 from etude.chat.tokenizer import Tokenizer
 
 
@@ -16,39 +16,39 @@ class Dialect(ABC):
     """One chat format over one tokenizer."""
 
     name: str
-    stops: frozenset[int]  # tokens that end an answer; the sampler is told to stop at them
+    stops: frozenset[int]  # token ids that end a turn; passed to the sampler as stop tokens
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
 
     @abstractmethod
     def render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, answer: bool = True
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = True
     ) -> list[int]:
-        """The tokens of a conversation; with `answer`, up to where the model begins to write.
+        """Return the tokens of a conversation, by default with the generation prompt.
 
         Equal to the family's own chat template, except that no text in a message can spell a control token.
         """
 
     @abstractmethod
-    def parse(self, tokens: Sequence[int], tools: Sequence[ToolSchema] = (), *, first_call: int = 0) -> Answer:
-        """What an answer means. Never fails: whatever a model may write, every call in it gets a status.
+    def parse(self, tokens: Sequence[int], tools: Sequence[ToolSchema] = (), *, first_call: int = 0) -> ParsedTurn:
+        """Parse the sampled tokens of one turn. Never fails: every call gets a status, whatever the model wrote.
 
         `first_call` numbers the calls over the whole session, so that ids are the same in every run.
         """
 
     @abstractmethod
-    def bridge(self, answer: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """The tokens between the model's last answer and its next: whatever closes the turn, then the new messages.
+    def bridge(self, completion: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Return the tokens between two model turns: the rest of the closing turn, new messages, generation prompt.
 
-        `answer` are the tokens of the last answer as sampled; when it was cut off, the first token returned closes
-        it. The messages are a user's, or a tool's, in the order of the calls; never an assistant's.
+        `completion` is the last turn as sampled; if it was cut off, the first token returned closes it. The messages
+        are from the user or from tools, in the order of the calls; never from the assistant.
         """
 
     @abstractmethod
     def write(self, message: Message, *, first_call: int = 0) -> list[int]:
-        """The tokens with which a model would write an assistant's message, the end of its turn included.
+        """Return the tokens a model would sample to write an assistant message, including the end of the turn.
 
-        For scripted policies and demonstrations: `parse` reads the same message back. What the dialect has no way to
-        write is an InputError.
+        For scripted policies and demonstrations: `parse` returns the same message. Raise InputError for a message
+        that the dialect cannot represent.
         """

@@ -1,8 +1,8 @@
-"""Text of people and tools on its way through a chat template: whatever it spells, none of it becomes a control token.
+"""Keeps untrusted text from becoming control tokens on its way through a chat template.
 
-Before the template sees a text, a sign from Unicode's private use area is put into each control token that it spells.
-What the template wrote itself is still whole afterwards and becomes control tokens; everything between those is
-encoded as plain text, in one piece, without the signs.
+Before the template sees a text, a character from Unicode's private use area is inserted into each control token that
+the text spells. After rendering, only control tokens written by the template itself are intact and get their ids;
+everything between them is encoded as plain text, in one piece, with the inserted characters removed.
 """
 
 import re
@@ -11,34 +11,34 @@ from typing import Any
 
 from etude.chat.tokenizer import Tokenizer
 
-# BREAK stands inside a spelt control token; ESCAPE before what stands for a sign that the text brought along itself;
-# ANSWER for what a model wrote; no token goes across a CUT.
-BREAK, ESCAPE, ANSWER, CUT = SIGNS = "\ue000\ue001\ue002\ue003"
+# BREAK is inserted into a spelled control token. ESCAPE precedes the number of a sentinel that the text contained.
+# TURN stands for the text of a model turn. No token spans a BOUNDARY.
+BREAK, ESCAPE, TURN, BOUNDARY = SENTINELS = "\ue000\ue001\ue002\ue003"
 
 
-class Guard:
-    """What one tokenizer reads as control tokens, and how text is kept from being read as them."""
+class ControlTokenGuard:
+    """Guards text against the control tokens of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.backend.get_added_tokens_decoder()
         self._tokenizer = tokenizer
-        self._ids = {t.content: id for id, t in added.items() if tokenizer.control_in(t.content) is not None}
-        self._frame = re.compile(f"({_any_of(self._ids)}|{CUT})")
+        self._ids = {t.content: id for id, t in added.items() if tokenizer.find_control_token(t.content) is not None}
+        self._frame = re.compile(f"({_any_of(self._ids)}|{BOUNDARY})")
         starts = sorted({token[0] for token in self._ids})
         inside = (f"{re.escape(c)}(?={_any_of(t[1:] for t in self._ids if t[0] == c)})" for c in starts)
-        self._spelt = re.compile("|".join((f"[{SIGNS}]", *inside)))
+        self._spelled = re.compile("|".join((f"[{SENTINELS}]", *inside)))
         self._longest = max(map(len, self._ids), default=0)
-        beginnings = {token[:size] for token in self._ids for size in range(1, len(token))}
-        self._begun = re.compile(rf"{_any_of(beginnings)}\Z")
+        prefixes = {token[:size] for token in self._ids for size in range(1, len(token))}
+        self._partial = re.compile(rf"{_any_of(prefixes)}\Z")
 
     def text(self, text: str) -> str:
-        """`text` as a template may have it."""
-        guarded = self._spelt.sub(_disarm, text)
-        # A text may also begin what the template then ends: the "<think" of a name that stands before a ">".
-        return guarded + BREAK if self._begun.search(text[-self._longest :]) else guarded
+        """Return `text` so that a template can include it without forming a control token."""
+        guarded = self._spelled.sub(_break_up, text)
+        # A text may also start a control token that the template completes, such as a name "<think" before a ">".
+        return guarded + BREAK if self._partial.search(text[-self._longest :]) else guarded
 
     def value(self, value: Any) -> Any:
-        """All text in a JSON value, keys too."""
+        """Guard all text in a JSON value, including keys."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -46,35 +46,35 @@ class Guard:
         return [self.value(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _key(self, key: str) -> str:
-        # Qwen3-Coder's template makes tags of the keys of a schema.
+        # Qwen3-Coder's template turns the keys of a schema into tags.
         tags = {f"<{key}>", f"</{key}>"}
         return self.text(key) + BREAK if tags & self._ids.keys() else self.text(key)
 
     def encode(self, rendered: str) -> list[int]:
-        """The tokens of what a template made of guarded text."""
+        """Return the tokens of a template's output that contains guarded text."""
         tokens: list[int] = []
-        for place, part in enumerate(self._frame.split(rendered)):
-            if place % 2 and part != CUT:
+        for index, part in enumerate(self._frame.split(rendered)):
+            if index % 2 and part != BOUNDARY:
                 tokens.append(self._ids[part])
-            elif part and part != CUT:
-                tokens += self._tokenizer.encode(_plain(part))
+            elif part and part != BOUNDARY:
+                tokens += self._tokenizer.encode(_unguard(part))
         return tokens
 
 
-def _disarm(found: re.Match[str]) -> str:
-    return f"{ESCAPE}{SIGNS.index(found[0])}" if found[0] in SIGNS else found[0] + BREAK
+def _break_up(found: re.Match[str]) -> str:
+    return f"{ESCAPE}{SENTINELS.index(found[0])}" if found[0] in SENTINELS else found[0] + BREAK
 
 
-def _plain(guarded: str) -> str:
+def _unguard(guarded: str) -> str:
     text = guarded.replace(BREAK, "")
-    return re.sub(f"{ESCAPE}(.)", lambda found: SIGNS[int(found[1])], text) if ESCAPE in text else text
+    return re.sub(f"{ESCAPE}(.)", lambda found: SENTINELS[int(found[1])], text) if ESCAPE in text else text
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """A pattern for the longest of `texts`, as a tree: DeepSeek adds 800 tokens that all begin alike."""
-    tree: dict[str, Any] = {}
+    """Return a pattern for the longest of `texts`, built as a trie: DeepSeek adds 800 tokens with a common prefix."""
+    trie: dict[str, Any] = {}
     for text in texts:
-        node = tree
+        node = trie
         for character in text:
             node = node.setdefault(character, {})
         node[""] = {}
@@ -84,4 +84,4 @@ def _any_of(texts: Iterable[str]) -> str:
         joined = branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})" if branches else ""
         return f"(?:{joined})?" if "" in node and joined else joined
 
-    return pattern(tree) or r"(?!)"
+    return pattern(trie) or r"(?!)"

@@ -1,4 +1,4 @@
-"""Reading what models write as JSON: every complaint is a sentence from which the model can mend its call."""
+"""Parsing of JSON tool calls. Every error message is a sentence from which the model can correct its call."""
 
 import json
 import math
@@ -8,75 +8,81 @@ from typing import Any, NoReturn
 from etude.chat.messages import CallStatus
 
 CONTEXT = 24  # characters shown on either side of an error
-NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.-]+)"')  # the name, in a call whose rest cannot be read
-LONGEST = 600  # characters of a complaint, whatever it quotes
-DEEPEST = 64  # lists and objects in one another: what is nested deeper cannot be kept in a trace
+NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.-]+)"')  # the tool name in a call whose remainder is not valid
+MAX_PROBLEM = 600  # characters of an error message, including quoted text
+MAX_DEPTH = 64  # nested lists and objects; a trace cannot store deeper values
 
 
-class Malformed(Exception):
-    """A call that cannot be run: its status, and why, for the model to read."""
+class MalformedCall(Exception):
+    """A call that cannot run: its status, and an error message for the model."""
 
     def __init__(self, status: CallStatus, problem: str, name: str = "") -> None:
         super().__init__(problem)
         self.status: CallStatus = status
-        self.problem = problem if len(problem) <= LONGEST else f"{problem[:LONGEST]}..."
-        self.name = name  # of the tool, if that much can be read
+        self.problem = problem if len(problem) <= MAX_PROBLEM else f"{problem[:MAX_PROBLEM]}..."
+        self.name = name  # of the tool, if it could be parsed
 
 
 def read_json(text: str, what: str, name: str = "") -> Any:
-    """The value that `text` writes; raise Malformed saying what is wrong, and where."""
-    text = text.strip(" \t\r\n")  # so that lines are counted from the first brace
+    """Parse `text` as JSON; raise MalformedCall that says what is wrong and where."""
+    text = text.strip(" \t\r\n")  # line numbers in errors count from the first brace
     if not text:
-        raise Malformed("bad_json", f"{what} is empty; expected a JSON object", name)
+        raise MalformedCall("bad_json", f"{what} is empty; expected a JSON object", name)
     try:
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
         json.dumps(value, ensure_ascii=False).encode()
-        if _deeper(value, DEEPEST):
+        if _nested_deeper(value, MAX_DEPTH):
             raise RecursionError
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         near = text[max(error.pos - CONTEXT, 0) : error.pos + CONTEXT]
-        raise Malformed("bad_json", f"{what} is not valid JSON: {error.msg} at {place}, near {near!r}", name) from None
+        raise MalformedCall(
+            "bad_json", f"{what} is not valid JSON: {error.msg} at {place}, near {near!r}", name
+        ) from None
     except UnicodeEncodeError:
         problem = f"{what} is not valid JSON: a \\u escape writes one half of a surrogate pair"
-        raise Malformed("bad_json", problem, name) from None
+        raise MalformedCall("bad_json", problem, name) from None
     except RecursionError:
-        raise Malformed("bad_json", f"{what} is not valid JSON: nested too deeply", name) from None
-    except ValueError as error:  # a number of thousands of digits, or one that JSON does not have
-        raise Malformed("bad_json", f"{what} is not valid JSON: {error}", name) from None
+        raise MalformedCall("bad_json", f"{what} is not valid JSON: nested too deeply", name) from None
+    except ValueError as error:  # a number of thousands of digits, or NaN or infinity
+        raise MalformedCall("bad_json", f"{what} is not valid JSON: {error}", name) from None
     return value
 
 
 def read_arguments(text: str, name: str) -> dict[str, Any]:
-    """The arguments of a call, which are a JSON object."""
+    """Parse the arguments of a call, which must be a JSON object."""
     return check_arguments(read_json(text, "the text of the arguments", name), name)
 
 
 def check_arguments(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise Malformed("bad_structure", f"the arguments must be a JSON object, not {_kind(value)}", name)
+        raise MalformedCall("bad_structure", f"the arguments must be a JSON object, not {_kind(value)}", name)
     return value
 
 
 def read_named_call(text: str) -> tuple[str, dict[str, Any]]:
-    """A call in the way of Hermes: an object with a name and arguments."""
-    begun = NAMED.match(text)
-    value = read_json(text, "the text of the call", begun[1] if begun else "")
+    """Parse a Hermes-style call: an object with a name and arguments."""
+    named = NAMED.match(text)
+    value = read_json(text, "the text of the call", named[1] if named else "")
     if not isinstance(value, dict):
-        raise Malformed("bad_structure", f"a call must be a JSON object with name and arguments, not {_kind(value)}")
+        raise MalformedCall(
+            "bad_structure", f"a call must be a JSON object with name and arguments, not {_kind(value)}"
+        )
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        raise Malformed("missing_name", 'the call has no tool\'s name: expected {"name": "...", "arguments": {...}}')
+        raise MalformedCall(
+            "missing_name", 'the call has no tool\'s name: expected {"name": "...", "arguments": {...}}'
+        )
     if "arguments" not in value:
         problem = (
             'the call has no arguments: expected {"name": "...", "arguments": {...}}, if need be with an empty object'
         )
-        raise Malformed("bad_structure", problem, name)
+        raise MalformedCall("bad_structure", problem, name)
     return name, check_arguments(value["arguments"], name)
 
 
 def write_json(value: Any) -> str:
-    """As chat templates write it."""
+    """Serialize a value as chat templates do."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -85,8 +91,8 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-def _deeper(value: Any, depth: int) -> bool:
-    """Whether there are more than `depth` lists and objects in one another."""
+def _nested_deeper(value: Any, depth: int) -> bool:
+    """Return whether lists and objects are nested deeper than `depth`."""
     layer = [value]
     for _ in range(depth + 1):
         layer = [each for each in layer if isinstance(each, dict | list)]

@@ -1,7 +1,7 @@
-"""Where thoughts and calls begin and end in the tokens a model wrote.
+"""Finds where thinking and calls begin and end in the tokens of a model turn.
 
-A mark is a token. Where a vocabulary has no such token the mark is text, and only at the start of a line: in JSON
-a newline is escaped, so no argument of a call can hold one. A mark where it means nothing is text.
+A mark is a token. Where the vocabulary has no such token, the mark is text and counts only at the start of a line: JSON
+escapes newlines, so no argument of a call can contain one. A mark in a place where it means nothing is text.
 """
 
 import re
@@ -17,13 +17,13 @@ from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
 
 MarkKind = Literal["think", "/think", "call", "/call", "section", "/section", "separator"]
-Fate = Literal["closed", "open", "broken"]
-NEWLINE = "Ċ"  # how byte-level vocabularies spell it
+BlockEnding = Literal["closed", "open", "broken"]
+NEWLINE = "Ċ"  # its spelling in byte-level vocabularies
 
 
 @dataclass(frozen=True)
-class Item:
-    """A mark, or the text between two marks; `start` and `end` are places in the tokens."""
+class ScannedItem:
+    """A mark, or the text between two marks; `start` and `end` are token positions."""
 
     mark: MarkKind | None
     text: str
@@ -32,18 +32,18 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Block:
-    """A run of tokens with one meaning. The text of a call comes in parts, cut at separators; others have one part.
+class TurnBlock:
+    """A range of tokens of one kind. The text of a call is split into parts at separators; other kinds have one part.
 
-    A block is closed by its mark, left open by the end of the answer, or broken by a mark that does not belong in it.
-    A section is one mark around calls.
+    A block is closed by its mark, left open by the end of the turn, or broken by a mark that does not belong in it.
+    A section block is a single mark that opens or closes a list of calls.
     """
 
     kind: Literal["text", "thinking", "call", "section"]
     start: int
     end: int
     parts: tuple[str, ...] = ("",)
-    fate: Fate = "closed"
+    ending: BlockEnding = "closed"
     in_section: bool = False
 
     @property
@@ -51,8 +51,8 @@ class Block:
         return "".join(self.parts)
 
 
-class Scanner:
-    """Finds the marks of a dialect in the tokens of its tokenizer."""
+class MarkScanner:
+    """Finds the marks of a dialect in token ids."""
 
     def __init__(self, tokenizer: Tokenizer, marks: Mapping[MarkKind, str], stops: Iterable[int]) -> None:
         self._tokenizer = tokenizer
@@ -61,89 +61,89 @@ class Scanner:
         ids = {kind: tokenizer.token_id(spelling) for kind, spelling in marks.items()}
         self._ids = {token: (kind, marks[kind]) for kind, token in ids.items() if token is not None}
         self._texts = {marks[kind]: kind for kind, token in ids.items() if token is None}
-        anyone = "|".join(map(re.escape, self._texts)) or r"(?!)"
-        self._at_line = re.compile(f"^(?:{anyone})", re.MULTILINE)
-        self._spelt = re.compile(f"(?:^|(?<={NEWLINE}))(?:{anyone})")
+        any_mark = "|".join(map(re.escape, self._texts)) or r"(?!)"
+        self._at_line_text = re.compile(f"^(?:{any_mark})", re.MULTILINE)
+        self._at_line_spelled = re.compile(f"(?:^|(?<={NEWLINE}))(?:{any_mark})")
         if self._texts and not isinstance(tokenizer.backend.decoder, decoders.ByteLevel):
             missing = ", ".join(self._texts)
             raise InputError(f"the tokenizer has no tokens {missing}; only a byte-level one can do without them")
 
     def mark_in(self, text: str) -> str | None:
-        """The first mark that is text and that `text` would be read as."""
-        found = self._at_line.search(text)
+        """Return the first text mark that would be recognized in `text`."""
+        found = self._at_line_text.search(text)
         return found[0] if found else None
 
-    def scan(self, tokens: Sequence[int]) -> tuple[list[Item], int]:
-        """Marks and texts up to the token that ends the answer, and where that is; len(tokens) if none does."""
-        items: list[Item] = []
+    def scan(self, tokens: Sequence[int]) -> tuple[list[ScannedItem], int]:
+        """Return the marks and texts before the stop token, and its position (len(tokens) if there is none)."""
+        items: list[ScannedItem] = []
         start = 0
-        for place, token in enumerate(tokens):
+        for position, token in enumerate(tokens):
             mark = self._ids.get(token)
             if mark is None and token not in self._stops:
                 continue
-            items += self._texts_between(tokens, start, place)
+            items += self._texts_between(tokens, start, position)
             if mark is None:
-                return items, place
-            start = place + 1
-            items.append(Item(*mark, place, start))
+                return items, position
+            start = position + 1
+            items.append(ScannedItem(*mark, position, start))
         return items + self._texts_between(tokens, start, len(tokens)), len(tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        # A model may have rows beyond the tokenizer's ids, and sample them; they mean no text.
+        # A model may have padding rows beyond the tokenizer's ids and sample them; they have no text.
         size = self._size
         return self._tokenizer.decode([token for token in tokens if 0 <= token < size])
 
-    def _texts_between(self, tokens: Sequence[int], start: int, end: int) -> list[Item]:
+    def _texts_between(self, tokens: Sequence[int], start: int, end: int) -> list[ScannedItem]:
         if start == end:
             return []
         text = self.decode(tokens[start:end])
         if self.mark_in(text) is None:
-            return [Item(None, text, start, end)]
+            return [ScannedItem(None, text, start, end)]
         return self._split_at_text_marks(tokens, start, end)
 
-    def _split_at_text_marks(self, tokens: Sequence[int], start: int, end: int) -> list[Item]:
-        """A token that is partly a mark, as that of ">\\n", counts as the mark's."""
+    def _split_at_text_marks(self, tokens: Sequence[int], start: int, end: int) -> list[ScannedItem]:
+        """Split at text marks. A token that is partly a mark, such as ">\\n", counts as part of the mark."""
         id_to_token = self._tokenizer.backend.id_to_token
-        spelt = [(id_to_token(token) or "") if 0 <= token < self._size else "" for token in tokens[start:end]]
-        ends = list(accumulate(map(len, spelt)))
-        joined = "".join(spelt)
-        items: list[Item] = []
-        place, taken = 0, start  # the first character, and the first token, that is in no item yet
-        for found in self._spelt.finditer(joined):
+        spelled = [(id_to_token(token) or "") if 0 <= token < self._size else "" for token in tokens[start:end]]
+        ends = list(accumulate(map(len, spelled)))
+        joined = "".join(spelled)
+        items: list[ScannedItem] = []
+        place, taken = 0, start  # the first character and the first token not yet in an item
+        for found in self._at_line_spelled.finditer(joined):
             if found.start() == 0 and start > 0:
-                continue  # behind a mark that is a token: not the start of a line
+                continue  # follows a token mark: not the start of a line
             first = max(taken, start + bisect_right(ends, found.start()))
             last = max(first, start + bisect_left(ends, found.end()) + 1)
             if place < found.start():
-                items.append(Item(None, _decode_spelt(spelt, ends, place, found.start()), taken, first))
-            items.append(Item(self._texts[found[0]], found[0], first, last))
+                items.append(ScannedItem(None, _decode_spelled(spelled, ends, place, found.start()), taken, first))
+            items.append(ScannedItem(self._texts[found[0]], found[0], first, last))
             place, taken = found.end(), last
         if place < len(joined) or taken < end:
-            items.append(Item(None, _decode_spelt(spelt, ends, place, len(joined)), taken, end))
+            items.append(ScannedItem(None, _decode_spelled(spelled, ends, place, len(joined)), taken, end))
         return items
 
 
-def _decode_spelt(spelt: Sequence[str], ends: Sequence[int], start: int, end: int) -> str:
-    """The text of the characters from `start` to `end` of what byte-level tokens spell."""
+def _decode_spelled(spelled: Sequence[str], ends: Sequence[int], start: int, end: int) -> str:
+    """Decode the characters from `start` to `end` of the joined byte-level token spellings."""
     pieces = []
     for token in range(bisect_right(ends, start), min(bisect_left(ends, end) + 1, len(ends))):
-        begin = ends[token] - len(spelt[token])
-        pieces.append(spelt[token][max(start - begin, 0) : end - begin])
+        begin = ends[token] - len(spelled[token])
+        pieces.append(spelled[token][max(start - begin, 0) : end - begin])
     return str(decoders.ByteLevel().decode(pieces))
 
 
-def read_blocks(items: Iterable[Item], *, in_thought: bool) -> list[Block]:
-    """The meaning of marks and texts, in the order they were written; every token is in one block."""
-    blocks: list[Block] = []
-    kind: Literal["text", "thinking", "call"] = "thinking" if in_thought else "text"
+def read_blocks(items: Iterable[ScannedItem], *, in_thinking: bool) -> list[TurnBlock]:
+    """Group marks and texts into blocks, in order; every token belongs to exactly one block."""
+    blocks: list[TurnBlock] = []
+    kind: Literal["text", "thinking", "call"] = "thinking" if in_thinking else "text"
     start = end = 0
     parts: list[list[str]] = [[]]
     in_section = False
 
-    def finish(fate: Fate, upto: int) -> None:
+    def finish(ending: BlockEnding, upto: int) -> None:
         nonlocal start, parts
         if kind != "text" or start < upto or parts != [[]]:
-            blocks.append(Block(kind, start, upto, tuple(map("".join, parts)), fate, in_section))
+            blocks.append(TurnBlock(kind, start, upto, tuple(map("".join, parts)), ending, in_section))
         start, parts = upto, [[]]
 
     for item in items:
@@ -164,7 +164,7 @@ def read_blocks(items: Iterable[Item], *, in_thought: bool) -> list[Block]:
                 parts.append([])
             case ("text", "section") | ("text", "/section") | ("call", "/section"):
                 finish("broken", item.start)
-                blocks.append(Block("section", item.start, end))
+                blocks.append(TurnBlock("section", item.start, end))
                 kind, start, in_section = "text", end, item.mark == "section"
             case _:
                 parts[-1].append(item.text)

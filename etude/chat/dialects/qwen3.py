@@ -1,7 +1,7 @@
-"""Qwen3: ChatML with calls in the way of Hermes, and a thought before every answer.
+"""Qwen3: ChatML with Hermes-style tool calls, and thinking at the start of every turn.
 
-Its template takes thoughts out of answers before the last question of a user, so rendering a longer conversation
-again changes its beginning. A bridge does not: what the model wrote stays in its context, to the token.
+Its template removes the thinking of turns before the last user message, so rendering a longer conversation again
+changes its beginning. `bridge` does not: all sampled tokens stay in the context.
 """
 
 from etude.chat.dialects.chatml import ChatML
@@ -16,7 +16,7 @@ class Qwen3(ChatML):
 
     @classmethod
     def fits(cls, tokenizer: Tokenizer) -> bool:
-        """Any published ChatML with such calls, so also Qwen3's models that do not think, and Qwen2.5's."""
+        """Return whether this is a published ChatML template with Hermes calls; Qwen2.5 and instruct Qwen3 match too."""
         template = tokenizer.chat_template or ""
         hermes = "<|im_start|>" in template and "<tool_call>" in template and "<function=" not in template
         return hermes and not ChatML.fits(tokenizer)

@@ -1,8 +1,8 @@
-"""What the families share: turns written by a chat template, and answers of thoughts, then text, then calls.
+"""Base class of all dialects: turns rendered by a chat template, each turn being thinking, then text, then calls.
 
-A template is the one place that says how a family's turns look. `render` runs it on the conversation; `bridge` runs
-it on a stand-in for the answer and the new messages, and takes what it puts behind the answer. How an answer itself
-looks is the `Layout`, once for writing and for reading.
+The template alone defines how a family frames its turns. `render` applies it to the conversation; `bridge` applies it
+to a placeholder turn and the new messages, and returns what follows the placeholder. `TurnLayout` is the format inside
+a turn, for both writing and parsing.
 """
 
 from abc import abstractmethod
@@ -13,57 +13,59 @@ from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from etude.chat.dialects.dialect import Dialect
-from etude.chat.dialects.guard import ANSWER, CUT, Guard
-from etude.chat.dialects.json_calls import Malformed
-from etude.chat.dialects.marks import Block, MarkKind, Scanner, read_blocks
-from etude.chat.messages import Answer, Call, Message, ToolSchema, names_of
+from etude.chat.dialects.guard import BOUNDARY, TURN, ControlTokenGuard
+from etude.chat.dialects.json_calls import MalformedCall
+from etude.chat.dialects.marks import MarkKind, MarkScanner, TurnBlock, read_blocks
+from etude.chat.messages import Call, Message, ParsedTurn, ToolSchema, tool_names
 from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
 
-# A question and its answer, for templates to continue.
-STAND_INS: tuple[Mapping[str, Any], ...] = (
+# A user message and a model turn, for templates to continue.
+PLACEHOLDERS: tuple[Mapping[str, Any], ...] = (
     {"role": "user", "content": "-"},
-    {"role": "assistant", "content": ANSWER, "reasoning_content": ""},
+    {"role": "assistant", "content": TURN, "reasoning_content": ""},
 )
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a family writes an answer: its marks, and the blank around them."""
+class TurnLayout:
+    """How a family writes one turn: its marks, and the whitespace around them."""
 
-    end: str  # of a turn
+    end: str  # token that ends a turn
     call: tuple[str, str]
     section: tuple[str, str] | None = None  # around all calls
     separator: str | None = None  # between the parts of a call
     think: tuple[str, str] = ("<think>", "</think>")
-    around_thought: str = "\n"
-    after_thought: str = "\n\n"
+    around_thinking: str = "\n"
+    after_thinking: str = "\n\n"
     before_calls: str = "\n"
     between_calls: str = "\n"
 
 
 class TurnDialect(Dialect):
-    """A dialect by a template and a layout; a family adds how it writes and reads one call."""
+    """A dialect defined by a template and a layout; subclasses add how one call is written and parsed."""
 
-    layout: ClassVar[Layout]
-    # The family's own; None stands for the tokenizer's.
+    layout: ClassVar[TurnLayout]
+    # The chat template; None: the tokenizer's own.
     template: ClassVar[str | None] = None
-    # Where the vocabulary has no tokens for the marks, they may be text.
+    # Marks may be text where the vocabulary has no tokens for them.
     text_marks: ClassVar[bool] = False
-    # An answer without a thought has an empty one, if the model thinks at all.
+    # A turn without thinking has an empty thinking block, if the template supports thinking.
     always_thinks: ClassVar[bool] = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
         self.stops = tokenizer.stop_ids
-        self._scribe = copy(tokenizer)
-        self._scribe.chat_template = self.template or tokenizer.chat_template
-        self._guard = Guard(tokenizer)
+        self._template_tokenizer = copy(tokenizer)
+        self._template_tokenizer.chat_template = self.template or tokenizer.chat_template
+        self._guard = ControlTokenGuard(tokenizer)
         self._end = self._token(self.layout.end)
-        self.thinks = "reasoning_content" in (self._scribe.chat_template or "")
-        self._scanner = Scanner(tokenizer, self._marks(), self.stops)
-        self._opening = self._find_opening()
-        self._in_thought = self._opening.endswith(self._thought_opening)  # the template writes it for the model
+        self.thinks = "reasoning_content" in (self._template_tokenizer.chat_template or "")
+        self._scanner = MarkScanner(tokenizer, self._marks(), self.stops)
+        self._generation_prompt = self._find_generation_prompt()
+        self._prompt_opens_thinking = self._generation_prompt.endswith(
+            self._thinking_opening
+        )  # the generation prompt contains the opening mark
 
     def _marks(self) -> dict[MarkKind, str]:
         layout = self.layout
@@ -72,7 +74,7 @@ class TurnDialect(Dialect):
             marks |= {"section": layout.section[0], "/section": layout.section[1]}
         if layout.separator:
             marks["separator"] = layout.separator
-        # A model that is not asked to think may still have the marks in its vocabulary, and use them.
+        # A model whose template has no thinking may still have the marks in its vocabulary and use them.
         if self.thinks or all(self.tokenizer.token_id(mark) is not None for mark in layout.think):
             marks |= {"think": layout.think[0], "/think": layout.think[1]}
         if not self.text_marks:
@@ -81,33 +83,35 @@ class TurnDialect(Dialect):
         return marks
 
     @property
-    def _thought_opening(self) -> str:
-        return self.layout.think[0] + self.layout.around_thought
+    def _thinking_opening(self) -> str:
+        return self.layout.think[0] + self.layout.around_thinking
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, answer: bool = True
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = True
     ) -> list[int]:
-        said = [self._say(message) for message in messages]
-        return self._guard.encode(self._apply_template(said, self._guard.value(list(tools)), answer))
+        chat = [self._to_template(message) for message in messages]
+        return self._guard.encode(self._apply_template(chat, self._guard.value(list(tools)), add_generation_prompt))
 
-    def bridge(self, answer: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def bridge(self, completion: Sequence[int], messages: Sequence[Message]) -> list[int]:
         for message in messages:
             if message.role not in ("user", "tool"):
-                raise InputError(f"after an answer come messages of a user or a tool, not of the {message.role}")
-        tokens = self._guard.encode(self._after_answer(messages))
-        return tokens[1:] if answer and answer[-1] == self._end else tokens
+                raise InputError(
+                    f"after a model turn, expected messages from the user or a tool, not from the {message.role}"
+                )
+        tokens = self._guard.encode(self._render_after_turn(messages))
+        return tokens[1:] if completion and completion[-1] == self._end else tokens
 
-    def parse(self, tokens: Sequence[int], tools: Sequence[ToolSchema] = (), *, first_call: int = 0) -> Answer:
+    def parse(self, tokens: Sequence[int], tools: Sequence[ToolSchema] = (), *, first_call: int = 0) -> ParsedTurn:
         items, end = self._scanner.scan(tokens)
-        blocks = read_blocks(items, in_thought=self._in_thought)
+        blocks = read_blocks(items, in_thinking=self._prompt_opens_thinking)
         calls = [block for block in blocks if block.kind == "call"]
-        thoughts = [block for block in blocks if block.kind == "thinking"]
-        thinking_tokens = sum(block.end - block.start for block in thoughts)
+        thinking = [block for block in blocks if block.kind == "thinking"]
+        thinking_tokens = sum(block.end - block.start for block in thinking)
         call_tokens = sum(block.end - block.start for block in blocks if block.kind in ("call", "section"))
-        return Answer(
-            thinking="\n\n".join(filter(None, map(self._read_thought, thoughts))),
+        return ParsedTurn(
+            thinking="\n\n".join(filter(None, map(self._read_thinking, thinking))),
             text=self._read_text(blocks),
-            calls=tuple(self._judge(block, tokens, tools, first_call + n) for n, block in enumerate(calls)),
+            calls=tuple(self._parse_call(block, tokens, tools, first_call + n) for n, block in enumerate(calls)),
             closed=end < len(tokens),
             thinking_tokens=thinking_tokens,
             call_tokens=call_tokens,
@@ -116,54 +120,58 @@ class TurnDialect(Dialect):
 
     def write(self, message: Message, *, first_call: int = 0) -> list[int]:
         if message.role != "assistant":
-            raise InputError(f"only an assistant writes answers, not the {message.role}")
+            raise InputError(f"expected an assistant message to write, not one from the {message.role}")
         layout, guard = self.layout, self._guard.text
         for text in (message.thinking, message.content):
             if (mark := self._scanner.mark_in(text)) is not None:
-                raise InputError(f"{self.name}: a line that begins with {mark} would be read as a mark, not as text")
+                raise InputError(f"{self.name}: a line that begins with {mark} would be parsed as a mark, not as text")
         written = guard(message.content)
         if message.calls:
             written += layout.before_calls if written else ""
             written += layout.section[0] if layout.section else ""
             for number, call in enumerate(message.calls):
-                parts = self._write_call(_runnable(call), first_call + number)
+                parts = self._write_call(_with_arguments(call), first_call + number)
                 written += layout.between_calls if number else ""
                 written += layout.call[0] + (layout.separator or "").join(map(guard, parts)) + layout.call[1]
             written += layout.section[1] if layout.section else ""
-        return self._guard.encode(self._write_thought(message.thinking) + written + layout.end)
+        return self._guard.encode(self._write_thinking(message.thinking) + written + layout.end)
 
     @classmethod
     @abstractmethod
     def fits(cls, tokenizer: Tokenizer) -> bool:
-        """Whether the tokenizer's tokens and chat template are those of this family."""
+        """Return whether the tokenizer's tokens and chat template are those of this family."""
 
     @abstractmethod
     def _write_call(self, call: Call, number: int) -> tuple[str, ...]:
-        """The text of a call between its marks, in the parts that separators join."""
+        """Return the text of a call between its marks, as the parts that separators join."""
 
     @abstractmethod
     def _read_call(self, parts: Sequence[str], tools: Sequence[ToolSchema]) -> tuple[str, Mapping[str, Any]]:
-        """The name and the arguments in what `_write_call` writes; raise Malformed for anything else."""
+        """Return name and arguments from the format of `_write_call`; raise MalformedCall for anything else."""
 
     def _call_id(self, parts: Sequence[str], name: str, number: int) -> str:
         return f"call_{number}"
 
-    def _after_answer(self, messages: Sequence[Message]) -> str:
-        """What the template writes from the end of an answer on."""
-        text = self._apply_template([*STAND_INS, *map(self._say, messages)], (), True)
-        return text[text.index(self.layout.end, text.index(ANSWER)) :]
+    def _render_after_turn(self, messages: Sequence[Message]) -> str:
+        """Return what the template writes from the end of a turn on."""
+        text = self._apply_template([*PLACEHOLDERS, *map(self._to_template, messages)], (), True)
+        return text[text.index(self.layout.end, text.index(TURN)) :]
 
-    def _apply_template(self, said: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema], answer: bool) -> str:
-        text = self._scribe.render(said, tools or None, add_generation_prompt=answer)
-        # A token never spans what the model saw and what it wrote, in turns of the past neither.
-        return text.replace(self._opening, self._opening + CUT)
+    def _apply_template(
+        self, chat: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema], add_generation_prompt: bool
+    ) -> str:
+        text = self._template_tokenizer.render(chat, tools or None, add_generation_prompt=add_generation_prompt)
+        # No token spans the end of a prompt and the start of a turn, in past turns either.
+        return text.replace(self._generation_prompt, self._generation_prompt + BOUNDARY)
 
-    def _find_opening(self) -> str:
-        """What the template puts where the model begins to write."""
-        before, after = (self._scribe.render(STAND_INS[:1], add_generation_prompt=asked) for asked in (False, True))
-        whole = self._scribe.render(STAND_INS, add_generation_prompt=False)
-        if not after.startswith(before) or before == after or self.layout.end not in whole.partition(ANSWER)[2]:
-            raise InputError(f"{self.name}: the chat template does not open and close turns in the way of this dialect")
+    def _find_generation_prompt(self) -> str:
+        """Return the text that the template adds as its generation prompt."""
+        before, after = (
+            self._template_tokenizer.render(PLACEHOLDERS[:1], add_generation_prompt=add) for add in (False, True)
+        )
+        whole = self._template_tokenizer.render(PLACEHOLDERS, add_generation_prompt=False)
+        if not after.startswith(before) or before == after or self.layout.end not in whole.partition(TURN)[2]:
+            raise InputError(f"{self.name}: the chat template does not open and close turns as this dialect expects")
         return after[len(before) :]
 
     def _token(self, spelling: str) -> int:
@@ -172,112 +180,118 @@ class TurnDialect(Dialect):
             raise InputError(f"{self.name}: the tokenizer has no token {spelling}; is this the model's dialect?")
         return token
 
-    def _say(self, message: Message) -> dict[str, Any]:
-        """A message as templates know it, guarded."""
+    def _to_template(self, message: Message) -> dict[str, Any]:
+        """Return a message in the form templates expect, with its text guarded."""
         guard = self._guard.text
-        said: dict[str, Any] = {"role": message.role, "content": guard(message.content)}
+        out: dict[str, Any] = {"role": message.role, "content": guard(message.content)}
         if message.role == "tool":
-            said["tool_call_id"] = guard(message.call)
+            out["tool_call_id"] = guard(message.call)
             if message.name:
-                said["name"] = guard(message.name)
+                out["name"] = guard(message.name)
         if message.role == "assistant":
-            # Always there: without it, Qwen3's template looks for a thought in the content.
-            said["reasoning_content"] = guard(message.thinking)
+            # Always set: without it, Qwen3's template searches the content for thinking.
+            out["reasoning_content"] = guard(message.thinking)
             if message.calls:
-                said["tool_calls"] = [self._say_call(_runnable(call)) for call in message.calls]
-        return said
+                out["tool_calls"] = [self._call_to_template(_with_arguments(call)) for call in message.calls]
+        return out
 
-    def _say_call(self, call: Call) -> dict[str, Any]:
+    def _call_to_template(self, call: Call) -> dict[str, Any]:
         function = {"name": self._guard.text(call.name), "arguments": self._guard.value(call.arguments)}
         return {"id": self._guard.text(call.id), "type": "function", "function": function}
 
-    def _write_thought(self, thinking: str) -> str:
+    def _write_thinking(self, thinking: str) -> str:
         layout = self.layout
         if thinking and not self.thinks:
-            raise InputError(f"{self.name}: this model's template has no place for thoughts; leave thinking empty")
+            raise InputError(f"{self.name}: this model's template does not support thinking; leave it empty")
         if not thinking and not (self.thinks and self.always_thinks):
             return ""
-        written = self._thought_opening + self._guard.text(thinking) + layout.around_thought + layout.think[1]
-        return (written.removeprefix(self._thought_opening) if self._in_thought else written) + layout.after_thought
+        written = self._thinking_opening + self._guard.text(thinking) + layout.around_thinking + layout.think[1]
+        return (
+            written.removeprefix(self._thinking_opening) if self._prompt_opens_thinking else written
+        ) + layout.after_thinking
 
-    def _read_thought(self, block: Block) -> str:
-        blank = self.layout.around_thought
-        begun = self._in_thought and block.start == 0
-        text = block.text if begun else block.text.removeprefix(blank)
-        return text.removesuffix(blank) if block.fate == "closed" else text
+    def _read_thinking(self, block: TurnBlock) -> str:
+        space = self.layout.around_thinking
+        opened = self._prompt_opens_thinking and block.start == 0
+        text = block.text if opened else block.text.removeprefix(space)
+        return text.removesuffix(space) if block.ending == "closed" else text
 
-    def _read_text(self, blocks: Sequence[Block]) -> str:
-        """All text, without the blank that the layout puts around thoughts and calls."""
+    def _read_text(self, blocks: Sequence[TurnBlock]) -> str:
+        """Return all text, without the whitespace that the layout puts around thinking and calls."""
         found = []
         calls = ("call", "section")
-        for place, block in enumerate(blocks):
+        for index, block in enumerate(blocks):
             if block.kind != "text":
                 continue
-            before = blocks[place - 1].kind if place else ""
-            after = blocks[place + 1].kind if place + 1 < len(blocks) else ""
+            before = blocks[index - 1].kind if index else ""
+            after = blocks[index + 1].kind if index + 1 < len(blocks) else ""
             text = block.text
             if not text.strip() and (before in calls or after == "thinking"):
                 continue
             if before == "thinking":
-                text = _without_prefix(text, self.layout.after_thought)
+                text = _without_prefix(text, self.layout.after_thinking)
             if after in calls and before not in calls:
                 text = _without_suffix(text, self.layout.before_calls)
             found.append(text)
         return "".join(found)
 
-    def _judge(self, block: Block, tokens: Sequence[int], tools: Sequence[ToolSchema], number: int) -> Call:
+    def _parse_call(self, block: TurnBlock, tokens: Sequence[int], tools: Sequence[ToolSchema], number: int) -> Call:
         arguments: Mapping[str, Any] | None = None
-        fault = self._misplaced(block)
+        error = self._check_placement(block)
         try:
-            name, read = self._read_call(block.parts, tools)
-            if fault is None:
-                arguments = read
-                if tools and name not in (known := names_of(tools)):
-                    fault = Malformed("unknown_tool", _no_such_tool(name, known))
-        except Malformed as error:
-            name, fault = error.name, fault or error
+            name, parsed = self._read_call(block.parts, tools)
+            if error is None:
+                arguments = parsed
+                if tools and name not in (known := tool_names(tools)):
+                    error = MalformedCall("unknown_tool", _no_such_tool(name, known))
+        except MalformedCall as malformed:
+            name, error = malformed.name, error or malformed
         return Call(
             name=name,
             arguments=arguments,
             id=self._call_id(block.parts, name, number),
-            status=fault.status if fault else "ok",
+            status=error.status if error else "ok",
             raw=self._scanner.decode(tokens[block.start : block.end]),
             span=(block.start, block.end),
-            problem=fault.problem if fault else "",
+            problem=error.problem if error else "",
         )
 
-    def _misplaced(self, block: Block) -> Malformed | None:
-        """What is wrong around a call, whatever is in it."""
+    def _check_placement(self, block: TurnBlock) -> MalformedCall | None:
+        """Return what is wrong with the marks around a call, regardless of its content."""
         begin, end = self.layout.call
-        if block.fate == "open":
+        if block.ending == "open":
             where = " at the start of a line" if self._scanner.mark_in(end) else ""
-            return Malformed("unclosed", f"the answer ended inside the call, before {end}{where}")
-        if block.fate == "broken":
-            return Malformed("bad_structure", f"something else began inside the call, before {end}")
+            return MalformedCall("unclosed", f"the answer ended inside the call, before {end}{where}")
+        if block.ending == "broken":
+            return MalformedCall("bad_structure", f"something else began inside the call, before {end}")
         if self.layout.section and not block.in_section:
             first, last = self.layout.section
-            return Malformed("bad_structure", f"calls, each from {begin} to {end}, stand between {first} and {last}")
+            return MalformedCall(
+                "bad_structure", f"calls, each from {begin} to {end}, stand between {first} and {last}"
+            )
         return None
 
 
-def _runnable(call: Call) -> Call:
+def _with_arguments(call: Call) -> Call:
     if call.arguments is None:
-        raise InputError(f"call {call.id} is {call.status}: it has no arguments to write; only its own tokens show it")
+        raise InputError(
+            f"call {call.id} is {call.status}: it has no arguments to write; only its sampled tokens represent it"
+        )
     return replace(call, arguments=dict(call.arguments))
 
 
 def _no_such_tool(name: str, known: Iterable[str]) -> str:
-    # In order, as the model reads this: the same call must have the same answer in every run.
+    # Sorted, as the model reads this: the same call must get the same result in every run.
     known, name = sorted(known), name[:80]
     close = get_close_matches(name, known, n=1)
     meant = f" (did you mean {close[0]}?)" if close else ""
     return f"there is no tool {name!r}{meant}; the tools are {', '.join(known)}"
 
 
-def _without_prefix(text: str, blank: str) -> str:
-    return text[next((size for size in range(len(blank), 0, -1) if text.startswith(blank[:size])), 0) :]
+def _without_prefix(text: str, space: str) -> str:
+    return text[next((size for size in range(len(space), 0, -1) if text.startswith(space[:size])), 0) :]
 
 
-def _without_suffix(text: str, blank: str) -> str:
-    size = next((size for size in range(len(blank), 0, -1) if text.endswith(blank[:size])), 0)
+def _without_suffix(text: str, space: str) -> str:
+    size = next((size for size in range(len(space), 0, -1) if text.endswith(space[:size])), 0)
     return text[: len(text) - size]
