@@ -1,4 +1,4 @@
-"""What this machine can do for pods, found by trying; in words a person can act on."""
+"""Diagnose this machine's support for pods by trying every backend, with advice that a user can act on."""
 
 import asyncio
 import os
@@ -12,44 +12,48 @@ from rich.markup import escape
 from etude.errors import InputError
 from etude.pods.cli.units import show_size
 from etude.pods.fleet import default_state
-from etude.pods.host import DEFAULTS
-from etude.pods.runtime.cgroups import CONTROLLERS, Layout, find_layout
+from etude.pods.host import DEFAULT_LIMITS
+from etude.pods.runtime.cgroups import CONTROLLERS, CgroupLayout, find_layout
 from etude.pods.runtime.native.build import find_helper
-from etude.pods.runtime.probe import ORDER, Verdict, cache_directory, probe
+from etude.pods.runtime.probe import ORDER, ProbeResult, cache_directory, probe
 from etude.pods.scheduling.pressure import read_pressure
 
 
-async def examine(state: Path | None, backend: str = "all") -> dict[str, Any]:
-    """Everything, as plain JSON."""
+async def diagnose(state: Path | None, backend: str = "all") -> dict[str, Any]:
+    """Return the whole diagnosis as JSON."""
     known = (*ORDER, "subprocess")
     if backend not in ("all", *known):
-        raise InputError(f"--backend {backend}: there are: all, {', '.join(known)}")
-    place = (state or default_state()).absolute()
+        raise InputError(f"--backend {backend}: expected one of all, {', '.join(known)}")
+    directory = (state or default_state()).absolute()
     names = known if backend == "all" else (backend,)
-    nearest = next(each for each in (place, *place.parents) if each.is_dir())
+    nearest = next(each for each in (directory, *directory.parents) if each.is_dir())
     return {
         "kernel": " ".join((os.uname().sysname, os.uname().release, os.uname().machine)),
         "user": os.geteuid(),
         "backends": [describe(await probe(name)) for name in names],
         "cgroups": control_groups(),
-        "helper": await asyncio.to_thread(compiled_helper, place),
-        "default_limits": DEFAULTS.asked(),
+        "helper": await asyncio.to_thread(compiled_helper, directory),
+        "default_limits": DEFAULT_LIMITS.specified(),
         "pressure": asdict(read_pressure(nearest)),
-        "state": {"path": str(place), "exists": place.is_dir(), **await asyncio.to_thread(contents, place)},
+        "state": {
+            "path": str(directory),
+            "exists": directory.is_dir(),
+            **await asyncio.to_thread(state_usage, directory),
+        },
     }
 
 
-def describe(verdict: Verdict) -> dict[str, Any]:
-    """A verdict as JSON."""
-    told: dict[str, Any] = {"backend": verdict.backend, "works": verdict.works, "reason": verdict.reason}
-    if (can := verdict.capabilities) is not None:
-        plain = {name: getattr(can, name) for name in type(can).__dataclass_fields__}
-        told["capabilities"] = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in plain.items()}
-    return told
+def describe(result: ProbeResult) -> dict[str, Any]:
+    """Return the result of probing a backend as JSON."""
+    described: dict[str, Any] = {"backend": result.backend, "works": result.works, "reason": result.reason}
+    if (capabilities := result.capabilities) is not None:
+        plain = {name: getattr(capabilities, name) for name in type(capabilities).__dataclass_fields__}
+        described["capabilities"] = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in plain.items()}
+    return described
 
 
 def control_groups() -> dict[str, Any]:
-    """Which limits can be set, by making a group and removing it."""
+    """Find which limits can be set, by creating a control group and removing it."""
     layout = find_layout(f"etude-doctor-{os.getpid()}")
     for base in layout.bases:
         base.rmdir()
@@ -63,28 +67,31 @@ def control_groups() -> dict[str, Any]:
     }
 
 
-def _advice(layout: Layout) -> str:
-    """What would make pods start faster here."""
+def _advice(layout: CgroupLayout) -> str:
+    """Return advice on making pods start faster; empty if there is none."""
     if not layout.legacy or layout.unified is None or "favordynmods" in Path("/proc/mounts").read_text():
         return ""
     mount = layout.unified.parent
-    return f"limits are v1: until `mount -o remount,favordynmods {mount}` a pod may wait up to 20 ms for its groups"
+    return (
+        f"limits are cgroup v1: a pod may wait up to 20 ms for its control groups; "
+        f"`mount -o remount,favordynmods {mount}` removes the wait"
+    )
 
 
 def compiled_helper(state: Path) -> dict[str, Any]:
-    """Whether pods start from the compiled keeper, or why from Python's."""
+    """Return the path of the compiled zygote, or the reason why the Python one is used."""
     path, reason = find_helper(cache_directory(state))
     return {"path": str(path) if path else None, "reason": reason}
 
 
-def contents(state: Path) -> dict[str, int]:
-    """How many pods and layers a state directory has, and the disk they take."""
+def state_usage(state: Path) -> dict[str, int]:
+    """Return the number of pods and layers of a state directory, and its disk usage."""
     size, seen = 0, set()
     for directory, _, files in os.walk(state):
         for name in files:
             try:
                 info = os.lstat(os.path.join(directory, name))
-            except OSError:  # removed since, or a pod's own
+            except OSError:  # removed meanwhile, or not readable
                 continue
             if info.st_ino not in seen:
                 seen.add(info.st_ino)
@@ -93,8 +100,8 @@ def contents(state: Path) -> dict[str, int]:
     return {**count, "disk_bytes": size}
 
 
-def print_findings(found: dict[str, Any]) -> None:
-    """The same, for people."""
+def print_diagnosis(found: dict[str, Any]) -> None:
+    """Print the diagnosis as text."""
     console = Console(highlight=False, soft_wrap=True)
 
     def line(name: str, text: str) -> None:
@@ -114,10 +121,10 @@ def print_findings(found: dict[str, Any]) -> None:
     for note in filter(None, (groups["reason"], groups["advice"])):
         line("", note)
     helper = found["helper"]
-    line("helper", f"compiled, {helper['path']}" if helper["path"] else f"Python's instead: {helper['reason']}")
+    line("helper", f"compiled, {helper['path']}" if helper["path"] else f"Python instead: {helper['reason']}")
     defaults = {**found["default_limits"]}
     sizes = [f"{name} {show_size(defaults.pop(name))}" for name in ("memory", "disk")]
-    line("limits", ", ".join([*sizes, *(f"{name} {count:,}" for name, count in defaults.items())]) + " unless told")
+    line("limits", ", ".join([*sizes, *(f"{name} {count:,}" for name, count in defaults.items())]) + " by default")
     now = found["pressure"]
     stalls = [f"{name} {now[key]:g} %" for name, key in STALLS if now[key] is not None]
     free = f"{show_size(now['memory_available'])} of {show_size(now['memory_total'])} memory free"
@@ -126,20 +133,20 @@ def print_findings(found: dict[str, Any]) -> None:
     )
     state = found["state"]
     used = f"{state['pods']} pods, {state['layers']} layers, {show_size(state['disk_bytes'])}"
-    line("state", f"{state['path']}: {used if state['exists'] else 'not there yet'}")
+    line("state", f"{state['path']}: {used if state['exists'] else 'does not exist yet'}")
 
 
 STALLS = (("cpu", "cpu_some"), ("memory", "memory_some"), ("disk", "io_full"))
 
 
-def capability_lines(can: dict[str, Any] | None) -> list[str]:
-    """What a backend can do, line by line."""
-    if can is None:
+def capability_lines(capabilities: dict[str, Any] | None) -> list[str]:
+    """Format a backend's capabilities as lines of text."""
+    if capabilities is None:
         return []
-    verbs = [name for name in ("images", "pause", "users") if can[name]]
+    limits, egress, snapshots = (", ".join(capabilities[key]) or "none" for key in ("limits", "egress", "snapshots"))
+    others = [name for name in ("images", "pause", "users") if capabilities[name]]
     return [
-        f"isolation {can['isolation']}; limits: {', '.join(can['limits']) or 'none'}",
-        f"egress: {', '.join(can['egress']) or 'none'}; snapshots: {', '.join(can['snapshots']) or 'none'}; "
-        f"also: {', '.join(verbs) or 'nothing'}",
-        *(f"note: {note}" for note in can["notes"]),
+        f"isolation {capabilities['isolation']}; limits: {limits}",
+        f"egress: {egress}; snapshots: {snapshots}; also: {', '.join(others) or 'nothing'}",
+        *(f"note: {note}" for note in capabilities["notes"]),
     ]

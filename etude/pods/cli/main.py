@@ -1,4 +1,4 @@
-"""`etude pods ...`: one short function per verb. Results on standard output, the rest on standard error."""
+"""The commands of `etude pods`, one function each. Results go to standard output, the rest to standard error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.table import Table
 from etude.errors import BusyError, InputError
 from etude.pods.cli import images
 from etude.pods.cli.options import (
-    DETACHED_S,
+    DETACHED_TTL_S,
     AsJson,
     Backend,
     Cwd,
@@ -31,24 +31,24 @@ from etude.pods.cli.options import (
     PodId,
     State,
     Terminal,
+    TrailingCommand,
     Ttl,
     User,
-    WithCommand,
-    act,
+    with_service,
 )
 from etude.pods.cli.units import parse_seconds, parse_size, show_seconds, show_size
 from etude.pods.pod import Egress, ExecResult, Limits, Pod, PodError, PodFileError, SnapshotKind
-from etude.pods.remote.host_client import TOKEN, LocalPodService, PodService, age
+from etude.pods.remote.host_client import TOKEN_VARIABLE, LocalPodService, PodService, age
 from etude.pods.scheduling.admission import Thresholds
 
 app = typer.Typer(no_args_is_help=True)
 
 
-# ------------------------------------------------------------------------------------------------- running
+# ------------------------------------------------------------------------------------------------- running commands
 
 
 @app.command(
-    cls=WithCommand,
+    cls=TrailingCommand,
     epilog="Examples:\n\n  etude pods run -- python3 -c 'print(1)'\n\n  etude pods run -t -- bash\n\n"
     "  etude pods run debian --memory 512M --cpu 1 --allow pypi.org -- make test\n\n"
     "  etude pods run -d --ttl 2h -- python3 -m http.server",
@@ -56,7 +56,7 @@ app = typer.Typer(no_args_is_help=True)
 def run(
     ctx: typer.Context,
     image: Annotated[
-        str, typer.Argument(metavar="IMAGE", help="An image or a snapshot; host is this machine's own toolchain.")
+        str, typer.Argument(metavar="IMAGE", help="An image or a snapshot; `host` is this machine's toolchain.")
     ] = "host",
     stdin: Input = False,
     terminal: Terminal = False,
@@ -64,63 +64,63 @@ def run(
         bool, typer.Option("-d", "--detach", help="Print the pod's id and leave it running; output goes to run.log.")
     ] = False,
     ttl: Ttl = None,
-    memory: Annotated[str | None, typer.Option(help="Such as 512M.", show_default=False)] = None,
-    cpu: Annotated[float | None, typer.Option(help="Cores: 0.5 is half of one.", show_default=False)] = None,
-    pids: Annotated[int | None, typer.Option(help="Processes and threads.", show_default=False)] = None,
-    disk: Annotated[str | None, typer.Option(help="Bytes written over the image.", show_default=False)] = None,
-    on_disk: Annotated[bool, typer.Option("--on-disk", help="Keep what it writes on disk, not in memory.")] = False,
+    memory: Annotated[str | None, typer.Option(help="Memory limit, such as 512M.", show_default=False)] = None,
+    cpu: Annotated[float | None, typer.Option(help="CPU limit in cores, such as 0.5.", show_default=False)] = None,
+    pids: Annotated[int | None, typer.Option(help="Limit on processes and threads.", show_default=False)] = None,
+    disk: Annotated[str | None, typer.Option(help="Limit on bytes written, such as 2G.", show_default=False)] = None,
+    on_disk: Annotated[bool, typer.Option("--on-disk", help="Store written files on disk, not in memory.")] = False,
     allow: Annotated[
-        list[str] | None, typer.Option(metavar="HOST[:PORT]", help="Let it connect there; repeatable.")
+        list[str] | None, typer.Option(metavar="HOST[:PORT]", help="Allow connections to this host; repeatable.")
     ] = None,
     transparent: Annotated[
-        bool, typer.Option("--transparent", help="Carry connections of programs that know no proxy.")
+        bool, typer.Option("--transparent", help="Forward connections of programs that do not use a proxy.")
     ] = False,
-    private: Annotated[bool, typer.Option("--private", help="Allowed names may lead into private networks.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Allowed names may resolve to private networks.")] = False,
     user: User = None,
     cwd: Cwd = None,
     env: Env = None,
-    timeout: Annotated[str | None, typer.Option(help="Kill the command after this.", show_default=False)] = None,
+    timeout: Annotated[str | None, typer.Option(help="Kill the command after this time.", show_default=False)] = None,
     backend: Backend = "auto",
     state: State = None,
     host: HostUrl = None,
 ) -> None:
-    """Run a command in a new pod, which ends with it. The exit code is the command's."""
+    """Run a command in a new pod, which ends with the command. The exit code is the command's."""
     if detach and (stdin or terminal):
-        raise InputError("--detach: nobody would be there to type; leave out -i and -t")
+        raise InputError("--detach: a detached command has no standard input; leave out -i and -t")
     limits = Limits(
         memory=parse_size(memory, "--memory") if memory else None,
         disk=parse_size(disk, "--disk") if disk else None,
         cpu=cpu,
         pids=pids,
     )
-    life = parse_seconds(ttl, "--ttl") if ttl else DETACHED_S if detach else None
-    options = command_options(user, cwd, env, timeout)
+    ttl_s = parse_seconds(ttl, "--ttl") if ttl else DETACHED_TTL_S if detach else None
+    exec_options = command_options(user, cwd, env, timeout)
     on_terminal = wants_terminal(stdin, terminal)
     egress = Egress.to(*allow or (), transparent=transparent, private=private)
-    asked: dict[str, Any] = {
+    pod_options: dict[str, Any] = {
         "limits": limits,
         "egress": egress,
         "storage": "disk" if on_disk else "memory",
-        "ttl": life,
+        "ttl": ttl_s,
     }
 
-    async def work(place: PodService) -> ExecResult | str:
-        pod = await place.create(image, detach=detach, **asked)
-        command = given_command(ctx) or place.command_of(pod)
+    async def work(service: PodService) -> ExecResult | str:
+        pod = await service.create(image, detach=detach, **pod_options)
+        command = given_command(ctx) or service.default_command(pod)
         if detach:
-            return await leave_running(pod, command, options)
+            return await start_detached(pod, command, exec_options)
         if not command and not on_terminal:
             raise InputError("run: no command; give one after --, or -t for a shell")
-        return await joined(pod, command, stdin, on_terminal, options)
+        return await run_attached(pod, command, stdin, on_terminal, exec_options)
 
-    done = act(state, host, work, backend)
-    if isinstance(done, str):
-        print(done)
+    result = with_service(state, host, work, backend)
+    if isinstance(result, str):
+        print(result)
     else:
-        leave(done, limits.memory)
+        exit_like(result, limits.memory)
 
 
-@app.command("exec", cls=WithCommand, epilog="Example:  etude pods exec 3fa9 -- ls -la")
+@app.command("exec", cls=TrailingCommand, epilog="Example:  etude pods exec 3fa9 -- ls -la")
 def exec_(
     ctx: typer.Context,
     pod: PodId,
@@ -129,20 +129,20 @@ def exec_(
     user: User = None,
     cwd: Cwd = None,
     env: Env = None,
-    timeout: Annotated[str | None, typer.Option(help="Kill the command after this.", show_default=False)] = None,
+    timeout: Annotated[str | None, typer.Option(help="Kill the command after this time.", show_default=False)] = None,
     state: State = None,
     host: HostUrl = None,
 ) -> None:
-    """Run a command in a pod that is there. The exit code is the command's."""
+    """Run a command in a running pod. The exit code is the command's."""
     command, options = given_command(ctx), command_options(user, cwd, env, timeout)
     if not command:
         raise InputError(f"exec: no command; give one after --, as in `etude pods exec {pod} -- ls`")
     on_terminal = wants_terminal(stdin, terminal)
 
-    async def work(place: PodService) -> ExecResult:
-        return await joined(await place.find(pod), command, stdin, on_terminal, options)
+    async def work(service: PodService) -> ExecResult:
+        return await run_attached(await service.find(pod), command, stdin, on_terminal, options)
 
-    leave(act(state, host, work))
+    exit_like(with_service(state, host, work))
 
 
 @app.command(epilog="Example:  etude pods shell 3fa9")
@@ -151,10 +151,10 @@ def shell(pod: PodId, user: User = None, cwd: Cwd = None, state: State = None, h
     if not wants_terminal(False, True):
         raise InputError("shell: needs a terminal; `etude pods exec` runs commands without one")
 
-    async def work(place: PodService) -> ExecResult:
-        return await joined(await place.find(pod), [], True, True, command_options(user, cwd, None, None))
+    async def work(service: PodService) -> ExecResult:
+        return await run_attached(await service.find(pod), [], True, True, command_options(user, cwd, None, None))
 
-    leave(act(state, host, work))
+    exit_like(with_service(state, host, work))
 
 
 def given_command(ctx: typer.Context) -> list[str]:
@@ -162,7 +162,7 @@ def given_command(ctx: typer.Context) -> list[str]:
 
 
 def command_options(user: str | None, cwd: str | None, env: list[str] | None, timeout: str | None) -> dict[str, Any]:
-    """What a command is started with."""
+    """Return the keyword options for `exec` and `spawn`."""
     pairs = [pair.partition("=") for pair in env or ()]
     if bad := [name for name, sign, _ in pairs if not sign or not name]:
         raise InputError(f"--env {bad[0]}: expected NAME=VALUE")
@@ -171,34 +171,37 @@ def command_options(user: str | None, cwd: str | None, env: list[str] | None, ti
 
 
 def wants_terminal(stdin: bool, terminal: bool) -> bool:
-    """Whether the command gets a terminal: -t demands one, -i takes one if we have one."""
+    """Whether the command gets a terminal: -t requires one, -i uses one if there is one."""
     from etude.pods.cli.terminal import is_terminal
 
     if terminal and not is_terminal():
-        raise InputError("-t: we are not on a terminal; -i passes standard input without one")
+        raise InputError("-t: standard input and output are not on a terminal; -i passes standard input without one")
     return terminal or (stdin and is_terminal())
 
 
-async def joined(pod: Pod, command: list[str], stdin: bool, terminal: bool, options: dict[str, Any]) -> ExecResult:
-    from etude.pods.cli.terminal import SHELL, run_joined
+async def run_attached(
+    pod: Pod, command: list[str], stdin: bool, terminal: bool, options: dict[str, Any]
+) -> ExecResult:
+    """Run a command on this process's streams or terminal; without a command, a shell."""
+    from etude.pods.cli.terminal import SHELL, run_on_streams
     from etude.pods.guest.client import not_started
 
     try:
-        return await run_joined(pod, command or SHELL, stdin=stdin, terminal=terminal, **options)
+        return await run_on_streams(pod, command or SHELL, stdin=stdin, terminal=terminal, **options)
     except PodError as error:
         cause = error.__cause__
         if isinstance(cause, PodFileError) and (result := not_started(cause, command)):
             print(f"etude: {result.stderr.strip()}", file=sys.stderr)
             return result
         raise
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output closed it
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
         return ExecResult(128 + signal.SIGPIPE)
 
 
-async def leave_running(pod: Pod, command: list[str], options: dict[str, Any]) -> str:
-    """Start a command that nobody waits for; the id of its pod."""
+async def start_detached(pod: Pod, command: list[str], options: dict[str, Any]) -> str:
+    """Start a command in the background and return the id of its pod."""
     if command:
         script = 'exec >run.log 2>&1 </dev/null; "$@" &'
         try:
@@ -209,23 +212,23 @@ async def leave_running(pod: Pod, command: list[str], options: dict[str, Any]) -
     return pod.id
 
 
-def leave(result: ExecResult, memory: int | None = None) -> None:
-    """End as the command ended, and say why if it does not say itself."""
+def exit_like(result: ExecResult, memory: int | None = None) -> None:
+    """Exit with the command's exit code, after reporting a timeout or an out-of-memory kill."""
     if result.timed_out:
-        print("etude: the command was killed: its time was over", file=sys.stderr)
+        print("etude: the command was killed: its timeout passed", file=sys.stderr)
     if result.out_of_memory:
         limit = f" (limit {show_size(memory)})" if memory else ""
-        print(f"etude: memory ran out in the pod{limit}; the kernel killed a process", file=sys.stderr)
+        print(f"etude: the pod ran out of memory{limit}; the kernel killed a process", file=sys.stderr)
     raise typer.Exit(result.exit_code)
 
 
-# ------------------------------------------------------------------------------------------------- pods that are there
+# ------------------------------------------------------------------------------------------------- running pods
 
 
 @app.command(epilog="Example:  etude pods ps --json")
 def ps(state: State = None, host: HostUrl = None, as_json: AsJson = False) -> None:
-    """List the pods and what they use."""
-    pods = act(state, host, lambda place: place.pods())
+    """List the pods and their resource usage."""
+    pods = with_service(state, host, lambda service: service.pods())
     if as_json:
         print(json.dumps(pods))
         return
@@ -247,38 +250,38 @@ def ps(state: State = None, host: HostUrl = None, as_json: AsJson = False) -> No
 
 @app.command(epilog="Example:  etude pods snapshot 3fa9")
 def snapshot(pod: PodId, kind: Kind = None, state: State = None, host: HostUrl = None, as_json: AsJson = False) -> None:
-    """Keep a pod's files as they are now, on disk, and print the snapshot's id. `run` starts from it."""
+    """Save a pod's files to disk as a snapshot, from which `run` can start, and print its id."""
 
-    async def work(place: PodService) -> dict[str, Any]:
-        made = await (await place.find(pod)).snapshot(kind_of(kind))
-        await place.persist(made.id)
-        return next(each for each in await place.snapshots() if each["id"] == made.id)
+    async def work(service: PodService) -> dict[str, Any]:
+        created = await (await service.find(pod)).snapshot(parse_kind(kind))
+        await service.persist(created.id)
+        return next(each for each in await service.snapshots() if each["id"] == created.id)
 
-    made = act(state, host, work)
-    print(json.dumps(made) if as_json else made["id"])
+    created = with_service(state, host, work)
+    print(json.dumps(created) if as_json else created["id"])
 
 
 @app.command(epilog="Example:  etude pods fork 3fa9 -n 4")
 def fork(
     pod: PodId,
-    n: Annotated[int, typer.Option("-n", "--count", min=1, help="How many.")] = 1,
+    n: Annotated[int, typer.Option("-n", "--count", min=1, help="The number of pods.")] = 1,
     kind: Kind = None,
     ttl: Ttl = "1h",
     state: State = None,
     host: HostUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make pods that start where this one is, and print their ids."""
-    life = parse_seconds(ttl or "1h", "--ttl")
+    """Create pods that start with this pod's files, and print their ids."""
+    ttl_s = parse_seconds(ttl or "1h", "--ttl")
 
-    async def work(place: PodService) -> list[str]:
-        return [child.id for child in await place.fork(await place.find(pod), n, kind_of(kind), life)]
+    async def work(service: PodService) -> list[str]:
+        return [child.id for child in await service.fork(await service.find(pod), n, parse_kind(kind), ttl_s)]
 
-    ids = act(state, host, work)
+    ids = with_service(state, host, work)
     print(json.dumps(ids) if as_json else "\n".join(ids))
 
 
-def kind_of(text: str | None) -> SnapshotKind | None:
+def parse_kind(text: str | None) -> SnapshotKind | None:
     if text is None or text in ("fs", "fs-live", "full"):
         return text  # type: ignore[return-value]
     raise InputError(f"--kind {text}: expected fs or fs-live")
@@ -294,23 +297,23 @@ def cp(
     """Copy a file or a tree into a pod or out of one."""
     (source_pod, source_path), (target_pod, target_path) = split_path(source), split_path(target)
     if bool(source_pod) == bool(target_pod):
-        raise InputError(f"cp {source} {target}: one of them, and only one, must be POD:path")
+        raise InputError(f"cp {source} {target}: exactly one of the two must be POD:path")
 
-    async def work(place: PodService) -> None:
-        pod = await place.find(source_pod or target_pod)
+    async def work(service: PodService) -> None:
+        pod = await service.find(source_pod or target_pod)
         name = Path(source_path.rstrip("/")).resolve().name if target_pod else Path(source_path).name
         if target_pod:
-            inside = target_path.endswith("/") or await is_directory(pod, target_path)
-            await pod.upload(Path(source_path), f"{target_path.rstrip('/')}/{name}" if inside else target_path)
+            into = target_path.endswith("/") or await is_directory(pod, target_path)
+            await pod.upload(Path(source_path), f"{target_path.rstrip('/')}/{name}" if into else target_path)
         else:
             to = Path(target_path)
             await pod.download(source_path, to / name if to.is_dir() else to)
 
-    act(state, host, work)
+    with_service(state, host, work)
 
 
 def split_path(text: str) -> tuple[str, str]:
-    """(pod, path) of `POD:path`; a path of ours has no pod."""
+    """Return (pod, path) of `POD:path`; the pod is empty for a local path."""
     pod, sign, path = text.partition(":")
     return (pod, path or ".") if sign and pod and "/" not in pod else ("", text)
 
@@ -325,26 +328,26 @@ async def is_directory(pod: Pod, path: str) -> bool:
 @app.command(epilog="Example:  etude pods close 3fa9 81c2")
 def close(
     pods: Annotated[list[str] | None, typer.Argument(metavar="POD...", help="Their ids.", show_default=False)] = None,
-    every: Annotated[bool, typer.Option("--all", help="Close every pod there is.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Close every pod.")] = False,
     state: State = None,
     host: HostUrl = None,
 ) -> None:
-    """End pods and remove what they wrote."""
+    """Close pods and remove the files they wrote."""
     if bool(pods) == every:
-        raise InputError("close: name pods, or say --all")
+        raise InputError("close: give pod ids, or --all for every pod")
 
-    async def work(place: PodService) -> None:
-        ids = [pod["id"] for pod in await place.pods()] if every else pods or []
+    async def work(service: PodService) -> None:
+        ids = [pod["id"] for pod in await service.pods()] if every else pods or []
         for id in ids:
-            await (await place.find(id)).close()
+            await (await service.find(id)).close()
 
-    act(state, host, work)
+    with_service(state, host, work)
 
 
 @app.command(epilog="Example:  etude pods events 3fa9 --host http://10.0.0.7:7741")
 def events(pod: PodId, state: State = None, host: HostUrl = None, as_json: AsJson = False) -> None:
-    """Print what happened to a pod, oldest first. A server keeps its pods' events; without one little is known."""
-    found = act(state, host, lambda place: place.events(pod))
+    """Print the events of a pod, oldest first. Only a server (`etude pods serve`) keeps all events of its pods."""
+    found = with_service(state, host, lambda service: service.events(pod))
     if as_json:
         print(json.dumps([{"time": event.time, "kind": event.kind, "facts": dict(event.facts)} for event in found]))
         return
@@ -355,109 +358,109 @@ def events(pod: PodId, state: State = None, host: HostUrl = None, as_json: AsJso
         )
 
 
-# ------------------------------------------------------------------------------------------------- the house
+# ------------------------------------------------------------------------------------------------- the host
 
 
 @app.command(epilog="Example:  etude pods gc")
 def gc(
     every: Annotated[
-        bool, typer.Option("--all", help="End every pod and forget every snapshot too; images stay.")
+        bool, typer.Option("--all", help="Also close every pod and remove every snapshot; images stay.")
     ] = False,
     state: State = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what dead processes left behind, and layers that nothing needs any more."""
+    """Remove the remains of dead processes and the layers that nothing uses."""
 
-    async def work(place: PodService) -> dict[str, list[str]]:
-        assert isinstance(place, LocalPodService)
-        host = place.host
+    async def work(service: PodService) -> dict[str, list[str]]:
+        assert isinstance(service, LocalPodService)
+        host = service.host
         if not every:
-            return {**await host.collect(grace=3600), "snapshots": []}
-        if others := host.registry.others():
+            return {**await host.collect_garbage(grace=3600), "snapshots": []}
+        if others := host.registry.other_owners():
             raise BusyError(f"gc --all: {', '.join(others)} still use this state directory; end them first")
         pods, saved = [spec.id for spec in host.registry.records()], host.store.snapshots()
         for id in pods:
-            with contextlib.suppress(PodError):  # what does not answer is reaped below
+            with contextlib.suppress(PodError):  # a pod that does not answer is reaped below
                 await (await host.find(id)).close()
         for each in saved:
-            await place.forget(each.snapshot.id)
-        removed = await host.collect(grace=0)
-        await host.backend.shut()
+            await service.remove_snapshot(each.snapshot.id)
+        removed = await host.collect_garbage(grace=0)
+        await host.backend.shutdown()
         removed["pods"] = sorted({*removed["pods"], *pods})
         return {**removed, "snapshots": [each.snapshot.id for each in saved]}
 
-    done = act(state, None, work)
-    print(json.dumps(done) if as_json else "removed " + ", ".join(f"{len(v)} {k}" for k, v in done.items()))
+    removed = with_service(state, None, work)
+    print(json.dumps(removed) if as_json else "removed " + ", ".join(f"{len(v)} {k}" for k, v in removed.items()))
 
 
 @app.command(
     epilog="Examples:\n\n  etude pods serve --no-token\n\n"
-    f"  {TOKEN}=... etude pods serve --listen 0.0.0.0:7741 --certificate host.pem --key host.key --warm host=8"
+    f"  {TOKEN_VARIABLE}=... etude pods serve --listen 0.0.0.0:7741 --certificate host.pem --key host.key --warm host=8"
 )
 def serve(
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where; port 0 takes a free one.")
+        str, typer.Option(metavar="HOST:PORT", help="The address to serve on; port 0 takes a free port.")
     ] = "127.0.0.1:7741",
     token_file: Annotated[
-        Path | None, typer.Option(help=f"Holds the token; else ${TOKEN}.", show_default=False)
+        Path | None, typer.Option(help=f"A file with the token; default: ${TOKEN_VARIABLE}.", show_default=False)
     ] = None,
-    no_token: Annotated[bool, typer.Option("--no-token", help="Let everybody on this machine in.")] = False,
-    certificate: Annotated[Path | None, typer.Option(help="Of TLS, in PEM.", show_default=False)] = None,
-    key: Annotated[Path | None, typer.Option(help="Of the certificate.", show_default=False)] = None,
-    max_pods: Annotated[int | None, typer.Option(min=1, help="At most so many at once.", show_default=False)] = None,
+    no_token: Annotated[bool, typer.Option("--no-token", help="Serve every user of this machine.")] = False,
+    certificate: Annotated[Path | None, typer.Option(help="TLS certificate in PEM.", show_default=False)] = None,
+    key: Annotated[Path | None, typer.Option(help="The certificate's private key.", show_default=False)] = None,
+    max_pods: Annotated[int | None, typer.Option(min=1, help="The most pods at once.", show_default=False)] = None,
     warm: Annotated[
         list[str] | None, typer.Option(metavar="IMAGE=N", help="Keep N pods started in advance; repeatable.")
     ] = None,
-    close: Annotated[bool, typer.Option("--close", help="At the end, close the pods instead of leaving them.")] = False,
+    close: Annotated[bool, typer.Option("--close", help="Close the pods at the end instead of leaving them.")] = False,
     backend: Backend = "auto",
     state: State = None,
 ) -> None:
-    """Offer this machine's pods to others over HTTP, until SIGTERM. Pods and clients survive a restart."""
+    """Serve this machine's pods over HTTP until SIGTERM. Pods and clients survive a restart."""
     from etude.pods.fleet import open_host
-    from etude.pods.remote import server as server
+    from etude.pods.remote import server
 
     token = server.read_token(listen, token_file, no_token)
     if bool(certificate) != bool(key):
-        raise InputError("--certificate and --key belong together: give both or none")
+        raise InputError("--certificate and --key: give both or none")
     if not server.is_loopback(listen) and not certificate:
-        print("etude: warning: no TLS: the token and all that pods say can be read on the way", file=sys.stderr)
+        print("etude: warning: no TLS: the token and all traffic can be read on the network", file=sys.stderr)
     pools = [server.parse_warm(text) for text in warm or ()]
     thresholds = Thresholds(max_pods=max_pods) if max_pods else None
 
     async def work() -> None:
         listener = server.bind(listen)
-        open_to = await open_host(backend, state, thresholds)
+        host = await open_host(backend, state, thresholds)
         try:
             for image, count in pools:
-                await open_to.pool(image, count)
+                await host.pool(image, count)
             name = listener.getsockname()
             address = f"http{'s' if certificate else ''}://{f'[{name[0]}]' if ':' in name[0] else name[0]}:{name[1]}"
 
             def ready() -> None:
-                print(f"{address}  pods of {open_to.state} on the {open_to.backend.name} backend", flush=True)
+                print(f"{address}  pods of {host.state} on the {host.backend.name} backend", flush=True)
 
-            await server.run(open_to, token, listener, certificate=certificate, key=key, close=close, ready=ready)
+            await server.run(host, token, listener, certificate=certificate, key=key, close=close, ready=ready)
         finally:
-            await open_to.close()
+            await host.close()
 
     asyncio.run(work())
 
 
 @app.command(epilog="Example:  etude pods doctor --json")
 def doctor(
-    backend: Annotated[str, typer.Option(help="Look at this backend only.")] = "all",
+    backend: Annotated[str, typer.Option(help="Check only this backend.")] = "all",
     state: State = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what this machine can do for pods, what not, and why. Every backend is tried."""
-    from etude.pods.cli.doctor import examine, print_findings
+    """Try every backend and report what works on this machine, what does not, and why."""
+    from etude.pods.cli.doctor import diagnose, print_diagnosis
 
-    findings = asyncio.run(examine(state, backend))
+    diagnosis = asyncio.run(diagnose(state, backend))
     if as_json:
-        print(json.dumps(findings))
+        print(json.dumps(diagnosis))
     else:
-        print_findings(findings)
-    raise typer.Exit(0 if any(found["works"] for found in findings["backends"]) else 1)
+        print_diagnosis(diagnosis)
+    raise typer.Exit(0 if any(found["works"] for found in diagnosis["backends"]) else 1)
 
 
-images.add_to(app)
+images.add_commands(app)

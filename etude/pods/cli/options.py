@@ -1,4 +1,4 @@
-"""What the verbs of `etude pods` share: their options, where they act, and how they end."""
+"""Shared by the commands of `etude pods`: their options, and how they open pods and handle signals."""
 
 import asyncio
 import signal
@@ -10,32 +10,32 @@ import typer
 import typer.core
 
 from etude.errors import Interrupted
-from etude.pods.remote.host_client import TOKEN, PodService, open_place
+from etude.pods.remote.host_client import TOKEN_VARIABLE, PodService, open_pod_service
 
 T = TypeVar("T")
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 State = Annotated[
     Path | None,
-    typer.Option(help="The state directory; $ETUDE_PODS or one in your home if not given.", show_default=False),
+    typer.Option(help="The state directory; default: $ETUDE_PODS, or one in your home.", show_default=False),
 ]
 HostUrl = Annotated[
     str | None,
-    typer.Option("--host", metavar="URL", help=f"Act on this `etude pods serve`; ${TOKEN} is its token."),
+    typer.Option("--host", metavar="URL", help=f"Use this `etude pods serve`; ${TOKEN_VARIABLE} is its token."),
 ]
 Backend = Annotated[str, typer.Option(help="auto, namespace, landlock or subprocess.")]
-PodId = Annotated[str, typer.Argument(metavar="POD", help="Its id, or the beginning of it.", show_default=False)]
-Kind = Annotated[str | None, typer.Option(help="fs (fast, ends its processes) or fs-live; chosen if not given.")]
-Input = Annotated[bool, typer.Option("-i", "--stdin", help="Pass our standard input to the command.")]
-Terminal = Annotated[bool, typer.Option("-t", "--tty", help="Run it on a terminal, this one.")]
-Ttl = Annotated[str | None, typer.Option(help="End the pod after this: 90s, 5m, 1h30m.", show_default=False)]
+PodId = Annotated[str, typer.Argument(metavar="POD", help="The pod's id, or a prefix of it.", show_default=False)]
+Kind = Annotated[str | None, typer.Option(help="fs (fast, ends the pod's processes) or fs-live; default: automatic.")]
+Input = Annotated[bool, typer.Option("-i", "--stdin", help="Pass standard input to the command.")]
+Terminal = Annotated[bool, typer.Option("-t", "--tty", help="Run the command on this terminal.")]
+Ttl = Annotated[str | None, typer.Option(help="Close the pod after this time: 90s, 5m, 1h30m.", show_default=False)]
 User = Annotated[str | None, typer.Option(help="Run as this user: a name, uid or uid:gid.", show_default=False)]
 Cwd = Annotated[str | None, typer.Option(help="Start in this directory of the pod.", show_default=False)]
 Env = Annotated[list[str] | None, typer.Option(metavar="K=V", help="Set a variable; repeatable.", show_default=False)]
-DETACHED_S = 3600.0  # seconds that a detached pod lives unless told otherwise
+DETACHED_TTL_S = 3600.0  # default ttl of a detached pod
 
 
-class WithCommand(typer.core.TyperCommand):
-    """A verb that ends in `-- COMMAND...`, whatever is optional before it."""
+class TrailingCommand(typer.core.TyperCommand):
+    """A CLI command that ends in `-- COMMAND...` after its own options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         at = args.index("--") if "--" in args else len(args)
@@ -46,27 +46,27 @@ class WithCommand(typer.core.TyperCommand):
         return [*super().collect_usage_pieces(ctx), "[-- COMMAND...]"]
 
 
-def act(
+def with_service(
     state: Path | None, url: str | None, work: Callable[[PodService], Coroutine[Any, Any, T]], backend: str = "auto"
 ) -> T:
-    """Do something at a place. Whatever ends this process ends its pods first."""
+    """Run `work` on the pods of a host URL or a state directory; on a signal, close this process's pods first."""
 
-    async def inside() -> T:
-        loop, me, got = asyncio.get_running_loop(), asyncio.current_task(), list[int]()
-        assert me is not None
+    async def run() -> T:
+        loop, task, received = asyncio.get_running_loop(), asyncio.current_task(), list[int]()
+        assert task is not None
 
-        def stop(number: int) -> None:
-            got.append(number)
-            me.cancel()
+        def stop(signum: int) -> None:
+            received.append(signum)
+            task.cancel()
 
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, stop, number)
+        for signum in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signum, stop, signum)
         try:
-            async with open_place(state, url, backend) as place:
-                return await work(place)
+            async with open_pod_service(state, url, backend) as service:
+                return await work(service)
         except asyncio.CancelledError:
-            if got:
-                raise Interrupted(f"ended by {signal.Signals(got[0]).name}") from None
+            if received:
+                raise Interrupted(f"ended by {signal.Signals(received[0]).name}") from None
             raise
 
-    return asyncio.run(inside())
+    return asyncio.run(run())

@@ -1,0 +1,28 @@
+"""Network egress of pods: what a pod may reach (`EgressPolicy`) and the proxy that enforces it (`EgressProxy`).
+
+A pod has no route to the outside. It opens listening sockets in its own network namespace and hands them to the host
+process, where an `EgressProxy` accepts on them, decides by the policy, connects by name and records every decision.
+The names below are imported when first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etude.pods.network.policy import EgressPolicy, EgressRule, parse_rule
+    from etude.pods.network.proxy import EgressLimits, EgressProxy
+
+_HOMES = {
+    "EgressLimits": "etude.pods.network.proxy",
+    "EgressPolicy": "etude.pods.network.policy",
+    "EgressProxy": "etude.pods.network.proxy",
+    "EgressRule": "etude.pods.network.policy",
+    "parse_rule": "etude.pods.network.policy",
+}
+__all__ = ["EgressLimits", "EgressPolicy", "EgressProxy", "EgressRule", "parse_rule"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'etude.pods.network' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,7 +1,7 @@
-"""Reaching the other side of an allowed connection: resolve once, check the addresses, connect to one of them.
+"""Connect to the destination of an allowed connection: resolve once, check the addresses, connect to one of them.
 
-A name that resolves to this machine or a private network is refused, whatever the rule says, unless the rule is that
-very address: otherwise a name somebody else controls would open every door behind the firewall.
+A name that resolves to this machine or a private network is refused even if a rule allows the name; only a rule for
+that very address can allow it. Otherwise the owner of a name could reach every service behind the firewall.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 
 CHUNK = 1 << 16  # bytes in one read; at most about four of these are held per direction of a connection
 MAX_HEAD = 64 << 10
-NEXT_ADDRESS_S = 0.25  # before the next address of a name is tried beside the first (RFC 8305)
+NEXT_ADDRESS_S = 0.25  # delay before the next address of a name is tried in parallel (RFC 8305)
 FROM_ENVIRONMENT = "environment"
 
 
 class EgressRefused(Exception):
-    """The policy says no. The text is for the record and for the client."""
+    """The egress policy refuses the connection. The text goes into the record and to the client."""
 
 
 class UpstreamUnreachable(Exception):
-    """Allowed, but the other side could not be reached or made no sense; `status` is for an HTTP client."""
+    """The connection is allowed but failed, or the server's answer is invalid; `status` is for an HTTP client."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -39,17 +39,17 @@ class UpstreamUnreachable(Exception):
 
 
 async def system_resolver(host: str, port: int) -> list[str]:
-    """The addresses of a name as this machine knows them."""
+    """Resolve a name with this machine's resolver and return its addresses."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(info[4][0]) for info in found))
 
 
 class Connector:
-    """Connects to an allowed host: directly, or through the HTTP proxy this machine needs itself."""
+    """Connects to an allowed host: directly, or through the HTTP proxy that this machine itself has to use."""
 
     def __init__(self, private_ok: bool, resolver: Resolver | None, upstream_proxy: str) -> None:
         self._private_ok, self._resolver = private_ok, resolver or system_resolver
-        self._proxies = getproxies_environment()  # its no_proxy holds whoever names the proxy
+        self._proxies = getproxies_environment()  # its no_proxy applies to an explicit proxy too
         if upstream_proxy == FROM_ENVIRONMENT:
             upstream_proxy = self._proxies.get("https") or self._proxies.get("http") or ""
         if upstream_proxy and "://" not in upstream_proxy:
@@ -64,48 +64,50 @@ class Connector:
             addresses = [host]
         else:
             try:
-                addresses = await self._addresses(host, port)
+                addresses = await self._resolve(host, port)
             except OSError:
                 if direct:
                     raise
-                addresses = []  # a machine behind a proxy often knows no outside names: the proxy resolves them
-        return await _race(addresses, port) if direct else await self._through_proxy(policy.authority(host, port))
+                addresses = []  # a machine behind a proxy often cannot resolve outside names: the proxy resolves them
+        if direct:
+            return await _connect_to_first(addresses, port)
+        return await self._through_proxy(policy.authority(host, port))
 
-    async def _addresses(self, host: str, port: int) -> list[str]:
+    async def _resolve(self, host: str, port: int) -> list[str]:
         found = list(await self._resolver(host, port))
         allowed = [address for address in found if not policy.forbidden_address(address, self._private_ok)]
         if found and not allowed:
-            why = policy.forbidden_address(found[0], self._private_ok)
-            meant = "Egress(private=True)" if "private" in why else "a rule for the address itself"
-            raise EgressRefused(f"{host} resolves to {found[0]}, {why}; only {meant} can allow that")
+            reason = policy.forbidden_address(found[0], self._private_ok)
+            remedy = "Egress(private=True)" if "private" in reason else "a rule for the address itself"
+            raise EgressRefused(f"{host} resolves to {found[0]}, {reason}; only {remedy} can allow that")
         if not found:
             raise OSError(errno.EHOSTUNREACH, "the name has no address")
         return allowed
 
-    async def _through_proxy(self, place: str) -> Connection:
+    async def _through_proxy(self, authority: str) -> Connection:
         assert self._proxy is not None
         reader, writer = await asyncio.open_connection(self._proxy.hostname, self._proxy.port or 80, limit=MAX_HEAD)
-        lines = [f"CONNECT {place} HTTP/1.1", f"Host: {place}"]
+        lines = [f"CONNECT {authority} HTTP/1.1", f"Host: {authority}"]
         if self._proxy.username is not None:
             login = f"{unquote(self._proxy.username)}:{unquote(self._proxy.password or '')}"
             lines.append("Proxy-Authorization: Basic " + base64.b64encode(login.encode()).decode())
-        done = False
+        connected = False
         try:
             writer.write("\r\n".join([*lines, "", ""]).encode())
             head = policy.parse_head(await reader.readuntil(b"\r\n\r\n"))
             if not head.start[1].startswith("2"):
                 raise UpstreamUnreachable(502, f"the upstream proxy answered {head.start[1][:3]}")
-            done = True
+            connected = True
             return reader, writer
         except (EOFError, asyncio.LimitOverrunError, ProtocolError):
             raise UpstreamUnreachable(502, "the upstream proxy did not answer in HTTP") from None
         finally:
-            if not done:
+            if not connected:
                 writer.transport.abort()
 
 
-async def _race(addresses: Sequence[str], port: int) -> Connection:
-    """Connect to the first address that answers, trying each a little after the one before."""
+async def _connect_to_first(addresses: Sequence[str], port: int) -> Connection:
+    """Connect to the first address that answers, starting each attempt NEXT_ADDRESS_S after the one before."""
     left, running = list(addresses), set[asyncio.Task[Connection]]()
     failure: BaseException = OSError(errno.EHOSTUNREACH, "no address")
     winner: asyncio.Task[Connection] | None = None

@@ -1,4 +1,4 @@
-"""One end of a connection through the gate, and bodies passed from one end to another."""
+"""One end of a connection through the egress proxy, and the relaying of bodies from one end to the other."""
 
 import asyncio
 import socket
@@ -11,46 +11,46 @@ from etude.pods.network import policy
 from etude.pods.network.connect import CHUNK
 from etude.pods.network.policy import CHUNKED, UNTIL_CLOSE, ProtocolError
 
-LINGER_S = 1.0  # for the other side to take the last bytes
+LINGER_S = 1.0  # how long a close waits for the peer to receive the last bytes
 
 
 class UpstreamClosed(Exception):
-    """The server does not take more of a request; its answer may be there already."""
+    """The server accepts no more of a request; it may have answered already."""
 
 
 class BufferedStream:
-    """One end of a connection, with what was read ahead of its use. Left by an exception, it is cut off."""
+    """One end of a connection with a read buffer. As a context manager, an exception aborts the connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer, self.ahead = reader, writer, bytearray()
+        self.reader, self.writer, self.buffer = reader, writer, bytearray()
 
     async def fill(self) -> bool:
-        """Read ahead once more; False at the end."""
+        """Read once into the buffer; return False at the end of the stream."""
         data = await self.reader.read(CHUNK)
-        self.ahead += data
+        self.buffer += data
         return bool(data)
 
-    async def read(self, most: int = CHUNK) -> bytes:
-        if not self.ahead:
-            return await self.reader.read(min(most, CHUNK))
-        data = bytes(self.ahead[:most])
-        del self.ahead[:most]
+    async def read(self, max_bytes: int = CHUNK) -> bytes:
+        if not self.buffer:
+            return await self.reader.read(min(max_bytes, CHUNK))
+        data = bytes(self.buffer[:max_bytes])
+        del self.buffer[:max_bytes]
         return data
 
-    async def until(self, mark: bytes, limit: int) -> bytes:
-        """Everything up to and with `mark`, at most `limit` bytes of it."""
+    async def read_until(self, mark: bytes, limit: int) -> bytes:
+        """Read up to and including `mark`; more than `limit` bytes are an error."""
         start = 0
-        while (at := self.ahead.find(mark, start, limit)) < 0:
-            if len(self.ahead) >= limit:
+        while (at := self.buffer.find(mark, start, limit)) < 0:
+            if len(self.buffer) >= limit:
                 raise ProtocolError("a head or line is too long")
-            start = max(0, len(self.ahead) - len(mark) + 1)
+            start = max(0, len(self.buffer) - len(mark) + 1)
             if not await self.fill():
                 raise ProtocolError("the connection ended in the middle of a message")
         return await self.read(at + len(mark))
 
-    async def sniff(self) -> Literal["tls", "http", "other"]:
-        """What the first bytes are; they stay to be read."""
-        while (kind := policy.protocol_of(bytes(self.ahead))) is None:
+    async def detect_protocol(self) -> Literal["tls", "http", "other"]:
+        """Return the protocol of the first bytes without consuming them."""
+        while (kind := policy.protocol_of(bytes(self.buffer))) is None:
             if not await self.fill():
                 return "other"
         return kind
@@ -59,13 +59,13 @@ class BufferedStream:
         self.writer.write(data)
         await self.writer.drain()
 
-    def end(self) -> None:
-        """No more will be written; reading goes on."""
-        with suppress(OSError):  # not connected any more
+    def write_eof(self) -> None:
+        """Close the writing side; reading goes on."""
+        with suppress(OSError):  # no longer connected
             self.writer.write_eof()
 
     def abort(self) -> None:
-        """Cut off with a reset, so that what was passed on so far does not look complete."""
+        """Reset the connection, so that a partial message does not look complete to the peer."""
         with suppress(OSError):  # closed already
             sock = self.writer.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -84,16 +84,16 @@ class BufferedStream:
 
 
 async def relay_body(source: BufferedStream, length: int, send: Callable[[bytes], Awaitable[None]]) -> None:
-    """Pass on the content of a body, without its framing, piece by piece."""
+    """Pass the content of a body to `send` in chunks, without its framing."""
     if length == UNTIL_CLOSE:
         while data := await source.read():
             await send(data)
     elif length == CHUNKED:
-        while size := policy.parse_chunk_size(await source.until(b"\r\n", 4096)):
+        while size := policy.parse_chunk_size(await source.read_until(b"\r\n", 4096)):
             await relay_body(source, size, send)
-            await source.until(b"\r\n", 2)
-        for _ in range(100):  # trailers are read and dropped
-            if await source.until(b"\r\n", 4096) == b"\r\n":
+            await source.read_until(b"\r\n", 2)
+        for _ in range(100):  # trailers are dropped
+            if await source.read_until(b"\r\n", 4096) == b"\r\n":
                 return
         raise ProtocolError("too many trailers")
     else:

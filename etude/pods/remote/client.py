@@ -1,8 +1,8 @@
 """Pods on another machine: the client of `etude pods serve`.
 
-Life goes over HTTP; commands and files over a WebSocket that carries the agent's own frames, so a remote pod is driven
-by the very code that drives a local one. A pod has a lease that its client renews: whichever of the two machines
-dies, nothing is left running for long. A line that breaks is made anew; only what was under way on it fails.
+Lifecycle requests go over HTTP; commands and files over a WebSocket that carries the guest protocol, so remote and
+local pods share the same code. A pod has a lease that its client renews: whichever of the two machines dies, nothing
+runs on for long. A broken connection is re-established; only the commands that ran on it fail.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet, HostGone
 from etude.pods.guest import protocol
-from etude.pods.guest.client import Agent, Link
-from etude.pods.guest.guest_pod import AgentPod
+from etude.pods.guest.client import GuestClient, Link
+from etude.pods.guest.guest_pod import GuestPod
 from etude.pods.images.records import Image
 from etude.pods.pod import (
     MAX_OUTPUT,
@@ -46,17 +46,17 @@ from etude.pods.remote.websocket import WebSocketLink
 from etude.pods.scheduling.router import HostReport
 
 CONNECT_S = 10.0
-ANSWER_S = 60.0
-LONG_S = 1800.0  # for what moves or copies files
-RETRIES = (0.1, 0.4)  # seconds between attempts of what can be asked twice
-RECONNECT_S = 30.0  # at least, before a pod's line is given up
+RESPONSE_S = 60.0
+LONG_S = 1800.0  # for requests that move or copy files
+RETRIES = (0.1, 0.4)  # seconds between attempts of idempotent requests
+RECONNECT_S = 30.0  # at least, before reconnecting to a pod is given up
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class RemoteHostClient:
-    """A host behind HTTP, as the fleet sees it. Made by `open`; closing it closes the pods it made."""
+    """A remote host, as the fleet sees it. Created by `open`; closing it closes the pods it created."""
 
     def __init__(self, url: str, token: str, lease: float = messages.LEASE_S) -> None:
         parts = urlsplit(url)
@@ -65,11 +65,11 @@ class RemoteHostClient:
         self.url, self.name, self.lease = url.rstrip("/"), url, lease
         self.headers = {"authorization": f"Bearer {token}"} if token else {}
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
-        # No proxies of the environment: hosts are ours, and a token is nobody else's business.
+        # Ignore the environment's proxies: hosts are on our own network, and the token must not reach a third party.
         self.http = httpx.AsyncClient(
             base_url=f"{self.url}/v1",
             headers=self.headers,
-            timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
+            timeout=httpx.Timeout(RESPONSE_S, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             verify=self.tls or False,
             trust_env=False,
@@ -82,18 +82,18 @@ class RemoteHostClient:
     async def open(
         cls, url: str, token: str, *, lease: float = messages.LEASE_S, required: bool = True
     ) -> "RemoteHostClient":
-        """Meet a host. One that is not `required` may be silent for now; a wrong token is an error at once."""
-        door = cls(url, token, lease)
+        """Connect to a host. Unless `required`, it may be unreachable for now; a wrong token is always an error."""
+        client = cls(url, token, lease)
         try:
-            door.name = (await door.report()).host
+            client.name = (await client.report()).host
         except HostGone:
             if required:
-                await door.http.aclose()
+                await client.http.aclose()
                 raise
         except EtudeError:
-            await door.http.aclose()
+            await client.http.aclose()
             raise
-        return door
+        return client
 
     async def close(self) -> None:
         await asyncio.gather(*(pod.close() for pod in list(self.pods.values())), return_exceptions=True)
@@ -101,27 +101,27 @@ class RemoteHostClient:
             await asyncio.wait(self.tasks, timeout=5)
         await self.http.aclose()
 
-    async def ask(self, method: str, path: str, *, again: bool = True, long: bool = False, **options: Any) -> Any:
-        """One request and its JSON answer; `again` for what may be asked twice. HostGone when nobody answers."""
+    async def request(self, method: str, path: str, *, retry: bool = True, long: bool = False, **options: Any) -> Any:
+        """Send a request and return its JSON response; `retry` if idempotent. HostGone if there is no response."""
         if long:
             options["timeout"] = httpx.Timeout(LONG_S, connect=CONNECT_S)
-        for pause in (*(RETRIES if again else ()), None):
+        for pause in (*(RETRIES if retry else ()), None):
             try:
-                answer = await self.http.request(method, path, **options)
+                response = await self.http.request(method, path, **options)
                 break
             except (httpx.HTTPError, OSError) as error:
                 if pause is None:
-                    raise self._silent(error) from error
+                    raise self._unreachable(error) from error
                 await asyncio.sleep(pause)
-        if answer.is_error:
-            raise messages.error_from_json(answer.status_code, _json(answer.content), self.url)
-        return answer.json()
+        if response.is_error:
+            raise messages.error_from_json(response.status_code, _json(response.content), self.url)
+        return response.json()
 
-    def _silent(self, error: Exception) -> HostGone:
+    def _unreachable(self, error: Exception) -> HostGone:
         return HostGone(f"host {self.url} does not answer: {str(error) or type(error).__name__}")
 
-    def later(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Do it in the background; closing the door waits for it a little."""
+    def run_in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine in the background; `close` waits for it for up to 5 s."""
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -129,7 +129,7 @@ class RemoteHostClient:
     # ------------------------------------------------------------------------------------------- pods
 
     async def report(self) -> HostReport:
-        return HostReport.from_wire(await self.ask("GET", "/report", again=False))
+        return HostReport.from_wire(await self.request("GET", "/report", retry=False))
 
     async def create(
         self,
@@ -140,30 +140,31 @@ class RemoteHostClient:
         timeout: float | None = None,
         **options: Any,
     ) -> "RemotePod":
-        """A new pod there, with the options of `Fleet.create`. Asking twice with a key gives the same pod, so there
-        always is one, and an answer that is lost costs nothing.
+        """Create a pod on the host, with the options of `Fleet.create`. Requests with the same key give the same pod.
+
+        Without a key a random one is used, so a request whose response was lost can be repeated.
         """
         name = image if isinstance(image, str) else image.id
-        given = self.lease if lease is None else lease
-        chosen = key or f"auto-{secrets.token_hex(12)}"
-        ask = messages.CreateAsk(name, key=chosen, lease=given, timeout=timeout, **options)
+        lease_s = self.lease if lease is None else lease
+        request_key = key or f"auto-{secrets.token_hex(12)}"
+        request = messages.CreateRequest(name, key=request_key, lease=lease_s, timeout=timeout, **options)
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            while "waiting" in (made := await self.ask("POST", "/pods", json=ask.to_json())):
+            while "waiting" in (created := await self.request("POST", "/pods", json=request.to_json())):
                 left = None if deadline is None else max(0.01, deadline - time.monotonic())
-                ask = replace(ask, timeout=left)
-            return await self._begin(made, renews=given > 0)
+                request = replace(request, timeout=left)
+            return await self._connect_pod(created, renews=lease_s > 0)
         except asyncio.CancelledError:
-            if not key:  # nobody else can want it
-                self.later(self._forget(chosen))
+            if not key:  # no other caller knows the random key
+                self.run_in_background(self._cancel_create(request_key))
             raise
 
-    async def _forget(self, key: str) -> None:
-        with contextlib.suppress(EtudeError):  # if this is lost too, the lease ends it
-            await self.ask("DELETE", "/pods", params={"key": key})
+    async def _cancel_create(self, key: str) -> None:
+        with contextlib.suppress(EtudeError):  # if this is lost too, the pod ends with its lease
+            await self.request("DELETE", "/pods", params={"key": key})
 
-    async def _begin(self, described: Mapping[str, Any], renews: bool) -> "RemotePod":
-        pod = RemotePod(self, described, renews)
+    async def _connect_pod(self, description: Mapping[str, Any], renews: bool) -> "RemotePod":
+        pod = RemotePod(self, description, renews)
         self.pods[pod.id] = pod
         try:
             await pod.connect()
@@ -173,24 +174,24 @@ class RemoteHostClient:
         return pod
 
     async def attach(self, id: str) -> "RemotePod":
-        """A pod that runs there, by its id or the beginning of it. It is another's: we do not keep it alive."""
-        pod = RemotePod(self, await self.ask("GET", f"/pods/{quote(id, safe='')}"), renews=False)
+        """Return a running pod of the host by its id or a prefix of it, without renewing its lease."""
+        pod = RemotePod(self, await self.request("GET", f"/pods/{quote(id, safe='')}"), renews=False)
         await pod.connect()
         return pod
 
     async def list_pods(self) -> list[dict[str, Any]]:
-        return list(await self.ask("GET", "/pods"))
+        return list(await self.request("GET", "/pods"))
 
     async def adopt_children(self, found: Sequence[Mapping[str, Any]], renews: bool) -> "list[RemotePod]":
-        """Connect to pods that were just forked; all of them, or none is left."""
-        made = await asyncio.gather(*(self._begin(each, renews) for each in found), return_exceptions=True)
-        if failed := [each for each in made if isinstance(each, BaseException)]:
-            await asyncio.gather(*(pod.close() for pod in made if isinstance(pod, RemotePod)))
+        """Connect to pods that were just forked; on an error all of them are closed."""
+        results = await asyncio.gather(*(self._connect_pod(each, renews) for each in found), return_exceptions=True)
+        if failed := [each for each in results if isinstance(each, BaseException)]:
+            await asyncio.gather(*(pod.close() for pod in results if isinstance(pod, RemotePod)))
             raise failed[0]
-        return [pod for pod in made if isinstance(pod, RemotePod)]
+        return [pod for pod in results if isinstance(pod, RemotePod)]
 
     async def open_link(self, id: str) -> WebSocketLink:
-        """A new connection to a pod's agent."""
+        """Open a new connection to guest init of a pod."""
         address = f"ws{self.url.removeprefix('http')}/v1/pods/{id}/agent"
         try:
             socket = await connect(
@@ -208,30 +209,30 @@ class RemoteHostClient:
             body = _json(bytes(refused.response.body or b""))
             raise messages.error_from_json(refused.response.status_code, body, self.url) from None
         except (OSError, TimeoutError, WebSocketException) as error:
-            raise self._silent(error) from error
+            raise self._unreachable(error) from error
         return WebSocketLink(socket, self.url)
 
     # ------------------------------------------------------------------------------------------- files
 
     async def snapshots(self) -> list[Snapshot]:
-        return [messages.snapshot_from_json(plain) for plain in await self.ask("GET", "/snapshots")]
+        return [messages.snapshot_from_json(plain) for plain in await self.request("GET", "/snapshots")]
 
     async def images(self) -> list[dict[str, Any]]:
-        return list(await self.ask("GET", "/images"))
+        return list(await self.request("GET", "/images"))
 
     async def export(self, snapshot: str, file: Path) -> None:
         part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
         timeout = httpx.Timeout(LONG_S, connect=CONNECT_S)
         try:
-            async with self.http.stream("GET", f"/snapshots/{quote(snapshot)}", timeout=timeout) as answer:
-                if answer.is_error:
-                    raise messages.error_from_json(answer.status_code, _json(await answer.aread()), self.url)
+            async with self.http.stream("GET", f"/snapshots/{quote(snapshot)}", timeout=timeout) as response:
+                if response.is_error:
+                    raise messages.error_from_json(response.status_code, _json(await response.aread()), self.url)
                 with open(part, "xb") as out:
-                    async for chunk in answer.aiter_bytes(1 << 20):
+                    async for chunk in response.aiter_bytes(1 << 20):
                         await asyncio.to_thread(out.write, chunk)
             os.rename(part, file)
         except httpx.HTTPError as error:
-            raise self._silent(error) from error
+            raise self._unreachable(error) from error
         finally:
             part.unlink(missing_ok=True)
 
@@ -239,20 +240,22 @@ class RemoteHostClient:
         if not file.is_file():
             raise InputError(f"{file}: there is no such file")
         headers = {"content-length": str(file.stat().st_size)}
-        answer = await self.ask("PUT", "/images", again=False, long=True, content=_pieces(file), headers=headers)
-        return str(answer["id"])
+        response = await self.request(
+            "PUT", "/images", retry=False, long=True, content=_read_chunks(file), headers=headers
+        )
+        return str(response["id"])
 
     async def persist(self, id: str) -> Snapshot:
-        """Have the host copy to disk what a snapshot holds in memory."""
+        """Make the host write a snapshot that is held in memory to disk."""
         return messages.snapshot_from_json(
-            await self.ask("POST", f"/snapshots/{quote(id, safe='')}/persist", long=True)
+            await self.request("POST", f"/snapshots/{quote(id, safe='')}/persist", long=True)
         )
 
     async def remove_snapshot(self, id: str) -> None:
-        await self.ask("DELETE", f"/snapshots/{quote(id)}")
+        await self.request("DELETE", f"/snapshots/{quote(id)}")
 
 
-async def _pieces(file: Path) -> AsyncIterator[bytes]:
+async def _read_chunks(file: Path) -> AsyncIterator[bytes]:
     with open(file, "rb") as source:
         while chunk := await asyncio.to_thread(source.read, 1 << 20):
             yield chunk
@@ -266,10 +269,10 @@ def _json(body: bytes) -> Any:
 
 
 class RemoteJob(Job):
-    """A job whose end is looked at by the host too: only that sees why the kernel killed something."""
+    """A job whose result the host completes: only the host sees that the kernel killed a process for memory."""
 
-    def __init__(self, job: Job, looked: Callable[[ExecResult], Awaitable[ExecResult]]) -> None:
-        self.job, self.looked = job, looked
+    def __init__(self, job: Job, complete_result: Callable[[ExecResult], Awaitable[ExecResult]]) -> None:
+        self.job, self.complete_result = job, complete_result
         self.result: asyncio.Task[ExecResult] | None = None
 
     def output(self) -> AsyncIterator[tuple[Literal["stdout", "stderr"], bytes]]:
@@ -289,80 +292,81 @@ class RemoteJob(Job):
 
     async def wait(self, timeout: float | None = None) -> ExecResult:
         async def end() -> ExecResult:
-            return await self.looked(await self.job.wait())
+            return await self.complete_result(await self.job.wait())
 
         if self.result is None:
             self.result = asyncio.create_task(end())
         return await asyncio.wait_for(asyncio.shield(self.result), timeout)
 
 
-def on_line(
-    call: Callable[Concatenate[AgentPod, P], Coroutine[Any, Any, T]],
+def when_connected(
+    call: Callable[Concatenate[GuestPod, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["RemotePod", P], Coroutine[Any, Any, T]]:
-    """The same call, once the pod's line is there (again)."""
+    """Return a method that connects or reconnects to the pod before the call."""
 
-    async def connected(self: "RemotePod", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        await self.connected()
+    async def connect_and_call(self: "RemotePod", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        await self.ensure_connected()
         return await call(self, *args, **kwargs)
 
-    return connected
+    return connect_and_call
 
 
-class RemotePod(AgentPod):
-    """A pod on another machine. With `renews` it is ours to keep alive, and ends when we do not."""
+class RemotePod(GuestPod):
+    """A pod on another machine. With `renews` this client renews its lease, and the pod ends when the client does."""
 
-    def __init__(self, door: RemoteHostClient, described: Mapping[str, Any], renews: bool) -> None:
-        super().__init__(described["id"], described["environment"], described["workdir"], described["user"])
-        self.door, self.described, self.renews = door, dict(described), renews
-        self.image = described["image"]
-        self.limits = messages.limits_from_json(described["limits"])
-        self.egress = messages.egress_from_json(described["egress"])
-        self.lease = float(described["lease"])
-        left = described["remaining"]
-        self.ends = math.inf if left is None else time.monotonic() + left  # by our clock, which nobody sets
-        self.fetched: list[Event] = []
-        self.mark: dict[str, str] = {}  # how far the host's events have been read
-        self.over: PodError | None = None
-        self.making: asyncio.Task[None] | None = None
+    def __init__(self, client: RemoteHostClient, description: Mapping[str, Any], renews: bool) -> None:
+        super().__init__(description["id"], description["environment"], description["workdir"], description["user"])
+        self.client, self.description, self.renews = client, dict(description), renews
+        self.image = description["image"]
+        self.limits = messages.limits_from_json(description["limits"])
+        self.egress = messages.egress_from_json(description["egress"])
+        self.lease = float(description["lease"])
+        left = description["remaining"]
+        self.deadline = math.inf if left is None else time.monotonic() + left  # on the local monotonic clock
+        self.host_events: list[Event] = []
+        self.event_cursor: dict[str, str] = {}  # how far the host's events have been read
+        self.end_error: PodError | None = None
+        self.reconnecting: asyncio.Task[None] | None = None
         self.renewing: asyncio.Task[None] | None = None
 
-    # ------------------------------------------------------------------------------------------- the line
+    # ------------------------------------------------------------------------------------------- connection
 
     async def open_link(self) -> Link:
-        return await self.door.open_link(self.id)
+        return await self.client.open_link(self.id)
 
     async def connect(self) -> None:
-        """Connect for the first time, and keep the pod alive from now on if that is ours to do."""
+        """Connect for the first time, and with `renews` start renewing the lease."""
         await self._connect()
         if self.renews and self.lease:
-            self.renewing = asyncio.create_task(self._renew_for_ever())
+            self.renewing = asyncio.create_task(self._renew_forever())
 
     async def _connect(self) -> None:
-        agent = Agent(await self.open_link(), self.id)
-        await agent.greeting(CONNECT_S)
-        if self.over is not None:
-            agent.close()
-            raise self.over
-        agent.on_lost = self._lost
-        self.agent = agent
+        guest = GuestClient(await self.open_link(), self.id)
+        await guest.wait_until_ready(CONNECT_S)
+        if self.end_error is not None:
+            guest.close()
+            raise self.end_error
+        guest.on_disconnect = self._disconnected
+        self.connection = guest
         self._renew()
 
-    def _lost(self) -> None:
-        if self.over is None and self.renews:  # at once, not when next needed: the lease goes on
-            self._make()
+    def _disconnected(self) -> None:
+        if self.end_error is None and self.renews:  # at once, not at the next call: the lease is running out
+            self._start_reconnect()
 
-    def _make(self) -> "asyncio.Task[None]":
-        if self.making is None or self.making.done():
-            self.making = asyncio.create_task(self._reconnect())
-            self.making.add_done_callback(lambda task: task.cancelled() or task.exception())  # told to who asks
-        return self.making
+    def _start_reconnect(self) -> "asyncio.Task[None]":
+        if self.reconnecting is None or self.reconnecting.done():
+            self.reconnecting = asyncio.create_task(self._reconnect())
+            # Retrieve the exception, which `ensure_connected` raises, so that asyncio does not log it.
+            self.reconnecting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self.reconnecting
 
-    async def connected(self) -> None:
-        """Wait until there is a line; PodGone when the pod has ended, HostGone when its host stays silent."""
-        if self.over is not None:
-            raise self.over
-        if self.agent is None or self.agent.gone is not None:
-            await asyncio.shield(self._make())
+    async def ensure_connected(self) -> None:
+        """Wait until the pod is connected; PodGone if the pod has ended, HostGone if its host does not answer."""
+        if self.end_error is not None:
+            raise self.end_error
+        if self.connection is None or self.connection.closed_error is not None:
+            await asyncio.shield(self._start_reconnect())
 
     async def _reconnect(self) -> None:
         deadline, pause = time.monotonic() + max(self.lease, RECONNECT_S), 0.02
@@ -370,7 +374,7 @@ class RemotePod(AgentPod):
             try:
                 return await self._connect()
             except PodGone as error:
-                if self.over is None:
+                if self.end_error is None:
                     self._end(error)
                     self.record("gone", {"reason": str(error)})
                 raise
@@ -380,26 +384,26 @@ class RemotePod(AgentPod):
             await asyncio.sleep(pause)
             pause = min(1.0, pause * 1.5)
 
-    def _end(self, why: PodError) -> None:
-        self.over = self.over or why
-        self.door.pods.pop(self.id, None)
-        for task in (self.renewing, self.making):
+    def _end(self, error: PodError) -> None:
+        self.end_error = self.end_error or error
+        self.client.pods.pop(self.id, None)
+        for task in (self.renewing, self.reconnecting):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
-        if self.agent is not None:
-            agent, self.agent = self.agent, None
-            agent.close()
+        if self.connection is not None:
+            guest, self.connection = self.connection, None
+            guest.close()
 
     def _renew(self) -> None:
-        """Tell the agent how long we want it for. Nobody waits for the answer: a paused pod gives none."""
-        if not self.renews or not self.lease or self.agent is None or self.agent.gone is not None:
+        """Send a lease renewal to guest init, without waiting for the answer: a paused pod gives none."""
+        if not self.renews or not self.lease or self.connection is None or self.connection.closed_error is not None:
             return
-        granted = max(0.001, min(self.lease, self.ends - time.monotonic()))
-        self.agent.next_call += 1
+        granted = max(0.001, min(self.lease, self.deadline - time.monotonic()))
+        self.connection.next_call += 1
         fields = ((protocol.TIME, math.ceil(granted * 1000)), (protocol.FLAGS, 0))
-        self.agent.link.send(protocol.frame(protocol.OWN, self.agent.next_call, *fields))
+        self.connection.link.send(protocol.frame(protocol.OWN, self.connection.next_call, *fields))
 
-    async def _renew_for_ever(self) -> None:
+    async def _renew_forever(self) -> None:
         while True:
             await asyncio.sleep(self.lease / 3)
             self._renew()
@@ -407,18 +411,18 @@ class RemotePod(AgentPod):
                 await self.refresh()
 
     def release(self) -> None:
-        """Let go of the pod without closing it: one that is ours ends with its lease."""
-        self._end(PodGone(f"pod {self.id} was let go of"))
+        """Disconnect from the pod without closing it: with `renews` it ends when its lease runs out."""
+        self._end(PodGone(f"pod {self.id} was released"))
 
     # ------------------------------------------------------------------------------------------- commands and files
 
-    read = on_line(AgentPod.read)
-    write = on_line(AgentPod.write)
-    list = on_line(AgentPod.list)
-    stat = on_line(AgentPod.stat)
-    remove = on_line(AgentPod.remove)
-    make_directory = on_line(AgentPod.make_directory)
-    _make_link = on_line(AgentPod._make_link)
+    read = when_connected(GuestPod.read)
+    write = when_connected(GuestPod.write)
+    list = when_connected(GuestPod.list)
+    stat = when_connected(GuestPod.stat)
+    remove = when_connected(GuestPod.remove)
+    make_directory = when_connected(GuestPod.make_directory)
+    _make_link = when_connected(GuestPod._make_link)
 
     async def exec(
         self,
@@ -431,11 +435,11 @@ class RemotePod(AgentPod):
         max_output: int = MAX_OUTPUT,
         user: str | None = None,
     ) -> ExecResult:
-        await self.connected()
+        await self.ensure_connected()
         result = await super().exec(
             command, cwd=cwd, env=env, stdin=stdin, timeout=timeout, max_output=max_output, user=user
         )
-        return await self._looked(result)
+        return await self._check_out_of_memory(result)
 
     async def spawn(
         self,
@@ -447,79 +451,79 @@ class RemotePod(AgentPod):
         user: str | None = None,
         terminal: tuple[int, int] | None = None,
     ) -> Job:
-        await self.connected()
+        await self.ensure_connected()
         job = await super().spawn(command, cwd=cwd, env=env, timeout=timeout, user=user, terminal=terminal)
-        return RemoteJob(job, self._looked)
+        return RemoteJob(job, self._check_out_of_memory)
 
-    async def _looked(self, result: ExecResult) -> ExecResult:
-        """Ask the host whether memory ran out, when a command failed in a pod that has a limit on it."""
+    async def _check_out_of_memory(self, result: ExecResult) -> ExecResult:
+        """Ask the host whether memory ran out, if a command failed in a pod with a memory limit."""
         if result.exit_code == 0 or result.out_of_memory or self.limits.memory is None:
             return result
-        with contextlib.suppress(EtudeError):  # the command's own result matters more
-            if (await self._ask("POST", "memory"))["ran_out"]:
+        with contextlib.suppress(EtudeError):  # the command's result matters more
+            if (await self._request("POST", "memory"))["ran_out"]:
                 self.record("out-of-memory", {"exit_code": result.exit_code})
                 return replace(result, out_of_memory=True)
         return result
 
-    # ------------------------------------------------------------------------------------------- life
+    # ------------------------------------------------------------------------------------------- lifecycle
 
-    async def _ask(self, method: str, verb: str, **options: Any) -> Any:
-        if self.over is not None:
-            raise self.over
-        return await self.door.ask(method, f"/pods/{self.id}/{verb}".rstrip("/"), **options)
+    async def _request(self, method: str, verb: str, **options: Any) -> Any:
+        if self.end_error is not None:
+            raise self.end_error
+        return await self.client.request(method, f"/pods/{self.id}/{verb}".rstrip("/"), **options)
 
     async def pause(self) -> None:
-        await self._ask("POST", "pause")
+        await self._request("POST", "pause")
 
     async def resume(self) -> None:
-        await self._ask("POST", "resume")
+        await self._request("POST", "resume")
         self._renew()
 
     async def snapshot(self, kind: SnapshotKind | None = None) -> Snapshot:
-        plain = await self._ask("POST", "snapshot", again=False, long=True, json={"kind": kind})
-        await self._settle()
+        plain = await self._request("POST", "snapshot", retry=False, long=True, json={"kind": kind})
+        await self._resync()
         return messages.snapshot_from_json(plain)
 
     async def fork(self, n: int = 1, kind: SnapshotKind | None = None) -> Sequence[Pod]:
-        fleet = self.door.fleet
-        if fleet is not None and len(fleet.doors) > 1 and self.id in fleet.homes:
+        fleet = self.client.fleet
+        if fleet is not None and len(fleet.clients) > 1 and self.id in fleet.pod_hosts:
             return await fleet.fork(self, n, kind)
-        found = await self._ask("POST", "fork", again=False, long=True, json={"n": n, "kind": kind})
-        children, _ = await asyncio.gather(self.door.adopt_children(found, self.renews), self._settle())
+        found = await self._request("POST", "fork", retry=False, long=True, json={"n": n, "kind": kind})
+        children, _ = await asyncio.gather(self.client.adopt_children(found, self.renews), self._resync())
         return children
 
-    async def _settle(self) -> None:
-        """After what may have started the pod anew: have a line that leads to it as it is now."""
+    async def _resync(self) -> None:
+        """Reconnect and fetch events, after an operation that may have restarted the pod."""
         with contextlib.suppress(PodError):
-            await self.line.ask(protocol.PING)
-        await self.connected()
+            await self.guest.request(protocol.PING)
+        await self.ensure_connected()
         with contextlib.suppress(EtudeError):
             await self.refresh()
 
     async def close(self) -> None:
-        if self.over is not None:
+        if self.end_error is not None:
             return
         self._end(PodGone(f"pod {self.id} is closed"))
         try:
-            self._take_events(await self.door.ask("DELETE", f"/pods/{self.id}", params=self.mark))
+            self._add_events(await self.client.request("DELETE", f"/pods/{self.id}", params=self.event_cursor))
         except HostGone:
             if not self.lease:
                 raise
-            self.record("unreachable", {"ends_within_s": self.lease})  # nobody renews it any more
+            self.record("unreachable", {"ends_within_s": self.lease})  # its lease is no longer renewed
 
     async def stats(self) -> Mapping[str, float]:
-        return dict((await self._ask("GET", ""))["stats"])
+        return dict((await self._request("GET", ""))["stats"])
 
-    # ------------------------------------------------------------------------------------------- the log
+    # ------------------------------------------------------------------------------------------- events
 
     async def refresh(self) -> None:
-        """Fetch the events that the host has recorded since the last time."""
-        self._take_events(await self._ask("GET", "events", params=self.mark))
+        """Fetch the events that the host has recorded since the last call."""
+        self._add_events(await self._request("GET", "events", params=self.event_cursor))
 
-    def _take_events(self, answer: Mapping[str, Any]) -> None:
-        self.fetched += map(messages.event_from_json, answer["events"])
-        self.mark = {"after": str(answer["next"]), "of": str(answer["of"])}
+    def _add_events(self, response: Mapping[str, Any]) -> None:
+        self.host_events += map(messages.event_from_json, response["events"])
+        self.event_cursor = {"after": str(response["next"]), "of": str(response["of"])}
 
     def events(self) -> Sequence[Event]:
-        """What happened here and, as of the last look, on the host: taken at every renewal, snapshot and the end."""
-        return tuple(sorted((*self.history, *self.fetched), key=lambda event: event.time))
+        """Return this client's events and the host's, which are fetched at every renewal, snapshot and the end."""
+        return tuple(sorted((*self.history, *self.host_events), key=lambda event: event.time))

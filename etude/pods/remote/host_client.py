@@ -1,4 +1,4 @@
-"""Where a command acts: the pods of a state directory on this machine, or of a host behind HTTP. One face for both."""
+"""The pods that a command line acts on: those of a state directory on this machine, or of a host over HTTP."""
 
 import asyncio
 import contextlib
@@ -21,11 +21,11 @@ from etude.pods.runtime.backend import LocalPod, PodSpec
 if TYPE_CHECKING:
     from etude.pods.remote.client import RemoteHostClient, RemotePod
 
-TOKEN = "ETUDE_PODS_TOKEN"
+TOKEN_VARIABLE = "ETUDE_PODS_TOKEN"
 
 
 class PodService(ABC):
-    """Pods, snapshots and images, here or there."""
+    """Pods, snapshots and images of one host, local or remote."""
 
     @abstractmethod
     async def create(
@@ -38,15 +38,15 @@ class PodService(ABC):
         ttl: float | None = None,
         detach: bool = False,
     ) -> Pod:
-        """A new pod, which ends with this process unless it is detached."""
+        """Create a pod, which ends with this process unless it is detached."""
 
     @abstractmethod
     async def find(self, id: str) -> Pod:
-        """A running pod, by its id or the beginning of it."""
+        """Return a running pod by its id or a prefix of it."""
 
     @abstractmethod
     async def pods(self) -> list[dict[str, Any]]:
-        """Every pod, as JSON, with what it uses and how it is."""
+        """Return every pod as JSON, with its resource usage and state."""
 
     @abstractmethod
     async def events(self, id: str) -> Sequence[Event]: ...
@@ -59,7 +59,7 @@ class PodService(ABC):
 
     @abstractmethod
     async def persist(self, snapshot: str) -> None:
-        """Have a snapshot on disk."""
+        """Write a snapshot that is held in memory to disk."""
 
     @abstractmethod
     async def export(self, id: str, file: Path) -> None: ...
@@ -68,29 +68,29 @@ class PodService(ABC):
     async def import_(self, file: Path) -> str: ...
 
     @abstractmethod
-    async def forget(self, snapshot: str) -> None: ...
+    async def remove_snapshot(self, snapshot: str) -> None: ...
 
     @abstractmethod
-    def command_of(self, pod: Pod) -> list[str]:
-        """What the pod's image starts when it is told nothing."""
+    def default_command(self, pod: Pod) -> list[str]:
+        """Return the default command of the pod's image."""
 
     async def fork(self, pod: Pod, n: int, kind: SnapshotKind | None, ttl: float) -> Sequence[Pod]:
-        """Detached pods that start where this one is, all of them or none."""
+        """Create `n` detached pods from a snapshot of this one: all of them, or none on an error."""
         snapshot = await pod.snapshot(kind)
         options: dict[str, Any] = {"limits": pod.limits, "egress": pod.egress, "ttl": ttl, "detach": True}
         try:
-            made = [asyncio.create_task(self.create(snapshot, **options)) for _ in range(n)]
-            done = await asyncio.gather(*made, return_exceptions=True)
+            tasks = [asyncio.create_task(self.create(snapshot, **options)) for _ in range(n)]
+            results = await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            await self.forget(snapshot.id)
-        if failed := [each for each in done if isinstance(each, BaseException)]:
-            await asyncio.gather(*(each.close() for each in done if isinstance(each, Pod)))
+            await self.remove_snapshot(snapshot.id)
+        if failed := [each for each in results if isinstance(each, BaseException)]:
+            await asyncio.gather(*(each.close() for each in results if isinstance(each, Pod)))
             raise failed[0]
-        return [each for each in done if isinstance(each, Pod)]
+        return [each for each in results if isinstance(each, Pod)]
 
 
 class LocalPodService(PodService):
-    """This machine."""
+    """The pods of a state directory on this machine."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -99,8 +99,8 @@ class LocalPodService(PodService):
         detach, egress = options.pop("detach", False), options.get("egress")
         if detach and egress and egress.allow:
             raise InputError(
-                "the connections of a pod are carried by the process that made it, and this one is about to end; "
-                "start `etude pods serve` and make the pod there with --host"
+                "a pod's connections are forwarded by the process that created it, and this one is about to exit; "
+                "start `etude pods serve` and create the pod there with --host"
             )
         return await self.host.create(image, attached=not detach, **options)
 
@@ -112,13 +112,13 @@ class LocalPodService(PodService):
         return sorted(found, key=lambda pod: float(pod["created"]))
 
     async def _describe(self, spec: PodSpec) -> dict[str, Any]:
-        told = {**messages.spec_to_json(spec), "owner": spec.owner, "state": "running", "stats": {}}
+        described = {**messages.spec_to_json(spec), "owner": spec.owner, "state": "running", "stats": {}}
         try:
             pod = await self.host.adopt(spec)
-            told["stats"] = dict(await pod.stats())
+            described["stats"] = dict(await pod.stats())
         except (PodError, OSError):
-            told["state"] = "does not answer"
-        return told
+            described["state"] = "does not answer"
+        return described
 
     async def events(self, id: str) -> Sequence[Event]:
         pod = await self.host.find(id)
@@ -142,25 +142,25 @@ class LocalPodService(PodService):
     async def import_(self, file: Path) -> str:
         return await asyncio.to_thread(self.host.store.import_, file)
 
-    async def forget(self, snapshot: str) -> None:
+    async def remove_snapshot(self, snapshot: str) -> None:
         await self.host.remove_snapshot(snapshot)
 
-    def command_of(self, pod: Pod) -> list[str]:
+    def default_command(self, pod: Pod) -> list[str]:
         assert isinstance(pod, LocalPod)
         return [*pod.spec.image.entrypoint, *pod.spec.image.command]
 
 
 class RemotePodService(PodService):
-    """A host behind HTTP."""
+    """The pods of a host over HTTP."""
 
-    def __init__(self, door: "RemoteHostClient") -> None:
-        self.door = door
+    def __init__(self, client: "RemoteHostClient") -> None:
+        self.client = client
 
     async def create(self, image: str | Snapshot, **options: Any) -> Pod:
         if not options.pop("detach", False):
-            return await self.door.create(image, **options)
-        pod = await self.door.create(image, lease=0.0, **options)
-        self.door.pods.pop(pod.id)  # not ours to close
+            return await self.client.create(image, **options)
+        pod = await self.client.create(image, lease=0.0, **options)
+        self.client.pods.pop(pod.id)  # closing the client must not close it
         return pod
 
     async def find(self, id: str) -> Pod:
@@ -168,12 +168,12 @@ class RemotePodService(PodService):
 
     async def _attach(self, id: str) -> "RemotePod":
         try:
-            return await self.door.attach(id)
+            return await self.client.attach(id)
         except PodGone as error:
             raise InputError(str(error)) from None
 
     async def pods(self) -> list[dict[str, Any]]:
-        return [{**pod, "state": "running"} for pod in await self.door.list_pods()]
+        return [{**pod, "state": "running"} for pod in await self.client.list_pods()]
 
     async def events(self, id: str) -> Sequence[Event]:
         pod = await self._attach(id)
@@ -181,62 +181,62 @@ class RemotePodService(PodService):
         return pod.events()
 
     async def snapshots(self) -> list[dict[str, Any]]:
-        return [asdict(snapshot) for snapshot in await self.door.snapshots()]
+        return [asdict(snapshot) for snapshot in await self.client.snapshots()]
 
     async def images(self) -> list[dict[str, Any]]:
-        return await self.door.images()
+        return await self.client.images()
 
     async def persist(self, snapshot: str) -> None:
-        await self.door.persist(snapshot)
+        await self.client.persist(snapshot)
 
     async def export(self, id: str, file: Path) -> None:
-        await self.door.export(id, file)
+        await self.client.export(id, file)
 
     async def import_(self, file: Path) -> str:
-        return await self.door.import_(file)
+        return await self.client.import_(file)
 
-    async def forget(self, snapshot: str) -> None:
-        await self.door.remove_snapshot(snapshot)
+    async def remove_snapshot(self, snapshot: str) -> None:
+        await self.client.remove_snapshot(snapshot)
 
-    def command_of(self, pod: Pod) -> list[str]:
-        return list(pod.described["command"])  # type: ignore[attr-defined]
+    def default_command(self, pod: Pod) -> list[str]:
+        return list(pod.description["command"])  # type: ignore[attr-defined]
 
 
 @asynccontextmanager
-async def open_place(state: Path | None, url: str | None, backend: str = "auto") -> AsyncIterator[PodService]:
-    """The place a command line names. Leaving it ends what was made there and not detached."""
+async def open_pod_service(state: Path | None, url: str | None, backend: str = "auto") -> AsyncIterator[PodService]:
+    """Open the pods of a host URL or of a state directory. Leaving closes the pods created here and not detached."""
     if url is not None:
         from etude.pods.remote.client import RemoteHostClient
 
         if state is not None:
-            raise InputError("--host and --state: a host has its own state directory; give one of them")
-        door = await RemoteHostClient.open(url, os.environ.get(TOKEN, ""))
+            raise InputError("--host and --state: a remote host has its own state directory; give one of them")
+        client = await RemoteHostClient.open(url, os.environ.get(TOKEN_VARIABLE, ""))
         try:
-            yield RemotePodService(door)
+            yield RemotePodService(client)
         finally:
-            await door.close()
+            await client.close()
         return
-    place = state or default_state()
-    host = await open_host(recall_backend(place) if backend == "auto" else backend, place)
-    with contextlib.suppress(OSError):  # only a matter of time saved
-        (host.state / "backend").write_text(f"{host.backend.name} {this_boot()}")
+    directory = state or default_state()
+    host = await open_host(cached_backend(directory) if backend == "auto" else backend, directory)
+    with contextlib.suppress(OSError):  # only a cache
+        (host.state / "backend").write_text(f"{host.backend.name} {boot_id()}")
     try:
         yield LocalPodService(host)
     finally:
         await host.close()
 
 
-def recall_backend(state: Path) -> str:
-    """The backend last used in a state directory since this machine was started: trying them all costs a second."""
+def cached_backend(state: Path) -> str:
+    """Return the backend last used in a state directory since this boot, or "auto": probing all costs a second."""
     try:
         name, boot = (state / "backend").read_text().split()
     except (OSError, ValueError):
         return "auto"
-    return name if boot == this_boot() else "auto"
+    return name if boot == boot_id() else "auto"
 
 
-def this_boot() -> str:
-    """A name of this start of the machine, for this user; what a backend can do is as good as fixed for it."""
+def boot_id() -> str:
+    """Return an id of this boot and user, for which a backend's capabilities practically do not change."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{os.geteuid()}"
     except OSError:
@@ -244,5 +244,5 @@ def this_boot() -> str:
 
 
 def age(pod: dict[str, Any]) -> float:
-    """Seconds since a pod was made."""
+    """Return the seconds since a pod was created."""
     return max(0.0, time.time() - float(pod["created"]))

@@ -1,7 +1,7 @@
-"""What crosses HTTP between a host and its clients: requests, descriptions of pods and errors, as plain JSON.
+"""JSON messages between a host and its clients over HTTP: requests, descriptions of pods, and errors.
 
-Both sides use these functions, so that a client meets the same classes as a caller in the host's own process. What
-comes in is checked field by field: an unknown field is refused by name, never skipped.
+Both sides use these functions, so a client gets the same classes as a caller in the host's own process. Input is
+checked field by field: an unknown field is an error that names it.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from etude.pods.runtime.backend import LocalPod, PodSpec, Storage
 from etude.pods.scheduling.admission import NeverFits, WaitedTooLong
 from etude.pods.scheduling.router import NoHost
 
-LEASE_S = 60.0  # a pod whose client died ends after this, so a server may be away for less
-MOST_LEASE_S = 24 * 3600.0
-TUNNEL_ENDED = 4410  # close code of a tunnel: the agent hung up, because the pod ended or was started anew
-WAIT_S = 20.0  # a request to create is answered after this, made or not: proxies cut longer silences
+LEASE_S = 60.0  # a pod whose client died ends after this; a server restart must check_fields less
+MAX_LEASE_S = 24 * 3600.0
+TUNNEL_ENDED = 4410  # close code of a tunnel: guest init closed it, because the pod ended or was restarted
+WAIT_S = 20.0  # a create request is answered after this even if still waiting: HTTP proxies cut longer silences
 
 _STATUS: Mapping[type[EtudeError], int] = {
     InputError: 400,
@@ -38,7 +38,7 @@ _KINDS = {kind.__name__: kind for kind in _STATUS}
 
 
 def error_to_json(error: EtudeError) -> tuple[int, dict[str, Any]]:
-    """The HTTP status and the body that stand for an error."""
+    """Return the HTTP status and the body that represent an error."""
     kind = next(each for each in type(error).__mro__ if each in _STATUS)
     body: dict[str, Any] = {"error": str(error), "kind": kind.__name__}
     if isinstance(error, PodFileError):
@@ -46,10 +46,10 @@ def error_to_json(error: EtudeError) -> tuple[int, dict[str, Any]]:
     return _STATUS[kind], body
 
 
-def error_from_json(status: int, body: Any, where: str) -> EtudeError:
-    """The error that an answer stands for; `where` says whose answer it is, when that is no error of ours."""
+def error_from_json(status: int, body: Any, url: str) -> EtudeError:
+    """Return the error that a response represents; `url` names the server if the body is not one of our errors."""
     if not isinstance(body, dict) or not isinstance(body.get("error"), str):
-        return HostGone(f"{where} answered {status}, not as a host of pods does; is the address right?")
+        return HostGone(f"{url} answered {status} without a pod host's error body; check the address")
     kind, text = _KINDS.get(str(body.get("kind")), PodError), body["error"]
     if kind is PodFileError:
         return PodFileError(int(body.get("errno", 0)), text)
@@ -58,24 +58,24 @@ def error_from_json(status: int, body: Any, where: str) -> EtudeError:
     return kind(text)
 
 
-def take(plain: Any, what: str, **types: type | tuple[type, ...]) -> dict[str, Any]:
-    """The fields of a JSON object, each of its type; what is unknown or of another type is refused by name."""
+def check_fields(plain: Any, message: str, **types: type | tuple[type, ...]) -> dict[str, Any]:
+    """Return a JSON object after checking its fields; an unknown field or a wrong type is an error that names it."""
     if not isinstance(plain, dict):
-        raise InputError(f"{what}: expected a JSON object")
+        raise InputError(f"{message}: expected a JSON object")
     for name, value in plain.items():
         if name not in types:
-            raise InputError(f"{what}: {name!r} is not a field; there are: {', '.join(types)}")
+            raise InputError(f"{message}: {name!r} is not a field; the fields are: {', '.join(types)}")
         wanted = types[name]
         wanted = wanted if isinstance(wanted, tuple) else (wanted,)
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
             names = " or ".join("null" if each is type(None) else each.__name__ for each in wanted)
-            raise InputError(f"{what}: {name} is {value!r}; expected {names}")
+            raise InputError(f"{message}: {name} is {value!r}; expected {names}")
     return plain
 
 
 @dataclass(frozen=True, slots=True)
-class CreateAsk:
-    """A pod that a client asks for. `timeout` bounds the wait for a turn, `lease` the silence of the client."""
+class CreateRequest:
+    """A client's request for a pod. `timeout` bounds the wait for admission, `lease` the time without a renewal."""
 
     image: str = "host"  # the name or id of an image, or the id of a snapshot
     limits: Limits | None = None
@@ -90,21 +90,21 @@ class CreateAsk:
     def __post_init__(self) -> None:
         if self.storage not in ("memory", "disk"):
             raise InputError(f"create: storage is {self.storage!r}; expected memory or disk")
-        if not 0 <= self.lease <= MOST_LEASE_S:
-            raise InputError(f"create: lease is {self.lease:g}; expected up to {MOST_LEASE_S:g} seconds, or 0 for none")
+        if not 0 <= self.lease <= MAX_LEASE_S:
+            raise InputError(f"create: lease is {self.lease:g}; expected up to {MAX_LEASE_S:g} seconds, or 0 for none")
         if not self.lease and self.ttl is None:
-            raise InputError("create: a pod without a lease needs a ttl, or nobody would ever end it")
+            raise InputError("create: a pod without a lease needs a ttl, or it would never end")
 
     def to_json(self) -> dict[str, Any]:
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        plain["limits"] = self.limits.asked() if self.limits else None
+        plain["limits"] = self.limits.specified() if self.limits else None
         plain["egress"] = asdict(self.egress) if self.egress else None
         return plain
 
     @classmethod
-    def from_json(cls, body: Any) -> "CreateAsk":
+    def from_json(cls, body: Any) -> "CreateRequest":
         number, nothing = (int, float), type(None)
-        plain = take(
+        plain = check_fields(
             body,
             "create",
             image=str,
@@ -126,22 +126,22 @@ class CreateAsk:
 
 
 def limits_from_json(plain: Any) -> Limits:
-    """Limits, as `Limits.asked` gives them."""
+    """Parse limits; the inverse of `Limits.specified`."""
     types = {field.name: (int, float) if field.name == "cpu" else int for field in fields(Limits)}
-    return Limits(**take(plain, "limits", **types))
+    return Limits(**check_fields(plain, "limits", **types))
 
 
 def egress_from_json(plain: Any) -> Egress:
-    """A policy of egress."""
-    given = take(plain, "egress", allow=list, transparent=bool, private=bool)
+    """Parse an egress setting."""
+    given = check_fields(plain, "egress", allow=list, transparent=bool, private=bool)
     rules = given.get("allow", [])
     if not all(isinstance(rule, str) for rule in rules):
-        raise InputError("egress: rules are text, such as example.org:443")
+        raise InputError("egress: allow must be a list of strings such as example.org:443")
     return Egress(**{**given, "allow": tuple(rules)})
 
 
 def pod_to_json(pod: LocalPod) -> dict[str, Any]:
-    """What a client needs to know of a pod to drive it."""
+    """Return the description of a pod that a client needs to use it."""
     return {
         **spec_to_json(pod.spec),
         "workdir": pod.workdir,
@@ -152,16 +152,15 @@ def pod_to_json(pod: LocalPod) -> dict[str, Any]:
 
 
 def spec_to_json(spec: PodSpec) -> dict[str, Any]:
-    """What everybody may know of a pod."""
-    left = spec.remaining()
+    """Return the public description of a pod."""
     return {
         "id": spec.id,
         "image": spec.image.name or spec.image.id,
-        "limits": spec.limits.asked(),
+        "limits": spec.limits.specified(),
         "egress": asdict(spec.egress),
         "storage": spec.storage,
         "ttl": spec.ttl,
-        "remaining": left,
+        "remaining": spec.remaining(),
         "lease": spec.lease,
         "tenant": spec.tenant,
         "attached": spec.attached,
@@ -170,7 +169,7 @@ def spec_to_json(spec: PodSpec) -> dict[str, Any]:
 
 
 def image_to_json(image: Image) -> dict[str, Any]:
-    """What a list of images shows."""
+    """Return the description of an image for a list."""
     return {"id": image.id, "name": image.name, "layers": len(image.layers), "workdir": image.workdir}
 
 

@@ -1,8 +1,8 @@
-"""A host behind HTTP: its pods, snapshots and images for whoever holds the token, and a tunnel to every pod's agent.
+"""Serve a host over HTTP: its pods, snapshots and images for clients with the token, and a tunnel to each guest init.
 
-Pods made here are detached: they outlive this process, and the next one on the same state directory takes them up
-with their egress and their idempotency keys, so a restart loses nothing. Who keeps a pod alive is its client, by
-renewing a lease through the tunnel; what ended is reaped here. Nothing that comes in is believed or unbounded.
+Pods created here are detached: they outlive this process, and the next server on the same state directory adopts them
+with their egress and their idempotency keys, so a restart loses nothing. A client keeps its pod alive by renewing a
+lease through the tunnel; pods that ended are reaped here. All input is checked and bounded.
 """
 
 import asyncio
@@ -36,22 +36,22 @@ from etude.pods.guest.client import Link
 from etude.pods.host import Host
 from etude.pods.pod import PodError, PodGone, SnapshotKind
 from etude.pods.remote import messages
-from etude.pods.remote.host_client import TOKEN
+from etude.pods.remote.host_client import TOKEN_VARIABLE
 from etude.pods.runtime.backend import LocalPod, PodSpec
 
 MAX_JSON = 1 << 20
-MAX_UPLOAD = 64 << 30  # bytes of a snapshot or an image; the disk's own limits come first
+MAX_UPLOAD = 64 << 30  # bytes of a snapshot or an image; the disk is usually full before
 REAP_S = 10.0
-TUNNEL_ROOM = 1 << 20  # bytes on their way to a client that is slow, before its pod's agent is left waiting
-RESTART_S = 10.0  # that a pod may be without an agent, while it is snapshot
-SEEN = 1000  # pods whose events can be asked for after they ended
-KINDS = ("fs", "fs-live", "full")
+MAX_TUNNEL_BUFFER = 1 << 20  # bytes buffered for a slow client before reading from guest init pauses
+RESTART_S = 10.0  # how long a pod may be without guest init while a snapshot is taken
+MAX_RECENT_PODS = 1000  # pods whose events can be read after they ended
+SNAPSHOT_KINDS = ("fs", "fs-live", "full")
 
 logger = logging.getLogger(__name__)
 
 
 class TokenAuth:
-    """Lets in whoever has the token, and nobody else."""
+    """Middleware that answers 401 to requests without the token."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app, self.token = app, token.encode()
@@ -60,56 +60,56 @@ class TokenAuth:
         if scope["type"] in ("http", "websocket") and self.token:
             scheme, _, given = HTTPConnection(scope).headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token):
-                error = "the token is missing or wrong; clients send that of the host as `Authorization: Bearer`"
+                error = "the token is missing or wrong; send the host's token as `Authorization: Bearer TOKEN`"
                 await JSONResponse({"error": error, "kind": "InputError"}, 401)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
 class Tunnel:
-    """Bytes between a client and a pod's agent; each side waits when the other is slow."""
+    """Forwards bytes between a client and guest init, with backpressure in both directions."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.waiting: list[bytes] = []
+        self.buffer: list[bytes] = []
         self.size = 0
-        self.held = self.ended = False
-        self.news = asyncio.Event()
+        self.paused = self.ended = False
+        self.changed = asyncio.Event()
         link.start(self)
 
-    def received(self, data: bytes) -> None:
-        # What came with the greeting carries a pod's egress: that is the host's affair.
+    def data_received(self, data: bytes) -> None:
+        # Descriptors that come with HELLO are the pod's egress sockets, which only the host uses.
         descriptors, self.link.descriptors = self.link.descriptors, []
         for descriptor in descriptors:
             os.close(descriptor)
-        self.waiting.append(data)
+        self.buffer.append(data)
         self.size += len(data)
-        if self.size > TUNNEL_ROOM and not self.held:
-            self.held = True
-            self.link.hold(True)
-        self.news.set()
+        if self.size > MAX_TUNNEL_BUFFER and not self.paused:
+            self.paused = True
+            self.link.pause_reading(True)
+        self.changed.set()
 
-    def lost(self) -> None:
+    def connection_lost(self) -> None:
         self.ended = True
-        self.news.set()
+        self.changed.set()
 
     async def to_client(self, websocket: WebSocket) -> None:
-        """Until the agent hangs up."""
+        """Forward to the client until guest init closes the connection."""
         while True:
-            if self.waiting:
-                data, self.waiting, self.size = b"".join(self.waiting), [], 0
-                if self.held:
-                    self.held = False
-                    self.link.hold(False)
+            if self.buffer:
+                data, self.buffer, self.size = b"".join(self.buffer), [], 0
+                if self.paused:
+                    self.paused = False
+                    self.link.pause_reading(False)
                 await websocket.send_bytes(data)
             elif self.ended:
                 return
             else:
-                self.news.clear()
-                await self.news.wait()
+                self.changed.clear()
+                await self.changed.wait()
 
-    async def to_agent(self, websocket: WebSocket) -> None:
-        """Until the client hangs up."""
+    async def to_guest(self, websocket: WebSocket) -> None:
+        """Forward to guest init until the client closes the connection."""
         while True:
             message = await websocket.receive()
             if message["type"] != "websocket.receive" or message.get("bytes") is None:
@@ -119,11 +119,11 @@ class Tunnel:
 
 
 class HostService:
-    """The answers. One method per endpoint."""
+    """The endpoints of a host, one method each."""
 
     def __init__(self, host: Host, max_upload: int) -> None:
         self.host, self.max_upload = host, max_upload
-        self.seen: dict[str, LocalPod] = {}
+        self.recent: dict[str, LocalPod] = {}  # also ended pods, for their events
 
     # ------------------------------------------------------------------------------------------- pods
 
@@ -131,35 +131,35 @@ class HostService:
         return JSONResponse(self.host.report(str(request.base_url)).to_wire())
 
     async def create(self, request: Request) -> Response:
-        ask = messages.CreateAsk.from_json(await read_json(request))
+        wanted = messages.CreateRequest.from_json(await read_json(request))
         if self.host.draining:
             raise HostGone(f"host {self.host.name} is draining and takes no new pods")
-        making = self.host.create(
-            ask.image,
-            limits=ask.limits,
-            egress=ask.egress,
-            storage=ask.storage,
-            ttl=ask.ttl,
-            key=ask.key,
-            tenant=ask.tenant,
+        creation = self.host.create(
+            wanted.image,
+            limits=wanted.limits,
+            egress=wanted.egress,
+            storage=wanted.storage,
+            ttl=wanted.ttl,
+            key=wanted.key,
+            tenant=wanted.tenant,
             attached=False,
-            lease=ask.lease,
-            timeout=ask.timeout,
+            lease=wanted.lease,
+            timeout=wanted.timeout,
         )
         try:
-            # With a key the making goes on when we stop waiting, and the same key asks for it again.
-            pod = await (asyncio.wait_for(making, messages.WAIT_S) if ask.key else making)
+            # With a key the creation goes on after the timeout, and a request with the same key waits for it again.
+            pod = await (asyncio.wait_for(creation, messages.WAIT_S) if wanted.key else creation)
         except TimeoutError:
-            return JSONResponse({"waiting": ask.key}, 202)
-        self._see(pod)
+            return JSONResponse({"waiting": wanted.key}, 202)
+        self._remember(pod)
         return JSONResponse(messages.pod_to_json(pod), 201)
 
-    async def forget(self, request: Request) -> Response:
-        """Whoever asked with this key has gone: what was made for it goes too."""
-        work = self.host.keys.get(request.query_params.get("key", ""))
-        if work is not None:
-            work.cancel()
-            (pod,) = await asyncio.gather(work, return_exceptions=True)
+    async def cancel_create(self, request: Request) -> Response:
+        """Cancel the creation with this key and close the pod if it exists: its client has given up."""
+        creation = self.host.pods_by_key.get(request.query_params.get("key", ""))
+        if creation is not None:
+            creation.cancel()
+            (pod,) = await asyncio.gather(creation, return_exceptions=True)
             if isinstance(pod, LocalPod):
                 await pod.close()
         return JSONResponse({})
@@ -172,14 +172,14 @@ class HostService:
         return JSONResponse(await describe(await self._find(request)))
 
     async def events(self, request: Request) -> Response:
-        pod = self.seen.get(request.path_params["id"]) or await self._find(request)
+        pod = self.recent.get(request.path_params["id"]) or await self._find(request)
         return JSONResponse(self._events_of(pod, request))
 
     def _events_of(self, pod: LocalPod, request: Request) -> dict[str, Any]:
         after = request.query_params.get("after", "0")
         if not after.isdigit():
-            raise InputError(f"events: after is {after!r}; expected the number that came with the last ones")
-        # A pod that was taken up after a restart has a new list, which is read from its beginning.
+            raise InputError(f"events: after is {after!r}; expected the `next` number of the last response")
+        # A pod that was adopted after a restart has a new list, which is read from its beginning.
         start = int(after) if request.query_params.get("of", self.host.name) == self.host.name else 0
         found = pod.history[start:]
         return {"events": [*map(messages.event_to_json, found)], "next": start + len(found), "of": self.host.name}
@@ -191,7 +191,7 @@ class HostService:
             try:
                 pod = await self._find(request)
             except PodGone:
-                pod = self.seen.get(id)
+                pod = self.recent.get(id)
         if pod is None:
             return JSONResponse({"events": [], "next": 0, "of": self.host.name})
         await pod.close()
@@ -206,27 +206,27 @@ class HostService:
         return JSONResponse({})
 
     async def memory(self, request: Request) -> Response:
-        """Whether the kernel killed something for memory since this was last asked."""
+        """Tell whether the kernel killed a process for memory since the last request."""
         return JSONResponse({"ran_out": (await self._find(request)).memory_ran_out()})
 
     async def snapshot(self, request: Request) -> Response:
-        given = messages.take(await read_json(request), "snapshot", kind=(str, type(None)))
-        snapshot = await (await self._find(request)).snapshot(kind_of(given))
+        given = messages.check_fields(await read_json(request), "snapshot", kind=(str, type(None)))
+        snapshot = await (await self._find(request)).snapshot(snapshot_kind(given))
         return JSONResponse(asdict(snapshot), 201)
 
     async def fork(self, request: Request) -> Response:
-        given = messages.take(await read_json(request), "fork", n=int, kind=(str, type(None)))
-        pod, kind = await self._find(request), kind_of(given)
+        given = messages.check_fields(await read_json(request), "fork", n=int, kind=(str, type(None)))
+        pod, kind = await self._find(request), snapshot_kind(given)
         if self.host.draining:
             raise HostGone(f"host {self.host.name} is draining and takes no new pods")
         children = await self.host.fork_pod(pod, given.get("n", 1), kind)
         for child in children:
-            self._see(child)
+            self._remember(child)
         return JSONResponse([messages.pod_to_json(child) for child in children], 201)
 
     async def tunnel(self, websocket: WebSocket) -> None:
         try:
-            link = await self._link(await self._find(websocket))
+            link = await self._open_link(await self._find(websocket))
         except EtudeError as error:
             status, body = messages.error_to_json(error)
             await websocket.send_denial_response(JSONResponse(body, status))
@@ -234,23 +234,23 @@ class HostService:
         tunnel = Tunnel(link)
         try:
             await websocket.accept()
-            ways = {asyncio.create_task(tunnel.to_client(websocket)), asyncio.create_task(tunnel.to_agent(websocket))}
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            tasks = {asyncio.create_task(tunnel.to_client(websocket)), asyncio.create_task(tunnel.to_guest(websocket))}
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             link.close()
         if tunnel.ended:
-            with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the client hung up in the same moment
-                await websocket.close(messages.TUNNEL_ENDED, "the agent hung up")
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the client closed at the same moment
+                await websocket.close(messages.TUNNEL_ENDED, "guest init closed the connection")
 
-    async def _link(self, pod: LocalPod) -> Link:
+    async def _open_link(self, pod: LocalPod) -> Link:
         deadline = asyncio.get_running_loop().time() + RESTART_S
         while True:
             try:
                 return await pod.open_link()
-            except OSError as error:  # between the two lives of a pod that is being snapshot, or at its end
+            except OSError as error:  # the pod is being restarted by a snapshot, or has ended
                 if pod.id not in self.host.pods:
                     raise PodGone(f"pod {pod.id} is gone") from None
                 if asyncio.get_running_loop().time() > deadline:
@@ -258,27 +258,27 @@ class HostService:
             await asyncio.sleep(0.02)
 
     async def _find(self, request: HTTPConnection) -> LocalPod:
-        """The pod that a path names, by its id or the beginning of it."""
+        """Return the pod that a path names by its id or a prefix of it."""
         id = request.path_params["id"]
         if id in self.host.pods:
             return self.host.pods[id]
         matches = [spec for spec in self.host.registry.records() if spec.id.startswith(id)]
-        if not matches or (len(matches) > 1 and id in self.seen):
-            raise PodGone(f"there is no pod {id} on this host any more: closed, past its time, or never made")
+        if not matches or (len(matches) > 1 and id in self.recent):
+            raise PodGone(f"there is no pod {id} on this host: it was closed, its ttl passed, or it never existed")
         if len(matches) > 1:
             raise InputError(f"there are {len(matches)} pods whose id begins with {id!r}; `etude pods ps` lists them")
         try:
             pod = await self.host.adopt(matches[0])
         except PodError as error:
             raise PodGone(str(error)) from None
-        self._see(pod)
+        self._remember(pod)
         return pod
 
-    def _see(self, pod: LocalPod) -> None:
-        self.seen[pod.id] = pod
-        for id in list(self.seen)[: max(0, len(self.seen) - SEEN)]:
+    def _remember(self, pod: LocalPod) -> None:
+        self.recent[pod.id] = pod
+        for id in list(self.recent)[: max(0, len(self.recent) - MAX_RECENT_PODS)]:
             if id not in self.host.pods:
-                del self.seen[id]
+                del self.recent[id]
 
     # ------------------------------------------------------------------------------------------- files
 
@@ -296,49 +296,50 @@ class HostService:
             file = stack.enter_context(store.staging()) / "export.tar"
             await asyncio.to_thread(store.export, id, file)
             headers = {"content-length": str(file.stat().st_size)}
-            return StreamingResponse(pour(file, stack.pop_all()), headers=headers, media_type="application/x-tar")
+            content = stream_file(file, stack.pop_all())
+            return StreamingResponse(content, headers=headers, media_type="application/x-tar")
 
-    async def take_in(self, request: Request) -> Response:
-        """A file that `export` wrote, whether it holds an image or a snapshot."""
+    async def import_file(self, request: Request) -> Response:
+        """Import a file written by `export`, whether it holds an image or a snapshot."""
         with self.host.store.staging() as staging:
             file = staging / "import.tar"
             await receive_file(request, file, self.max_upload)
             try:
                 id = await asyncio.to_thread(self.host.store.import_, file)
-            except InputError as error:  # the name of our temporary file means nothing to the client
+            except InputError as error:  # the client does not know the server's temporary file
                 raise InputError(str(error).replace(str(file), "the file")) from None
         wanted = request.path_params.get("id", id)
         if id != wanted:
-            raise InputError(f"the file holds {id}, not {wanted}; it was taken in under its own name")
+            raise InputError(f"the file holds {id}, not {wanted}; it was imported as {id}")
         return JSONResponse({"id": id}, 201)
 
     async def persist(self, request: Request) -> Response:
         return JSONResponse(asdict(await self.host.persist(request.path_params["id"])))
 
     async def remove_snapshot(self, request: Request) -> Response:
-        with contextlib.suppress(InputError):  # one that is not there is fine
+        with contextlib.suppress(InputError):  # removing a missing snapshot is allowed
             await self.host.remove_snapshot(request.path_params["id"])
         return JSONResponse({})
 
 
-def kind_of(given: dict[str, Any]) -> SnapshotKind | None:
-    """The kind of snapshot that a request names."""
+def snapshot_kind(given: dict[str, Any]) -> SnapshotKind | None:
+    """Return the kind of snapshot that a request names."""
     kind = given.get("kind")
-    if kind is not None and kind not in KINDS:
-        raise InputError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
+    if kind is not None and kind not in SNAPSHOT_KINDS:
+        raise InputError(f"kind is {kind!r}; expected one of {', '.join(SNAPSHOT_KINDS)}")
     return cast(SnapshotKind | None, kind)
 
 
 async def describe(pod: LocalPod) -> dict[str, Any]:
-    """A pod with what it uses now."""
+    """Return the description of a pod with its current resource usage."""
     stats: dict[str, float] = {}
-    with contextlib.suppress(PodError, OSError):  # it ends in this moment
+    with contextlib.suppress(PodError, OSError):  # the pod may be ending
         stats = dict(await pod.stats())
     return {**messages.pod_to_json(pod), "stats": stats}
 
 
 async def read_json(request: Request) -> Any:
-    """The body of a request, at most MAX_JSON bytes of it."""
+    """Parse the JSON body of a request, of at most MAX_JSON bytes."""
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
@@ -351,57 +352,57 @@ async def read_json(request: Request) -> Any:
 
 
 async def receive_file(request: Request, file: Path, limit: int) -> None:
-    """Write a request's body to a file as it comes."""
+    """Write a request's body to a file as it arrives."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
-        raise InputError(f"the file has {int(declared):,} bytes; this host takes {limit:,}")
+        raise InputError(f"the file has {int(declared):,} bytes; this host accepts at most {limit:,}")
     size = 0
     with open(file, "xb") as out:
         async for chunk in request.stream():
             size += len(chunk)
             if size > limit:
-                raise InputError(f"the file has over {limit:,} bytes, which is what this host takes")
+                raise InputError(f"the file is larger than {limit:,} bytes, the most that this host accepts")
             await asyncio.to_thread(out.write, chunk)
 
 
-async def pour(file: Path, stack: ExitStack) -> AsyncIterator[bytes]:
-    """A file in pieces; what `stack` holds goes with the last."""
+async def stream_file(file: Path, stack: ExitStack) -> AsyncIterator[bytes]:
+    """Yield a file in chunks, then close `stack`."""
     with stack, open(file, "rb") as source:
         while chunk := await asyncio.to_thread(source.read, 1 << 20):
             yield chunk
 
 
 async def adopt_detached(host: Host) -> list[str]:
-    """Take up the pods that an earlier server left running: their connections, egress and keys. Their ids."""
+    """Adopt the pods that an earlier server left running, with their egress and keys; return their ids."""
 
-    async def finished(pod: LocalPod) -> LocalPod:
+    async def completed(pod: LocalPod) -> LocalPod:
         return pod
 
-    async def take_up(spec: PodSpec) -> str | None:
+    async def adopt(spec: PodSpec) -> str | None:
         try:
             pod = await host.adopt(spec)
-        except PodError:  # it ended while nobody looked: the next reaping removes what is left
+        except PodError:  # it ended in the meantime: the next reaping removes its remains
             return None
         if spec.key:
-            host.keys[spec.key] = asyncio.create_task(finished(pod))
+            host.pods_by_key[spec.key] = asyncio.create_task(completed(pod))
         return pod.id
 
     found = [spec for spec in host.registry.records() if not spec.attached]
-    return [id for id in await asyncio.gather(*map(take_up, found)) if id is not None]
+    return [id for id in await asyncio.gather(*map(adopt, found)) if id is not None]
 
 
-async def reap_for_ever(host: Host) -> None:
-    """Remove what is left of pods that ended without our noticing, such as those of killed processes."""
+async def reap_forever(host: Host) -> None:
+    """Periodically remove the remains of pods that ended unnoticed, such as those of killed processes."""
     while True:
         await asyncio.sleep(REAP_S)
         try:
             await host.reap()
         except (PodError, OSError) as error:
-            logger.warning("reaping failed, will be tried again: %s", error)
+            logger.warning("reaping failed and will be retried: %s", error)
 
 
-async def show_error(_: Request, error: Exception) -> Response:
-    """Any error as JSON, so that the client can raise the same class."""
+async def error_response(_: Request, error: Exception) -> Response:
+    """Return an error as JSON, so that the client can raise the same class."""
     if isinstance(error, HTTPException):
         return JSONResponse({"error": f"{error.detail}", "kind": "InputError"}, error.status_code)
     known = error if isinstance(error, EtudeError) else PodError(f"{type(error).__name__}: {error}")
@@ -410,26 +411,26 @@ async def show_error(_: Request, error: Exception) -> Response:
 
 
 def app(host: Host, token: str, *, max_upload: int = MAX_UPLOAD) -> Starlette:
-    """The application that serves an open host; without a token, to everybody who can connect."""
+    """Return the application that serves an open host; an empty token disables authentication."""
     service = HostService(host, max_upload)
 
     @asynccontextmanager
-    async def life(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await adopt_detached(host)
-        reaping = asyncio.create_task(reap_for_ever(host))
+        reaping = asyncio.create_task(reap_forever(host))
         try:
             yield
         finally:
             reaping.cancel()
 
-    def route(method: str, path: str, answer: Callable[[Request], Awaitable[Response]]) -> Route:
-        return Route(f"/v1{path}", answer, methods=[method])
+    def route(method: str, path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> Route:
+        return Route(f"/v1{path}", endpoint, methods=[method])
 
     return Starlette(
         routes=[
             route("GET", "/report", service.report),
             route("POST", "/pods", service.create),
-            route("DELETE", "/pods", service.forget),
+            route("DELETE", "/pods", service.cancel_create),
             route("GET", "/pods", service.pods),
             route("GET", "/pods/{id}", service.pod),
             route("GET", "/pods/{id}/events", service.events),
@@ -442,23 +443,23 @@ def app(host: Host, token: str, *, max_upload: int = MAX_UPLOAD) -> Starlette:
             WebSocketRoute("/v1/pods/{id}/agent", service.tunnel),
             route("GET", "/snapshots", service.snapshots),
             route("GET", "/snapshots/{id:path}", service.export),
-            route("PUT", "/snapshots/{id:path}", service.take_in),
+            route("PUT", "/snapshots/{id:path}", service.import_file),
             route("DELETE", "/snapshots/{id:path}", service.remove_snapshot),
             route("POST", "/snapshots/{id}/persist", service.persist),
             route("GET", "/images", service.images),
-            route("PUT", "/images", service.take_in),
+            route("PUT", "/images", service.import_file),
             route("GET", "/images/{id:path}", service.export),
         ],
         middleware=[Middleware(TokenAuth, token=token)],
-        exception_handlers=dict.fromkeys((HTTPException, EtudeError, OSError, Exception), show_error),
-        lifespan=life,
+        exception_handlers=dict.fromkeys((HTTPException, EtudeError, OSError, Exception), error_response),
+        lifespan=lifespan,
     )
 
 
 class UvicornServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are ours: uvicorn would raise them again before the host is closed."""
+        """Leave signals to `run`: uvicorn would raise them again before the host is closed."""
         yield
 
 
@@ -471,29 +472,29 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def read_token(listen: str, file: Path | None, none: bool) -> str:
-    """The token of a file or of the environment; empty only for who asks for that on this machine alone."""
+def read_token(listen: str, file: Path | None, no_token: bool) -> str:
+    """Return the token from a file or the environment; empty only with `no_token` on a loopback address."""
     try:
-        token = (file.read_text() if file else os.environ.get(TOKEN, "")).strip()
+        token = (file.read_text() if file else os.environ.get(TOKEN_VARIABLE, "")).strip()
     except (OSError, UnicodeError) as error:
         raise InputError(f"--token-file {file}: {error}") from None
-    if none:
+    if no_token:
         if token:
-            raise InputError(f"--no-token, but there is one in {file or f'${TOKEN}'}; leave out one of them")
+            raise InputError(f"--no-token, but there is one in {file or f'${TOKEN_VARIABLE}'}; leave out one of them")
         if not is_loopback(listen):
-            raise InputError(f"--no-token: {listen} can be reached from outside; that needs a token")
+            raise InputError(f"--no-token: {listen} can be reached from outside, which needs a token")
         return ""
     if len(token) < 16 or not token.isascii():
-        found = "is too short" if token else "is missing"
+        problem = "is too short or not ASCII" if token else "is missing"
         raise InputError(
-            f"the token {found}: give at least 16 characters in ${TOKEN} or --token-file (`openssl rand -hex 24` "
-            "makes some), or on this machine alone --no-token"
+            f"the token {problem}: give at least 16 characters in ${TOKEN_VARIABLE} or --token-file "
+            "(`openssl rand -hex 24` makes some), or --no-token on a loopback address"
         )
     return token
 
 
 def parse_warm(text: str) -> tuple[str, int]:
-    """The image and the number of `IMAGE=N`."""
+    """Return the image and the number of `IMAGE=N`."""
     image, _, count = text.rpartition("=")
     if not image or not count.isdigit():
         raise InputError(f"--warm {text}: expected IMAGE=N, such as host=8")
@@ -501,7 +502,7 @@ def parse_warm(text: str) -> tuple[str, int]:
 
 
 def bind(address: str) -> socket.socket:
-    """A socket that listens on `HOST:PORT`; port 0 takes any that is free."""
+    """Return a socket that listens on `HOST:PORT`; port 0 takes any free port."""
     name, _, port = address.rpartition(":")
     if not name or not port.isdigit() or int(port) > 65535:
         raise InputError(f"--listen {address}: expected HOST:PORT, such as 127.0.0.1:7741")
@@ -510,8 +511,8 @@ def bind(address: str) -> socket.socket:
         family = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((name, int(port)), family=family, backlog=1024)
     except OSError as error:
-        raise InputError(f"--listen {address}: {error.strerror or error}; name another address or port") from None
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited; without it a small answer takes 40 ms
+        raise InputError(f"--listen {address}: {error.strerror or error}; use another address or port") from None
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited; without it a small response takes 40 ms
     return listener
 
 
@@ -525,9 +526,9 @@ async def run(
     close: bool = False,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve an open host until SIGTERM or SIGINT: then no new pods, connections end, and the pods run on.
+    """Serve an open host until SIGTERM or SIGINT: then new pods are refused, connections end, and the pods run on.
 
-    With `close` they do not: every pod that is ours ends. `ready` is called when requests are answered.
+    With `close` every pod of this host is closed instead. `ready` is called when requests are being served.
     """
     config = uvicorn.Config(
         app(host, token),
@@ -536,9 +537,9 @@ async def run(
         lifespan="on",
         ssl_certfile=certificate,
         ssl_keyfile=key,
-        ws_max_size=4 << 20,  # frames are at most half of that
+        ws_max_size=4 << 20,  # frames are at most half of this
         ws_per_message_deflate=False,  # costs more than it saves between machines of one network
-        ws_ping_timeout=60.0,  # a client may compute for a while
+        ws_ping_timeout=60.0,  # a client may be busy computing for a while
         timeout_graceful_shutdown=5,
     )
     server = UvicornServer(config)
@@ -547,8 +548,8 @@ async def run(
         host.draining = server.should_exit = True
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
@@ -556,5 +557,5 @@ async def run(
         ready()
     await serving
     if close:
-        own = [pod for pod in host.pods.values() if pod.id not in host.guests]
+        own = [pod for pod in host.pods.values() if pod.id not in host.foreign_pods]
         await asyncio.gather(*(pod.close() for pod in own), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""A link to a pod's agent on another machine: its byte stream in the binary messages of a WebSocket."""
+"""A link to guest init of a remote pod: the byte stream travels in the binary messages of a WebSocket."""
 
 import asyncio
 import contextlib
@@ -9,22 +9,22 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from etude.pods.fleet import HostGone
 from etude.pods.guest import protocol
-from etude.pods.guest.client import Agent, Link, Receiver
+from etude.pods.guest.client import GuestClient, Link, Receiver
 from etude.pods.remote import messages
 
-SEND_ROOM = 4 * protocol.CHUNK  # bytes queued before `drain` waits
+MAX_QUEUED = 4 * protocol.CHUNK  # bytes queued before `drain` waits
 
 
 class WebSocketLink(Link):
-    """A byte stream to an agent, in binary messages."""
+    """A byte stream to guest init, in binary messages."""
 
-    def __init__(self, socket: ClientConnection, where: str) -> None:
-        self.socket, self.where = socket, where
+    def __init__(self, socket: ClientConnection, url: str) -> None:
+        self.socket, self.url = socket, url
         self.receiver: Receiver | None = None
         self.queue: deque[bytes] = deque()
         self.queued = 0
-        self.flowing, self.news, self.space = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.flowing.set()
+        self.reading, self.has_data, self.has_space = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.reading.set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.closed = False
 
@@ -36,58 +36,64 @@ class WebSocketLink(Link):
         assert self.receiver is not None
         try:
             while True:
-                await self.flowing.wait()
+                await self.reading.wait()
                 data = await self.socket.recv(decode=False)
-                self.receiver.received(data)
+                self.receiver.data_received(data)
         except ConnectionClosed as closed:
             if not self.closed:
-                self._lost(closed.rcvd.code if closed.rcvd else 1006)
+                self._disconnected(closed.rcvd.code if closed.rcvd else 1006)
 
-    def _lost(self, code: int) -> None:
+    def _disconnected(self, code: int) -> None:
         self.close()
-        if isinstance(self.receiver, Agent) and code != messages.TUNNEL_ENDED and self.receiver.gone is None:
-            name = self.receiver.name
-            self.receiver.gone = HostGone(f"pod {name}: the connection to {self.where} broke; what ran on it was ended")
+        if (
+            isinstance(self.receiver, GuestClient)
+            and code != messages.TUNNEL_ENDED
+            and self.receiver.closed_error is None
+        ):
+            pod = self.receiver.name
+            self.receiver.closed_error = HostGone(
+                f"pod {pod}: the connection to {self.url} broke; the commands that ran on it were ended"
+            )
         assert self.receiver is not None
-        self.receiver.lost()
+        self.receiver.connection_lost()
 
     async def _write(self) -> None:
-        with contextlib.suppress(ConnectionClosed):  # the reader tells
+        with contextlib.suppress(ConnectionClosed):  # the reader reports it
             while True:
                 while self.queue:
                     data = self.queue.popleft()
-                    await self.socket.send(data)  # waits while the other side is slow
+                    await self.socket.send(data)  # waits while the peer is slow
                     self.queued -= len(data)
-                    if self.queued <= SEND_ROOM:
-                        self.space.set()
-                self.news.clear()
-                await self.news.wait()
+                    if self.queued <= MAX_QUEUED:
+                        self.has_space.set()
+                self.has_data.clear()
+                await self.has_data.wait()
 
     def send(self, data: bytes) -> None:
         if not self.closed:
             self.queue.append(data)
             self.queued += len(data)
-            self.news.set()
+            self.has_data.set()
 
     async def drain(self) -> None:
-        while self.queued > SEND_ROOM and not self.closed:
-            self.space.clear()
-            await self.space.wait()
+        while self.queued > MAX_QUEUED and not self.closed:
+            self.has_space.clear()
+            await self.has_space.wait()
 
-    def hold(self, held: bool) -> None:
-        if held:
-            self.flowing.clear()
+    def pause_reading(self, paused: bool) -> None:
+        if paused:
+            self.reading.clear()
         else:
-            self.flowing.set()
+            self.reading.set()
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.space.set()
-            asyncio.create_task(self._hang_up())  # noqa: RUF006  the connection's own tasks keep it alive
+            self.has_space.set()
+            asyncio.create_task(self._close_socket())  # noqa: RUF006  the connection's own tasks keep it alive
 
-    async def _hang_up(self) -> None:
-        with contextlib.suppress(TimeoutError, ConnectionClosed):  # what was sent before the end still goes
+    async def _close_socket(self) -> None:
+        with contextlib.suppress(TimeoutError, ConnectionClosed):  # data queued before the close is still sent
             async with asyncio.timeout(1):
                 while self.queue:
                     await asyncio.sleep(0.005)
