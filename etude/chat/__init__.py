@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from etude.chat.dialects import dialect_for
     from etude.chat.dialects.dialect import Dialect
-    from etude.chat.messages import Call, Message, ParsedTurn
+    from etude.chat.messages import Message, ParsedTurn, ToolCall
     from etude.chat.tokenizer import Tokenizer, train_tokenizer
 
 _HOMES = {
-    "Call": "etude.chat.messages",
+    "ToolCall": "etude.chat.messages",
     "Dialect": "etude.chat.dialects.dialect",
     "Message": "etude.chat.messages",
     "ParsedTurn": "etude.chat.messages",
@@ -25,11 +25,11 @@ _HOMES = {
     "train_tokenizer": "etude.chat.tokenizer",
 }
 __all__ = [
-    "Call",
     "Dialect",
     "Message",
     "ParsedTurn",
     "Tokenizer",
+    "ToolCall",
     "dialect_for",
     "train_tokenizer",
 ]

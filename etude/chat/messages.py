@@ -20,7 +20,7 @@ CallStatus = Literal[
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A tool call as the model wrote it. `raw` is its text; `span` is its token range in the turn, marks included."""
 
     name: str
@@ -39,7 +39,7 @@ class Message:
     role: Role
     content: str = ""
     thinking: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     call: str = ""
     name: str = ""
 
@@ -50,7 +50,7 @@ class ParsedTurn:
 
     thinking: str
     text: str
-    calls: tuple[Call, ...]
+    calls: tuple[ToolCall, ...]
     closed: bool  # the model ended the turn itself
     thinking_tokens: int = 0
     call_tokens: int = 0

@@ -1,10 +1,10 @@
-"""The harness: one agent for training, evaluation and use.
+"""The agent harness, the same for training, evaluation and `etude agent`.
 
-    async with open_session(Request("Fix the failing test."), speaker, pod) as (session, tools):
+    async with open_session(SessionRequest("Fix the failing test."), client, pod) as (session, tools):
         trace = await session.run()
 
-A speaker is a policy in its dialect (`TokenSpeaker`) or a chat API (`ChatSpeaker`). The names are imported when first
-used: the program that runs inside a pod lives here too, and must not load torch.
+A client is a policy with its dialect (`TokenModelClient`) or a chat API (`ChatModelClient`). Names are imported on
+first use, because the tool server inside a pod is part of this package and must not load torch.
 """
 
 from importlib import import_module
@@ -12,37 +12,43 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from etude.harness.atif import from_atif, to_atif
-    from etude.harness.model_client import ChatSpeaker, TokenSpeaker
-    from etude.harness.open_session import open_session
-    from etude.harness.prompt import Request
+    from etude.harness.model_client import ChatModelClient, ModelClient, TokenModelClient
+    from etude.harness.session_factory import open_session
+    from etude.harness.prompt import SessionRequest
     from etude.harness.session import Budget, Session
-    from etude.harness.summary import Summaries
+    from etude.harness.summary import SummarySettings
     from etude.harness.tool_set import ToolSet
-    from etude.harness.trace import Trace
+    from etude.harness.trace import Segment, Step, Trace
     from etude.harness.trace_store import load_trace, save_trace
 
 _HOMES = {
-    "Budget": "session",
-    "ChatSpeaker": "model_client",
-    "ToolSet": "tool_set",
-    "Request": "prompt",
-    "Session": "session",
-    "Summaries": "summary",
-    "TokenSpeaker": "model_client",
-    "Trace": "trace",
-    "from_atif": "atif",
-    "load_trace": "trace_store",
-    "open_session": "open_session",
-    "save_trace": "trace_store",
-    "to_atif": "atif",
+    "Budget": "etude.harness.session",
+    "ChatModelClient": "etude.harness.model_client",
+    "ModelClient": "etude.harness.model_client",
+    "Segment": "etude.harness.trace",
+    "Session": "etude.harness.session",
+    "SessionRequest": "etude.harness.prompt",
+    "Step": "etude.harness.trace",
+    "SummarySettings": "etude.harness.summary",
+    "TokenModelClient": "etude.harness.model_client",
+    "ToolSet": "etude.harness.tool_set",
+    "Trace": "etude.harness.trace",
+    "from_atif": "etude.harness.atif",
+    "load_trace": "etude.harness.trace_store",
+    "open_session": "etude.harness.session_factory",
+    "save_trace": "etude.harness.trace_store",
+    "to_atif": "etude.harness.atif",
 }
 __all__ = [
     "Budget",
-    "ChatSpeaker",
-    "Request",
+    "ChatModelClient",
+    "ModelClient",
+    "Segment",
     "Session",
-    "Summaries",
-    "TokenSpeaker",
+    "SessionRequest",
+    "Step",
+    "SummarySettings",
+    "TokenModelClient",
     "ToolSet",
     "Trace",
     "from_atif",
@@ -56,4 +62,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'etude.harness' has no attribute {name!r}")
-    return getattr(import_module(f"etude.harness.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)

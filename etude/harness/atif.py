@@ -1,4 +1,4 @@
-"""Traces in the Agent Trajectory Interchange Format 1.8, for tools that are not ours; and such documents as traces.
+"""Traces in the AtifAgent Trajectory Interchange Format 1.8, for tools that are not ours; and such documents as traces.
 
 Whatever the format has a place for stands there, where any reader finds it: messages, thoughts, calls and results,
 counts of tokens, the ids and log-probabilities of what the model made. What it has no place for is in its `extra`
@@ -19,11 +19,20 @@ from typing import Any, Literal
 import numpy as np
 
 from etude import __version__
-from etude.chat.messages import Call, Message, Role
+from etude.chat.messages import Message, Role, ToolCall
 from etude.errors import InputError
-from etude.harness.tools.tool import Outcome
-from etude.harness.trace import Cost, SessionEnding, Step, Tape, Trace
-from etude.harness.trace_store import DAMAGE, Array, deflate, inflate, plain, read, read_segment, write_segment
+from etude.harness.tools.tool import ToolOutcome
+from etude.harness.trace import Cost, SegmentBuilder, SessionEnding, Step, Trace
+from etude.harness.trace_store import (
+    DAMAGE,
+    Array,
+    compress_bytes,
+    decompress_bytes,
+    from_json,
+    read_segment,
+    to_json,
+    write_segment,
+)
 
 VERSION = "ATIF-v1.8"
 FORMAT = 1  # of what is ours in it
@@ -47,7 +56,7 @@ class Media:
 
 
 @dataclass(frozen=True)
-class Part:
+class AtifContentPart:
     type: Literal["text", "image", "audio"]
     text: str | None = None
     source: Media | None = None
@@ -62,16 +71,16 @@ class SubagentRef:
 
 
 @dataclass(frozen=True)
-class Result:
+class AtifResult:
     source_call_id: str | None = None
-    content: str | Sequence[Part] | None = None
+    content: str | Sequence[AtifContentPart] | None = None
     subagent_trajectory_ref: Sequence[SubagentRef] | None = None
     extra: Json | None = None
 
 
 @dataclass(frozen=True)
 class Observation:
-    results: Sequence[Result]
+    results: Sequence[AtifResult]
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,7 @@ class FinalMetrics:
 
 
 @dataclass(frozen=True)
-class Agent:
+class AtifAgent:
     name: str
     version: str
     model_name: str | None = None
@@ -117,7 +126,7 @@ class Agent:
 class TrajectoryStep:
     step_id: int
     source: Literal["system", "user", "agent"]
-    message: str | Sequence[Part]
+    message: str | Sequence[AtifContentPart]
     timestamp: str | None = None
     model_name: str | None = None
     reasoning_effort: str | float | None = None
@@ -132,7 +141,7 @@ class TrajectoryStep:
 
 @dataclass(frozen=True)
 class Trajectory:
-    agent: Agent
+    agent: AtifAgent
     steps: Sequence[TrajectoryStep]
     schema_version: str = VERSION
     session_id: str | None = None
@@ -192,7 +201,7 @@ def _check_step(step: TrajectoryStep, where: str) -> None:
         _check_parts(result.content, f"{place}.content")
 
 
-def _check_parts(content: str | Sequence[Part] | None, where: str) -> None:
+def _check_parts(content: str | Sequence[AtifContentPart] | None, where: str) -> None:
     for index, part in enumerate(() if content is None or isinstance(content, str) else content):
         written = part.type == "text"
         if (part.text is not None) is not written or (part.source is not None) is written:
@@ -235,7 +244,7 @@ def to_atif(trace: Trace, *, prompts: bool = False, started: datetime | None = N
 
 
 def _show(trace: Trace, name: str) -> dict[str, Any]:
-    tools, cost, facts = (plain(getattr(trace, key), f"{name}.{key}") for key in ("tools", "cost", "facts"))
+    tools, cost, facts = (to_json(getattr(trace, key), f"{name}.{key}") for key in ("tools", "cost", "facts"))
     segments = [write_segment(part, _put, f"{name}.segments[{i}]") for i, part in enumerate(trace.segments)]
     return {
         "schema_version": VERSION,
@@ -246,7 +255,7 @@ def _show(trace: Trace, name: str) -> dict[str, Any]:
         "steps": [_show_step(step, i + 1, f"{name}.steps[{i}]") for i, step in enumerate(trace.steps)],
         "final_metrics": {
             "total_prompt_tokens": trace.cost.prompt,
-            "total_completion_tokens": trace.cost.made,
+            "total_completion_tokens": trace.cost.sampled,
             "total_cached_tokens": trace.cost.cached,
             "total_steps": len(trace.steps),
             "extra": cost,
@@ -271,7 +280,7 @@ def _spoken(step: Step) -> bool:
 
 
 def _show_step(step: Step, number: int, where: str) -> dict[str, Any]:
-    extra = plain(step, where)
+    extra = to_json(step, where)
     message, outcomes = extra.pop("message"), extra.pop("outcomes")
     source = SOURCES[step.message.role]
     agents = source == "agent"
@@ -338,7 +347,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _put(array: Array) -> dict[str, Any]:
-    data = base64.b64encode(deflate(array.tobytes())).decode()
+    data = base64.b64encode(compress_bytes(array.tobytes())).decode()
     return {"dtype": array.dtype.str, "shape": list(array.shape), "zstd": data}
 
 
@@ -368,7 +377,7 @@ def _encoded(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Kept:
+class EtudeExtra:
     """What a document of ours keeps in `extra.etude`."""
 
     format: int
@@ -382,7 +391,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedArray:
     """An array there."""
 
     dtype: str
@@ -403,19 +412,19 @@ def from_atif(document: Mapping[str, Any], name: str = "document") -> Trace:
         place = f"{name}.extra.{AGENT}"
         if isinstance(ours, dict) and ours.get("format") != FORMAT:
             raise InputError(f"{place}.format: {ours.get('format')!r}; this program reads {FORMAT}")
-        kept: Kept = read(Kept, ours, place)
+        kept: EtudeExtra = from_json(EtudeExtra, ours, place)
         return _restore(_read_document(_with_lost(document, kept, f"{place}.restore"), name), name)
     except (RecursionError, MemoryError):
         raise InputError(f"{name}: too large or nested too deeply to be read") from None
 
 
 def _read_document(document: Any, name: str) -> Trajectory:
-    trajectory: Trajectory = read(Trajectory, document, name)
+    trajectory: Trajectory = from_json(Trajectory, document, name)
     _check(trajectory, name)
     return trajectory
 
 
-def _with_lost(document: Any, kept: Kept, where: str) -> Any:
+def _with_lost(document: Any, kept: EtudeExtra, where: str) -> Any:
     """The document with the values that could not be shown in it."""
     if not kept.restore:
         return document
@@ -435,7 +444,7 @@ def _with_lost(document: Any, kept: Kept, where: str) -> Any:
 def _restore(document: Trajectory, name: str) -> Trace:
     """A document of ours."""
     place = f"{name}.extra.{AGENT}"
-    kept: Kept = read(Kept, (document.extra or {})[AGENT], place)
+    kept: EtudeExtra = from_json(EtudeExtra, (document.extra or {})[AGENT], place)
     spent = (document.final_metrics.extra if document.final_metrics else None) or {}
     return Trace(
         id=document.session_id or "",
@@ -446,7 +455,7 @@ def _restore(document: Trajectory, name: str) -> Trace:
         segments=tuple(read_segment(part, _take, f"{place}.segments[{i}]") for i, part in enumerate(kept.segments)),
         steps=tuple(_restore_step(step, f"{name}.steps[{i}]") for i, step in enumerate(document.steps)),
         ending=kept.ending,
-        cost=read(Cost, spent, f"{name}.final_metrics.extra"),
+        cost=from_json(Cost, spent, f"{name}.final_metrics.extra"),
         exact=kept.exact,
         facts=kept.facts,
     )
@@ -454,7 +463,7 @@ def _restore(document: Trajectory, name: str) -> Trace:
 
 def _restore_step(step: TrajectoryStep, where: str) -> Step:
     extra = step.extra or {}
-    unshown = read(Mapping[str, Any], extra.get("message", {}), f"{where}.extra.message")
+    unshown = from_json(Mapping[str, Any], extra.get("message", {}), f"{where}.extra.message")
     calls = [
         {
             "id": call.tool_call_id,
@@ -478,7 +487,7 @@ def _restore_step(step: TrajectoryStep, where: str) -> Step:
             {"text": _text(result.content), **_chosen(result.extra, "error", "facts", "seconds")} for result in results
         ],
     }
-    restored: Step = read(Step, form, where)
+    restored: Step = from_json(Step, form, where)
     return restored
 
 
@@ -488,8 +497,8 @@ def _chosen(extra: Json | None, *names: str) -> dict[str, Any]:
 
 
 def _take(form: Json) -> Array:
-    packed: Packed = read(Packed, form, "array")
-    data = inflate(base64.b64decode(packed.zstd, validate=True))
+    packed: PackedArray = from_json(PackedArray, form, "array")
+    data = decompress_bytes(base64.b64decode(packed.zstd, validate=True))
     return np.frombuffer(data, packed.dtype).reshape(packed.shape)
 
 
@@ -515,7 +524,7 @@ def _adopt(document: Trajectory, name: str) -> Trace:
     last = steps[-1]
     final, facts = document.final_metrics, {"agent": document.agent.name, "agent_version": document.agent.version}
     if final is not None:
-        facts["final_metrics"] = plain(final, f"{name}.final_metrics")
+        facts["final_metrics"] = to_json(final, f"{name}.final_metrics")
     if started is not None:
         facts["started"] = started.isoformat()
     return Trace(
@@ -524,7 +533,7 @@ def _adopt(document: Trajectory, name: str) -> Trace:
         dialect="chat",
         model=document.agent.model_name or "",
         tools=tuple(document.agent.tool_definitions or ()),
-        segments=tuple(Tape("summary" if index else "start", ()).segment() for index in range(segment + 1)),
+        segments=tuple(SegmentBuilder("summary" if index else "start", ()).segment() for index in range(segment + 1)),
         steps=tuple(steps),
         ending="final" if last.kind == "turn" and not last.message.calls else "interrupted",
         cost=cost.plus(wall_s=now),
@@ -536,7 +545,7 @@ def _adopt(document: Trajectory, name: str) -> Trace:
 def _adopt_step(step: TrajectoryStep, segment: int, now: float, spoke: bool) -> list[Step]:
     """The step; then what was observed without having been called for, which is somebody else's message."""
     copied, calls = bool(step.is_copied_context), step.tool_calls or ()
-    found: list[list[Result]] = [[] for _ in calls]
+    found: list[list[AtifResult]] = [[] for _ in calls]
     loose = []
     for result in step.observation.results if step.observation else ():
         fitting = [index for index, call in enumerate(calls) if call.tool_call_id == result.source_call_id]
@@ -564,18 +573,18 @@ def _adopt_step(step: TrajectoryStep, segment: int, now: float, spoke: bool) -> 
     return steps
 
 
-def _call(call: AtifToolCall) -> Call:
+def _call(call: AtifToolCall) -> ToolCall:
     raw = json.dumps(call.arguments, ensure_ascii=False)
-    return Call(call.function_name, call.arguments, call.tool_call_id, raw=raw)
+    return ToolCall(call.function_name, call.arguments, call.tool_call_id, raw=raw)
 
 
-def _outcome(results: Sequence[Result]) -> Outcome:
+def _outcome(results: Sequence[AtifResult]) -> ToolOutcome:
     facts: dict[str, Any] = {}
     for result in results:
         facts |= result.extra or {}
         if result.subagent_trajectory_ref:
-            facts["subagents"] = plain(result.subagent_trajectory_ref, "subagent_trajectory_ref")
-    return Outcome("\n".join(_text(result.content) for result in results), facts=facts)
+            facts["subagents"] = to_json(result.subagent_trajectory_ref, "subagent_trajectory_ref")
+    return ToolOutcome("\n".join(_text(result.content) for result in results), facts=facts)
 
 
 def _with_step(cost: Cost, step: Step, used: Metrics) -> Cost:
@@ -585,7 +594,7 @@ def _with_step(cost: Cost, step: Step, used: Metrics) -> Cost:
     return cost.plus(turns=1, calls=calls, prompt=used.prompt_tokens or 0, cached=used.cached_tokens or 0, **made)
 
 
-def _text(content: str | Sequence[Part] | None) -> str:
+def _text(content: str | Sequence[AtifContentPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text or f"[{part.type}: {part.source.path if part.source else ''}]" for part in content)

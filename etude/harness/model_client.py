@@ -1,9 +1,9 @@
-"""Who speaks in a session: a model behind token ids, or one behind a chat API. The session cannot tell them apart.
+"""Model clients: what a session asks for the next turn, by token ids or through a chat API.
 
-A speaker holds the context of the running segment. It begins one from messages, answers at its end, and is told what
-came of the answer; what it was told joins the context when it listens. `TokenSpeaker` is for training and exact
-evaluation: what the model made is kept token for token and only ever appended to. `ChatSpeaker` works with any
-OpenAI-compatible endpoint; its segments are empty, and the trace says so.
+A client holds the context of the current segment. Appended messages are pending until `flush` adds them to the context.
+`TokenModelClient` is for training and exact evaluation: sampled tokens are kept as they are and the context is only
+appended to. `ChatModelClient` works with any OpenAI-compatible endpoint; its segments are empty and its trace is not
+`exact`.
 """
 
 import json
@@ -16,73 +16,75 @@ from typing import Any
 from etude.chat.dialects.dialect import Dialect
 from etude.chat.dialects.json_calls import MalformedCall, read_arguments
 from etude.chat.dialects.streaming import TurnStreamer
-from etude.chat.messages import ParsedTurn, Call, CallStatus, Message, ToolSchema, tool_names
+from etude.chat.messages import CallStatus, Message, ParsedTurn, ToolCall, ToolSchema, tool_names
 from etude.errors import InputError
-from etude.harness.trace import Segment, SegmentKind, Tape, Trace
-from etude.inference.chat_format import PartListener, StreamPart, ParsedToolCall
+from etude.harness.trace import Segment, SegmentBuilder, SegmentKind, Trace
+from etude.inference.chat_format import ParsedToolCall, PartListener, StreamPart
 from etude.inference.clients.openai import OpenAIChat, Reply
-from etude.inference.policy import Policy, Completion
+from etude.inference.policy import Completion, Policy
 from etude.inference.sampling import Sampling
 
-SEEDS = 1 << 62  # a sampling's seed is below this
+SEED_LIMIT = 1 << 62  # exclusive upper bound of sampling seeds
 
 
 @dataclass(frozen=True)
-class Spoken:
-    """An answer, the place of its tokens in the segment, and what it took."""
+class Turn:
+    """One model turn with its token range in the segment, token counts and duration."""
 
-    answer: ParsedTurn
+    parsed: ParsedTurn
     span: tuple[int, int]
-    prompt: int
-    cached: int
+    prompt_tokens: int
+    cached_tokens: int
     seconds: float
 
 
-class Speaker(ABC):
-    """One model's side of one session."""
+class ModelClient(ABC):
+    """The model in one session."""
 
     name: str  # of the dialect
     model: str
-    exact: bool  # token ids are kept
-    window: int  # tokens that fit
-    on_text: PartListener  # told what the model writes as it comes, for a person to watch
+    exact: bool  # the trace has token ids
+    window: int  # context length in tokens
+    on_text: PartListener  # receives the turn while it is generated, for display
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """Tokens in the running segment, with what it was told."""
+        """Tokens of the current segment, including pending messages."""
 
     @abstractmethod
-    def begin(self, kind: SegmentKind, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[int, int]:
-        """Open a segment; the place of its first tokens. What it was told and has not answered is forgotten."""
+    def begin_segment(
+        self, kind: SegmentKind, messages: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> tuple[int, int]:
+        """Open a segment; return the range of its first tokens. Pending messages are discarded."""
 
     @abstractmethod
-    def tell(self, messages: Sequence[Message]) -> None:
-        """Results of the last answer's calls, in their order, or what a user says."""
+    def append(self, messages: Sequence[Message]) -> None:
+        """Add pending messages: results of the last turn's calls, in order, or user messages."""
 
     @abstractmethod
-    def measure(self, messages: Sequence[Message]) -> int:
-        """Tokens that telling it this would add, give or take the frame around them."""
+    def count_tokens(self, messages: Sequence[Message]) -> int:
+        """Return how many tokens the messages would add, up to the frame around them."""
 
     @abstractmethod
-    def listen(self) -> tuple[int, int]:
-        """Add what it was told to the segment; the place of its tokens."""
+    def flush(self) -> tuple[int, int]:
+        """Add the pending messages to the segment; return the range of their tokens."""
 
     @abstractmethod
-    async def answer(self, max_tokens: int) -> Spoken:
-        """Let the model speak. Cancelled, it has said nothing."""
+    async def complete(self, max_tokens: int) -> Turn:
+        """Generate the next turn. If cancelled, the context is unchanged."""
 
     @abstractmethod
     def segments(self) -> list[Segment]:
-        """All segments up to now, without what was told since the last answer."""
+        """Return all segments so far, without pending messages."""
 
     @abstractmethod
     def restore(self, trace: Trace) -> bool:
-        """Be where the trace of an earlier run ends; True when that is the last answer, and nothing was heard since."""
+        """Continue from the end of an earlier trace; return True if it ends with a model turn."""
 
 
-class TokenSpeaker(Speaker):
-    """A model by its tokens."""
+class TokenModelClient(ModelClient):
+    """A policy, sampled by token ids."""
 
     exact = True
 
@@ -98,165 +100,171 @@ class TokenSpeaker(Speaker):
     ) -> None:
         self.policy, self.dialect, self.sampling, self.session = policy, dialect, sampling, session
         self.name, self.window, self.model = dialect.name, window, model
-        self.on_text: PartListener = _unheard
-        self._tapes: list[Tape] = []
+        self.on_text: PartListener = _ignore_part
+        self._builders: list[SegmentBuilder] = []
         self._tools: Sequence[ToolSchema] = ()
-        self._last: Sequence[int] = ()  # the answer at the end of the tape; none where the model is about to write
-        self._told: list[Message] = []
-        self._answers = self._calls = 0
+        self._last_turn: Sequence[int] = ()  # tokens of the turn that ends the segment; empty after a prompt
+        self._pending: list[Message] = []
+        self._turns = self._calls = 0
 
     @property
     def size(self) -> int:
-        return len(self._tape) + (self.measure(self._told) if self._told else 0)
+        return len(self._builder) + (self.count_tokens(self._pending) if self._pending else 0)
 
     @property
-    def _tape(self) -> Tape:
-        return self._tapes[-1]
+    def _builder(self) -> SegmentBuilder:
+        return self._builders[-1]
 
-    def begin(self, kind: SegmentKind, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[int, int]:
-        self._tools, self._last, self._told = tools, (), []
-        self._tapes.append(Tape(kind, self.dialect.render(messages, tools)))
-        return 0, len(self._tape)
+    def begin_segment(
+        self, kind: SegmentKind, messages: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> tuple[int, int]:
+        self._tools, self._last_turn, self._pending = tools, (), []
+        self._builders.append(SegmentBuilder(kind, self.dialect.render(messages, tools)))
+        return 0, len(self._builder)
 
-    def tell(self, messages: Sequence[Message]) -> None:
-        self._told += messages
+    def append(self, messages: Sequence[Message]) -> None:
+        self._pending += messages
 
-    def measure(self, messages: Sequence[Message]) -> int:
-        return len(self.dialect.bridge(self._last, messages))
+    def count_tokens(self, messages: Sequence[Message]) -> int:
+        return len(self.dialect.bridge(self._last_turn, messages))
 
-    async def answer(self, max_tokens: int) -> Spoken:
-        started, prompt = time.monotonic(), len(self._tape)
+    async def complete(self, max_tokens: int) -> Turn:
+        started, prompt_tokens = time.monotonic(), len(self._builder)
         sampling = replace(
             self.sampling,
             max_tokens=max_tokens,
-            seed=turn_seed(self.sampling.seed, self._answers),
+            seed=turn_seed(self.sampling.seed, self._turns),
             stop=self.sampling.stop | self.dialect.stops,
         )
-        sample, live = await self._sample(sampling)
-        span = self._tape.make(sample.tokens, sample.logprobs, sample.raw_logprobs, sample.versions)
-        self._tape.route(sample.routing)
-        self._last = sample.tokens
-        answer = self.dialect.parse(sample.tokens, self._tools, first_call=self._calls)
-        self._answers += 1
-        self._calls += len(answer.calls)
-        if live is not None:
-            live.finish(answer)
-        return Spoken(answer, span, prompt, sample.cached, time.monotonic() - started)
+        completion, streamer = await self._complete(sampling)
+        span = self._builder.append_sampled(
+            completion.tokens, completion.logprobs, completion.raw_logprobs, completion.versions
+        )
+        self._builder.set_routing(completion.routing)
+        self._last_turn = completion.tokens
+        parsed = self.dialect.parse(completion.tokens, self._tools, first_call=self._calls)
+        self._turns += 1
+        self._calls += len(parsed.calls)
+        if streamer is not None:
+            streamer.finish(parsed)
+        return Turn(parsed, span, prompt_tokens, completion.cached, time.monotonic() - started)
 
-    async def _sample(self, sampling: Sampling) -> tuple[Completion, TurnStreamer | None]:
-        tokens = self._tape.tokens
-        if self.on_text is _unheard:
+    async def _complete(self, sampling: Sampling) -> tuple[Completion, TurnStreamer | None]:
+        tokens = self._builder.tokens
+        if self.on_text is _ignore_part:
             return await self.policy.complete(tokens, sampling, session=self.session), None
-        live = TurnStreamer(self.dialect, self.on_text)
-        return await self.policy.complete_streaming(tokens, sampling, live.feed, session=self.session), live
+        streamer = TurnStreamer(self.dialect, self.on_text)
+        return await self.policy.complete_streaming(tokens, sampling, streamer.feed, session=self.session), streamer
 
-    def listen(self) -> tuple[int, int]:
-        told, self._told = self._told, []
-        heard = self._tape.hear(self.dialect.bridge(self._last, told) if told else ())
-        self._last = () if told else self._last
-        return heard
+    def flush(self) -> tuple[int, int]:
+        pending, self._pending = self._pending, []
+        span = self._builder.append_context(self.dialect.bridge(self._last_turn, pending) if pending else ())
+        self._last_turn = () if pending else self._last_turn
+        return span
 
     def segments(self) -> list[Segment]:
-        return [tape.segment() for tape in self._tapes]
+        return [builder.segment() for builder in self._builders]
 
     def restore(self, trace: Trace) -> bool:
         if trace.dialect != self.name or not trace.exact:
             raise InputError(
-                f"session {trace.id} was in dialect {trace.dialect}, not {self.name}; it cannot go on here"
+                f"session {trace.id} used dialect {trace.dialect}, not {self.name}; it cannot be continued here"
             )
-        self._tapes = [Tape.of(segment) for segment in trace.segments]
-        spoken = [step for step in trace.steps if step.kind in ("turn", "summary")]
-        self._answers, self._calls = len(spoken), sum(len(step.message.calls) for step in spoken)
+        self._builders = [SegmentBuilder.from_segment(segment) for segment in trace.segments]
+        turns = [step for step in trace.steps if step.kind in ("turn", "summary")]
+        self._turns, self._calls = len(turns), sum(len(step.message.calls) for step in turns)
         last = trace.segments[-1]
-        self._tools, self._told = trace.tools, []
-        ends_with_answer = bool(len(last)) and bool(last.made[-1])
-        self._last = self._tape.tokens[slice(*spoken[-1].span)] if ends_with_answer else ()
-        return ends_with_answer
+        self._tools, self._pending = trace.tools, []
+        ends_with_turn = bool(len(last)) and bool(last.sampled[-1])
+        self._last_turn = self._builder.tokens[slice(*turns[-1].span)] if ends_with_turn else ()
+        return ends_with_turn
 
 
-class ChatSpeaker(Speaker):
-    """A model behind a chat API. Tokens are as the endpoint counts them; between answers, as a guess from the text."""
+class ChatModelClient(ModelClient):
+    """A model behind a chat API. Token counts are the endpoint's; between turns they are estimated from the text."""
 
     exact = False
     name = "chat"
 
     def __init__(self, client: OpenAIChat, sampling: Sampling, *, window: int) -> None:
         self.client, self.sampling, self.window, self.model = client, sampling, window, client.model
-        self.on_text: PartListener = _unheard
+        self.on_text: PartListener = _ignore_part
         self._messages: list[Mapping[str, Any]] = []
-        self._told: list[Message] = []
+        self._pending: list[Message] = []
         self._tools: Sequence[ToolSchema] = ()
         self._size = 0
         self._kinds: list[SegmentKind] = []
 
     @property
     def size(self) -> int:
-        return self._size + self.measure(self._told)
+        return self._size + self.count_tokens(self._pending)
 
-    def begin(self, kind: SegmentKind, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[int, int]:
-        self._messages, self._told = [_as_chat(message) for message in messages], []
+    def begin_segment(
+        self, kind: SegmentKind, messages: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> tuple[int, int]:
+        self._messages, self._pending = [_to_chat(message) for message in messages], []
         self._tools = tools
         self._kinds.append(kind)
-        self._size = _guess([*self._messages, *tools])
+        self._size = _estimate_tokens([*self._messages, *tools])
         return 0, self._size
 
-    def tell(self, messages: Sequence[Message]) -> None:
-        self._told += messages
+    def append(self, messages: Sequence[Message]) -> None:
+        self._pending += messages
 
-    def measure(self, messages: Sequence[Message]) -> int:
-        return _guess([_as_chat(message) for message in messages])
+    def count_tokens(self, messages: Sequence[Message]) -> int:
+        return _estimate_tokens([_to_chat(message) for message in messages])
 
-    def listen(self) -> tuple[int, int]:
+    def flush(self) -> tuple[int, int]:
         start, self._size = self._size, self.size
-        self._messages += [_as_chat(message) for message in self._told]
-        self._told = []
+        self._messages += [_to_chat(message) for message in self._pending]
+        self._pending = []
         return start, self._size
 
-    async def answer(self, max_tokens: int) -> Spoken:
+    async def complete(self, max_tokens: int) -> Turn:
         started = time.monotonic()
-        listen = None if self.on_text is _unheard else self.on_text
+        listener = None if self.on_text is _ignore_part else self.on_text
         sampling = replace(self.sampling, max_tokens=max_tokens)
-        reply = _whole_characters(await self.client.chat(self._messages, self._tools, sampling, listen))
+        reply = _without_lone_surrogates(await self.client.chat(self._messages, self._tools, sampling, listener))
         self._messages.append(reply.message)
-        answer = _read(reply, self._tools)
-        used = reply.usage
-        self._size = used.prompt_tokens + used.completion_tokens
-        span = used.prompt_tokens, self._size
-        return Spoken(answer, span, used.prompt_tokens, used.cached_tokens, time.monotonic() - started)
+        parsed = _parse_reply(reply, self._tools)
+        usage = reply.usage
+        self._size = usage.prompt_tokens + usage.completion_tokens
+        span = usage.prompt_tokens, self._size
+        return Turn(parsed, span, usage.prompt_tokens, usage.cached_tokens, time.monotonic() - started)
 
     def segments(self) -> list[Segment]:
-        return [Tape(kind, ()).segment() for kind in self._kinds]
+        return [SegmentBuilder(kind, ()).segment() for kind in self._kinds]
 
     def restore(self, trace: Trace) -> bool:
         self._kinds = [segment.kind for segment in trace.segments]
-        self._tools, self._told = trace.tools, []
+        self._tools, self._pending = trace.tools, []
         last, messages = len(trace.segments) - 1, []
-        here = [step for step in trace.steps if step.segment == last]
-        spoken = max((index for index, step in enumerate(here) if step.kind in ("turn", "summary")), default=-1)
-        for index, step in enumerate(here):
-            if index <= spoken or step.kind == "prompt":
+        steps = [step for step in trace.steps if step.segment == last]
+        last_turn = max((index for index, step in enumerate(steps) if step.kind in ("turn", "summary")), default=-1)
+        for index, step in enumerate(steps):
+            if index <= last_turn or step.kind == "prompt":
                 messages.append(step.message)
-                messages += step.results() if index < spoken else []
-        self._messages = [_as_chat(message) for message in messages]
-        self._size = _guess([*self._messages, *self._tools])
+                messages += step.results() if index < last_turn else []
+        self._messages = [_to_chat(message) for message in messages]
+        self._size = _estimate_tokens([*self._messages, *self._tools])
         return True
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Luck is a function of seed and place, and places begin anew with every answer: so must the seed."""
-    return (seed * 1_000_003 + turn) % SEEDS
+    """Return the seed of a turn: sampling depends on (seed, position), and positions restart with every turn."""
+    return (seed * 1_000_003 + turn) % SEED_LIMIT
 
 
-def _unheard(part: StreamPart, text: str) -> None:
-    """Nobody watches."""
+def _ignore_part(part: StreamPart, text: str) -> None:
+    """Default listener: does nothing."""
 
 
-def _guess(things: Sequence[Mapping[str, Any]]) -> int:
-    """Tokens of what an endpoint has not counted yet: a token is about four bytes of text or code."""
-    return sum(len(json.dumps(thing, ensure_ascii=False).encode()) // 4 + 4 for thing in things)
+def _estimate_tokens(values: Sequence[Mapping[str, Any]]) -> int:
+    """Estimate tokens that the endpoint has not counted yet: a token is about four bytes of text or code."""
+    return sum(len(json.dumps(value, ensure_ascii=False).encode()) // 4 + 4 for value in values)
 
 
-def _as_chat(message: Message) -> dict[str, Any]:
+def _to_chat(message: Message) -> dict[str, Any]:
     if message.role == "tool":
         return {"role": "tool", "tool_call_id": message.call, "content": message.content}
     out: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -268,16 +276,16 @@ def _as_chat(message: Message) -> dict[str, Any]:
     return out
 
 
-def _whole_characters(reply: Reply) -> Reply:
-    """The reply without halves of surrogate pairs: JSON can write them, but they can be neither kept nor sent back."""
+def _without_lone_surrogates(reply: Reply) -> Reply:
+    """Replace lone surrogates: JSON can encode them, but they can neither be stored nor sent back."""
     calls = [[call.name, call.arguments, call.id] for call in reply.tool_calls]
-    written = json.dumps([reply.text, reply.message, calls], ensure_ascii=False)
-    text, message, calls = json.loads(written.encode("utf-8", "replace"))
+    encoded = json.dumps([reply.text, reply.message, calls], ensure_ascii=False)
+    text, message, calls = json.loads(encoded.encode("utf-8", "replace"))
     return replace(reply, text=text, message=message, tool_calls=tuple(ParsedToolCall(*call) for call in calls))
 
 
-def _read(reply: Reply, tools: Sequence[ToolSchema]) -> ParsedTurn:
-    """An endpoint's answer in our terms; it counts its tokens by kind for its thinking at most."""
+def _parse_reply(reply: Reply, tools: Sequence[ToolSchema]) -> ParsedTurn:
+    """Convert a reply to a parsed turn; of token kinds, an endpoint counts at most the thinking tokens."""
     known, calls = tool_names(tools), []
     for call in reply.tool_calls:
         status: CallStatus = "ok"
@@ -289,16 +297,17 @@ def _read(reply: Reply, tools: Sequence[ToolSchema]) -> ParsedTurn:
         else:
             if call.name not in known:
                 status, problem = "unknown_tool", f"there is no tool {call.name}"
-        calls.append(Call(call.name, arguments, call.id, status, call.arguments, problem=problem))
+        calls.append(ToolCall(call.name, arguments, call.id, status, call.arguments, problem=problem))
     thinking = reply.message.get("reasoning_content") or reply.message.get("reasoning") or ""
-    made, thought = reply.usage.completion_tokens, min(reply.usage.reasoning_tokens, reply.usage.completion_tokens)
-    rest = made - thought
+    total = reply.usage.completion_tokens
+    thinking_tokens = min(reply.usage.reasoning_tokens, total)
+    rest = total - thinking_tokens
     return ParsedTurn(
         thinking=str(thinking),
         text=reply.text,
         calls=tuple(calls),
         closed=reply.finish != "length",
-        thinking_tokens=thought,
+        thinking_tokens=thinking_tokens,
         call_tokens=rest if calls else 0,
         text_tokens=0 if calls else rest,
     )

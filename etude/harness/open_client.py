@@ -1,4 +1,4 @@
-"""Who speaks: a checkpoint in this process, one of our servers token for token, or any OpenAI-compatible endpoint."""
+"""Opens model clients: a checkpoint in this process, an Etude server by token ids, or an OpenAI-compatible endpoint."""
 
 import random
 from collections.abc import AsyncIterator, Mapping
@@ -11,50 +11,50 @@ from etude.agent.options import Model
 from etude.chat.dialects import dialect_for
 from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
-from etude.harness.model_client import SEEDS, ChatSpeaker, Speaker, TokenSpeaker
-from etude.inference.clients.http import Http
+from etude.harness.model_client import SEED_LIMIT, ChatModelClient, ModelClient, TokenModelClient
+from etude.inference.clients.http import HttpPolicy
 from etude.inference.clients.openai import OpenAIChat
-from etude.inference.clients.transport import Patience, ServerError
+from etude.inference.clients.transport import RetryPolicy, ServerError
 from etude.inference.policy import Policy
 from etude.inference.sampling import Sampling
 from etude.model.config import ModelConfig
 
-CHAT_WINDOW = 128_000  # tokens, of an endpoint that does not say
-PATIENCE = Patience(timeout=900.0, attempts=4)  # a person waits
+CHAT_WINDOW = 128_000  # tokens, for an endpoint that reports no limit
+PATIENCE = RetryPolicy(timeout=900.0, attempts=4)  # interactive use
 PAGE = 16
 
 
 @asynccontextmanager
-async def open_speaker(model: Model, session: str) -> AsyncIterator[Speaker]:
-    """A speaker for one session; closed with what it holds."""
+async def open_model_client(model: Model, session: str) -> AsyncIterator[ModelClient]:
+    """Open the model client of one session and close its resources afterwards."""
     if not model.name and not model.endpoint:
         raise InputError(
             "no model: give --model DIRECTORY for a checkpoint, or --endpoint URL for an OpenAI-compatible server"
         )
-    if "@" in urlsplit(model.endpoint).netloc:  # it would be written down with the session
+    if "@" in urlsplit(model.endpoint).netloc:  # it would be saved with the session
         raise InputError(
             "--endpoint: a URL with a password in it; put the key in a variable and name it with --key-env"
         )
     if not model.endpoint:
-        opened = _local(model, session)
+        opened = _local_checkpoint(model, session)
     elif model.directory is not None:
-        opened = _exact(model, session)
+        opened = _served_checkpoint(model, session)
     else:
-        opened = _chat(model)
-    async with opened as speaker:
-        yield speaker
+        opened = _chat_endpoint(model)
+    async with opened as client:
+        yield client
 
 
 @asynccontextmanager
-async def _local(model: Model, session: str) -> AsyncIterator[Speaker]:
+async def _local_checkpoint(model: Model, session: str) -> AsyncIterator[ModelClient]:
     directory = model.directory
     if directory is None:
         raise InputError(f"--model {model.name}: no such directory; a model by name needs --endpoint URL")
     tokenizer = Tokenizer.load(directory)
 
-    # Torch's compiler and the engine are loaded by those who need them only.
+    # Imported here because torch's compiler and the engine are slow to load.
     from etude.chat.tokenizer import check_vocabulary
-    from etude.inference.clients.inprocess import InProcess
+    from etude.inference.clients.inprocess import InProcessPolicy
     from etude.inference.engine import Engine, EngineOptions
     from etude.inference.service import EngineService
     from etude.kernels import usable_device
@@ -65,12 +65,12 @@ async def _local(model: Model, session: str) -> AsyncIterator[Speaker]:
     window = _window(model, network.config.max_length)
     options = EngineOptions(tokens=-(-window // PAGE) * PAGE + 2 * PAGE, page=PAGE, max_streams=1)
     async with EngineService(Engine(network, options, tokenizer=tokenizer)) as service:
-        yield _by_tokens(model, InProcess(service), tokenizer, min(window, service.room), session)
+        yield _token_client(model, InProcessPolicy(service), tokenizer, min(window, service.room), session)
 
 
 @asynccontextmanager
-async def _exact(model: Model, session: str) -> AsyncIterator[Speaker]:
-    """One of our servers: token ids there and back; the tokenizer is read from the directory."""
+async def _served_checkpoint(model: Model, session: str) -> AsyncIterator[ModelClient]:
+    """Use an Etude server by token ids; the tokenizer is loaded from the model directory."""
     directory = model.directory
     assert directory is not None
     chat = OpenAIChat(model.endpoint, model.key(), model="", patience=PATIENCE)
@@ -80,45 +80,45 @@ async def _exact(model: Model, session: str) -> AsyncIterator[Speaker]:
         await chat.close()
     if not any(each.get("owned_by") == "etude" for each in served):
         raise InputError(
-            f"--model {model.name}: {model.endpoint} is not an Etude server and takes no tokens; give a model's name"
+            f"--model {model.name}: {model.endpoint} is not an Etude server and takes no token ids; give a model's name"
         )
-    policy = Http(model.endpoint.rstrip("/").removesuffix("/v1"), model.key(), patience=PATIENCE)
+    policy = HttpPolicy(model.endpoint.rstrip("/").removesuffix("/v1"), model.key(), patience=PATIENCE)
     try:
         window = _window(model, ModelConfig.load(directory).max_length)
-        yield _by_tokens(model, policy, Tokenizer.load(directory), window, session)
+        yield _token_client(model, policy, Tokenizer.load(directory), window, session)
     finally:
         await policy.close()
 
 
-def _by_tokens(model: Model, policy: Policy, tokenizer: Tokenizer, window: int, session: str) -> TokenSpeaker:
-    seed = random.randrange(SEEDS) if model.seed is None else model.seed
+def _token_client(model: Model, policy: Policy, tokenizer: Tokenizer, window: int, session: str) -> TokenModelClient:
+    seed = random.randrange(SEED_LIMIT) if model.seed is None else model.seed
     sampling = Sampling(temperature=model.temperature, seed=seed)
     dialect = dialect_for(tokenizer, model.dialect or None)
-    return TokenSpeaker(policy, dialect, sampling, window=window, session=session, model=Path(model.name).name)
+    return TokenModelClient(policy, dialect, sampling, window=window, session=session, model=Path(model.name).name)
 
 
 @asynccontextmanager
-async def _chat(model: Model) -> AsyncIterator[Speaker]:
+async def _chat_endpoint(model: Model) -> AsyncIterator[ModelClient]:
     url = urlsplit(model.endpoint)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise InputError(f"--endpoint {model.endpoint}: expected a URL such as http://127.0.0.1:8000/v1")
-    # The newer models of OpenAI's own refuse the older name.
+    # OpenAI's newer models reject the older name.
     limit = "max_completion_tokens" if url.hostname == "api.openai.com" else "max_tokens"
     client = OpenAIChat(model.endpoint, model.key(), model=model.name, limit=limit, patience=PATIENCE)
     try:
-        served = await _served(client, model)
-        client.model = client.model or _only(served, model)
-        facts = next((each for each in served if each.get("id") == client.model), {})
-        known = facts.get("max_model_len")  # as vLLM says it
+        served = await _list_models(client, model)
+        client.model = client.model or _only_model(served, model)
+        listed = next((each for each in served if each.get("id") == client.model), {})
+        known = listed.get("max_model_len")  # reported by vLLM
         window = _window(model, known) if isinstance(known, int) and known > 0 else model.window or CHAT_WINDOW
         sampling = Sampling(temperature=model.temperature, seed=model.seed or 0)
-        yield ChatSpeaker(client, sampling, window=window)
+        yield ChatModelClient(client, sampling, window=window)
     finally:
         await client.close()
 
 
-async def _served(client: OpenAIChat, model: Model) -> list[Mapping[str, Any]]:
-    """What the endpoint says it serves; one that does not say is fine when we know what to ask for."""
+async def _list_models(client: OpenAIChat, model: Model) -> list[Mapping[str, Any]]:
+    """Return the models the endpoint lists; an endpoint without a list is accepted if the model was named."""
     try:
         return await client.models()
     except ServerError as error:
@@ -127,7 +127,7 @@ async def _served(client: OpenAIChat, model: Model) -> list[Mapping[str, Any]]:
         return []
 
 
-def _only(served: list[Mapping[str, Any]], model: Model) -> str:
+def _only_model(served: list[Mapping[str, Any]], model: Model) -> str:
     names = [str(each.get("id")) for each in served]
     if len(names) != 1:
         shown = ", ".join(names[:10]) or "none"
@@ -137,5 +137,5 @@ def _only(served: list[Mapping[str, Any]], model: Model) -> str:
 
 def _window(model: Model, known: int) -> int:
     if model.window > known:
-        raise InputError(f"--window {model.window:,}: this model can read {known:,} tokens")
+        raise InputError(f"--window {model.window:,}: this model's window has {known:,} tokens")
     return model.window or known

@@ -1,7 +1,7 @@
-"""The prompt of a session, in the parts of the report: system message, recent files, past messages, the task.
+"""The prompt of a session: system message, past messages, recent files and the task, as in the report.
 
-The tool-call format is the dialect's part: it stands where the family's own template puts it. The same function serves
-training, evaluation and a person's terminal, so their prompts are equal to the byte.
+The chat template of the dialect adds the tool-call format. Training, evaluation and `etude agent` use the same
+functions, so their prompts are identical.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from etude.chat.messages import Message
 from etude.harness.tool_set import ToolSet
 
-SYSTEM = """\
+SYSTEM_PROMPT = """\
 You are a coding agent. You work in a workspace through tools until the user's request is done, then give a short \
 final message without a tool call.
 
@@ -20,50 +20,56 @@ final message without a tool call.
 - Check your work: run the tests or the program. Say what you saw, not what you hope.
 - When a question was asked, answer it and change nothing."""
 
-# For models with small windows: the same in one line.
-BRIEF = "You are a coding agent. Use the tools until the request is done, then answer without a tool call."
+# The same in one line, for models with small windows.
+SHORT_SYSTEM_PROMPT = (
+    "You are a coding agent. Use the tools until the request is done, then answer without a tool call."
+)
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a session is asked to do, and what the user had in view when asking."""
+class SessionRequest:
+    """The task of a session, with the user's recent files and earlier messages."""
 
     text: str
-    recent: tuple[str, ...] = ()  # files seen or changed lately, newest first
+    recent: tuple[str, ...] = ()  # files recently viewed or changed, newest first
     past: tuple[Message, ...] = ()  # earlier requests and final messages of the same conversation
-    id: str = ""  # of the task, for the record
+    id: str = ""  # of the task; stored in the trace
 
 
 @dataclass(frozen=True)
 class Recap:
-    """What a later segment starts from, besides the request."""
+    """What a segment after a summary starts from, besides the request."""
 
     summary: str
-    plan: str  # to-dos, as they stand
+    plan: str  # current to-dos
     number: int  # summaries so far
 
 
-def opening(request: Request, environment: ToolSet, root: str, recap: Recap | None = None) -> list[Message]:
-    """The messages a segment begins with."""
+def opening_messages(
+    request: SessionRequest, tool_set: ToolSet, root: str, recap: Recap | None = None
+) -> list[Message]:
+    """Return the messages that open a segment."""
     return [
-        Message("system", system_message(environment, root)),
+        Message("system", system_message(tool_set, root)),
         *request.past,
-        Message("user", "\n\n".join(filter(None, [_recent(request.recent), request.text, _recap(recap)]))),
+        Message(
+            "user", "\n\n".join(filter(None, [_format_recent(request.recent), request.text, _format_recap(recap)]))
+        ),
     ]
 
 
-def system_message(environment: ToolSet, root: str) -> str:
-    if environment.brief:
-        return "\n".join(filter(None, [BRIEF, environment.instructions]))
-    parts = [SYSTEM, f"The workspace is {root}; relative paths start there.", environment.instructions]
+def system_message(tool_set: ToolSet, root: str) -> str:
+    if tool_set.short_system_prompt:
+        return "\n".join(filter(None, [SHORT_SYSTEM_PROMPT, tool_set.instructions]))
+    parts = [SYSTEM_PROMPT, f"The workspace is {root}; relative paths start there.", tool_set.instructions]
     return "\n\n".join(filter(None, parts))
 
 
-def _recent(files: Sequence[str]) -> str:
+def _format_recent(files: Sequence[str]) -> str:
     return "\n".join(["<recent_files>", *files, "</recent_files>"]) if files else ""
 
 
-def _recap(recap: Recap | None) -> str:
+def _format_recap(recap: Recap | None) -> str:
     if recap is None:
         return ""
     parts = [f'<summary number="{recap.number}">', recap.summary, "</summary>"]

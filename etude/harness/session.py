@@ -1,52 +1,55 @@
-"""A session: sample, run the tools that were called, append, repeat. The same for training, evaluation and people.
+"""The agent loop: sample a turn, run its tool calls, append the results, repeat; the same in training and production.
 
-It talks to a speaker (a policy in a dialect, or a chat API) and to a toolbox (tools in a pod), and writes a trace. It
-ends with a final message, a spent budget, a full window or an interruption. What breaks underneath (a lost pod, a dead
-sampler) is raised, never graded.
+A session uses a model client (a policy with a dialect, or a chat API) and tools in a pod, and records a trace. It ends
+with a final message, an exhausted budget, a full window or an interruption. Infrastructure failures (a lost pod, a dead
+sampler) are raised, never graded.
 """
 
 import asyncio
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
-from etude.chat.messages import Call, Message, ToolSchema
-from etude.errors import InputError
-from etude.harness.model_client import Speaker, Spoken
-from etude.harness.prompt import Recap, Request, opening
-from etude.harness.summary import ASK, ASK_AGAIN, Summaries, compaction_request, unusable
+from pydantic import Field
+
+from etude.chat.messages import Message, ToolCall, ToolSchema
+from etude.config import Settings
+from etude.harness.model_client import ModelClient, Turn
+from etude.harness.prompt import Recap, SessionRequest, opening_messages
+from etude.harness.summary import (
+    SUMMARY_PROMPT,
+    SUMMARY_RETRY_PROMPT,
+    SummarySettings,
+    compaction_request,
+    why_unusable,
+)
 from etude.harness.tool_set import ToolSet
-from etude.harness.tools.tool import Outcome
+from etude.harness.tools.tool import ToolOutcome
 from etude.harness.trace import Cost, SegmentKind, SessionEnding, Step, StepKind, Trace
 
 T = TypeVar("T")
-NOWHERE = (-1, -1)  # the place of what the model has not heard
-ABORTED = Outcome("This call was stopped before its end.", "aborted")
-LEAST_ROOM = 16  # tokens below which an answer is not worth asking for
-SHORT = 200  # characters of a result that are never cut
-CUT = "\n[cut here: the rest does not fit in the context]"
+PENDING_SPAN = (-1, -1)  # of messages that are not in the context yet
+ABORTED = ToolOutcome("This call was stopped before its end.", "aborted")
+MIN_TURN_TOKENS = 16  # with less room, no turn is requested
+MIN_RESULT = 200  # characters of a result that are never cut
+CUT_NOTICE = "\n[cut here: the rest does not fit in the context]"
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What a session may take; None is no bound."""
+class Budget(Settings):
+    """The limits of a session; a limit that is not given does not apply."""
 
-    turns: int | None = None
-    tokens: int | None = None  # that the model makes, over all segments
-    seconds: float | None = None
-    answer: int = 4096  # tokens of one answer
+    renamed_keys: ClassVar[dict[str, str]] = {"answer": "max_turn_tokens"}
 
-    def __post_init__(self) -> None:
-        if self.answer < 1 or any(
-            bound is not None and bound <= 0 for bound in (self.turns, self.tokens, self.seconds)
-        ):
-            raise InputError(f"budget: {self}; expected positive numbers")
+    turns: int | None = Field(default=None, ge=1, description="turns of the model")
+    tokens: int | None = Field(default=None, ge=1, description="tokens the model samples, over all segments")
+    seconds: float | None = Field(default=None, gt=0, description="wall-clock time; not given: the task's own limit")
+    max_turn_tokens: int = Field(default=4096, ge=1, description="tokens of one turn")
 
 
-class Tools(Protocol):
-    """What a session needs of a toolbox."""
+class SessionTools(Protocol):
+    """The part of a tool executor that a session uses."""
 
     @property
     def root(self) -> str: ...
@@ -56,94 +59,94 @@ class Tools(Protocol):
     def plan(self) -> str: ...
     @property
     def pod_seconds(self) -> float: ...
-    async def run(self, calls: Sequence[Call]) -> list[Outcome]: ...
+    async def run(self, calls: Sequence[ToolCall]) -> list[ToolOutcome]: ...
     def interrupt(self) -> None: ...
 
 
 class Session:
-    """One session. `run` it; meanwhile `say` adds a user's message and `interrupt` stops what goes on.
+    """One session. While `run` works, `say` adds a user message and `interrupt` stops the current turn or tools.
 
-    After its end, more can be said, and it runs on from there.
+    After an ending, `say` and `run` continue the session.
     """
 
     def __init__(
         self,
-        request: Request,
-        speaker: Speaker,
-        tools: Tools,
+        request: SessionRequest,
+        client: ModelClient,
+        tools: SessionTools,
         *,
-        environment: ToolSet | None = None,
+        tool_set: ToolSet | None = None,
         budget: Budget | None = None,
-        summaries: Summaries | None = None,
+        summaries: SummarySettings | None = None,
         id: str = "",
         facts: Mapping[str, Any] | None = None,
         on_step: Callable[[Step], None] = lambda step: None,
     ) -> None:
-        self.request, self.speaker, self.tools, self.facts = request, speaker, tools, dict(facts or {})
-        self.environment, self.budget = environment or ToolSet(), budget or Budget()
-        self.summaries, self.id, self.on_step = summaries or Summaries(), id or uuid.uuid4().hex, on_step
+        self.request, self.client, self.tools, self.facts = request, client, tools, dict(facts or {})
+        self.tool_set, self.budget = tool_set or ToolSet(), budget or Budget()
+        self.summaries, self.id, self.on_step = summaries or SummarySettings(), id or uuid.uuid4().hex, on_step
         self.steps: list[Step] = []
         self.cost = Cost()
         self._started = time.monotonic()
         self._segment = -1
         self._inbox: list[str] = []
-        self._doing: asyncio.Future[Any] | None = None  # what an interruption would stop
-        self._acting = False
+        self._current: asyncio.Future[Any] | None = None  # work that an interruption cancels
+        self._running_tools = False
         self._interrupted = asyncio.Event()
 
-    # ------------------------------------------------------------------------------------------- the loop
+    # ------------------------------------------------------------------------------------------- loop
 
     async def run(self) -> Trace:
-        """Work until it is over."""
+        """Run until the session ends; return its trace."""
         if self._segment < 0:
-            self._open(None)
-        while (ending := self._spent()) is None:
-            if self._full() and not await self._sum_up():
-                ending = self._spent() or ("interrupted" if self._interrupted.is_set() else "context")
+            self._open_segment(None)
+        while (ending := self._exhausted()) is None:
+            if self._needs_summary() and not await self._summarize():
+                ending = self._exhausted() or ("interrupted" if self._interrupted.is_set() else "context")
                 break
-            self._tell_inbox()
-            spoken = await self._speak(self._room())
-            if spoken is not None and spoken.answer.calls:
-                await self._act(spoken)
-            elif spoken is not None:
-                self._note("turn", spoken)
+            self._append_inbox()
+            turn = await self._next_turn(self._turn_tokens_left())
+            if turn is not None and turn.parsed.calls:
+                await self._run_calls(turn)
+            elif turn is not None:
+                self._record_turn("turn", turn)
             if self._inbox:
                 self._interrupted.clear()
             elif self._interrupted.is_set():
                 ending = "interrupted"
                 break
-            elif spoken is not None and not spoken.answer.calls:
-                ending = "final" if spoken.answer.closed else "length"
+            elif turn is not None and not turn.parsed.calls:
+                ending = "final" if turn.parsed.closed else "length"
                 break
         self._interrupted.clear()
         return self.trace(ending)
 
-    async def _speak(self, room: int) -> Spoken | None:
-        """The model's next answer, at most `room` tokens; None when it was stopped."""
-        heard = self.speaker.listen()
-        self.steps = [replace(step, span=heard) if step.span == NOWHERE else step for step in self.steps]
-        return await self._unless_stopped(self.speaker.answer(room))
+    async def _next_turn(self, max_tokens: int) -> Turn | None:
+        """Return the next model turn of at most `max_tokens`; None if it was interrupted."""
+        span = self.client.flush()
+        self.steps = [replace(step, span=span) if step.span == PENDING_SPAN else step for step in self.steps]
+        return await self._unless_interrupted(self.client.complete(max_tokens))
 
-    async def _act(self, spoken: Spoken) -> None:
-        """Run the calls of an answer; the model is told what came of them."""
-        calls = spoken.answer.calls
-        self._acting = True
+    async def _run_calls(self, turn: Turn) -> None:
+        """Run the calls of a turn and append their results."""
+        calls = turn.parsed.calls
+        self._running_tools = True
         try:
-            outcomes = await self._unless_stopped(self.tools.run(calls)) or [ABORTED] * len(calls)
+            outcomes = await self._unless_interrupted(self.tools.run(calls)) or [ABORTED] * len(calls)
         finally:
-            self._acting = False
-        step = self._note("turn", spoken, self._fitting(calls, outcomes))
+            self._running_tools = False
+        step = self._record_turn("turn", turn, self._fit_to_window(calls, outcomes))
         results = step.results()
-        self.cost = self.cost.plus(output=self.speaker.measure(results), calls=len(calls))
-        self.speaker.tell(results)
+        self.cost = self.cost.plus(output=self.client.count_tokens(results), calls=len(calls))
+        self.client.append(results)
 
     # ------------------------------------------------------------------------------------------- limits
 
-    def _spent(self) -> SessionEnding | None:
+    def _exhausted(self) -> SessionEnding | None:
         budget, cost = self.budget, self.cost
         if budget.turns is not None and cost.turns >= budget.turns:
             return "turns"
-        if budget.tokens is not None and cost.made >= budget.tokens:
+        if budget.tokens is not None and cost.sampled >= budget.tokens:
             return "tokens"
         left = self._seconds_left()
         return "time" if left is not None and left <= 0 else None
@@ -153,93 +156,94 @@ class Session:
             return None
         return self.budget.seconds - (time.monotonic() - self._started)
 
-    def _sums_up(self) -> bool:
-        """Whether there may be a summary, or one more."""
-        most = self.summaries.most
+    def _may_summarize(self) -> bool:
+        """Return whether another summary is allowed."""
+        most = self.summaries.max_summaries
         return self.summaries.mode != "off" and (not most or self.cost.summaries < most)
 
-    def _full(self) -> bool:
-        if self._sums_up():
-            return self.speaker.size >= self.summaries.at(self.speaker.window)
-        return self.speaker.window - self.speaker.size < LEAST_ROOM
+    def _needs_summary(self) -> bool:
+        if self._may_summarize():
+            return self.client.size >= self.summaries.at(self.client.window)
+        return self.client.window - self.client.size < MIN_TURN_TOKENS
 
-    def _room(self) -> int:
-        """Tokens that the next answer may have."""
-        left = self.budget.tokens - self.cost.made if self.budget.tokens is not None else self.budget.answer
-        return max(1, min(self.budget.answer, left, self.speaker.window - self.speaker.size))
+    def _turn_tokens_left(self) -> int:
+        """Return the maximum length of the next turn in tokens."""
+        left = self.budget.tokens - self.cost.sampled if self.budget.tokens is not None else self.budget.max_turn_tokens
+        return max(1, min(self.budget.max_turn_tokens, left, self.client.window - self.client.size))
 
-    def _fitting(self, calls: Sequence[Call], outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """The outcomes; where they would fill the window, the longest are cut until they do not."""
-        # what a terminal shows need not be Unicode, and what is not cannot be told
+    def _fit_to_window(self, calls: Sequence[ToolCall], outcomes: Sequence[ToolOutcome]) -> list[ToolOutcome]:
+        """Return the outcomes; if they do not fit the window, cut the longest until they do."""
+        # terminal output may contain lone surrogates, which cannot be encoded
         kept = [replace(outcome, text=outcome.text.encode("utf-8", "replace").decode()) for outcome in outcomes]
-        room = self.speaker.window - self.speaker.size - (self.summaries.reserve if self._sums_up() else 0)
+        room = self.client.window - self.client.size - (self.summaries.reserve if self._may_summarize() else 0)
         most = max(len(outcome.text) for outcome in kept)
         while True:
             texts = zip(calls, kept, strict=True)
-            size = self.speaker.measure(
+            size = self.client.count_tokens(
                 [Message("tool", out.text, call=call.id, name=call.name) for call, out in texts]
             )
-            if size <= room or most <= SHORT:
+            if size <= room or most <= MIN_RESULT:
                 return kept
-            most //= 2  # of all at once: there may be thousands
+            most //= 2  # of all outcomes at once: there may be thousands
             kept = [
-                replace(out, text=out.text[:most] + CUT) if len(out.text) > most + len(CUT) else out for out in kept
+                replace(out, text=out.text[:most] + CUT_NOTICE) if len(out.text) > most + len(CUT_NOTICE) else out
+                for out in kept
             ]
 
     # ------------------------------------------------------------------------------------------- summaries
 
-    async def _sum_up(self) -> bool:
-        """End the segment with a summary and open the next from it; False when no usable one was to be had."""
-        if not self._sums_up():
+    async def _summarize(self) -> bool:
+        """End the segment with a summary and open the next one from it; return False if no usable summary came."""
+        if not self._may_summarize():
             return False
         compacting = self.summaries.mode == "compaction"
         if compacting:
-            here = [step for step in self.steps if step.segment == self._segment]
-            ask = compaction_request(here, most=3 * (self.speaker.window - self.summaries.reserve))
+            steps = [step for step in self.steps if step.segment == self._segment]
+            request = compaction_request(steps, max_chars=3 * (self.client.window - self.summaries.reserve))
         else:
-            ask = Message("user", ASK)
-        for _ in range(self.summaries.attempts):
+            request = Message("user", SUMMARY_PROMPT)
+        for _ in range(self.summaries.max_attempts):
             if compacting:
-                self._begin("compaction", [ask], ())
+                self._begin_segment("compaction", [request], ())
             else:
-                self._tell("summary-request", ask)
-            room = max(1, min(self.budget.answer, self.speaker.window - self.speaker.size))
-            spoken = await self._speak(room)
-            if spoken is None:
+                self._append("summary-request", request)
+            max_tokens = max(1, min(self.budget.max_turn_tokens, self.client.window - self.client.size))
+            turn = await self._next_turn(max_tokens)
+            if turn is None:
                 return False
-            self._note("summary", spoken)
-            if not (why := unusable(spoken.answer)):
+            self._record_turn("summary", turn)
+            if not (why := why_unusable(turn.parsed)):
                 self.cost = self.cost.plus(summaries=1)
-                self._open(Recap(spoken.answer.text.strip(), self.tools.plan, self.cost.summaries))
+                self._open_segment(Recap(turn.parsed.text.strip(), self.tools.plan, self.cost.summaries))
                 return True
-            ask = ask if compacting else Message("user", ASK_AGAIN.format(why=why))
+            request = request if compacting else Message("user", SUMMARY_RETRY_PROMPT.format(why=why))
         return False
 
     # ------------------------------------------------------------------------------------------- interruptions
 
     def say(self, text: str) -> None:
-        """A message from the user; the model hears it before it speaks next."""
+        """Add a user message; it is appended before the next turn."""
         self._inbox.append(text)
 
     def interrupt(self) -> None:
-        """Stop the answer or the tools that run now. With a message waiting the session goes on, else it ends."""
+        """Stop the current turn or tools. The session continues if a user message is waiting, else it ends."""
         self._interrupted.set()
-        if self._acting:  # what is finished keeps its outcome
+        if self._running_tools:  # finished calls keep their outcome
             self.tools.interrupt()
-        elif self._doing is not None:
-            self._doing.cancel()
+        elif self._current is not None:
+            self._current.cancel()
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result, or None when the user interrupted or the time is over; a cancelled session raises."""
-        if self._interrupted.is_set():  # between two pieces of work
+    async def _unless_interrupted(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result, or None if the user interrupted or time is up; a cancelled session raises."""
+        if self._interrupted.is_set():  # interrupted between two steps
             work.close()
             return None
-        self._doing = asyncio.ensure_future(work)
+        self._current = asyncio.ensure_future(work)
         try:
             async with asyncio.timeout(self._seconds_left()):
-                return await self._doing  # type: ignore[no-any-return]
+                return await self._current  # type: ignore[no-any-return]
         except TimeoutError:
-            if self._spent() != "time":  # somebody else's
+            if self._exhausted() != "time":  # a timeout of the work itself
                 raise
             return None
         except asyncio.CancelledError:
@@ -247,79 +251,76 @@ class Session:
                 raise
             return None
         finally:
-            self._doing = None
+            self._current = None
 
-    def _tell_inbox(self) -> None:
-        """Tell the model what the user has said meanwhile."""
-        said, self._inbox = self._inbox, []
-        if said:
-            self._tell("message", Message("user", "\n\n".join(said)))
+    def _append_inbox(self) -> None:
+        """Append the user messages that arrived meanwhile."""
+        texts, self._inbox = self._inbox, []
+        if texts:
+            self._append("message", Message("user", "\n\n".join(texts)))
 
-    # ------------------------------------------------------------------------------------------- the record
+    # ------------------------------------------------------------------------------------------- trace
 
     def trace(self, ending: SessionEnding) -> Trace:
-        """What has happened up to now."""
+        """Return the trace so far."""
         cost = replace(self.cost, pod_s=self.tools.pod_seconds, wall_s=time.monotonic() - self._started)
-        speaker = self.speaker
+        client = self.client
         return Trace(
             id=self.id,
             task=self.request.id,
-            dialect=speaker.name,
-            model=speaker.model,
+            dialect=client.name,
+            model=client.model,
             tools=self.tools.schemas,
-            segments=speaker.segments(),
+            segments=client.segments(),
             steps=tuple(self.steps),
             ending=ending,
             cost=cost,
-            exact=speaker.exact,
+            exact=client.exact,
             facts=self.facts,
         )
 
     def restore(self, trace: Trace) -> None:
-        """Be where an earlier run of this session ended; its pod, and the state of its tools, are the caller's part."""
+        """Continue an earlier run of this session; the caller restores its pod and the state of its tools."""
         self.id, self.steps, self.cost = trace.id, list(trace.steps), trace.cost
         self._started = time.monotonic() - trace.cost.wall_s
         self._segment = len(trace.segments) - 1
-        nothing_heard = self.speaker.restore(trace)
+        ends_with_turn = self.client.restore(trace)
         last = max((index for index, step in enumerate(self.steps) if step.kind in ("turn", "summary")), default=-1)
-        if nothing_heard and last >= 0 and self.steps[last].segment == self._segment:
-            self.speaker.tell(self.steps[last].results())
+        if ends_with_turn and last >= 0 and self.steps[last].segment == self._segment:
+            self.client.append(self.steps[last].results())
         for step in self.steps[last + 1 :]:
-            if step.kind in ("message", "summary-request") and (nothing_heard or step.span == NOWHERE):
-                self.speaker.tell([step.message])
+            if step.kind in ("message", "summary-request") and (ends_with_turn or step.span == PENDING_SPAN):
+                self.client.append([step.message])
 
-    def _open(self, recap: Recap | None) -> None:
-        messages = opening(self.request, self.environment, self.tools.root, recap)
-        self._begin("summary" if recap else "start", messages, self.tools.schemas)
+    def _open_segment(self, recap: Recap | None) -> None:
+        messages = opening_messages(self.request, self.tool_set, self.tools.root, recap)
+        self._begin_segment("summary" if recap else "start", messages, self.tools.schemas)
 
-    def _begin(self, kind: SegmentKind, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
-        span = self.speaker.begin(kind, messages, tools)
+    def _begin_segment(self, kind: SegmentKind, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
+        span = self.client.begin_segment(kind, messages, tools)
         self._segment += 1
         for message in messages:
             self._add(Step("prompt", message, self._segment, span, copied=self._segment > 0))
 
-    def _tell(self, kind: StepKind, message: Message) -> None:
-        self.speaker.tell([message])
-        self._add(Step(kind, message, self._segment, NOWHERE))
+    def _append(self, kind: StepKind, message: Message) -> None:
+        self.client.append([message])
+        self._add(Step(kind, message, self._segment, PENDING_SPAN))
 
-    def _note(self, kind: StepKind, spoken: Spoken, outcomes: Sequence[Outcome] = ()) -> Step:
-        """Write an answer down, with what it cost."""
-        answer = spoken.answer
-        made = spoken.span[1] - spoken.span[0]
+    def _record_turn(self, kind: StepKind, turn: Turn, outcomes: Sequence[ToolOutcome] = ()) -> Step:
+        """Record a turn as a step and add its cost."""
+        parsed = turn.parsed
         if kind == "summary":
-            spent = {"summary": made}
+            tokens = {"summary": turn.span[1] - turn.span[0]}
         else:
-            text = "commentary" if answer.calls else "final"
-            spent = {
-                "thinking": answer.thinking_tokens,
-                "call": answer.call_tokens,
-                text: answer.text_tokens,
+            text = "commentary" if parsed.calls else "final"
+            tokens = {
+                "thinking": parsed.thinking_tokens,
+                "call": parsed.call_tokens,
+                text: parsed.text_tokens,
                 "turns": 1,
             }
-        self.cost = self.cost.plus(prompt=spoken.prompt, cached=spoken.cached, model_s=spoken.seconds, **spent)
-        return self._add(
-            Step(kind, answer.message(), self._segment, spoken.span, tuple(outcomes), closed=answer.closed)
-        )
+        self.cost = self.cost.plus(prompt=turn.prompt_tokens, cached=turn.cached_tokens, model_s=turn.seconds, **tokens)
+        return self._add(Step(kind, parsed.message(), self._segment, turn.span, tuple(outcomes), closed=parsed.closed))
 
     def _add(self, step: Step) -> Step:
         step = replace(step, time=time.monotonic() - self._started)

@@ -1,27 +1,27 @@
-"""Sessions longer than the window: the model sums up its own work and goes on from that.
+"""Summaries for sessions longer than the window: the model summarizes its work and continues from the summary.
 
-`self`: at a number of tokens the same model is asked, in the same stream of tokens (its cache is reused), for a
-summary, and its answer is part of the chain that the final reward trains. `compaction` is the baseline to compare
-with: a long, worded prompt over the written-out conversation, sampled apart and trained on by nobody. `off`: a full
-window ends the session.
+`self`: at a token threshold the same model is asked for a summary in the same segment (its KV cache is reused), and the
+summary is trained like any other turn. `compaction` is the baseline: a long prompt over the transcript, sampled in a
+separate segment that is not trained. `off`: a full window ends the session.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from etude.chat.messages import ParsedTurn, Message
+from etude.chat.messages import Message, ParsedTurn
 from etude.config import Settings
 from etude.harness.trace import Step
 
 SummaryMode = Literal["self", "compaction", "off"]
 
-ASK = "Please summarize the conversation. You will continue the task from your summary alone. Do not call tools."
-ASK_AGAIN = "That cannot be used as a summary: {why}. Please write the summary as a plain message."
+SUMMARY_PROMPT = (
+    "Please summarize the conversation. You will continue the task from your summary alone. Do not call tools."
+)
+SUMMARY_RETRY_PROMPT = "That cannot be used as a summary: {why}. Please write the summary as a plain message."
 
-COMPACT = """\
+COMPACTION_PROMPT = """\
 Your task is to write a detailed summary of the coding session below, so that another assistant, who sees nothing but \
 your summary and the workspace, can continue it without loss. Think about every part of the session in order, then \
 write all of these sections, with their headings:
@@ -61,24 +61,24 @@ class SummarySettings(Settings):
         return min(self.trigger, full) if self.trigger else full
 
 
-def unusable(answer: ParsedTurn) -> str:
-    """Why an answer is not a summary; "" when it is one."""
-    if answer.calls:
+def why_unusable(turn: ParsedTurn) -> str:
+    """Return why a turn cannot be used as a summary, "" if it can."""
+    if turn.calls:
         return "it calls tools"
-    if not answer.closed:
+    if not turn.closed:
         return "it was cut off before its end"
-    return "" if answer.text.strip() else "it is empty"
+    return "" if turn.text.strip() else "it is empty"
 
 
-def compaction_request(steps: Sequence[Step], most: int) -> Message:
-    """The baseline's prompt over what was said since the last summary; `most` characters of it, its middle left out."""
-    session = "\n\n".join(map(_written, steps))
-    if len(session) > most:
-        session = f"{session[: most // 2]}\n[left out]\n{session[len(session) - most // 2 :]}"
-    return Message("user", COMPACT.replace("{session}", session))
+def compaction_request(steps: Sequence[Step], max_chars: int) -> Message:
+    """Return the compaction prompt over these steps; the middle of a transcript over `max_chars` is left out."""
+    session = "\n\n".join(map(_transcript, steps))
+    if len(session) > max_chars:
+        session = f"{session[: max_chars // 2]}\n[left out]\n{session[len(session) - max_chars // 2 :]}"
+    return Message("user", COMPACTION_PROMPT.replace("{session}", session))
 
 
-def _written(step: Step) -> str:
+def _transcript(step: Step) -> str:
     message = step.message
     parts = [f"[{message.role}]", message.content]
     for call, outcome in zip(message.calls, step.outcomes, strict=False):

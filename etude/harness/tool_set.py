@@ -1,10 +1,13 @@
-"""What differs between environments, as data: which tools there are, under which names, how strict, with what outside.
+"""The tool set of a session: which tools the model is shown, under which names, and how strictly calls are checked.
 
-Training may be stricter than production and may take tools away; the session, the tools and the prompt are the same.
+Training may use fewer tools and stricter checks than production; the session, tools and prompt are the same code.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from etude.config import Settings
 
 # Every tool of Cursor's agent that needs nothing from outside the machine.
 ALL_TOOLS = (
@@ -24,16 +27,21 @@ ALL_TOOLS = (
 )
 
 
-@dataclass(frozen=True)
-class ToolSet:
-    """Where a session runs, apart from its pod and its task."""
+class ToolSet(Settings):
+    """The tools, prompt and limits shown to the model."""
 
-    tools: tuple[str, ...] = ALL_TOOLS
-    naming: str = "cursor"  # the set of names the model sees: cursor, claude-code, bash
-    renamed: Mapping[str, str] = field(default_factory=dict)  # tool -> name, over those of the naming
-    brief: bool = False  # shortest system message and tool descriptions, for models with small windows
-    strict: bool = False  # unknown arguments and loose types are errors, not ignored or converted
-    web: bool = False  # web_search and web_fetch exist
-    root: str = ""  # the workspace in the pod; "" is the pod's workdir
-    command_timeout_s: float = 600.0  # after which a command is killed wherever it runs
-    instructions: str = ""  # added to the system message, as a repository's AGENTS.md
+    renamed_keys: ClassVar[dict[str, str]] = {"naming": "aliases", "brief": "short_system_prompt"}
+
+    tools: tuple[str, ...] = Field(default=ALL_TOOLS, strict=False, description="names of the tools")
+    aliases: Literal["cursor", "claude-code", "bash"] = Field(
+        default="cursor", description="which agent's tool names the model sees"
+    )
+    renamed: dict[str, str] = Field(default={}, description="tool = name, overriding single names of the aliases")
+    short_system_prompt: bool = Field(
+        default=False, description="shortest system message and tool descriptions, for small windows"
+    )
+    strict: bool = Field(default=False, description="unknown arguments and loose types of calls are errors")
+    web: bool = Field(default=False, description="offer web_search and web_fetch")
+    root: str = Field(default="", description="workspace in the pod; empty: the pod's working directory")
+    command_timeout_s: float = Field(default=600.0, gt=0, description="seconds after which a command is killed")
+    instructions: str = Field(default="", description="text added to the system message, as a repository's AGENTS.md")

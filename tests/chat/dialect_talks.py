@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from etude.chat.dialects import dialect_for
 from etude.chat.dialects.dialect import Dialect
-from etude.chat.messages import Call, Message
+from etude.chat.messages import Message, ToolCall
 from etude.chat.tokenizer import CHAT_TEMPLATE, FRAME_TOKENS, MARKUP_TOKENS, Tokenizer, split_digits_then_words
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -198,14 +198,14 @@ class Talk:
             case _:
                 return random.choice((None, 7))
 
-    def call(self, number: int) -> Call:
+    def call(self, number: int) -> ToolCall:
         made = self.random.choice(TOOLS)["function"]
         name, properties = str(made["name"]), made["parameters"]["properties"]
         arguments = {key: self.value(schema) for key, schema in properties.items() if self.random.random() < 0.8}
         counted = number if self.per_answer else self.calls
         id = f"functions.{name}:{counted}" if self.family.dialect == "kimi-k2" else f"call_{self.calls}"
         self.calls += 1
-        return Call(name, arguments, id)
+        return ToolCall(name, arguments, id)
 
     def answer(self) -> Message:
         calls = tuple(self.call(number) for number in range(self.random.choice((0, 0, 1, 1, 2, 3))))
@@ -235,7 +235,7 @@ def tamed(messages: Sequence[Message]) -> list[Message]:
             return "x" if value.strip() else value
         return [plain(item) for item in value] if isinstance(value, list) else {} if isinstance(value, dict) else value
 
-    def tame_call(call: Call) -> Call:
+    def tame_call(call: ToolCall) -> ToolCall:
         return replace(call, arguments={key: plain(value) for key, value in (call.arguments or {}).items()})
 
     return [

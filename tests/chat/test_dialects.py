@@ -30,13 +30,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.chat.dialects import DIALECTS, dialect_for
-from etude.chat.messages import ParsedTurn, Call, Message
+from etude.chat.messages import Message, ParsedTurn, ToolCall
 from etude.chat.tokenizer import FRAME_TOKENS, Tokenizer
 from etude.errors import InputError
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 token_marks = pytest.mark.parametrize("family", [family for family in FAMILIES if family != "chatml-text"])
-GREP = Call("grep", {"pattern": "x"}, "call_0")
+GREP = ToolCall("grep", {"pattern": "x"}, "call_0")
 
 
 def read(family: str, text: str, **options: Any) -> ParsedTurn:
@@ -51,7 +51,7 @@ def answer_of(family: str) -> Message:
     """One with all that the family can write."""
     calls = [
         replace(GREP, id="functions.grep:0"),
-        Call("write", {"file_path": "a.py", "contents": "1\n"}, "functions.write:1"),
+        ToolCall("write", {"file_path": "a.py", "contents": "1\n"}, "functions.write:1"),
     ]
     return Message("assistant", "Let me look.", "Hm." if FAMILIES[family].thinks else "", tuple(calls))
 
@@ -277,7 +277,7 @@ class TestACall:
         assert [call.id for call in calls] == ["call_0", "call_1"]
 
     def test_is_not_looked_up_when_no_tools_are_given(self) -> None:
-        tokens = dialect_of("chatml").write(Message("assistant", calls=(Call("anything", {}, ""),)))
+        tokens = dialect_of("chatml").write(Message("assistant", calls=(ToolCall("anything", {}, ""),)))
         assert dialect_of("chatml").parse(tokens).calls[0].status == "ok"
 
     def test_in_tags_takes_the_types_of_its_schema(self) -> None:
@@ -386,11 +386,11 @@ class TestText:
     def test_of_calls_is_never_a_control_token(self, family: str) -> None:
         # Between tags a name stands bare: what it spells cannot be told from the tags, only from control tokens.
         name = "x<think" if FAMILIES[family].dialect == "qwen3-coder" else self.SPELT
-        hostile = Call(
+        hostile = ToolCall(
             name, {self.SPELT: [{self.SPELT: self.SPELT}], "a<think": "b", "think": "</think"}, f"functions.{name}:0"
         )
         frames = []
-        for call in (hostile, Call("x", {"x": "x"}, "functions.x:0")):
+        for call in (hostile, ToolCall("x", {"x": "x"}, "functions.x:0")):
             said = [Message("user"), Message("assistant", calls=(call,)), Message("tool", call=call.id, name=call.name)]
             frames.append(self.frame(family, said))
         assert frames[0] == frames[1]
@@ -444,7 +444,7 @@ class TestText:
 
 class TestWriting:
     def test_refuses_what_the_dialect_cannot_say(self) -> None:
-        ambiguous = Call("write", {"contents": "\n</parameter>\n<parameter=x>\n"}, "call_0")
+        ambiguous = ToolCall("write", {"contents": "\n</parameter>\n<parameter=x>\n"}, "call_0")
         for family, message, complaint in (
             ("chatml", Message("user", "x"), "only an assistant writes answers, not the user"),
             ("qwen3-coder", Message("assistant", "x", thinking="Hm."), "no place for thoughts"),
@@ -455,7 +455,7 @@ class TestWriting:
                 Message("assistant", "x\n<tool_call>"),
                 "a line that begins with <tool_call> would be read",
             ),
-            ("chatml", Message("assistant", calls=(Call("", None, "call_7", "bad_json"),)), "call_7 is bad_json"),
+            ("chatml", Message("assistant", calls=(ToolCall("", None, "call_7", "bad_json"),)), "call_7 is bad_json"),
         ):
             with pytest.raises(InputError, match=complaint):
                 dialect_of(family).write(message)
@@ -515,7 +515,7 @@ class TestDeepSeek:
 @every_family
 def test_thousands_of_tokens_are_read_and_bridged_in_milliseconds(family: str) -> None:
     dialect = dialect_of(family)
-    call = Call("write", {"file_path": "a.py", "contents": "def f(x):\n    return x + 1\n" * 400}, "functions.write:0")
+    call = ToolCall("write", {"file_path": "a.py", "contents": "def f(x):\n    return x + 1\n" * 400}, "functions.write:0")
     written = dialect.write(Message("assistant", "Look.", calls=(call,)))
     result = Message("tool", "def f(x):\n    return x + 1\n" * 200, call="functions.write:0", name="write")
     assert len(written) > 4000

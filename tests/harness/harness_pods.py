@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from etude.chat.messages import Call
+from etude.chat.messages import ToolCall
 from etude.harness.tool_set import ToolSet
-from etude.harness.tools.executor import Toolbox, open_toolbox
-from etude.harness.tools.tool import Outcome
+from etude.harness.tools.executor import ToolExecutor, open_tool_executor
+from etude.harness.tools.tool import ToolOutcome
 from etude.pods import open_fleet
 from etude.pods.fleet import Fleet
 from etude.pods.pod import Pod, Unsupported
@@ -35,7 +35,7 @@ CHECK_S = 60.0  # of one check; none takes more than a few seconds on an idle ma
 class Box:
     """A toolbox with its pod, and short ways to use them."""
 
-    def __init__(self, pod: Pod, toolbox: Toolbox, fleet: Fleet) -> None:
+    def __init__(self, pod: Pod, toolbox: ToolExecutor, fleet: Fleet) -> None:
         self.pod, self.toolbox, self.fleet = pod, toolbox, fleet
         self.numbers = itertools.count(1)
 
@@ -43,12 +43,12 @@ class Box:
     def root(self) -> str:
         return self.toolbox.root
 
-    def made(self, name: str, /, **arguments: Any) -> Call:
+    def made(self, name: str, /, **arguments: Any) -> ToolCall:
         """A call as a dialect would have read it; `_A` stands for `-A`."""
         given = {f"-{key[1:]}" if key.startswith("_") else key: value for key, value in arguments.items()}
-        return Call(name, given, f"call-{next(self.numbers)}")
+        return ToolCall(name, given, f"call-{next(self.numbers)}")
 
-    async def call(self, name: str, /, **arguments: Any) -> Outcome:
+    async def call(self, name: str, /, **arguments: Any) -> ToolOutcome:
         (outcome,) = await self.toolbox.run([self.made(name, **arguments)])
         return outcome
 
@@ -97,7 +97,7 @@ class Yard:
             try:
                 for path, content in (files or {}).items():
                     await pod.write(path, content)
-                async with open_toolbox(pod, environment or ToolSet(), **options) as toolbox:
+                async with open_tool_executor(pod, environment or ToolSet(), **options) as toolbox:
                     await check(Box(pod, toolbox, self.fleet))
                     assert toolbox.bugs == 0
             finally:

@@ -6,9 +6,9 @@ from typing import Any, get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from etude.chat.messages import Call, CallStatus, Message, Role
-from etude.harness.tools.tool import ErrorClass, Outcome
-from etude.harness.trace import Cost, Segment, SegmentKind, SessionEnding, Step, StepKind, Tape, Trace
+from etude.chat.messages import CallStatus, Message, Role, ToolCall
+from etude.harness.tools.tool import ErrorClass, ToolOutcome
+from etude.harness.trace import Cost, Segment, SegmentBuilder, SegmentKind, SessionEnding, Step, StepKind, Trace
 
 NASTY = st.sampled_from('\0\r\n\u2028\ufffd\ud83d\ude00\udfff\U0001f600\U0010ffff"\\<')
 TEXTS = st.text(st.characters() | NASTY, max_size=8)
@@ -42,19 +42,19 @@ def equal(one: Trace, other: Trace) -> bool:
 
 def example() -> Trace:
     """Two segments, a summary between them, a call that could not be read, one that failed."""
-    first, second = Tape("start", [1, 2, 3]), Tape("summary", [1, 9])
-    first.make([4, 5], [-0.1, -0.7], [-0.2, -0.8], [7, 8])
-    first.hear([6])
-    first.make([10], [-2.0], [-2.0], [8])
-    second.make([11, 12], [-0.5, -0.25], [-0.5, -0.25], [9, 9])
-    second.route(np.arange(6, dtype=np.uint16).reshape(3, 2, 1))
+    first, second = SegmentBuilder("start", [1, 2, 3]), SegmentBuilder("summary", [1, 9])
+    first.append_sampled([4, 5], [-0.1, -0.7], [-0.2, -0.8], [7, 8])
+    first.append_context([6])
+    first.append_sampled([10], [-2.0], [-2.0], [8])
+    second.append_sampled([11, 12], [-0.5, -0.25], [-0.5, -0.25], [9, 9])
+    second.set_routing(np.arange(6, dtype=np.uint16).reshape(3, 2, 1))
     calls = (
-        Call("grep", {"pattern": "x"}, "call_0", raw='{"pattern": "x"}', span=(0, 1)),
-        Call("grep", None, "call_1", "bad_json", '{"pattern": ', (1, 2), "the arguments are not JSON"),
+        ToolCall("grep", {"pattern": "x"}, "call_0", raw='{"pattern": "x"}', span=(0, 1)),
+        ToolCall("grep", None, "call_1", "bad_json", '{"pattern": ', (1, 2), "the arguments are not JSON"),
     )
     outcomes = (
-        Outcome("no match", "environment", {"exit_code": 1}, 0.25),
-        Outcome("error: the arguments are not JSON", "malformed_call"),
+        ToolOutcome("no match", "environment", {"exit_code": 1}, 0.25),
+        ToolOutcome("error: the arguments are not JSON", "malformed_call"),
     )
     steps = (
         Step("prompt", Message("system", "You are an agent."), 0, (0, 3)),
@@ -93,7 +93,7 @@ def segments(draw: st.DrawFn, most: int = 12) -> Segment:
 
 
 CALLS = st.builds(
-    Call,
+    ToolCall,
     name=TEXTS,
     arguments=st.none() | OBJECTS,
     id=TEXTS,
@@ -103,7 +103,7 @@ CALLS = st.builds(
     problem=TEXTS,
 )
 OUTCOMES = st.builds(
-    Outcome, text=TEXTS, error=st.none() | st.sampled_from(get_args(ErrorClass)), facts=OBJECTS, seconds=SECONDS
+    ToolOutcome, text=TEXTS, error=st.none() | st.sampled_from(get_args(ErrorClass)), facts=OBJECTS, seconds=SECONDS
 )
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from etude.chat.dialects import dialect_for
 from etude.chat.dialects.dialect import Dialect
-from etude.chat.messages import Call, Message, ToolSchema
+from etude.chat.messages import Message, ToolCall, ToolSchema
 from etude.chat.tokenizer import train_tokenizer
-from etude.harness.model_client import TokenSpeaker
-from etude.harness.scripted_policy import Line, Scripted
-from etude.harness.tools.tool import Outcome
+from etude.harness.model_client import TokenModelClient
+from etude.harness.scripted_policy import ScriptedPolicy, ScriptLine
+from etude.harness.tools.tool import ToolOutcome
 from etude.inference.sampling import Sampling
 
 
@@ -22,17 +22,17 @@ def chatml() -> Dialect:
     return dialect_for(train_tokenizer(texts, 600))
 
 
-def call(name: str, **arguments: object) -> Call:
-    return Call(name, arguments, "")
+def call(name: str, **arguments: object) -> ToolCall:
+    return ToolCall(name, arguments, "")
 
 
-def says(text: str = "", *calls: Call, thinking: str = "") -> Message:
+def says(text: str = "", *calls: ToolCall, thinking: str = "") -> Message:
     return Message("assistant", text, thinking, calls)
 
 
-def speaker(lines: Sequence[Line] | Callable[[Sequence[int]], Line], window: int = 100_000) -> TokenSpeaker:
+def speaker(lines: Sequence[ScriptLine] | Callable[[Sequence[int]], ScriptLine], window: int = 100_000) -> TokenModelClient:
     dialect = chatml()
-    return TokenSpeaker(Scripted(dialect, lines), dialect, Sampling(), window=window)
+    return TokenModelClient(ScriptedPolicy(dialect, lines), dialect, Sampling(), window=window)
 
 
 def schema(name: str) -> ToolSchema:
@@ -47,28 +47,28 @@ class Bench:
     plan = "- [ ] finish"
 
     def __init__(self) -> None:
-        self.ran: list[Call] = []
+        self.ran: list[ToolCall] = []
         self.schemas = [schema(name) for name in ("echo", "sleep", "fail")]
 
-    async def run(self, calls: Sequence[Call]) -> list[Outcome]:
+    async def run(self, calls: Sequence[ToolCall]) -> list[ToolOutcome]:
         self.stop = asyncio.Event()
         outcomes = []
         for call in calls:
             work, stop = asyncio.ensure_future(self._one(call)), asyncio.ensure_future(self.stop.wait())
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
-            outcomes.append(work.result() if work.done() else Outcome("interrupted this call", "aborted"))
+            outcomes.append(work.result() if work.done() else ToolOutcome("interrupted this call", "aborted"))
             work.cancel(), stop.cancel()
         return outcomes
 
     def interrupt(self) -> None:
         self.stop.set()
 
-    async def _one(self, call: Call) -> Outcome:
+    async def _one(self, call: ToolCall) -> ToolOutcome:
         if call.status != "ok" or call.arguments is None:
-            return Outcome(f"error: {call.problem}", "malformed_call")
+            return ToolOutcome(f"error: {call.problem}", "malformed_call")
         self.ran.append(call)
         if call.name == "sleep":
             await asyncio.sleep(float(call.arguments["seconds"]))
         if call.name == "fail":
-            return Outcome("no", "environment")
-        return Outcome(str(call.arguments.get("text", "")) * int(call.arguments.get("times", 1)))
+            return ToolOutcome("no", "environment")
+        return ToolOutcome(str(call.arguments.get("text", "")) * int(call.arguments.get("times", 1)))

@@ -20,8 +20,8 @@ from rehearsal import Bench, call, chatml, says, speaker
 from etude.chat.messages import Message
 from etude.errors import InputError
 from etude.harness.atif import from_atif, to_atif
-from etude.harness.prompt import Request
-from etude.harness.scripted_policy import Line
+from etude.harness.prompt import SessionRequest
+from etude.harness.scripted_policy import ScriptLine
 from etude.harness.session import Session
 from etude.harness.summary import SummarySettings
 from etude.harness.trace import Cost, Trace
@@ -226,14 +226,14 @@ def test_logprobs_are_the_shortest_numbers_that_mean_the_same_and_are_left_out_w
 
 
 def test_a_real_session_with_summaries_goes_out_and_comes_back(tmp_path: Path) -> None:
-    script: list[Line] = [
+    script: list[ScriptLine] = [
         chatml().tokenizer.encode("<tool_call>{]</tool_call><|im_end|>", special=True),
         says("Looking.", call("echo", text="x = 1 ", times=1000), call("fail"), thinking="Where is it?"),
         says("Found nothing so far."),
         says("", call("echo", text="done")),
         says("Fixed."),
     ]
-    request = Request("Fix the bug.", past=(Message("user", "Hello."), Message("assistant", "Hi.")), id="bug-1")
+    request = SessionRequest("Fix the bug.", past=(Message("user", "Hello."), Message("assistant", "Hi.")), id="bug-1")
     session = Session(request, speaker(script), Bench(), summaries=SummarySettings(trigger=2500))
     trace = replace(asyncio.run(session.run()), facts={"seed": 1})
     document = to_atif(trace)
@@ -245,8 +245,8 @@ def test_a_real_session_with_summaries_goes_out_and_comes_back(tmp_path: Path) -
     assert equal(load_trace(tmp_path / "s.trace"), trace)
     spent = [step["metrics"] for step in document["steps"] if "metrics" in step]
     assert sum(one["prompt_tokens"] for one in spent) == trace.cost.prompt
-    assert sum(one["completion_tokens"] for one in spent) == trace.cost.made
-    made = [int(token) for segment in trace.segments for token in segment.tokens[segment.made]]
+    assert sum(one["completion_tokens"] for one in spent) == trace.cost.sampled
+    made = [int(token) for segment in trace.segments for token in segment.tokens[segment.sampled]]
     assert [token for one in spent for token in one["completion_token_ids"]] == made
 
 
@@ -373,7 +373,7 @@ def test_what_another_tool_shows_again_opens_a_segment_and_costs_nothing() -> No
         (1, "turn", False),
     ]
     assert [segment.kind for segment in trace.segments] == ["start", "summary"]
-    assert (trace.cost.made, trace.cost.turns) == (3, 2)
+    assert (trace.cost.sampled, trace.cost.turns) == (3, 2)
 
 
 # ------------------------------------------------------------------------------------------- invalid documents

@@ -8,10 +8,10 @@ import numpy as np
 from rehearsal import call, chatml, says
 
 from etude.chat.messages import Message
-from etude.harness.model_client import TokenSpeaker
-from etude.harness.open_session import open_session
-from etude.harness.prompt import Request
-from etude.harness.scripted_policy import Recorded, Scripted
+from etude.harness.model_client import TokenModelClient
+from etude.harness.session_factory import open_session
+from etude.harness.prompt import SessionRequest
+from etude.harness.scripted_policy import ReplayPolicy, ScriptedPolicy
 from etude.harness.session import Budget
 from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
@@ -27,7 +27,7 @@ FILES = {
     "shop/__init__.py": "",
     "check.py": "from shop.prices import total\n\nassert total([2, 3]) == 5, total([2, 3])\nprint('ok')\n",
 }
-REQUEST = Request("`total([2, 3])` gives -5. Make it 5; `python3 check.py` tells.", recent=("check.py",), id="shop-1")
+REQUEST = SessionRequest("`total([2, 3])` gives -5. Make it 5; `python3 check.py` tells.", recent=("check.py",), id="shop-1")
 SOLUTION: list[Message] = [
     says("", call("grep", pattern="def total"), call("read_file", target_file="shop/prices.py"), thinking="Where?"),
     says(
@@ -55,8 +55,8 @@ async def workspace(fleet: Fleet) -> Pod:
 
 
 async def play(pod: Pod, policy: Policy, budget: Budget | None = None, after: Trace | None = None) -> Trace:
-    speaker = TokenSpeaker(policy, chatml(), Sampling(), window=100_000)
-    async with open_session(REQUEST, speaker, pod, environment=ToolSet(), budget=budget) as (session, _):
+    speaker = TokenModelClient(policy, chatml(), Sampling(), window=100_000)
+    async with open_session(REQUEST, speaker, pod, tool_set=ToolSet(), budget=budget) as (session, _):
         if after is not None:
             session.restore(after)
         return await session.run()
@@ -69,7 +69,7 @@ def tokens(trace: Trace) -> Sequence[int]:
 def test_a_scripted_policy_solves_a_task_and_its_trace_replays_to_the_same_tokens(tmp_path: Path) -> None:
     async def work(fleet: Fleet) -> None:
         async with await workspace(fleet) as pod:
-            trace = await play(pod, Scripted(chatml(), SOLUTION))
+            trace = await play(pod, ScriptedPolicy(chatml(), SOLUTION))
             assert trace.ending == "final"
             assert not trace.errors
             assert b"result += price" in await pod.read("shop/prices.py")
@@ -78,7 +78,7 @@ def test_a_scripted_policy_solves_a_task_and_its_trace_replays_to_the_same_token
             assert "ok" in ran.outcomes[0].text
             assert trace.cost.calls == 4
             assert trace.cost.pod_s > 0
-        for policy in (Scripted(chatml(), SOLUTION), Recorded(trace)):
+        for policy in (ScriptedPolicy(chatml(), SOLUTION), ReplayPolicy(trace)):
             async with await workspace(fleet) as pod:
                 assert tokens(await play(pod, policy)) == tokens(trace)
 
@@ -88,16 +88,16 @@ def test_a_scripted_policy_solves_a_task_and_its_trace_replays_to_the_same_token
 def test_a_session_goes_on_in_a_fork_of_its_pod(tmp_path: Path) -> None:
     async def work(fleet: Fleet) -> None:
         async with await workspace(fleet) as pod:
-            half = await play(pod, Scripted(chatml(), SOLUTION), Budget(turns=2))
+            half = await play(pod, ScriptedPolicy(chatml(), SOLUTION), Budget(turns=2))
             assert half.ending == "turns"
             (child,) = await pod.fork(1)
             async with child:
-                whole = await play(child, Scripted(chatml(), SOLUTION[2:]), after=half)
+                whole = await play(child, ScriptedPolicy(chatml(), SOLUTION[2:]), after=half)
         assert whole.ending == "final"
         assert tokens(whole)[: len(tokens(half))] == tokens(half)
         async with await workspace(fleet) as pod:
-            straight = await play(pod, Scripted(chatml(), SOLUTION))
+            straight = await play(pod, ScriptedPolicy(chatml(), SOLUTION))
         assert tokens(straight) == tokens(whole)
-        assert np.array_equal(straight.segments[0].made, whole.segments[0].made)
+        assert np.array_equal(straight.segments[0].sampled, whole.segments[0].sampled)
 
     in_fleet(work, tmp_path)

@@ -18,10 +18,10 @@ from etude.agent.upload import take_in
 from etude.chat.dialects import dialect_for
 from etude.chat.messages import Message
 from etude.chat.tokenizer import Tokenizer
-from etude.harness.model_client import Speaker, TokenSpeaker
-from etude.harness.open_session import open_session
-from etude.harness.prompt import Request
-from etude.harness.scripted_policy import Recorded, Scripted
+from etude.harness.model_client import ModelClient, TokenModelClient
+from etude.harness.session_factory import open_session
+from etude.harness.prompt import SessionRequest
+from etude.harness.scripted_policy import ReplayPolicy, ScriptedPolicy
 from etude.harness.session import Budget
 from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
@@ -54,32 +54,32 @@ def desk(tmp_path: Path, pods: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     return desk
 
 
-def rollout(desk: Desk, policy: Policy, tokenizer: Tokenizer, budget: Budget, request: Request) -> Trace:
+def rollout(desk: Desk, policy: Policy, tokenizer: Tokenizer, budget: Budget, request: SessionRequest) -> Trace:
     """The same task, opened as training opens it."""
 
     async def go() -> Trace:
-        speaker = TokenSpeaker(policy, dialect_for(tokenizer), Sampling(), window=WINDOW)
+        speaker = TokenModelClient(policy, dialect_for(tokenizer), Sampling(), window=WINDOW)
         async with open_fleet() as fleet, await fleet.create("host") as pod:
             await take_in(pod, pod.workdir, desk.project)
-            async with open_session(request, speaker, pod, environment=ToolSet(), budget=budget) as (session, _):
+            async with open_session(request, speaker, pod, tool_set=ToolSet(), budget=budget) as (session, _):
                 return await session.run()
 
     return asyncio.run(go())
 
 
 def test_every_prompt_of_a_session_is_the_same_in_a_terminal_and_in_a_rollout(desk: Desk) -> None:
-    asked = Scripted(chatml(), SCRIPT)
+    asked = ScriptedPolicy(chatml(), SCRIPT)
 
     @asynccontextmanager
-    async def scripted(model: Model, session: str) -> AsyncIterator[Speaker]:
-        yield TokenSpeaker(asked, chatml(), Sampling(), window=WINDOW, model="script")
+    async def scripted(model: Model, session: str) -> AsyncIterator[ModelClient]:
+        yield TokenModelClient(asked, chatml(), Sampling(), window=WINDOW, model="script")
 
     desk.monkeypatch.setattr(work, "open_speaker", scripted)
     said = desk.agent("-p", REQUEST)
     assert (said.code, said.out) == (0, "Fixed.\n")
 
-    trained = Scripted(chatml(), SCRIPT)
-    trace = rollout(desk, trained, chatml().tokenizer, Budget(), Request(REQUEST, recent=("AGENTS.md",)))
+    trained = ScriptedPolicy(chatml(), SCRIPT)
+    trace = rollout(desk, trained, chatml().tokenizer, Budget(), SessionRequest(REQUEST, recent=("AGENTS.md",)))
     assert trace.final == "Fixed."
     assert len(trained.prompts) == len(SCRIPT)
     assert asked.prompts == trained.prompts
@@ -96,9 +96,9 @@ def test_the_program_itself_sends_what_a_rollout_sends(desk: Desk, tmp_path: Pat
     (file,) = desk.sessions.glob("*/session.trace")
     trace = load_trace(file)
     assert trace.exact
-    # `Recorded` raises Diverged at the first token that it is asked otherwise.
-    request = Request(REQUEST, recent=("AGENTS.md",))
-    again = rollout(desk, Recorded(trace), Tokenizer.load(place), Budget(turns=1, max_turn_tokens=16), request)
+    # `ReplayPolicy` raises Diverged at the first token that it is asked otherwise.
+    request = SessionRequest(REQUEST, recent=("AGENTS.md",))
+    again = rollout(desk, ReplayPolicy(trace), Tokenizer.load(place), Budget(turns=1, max_turn_tokens=16), request)
     assert np.array_equal(again.segments[0].tokens, trace.segments[0].tokens)
     assert replace(again.cost, model_s=0, pod_s=0, wall_s=0, cached=0) == replace(
         trace.cost, model_s=0, pod_s=0, wall_s=0, cached=0

@@ -9,7 +9,7 @@ import pytest
 
 from etude.harness.search.model_package import PACKAGE, find_model
 from etude.harness.search.render import show
-from etude.harness.search.searcher import Searcher, open_searcher
+from etude.harness.search.searcher import CodebaseSearcher, open_searcher
 from etude.harness.search.source import LocalFiles
 
 QUESTIONS = [
@@ -33,13 +33,13 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def searcher(tmp_path_factory: pytest.TempPathFactory) -> Searcher:
+def searcher(tmp_path_factory: pytest.TempPathFactory) -> CodebaseSearcher:
     if find_model() is None:
         pytest.skip(f"{PACKAGE} is not installed")
     return open_searcher(cache=tmp_path_factory.mktemp("cache"), device="cpu")
 
 
-def test_paraphrased_questions_find_their_code(searcher: Searcher, repository: Path) -> None:
+def test_paraphrased_questions_find_their_code(searcher: CodebaseSearcher, repository: Path) -> None:
     async def main() -> None:
         files = LocalFiles(repository)
         await searcher.prepare(files)
@@ -52,7 +52,7 @@ def test_paraphrased_questions_find_their_code(searcher: Searcher, repository: P
     asyncio.run(main())
 
 
-def test_two_searchers_give_the_same_answer_and_the_second_embeds_nothing(searcher: Searcher, repository: Path) -> None:
+def test_two_searchers_give_the_same_answer_and_the_second_embeds_nothing(searcher: CodebaseSearcher, repository: Path) -> None:
     async def main() -> None:
         assert searcher.embedder is not None
         cache = searcher.embedder.cache

@@ -19,8 +19,8 @@ from etude.harness.search.cache import VectorCache
 from etude.harness.search.embedder import Embedder
 from etude.harness.search.index import CodeIndex, best, fuse
 from etude.harness.search.render import show
-from etude.harness.search.searcher import Found, Searcher
-from etude.harness.search.source import FileEntry, Limits, LocalFiles, is_within, select
+from etude.harness.search.searcher import CodebaseSearcher, SearchResult
+from etude.harness.search.source import FileEntry, LocalFiles, SearchLimits, is_within, select
 
 
 class WordEncoder:
@@ -66,12 +66,12 @@ class Files:
         return {path: self.files[path] for path in paths if path in self.files}
 
 
-def searcher(encoder: WordEncoder | None = None, cache: VectorCache | None = None, **limits: float) -> Searcher:
+def searcher(encoder: WordEncoder | None = None, cache: VectorCache | None = None, **limits: float) -> CodebaseSearcher:
     model = encoder or WordEncoder()
-    return Searcher(Embedder(lambda: model, cache), limits=Limits(**limits))  # type: ignore[arg-type]
+    return CodebaseSearcher(Embedder(lambda: model, cache), limits=SearchLimits(**limits))  # type: ignore[arg-type]
 
 
-def seen(found: Found) -> list[tuple[str, int, int, str, float]]:
+def seen(found: SearchResult) -> list[tuple[str, int, int, str, float]]:
     return [(hit.path, hit.first, hit.last, hit.found_by, hit.score) for hit in found.hits]
 
 
@@ -198,7 +198,7 @@ def test_a_session_that_is_cancelled_leaves_nothing_to_be_done() -> None:
 def test_a_searcher_outlives_the_event_loop_it_was_used_in() -> None:
     one, files = searcher(WordEncoder(pause_s=0.05), patience_s=0.05), Files(FUNCTIONS)
     first = asyncio.run(one.search(files, "number7"))
-    one.limits = Limits()
+    one.limits = SearchLimits()
     second = asyncio.run(one.search(files, "number7"))
     assert first.embedded < second.embedded == 30
     one.close()
@@ -243,7 +243,7 @@ def test_the_answer_says_what_found_each_hit() -> None:
         text = show(found)
         assert text.startswith("2 results in 2 files, 2 chunks, searched by meaning and words.")
         assert "1. both.py:1-2  parse_size  [by meaning and words]\n     1|def parse_size():\n" in text
-        lexical = Searcher(None, "the embedding model is not installed")
+        lexical = CodebaseSearcher(None, "the embedding model is not installed")
         found = await lexical.search(files, "parse_size")
         assert [(hit.path, hit.found_by, hit.cosine) for hit in found.hits] == [("both.py", "lexical", None)]
         assert "lexical search only: the embedding model is not installed" in show(found)
@@ -283,7 +283,7 @@ def test_directories_are_paths_or_patterns() -> None:
 def test_equal_hits_come_in_the_order_of_their_paths() -> None:
     async def main() -> None:
         files = Files(dict.fromkeys(("c.py", "a.py", "b.py"), "def needle():\n    return 1\n"))
-        assert [hit.path for hit in (await Searcher(None).search(files, "needle")).hits] == ["a.py", "b.py", "c.py"]
+        assert [hit.path for hit in (await CodebaseSearcher(None).search(files, "needle")).hits] == ["a.py", "b.py", "c.py"]
 
     asyncio.run(main())
 
@@ -346,12 +346,12 @@ def test_the_text_stays_within_its_budget() -> None:
 def test_what_is_too_much_is_left_out_and_said() -> None:
     entries = [FileEntry(f"m{n}.py", 100, "") for n in range(10)]
     entries += [FileEntry("big.py", 10_000, ""), FileEntry("node_modules/x.js", 5, ""), FileEntry("a.png", 5, "")]
-    chosen = select(entries, Limits(files=6, file_bytes=1000))
+    chosen = select(entries, SearchLimits(files=6, file_bytes=1000))
     assert (list(chosen.entries), chosen.too_large, chosen.too_many) == ([f"m{n}.py" for n in range(6)], 1, 4)
-    assert select(entries, Limits(total_bytes=350)).too_many == 8
+    assert select(entries, SearchLimits(total_bytes=350)).too_many == 8
 
     async def main() -> None:
-        one = Searcher(None, "no model", Limits(file_bytes=60))
+        one = CodebaseSearcher(None, "no model", SearchLimits(file_bytes=60))
         found = await one.search(Files({"a.py": "x = 1\n", "b.py": "y = 2\n" * 50}), "x")
         assert "1 files were not searched (1 too large, 0 too many)." in show(found)
 

@@ -10,16 +10,16 @@ from rehearsal import Bench, call, chatml, says, speaker
 
 from etude.chat.messages import Message
 from etude.errors import EtudeError, InputError
-from etude.harness.model_client import TokenSpeaker, turn_seed
-from etude.harness.prompt import Request, opening
-from etude.harness.scripted_policy import Diverged, Recorded, Scripted
+from etude.harness.model_client import TokenModelClient, turn_seed
+from etude.harness.prompt import SessionRequest, opening_messages
+from etude.harness.scripted_policy import ReplayDiverged, ReplayPolicy, ScriptedPolicy
 from etude.harness.session import Budget, Session
-from etude.harness.summary import ASK, SummarySettings
+from etude.harness.summary import SUMMARY_PROMPT, SummarySettings
 from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
 from etude.inference.sampling import Sampling
 
-REQUEST = Request("Fix the bug.", recent=("src/a.py",), id="bug-1")
+REQUEST = SessionRequest("Fix the bug.", recent=("src/a.py",), id="bug-1")
 SCRIPT = [
     says("Looking.", call("echo", text="x = 1"), call("fail"), thinking="Where is it?"),
     says("", call("echo", text="done")),
@@ -32,7 +32,7 @@ def play(session: Session) -> Trace:
 
 
 def model_tokens(trace: Trace) -> list[int]:
-    return [int(token) for segment in trace.segments for token in segment.tokens[segment.made]]
+    return [int(token) for segment in trace.segments for token in segment.tokens[segment.sampled]]
 
 
 def text_of(trace: Trace, segment: int) -> str:
@@ -51,7 +51,7 @@ def test_a_session_is_one_stream_of_tokens_in_which_the_models_own_are_marked() 
     ]
     assert model_tokens(trace) == expected
     # what the sampler was asked with is what the trace holds, prompt by prompt
-    assert isinstance(mouth.policy, Scripted)
+    assert isinstance(mouth.policy, ScriptedPolicy)
     turns = [step for step in trace.steps if step.kind == "turn"]
     assert [segment.tokens[: step.span[0]].tolist() for step in turns] == mouth.policy.prompts
     # and the whole is what the template says of the whole conversation
@@ -59,15 +59,15 @@ def test_a_session_is_one_stream_of_tokens_in_which_the_models_own_are_marked() 
     for step in turns:
         said += [step.message, *step.results()]
     assert segment.tokens.tolist() == dialect.render(said, bench.schemas, add_generation_prompt=False)[: len(segment)]
-    assert (segment.versions[segment.made] == 0).all()
-    assert (segment.versions[~segment.made] == -1).all()
+    assert (segment.versions[segment.sampled] == 0).all()
+    assert (segment.versions[~segment.sampled] == -1).all()
     assert trace.versions() == (0, 0)
 
 
 def test_the_prompt_has_its_parts_in_order() -> None:
     past = (Message("user", "Earlier."), Message("assistant", "Yes."))
     request = replace(REQUEST, past=past)
-    messages = opening(request, ToolSet(instructions="Use tabs."), "/w")
+    messages = opening_messages(request, ToolSet(instructions="Use tabs."), "/w")
     assert [message.role for message in messages] == ["system", "user", "assistant", "user"]
     assert "/w" in messages[0].content
     assert messages[0].content.endswith("Use tabs.")
@@ -78,23 +78,23 @@ def test_costs_are_counted_by_kind() -> None:
     trace = play(Session(REQUEST, speaker(SCRIPT), Bench()))
     cost = trace.cost
     assert (cost.calls, cost.turns, cost.summaries) == (3, 3, 0)
-    assert cost.made == len(model_tokens(trace))
+    assert cost.sampled == len(model_tokens(trace))
     assert min(cost.thinking, cost.call, cost.commentary, cost.final, cost.output) > 0
-    assert cost.output < len(trace.segments[0]) - cost.made
+    assert cost.output < len(trace.segments[0]) - cost.sampled
     assert trace.errors == {"environment": 1}
 
 
 def test_two_runs_with_the_same_policy_give_the_same_tokens() -> None:
     one, two = (play(Session(REQUEST, speaker(SCRIPT), Bench())) for _ in range(2))
     assert np.array_equal(one.segments[0].tokens, two.segments[0].tokens)
-    assert np.array_equal(one.segments[0].made, two.segments[0].made)
+    assert np.array_equal(one.segments[0].sampled, two.segments[0].sampled)
 
 
 def test_a_trace_replays_to_the_same_tokens_and_notices_when_the_world_differs() -> None:
     trace = play(Session(REQUEST, speaker(SCRIPT), Bench()))
 
     def again(bench: Bench) -> Trace:
-        mouth = TokenSpeaker(Recorded(trace), chatml(), Sampling(), window=100_000)
+        mouth = TokenModelClient(ReplayPolicy(trace), chatml(), Sampling(), window=100_000)
         return play(Session(REQUEST, mouth, bench))
 
     assert np.array_equal(again(Bench()).segments[0].tokens, trace.segments[0].tokens)
@@ -103,7 +103,7 @@ def test_a_trace_replays_to_the_same_tokens_and_notices_when_the_world_differs()
         async def run(self, calls):  # type: ignore[no-untyped-def]
             return [replace(outcome, text=outcome.text + "!") for outcome in await super().run(calls)]
 
-    with pytest.raises(Diverged, match="segment 0: the prompt differs at token"):
+    with pytest.raises(ReplayDiverged, match="segment 0: the prompt differs at token"):
         again(Other())
 
 
@@ -136,7 +136,7 @@ def test_budgets_end_a_session(budget: Budget, ending: str) -> None:
     trace = play(Session(REQUEST, speaker(script), Bench(), budget=budget))
     assert trace.ending == ending
     if budget.tokens:
-        assert trace.cost.made == 30
+        assert trace.cost.sampled == 30
 
 
 def test_time_over_stops_a_tool_that_still_runs() -> None:
@@ -248,7 +248,7 @@ def test_a_session_restored_from_its_trace_goes_on_to_the_same_tokens(after: int
         return
     trace = play(session)
     assert np.array_equal(trace.segments[0].tokens, whole.segments[0].tokens)
-    assert np.array_equal(trace.segments[0].made, whole.segments[0].made)
+    assert np.array_equal(trace.segments[0].sampled, whole.segments[0].sampled)
     assert [step.span for step in trace.steps] == [step.span for step in whole.steps]
     assert trace.cost.calls == whole.cost.calls
 
@@ -271,7 +271,7 @@ LONG = "a fact about the code, number {}; "
 
 
 def opening_size() -> int:
-    return len(chatml().render(opening(REQUEST, ToolSet(), Bench.root), Bench().schemas))
+    return len(chatml().render(opening_messages(REQUEST, ToolSet(), Bench.root), Bench().schemas))
 
 
 def result_size(text: str) -> int:
@@ -293,12 +293,12 @@ def test_a_summary_ends_a_segment_and_the_next_begins_from_it_alone() -> None:
     assert trace.ending == "final"
     assert [segment.kind for segment in trace.segments] == ["start", "summary"]
     first, second = (text_of(trace, index) for index in range(2))
-    assert ASK in first
+    assert SUMMARY_PROMPT in first
     assert "number 2" in first
     assert '<summary number="1">\nThree facts were read.\n</summary>\n<plan>\n- [ ] finish\n</plan>' in second
     assert "Fix the bug." in second
     assert "a fact about" not in second
-    assert ASK not in second
+    assert SUMMARY_PROMPT not in second
     assert "What matters?" not in second  # thinking is scratch space
     assert trace.cost.summaries == 1
 
@@ -307,10 +307,10 @@ def test_every_token_the_model_made_is_in_the_chain_once_the_summary_included() 
     summary = says("Three facts were read.", thinking="What matters?")
     trace = chain(summary)
     dialect = chatml()
-    made = [dialect.tokenizer.decode(segment.tokens[segment.made].tolist()) for segment in trace.segments]
+    made = [dialect.tokenizer.decode(segment.tokens[segment.sampled].tolist()) for segment in trace.segments]
     assert "".join(made).count("Three facts were read.") == 1  # shown again in the second segment, but not made there
     assert made[0].endswith(dialect.tokenizer.decode(dialect.write(summary)))
-    assert trace.cost.made == len(model_tokens(trace))
+    assert trace.cost.sampled == len(model_tokens(trace))
     assert trace.cost.summary == len(dialect.write(summary))
     copied = [step for step in trace.steps if step.copied]
     assert [step.kind for step in copied] == ["prompt", "prompt"]
@@ -352,10 +352,10 @@ def test_several_summaries_count_up() -> None:
 
 
 def test_the_baseline_compacts_apart_with_a_long_prompt() -> None:
-    trace = chain(says("1. Request and intent: ..."), mode="compaction")
+    trace = chain(says("1. SessionRequest and intent: ..."), mode="compaction")
     assert [segment.kind for segment in trace.segments] == ["start", "compaction", "summary"]
     prompt = text_of(trace, 1)
     assert "Errors and fixes" in prompt
     assert "number 2" in prompt
-    assert ASK not in text_of(trace, 0)
-    assert "1. Request and intent: ..." in text_of(trace, 2)
+    assert SUMMARY_PROMPT not in text_of(trace, 0)
+    assert "1. SessionRequest and intent: ..." in text_of(trace, 2)

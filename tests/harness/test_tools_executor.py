@@ -12,13 +12,13 @@ from harness_pods import Box, Yard, shared_yard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.chat.messages import Call, tool_names
+from etude.chat.messages import ToolCall, tool_names
 from etude.errors import InputError
 from etude.harness.search.source import FileSource
 from etude.harness.tool_set import ALL_TOOLS, ToolSet
 from etude.harness.tools.arguments import check_arguments
-from etude.harness.tools.executor import TOOLS, Toolbox, shown_tools
-from etude.harness.tools.tool import Outcome, Tool, ToolError
+from etude.harness.tools.executor import TOOLS, ToolExecutor, exposed_tools
+from etude.harness.tools.tool import Tool, ToolError, ToolOutcome
 from etude.pods.pod import PodGone
 
 
@@ -31,7 +31,7 @@ def yard(request: pytest.FixtureRequest) -> Yard:
 
 
 def schemas(environment: ToolSet) -> dict[str, Any]:
-    return {shown.name: shown.schema["function"] for shown in shown_tools(environment).values()}
+    return {shown.name: shown.schema["function"] for shown in exposed_tools(environment).values()}
 
 
 def test_the_tools_have_cursors_names_and_arguments() -> None:
@@ -95,18 +95,18 @@ def test_the_same_tools_go_by_other_names() -> None:
     assert "timeout" in claude["Bash"]["description"]
     bash = schemas(ToolSet(aliases="bash"))
     assert {name: list(schema["parameters"]["properties"]) for name, schema in bash.items()} == {"bash": ["command"]}
-    renamed = shown_tools(ToolSet(tools=("read_file", "grep"), renamed={"grep": "rg"}))
+    renamed = exposed_tools(ToolSet(tools=("read_file", "grep"), renamed={"grep": "rg"}))
     assert list(renamed) == ["read_file", "rg"]
     assert tool_names([shown.schema for shown in renamed.values()]) == {"read_file", "rg"}
 
 
 def test_an_environment_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(InputError, match="naming is 'vim'"):
-        shown_tools(ToolSet(aliases="vim"))
+        exposed_tools(ToolSet(aliases="vim"))
     with pytest.raises(InputError, match="'raed_file' is not a tool"):
-        shown_tools(ToolSet(tools=("raed_file",)))
+        exposed_tools(ToolSet(tools=("raed_file",)))
     with pytest.raises(InputError, match="two tools are called 'x'"):
-        shown_tools(ToolSet(renamed={"grep": "x", "write": "x"}))
+        exposed_tools(ToolSet(renamed={"grep": "x", "write": "x"}))
 
 
 # -- arguments
@@ -183,13 +183,13 @@ def test_checking_arguments_ends_in_arguments_or_a_tool_error(given: dict[str, A
 def test_calls_that_are_none_are_answered_and_classified(yard: Yard) -> None:
     async def check(box: Box) -> None:
         bad = [
-            Call("read_file", None, "1", "bad_json", problem="line 1: expected a comma"),
-            Call("read_file", None, "2", "unclosed"),
-            Call("", None, "3", "missing_name"),
-            Call("read_fiel", {}, "4", "unknown_tool"),
-            Call("Read", {"target_file": "a"}, "5"),
-            Call("read_file", None, "6"),
-            Call("read_file", {"file": "a"}, "7"),
+            ToolCall("read_file", None, "1", "bad_json", problem="line 1: expected a comma"),
+            ToolCall("read_file", None, "2", "unclosed"),
+            ToolCall("", None, "3", "missing_name"),
+            ToolCall("read_fiel", {}, "4", "unknown_tool"),
+            ToolCall("Read", {"target_file": "a"}, "5"),
+            ToolCall("read_file", None, "6"),
+            ToolCall("read_file", {"file": "a"}, "7"),
             box.made("read_file", target_file="a"),
         ]
         outcomes = await box.toolbox.run(bad)
@@ -228,9 +228,9 @@ def test_reads_run_together_writes_alone_and_outcomes_keep_the_order(yard: Yard)
 def test_a_person_may_refuse_a_call(yard: Yard) -> None:
     asked: list[str] = []
 
-    async def approve(call: Call, tool: Tool) -> bool | str:
+    async def approve(call: ToolCall, tool: Tool) -> bool | str:
         asked.append(tool.name)
-        return tool.reads_only or ("use a branch" if tool.name == "write" else False)
+        return tool.read_only or ("use a branch" if tool.name == "write" else False)
 
     async def check(box: Box) -> None:
         assert await box.text("read_file", target_file="a") == "1|x"
@@ -245,13 +245,13 @@ def test_a_person_may_refuse_a_call(yard: Yard) -> None:
 
 
 def test_a_bug_is_told_in_a_line_logged_in_full_and_counted(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
-    async def broken(bench: object, given: Mapping[str, Any]) -> Outcome:
+    async def broken(bench: object, given: Mapping[str, Any]) -> ToolOutcome:
         raise ZeroDivisionError("oh no")
 
     async def check(box: Box) -> None:
         shown = box.toolbox.tools["read_file"]
         tools = {"read_file": replace(shown, tool=replace(shown.tool, run=broken))}
-        toolbox = Toolbox(tools, box.toolbox.bench, None)
+        toolbox = ToolExecutor(tools, box.toolbox.context, None)
         with caplog.at_level(logging.ERROR, "etude.harness"):
             (outcome,) = await toolbox.run([box.made("read_file", target_file="a")])
         assert outcome.error == "bug"

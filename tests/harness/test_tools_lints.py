@@ -7,7 +7,7 @@ import pytest
 from harness_pods import Box, Yard, shared_yard
 
 from etude.harness.toolserver.inside.lints import committed
-from etude.harness.toolserver.inside.paths import Workspace
+from etude.harness.toolserver.inside.paths import ToolWorkspace
 
 OLD = "import os\n\n\ndef f():\n    return 1\n"
 
@@ -120,5 +120,5 @@ def test_a_repository_cannot_have_git_fetch_what_it_lacks(tmp_path: Path) -> Non
     }
     for key, value in settings.items():
         git("config", key, value)
-    assert committed(Workspace(str(tmp_path / "w"), str(tmp_path / "state"), {}), "a.py") == b""
+    assert committed(ToolWorkspace(str(tmp_path / "w"), str(tmp_path / "state"), {}), "a.py") == b""
     assert not (tmp_path / "ran").exists()

@@ -15,7 +15,7 @@ import pytest
 from harness_pods import Box, Yard, open_yard, shared_yard
 
 from etude.harness.tool_set import ToolSet
-from etude.harness.tools.executor import open_toolbox
+from etude.harness.tools.executor import open_tool_executor
 from etude.harness.toolserver import bundle, client
 from etude.harness.toolserver.client import ToolServer
 from etude.pods.pod import PodError
@@ -117,7 +117,7 @@ def test_a_server_that_the_model_kills_fails_the_call_and_is_there_for_the_next(
         assert "the tool server stopped while the call ran" in said
         assert await box.text("read_file", target_file="a") == "1|x"
         assert await box.text("run_terminal_cmd", command="echo $KEPT; pwd") == "1\n/\n[exit code 0]"
-        assert box.toolbox.bench.server.starts == 2
+        assert box.toolbox.context.server.starts == 2
 
     yard.run(check, files={"a": "x\n"})
 
@@ -126,7 +126,7 @@ def test_a_job_outlives_the_server_and_is_found_by_the_next(yard: Yard) -> None:
     async def check(box: Box) -> None:
         await box.text("run_terminal_cmd", command="sleep 0.8; echo late; exit 6", is_background=True)
         await box.text("run_terminal_cmd", command="sleep 60", is_background=True)
-        await box.toolbox.rest()
+        await box.toolbox.stop_server()
         assert "late\n[exit code 6]" in await box.text("await", job_id="1")
         assert await box.text("kill", job_id="2") == "[ended on request; exit code 143, SIGTERM]"
         assert await box.text("run_terminal_cmd", command="echo 3", is_background=True) != ""
@@ -143,7 +143,7 @@ def test_a_server_that_hangs_is_ended_and_started_again(yard: Yard, monkeypatch:
     async def check(box: Box) -> None:
         await box.sh("kill -STOP $(ps -eo pid,args | awk '/server-.*pyz/ && !/awk/ {print $1}')")
         with pytest.raises(client.ToolError) as caught:
-            await box.toolbox.bench.ask("read_file", {"target_file": "a"}, 0.5)
+            await box.toolbox.context.request("read_file", {"target_file": "a"}, 0.5)
         assert caught.value.kind == "timeout"
         assert await box.text("read_file", target_file="a") == "1|x"
 
@@ -152,7 +152,7 @@ def test_a_server_that_hangs_is_ended_and_started_again(yard: Yard, monkeypatch:
 
 def test_nonsense_from_a_server_that_was_replaced_is_an_error_of_the_environment(yard: Yard) -> None:
     async def check(box: Box) -> None:
-        server = box.toolbox.bench.server
+        server = box.toolbox.context.server
         path = f"{server.state}/server-{bundle.digest()}.pyz"
         for lie in (
             "print('not json')",
@@ -168,14 +168,14 @@ def test_nonsense_from_a_server_that_was_replaced_is_an_error_of_the_environment
             'print(\'{"id": 1, "error": {"kind": "environment", "message": "\' + \'\\\\ud800\' * 999_999 + \'"}}\')',
             "sys.exit('damaged')",
         ):
-            await box.toolbox.rest()
+            await box.toolbox.stop_server()
             greet = "print('{\"hello\": {}}', flush=True)"
             code = f"import sys\n{greet}\nfor _ in range(2): sys.stdin.readline()\n{lie}\n"
             await box.pod.write(path, code)
             outcome = await box.call("read_file", target_file="a")
             assert outcome.error == "environment", f"{lie}: {outcome}"
             assert len(outcome.text.encode()) < 300_000
-        await box.toolbox.rest()
+        await box.toolbox.stop_server()
         await box.pod.write(path, "print(1/0)")
         assert "cannot be started again" in await box.error("environment", "read_file", target_file="a")
         assert await box.text("read_file", target_file="a") == "1|x"  # it was written anew
@@ -187,7 +187,7 @@ def test_nonsense_from_a_server_that_was_replaced_is_an_error_of_the_environment
 def test_a_bug_inside_the_server_is_ours_and_loud(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
     async def check(box: Box) -> None:
         with pytest.raises(client.ServerBug, match="KeyError"):
-            await box.toolbox.bench.ask("read_file", {})
+            await box.toolbox.context.request("read_file", {})
         assert await box.text("read_file", target_file="a") == "1|x"
 
     yard.run(check, files={"a": "x\n"})
@@ -201,7 +201,7 @@ def test_the_state_directory_may_be_removed_at_any_time(yard: Yard) -> None:
         assert await box.text("glob_file_search", glob_pattern="*") == "a"
         assert await box.text("run_terminal_cmd", command="echo fine") == "fine\n[exit code 0]"
         await box.sh('rm -rf "${TMPDIR:-/tmp}/.etude"')
-        await box.toolbox.rest()
+        await box.toolbox.stop_server()
         await box.call("read_file", target_file="a")
         assert await box.text("read_file", target_file="a") == "1|y"
 
@@ -228,8 +228,8 @@ def test_requests_larger_than_any_pipe_and_many_at_once_arrive(yard: Yard) -> No
         outcomes = await box.toolbox.run([*calls, *reads, *searches])
         assert {outcome.error for outcome in outcomes} == {None}
         assert await box.read("f1") == (big + "1").encode()
-        server = box.toolbox.bench.server
-        asks = [server.ask("write", {"file_path": f"g{n}", "contents": big + str(n)}, 30) for n in range(3)]
+        server = box.toolbox.context.server
+        asks = [server.request("write", {"file_path": f"g{n}", "contents": big + str(n)}, 30) for n in range(3)]
         await asyncio.gather(*asks)
         assert await box.read("g2") == (big + "2").encode()
 
@@ -258,7 +258,7 @@ async def go_on_in_a_fork(box: Box) -> None:
     kind = None if "fs-live" in box.fleet.local.backend.capabilities.snapshots else "fs"  # type: ignore[union-attr]
     (child,) = await box.pod.fork(1, kind)
     try:
-        async with open_toolbox(child, ToolSet(strict=True)) as toolbox:
+        async with open_tool_executor(child, ToolSet(strict=True)) as toolbox:
             toolbox.restore(box.toolbox.state())
             other = Box(child, toolbox, box.fleet)
             said = await other.text("run_terminal_cmd", command="pwd; echo $X; f; echo $HOME; export X=child")
@@ -298,11 +298,11 @@ def test_the_tools_work_on_this_backend_too(backend: str) -> None:
 def test_a_pod_at_rest_is_snapshotted_and_a_pod_made_of_it_goes_on(yard: Yard) -> None:
     async def check(box: Box) -> None:
         await box.text("run_terminal_cmd", command="v=kept; cd sub")
-        await box.toolbox.rest()
+        await box.toolbox.stop_server()
         snapshot = await box.pod.snapshot()
         assert snapshot.kind == "fs"  # the cheap kind: nothing was running
         assert await box.text("run_terminal_cmd", command="echo $v") == "kept\n[exit code 0]"
-        async with await box.fleet.create(snapshot) as pod, open_toolbox(pod, ToolSet()) as toolbox:
+        async with await box.fleet.create(snapshot) as pod, open_tool_executor(pod, ToolSet()) as toolbox:
             other = Box(pod, toolbox, box.fleet)
             assert (await other.text("run_terminal_cmd", command="echo $v; pwd")).startswith("kept\n")
 
@@ -326,7 +326,7 @@ def test_a_hostile_repository_neither_breaks_the_server_nor_leads_it_out(yard: Y
             "ln -s / slash && mkfifo trap.py && ln -s /dev/zero endless.py && mkdir -p .git2/info && "
             "ln -s /dev/zero ruff.toml && mkdir loop && ln -s ../loop loop/loop && chmod 000 deep/.gitignore"
         )
-        await box.toolbox.rest()  # start again among all this
+        await box.toolbox.stop_server()  # start again among all this
         assert await box.text("grep", pattern="findme", output_mode="files_with_matches") == "deep/x"
         assert "deep/x" in await box.text("glob_file_search", glob_pattern="*")
         assert "slash/ -> /" in await box.text("list_dir", target_directory=".")
@@ -336,11 +336,11 @@ def test_a_hostile_repository_neither_breaks_the_server_nor_leads_it_out(yard: Y
         await box.error("denied", "write", file_path="slash/etc/passwd", contents="")
         await box.text("read_lints", paths=["etude.py"])
         assert "exit code 9" in await box.text("run_terminal_cmd", command="python3 -c 'import json'")
-        entries = await box.toolbox.bench.listing()
+        entries = await box.toolbox.context.listing()
         assert {"deep/x", "json.py"} <= {entry.path for entry in entries}
         assert not {entry.path for entry in entries} & {"trap.py", "endless.py"}
         assert "fine" in await box.text("run_terminal_cmd", command="cd deep; rm ~/shadowed; git status; echo fine")
-        await box.toolbox.rest()
+        await box.toolbox.stop_server()
         assert await box.text("grep", pattern="findme") == "deep/x\n1:findme"
         assert not (await box.pod.exec("test -e ~/shadowed")).ok
 
@@ -349,16 +349,16 @@ def test_a_hostile_repository_neither_breaks_the_server_nor_leads_it_out(yard: Y
 
 LATE = """
 import os, sys, time
-from etude.harness.toolserver.inside.paths import Workspace
-from etude.harness.toolserver.inside.server import Server
+from etude.harness.toolserver.inside.paths import ToolWorkspace
+from etude.harness.toolserver.inside.server import ToolServerProcess
 
-class Busy(Server):
+class Busy(ToolServerProcess):
     def _be_child(self, work, pipe, kept):
         time.sleep(0.3)  # a machine with much to do
         super()._be_child(work, pipe, kept)
 
 root, state = sys.argv[1:]
-server = Busy(Workspace(root, state, {}), 1)
+server = Busy(ToolWorkspace(root, state, {}), 1)
 said = []
 server.jobs.run({"command": "sleep 9", "block_s": 0, "timeout_s": 60}, lambda result: said.append(result()))
 server.jobs.kill({"job_id": 1}, lambda result: said.append(result()))

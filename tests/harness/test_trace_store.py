@@ -16,22 +16,22 @@ from harness_traces import equal, traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.chat.messages import Call, Message
+from etude.chat.messages import Message, ToolCall
 from etude.errors import EtudeError, InputError
 from etude.harness import trace_store as store
-from etude.harness.tools.tool import Outcome
-from etude.harness.trace import Cost, Step, Tape, Trace
-from etude.harness.trace_store import inflate, load_trace, pack_trace, save_trace, unpack_trace
+from etude.harness.tools.tool import ToolOutcome
+from etude.harness.trace import Cost, SegmentBuilder, Step, Trace
+from etude.harness.trace_store import decompress_bytes, load_trace, pack_trace, save_trace, unpack_trace
 
 
 def small(facts: dict[str, Any] | None = None) -> Trace:
-    tape = Tape("start", [1, 2, 3])
-    tape.make([4, 5], [-0.5, -1.5], [-0.25, -2.0], [7, 8])
-    tape.route(np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2))
-    calls = (Call("read_file", {"path": "a.py"}, "call_0", raw='{"path": "a.py"}', span=(0, 2)),)
+    tape = SegmentBuilder("start", [1, 2, 3])
+    tape.append_sampled([4, 5], [-0.5, -1.5], [-0.25, -2.0], [7, 8])
+    tape.set_routing(np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2))
+    calls = (ToolCall("read_file", {"path": "a.py"}, "call_0", raw='{"path": "a.py"}', span=(0, 2)),)
     steps = (
         Step("prompt", Message("user", "Fix it."), 0, (0, 3)),
-        Step("turn", Message("assistant", "", "Hm.", calls), 0, (3, 5), (Outcome("no such file", "environment"),)),
+        Step("turn", Message("assistant", "", "Hm.", calls), 0, (3, 5), (ToolOutcome("no such file", "environment"),)),
     )
     tools = ({"type": "function", "function": {"name": "read_file"}},)
     return Trace("s", "t", "chatml", "m", tools, (tape.segment(),), steps, "turns", Cost(call=2), facts=facts or {})
@@ -67,7 +67,7 @@ def test_arrays_are_owned_and_in_the_machines_byte_order() -> None:
 def test_facts_may_be_any_mapping() -> None:
     nested = MappingProxyType({"where": MappingProxyType({"x": (1, 2)})})
     trace = small()
-    step = replace(trace.steps[1], outcomes=(Outcome("", facts=nested),))
+    step = replace(trace.steps[1], outcomes=(ToolOutcome("", facts=nested),))
     read = unpack_trace(pack_trace(replace(trace, facts=nested, steps=(step,))))
     assert read.facts == read.steps[0].outcomes[0].facts == {"where": {"x": [1, 2]}}
 
@@ -94,7 +94,7 @@ def test_what_is_nested_too_deeply_is_refused() -> None:
         pack_trace(small({"deep": deep}))
     text = b'{"a":' * 100_000
     with pytest.raises(InputError, match="nested too deeply"):
-        unpack_trace(store.deflate(store.MAGIC + store.VERSION + struct.pack("<Q", len(text)) + text))
+        unpack_trace(store.compress_bytes(store.MAGIC + store.VERSION + struct.pack("<Q", len(text)) + text))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_no_bytes_make_reading_fail_in_another_way(data: bytes, seed: int) -> No
     packed, luck = bytearray(pack_trace(small())), np.random.default_rng(seed)
     place = luck.integers(len(packed))
     packed[place : place + len(data)] = data
-    for damaged in (data, bytes(packed), store.deflate(data), store.deflate(store.MAGIC + store.VERSION + data)):
+    for damaged in (data, bytes(packed), store.compress_bytes(data), store.compress_bytes(store.MAGIC + store.VERSION + data)):
         with contextlib.suppress(InputError):
             assert equal(unpack_trace(damaged), small())
 
@@ -165,22 +165,22 @@ def test_a_file_cannot_claim_more_memory_than_a_trace_may_have(monkeypatch: pyte
 
 
 def test_a_trace_of_another_version_says_which() -> None:
-    whole = inflate(pack_trace(small()))
+    whole = decompress_bytes(pack_trace(small()))
     newer = whole.replace(store.MAGIC + store.VERSION, store.MAGIC + b"\x09\n")
     with pytest.raises(InputError, match="x: a trace of version 9; this program reads 1"):
-        unpack_trace(store.deflate(newer), "x")
+        unpack_trace(store.compress_bytes(newer), "x")
     with pytest.raises(InputError, match="does not begin as a trace does"):
-        unpack_trace(store.deflate(b"something else"))
+        unpack_trace(store.compress_bytes(b"something else"))
 
 
 def written(change: Any) -> bytes:
     """A file whose header was changed by somebody."""
-    whole = inflate(pack_trace(small()))
+    whole = decompress_bytes(pack_trace(small()))
     start = len(store.MAGIC + store.VERSION) + 8
     (size,) = struct.unpack_from("<Q", whole, start - 8)
     header = json.loads(whole[start : start + size])
     text = json.dumps(change(header) or header).encode()
-    return store.deflate(whole[: start - 8] + struct.pack("<Q", len(text)) + text + whole[start + size :])
+    return store.compress_bytes(whole[: start - 8] + struct.pack("<Q", len(text)) + text + whole[start + size :])
 
 
 @pytest.mark.parametrize(
@@ -199,12 +199,12 @@ def written(change: Any) -> bytes:
         (lambda h: h["steps"].__setitem__(0, 3), "trace.steps[0]: 3 where an object was expected"),
         (lambda h: h["segments"][0].update(kind="end"), "segments[0].kind: 'end'"),
         (lambda h: h["segments"][0].pop("made") and None, "segments[0]: expected an object with kind, tokens"),
-        (lambda h: h["segments"][0]["made"].update(at=10**6), "segments[0].made: damaged"),
-        (lambda h: h["segments"][0]["made"].update(at="x"), "segments[0].made: damaged"),
-        (lambda h: h["segments"][0]["made"].update(type="O"), "segments[0].made: damaged"),
-        (lambda h: h["segments"][0]["made"].update(shape=[-1]), "segments[0].made: damaged"),
-        (lambda h: h["segments"][0]["made"].update(shape=[2**62, 4]), "segments[0].made: damaged"),
-        (lambda h: h["segments"][0].update(made=5), "segments[0].made: damaged"),
+        (lambda h: h["segments"][0]["made"].update(at=10**6), "segments[0].sampled: damaged"),
+        (lambda h: h["segments"][0]["made"].update(at="x"), "segments[0].sampled: damaged"),
+        (lambda h: h["segments"][0]["made"].update(type="O"), "segments[0].sampled: damaged"),
+        (lambda h: h["segments"][0]["made"].update(shape=[-1]), "segments[0].sampled: damaged"),
+        (lambda h: h["segments"][0]["made"].update(shape=[2**62, 4]), "segments[0].sampled: damaged"),
+        (lambda h: h["segments"][0].update(made=5), "segments[0].sampled: damaged"),
         (lambda h: h.pop("segments") and None, "damaged"),
         (lambda h: h.update(segments=3), "damaged"),
         (lambda h: [1], "damaged"),

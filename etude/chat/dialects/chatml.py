@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from etude.chat.dialects.json_calls import read_named_call, write_json
 from etude.chat.dialects.turns import TurnDialect, TurnLayout
-from etude.chat.messages import Call, ToolSchema
+from etude.chat.messages import ToolCall, ToolSchema
 from etude.chat.tokenizer import CHAT_TEMPLATE, END_OF_TURN, Tokenizer
 
 
@@ -26,7 +26,7 @@ class ChatML(TurnDialect):
         framed = all(tokenizer.token_id(token) is not None for token in ("<|im_start|>", END_OF_TURN))
         return framed and (template is None or template == CHAT_TEMPLATE or "tools" not in template)
 
-    def _write_call(self, call: Call, number: int) -> tuple[str, ...]:
+    def _write_call(self, call: ToolCall, number: int) -> tuple[str, ...]:
         return (f'\n{{"name": {write_json(call.name)}, "arguments": {write_json(call.arguments)}}}\n',)
 
     def _read_call(self, parts: Sequence[str], tools: Sequence[ToolSchema]) -> tuple[str, Mapping[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from etude.chat.dialects.json_calls import MalformedCall, read_arguments, write_json
 from etude.chat.dialects.turns import TurnDialect, TurnLayout
-from etude.chat.messages import Call, ToolSchema
+from etude.chat.messages import ToolCall, ToolSchema
 from etude.chat.tokenizer import Tokenizer
 
 SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -72,11 +72,11 @@ class DeepSeekV3(TurnDialect):
 
     @classmethod
     def fits(cls, tokenizer: Tokenizer) -> bool:
-        """Return whether the template is V3's; V3.1 has the same tokens, but neither the fence nor the type of a call."""
+        """Return whether the template is V3's; V3.1 has the same tokens, but no fence and no type of a call."""
         template = tokenizer.chat_template or ""
         return SEPARATOR in template and "```json" in template
 
-    def _write_call(self, call: Call, number: int) -> tuple[str, ...]:
+    def _write_call(self, call: ToolCall, number: int) -> tuple[str, ...]:
         return "function", f"{call.name}\n```json\n{write_json(call.arguments)}\n```"
 
     def _read_call(self, parts: Sequence[str], tools: Sequence[ToolSchema]) -> tuple[str, Mapping[str, Any]]:

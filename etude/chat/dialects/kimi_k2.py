@@ -10,7 +10,7 @@ from typing import Any
 
 from etude.chat.dialects.json_calls import MalformedCall, read_arguments, write_json
 from etude.chat.dialects.turns import TurnDialect, TurnLayout
-from etude.chat.messages import Call, Message, ToolSchema
+from etude.chat.messages import Message, ToolCall, ToolSchema
 from etude.chat.tokenizer import END_OF_TURN, Tokenizer
 from etude.errors import InputError
 
@@ -35,7 +35,7 @@ class KimiK2(TurnDialect):
     def fits(cls, tokenizer: Tokenizer) -> bool:
         return SECTION[0] in (tokenizer.chat_template or "")
 
-    def _write_call(self, call: Call, number: int) -> tuple[str, ...]:
+    def _write_call(self, call: ToolCall, number: int) -> tuple[str, ...]:
         own = ID.fullmatch(call.id)
         id = call.id if own and own[2] == call.name else f"functions.{call.name}:{number}"
         return id, write_json(call.arguments)

@@ -16,7 +16,7 @@ class Qwen3(ChatML):
 
     @classmethod
     def fits(cls, tokenizer: Tokenizer) -> bool:
-        """Return whether this is a published ChatML template with Hermes calls; Qwen2.5 and instruct Qwen3 match too."""
+        """Return whether this is a published ChatML template with Hermes calls, such as those of Qwen2.5 and Qwen3."""
         template = tokenizer.chat_template or ""
         hermes = "<|im_start|>" in template and "<tool_call>" in template and "<function=" not in template
         return hermes and not ChatML.fits(tokenizer)

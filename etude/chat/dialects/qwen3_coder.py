@@ -10,7 +10,7 @@ from typing import Any
 
 from etude.chat.dialects.json_calls import MalformedCall, read_json, write_json
 from etude.chat.dialects.turns import TurnDialect, TurnLayout
-from etude.chat.messages import Call, ToolSchema
+from etude.chat.messages import ToolCall, ToolSchema
 from etude.chat.tokenizer import END_OF_TURN, Tokenizer
 from etude.errors import InputError
 
@@ -30,7 +30,7 @@ class Qwen3Coder(TurnDialect):
     def fits(cls, tokenizer: Tokenizer) -> bool:
         return "<function=" in (tokenizer.chat_template or "")
 
-    def _write_call(self, call: Call, number: int) -> tuple[str, ...]:
+    def _write_call(self, call: ToolCall, number: int) -> tuple[str, ...]:
         texts = {key: _write_value(value) for key, value in (call.arguments or {}).items()}
         parameters = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
         written = f"\n<function={call.name}>\n{parameters}</function>\n"

@@ -16,7 +16,7 @@ from etude.chat.dialects.dialect import Dialect
 from etude.chat.dialects.guard import BOUNDARY, TURN, ControlTokenGuard
 from etude.chat.dialects.json_calls import MalformedCall
 from etude.chat.dialects.marks import MarkKind, MarkScanner, TurnBlock, read_blocks
-from etude.chat.messages import Call, Message, ParsedTurn, ToolSchema, tool_names
+from etude.chat.messages import Message, ParsedTurn, ToolCall, ToolSchema, tool_names
 from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
 
@@ -142,7 +142,7 @@ class TurnDialect(Dialect):
         """Return whether the tokenizer's tokens and chat template are those of this family."""
 
     @abstractmethod
-    def _write_call(self, call: Call, number: int) -> tuple[str, ...]:
+    def _write_call(self, call: ToolCall, number: int) -> tuple[str, ...]:
         """Return the text of a call between its marks, as the parts that separators join."""
 
     @abstractmethod
@@ -195,7 +195,7 @@ class TurnDialect(Dialect):
                 out["tool_calls"] = [self._call_to_template(_with_arguments(call)) for call in message.calls]
         return out
 
-    def _call_to_template(self, call: Call) -> dict[str, Any]:
+    def _call_to_template(self, call: ToolCall) -> dict[str, Any]:
         function = {"name": self._guard.text(call.name), "arguments": self._guard.value(call.arguments)}
         return {"id": self._guard.text(call.id), "type": "function", "function": function}
 
@@ -235,7 +235,7 @@ class TurnDialect(Dialect):
             found.append(text)
         return "".join(found)
 
-    def _parse_call(self, block: TurnBlock, tokens: Sequence[int], tools: Sequence[ToolSchema], number: int) -> Call:
+    def _parse_call(self, block: TurnBlock, tokens: Sequence[int], tools: Sequence[ToolSchema], number: int) -> ToolCall:
         arguments: Mapping[str, Any] | None = None
         error = self._check_placement(block)
         try:
@@ -246,7 +246,7 @@ class TurnDialect(Dialect):
                     error = MalformedCall("unknown_tool", _no_such_tool(name, known))
         except MalformedCall as malformed:
             name, error = malformed.name, error or malformed
-        return Call(
+        return ToolCall(
             name=name,
             arguments=arguments,
             id=self._call_id(block.parts, name, number),
@@ -272,7 +272,7 @@ class TurnDialect(Dialect):
         return None
 
 
-def _with_arguments(call: Call) -> Call:
+def _with_arguments(call: ToolCall) -> ToolCall:
     if call.arguments is None:
         raise InputError(
             f"call {call.id} is {call.status}: it has no arguments to write; only its sampled tokens represent it"

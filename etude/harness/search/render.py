@@ -1,6 +1,6 @@
 """The result of a search as the model reads it: where, what found it, and numbered lines; within a budget."""
 
-from etude.harness.search.searcher import Found, Hit
+from etude.harness.search.searcher import Hit, SearchResult
 
 HIT_LINES = 24
 LINE_CHARS = 240
@@ -9,7 +9,7 @@ TOTAL_CHARS = 16_000
 _BY = {"semantic": "by meaning", "lexical": "by words", "both": "by meaning and words"}
 
 
-def show(found: Found, total_chars: int = TOTAL_CHARS) -> str:
+def show(found: SearchResult, total_chars: int = TOTAL_CHARS) -> str:
     """The text for the model."""
     parts = [_summary(found)]
     used = len(parts[0])
@@ -37,7 +37,7 @@ def show_hit(number: int, hit: Hit) -> str:
     return "\n".join(lines)
 
 
-def _summary(found: Found) -> str:
+def _summary(found: SearchResult) -> str:
     """What was searched and how; what was left out is said, so that nothing found is not taken for nothing there."""
     count = len(found.hits)
     what = f"{count} result{'' if count == 1 else 's'}" if count else "No results"

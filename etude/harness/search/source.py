@@ -51,7 +51,7 @@ UNREADABLE = tuple(_UNREADABLE.split())
 
 
 @dataclass(frozen=True)
-class Limits:
+class SearchLimits:
     """How much of a workspace is searched, and how long a search may wait for the embedding model."""
 
     files: int = 20_000
@@ -70,7 +70,7 @@ class Selection:
     too_many: int = 0
 
 
-def select(listing: Iterable[FileEntry], limits: Limits) -> Selection:
+def select(listing: Iterable[FileEntry], limits: SearchLimits) -> Selection:
     """The files worth searching, in the order of their paths, within the limits."""
     chosen: dict[str, FileEntry] = {}
     too_large = too_many = total = 0

@@ -1,6 +1,6 @@
-"""What the tools of one session act on: the pod through its tool server, the to-dos, and what lies outside the pod.
+"""The state of one session's tools: the tool server in the pod, the to-dos, and providers outside the pod.
 
-`Searcher` and `Web` are the doors to what is not in the pod. A searcher sees the workspace only through a `FileSource`.
+`SearchProvider` and `WebProvider` serve what is not in the pod. Search sees the workspace only through a `FileSource`.
 """
 
 import math
@@ -10,36 +10,36 @@ from typing import Any, Protocol
 
 from etude.harness.search.source import FileEntry, FileSource
 from etude.harness.tool_set import ToolSet
-from etude.harness.tools.tool import Outcome, ToolError
+from etude.harness.tools.tool import ToolError, ToolOutcome
 from etude.harness.toolserver.client import ToolServer, readable
 
-LIMIT_S = 30.0  # for what a tool does in the pod
-MAX_FACT = 4096  # characters
+LIMIT_S = 30.0  # of a request to the tool server
+MAX_FACT = 4096  # characters of a fact
 
 
-class Searcher(Protocol):
+class SearchProvider(Protocol):
     """Semantic search over a workspace, outside the pod."""
 
     async def search(self, files: FileSource, query: str, directories: Sequence[str], limit: int) -> str:
-        """At most `limit` passages for the model to read, best first; `directories` (from the root) narrow it."""
+        """Return at most `limit` passages as text, best first, within `directories` (relative to the root) if given."""
         ...
 
 
-class Web(Protocol):
-    """The web as an environment lets its sessions see it."""
+class WebProvider(Protocol):
+    """Web access outside the pod."""
 
     async def search(self, query: str) -> str:
-        """Results of a web search, as text."""
+        """Return the results of a web search as text."""
         ...
 
     async def fetch(self, url: str) -> str:
-        """A page, as text."""
+        """Return a page as text."""
         ...
 
 
 @dataclass(frozen=True)
 class Todo:
-    """One thing to do."""
+    """One entry of the to-do list."""
 
     id: str
     content: str
@@ -47,71 +47,73 @@ class Todo:
 
 
 @dataclass(eq=False)
-class Workbench:
-    """The state of one session's tools. What is in the pod survives a fork of it; what is here is in `state()`."""
+class ToolContext:
+    """What tools act on. State in the pod survives a fork of the pod; `state()` returns the rest."""
 
     server: ToolServer
-    environment: ToolSet
-    names: Mapping[str, str] = field(default_factory=dict)  # tool -> the name the model knows it by
-    searcher: Searcher | None = None
-    web: Web | None = None
+    tool_set: ToolSet
+    names: Mapping[str, str] = field(default_factory=dict)  # tool -> name shown to the model
+    searcher: SearchProvider | None = None
+    web: WebProvider | None = None
     todos: tuple[Todo, ...] = ()
-    seen: set[str] = field(default_factory=set)  # files the model has read or written whole, by their real path
+    seen: set[str] = field(default_factory=set)  # real paths of files the model has read or written
 
     def name(self, tool: str) -> str:
-        """What the model calls a tool, for texts that send it there."""
+        """Return the name shown to the model, for texts that refer to a tool."""
         return self.names.get(tool, tool)
 
     def has(self, tool: str) -> bool:
-        """Whether the model has this tool."""
+        """Return whether the model has this tool."""
         return tool in self.names
 
-    async def ask(self, do: str, given: Mapping[str, Any], limit_s: float = LIMIT_S) -> dict[str, Any]:
-        """Have the tool server do something; its bare answer."""
-        return await self.server.ask(do, given, limit_s)
+    async def request(self, operation: str, arguments: Mapping[str, Any], limit_s: float = LIMIT_S) -> dict[str, Any]:
+        """Send a request to the tool server; return its raw result."""
+        return await self.server.request(operation, arguments, limit_s)
 
-    async def have_done(self, do: str, given: Mapping[str, Any], limit_s: float = LIMIT_S) -> Outcome:
-        """Have the tool server do something that gives text for the model."""
-        return outcome_of(await self.ask(do, given, limit_s))
+    async def call_tool_server(
+        self, operation: str, arguments: Mapping[str, Any], limit_s: float = LIMIT_S
+    ) -> ToolOutcome:
+        """Send a request whose result is text for the model; return it as an outcome."""
+        return outcome_of(await self.request(operation, arguments, limit_s))
 
-    def note_seen(self, outcome: Outcome) -> None:
-        """Remember that the model knows a file."""
+    def mark_seen(self, outcome: ToolOutcome) -> None:
+        """Remember that the model has seen the file of this outcome."""
         if path := outcome.facts.get("path"):
             self.seen.add(str(path))
 
     async def listing(self) -> list[FileEntry]:
-        """The workspace as a `FileSource`: its text files that .gitignore does not name, up to a megabyte each."""
-        found = await self.ask("listing", {}, 120.0)
+        """Return the text files that .gitignore does not exclude, up to a megabyte each (`FileSource`)."""
+        found = await self.request("listing", {}, 120.0)
         try:
             return [FileEntry(str(path), int(size), str(digest)) for path, size, digest in found["files"]]
         except (KeyError, TypeError, ValueError):
             raise ToolError("environment", "the tool server gave a list of files that cannot be read") from None
 
     async def contents(self, paths: Sequence[str]) -> dict[str, bytes]:
-        """What is in some of them; one that is gone by now is left out."""
+        """Return the contents of files; files that no longer exist are left out (`FileSource`)."""
         return await self.server.contents(paths)
 
     def state(self) -> dict[str, Any]:
-        """What is not in the pod, as JSON."""
+        """Return the state that is not in the pod, as JSON."""
         todos = [{"id": todo.id, "content": todo.content, "status": todo.status} for todo in self.todos]
         return {"todos": todos, "seen": sorted(self.seen)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Restore the result of `state`."""
         self.todos = tuple(Todo(**todo) for todo in state["todos"])
         seen: Iterable[str] = state["seen"]
         self.seen = set(seen)
 
 
-def outcome_of(answer: Mapping[str, Any]) -> Outcome:
-    """What the tool server gave, as far as it has the shape it should: a pod is not trusted to keep to it."""
-    text, facts = answer.get("text"), answer.get("facts", {})
+def outcome_of(result: Mapping[str, Any]) -> ToolOutcome:
+    """Convert a result of the tool server to an outcome, validating its shape: a pod is not trusted."""
+    text, facts = result.get("text"), result.get("facts", {})
     if not isinstance(text, str) or not isinstance(facts, dict):
         raise ToolError("environment", "the tool server gave an answer that makes no sense")
-    return Outcome(readable(text), facts={str(key): value for key, value in facts.items() if _is_plain(value)})
+    return ToolOutcome(readable(text), facts={str(key): value for key, value in facts.items() if _is_storable(value)})
 
 
-def _is_plain(value: object) -> bool:
+def _is_storable(value: object) -> bool:
     if isinstance(value, str):
         return len(value) <= MAX_FACT and readable(value) == value
     return value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from etude.harness.tools.context import Workbench
-from etude.harness.tools.tool import Outcome, Tool
+from etude.harness.tools.context import ToolContext
+from etude.harness.tools.tool import Tool, ToolOutcome
 
 
-async def _search_replace(bench: Workbench, given: Mapping[str, Any]) -> Outcome:
-    outcome = await bench.have_done("search_replace", given)
-    if given["old_string"] == "":
-        bench.note_seen(outcome)  # it is a new file, whole
+async def _search_replace(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
+    outcome = await context.call_tool_server("search_replace", arguments)
+    if arguments["old_string"] == "":
+        context.mark_seen(outcome)  # a new file: the model knows its content
     return outcome
 
 

@@ -1,8 +1,7 @@
-"""The tools of a session: what the model is shown, and its calls run, each to an outcome, in the order of the calls.
+"""Runs the tool calls of a session and returns their outcomes in the order of the calls.
 
-Read-only calls that follow one another run together; every other runs alone. Whatever a model wrote gets an answer with
-a class. Two things do not: a pod that is gone, which is raised because it is nobody's answer, and a bug of ours, which
-the model is told in a line and the log in full.
+Consecutive read-only calls run concurrently; all others run alone. Every call gets an outcome, failed ones with an
+error class. A lost pod is raised instead. A bug in a tool is logged in full and shown to the model as one line.
 """
 
 import asyncio
@@ -14,12 +13,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from etude.chat.messages import Call
+from etude.chat.messages import ToolCall
 from etude.errors import InputError
 from etude.harness.tool_set import ALL_TOOLS, ToolSet
-from etude.harness.tools.aliases import NAMINGS, Alias
+from etude.harness.tools.aliases import TOOL_ALIASES, ToolAlias
 from etude.harness.tools.arguments import check_arguments
-from etude.harness.tools.context import Searcher, Web, Workbench
+from etude.harness.tools.context import SearchProvider, ToolContext, WebProvider
 from etude.harness.tools.edit import SEARCH_REPLACE
 from etude.harness.tools.files import DELETE_FILE, LIST_DIR, READ_FILE, WRITE
 from etude.harness.tools.find import GLOB_FILE_SEARCH, GREP
@@ -27,7 +26,7 @@ from etude.harness.tools.lints import READ_LINTS
 from etude.harness.tools.semantic import CODEBASE_SEARCH
 from etude.harness.tools.terminal import AWAIT, KILL, RUN_TERMINAL_CMD
 from etude.harness.tools.todos import TODO_WRITE, plan_text
-from etude.harness.tools.tool import Outcome, Tool, ToolError
+from etude.harness.tools.tool import Tool, ToolError, ToolOutcome
 from etude.harness.tools.web import WEB_FETCH, WEB_SEARCH
 from etude.harness.toolserver.client import ToolServer
 from etude.pods.pod import Pod, PodError
@@ -40,147 +39,147 @@ TOOLS: Mapping[str, Tool] = {
         *(RUN_TERMINAL_CMD, AWAIT, KILL, READ_LINTS, TODO_WRITE, WEB_SEARCH, WEB_FETCH),
     )
 }
-# What is wrong with a call that could not be read, when the dialect does not say it better.
-UNREADABLE = {
+# Error text for a call that could not be parsed, if the dialect gives none.
+MALFORMED_CALL = {
     "bad_json": "the arguments are not valid JSON",
     "bad_structure": "the call does not have the form of a call: a name, and an object of arguments",
     "missing_name": "the call does not say which tool",
     "unclosed": "the call was not finished",
 }
-ABORTED = Outcome("The call was interrupted; it may have done a part of its work.", "aborted")
-NOT_RUN = Outcome("The call was not run: the user interrupted.", "aborted")
+ABORTED = ToolOutcome("The call was interrupted; it may have done a part of its work.", "aborted")
+NOT_RUN = ToolOutcome("The call was not run: the user interrupted.", "aborted")
 
-Approve = Callable[[Call, Tool], Awaitable[bool | str]]  # True, or why not
+Approve = Callable[[ToolCall, Tool], Awaitable[bool | str]]  # True, or False or the reason for a refusal
 
 log = logging.getLogger("etude.harness")
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A tool as the model of this session knows it."""
+class ExposedTool:
+    """A tool as shown to the model of this session."""
 
     tool: Tool
-    alias: Alias
+    alias: ToolAlias
     schema: Mapping[str, Any]
-    accepts: Mapping[str, Any]  # the schema of all its arguments; a brief one shows the needed only
+    accepts: Mapping[str, Any]  # schema of all arguments; a short schema shows only the required ones
 
     @property
     def name(self) -> str:
         return str(self.schema["function"]["name"])
 
 
-def shown_tools(environment: ToolSet) -> dict[str, Shown]:
-    """The tools of an environment, by the names the model sees, in the order of the environment's list."""
-    naming = NAMINGS.get(environment.naming)
-    if naming is None:
-        raise InputError(f"environment: naming is {environment.naming!r}; expected one of {', '.join(NAMINGS)}")
+def exposed_tools(tool_set: ToolSet) -> dict[str, ExposedTool]:
+    """Return the tools of a tool set by the names shown to the model, in the order of the set."""
+    aliases = TOOL_ALIASES.get(tool_set.aliases)
+    if aliases is None:
+        raise InputError(f"tool set: aliases is {tool_set.aliases!r}; expected one of {', '.join(TOOL_ALIASES)}")
     known = (*ALL_TOOLS, *WEB_TOOLS)
-    for key in (*environment.tools, *environment.renamed):
+    for key in (*tool_set.tools, *tool_set.renamed):
         if key not in known:
-            raise InputError(f"environment: {key!r} is not a tool; expected some of {', '.join(known)}")
-    wanted = [tool for tool in environment.tools if tool not in WEB_TOOLS]
-    wanted += WEB_TOOLS if environment.web else ()
-    found: dict[str, Shown] = {}
+            raise InputError(f"tool set: {key!r} is not a tool; expected some of {', '.join(known)}")
+    wanted = [tool for tool in tool_set.tools if tool not in WEB_TOOLS]
+    wanted += WEB_TOOLS if tool_set.web else ()
+    exposed: dict[str, ExposedTool] = {}
     for key in wanted:
-        if key not in naming:
+        if key not in aliases:
             continue
-        name = environment.renamed.get(key, naming[key].name)
-        if name in found:
-            raise InputError(f"environment: two tools are called {name!r}; see renamed")
-        alias, whole = naming[key], naming[key].schema(TOOLS[key], name)
-        schema = alias.schema(TOOLS[key], name, brief=True) if environment.brief else whole
-        found[name] = Shown(TOOLS[key], alias, schema, whole["function"]["parameters"])
-    return found
+        name = tool_set.renamed.get(key, aliases[key].name)
+        if name in exposed:
+            raise InputError(f"tool set: two tools are called {name!r}; see renamed")
+        alias, full = aliases[key], aliases[key].schema(TOOLS[key], name)
+        schema = alias.schema(TOOLS[key], name, brief=True) if tool_set.short_system_prompt else full
+        exposed[name] = ExposedTool(TOOLS[key], alias, schema, full["function"]["parameters"])
+    return exposed
 
 
 @asynccontextmanager
-async def open_toolbox(
+async def open_tool_executor(
     pod: Pod,
-    environment: ToolSet,
+    tool_set: ToolSet,
     *,
-    searcher: Searcher | None = None,
-    web: Web | None = None,
+    searcher: SearchProvider | None = None,
+    web: WebProvider | None = None,
     approve: Approve | None = None,
-) -> AsyncIterator["Toolbox"]:
-    """The tools of one session in a pod. Leaving ends the tool server; what commands left running goes on."""
-    tools = shown_tools(environment)
-    names = {shown.tool.name: name for name, shown in tools.items()}
-    server = ToolServer(pod, environment.root, names)
-    bench = Workbench(server, environment, names, searcher, web)
+) -> AsyncIterator["ToolExecutor"]:
+    """Open the tools of one session in a pod. Leaving stops the tool server; background jobs keep running."""
+    tools = exposed_tools(tool_set)
+    names = {exposed.tool.name: name for name, exposed in tools.items()}
+    server = ToolServer(pod, tool_set.root, names)
+    context = ToolContext(server, tool_set, names, searcher, web)
     await server.start()
     try:
-        yield Toolbox(tools, bench, approve)
+        yield ToolExecutor(tools, context, approve)
     finally:
         await server.stop()
 
 
-class Toolbox:
-    """What a session sees of its tools."""
+class ToolExecutor:
+    """Runs the calls of one session."""
 
-    def __init__(self, tools: Mapping[str, Shown], bench: Workbench, approve: Approve | None) -> None:
-        self.tools, self.bench, self.approve = tools, bench, approve
+    def __init__(self, tools: Mapping[str, ExposedTool], context: ToolContext, approve: Approve | None) -> None:
+        self.tools, self.context, self.approve = tools, context, approve
         self.bugs = 0
-        self._asking = asyncio.Lock()  # one question at a time
+        self._approval_lock = asyncio.Lock()  # one approval request at a time
         self._running = False
         self._stop = asyncio.Event()
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
-        """What the model is shown. Depends on the environment alone."""
-        return [shown.schema for shown in self.tools.values()]
+        """The tool schemas shown to the model; they depend on the tool set alone."""
+        return [exposed.schema for exposed in self.tools.values()]
 
     @property
     def root(self) -> str:
-        """The workspace, as a path in the pod."""
-        return self.bench.server.root
+        """The path of the workspace in the pod."""
+        return self.context.server.root
 
     @property
     def plan(self) -> str:
-        """The to-dos as text; nothing if there are none."""
-        return plan_text(self.bench.todos)
+        """The to-dos as text, empty if there are none."""
+        return plan_text(self.context.todos)
 
     @property
     def pod_seconds(self) -> float:
-        """How long the pod has been working on calls."""
-        return self.bench.server.seconds
+        """The time the pod has spent on calls."""
+        return self.context.server.seconds
 
     def state(self) -> dict[str, Any]:
-        """What of the tools is not in the pod, as JSON; for `restore` in another process, or on a fork of the pod."""
-        return self.bench.state()
+        """Return the state that is not in the pod, as JSON; `restore` accepts it in another process or a forked pod."""
+        return self.context.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.bench.restore(state)
+        self.context.restore(state)
 
-    async def rest(self) -> None:
-        """End the tool server until the next call. A pod in which nothing runs is snapshotted at no cost."""
-        await self.bench.server.stop()
+    async def stop_server(self) -> None:
+        """Stop the tool server until the next call. A snapshot of a pod without processes costs nothing."""
+        await self.context.server.stop()
 
     def interrupt(self) -> None:
-        """End the calls that are running; they, and those that would follow, have the outcome `aborted`."""
+        """Stop the running calls; they and the remaining calls get the outcome `aborted`."""
         if self._running:
             self._stop.set()
 
     # -- running
 
-    async def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Run the calls of one answer; their outcomes in the order of the calls. A pod that is gone is raised."""
+    async def run(self, calls: Sequence[ToolCall]) -> list[ToolOutcome]:
+        """Run the calls of one turn; return their outcomes in order. A lost pod is raised."""
         self._stop.clear()
         self._running = True
-        outcomes: list[Outcome] = []
+        outcomes: list[ToolOutcome] = []
         try:
-            for together, group in itertools.groupby(calls, self._reads_only):
+            for together, group in itertools.groupby(calls, self._is_read_only):
                 for batch in [list(group)] if together else [[call] for call in group]:
-                    outcomes += [NOT_RUN] * len(batch) if self._stop.is_set() else await self._together(batch)
+                    outcomes += [NOT_RUN] * len(batch) if self._stop.is_set() else await self._run_concurrently(batch)
         finally:
             self._running = False
         return outcomes
 
-    def _reads_only(self, call: Call) -> bool:
-        shown = self.tools.get(call.name)
-        return call.status != "ok" or shown is None or shown.tool.reads_only
+    def _is_read_only(self, call: ToolCall) -> bool:
+        exposed = self.tools.get(call.name)
+        return call.status != "ok" or exposed is None or exposed.tool.read_only
 
-    async def _together(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Run calls at the same time. The first that raises, and an interruption, end all of them."""
+    async def _run_concurrently(self, calls: Sequence[ToolCall]) -> list[ToolOutcome]:
+        """Run calls concurrently. An exception or an interruption ends all of them."""
         tasks = [asyncio.create_task(self._run_one(call)) for call in calls]
         stop = asyncio.create_task(self._stop.wait())
         left = set(tasks)
@@ -196,41 +195,42 @@ class Toolbox:
             await asyncio.gather(*tasks, stop, return_exceptions=True)
         return [ABORTED if task.cancelled() else task.result() for task in tasks]
 
-    async def _run_one(self, call: Call) -> Outcome:
+    async def _run_one(self, call: ToolCall) -> ToolOutcome:
         started = time.monotonic()
         try:
-            outcome = await self._checked(call)
+            outcome = await self._validate_and_run(call)
         except ToolError as error:
-            outcome = Outcome(str(error), error.kind)
+            outcome = ToolOutcome(str(error), error.kind)
         except PodError:
-            raise  # the pod or its host is gone: nobody's answer
+            raise  # the pod or its host is lost: not an outcome of the call
         except Exception:
             self.bugs += 1
             log.exception("bug in the tool %s, called with %.2000r", call.name, call.arguments)
-            outcome = Outcome(f"{call.name} failed because of a defect in the tool, not in the call.", "bug")
+            outcome = ToolOutcome(f"{call.name} failed because of a defect in the tool, not in the call.", "bug")
         return replace(outcome, seconds=time.monotonic() - started)
 
-    async def _checked(self, call: Call) -> Outcome:
-        """Run a call if it is one, its arguments are right and nobody objects."""
-        if call.status in UNREADABLE:
-            raise ToolError("malformed_call", call.problem or UNREADABLE[call.status])
-        shown = self.tools.get(call.name)
-        if shown is None or call.status == "unknown_tool":
+    async def _validate_and_run(self, call: ToolCall) -> ToolOutcome:
+        """Run a call if it is well-formed, its arguments are valid and it is approved."""
+        if call.status in MALFORMED_CALL:
+            raise ToolError("malformed_call", call.problem or MALFORMED_CALL[call.status])
+        exposed = self.tools.get(call.name)
+        if exposed is None or call.status == "unknown_tool":
             raise ToolError("unknown_tool", f"there is no tool {call.name[:100]!r}; there are {', '.join(self.tools)}")
         if not isinstance(call.arguments, Mapping):
-            raise ToolError("malformed_call", call.problem or UNREADABLE["bad_structure"])
-        given, ignored = check_arguments(call.name, shown.accepts, call.arguments, self.bench.environment.strict)
-        await self._approved(replace(call, arguments=given), shown.tool)  # what will be done, not what was written
-        outcome = await shown.tool.run(self.bench, shown.alias.ours(given))
+            raise ToolError("malformed_call", call.problem or MALFORMED_CALL["bad_structure"])
+        given, ignored = check_arguments(call.name, exposed.accepts, call.arguments, self.context.tool_set.strict)
+        # approval is for the validated arguments, not for those the model wrote
+        await self._require_approval(replace(call, arguments=given), exposed.tool)
+        outcome = await exposed.tool.run(self.context, exposed.alias.to_tool_arguments(given))
         if ignored:
             text = f"{outcome.text}\n[ignored: there is no argument {', '.join(key[:100] for key in ignored)}]"
             outcome = replace(outcome, text=text)
         return outcome
 
-    async def _approved(self, call: Call, tool: Tool) -> None:
+    async def _require_approval(self, call: ToolCall, tool: Tool) -> None:
         if self.approve is None:
             return
-        async with self._asking:
+        async with self._approval_lock:
             verdict = await self.approve(call, tool)
         if verdict is not True:
             reason = f": {verdict}" if isinstance(verdict, str) else ""

@@ -1,31 +1,31 @@
-"""Reading, writing, deleting and listing files of the pod."""
+"""Read, write, delete and list files in the pod."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from etude.harness.tools.context import Workbench
-from etude.harness.tools.tool import Outcome, Tool
+from etude.harness.tools.context import ToolContext
+from etude.harness.tools.tool import Tool, ToolOutcome
 
 
-async def _read_file(bench: Workbench, given: Mapping[str, Any]) -> Outcome:
-    outcome = await bench.have_done("read_file", given)
-    bench.note_seen(outcome)
+async def _read_file(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
+    outcome = await context.call_tool_server("read_file", arguments)
+    context.mark_seen(outcome)
     return outcome
 
 
-async def _write(bench: Workbench, given: Mapping[str, Any]) -> Outcome:
-    guard = {"only_new": bench.environment.strict, "seen": sorted(bench.seen)}
-    outcome = await bench.have_done("write", {**given, **guard})
-    bench.note_seen(outcome)
+async def _write(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
+    guard = {"only_new": context.tool_set.strict, "seen": sorted(context.seen)}
+    outcome = await context.call_tool_server("write", {**arguments, **guard})
+    context.mark_seen(outcome)
     return outcome
 
 
-async def _delete_file(bench: Workbench, given: Mapping[str, Any]) -> Outcome:
-    return await bench.have_done("delete_file", given)
+async def _delete_file(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
+    return await context.call_tool_server("delete_file", arguments)
 
 
-async def _list_dir(bench: Workbench, given: Mapping[str, Any]) -> Outcome:
-    return await bench.have_done("list_dir", given)
+async def _list_dir(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
+    return await context.call_tool_server("list_dir", arguments)
 
 
 READ_FILE = Tool(
@@ -42,7 +42,7 @@ READ_FILE = Tool(
         "required": ["target_file"],
     },
     _read_file,
-    reads_only=True,
+    read_only=True,
 )
 
 WRITE = Tool(
@@ -90,5 +90,5 @@ LIST_DIR = Tool(
         "required": ["target_directory"],
     },
     _list_dir,
-    reads_only=True,
+    read_only=True,
 )

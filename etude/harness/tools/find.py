@@ -1,20 +1,20 @@
-"""Finding text in files, and files by name."""
+"""Search for text in files, and for files by name."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from etude.harness.tools.context import Workbench
-from etude.harness.tools.tool import Outcome, Tool
+from etude.harness.tools.context import ToolContext
+from etude.harness.tools.tool import Tool, ToolOutcome
 
-SEARCH_S = 20.0  # after which an expression is taken to run for ever
-
-
-async def _grep(bench: Workbench, given: Mapping[str, Any]) -> Outcome:
-    return await bench.have_done("grep", given, SEARCH_S)
+SEARCH_S = 20.0  # after which a search is ended: an expression may backtrack without end
 
 
-async def _glob_file_search(bench: Workbench, given: Mapping[str, Any]) -> Outcome:
-    return await bench.have_done("glob_file_search", given, SEARCH_S)
+async def _grep(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
+    return await context.call_tool_server("grep", arguments, SEARCH_S)
+
+
+async def _glob_file_search(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
+    return await context.call_tool_server("glob_file_search", arguments, SEARCH_S)
 
 
 def _lines(where: str) -> dict[str, Any]:
@@ -57,7 +57,7 @@ GREP = Tool(
         "required": ["pattern"],
     },
     _grep,
-    reads_only=True,
+    read_only=True,
 )
 
 GLOB_FILE_SEARCH = Tool(
@@ -76,5 +76,5 @@ GLOB_FILE_SEARCH = Tool(
         "required": ["glob_pattern"],
     },
     _glob_file_search,
-    reads_only=True,
+    read_only=True,
 )

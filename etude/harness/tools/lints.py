@@ -1,4 +1,4 @@
-"""Problems in the files that were edited, the new ones marked; with the pod's own ruff, or ours lent to it."""
+"""Linter errors of edited files, new ones marked; uses the pod's ruff, or uploads the host's."""
 
 import asyncio
 import logging
@@ -8,34 +8,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from etude.harness.tools.context import Workbench, outcome_of
-from etude.harness.tools.tool import Outcome, Tool
+from etude.harness.tools.context import ToolContext, outcome_of
+from etude.harness.tools.tool import Tool, ToolOutcome
 from etude.pods.pod import PodFileError
 
-CHECK_S = 120.0
+LINT_S = 120.0
 
 log = logging.getLogger("etude.harness")
 
 
-async def _read_lints(bench: Workbench, given: Mapping[str, Any]) -> Outcome:
-    answer = await bench.ask("lints", given, CHECK_S)
-    if answer.get("need") == "ruff":
-        lent = await _lend_ruff(bench)
-        answer = await bench.ask("lints", {**given, "without_ruff": not lent}, CHECK_S)
-    return outcome_of(answer)
+async def _read_lints(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
+    result = await context.request("lints", arguments, LINT_S)
+    if result.get("need") == "ruff":
+        uploaded = await _upload_ruff(context)
+        result = await context.request("lints", {**arguments, "without_ruff": not uploaded}, LINT_S)
+    return outcome_of(result)
 
 
-async def _lend_ruff(bench: Workbench) -> bool:
-    """Put this environment's ruff into the pod; False, and the model is told, where there is none or no room for it."""
-    beside = Path(sys.executable).parent / "ruff"
-    found = str(beside) if beside.is_file() else shutil.which("ruff")
+async def _upload_ruff(context: ToolContext) -> bool:
+    """Upload the host's ruff to the pod; return False if there is none or the pod has no room (the model is told)."""
+    beside_python = Path(sys.executable).parent / "ruff"
+    found = str(beside_python) if beside_python.is_file() else shutil.which("ruff")
     if found is None:
         return False
     program = await asyncio.to_thread(Path(found).read_bytes)
     try:
-        await bench.server.pod.write(f"{bench.server.state}/ruff", program, mode=0o755)
+        await context.server.pod.write(f"{context.server.state}/ruff", program, mode=0o755)
     except PodFileError as error:
-        log.warning("pod %s has no room for ruff: %s", bench.server.pod.id, error)
+        log.warning("pod %s has no room for ruff: %s", context.server.pod.id, error)
         return False
     return True
 
@@ -55,5 +55,5 @@ READ_LINTS = Tool(
         "required": [],
     },
     _read_lints,
-    reads_only=True,
+    read_only=True,
 )

@@ -1,27 +1,27 @@
-"""Search by meaning. The index and its model are outside the pod and see only text files of the workspace."""
+"""Semantic search. The index and the embedding model are outside the pod and see only text files of the workspace."""
 
 import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from etude.harness.tools.context import Workbench
-from etude.harness.tools.tool import Outcome, Tool, ToolError
+from etude.harness.tools.context import ToolContext
+from etude.harness.tools.tool import Tool, ToolError, ToolOutcome
 from etude.harness.toolserver.client import readable
 
 SEARCH_S = 300.0  # the first search of a large repository builds its index
-RESULTS = 10
+MAX_RESULTS = 10
 
 
-async def _codebase_search(bench: Workbench, given: Mapping[str, Any]) -> Outcome:
-    if bench.searcher is None:
+async def _codebase_search(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
+    if context.searcher is None:
         raise ToolError("provider", "semantic search is not set up in this environment; search by words instead")
-    directories = given.get("target_directories") or []
+    directories = arguments.get("target_directories") or []
     try:
         async with asyncio.timeout(SEARCH_S):
-            found = await bench.searcher.search(bench, given["query"], directories, RESULTS)
+            found = await context.searcher.search(context, arguments["query"], directories, MAX_RESULTS)
     except TimeoutError:
         raise ToolError("timeout", f"the search was not done after {SEARCH_S:g} seconds") from None
-    return Outcome(readable(found))
+    return ToolOutcome(readable(found))
 
 
 CODEBASE_SEARCH = Tool(
@@ -41,5 +41,5 @@ CODEBASE_SEARCH = Tool(
         "required": ["query"],
     },
     _codebase_search,
-    reads_only=True,
+    read_only=True,
 )

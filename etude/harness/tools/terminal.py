@@ -1,37 +1,37 @@
-"""Commands in the pod's shell, and the jobs that they become when they take long."""
+"""Commands in the pod's shell; long ones become background jobs."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from etude.harness.tools.context import Workbench
-from etude.harness.tools.tool import ErrorClass, Outcome, Tool
+from etude.harness.tools.context import ToolContext
+from etude.harness.tools.tool import ErrorClass, Tool, ToolOutcome
 
 BLOCK_MS = 30_000
-LONGEST_MS = 600_000  # that a call waits
-ENDING_S = 5.0  # for a command that was told to end
+MAX_BLOCK_MS = 600_000  # that a call waits
+TERMINATION_S = 5.0  # for a command to end after being signalled
 
 
-async def _run_terminal_cmd(bench: Workbench, given: Mapping[str, Any]) -> Outcome:
-    timeout_s = bench.environment.command_timeout_s
-    block_s = 0.0 if given.get("is_background") else given.get("block_until_ms", BLOCK_MS) / 1000
-    block_s = min(block_s, timeout_s + ENDING_S)
-    asked = {"command": given["command"], "block_s": block_s, "timeout_s": timeout_s}
-    return _classified(await bench.have_done("run", asked, block_s + ENDING_S))
+async def _run_terminal_cmd(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
+    timeout_s = context.tool_set.command_timeout_s
+    block_s = 0.0 if arguments.get("is_background") else arguments.get("block_until_ms", BLOCK_MS) / 1000
+    block_s = min(block_s, timeout_s + TERMINATION_S)
+    request = {"command": arguments["command"], "block_s": block_s, "timeout_s": timeout_s}
+    return _classified(await context.call_tool_server("run", request, block_s + TERMINATION_S))
 
 
-async def _await(bench: Workbench, given: Mapping[str, Any]) -> Outcome:
-    block_s = given.get("block_until_ms", BLOCK_MS) / 1000
-    asked = {"job_id": given["job_id"], "block_s": block_s, "pattern": given.get("pattern", "")}
-    return _classified(await bench.have_done("await", asked, block_s + ENDING_S))
+async def _await(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
+    block_s = arguments.get("block_until_ms", BLOCK_MS) / 1000
+    request = {"job_id": arguments["job_id"], "block_s": block_s, "pattern": arguments.get("pattern", "")}
+    return _classified(await context.call_tool_server("await", request, block_s + TERMINATION_S))
 
 
-async def _kill(bench: Workbench, given: Mapping[str, Any]) -> Outcome:
-    return await bench.have_done("kill", {"job_id": given["job_id"]}, 2 * ENDING_S)
+async def _kill(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
+    return await context.call_tool_server("kill", {"job_id": arguments["job_id"]}, 2 * TERMINATION_S)
 
 
-def _classified(outcome: Outcome) -> Outcome:
-    """A command that fails is a result; one that ran out of time, or could not run, is an error."""
+def _classified(outcome: ToolOutcome) -> ToolOutcome:
+    """Set the error class: a failing command is a result; a timeout, or a command that could not run, is an error."""
     facts = outcome.facts
     error: ErrorClass | None = None
     if facts.get("timed_out"):
@@ -42,7 +42,7 @@ def _classified(outcome: Outcome) -> Outcome:
 
 
 def _block(what: str) -> dict[str, Any]:
-    return {"type": "integer", "minimum": 0, "maximum": LONGEST_MS, "description": f"{what} Default {BLOCK_MS}."}
+    return {"type": "integer", "minimum": 0, "maximum": MAX_BLOCK_MS, "description": f"{what} Default {BLOCK_MS}."}
 
 
 RUN_TERMINAL_CMD = Tool(
@@ -77,7 +77,7 @@ AWAIT = Tool(
         "required": ["job_id"],
     },
     _await,
-    reads_only=True,
+    read_only=True,
 )
 
 KILL = Tool(

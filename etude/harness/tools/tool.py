@@ -1,7 +1,7 @@
-"""The contract of a tool: what the model is told of it, what it acts on, and how it fails.
+"""The contract of a tool: its schema, its function and its error classes.
 
-A tool is a name, a JSON schema and a function of a `Workbench` and checked arguments. It answers with text for the
-model. What goes wrong has a class; an exception that has none is a bug of ours, and is loud.
+A tool is a name, a JSON schema and a function of a `ToolContext` and validated arguments that returns text for the
+model. Expected failures are `ToolError`s with a class; any other exception is a bug in the tool and is logged in full.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any, Literal
 from etude.errors import EtudeError
 
 if TYPE_CHECKING:
-    from etude.harness.tools.context import Workbench
+    from etude.harness.tools.context import ToolContext
 
 ErrorClass = Literal[
-    "malformed_call",  # could not be read as a call
+    "malformed_call",  # could not be parsed
     "unknown_tool",
     "bad_arguments",  # missing, unknown, of the wrong type, or out of range
-    "environment",  # the world is not as the call assumed: no such file, no match, permission denied
+    "environment",  # the pod is not as the call assumed: no such file, no match, permission denied
     "timeout",
-    "denied",  # a person, or the environment's policy, said no
-    "aborted",  # interrupted by a person
+    "denied",  # refused by the user or by policy
+    "aborted",  # interrupted by the user
     "provider",  # something outside the pod failed: web search, the embedding model
-    "bug",  # ours: unexpected, and counted apart
+    "bug",  # a defect in a tool; counted separately
 ]
 
 
 class ToolError(EtudeError):
-    """A tool could not do it; the message is for the model: what is wrong, and what to do."""
+    """A failed call; the message tells the model what is wrong and what to do."""
 
     def __init__(self, kind: ErrorClass, message: str) -> None:
         super().__init__(message)
@@ -35,8 +35,8 @@ class ToolError(EtudeError):
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a call gave: the text the model reads, the class of its error if it failed, and facts for the record."""
+class ToolOutcome:
+    """The outcome of a call: text for the model, an error class if it failed, and facts for the trace."""
 
     text: str
     error: ErrorClass | None = None
@@ -44,15 +44,15 @@ class Outcome:
     seconds: float = 0.0
 
 
-Run = Callable[["Workbench", Mapping[str, Any]], Awaitable[Outcome]]
+ToolFunction = Callable[["ToolContext", Mapping[str, Any]], Awaitable[ToolOutcome]]
 
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool under its own name; an environment may show it under another."""
+    """One tool under its own name; aliases may show it under another."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]  # JSON schema of an object
-    run: Run
-    reads_only: bool = False  # may run beside others; the rest run alone, in the order of the calls
+    run: ToolFunction
+    read_only: bool = False  # runs concurrently with other read-only calls; all others run alone, in order

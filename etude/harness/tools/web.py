@@ -1,36 +1,36 @@
-"""The web, where the environment allows it and somebody provides it. Nothing of it runs in the pod."""
+"""Web search and fetch, where the tool set allows them and a provider is given. They run outside the pod."""
 
 import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
-from etude.harness.tools.context import Web, Workbench
-from etude.harness.tools.tool import Outcome, Tool, ToolError
+from etude.harness.tools.context import ToolContext, WebProvider
+from etude.harness.tools.tool import Tool, ToolError, ToolOutcome
 from etude.harness.toolserver.client import readable
 
 FETCH_S = 60.0
 
 
-def _provider(bench: Workbench) -> Web:
-    if bench.web is None:
+def _provider(context: ToolContext) -> WebProvider:
+    if context.web is None:
         raise ToolError("provider", "the web is not set up in this environment; go on without it")
-    return bench.web
+    return context.web
 
 
-async def _in_time(work: Awaitable[str]) -> Outcome:
+async def _with_timeout(work: Awaitable[str]) -> ToolOutcome:
     try:
         async with asyncio.timeout(FETCH_S):
-            return Outcome(readable(await work))
+            return ToolOutcome(readable(await work))
     except TimeoutError:
         raise ToolError("timeout", f"there was no answer within {FETCH_S:g} seconds") from None
 
 
-async def _web_search(bench: Workbench, given: Mapping[str, Any]) -> Outcome:
-    return await _in_time(_provider(bench).search(given["search_term"]))
+async def _web_search(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
+    return await _with_timeout(_provider(context).search(arguments["search_term"]))
 
 
-async def _web_fetch(bench: Workbench, given: Mapping[str, Any]) -> Outcome:
-    return await _in_time(_provider(bench).fetch(given["url"]))
+async def _web_fetch(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
+    return await _with_timeout(_provider(context).fetch(arguments["url"]))
 
 
 WEB_SEARCH = Tool(
@@ -45,7 +45,7 @@ WEB_SEARCH = Tool(
         "required": ["search_term"],
     },
     _web_search,
-    reads_only=True,
+    read_only=True,
 )
 
 WEB_FETCH = Tool(
@@ -57,5 +57,5 @@ WEB_FETCH = Tool(
         "required": ["url"],
     },
     _web_fetch,
-    reads_only=True,
+    read_only=True,
 )

@@ -14,12 +14,12 @@ import re
 from typing import Any
 
 from etude.harness.toolserver.inside import nearest
-from etude.harness.toolserver.inside.paths import Refusal, Workspace, check_text, read_bytes, refused, replace_file
+from etude.harness.toolserver.inside.paths import Refusal, ToolWorkspace, check_text, read_bytes, refused, replace_file
 
 MAX_ORIGINAL = 1 << 20  # bytes of a file whose original is kept
 
 
-def search_replace(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
+def search_replace(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
     """Replace the one place where `old_string` stands, or with `replace_all` every one."""
     old, new = given["old_string"], given["new_string"]
     path = workspace.resolve(given["file_path"])
@@ -55,7 +55,7 @@ def search_replace(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any
     return {"text": f"Edited {shown} {where}.", "facts": facts}
 
 
-def _create(workspace: Workspace, path: str, text: str) -> dict[str, Any]:
+def _create(workspace: ToolWorkspace, path: str, text: str) -> dict[str, Any]:
     """With an empty `old_string`: a new file."""
     if os.path.exists(path) and os.stat(path).st_size:
         message = f"{workspace.shown(path)} exists and is not empty; an empty old_string only makes a new file"
@@ -63,7 +63,7 @@ def _create(workspace: Workspace, path: str, text: str) -> dict[str, Any]:
     return _put(workspace, path, text.encode(), "Created")
 
 
-def write(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
+def write(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
     """Write a whole file. With `only_new`, one that is there and was never read is left alone."""
     path = workspace.resolve(given["file_path"])
     unread = given.get("only_new") and workspace.shown(os.path.realpath(path)) not in given.get("seen", ())
@@ -73,7 +73,7 @@ def write(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
     return _put(workspace, path, given["contents"].encode(), "Wrote")
 
 
-def _put(workspace: Workspace, path: str, data: bytes, verb: str) -> dict[str, Any]:
+def _put(workspace: ToolWorkspace, path: str, data: bytes, verb: str) -> dict[str, Any]:
     shown = workspace.shown(path)
     real = workspace.owned(path)
     if os.path.isdir(real):
@@ -88,7 +88,7 @@ def _put(workspace: Workspace, path: str, data: bytes, verb: str) -> dict[str, A
     return {"text": f"{verb} {shown} ({added} line{'s' if added != 1 else ''}).", "facts": facts}
 
 
-def delete_file(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
+def delete_file(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
     """Remove a file or a link; the link itself, whatever it leads to."""
     path = workspace.resolve(given["target_file"])
     shown = workspace.shown(path)
@@ -107,12 +107,12 @@ def delete_file(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
     return {"text": f"Deleted {shown}.", "facts": facts}
 
 
-def _small(workspace: Workspace, real: str) -> bytes | None:
+def _small(workspace: ToolWorkspace, real: str) -> bytes | None:
     """A file's contents if they are worth keeping."""
     return read_bytes(workspace, real)[0] if os.path.getsize(real) <= MAX_ORIGINAL else None
 
 
-def _keep_and_write(workspace: Workspace, real: str, data: bytes, old: bytes | None, existed: bool) -> None:
+def _keep_and_write(workspace: ToolWorkspace, real: str, data: bytes, old: bytes | None, existed: bool) -> None:
     try:
         keep_original(workspace, real, old, existed)
         os.makedirs(os.path.dirname(real), exist_ok=True)
@@ -150,7 +150,7 @@ def _several(shown: str, data: bytes, starts: list[int]) -> str:
 # -- originals
 
 
-def keep_original(workspace: Workspace, real: str, data: bytes | None, existed: bool) -> None:
+def keep_original(workspace: ToolWorkspace, real: str, data: bytes | None, existed: bool) -> None:
     """Remember a file as it was before its first change, if there was one. A full disk does not stop an edit."""
     name = workspace.relative(real)
     place = os.path.join(workspace.state, "originals")
@@ -167,7 +167,7 @@ def keep_original(workspace: Workspace, real: str, data: bytes | None, existed: 
         return
 
 
-def originals(workspace: Workspace) -> dict[str, bytes | None]:
+def originals(workspace: ToolWorkspace) -> dict[str, bytes | None]:
     """The files changed so far, from the root, with what they were: nothing if new, None if that was not kept."""
     found: dict[str, bytes | None] = {}
     place = os.path.join(workspace.state, "originals")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from etude.harness.toolserver.inside.ignore import Globs, walk
-from etude.harness.toolserver.inside.paths import SAMPLE, Refusal, Workspace, quoted, read_bytes, refused
+from etude.harness.toolserver.inside.ignore import GitGlobs, walk
+from etude.harness.toolserver.inside.paths import SAMPLE, Refusal, ToolWorkspace, quoted, read_bytes, refused
 from etude.harness.toolserver.inside.regex import compile_pattern
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ TYPES = {
 }
 
 
-class Search:
+class GrepSearch:
     """One search: what is looked for, how it is shown, and what was found so far."""
 
-    def __init__(self, workspace: Workspace, given: dict[str, Any]) -> None:
+    def __init__(self, workspace: ToolWorkspace, given: dict[str, Any]) -> None:
         self.workspace = workspace
         self.mode = given.get("output_mode") or "content"
         self.multiline = bool(given.get("multiline"))
@@ -90,7 +90,7 @@ class Search:
         return special or self.pattern.search(text) is not None
 
     def look_into(self, path: str, data: bytes) -> None:
-        """Search one file."""
+        """GrepSearch one file."""
         plain = self.text.isalnum() and self.text.isascii() and not self.ignore_case
         if plain and self.text.encode() not in data:
             return
@@ -198,14 +198,14 @@ def _cut(line: str, at: int) -> str:
     return f"{head}{line[start : start + MAX_LINE]}{tail}"
 
 
-def grep(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
-    """Search the files below a path; those .gitignore names, hidden ones and binary ones are left out."""
-    search = Search(workspace, given)
+def grep(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
+    """GrepSearch the files below a path; those .gitignore names, hidden ones and binary ones are left out."""
+    search = GrepSearch(workspace, given)
     start = workspace.resolve(given.get("path") or ".")
     kind = given.get("type")
     if kind and kind not in TYPES:
         raise Refusal("bad_arguments", f"type {kind!r} is not known; expected one of {', '.join(TYPES)}")
-    types = Globs(TYPES[kind].split()) if kind else None
+    types = GitGlobs(TYPES[kind].split()) if kind else None
     if not os.path.isdir(start):
         data, _ = read_bytes(workspace, start, MAX_FILE)
         if b"\0" in data[:SAMPLE]:
@@ -217,7 +217,7 @@ def grep(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
     except OSError as error:
         raise refused(workspace, start, error) from None
     glob = given.get("glob") or ""
-    globs = Globs([glob] if glob else [])
+    globs = GitGlobs([glob] if glob else [])
     start = os.path.normpath(start)
     below = len(start.rstrip("/")) + 1
     hidden = is_hidden(glob) or is_hidden(workspace.relative(start))
@@ -266,7 +266,7 @@ def contents(path: str) -> bytes | None:
         os.close(file)
 
 
-def glob_file_search(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
+def glob_file_search(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
     """Files whose path matches a glob: those changed since the session began first, the rest after, each by path.
 
     The exact times of files are another in every run, and with them an order by time; which files a session has
@@ -280,7 +280,7 @@ def glob_file_search(workspace: Workspace, given: dict[str, Any]) -> dict[str, A
     if pattern.startswith(start.rstrip("/") + "/"):
         pattern = pattern[len(start.rstrip("/")) + 1 :]
     pattern = pattern[2:] if pattern.startswith("./") else pattern
-    globs = Globs([pattern if pattern.startswith("**/") else f"**/{pattern}"])
+    globs = GitGlobs([pattern if pattern.startswith("**/") else f"**/{pattern}"])
     below = len(start.rstrip("/")) + 1
     hidden = is_hidden(pattern) or is_hidden(workspace.relative(start))
     changed: list[str] = []

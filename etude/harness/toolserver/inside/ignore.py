@@ -1,4 +1,4 @@
-"""Globs as git reads them, and the .gitignore files of a tree.
+"""GitGlobs as git reads them, and the .gitignore files of a tree.
 
 Matching takes time in proportion to pattern and name, whatever they are: a repository brings its own patterns, and one
 made of stars must not hang a search. Hence the matcher of our own beside simple regular expressions.
@@ -210,7 +210,7 @@ def parse_lines(lines: Iterable[str]) -> list[Pattern]:
     return patterns
 
 
-class Globs:
+class GitGlobs:
     """Patterns of a caller, as `rg --glob` takes them: with braces; one with `!` takes out."""
 
     def __init__(self, patterns: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """The commands of a session: each is a job with a number and a log, waited for as long as the caller cares to.
 
-A job that is not over in time goes on in the background. Jobs are found again from their files by the next server.
+A job that is not over in time goes on in the background. ShellJobs are found again from their files by the next server.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from etude.harness.toolserver.inside import output, shell
-from etude.harness.toolserver.inside.paths import Refusal, Workspace
+from etude.harness.toolserver.inside.paths import Refusal, ToolWorkspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from etude.harness.toolserver.inside.server import Server
+    from etude.harness.toolserver.inside.server import ToolServerProcess
 
     Answer = Callable[[Callable[[], dict[str, Any]]], None]
 
@@ -28,7 +28,7 @@ KILL_S = 4.0  # for a job to be gone that was told to end, by force after a seco
 MAX_LOGS = 256 << 20  # bytes of all logs together; then those of the oldest jobs go
 
 
-class Job:
+class ShellJob:
     """One command that was started."""
 
     def __init__(self, directory: str, number: int) -> None:
@@ -81,17 +81,17 @@ def held(path: str) -> bool:
     return False
 
 
-class Jobs:
+class ShellJobs:
     """All of them, and the shell they share."""
 
-    def __init__(self, workspace: Workspace, server: Server) -> None:
+    def __init__(self, workspace: ToolWorkspace, server: ToolServerProcess) -> None:
         self.workspace, self.server = workspace, server
         self.directory = os.path.join(workspace.state, "jobs")
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         self.shell = shell.ShellState(workspace.root, workspace.state)
         numbers = [int(name.split(".")[0]) for name in os.listdir(self.directory) if name.split(".")[0].isdigit()]
         self.last = max(numbers, default=0)
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, ShellJob] = {}
 
     # -- starting
 
@@ -109,7 +109,7 @@ class Jobs:
         if not job.foreground:
             answer(lambda: self.report(job, "run"))
             return lambda: None
-        waiting = Waiting(self, job, block_s, lambda reason: answer(lambda: self.report(job, "run")))
+        waiting = PendingWait(self, job, block_s, lambda reason: answer(lambda: self.report(job, "run")))
 
         def cancel() -> None:
             waiting.over("cancelled", silent=True)
@@ -117,18 +117,18 @@ class Jobs:
 
         return cancel
 
-    def new(self) -> tuple[Job, int]:
+    def new(self) -> tuple[ShellJob, int]:
         """A job with the next number that is free, and its lock: another server may use this directory too."""
         while True:
             self.last += 1
-            job = Job(self.directory, self.last)
+            job = ShellJob(self.directory, self.last)
             with contextlib.suppress(FileExistsError):
                 lock = os.open(job.base + ".lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self.jobs[self.last] = job
                 return job, lock
 
-    def start(self, job: Job, lock: int, command: str, timeout_s: float) -> None:
+    def start(self, job: ShellJob, lock: int, command: str, timeout_s: float) -> None:
         """Fork the supervisor, which holds the lock while it lives, and listen to it."""
         from etude.harness.toolserver.inside.supervise import Supervisor
 
@@ -158,7 +158,7 @@ class Jobs:
                 os.unlink(os.path.join(self.directory, f"{number}.log"))
                 total -= size
 
-    def heard(self, job: Job, data: bytes) -> None:
+    def heard(self, job: ShellJob, data: bytes) -> None:
         """The supervisor said how it ended, or was killed before it could."""
         try:
             job.ended = json.loads(data) if data else {"lost": True}
@@ -172,7 +172,7 @@ class Jobs:
 
     # -- waiting and ending
 
-    def find(self, given: dict[str, Any]) -> Job:
+    def find(self, given: dict[str, Any]) -> ShellJob:
         """The job that is meant."""
         text = str(given["job_id"]).strip()
         number = int(text) if text.isdigit() and len(text) < 10 else 0
@@ -181,7 +181,7 @@ class Jobs:
         if not 0 < number <= self.last:
             known = f"jobs 1 to {self.last} have been started" if self.last else "no job has been started yet"
             raise Refusal("environment", f"there is no job {text[:50]!r}; {known}")
-        job = self.jobs[number] = Job(self.directory, number)
+        job = self.jobs[number] = ShellJob(self.directory, number)
         with contextlib.suppress(OSError, ValueError), open(job.base + ".shown") as file:
             job.shown = int(file.read(20))
         with contextlib.suppress(OSError, ValueError), open(job.base + ".pid") as file:
@@ -206,7 +206,7 @@ class Jobs:
                 self.server.kill(watcher)
             answer(lambda: self.report(job, "await", matched=reason == "matched"))
 
-        waiting = Waiting(self, job, float(given["block_s"]), done)
+        waiting = PendingWait(self, job, float(given["block_s"]), done)
 
         def cancel() -> None:
             waiting.over("cancelled", silent=True)
@@ -224,7 +224,7 @@ class Jobs:
             return lambda: None
         self.end(job)
         if job.ended is None:
-            waiting = Waiting(self, job, KILL_S, lambda reason: answer(lambda: self.report(job, "kill")))
+            waiting = PendingWait(self, job, KILL_S, lambda reason: answer(lambda: self.report(job, "kill")))
             return lambda: waiting.over("cancelled", silent=True)
         until = time.monotonic() + KILL_S
 
@@ -237,14 +237,14 @@ class Jobs:
         look()
         return lambda: None
 
-    def end(self, job: Job) -> None:
+    def end(self, job: ShellJob) -> None:
         """Have the supervisor end it, if there is one: the lock tells that the number is still its own."""
         if job.pid and held(job.base + ".lock"):
             self.server.kill(job.pid, signal.SIGTERM)
 
     # -- telling
 
-    def report(self, job: Job, verb: str, matched: bool = False) -> dict[str, Any]:
+    def report(self, job: ShellJob, verb: str, matched: bool = False) -> dict[str, Any]:
         """What the model reads of a job now, and the facts of it."""
         job.look()
         running = job.ended is None
@@ -271,7 +271,7 @@ class Jobs:
             text += "\n"
         return {"text": text + "\n".join(notes), "facts": {**facts, "cut": cut, "cwd": self.workspace.shown(where)}}
 
-    def still_running(self, job: Job, verb: str, matched: bool) -> str:
+    def still_running(self, job: ShellJob, verb: str, matched: bool) -> str:
         if matched:
             return f"[the pattern was found; job {job.number} is still running]"
         if verb != "run":
@@ -297,10 +297,10 @@ class Jobs:
         return f"[{text}{'' if printed else nothing}]"
 
 
-class Waiting:
+class PendingWait:
     """Somebody waits for a job: until it ends, the time is over, or something else happens first. Told once."""
 
-    def __init__(self, jobs: Jobs, job: Job, block_s: float, done: Callable[[str], None]) -> None:
+    def __init__(self, jobs: ShellJobs, job: ShellJob, block_s: float, done: Callable[[str], None]) -> None:
         self.jobs, self.job, self.done = jobs, job, done
         self.until = time.monotonic() + block_s
         self.told = False

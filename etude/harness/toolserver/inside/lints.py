@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.harness.toolserver.inside.editing import originals
 from etude.harness.toolserver.inside.grep import files_below
-from etude.harness.toolserver.inside.paths import Refusal, Workspace, quoted, refused
+from etude.harness.toolserver.inside.paths import Refusal, ToolWorkspace, quoted, refused
 
 SHOWN = 100
 MAX_FILES = 200
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Problem = tuple[int, int, str, str]  # line, column, code, message
 
 
-def lints(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
+def lints(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
     """The problems of some files, or of those that were edited. `need` in the answer asks for ruff first."""
     before = originals(workspace)
     files = _chosen(workspace, given.get("paths") or [], before)
@@ -58,7 +58,7 @@ def lints(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
     return {"text": _shown(rows, files, checker.notes, unknown), "facts": _facts(rows, files)}
 
 
-def _chosen(workspace: Workspace, paths: list[str], before: dict[str, bytes | None]) -> list[str]:
+def _chosen(workspace: ToolWorkspace, paths: list[str], before: dict[str, bytes | None]) -> list[str]:
     if not paths:
         return [name for name in before if _is_python(name) and os.path.isfile(os.path.join(workspace.root, name))]
     found: list[str] = []
@@ -80,12 +80,12 @@ def _is_python(name: str) -> bool:
     return name.endswith((".py", ".pyi"))
 
 
-def _own(workspace: Workspace) -> str | None:
+def _own(workspace: ToolWorkspace) -> str | None:
     path = os.path.join(workspace.state, "ruff")
     return path if os.access(path, os.X_OK) else None
 
 
-def _contents(workspace: Workspace, name: str) -> bytes:
+def _contents(workspace: ToolWorkspace, name: str) -> bytes:
     try:
         with open(os.path.join(workspace.root, name), "rb") as file:
             return file.read(MAX_FILE)
@@ -96,7 +96,7 @@ def _contents(workspace: Workspace, name: str) -> bytes:
 class Checker:
     """ruff, or the compiler where ruff cannot run; says in `notes` what it had to do without."""
 
-    def __init__(self, workspace: Workspace, program: str | None) -> None:
+    def __init__(self, workspace: ToolWorkspace, program: str | None) -> None:
         self.workspace, self.program = workspace, program
         self.isolated: list[str] = []
         self.notes: list[str] = []
@@ -163,7 +163,7 @@ def compiled(name: str, data: bytes) -> list[Problem]:
     return []
 
 
-def committed(workspace: Workspace, name: str) -> bytes | None:
+def committed(workspace: ToolWorkspace, name: str) -> bytes | None:
     """The file in the last commit; nothing if it is not in it, None where there is no commit."""
     git = shutil.which("git")
     if git is None:

@@ -14,13 +14,13 @@ import os
 from typing import Any
 
 from etude.harness.toolserver.inside.ignore import walk
-from etude.harness.toolserver.inside.paths import SAMPLE, Workspace, quoted, replace_file
+from etude.harness.toolserver.inside.paths import SAMPLE, ToolWorkspace, quoted, replace_file
 
 MAX_FILE = 1 << 20
 MOST = 50_000  # files
 
 
-def listing(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
+def listing(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
     """Path, size and digest of every text file that is not ignored, sorted by path."""
     place = os.path.join(workspace.state, "digests.json")
     before = _known(place)
@@ -79,7 +79,7 @@ def _read(path: str) -> bytes | None:
             return None
 
 
-def contents(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
+def contents(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
     """The first of these files, until they are `most` bytes together; `taken` says how many were looked at."""
     files: dict[str, str] = {}
     taken = size = 0

@@ -83,7 +83,7 @@ def began(state: str) -> int:
         os.close(file)
 
 
-class Workspace:
+class ToolWorkspace:
     """The directory a session works in, and what the model calls its tools."""
 
     def __init__(self, root: str, state: str, names: dict[str, str]) -> None:
@@ -132,7 +132,7 @@ class Workspace:
         return real
 
 
-def read_bytes(workspace: Workspace, path: str, most: int = MAX_FILE) -> tuple[bytes, os.stat_result]:
+def read_bytes(workspace: ToolWorkspace, path: str, most: int = MAX_FILE) -> tuple[bytes, os.stat_result]:
     """A regular file, whole. Never waits: a pipe or a device is refused before anything is read."""
     shown = workspace.shown(path)
     try:
@@ -161,7 +161,7 @@ def read_bytes(workspace: Workspace, path: str, most: int = MAX_FILE) -> tuple[b
         os.close(file)
 
 
-def check_text(workspace: Workspace, path: str, data: bytes) -> None:
+def check_text(workspace: ToolWorkspace, path: str, data: bytes) -> None:
     """Refuse what is not text."""
     if b"\0" in data[:SAMPLE]:
         kind = next((name for magic, name in _MAGIC if data.startswith(magic)), "contains NUL bytes")
@@ -169,7 +169,7 @@ def check_text(workspace: Workspace, path: str, data: bytes) -> None:
         raise Refusal("environment", f"{workspace.shown(path)} is {what}")
 
 
-def refused(workspace: Workspace, path: str, error: OSError) -> Refusal:
+def refused(workspace: ToolWorkspace, path: str, error: OSError) -> Refusal:
     """What the kernel said, in words, and for a missing file what may have been meant."""
     shown = workspace.shown(path)
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
@@ -182,7 +182,7 @@ def refused(workspace: Workspace, path: str, error: OSError) -> Refusal:
     return Refusal("environment", f"{shown}: {(error.strerror or str(error)).lower()}")
 
 
-def _suggestion(workspace: Workspace, path: str) -> str:
+def _suggestion(workspace: ToolWorkspace, path: str) -> str:
     import difflib
 
     directory, name = os.path.split(os.path.normpath(path))
@@ -206,7 +206,7 @@ def _names(directory: str) -> list[str]:
         return []
 
 
-def _elsewhere(workspace: Workspace, name: str) -> list[str]:
+def _elsewhere(workspace: ToolWorkspace, name: str) -> list[str]:
     """Files of the same name, in the first few thousand of the workspace."""
     found, count = [], 0
     for directory, directories, files in os.walk(workspace.root):

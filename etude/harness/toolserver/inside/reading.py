@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from etude.harness.toolserver.inside.ignore import Globs
-from etude.harness.toolserver.inside.paths import Refusal, Workspace, check_text, quoted, read_bytes, refused
+from etude.harness.toolserver.inside.ignore import GitGlobs
+from etude.harness.toolserver.inside.paths import Refusal, ToolWorkspace, check_text, quoted, read_bytes, refused
 
 MAX_LINES = 2000
 MAX_BYTES = 50 << 10
@@ -17,7 +17,7 @@ SCANNED = 50_000  # entries of one directory that are looked at
 BOM = b"\xef\xbb\xbf"
 
 
-def read_file(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
+def read_file(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
     """Lines of a file as `N|line`, from `offset` (counted from 1; from the end if negative), at most `limit`."""
     path = workspace.resolve(given["target_file"])
     data, _ = read_bytes(workspace, path)
@@ -86,10 +86,10 @@ def _broken(data: bytes) -> bool:
     return False
 
 
-def list_dir(workspace: Workspace, given: dict[str, Any]) -> dict[str, Any]:
+def list_dir(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
     """The names in a directory, sorted, without those that begin with a dot; directories end with "/"."""
     path = workspace.resolve(given.get("target_directory") or ".")
-    ignored = Globs(given.get("ignore_globs") or [])
+    ignored = GitGlobs(given.get("ignore_globs") or [])
     shown = workspace.shown(path)
     names, count, dots = [], 0, 0
     try:

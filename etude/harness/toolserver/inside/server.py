@@ -20,12 +20,12 @@ import traceback
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from etude.harness.toolserver.inside.paths import Refusal, Workspace
+from etude.harness.toolserver.inside.paths import Refusal, ToolWorkspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from etude.harness.toolserver.inside.jobs import Jobs
+    from etude.harness.toolserver.inside.jobs import ShellJobs
 
     Cancel = Callable[[], None]
 
@@ -54,16 +54,16 @@ LATER = ("reading", "editing", "jobs", "supervise", "grep", "listing", "lints", 
 JOBS = {"run": "run", "await": "wait", "kill": "kill"}
 
 
-class Server:
+class ToolServerProcess:
     """Everything that is going on."""
 
-    def __init__(self, workspace: Workspace, answers: int) -> None:
+    def __init__(self, workspace: ToolWorkspace, answers: int) -> None:
         self.workspace, self.answers = workspace, answers
         self.selector = selectors.DefaultSelector()
         self.timers: list[tuple[float, int, Callable[[], None]]] = []
         self.count = 0
         self.working: dict[int, Cancel] = {}  # request -> how to stop it
-        self.all_jobs: Jobs | None = None
+        self.all_jobs: ShellJobs | None = None
 
     # -- what its parts use
 
@@ -135,11 +135,11 @@ class Server:
             os.kill(pid, number)
 
     @property
-    def jobs(self) -> Jobs:
+    def jobs(self) -> ShellJobs:
         if self.all_jobs is None:
-            from etude.harness.toolserver.inside.jobs import Jobs
+            from etude.harness.toolserver.inside.jobs import ShellJobs
 
-            self.all_jobs = Jobs(self.workspace, self)
+            self.all_jobs = ShellJobs(self.workspace, self)
         return self.all_jobs
 
     def load(self) -> None:
@@ -276,10 +276,10 @@ def close_others(kept: Iterable[int]) -> None:
                 os.close(fd)
 
 
-def handler(table: dict[str, tuple[str, str]], do: str) -> Callable[[Workspace, dict[str, Any]], dict[str, Any]]:
+def handler(table: dict[str, tuple[str, str]], do: str) -> Callable[[ToolWorkspace, dict[str, Any]], dict[str, Any]]:
     """The function that does it."""
     module, name = table[do]
-    function: Callable[[Workspace, dict[str, Any]], dict[str, Any]]
+    function: Callable[[ToolWorkspace, dict[str, Any]], dict[str, Any]]
     function = getattr(import_module(f"etude.harness.toolserver.inside.{module}"), name)
     return function
 
@@ -314,9 +314,9 @@ def main() -> None:
         file.write("etude-tools")  # not among what `pkill python` means
     if not os.path.isdir(plan["root"]):
         raise SystemExit(f"the workspace {plan['root']} is not a directory")
-    workspace = Workspace(plan["root"], plan["state"], plan["names"])
+    workspace = ToolWorkspace(plan["root"], plan["state"], plan["names"])
     os.chdir("/")  # wherever we stand cannot be removed
-    server = Server(workspace, answers)
+    server = ToolServerProcess(workspace, answers)
     version = ".".join(map(str, sys.version_info[:3]))
     server.write(json.dumps({"hello": {"root": workspace.root, "python": version}}).encode() + b"\n")
     server.serve(requests)

@@ -11,13 +11,13 @@ from etude.harness.toolserver.inside.regex import compile_pattern
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from etude.harness.toolserver.inside.server import Server
+    from etude.harness.toolserver.inside.server import ToolServerProcess
 
 EVERY_S = 0.05
 MAX_LINE = 1 << 20  # bytes without a line break that are looked at together
 
 
-def watch(server: Server, log: str, start: int, pattern: str, matched: Callable[[], None]) -> int:
+def watch(server: ToolServerProcess, log: str, start: int, pattern: str, matched: Callable[[], None]) -> int:
     """Call `matched` once a line of the log, from byte `start` on, matches. The process that looks; kill it after."""
     search = compile_pattern(pattern, ignore_case=False, multiline=False).search
 

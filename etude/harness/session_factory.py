@@ -1,0 +1,107 @@
+"""Opens a session from a request, a model client, a pod and a tool set.
+
+Rollouts, evaluation trials and `etude agent` all open their sessions here, so the model sees identical prompts.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from etude.errors import EtudeError, InputError
+from etude.harness.model_client import ModelClient, TokenModelClient
+from etude.harness.prompt import SessionRequest, opening_messages
+from etude.harness.search.render import show
+from etude.harness.search.searcher import CodebaseSearcher
+from etude.harness.search.source import FileSource
+from etude.harness.session import MIN_TURN_TOKENS, Budget, Session
+from etude.harness.summary import SummarySettings
+from etude.harness.tool_set import ToolSet
+from etude.harness.tools.context import WebProvider
+from etude.harness.tools.executor import Approve, ToolExecutor, open_tool_executor
+from etude.harness.tools.tool import ToolError
+from etude.harness.trace import Step
+from etude.pods.pod import Pod, PodFileError
+
+INSTRUCTIONS = "AGENTS.md"  # instructions of a repository for coding agents
+MAX_INSTRUCTIONS = 16 << 10  # bytes
+
+
+class CodebaseSearchProvider:
+    """Adapts a `CodebaseSearcher` to the tools: returns text for the model and raises ToolError."""
+
+    def __init__(self, searcher: CodebaseSearcher) -> None:
+        self.searcher = searcher
+
+    async def search(self, files: FileSource, query: str, directories: Sequence[str], limit: int) -> str:
+        try:
+            return show(await self.searcher.search(files, query, directories, limit))
+        except InputError as error:
+            raise ToolError("bad_arguments", str(error)) from None
+        except EtudeError as error:
+            raise ToolError("provider", str(error)) from error
+
+
+@asynccontextmanager
+async def open_session(
+    request: SessionRequest,
+    client: ModelClient,
+    pod: Pod,
+    *,
+    tool_set: ToolSet | None = None,
+    budget: Budget | None = None,
+    summaries: SummarySettings | None = None,
+    searcher: CodebaseSearcher | None = None,
+    web: WebProvider | None = None,
+    approve: Approve | None = None,
+    id: str = "",
+    facts: Mapping[str, Any] | None = None,
+    on_step: Callable[[Step], None] = lambda step: None,
+) -> AsyncIterator[tuple[Session, ToolExecutor]]:
+    """Open a session and its tools in a pod that already contains the workspace.
+
+    The workspace's AGENTS.md becomes the instructions, unless the tool set has instructions or a short system prompt.
+    """
+    tool_set, summaries = tool_set or ToolSet(), summaries or SummarySettings()
+    search = CodebaseSearchProvider(searcher) if searcher is not None else None
+    async with open_tool_executor(pod, tool_set, searcher=search, web=web, approve=approve) as tools:
+        if not tool_set.instructions and not tool_set.short_system_prompt:
+            tool_set = tool_set.model_copy(update={"instructions": await read_instructions(pod, tools.root)})
+        check_prompt_fits(request, tool_set, summaries, client, tools)
+        yield (
+            Session(
+                request,
+                client,
+                tools,
+                tool_set=tool_set,
+                budget=budget,
+                summaries=summaries,
+                id=id,
+                facts=facts,
+                on_step=on_step,
+            ),
+            tools,
+        )
+
+
+async def read_instructions(pod: Pod, root: str) -> str:
+    """Return the repository's AGENTS.md, empty if there is none."""
+    try:
+        data = await pod.read(f"{root}/{INSTRUCTIONS}", length=MAX_INSTRUCTIONS)
+    except PodFileError:  # missing, or not a file
+        return ""
+    return data.decode("utf-8", "replace").strip()
+
+
+def check_prompt_fits(
+    request: SessionRequest, tool_set: ToolSet, summaries: SummarySettings, client: ModelClient, tools: ToolExecutor
+) -> None:
+    """Raise InputError if the prompt leaves no room to work: the session would summarize forever."""
+    if not isinstance(client, TokenModelClient):
+        return  # chat endpoints report token counts only after a reply
+    size = len(client.dialect.render(opening_messages(request, tool_set, tools.root), tools.schemas))
+    room = client.window - MIN_TURN_TOKENS if summaries.mode == "off" else summaries.at(client.window)
+    if size >= room:
+        raise InputError(
+            f"the prompt has {size:,} tokens, but only {room:,} of the window of {client.window:,} are free for it: "
+            "show fewer tools, use the short system prompt or shorten the request"
+        )
