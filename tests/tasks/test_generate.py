@@ -1,4 +1,4 @@
-"""Every generator on a small repository, in real pods: tasks are proven, hide their places, and cannot be cheated."""
+"""Every generator on a small repository, in real pods: tasks are validated, hide the site, and resist shortcuts."""
 
 import asyncio
 import json
@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from etude.pods import open_fleet
-from etude.tasks.generators.candidate import Unfit, overlaid
+from etude.tasks.generators.candidate import CandidateRejected, apply_changes
 from etude.tasks.generators.code import mentions
-from etude.tasks.generators.debugging import HIDING
-from etude.tasks.generators.executor import open_workbench
-from etude.tasks.generators.generator_run import Order, generate
-from etude.tasks.generators.image import sealed_base
+from etude.tasks.generators.debugging import HIDDEN_TEST_REGISTERS
+from etude.tasks.generators.executor import open_executor
+from etude.tasks.generators.generator_run import GenerationOptions, generate
+from etude.tasks.generators.image import prepare_base_image
 from etude.tasks.generators.packages import pack_wheel
 from etude.tasks.generators.registry import GENERATORS
 from etude.tasks.generators.repository import Repository, prepare
@@ -28,7 +28,7 @@ from etude.tasks.generators.task_writer import task_files
 from etude.tasks.harbor import find_tasks, read_task, task_digest
 from etude.tasks.lint import lint_task
 from etude.tasks.task import Task
-from etude.tasks.trial import attempt, commands
+from etude.tasks.trial import commands_agent, run_trial
 
 CATEGORIES = {"debugging", "feature", "refactor", "docs", "testing", "review", "devops", "migration", "question"}
 FILES = {
@@ -375,7 +375,7 @@ FILES = {
 
 
 def wheels_of(names: tuple[str, ...], directory: Path) -> None:
-    """Packages that are installed here, as wheels: tests ask no package index for anything."""
+    """Pack installed distributions as wheels, so that tests need no package index."""
     for name in names:
         found = metadata.distribution(name)
         members = {}
@@ -389,8 +389,8 @@ def wheels_of(names: tuple[str, ...], directory: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Made:
-    """A repository, and a set of tasks out of it."""
+class GeneratedSet:
+    """A repository and the tasks generated from it."""
 
     source: Path
     wheels: Path
@@ -404,7 +404,7 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def generated(tmp_path_factory: pytest.TempPathFactory) -> GeneratedSet:
     top = tmp_path_factory.mktemp("generate")
     source, wheels = top / "ledger", top / "wheels"
     for name, text in FILES.items():
@@ -416,23 +416,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     async def work() -> Repository:
         async with open_fleet() as fleet:
-            order = Order(top / "out", count=len(GENERATORS), seed=3, reruns=1, cache=top / "cache")
-            await generate(fleet, [source], order, wheels=wheels)
-            provision = await sealed_base(fleet)
-            return await prepare(fleet, read_source(source), top / "cache", wheels=wheels, provision=provision)
+            options = GenerationOptions(top / "out", count=len(GENERATORS), seed=3, reruns=1, cache=top / "cache")
+            await generate(fleet, [source], options, wheels=wheels)
+            host_settings = await prepare_base_image(fleet)
+            return await prepare(fleet, read_source(source), top / "cache", wheels=wheels, host_settings=host_settings)
 
     repository = asyncio.run(work())
     tasks = {path.name: read_task(path) for path in find_tasks(top / "out")}
-    return Made(source, wheels, top / "cache", top / "out", repository, tasks)
+    return GeneratedSet(source, wheels, top / "cache", top / "out", repository, tasks)
 
 
-def test_every_generator_gives_a_proven_task(made: Made) -> None:
-    assert {task.metadata["source"] for task in made.tasks.values()} == set(GENERATORS)
-    assert {task.category for task in made.tasks.values()} >= CATEGORIES - {"question"}
+def test_every_generator_yields_a_validated_task(generated: GeneratedSet) -> None:
+    assert {task.metadata["source"] for task in generated.tasks.values()} == set(GENERATORS)
+    assert {task.category for task in generated.tasks.values()} >= CATEGORIES - {"question"}
 
 
-def test_tasks_have_what_the_format_and_our_own_keys_ask_for(made: Made) -> None:
-    for task in made.tasks.values():
+def test_tasks_have_all_metadata_and_pass_lint(generated: GeneratedSet) -> None:
+    for task in generated.tasks.values():
         assert {"category", "may_edit", "protected", "source", "seed", "difficulty", "family", "register"} <= set(
             task.metadata
         )
@@ -441,22 +441,22 @@ def test_tasks_have_what_the_format_and_our_own_keys_ask_for(made: Made) -> None
         assert not errors, errors
 
 
-def test_the_survey_knows_which_test_runs_which_line(made: Made) -> None:
-    repository = made.repository
+def test_survey_records_which_test_executes_which_line(generated: GeneratedSet) -> None:
+    repository = generated.repository
     line = next(
         number
         for number, text in enumerate(repository.module("src/ledger/report.py").lines, 1)
         if "size = len(tag)" in text
     )
-    ran = repository.running("src/ledger/report.py", [line])
+    ran = repository.tests_covering("src/ledger/report.py", [line])
     assert ran is not None
     assert "tests/test_report.py::test_longest" in ran
     assert "tests/test_amounts.py::test_cents" not in ran
-    assert len(repository.seconds) == 27
+    assert len(repository.durations) == 27
 
 
-def test_a_workspace_has_one_commit_and_nothing_that_leaks(made: Made) -> None:
-    for task in made.tasks.values():
+def test_workspace_has_one_commit_and_no_leaking_files(generated: GeneratedSet) -> None:
+    for task in generated.tasks.values():
         top = task.directory / "environment/repo"
         names = [path.relative_to(top).as_posix() for path in top.rglob("*") if path.is_file()]
         assert not [name for name in names if re.search(r"\.pyc$|__pycache__|egg-info|PKG-INFO", name)]
@@ -464,48 +464,50 @@ def test_a_workspace_has_one_commit_and_nothing_that_leaks(made: Made) -> None:
         assert not any(name.startswith(".git/logs") for name in names)
 
 
-def test_the_solution_gives_back_the_product(made: Made) -> None:
+def test_solution_restores_the_original_code(generated: GeneratedSet) -> None:
     for generator in ("debugging", "feature", "migration", "devops"):
-        task = made.of(generator)
+        task = generated.of(generator)
         workspace = {
             name: data for name, data in tree(task.directory / "environment/repo").items() if ".git/" not in name
         }
-        solved = overlaid(workspace, tree(task.directory / "solution/repo"))
-        for name, data in made.repository.files.items():
-            if not made.repository.source.is_test_path(name):
-                assert solved.get(name) == data, (generator, name)
+        solution = apply_changes(workspace, tree(task.directory / "solution/repo"))
+        for name, data in generated.repository.files.items():
+            if not generated.repository.source.is_test_path(name):
+                assert solution.get(name) == data, (generator, name)
 
 
 def tree(top: Path) -> dict[str, bytes]:
     return {path.relative_to(top).as_posix(): path.read_bytes() for path in top.rglob("*") if path.is_file()}
 
 
-def test_hidden_tests_are_not_in_the_workspace(made: Made) -> None:
-    task = made.of("feature")
+def test_hidden_tests_are_not_in_the_workspace(generated: GeneratedSet) -> None:
+    task = generated.of("feature")
     checks = json.loads((task.directory / "tests/checks.json").read_text())["checks"]
     there = {name: data.decode() for name, data in tree(task.directory / "environment/repo/tests").items()}
     names = {test.split("::")[-1].partition("[")[0] for test in checks[0]["run"]}
     assert any(not any(f"def {name}(" in text for text in there.values()) for name in names)
 
 
-def test_requests_of_debugging_never_name_the_place(made: Made) -> None:
-    """Candidates, tried for real: neither the function nor its file is in what is asked."""
+def test_debugging_requests_never_mention_the_site(generated: GeneratedSet) -> None:
+    """Execute candidates: no request mentions the function or its file."""
 
     async def work() -> list[tuple[str, str, str]]:
         found = []
         async with open_fleet() as fleet:
-            provision = await sealed_base(fleet)
-            async with open_workbench(fleet, made.repository.source, made.repository.wheels, provision) as bench:
-                stream = GENERATORS["debugging"].generate(made.repository, random.Random(5))
+            host_settings = await prepare_base_image(fleet)
+            async with open_executor(
+                fleet, generated.repository.source, generated.repository.wheels, host_settings
+            ) as executor:
+                stream = GENERATORS["debugging"].generate(generated.repository, random.Random(5))
                 for candidate in islice(stream, 7):
                     try:
-                        trials = {
-                            name: await bench.try_tests(state.changes, state.tests)
+                        results = {
+                            name: await executor.run_tests(state.changes, state.tests)
                             for name, state in candidate.states.items()
                         }
-                        draft = candidate.finish(trials)
-                        task_files(made.repository, draft, "x", "debugging", 0)
-                    except Unfit:
+                        draft = candidate.finish(results)
+                        task_files(generated.repository, draft, "x", "debugging", 0)
+                    except CandidateRejected:
                         continue
                     found += [(site, draft.register, draft.request) for site in candidate.site.split(" ")]
         return found
@@ -517,14 +519,16 @@ def test_requests_of_debugging_never_name_the_place(made: Made) -> None:
         assert not mentions(request, qualname.rpartition(".")[2]), (site, register, request)
         assert not mentions(request, file), (site, request)
         assert not mentions(request, file.rpartition("/")[2]), (site, request)
-        assert register in (*HIDING, "log", "tests")
+        assert register in (*HIDDEN_TEST_REGISTERS, "log", "tests")
 
 
-def test_the_same_seed_gives_the_same_tasks_however_many_jobs(made: Made, tmp_path: Path) -> None:
+def test_same_seed_gives_same_tasks_for_any_number_of_jobs(generated: GeneratedSet, tmp_path: Path) -> None:
     async def work(out: Path, jobs: int) -> dict[str, str]:
         async with open_fleet() as fleet:
-            order = Order(out, count=2, seed=9, jobs=jobs, only=("docs", "question"), reruns=1, cache=made.cache)
-            await generate(fleet, [made.source], order, wheels=made.wheels)
+            options = GenerationOptions(
+                out, count=2, seed=9, jobs=jobs, only=("docs", "question"), reruns=1, cache=generated.cache
+            )
+            await generate(fleet, [generated.source], options, wheels=generated.wheels)
         return {path.name: task_digest(path) for path in find_tasks(out)}
 
     one = asyncio.run(work(tmp_path / "one", 1))
@@ -532,12 +536,12 @@ def test_the_same_seed_gives_the_same_tasks_however_many_jobs(made: Made, tmp_pa
     assert asyncio.run(work(tmp_path / "two", 3)) == one
 
 
-def test_candidates_are_a_function_of_the_seed(made: Made) -> None:
+def test_candidates_are_a_function_of_the_seed(generated: GeneratedSet) -> None:
     for name, generator in GENERATORS.items():
         one, two, other = (
             [
                 (each.site, dict(each.states))
-                for each in islice(generator.generate(made.repository, random.Random(seed)), 4)
+                for each in islice(generator.generate(generated.repository, random.Random(seed)), 4)
             ]
             for seed in (1, 1, 2)
         )
@@ -547,39 +551,41 @@ def test_candidates_are_a_function_of_the_seed(made: Made) -> None:
             assert one != other or len(one) < 3, name
 
 
-def test_a_run_that_is_repeated_tries_nothing_again(made: Made) -> None:
-    before = {path.name: task_digest(path) for path in find_tasks(made.out)}
-    journals = {path.name: path.read_text() for path in (made.out / ".generate/journals").iterdir()}
+def test_repeated_run_evaluates_nothing_again(generated: GeneratedSet) -> None:
+    before = {path.name: task_digest(path) for path in find_tasks(generated.out)}
+    journals = {path.name: path.read_text() for path in (generated.out / ".generate/journals").iterdir()}
 
     async def work() -> int:
         async with open_fleet() as fleet:
-            order = Order(made.out, count=len(GENERATORS), seed=3, reruns=1, cache=made.cache)
-            return sum(row.made for row in await generate(fleet, [made.source], order, wheels=made.wheels))
+            options = GenerationOptions(generated.out, count=len(GENERATORS), seed=3, reruns=1, cache=generated.cache)
+            return sum(row.made for row in await generate(fleet, [generated.source], options, wheels=generated.wheels))
 
     assert asyncio.run(work()) == len(GENERATORS)
-    assert {path.name: task_digest(path) for path in find_tasks(made.out)} == before
-    assert {path.name: path.read_text() for path in (made.out / ".generate/journals").iterdir()} == journals
+    assert {path.name: task_digest(path) for path in find_tasks(generated.out)} == before
+    assert {path.name: path.read_text() for path in (generated.out / ".generate/journals").iterdir()} == journals
 
 
-# ------------------------------------------------------------------------------------------------- not paid
+# ------------------------------------------------------------------------------------------------- rewards
 
 
-def scores(made: Made, tries: dict[str, tuple[str, ...]]) -> dict[str, float]:
-    """What commands in a generator's task are paid."""
+def scores_of(generated: GeneratedSet, tries: dict[str, tuple[str, ...]]) -> dict[str, float]:
+    """Return the score of running commands in the task of each generator."""
 
     async def work() -> dict[str, float]:
         found = {}
         async with open_fleet() as fleet:
-            provision = await sealed_base(fleet)
+            host_settings = await prepare_base_image(fleet)
             for generator, lines in tries.items():
-                graded = await attempt(fleet, made.of(generator), commands(*lines), provision=provision)
+                graded = await run_trial(
+                    fleet, generated.of(generator), commands_agent(*lines), host_settings=host_settings
+                )
                 found[generator] = graded.score
         return found
 
     return asyncio.run(work())
 
 
-LOOK_AT_SOURCE = """
+COMPARE_SOURCE_DIGEST = """
 cat > tests/test_more.py <<'END'
 import hashlib, pathlib
 import ledger
@@ -594,11 +600,11 @@ python3 -m pytest -q tests/test_more.py
 """
 
 
-def test_what_only_looks_like_a_solution_is_not_paid(made: Made) -> None:
-    found = scores(
-        made,
+def test_shortcuts_are_not_rewarded(generated: GeneratedSet) -> None:
+    found = scores_of(
+        generated,
         {
-            "testing": (LOOK_AT_SOURCE,),  # fails on wrong code, and on code that means the same
+            "testing": (COMPARE_SOURCE_DIGEST,),  # fails on mutants, and on the equivalent version
             "review": (
                 "python3 - <<'END'\n"
                 "import json, pathlib\n"
@@ -618,9 +624,9 @@ def test_what_only_looks_like_a_solution_is_not_paid(made: Made) -> None:
     assert found["review"] < 0.2
 
 
-def test_a_question_is_answered_by_the_final_message(made: Made) -> None:
-    task = made.of("all-well")
+def test_final_message_answers_a_question(generated: GeneratedSet) -> None:
+    task = generated.of("all-well")
     said = "mkdir -p /logs/agent; echo 'I ran it: it already gives that, nothing to change.' > /logs/agent/final.txt"
-    assert scores(made, {"all-well": (said,)}) == {"all-well": 1.0}
+    assert scores_of(generated, {"all-well": (said,)}) == {"all-well": 1.0}
     assert not task.may_edit
     assert tomllib.loads((task.directory / "task.toml").read_text())["metadata"]["carry"] == ["/logs/agent/final.txt"]

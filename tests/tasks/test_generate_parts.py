@@ -1,4 +1,4 @@
-"""The parts that generators are made of, without pods: sources, edits, operators, names, history, journals."""
+"""The parts of generators without pods: sources, edits, operators, names, git directories, journals, judges."""
 
 import ast
 import io
@@ -14,21 +14,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import InputError
-from etude.tasks.generators import prompts as words
-from etude.tasks.generators.candidate import Draft, Unfit, difference, overlaid
-from etude.tasks.generators.code import Edit, Module, mentions, parse, parses, spliced, without_definitions
-from etude.tasks.generators.compose import merged
-from etude.tasks.generators.failure_report import Evidence, named
-from etude.tasks.generators.generator_run import shares
-from etude.tasks.generators.inside.judges import Seen, digests, judge_answer, judge_findings, judge_scope
+from etude.tasks.generators import prompts
+from etude.tasks.generators.candidate import CandidateRejected, TaskDraft, apply_changes, changes_between
+from etude.tasks.generators.code import (
+    Module,
+    SourceEdit,
+    apply_edits,
+    is_parsable,
+    mentions,
+    parse,
+    remove_definitions,
+)
+from etude.tasks.generators.compose import merge_drafts
+from etude.tasks.generators.failure_report import FailureReport, mentions_any
+from etude.tasks.generators.generator_run import split_by_weight
+from etude.tasks.generators.inside.judges import WorkspaceView, digests, judge_answer, judge_findings, judge_scope
 from etude.tasks.generators.inside.patterns import lines_with
-from etude.tasks.generators.journal import Entry, Journal, yields
-from etude.tasks.generators.migration import AGINGS
-from etude.tasks.generators.neutral_edits import rewordings
+from etude.tasks.generators.journal import Journal, JournalEntry, summarize_journals
+from etude.tasks.generators.migration import LEGACY_REWRITES
+from etude.tasks.generators.neutral_edits import neutral_edits
 from etude.tasks.generators.operators import OPERATORS, mutations
-from etude.tasks.generators.packages import own_metadata, plugins_among
-from etude.tasks.generators.removal import prose_without, without_names
-from etude.tasks.generators.single_commit_repo import sealed_git
+from etude.tasks.generators.packages import own_metadata, pytest_plugins
+from etude.tasks.generators.removal import remove_names, remove_paragraphs
+from etude.tasks.generators.single_commit_repo import single_commit_git_dir
 from etude.tasks.generators.source import make_source, read_source
 
 CODE = b'''"""A module."""
@@ -76,7 +84,7 @@ MINIMAL = {
 # ------------------------------------------------------------------------------------------------- sources
 
 
-def test_a_source_says_what_it_is_without_being_run() -> None:
+def test_source_metadata_is_read_without_running_code() -> None:
     source = make_source(MINIMAL)
     assert (source.name, source.version, source.roots, source.modules) == (
         "small-thing",
@@ -90,7 +98,7 @@ def test_a_source_says_what_it_is_without_being_run() -> None:
     assert source.module_name("small/__init__.py") == "small"
 
 
-def test_what_building_leaves_behind_is_not_taken_along() -> None:
+def test_build_products_are_excluded() -> None:
     leaks = {
         "small/__pycache__/a.pyc": b"x",
         "small.egg-info/SOURCES.txt": b"x",
@@ -104,7 +112,7 @@ def test_what_building_leaves_behind_is_not_taken_along() -> None:
     assert b"description" not in source.files["PKG-INFO"]
 
 
-def test_an_archive_is_read_without_links_and_ways_out(tmp_path: Path) -> None:
+def test_archive_links_and_escaping_paths_are_ignored(tmp_path: Path) -> None:
     archive = tmp_path / "small-2.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         for name, data in {**MINIMAL, "../evil.py": b"x", "/etc/evil.py": b"x"}.items():
@@ -117,7 +125,7 @@ def test_an_archive_is_read_without_links_and_ways_out(tmp_path: Path) -> None:
     assert set(read_source(archive).files) == set(MINIMAL)
 
 
-def test_what_is_no_repository_is_refused_with_a_reason(tmp_path: Path) -> None:
+def test_invalid_repositories_are_rejected_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no test files"):
         make_source({"small/__init__.py": b""})
     with pytest.raises(InputError, match="expected a directory or a source archive"):
@@ -127,17 +135,17 @@ def test_what_is_no_repository_is_refused_with_a_reason(tmp_path: Path) -> None:
         read_source(tmp_path / "bad.zip")
 
 
-def test_the_package_itself_is_a_name_and_a_version_without_code() -> None:
+def test_own_metadata_wheel_contains_no_code() -> None:
     [(name, data)] = own_metadata(make_source(MINIMAL)).items()
     assert name == "small_thing-2-py3-none-any.whl"
     assert all(".dist-info/" in member for member in zipfile.ZipFile(io.BytesIO(data)).namelist())
-    assert plugins_among({name: data}) == ()
+    assert pytest_plugins({name: data}) == ()
 
 
-def test_a_sealed_history_is_one_commit_and_always_the_same(tmp_path: Path) -> None:
+def test_git_directory_has_one_commit_and_is_deterministic(tmp_path: Path) -> None:
     files = {"a.py": b"x = 1\n", 'dir/b "c".txt': b"\0\xff", "run.sh": b"#!/bin/sh\n"}
-    made = sealed_git(files)
-    assert made == sealed_git(files)
+    made = single_commit_git_dir(files)
+    assert made == single_commit_git_dir(files)
     for name, data in {**{f".git/{name}": data for name, data in made.items()}, **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(data)
@@ -157,17 +165,17 @@ def test_a_sealed_history_is_one_commit_and_always_the_same(tmp_path: Path) -> N
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8), st.text("ab", max_size=3)), max_size=6))
-def test_edits_change_what_they_name_and_nothing_else(raw: list[tuple[int, int, str]]) -> None:
+def test_edits_change_only_their_span(raw: list[tuple[int, int, str]]) -> None:
     data = bytes(range(48, 96))
     edits, at = [], 0
     for start, length, text in sorted(raw):
         if start >= at:
-            edits.append(Edit(start, start + length, text))
+            edits.append(SourceEdit(start, start + length, text))
             at = start + length
     expected = data
     for edit in reversed(edits):
         expected = expected[: edit.start] + edit.text.encode() + expected[edit.end :]
-    assert spliced(data, edits) == expected
+    assert apply_edits(data, edits) == expected
 
 
 EVERYTHING = (
@@ -185,63 +193,63 @@ def everything(names, table, one, two, flag=False):
 )
 
 
-def test_every_operator_makes_other_code_that_parses() -> None:
+def test_every_operator_gives_different_code_that_parses() -> None:
     module = Module("box.py", EVERYTHING)
     found = [mutation for function in module.functions for mutation in mutations(function)]
     assert {mutation.operator for mutation in found} == set(OPERATORS)
     for mutation in found:
-        changed = spliced(EVERYTHING, [mutation.edit])
-        assert parses(changed), mutation
+        changed = apply_edits(EVERYTHING, [mutation.edit])
+        assert is_parsable(changed), mutation
         assert ast.dump(ast.parse(changed)) != ast.dump(module.tree), mutation
         assert mutation.function.lines[0] <= mutation.line <= mutation.function.lines[-1]
 
 
-def test_a_planted_change_leaves_no_trace_of_the_tool() -> None:
+def test_mutations_leave_no_trace_of_the_tool() -> None:
     module = Module("box.py", CODE)
     for function in module.functions:
         for mutation in mutations(function):
-            assert b"False and" not in spliced(CODE, [mutation.edit]), mutation
+            assert b"False and" not in apply_edits(CODE, [mutation.edit]), mutation
             assert mutation.edit.text.strip() != "pass", mutation
 
 
-def test_harmless_changes_mean_the_same() -> None:
+def test_neutral_edits_preserve_behaviour() -> None:
     module = Module("box.py", CODE)
     for function in module.functions:
-        for rewording in rewordings(function, random.Random(1)):
+        for neutral_edit in neutral_edits(function, random.Random(1)):
             names: dict[str, object] = {}
-            exec(compile(spliced(CODE, rewording.edits), "box.py", "exec"), names)
+            exec(compile(apply_edits(CODE, neutral_edit.edits), "box.py", "exec"), names)
             early, box = names["early"], names["Box"]
             assert early([1, None, 2, 3, 4]) == [1, 2]  # type: ignore[operator]
             assert early([]) is None  # type: ignore[operator]
             assert (box(5).half(), box(5) == box(5), box(5) == 5) == (2, True, False)  # type: ignore[operator]
 
 
-def test_definitions_go_with_their_decorators_and_leave_no_empty_body() -> None:
+def test_definitions_are_removed_with_decorators_and_leave_no_empty_body() -> None:
     text = b"import x\n\n\n@x.y\n@x.z(1)\ndef a():\n    pass\n\n\n"
     text += b"class B:\n    def c(self): ...\n\n    def d(self): ...\n\n\nE = 1\n"
-    assert without_definitions(text, "m.py", {"a"}) == text.replace(b"@x.y\n@x.z(1)\ndef a():\n    pass\n\n\n", b"")
-    emptied = without_definitions(text, "m.py", {"B.c", "B.d"})
-    assert parses(emptied)
+    assert remove_definitions(text, "m.py", {"a"}) == text.replace(b"@x.y\n@x.z(1)\ndef a():\n    pass\n\n\n", b"")
+    emptied = remove_definitions(text, "m.py", {"B.c", "B.d"})
+    assert is_parsable(emptied)
     assert b"def c" not in emptied
     assert b"def d" not in emptied
 
 
-def test_a_name_goes_out_of_imports_lists_and_tables() -> None:
+def test_names_are_removed_from_imports_lists_and_tables() -> None:
     text = (
         b"from .a import one, two\nfrom .b import (\n    three,\n    four,\n)\n\n"
         b'__all__ = [\n    "one",\n    "two",\n    "three",\n]\nTABLE = {\n    "1": one,\n    "2": two,\n}\n'
     )
-    after = without_names("m.py", text, {"one", "three"})
-    assert parses(after)
+    after = remove_names("m.py", text, {"one", "three"})
+    assert is_parsable(after)
     assert "one" not in parse("m.py", after).names
     assert b'"three"' not in after
     assert b'"2": two' in after
     assert b"four" in after
 
 
-def test_prose_loses_the_paragraphs_that_have_the_name() -> None:
+def test_paragraphs_that_mention_the_name_are_removed() -> None:
     text = "Intro\n\n.. autofunction:: gone\n\n   Indented.\n\n.. autofunction:: kept\n\nThe gone_too stays.\n"
-    after = prose_without(text, {"gone"})
+    after = remove_paragraphs(text, {"gone"})
     assert "autofunction:: gone" not in after
     assert "Indented" not in after
     assert "kept" in after
@@ -256,57 +264,57 @@ OLD = (
 )
 
 
-@pytest.mark.parametrize("family", sorted(AGINGS))
-def test_what_a_migration_makes_old_the_verifier_finds(family: str) -> None:
+@pytest.mark.parametrize("family", sorted(LEGACY_REWRITES))
+def test_verifier_finds_every_legacy_rewrite(family: str) -> None:
     module = Module("m.py", OLD)
-    aged = spliced(OLD, list(AGINGS[family](module)))
-    assert parses(aged)
+    legacy = apply_edits(OLD, list(LEGACY_REWRITES[family](module)))
+    assert is_parsable(legacy)
     assert lines_with(family, OLD) == []
-    assert lines_with(family, aged)
+    assert lines_with(family, legacy)
 
 
-# ------------------------------------------------------------------------------------------------- words
+# ------------------------------------------------------------------------------------------------- requests
 
 
-def test_a_place_is_named_by_its_words_too() -> None:
-    assert named("it fails in format_bar()", ["format_bar"])
-    assert named("Something is off with format bar", ["_format_bar"])
-    assert not named("reformat_bars is fine", ["format_bar"])
+def test_forbidden_words_match_as_separate_words_too() -> None:
+    assert mentions_any("it fails in format_bar()", ["format_bar"])
+    assert mentions_any("Something is off with format bar", ["_format_bar"])
+    assert not mentions_any("reformat_bars is fine", ["format_bar"])
     assert mentions("see core.py:12", "core.py")
     assert not mentions("see test_core.py:12", "core.py")
 
 
-def test_requests_are_terse_and_say_what_was_seen() -> None:
-    seen = Evidence(
+def test_requests_are_short_and_contain_the_expected_value() -> None:
+    report = FailureReport(
         test="tests/test_x.py::test_add_up",
         log="E   assert 3 == 4",
         error="",
         call="add(1, 2)",
-        wanted="4",
-        got="3",
-        sides=("3", "4"),
+        expected="4",
+        actual="3",
+        compared=("3", "4"),
         not_raised="",
         snippet="from x import add\n\nassert add(1, 2) == 4",
-        closed=True,
+        self_contained=True,
     )
     for seed in range(20):
         rng = random.Random(seed)
         for text in (
-            words.symptom(rng, seen),
-            words.imperative(rng, seen),
-            words.issue(rng, seen),
-            words.log(rng, [seen]),
+            prompts.symptom(rng, report),
+            prompts.imperative(rng, report),
+            prompts.issue(rng, report),
+            prompts.log(rng, [report]),
         ):
             assert text
             assert len(text) < 300
             assert "4" in text
-    assert "`` `x` ``".replace(" ", "") == words.quoted("`x`").replace(" ", "")
+    assert "`` `x` ``".replace(" ", "") == prompts.quoted("`x`").replace(" ", "")
 
 
 # ------------------------------------------------------------------------------------------------- tasks
 
 
-def draft(name: str, **given: object) -> Draft:
+def draft(name: str, **given: object) -> TaskDraft:
     values: dict[str, object] = {
         "category": name,
         "family": "f",
@@ -315,56 +323,56 @@ def draft(name: str, **given: object) -> Draft:
         "difficulty": 2,
     }
     values |= {"workspace": {}, "solved": {}, "checks": ()}
-    return Draft(**{**values, **given})  # type: ignore[arg-type]
+    return TaskDraft(**{**values, **given})  # type: ignore[arg-type]
 
 
-def test_composed_parts_must_not_meet() -> None:
-    one = draft("docs", workspace={"a.py": b"1"}, solved={"a.py": b"0"})
-    two = draft("debugging", workspace={"b.py": b"1"}, solved={"b.py": b"0"}, secret=("hidden",))
-    both = merged(["docs", "debugging"], [one, two], random.Random(0))
-    assert set(both.solved) == {"a.py", "b.py"}
-    assert both.secret == ("hidden",)
+def test_composed_parts_must_not_overlap() -> None:
+    one = draft("docs", workspace={"a.py": b"1"}, solution={"a.py": b"0"})
+    two = draft("debugging", workspace={"b.py": b"1"}, solution={"b.py": b"0"}, forbidden_words=("hidden",))
+    both = merge_drafts(["docs", "debugging"], [one, two], random.Random(0))
+    assert set(both.solution) == {"a.py", "b.py"}
+    assert both.forbidden_words == ("hidden",)
     assert "Do docs." in both.request
     assert "Do debugging." in both.request
-    with pytest.raises(Unfit, match="overlap"):
-        merged(["docs", "debugging"], [one, draft("debugging", workspace={"a.py": b"2"})], random.Random(0))
-    with pytest.raises(Unfit, match="alike"):
-        merged(["docs", "docs"], [one, draft("docs")], random.Random(0))
+    with pytest.raises(CandidateRejected, match="overlap"):
+        merge_drafts(["docs", "debugging"], [one, draft("debugging", workspace={"a.py": b"2"})], random.Random(0))
+    with pytest.raises(CandidateRejected, match="alike"):
+        merge_drafts(["docs", "docs"], [one, draft("docs")], random.Random(0))
 
 
 @given(
     st.dictionaries(st.sampled_from("abc"), st.binary(max_size=2)),
     st.dictionaries(st.sampled_from("abc"), st.binary(max_size=2)),
 )
-def test_a_difference_makes_one_of_the_other(before: dict[str, bytes], after: dict[str, bytes]) -> None:
-    assert overlaid(before, difference(before, after)) == after
+def test_changes_between_turn_one_into_the_other(before: dict[str, bytes], after: dict[str, bytes]) -> None:
+    assert apply_changes(before, changes_between(before, after)) == after
 
 
 @given(st.integers(0, 300), st.lists(st.floats(0.1, 3.0), min_size=1, max_size=30))
-def test_shares_add_up_and_leave_nobody_out(count: int, weights: list[float]) -> None:
-    found = shares(count, weights)
+def test_split_by_weight_sums_up_and_leaves_no_part_empty(count: int, weights: list[float]) -> None:
+    found = split_by_weight(count, weights)
     assert sum(found) == count
     assert min(found) >= (1 if count >= len(weights) else 0)
 
 
-def test_a_journal_survives_a_line_that_was_cut(tmp_path: Path) -> None:
-    path = tmp_path / "lane.jsonl"
+def test_journal_ignores_an_incomplete_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
     journal = Journal.open(path, "docs")
     for number in range(3):
-        journal.add(Entry(f"s{number}", "f", "t" if number else "", "" if number else "survives", "", 1.0, 2.0))
+        journal.add(JournalEntry(f"s{number}", "f", "t" if number else "", "" if number else "survives", "", 1.0, 2.0))
     path.write_text(path.read_text() + '{"site": "s3", "fam')
     again = Journal.open(path, "docs")
     assert set(again.entries) == {"s0", "s1", "s2"}
-    again.add(Entry("s3", "f", "", "overlap", "", 1.0, 2.0))
+    again.add(JournalEntry("s3", "f", "", "overlap", "", 1.0, 2.0))
     assert len(Journal.open(path, "docs").entries) == 4
-    [row] = yields([again])
+    [row] = summarize_journals([again])
     assert (row.tried, row.made, row.reasons, row.pod_seconds) == (4, 2, {"survives": 1, "overlap": 1}, 8.0)
 
 
-# ------------------------------------------------------------------------------------------------- judging
+# ------------------------------------------------------------------------------------------------- judges
 
 
-def test_findings_are_paid_by_precision_and_recall(tmp_path: Path) -> None:
+def test_findings_are_scored_by_precision_and_recall(tmp_path: Path) -> None:
     wanted = {
         "file": "review.json",
         "planted": [{"file": "a.py", "first": 10, "last": 10}, {"file": "b.py", "first": 5, "last": 6}],
@@ -372,7 +380,7 @@ def test_findings_are_paid_by_precision_and_recall(tmp_path: Path) -> None:
 
     def score(found: object) -> float:
         (tmp_path / "review.json").write_text(json.dumps(found))
-        return judge_findings(Seen(str(tmp_path), {}), wanted, {})[0]
+        return judge_findings(WorkspaceView(str(tmp_path), {}), wanted, {})[0]
 
     right = [{"file": "a.py", "line": 12}, {"file": "./b.py", "line": 4}]
     assert score(right) == 1.0
@@ -384,13 +392,13 @@ def test_findings_are_paid_by_precision_and_recall(tmp_path: Path) -> None:
     assert score("nonsense") == 0.0
 
 
-def test_answers_are_read_as_people_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_normalized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final = tmp_path / "final.txt"
     monkeypatch.setattr("etude.tasks.generators.inside.judges.FINAL", str(final))
 
     def score(text: str, wanted: dict[str, object]) -> float:
         final.write_text(text)
-        return judge_answer(Seen(str(tmp_path), {}), wanted, {})[0]
+        return judge_answer(WorkspaceView(str(tmp_path), {}), wanted, {})[0]
 
     value: dict[str, object] = {"accepted": ["'utf-8'", "utf-8"]}
     for text in ("'utf-8'", "`utf-8`.", "The default is utf-8.", "I looked it up in the source.\n\nutf-8\n"):
@@ -399,13 +407,13 @@ def test_answers_are_read_as_people_write_them(tmp_path: Path, monkeypatch: pyte
         assert score(text, value) == 0.0, text
 
 
-def test_nothing_outside_of_what_is_allowed_may_change(tmp_path: Path) -> None:
+def test_only_allowed_files_may_change(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("1")
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/x.md").write_text("1")
     wanted = {"digests": digests(str(tmp_path)), "allowed": ["docs/*"]}
     (tmp_path / "docs/x.md").write_text("2")
     (tmp_path / "docs/y.md").write_text("2")
-    assert judge_scope(Seen(str(tmp_path), digests(str(tmp_path))), wanted, {})[0] == 1.0
+    assert judge_scope(WorkspaceView(str(tmp_path), digests(str(tmp_path))), wanted, {})[0] == 1.0
     (tmp_path / "b.py").write_text("2")
-    assert judge_scope(Seen(str(tmp_path), digests(str(tmp_path))), wanted, {})[0] == 0.0
+    assert judge_scope(WorkspaceView(str(tmp_path), digests(str(tmp_path))), wanted, {})[0] == 0.0

@@ -1,4 +1,4 @@
-"""On real repositories: eighty proven tasks over all categories within half an hour on two cores."""
+"""On real repositories: eighty validated tasks over all categories within half an hour on two cores."""
 
 import asyncio
 import subprocess
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from etude.pods import open_fleet
-from etude.tasks.generators.cli import show_yields
-from etude.tasks.generators.generator_run import Order, generate
-from etude.tasks.generators.journal import Yield
+from etude.tasks.generators.cli import print_yields
+from etude.tasks.generators.generator_run import GenerationOptions, generate
+from etude.tasks.generators.journal import GeneratorYield
 from etude.tasks.harbor import find_tasks
 
 NAMES = ("click", "marshmallow")
@@ -21,26 +21,28 @@ CATEGORIES = {"debugging", "feature", "refactor", "docs", "testing", "review", "
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Source archives from the package index, if there is one to be reached."""
-    place = tmp_path_factory.mktemp("archives")
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(place)]
+    """Download source archives from the package index; skip if it cannot be reached."""
+    directory = tmp_path_factory.mktemp("archives")
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(directory)]
     for name in NAMES:
         done = subprocess.run([*command, "--no-binary", name, name], capture_output=True, text=True, check=False)
         if done.returncode:
             pytest.skip(f"pip cannot fetch {name}: {done.stderr[-200:]}")
-    return sorted(place.iterdir())
+    return sorted(directory.iterdir())
 
 
 @pytest.mark.slow
-def test_two_repositories_give_eighty_proven_tasks_of_all_kinds(archives: list[Path], tmp_path: Path) -> None:
-    async def work() -> list[Yield]:
+def test_two_repositories_give_eighty_validated_tasks_of_all_categories(archives: list[Path], tmp_path: Path) -> None:
+    async def work() -> list[GeneratorYield]:
         async with open_fleet() as fleet:
-            return await generate(fleet, archives, Order(tmp_path / "out", count=80, jobs=2, cache=tmp_path / "cache"))
+            return await generate(
+                fleet, archives, GenerationOptions(tmp_path / "out", count=80, jobs=2, cache=tmp_path / "cache")
+            )
 
     started = time.monotonic()
     rows = asyncio.run(work())
     seconds = time.monotonic() - started
-    show_yields(rows)
+    print_yields(rows)
     tasks = [tomllib.loads((path / "task.toml").read_text())["metadata"] for path in find_tasks(tmp_path / "out")]
     assert len(tasks) >= 80
     assert {task["category"] for task in tasks} == CATEGORIES

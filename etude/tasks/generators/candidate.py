@@ -1,9 +1,9 @@
-"""What a generator makes, in two steps: a candidate says what to try in a pod, and makes a draft of what came of it.
+"""Candidates and drafts: a candidate lists the workspace states to execute in pods and builds a draft from the results.
 
     @generator("debugging", "debugging")
-    def debugging(repository, rng) -> Iterator[Candidate]: ...
+    def debugging(repository, rng) -> Iterator[TaskCandidate]: ...
 
-A draft is a task before it is files: the workspace, what solves it, what is asked, and the checks that grade it.
+A draft is a task before it is written to files: workspace, solution, request and verifier checks.
 """
 
 import random
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.tasks.generators.executor import Changes, Trial
+from etude.tasks.generators.executor import Changes, ExecutionResult
 from etude.tasks.generators.repository import Repository
 from etude.tasks.task import Category
 
 
-class Unfit(Exception):
-    """A candidate that makes no task; the reason is a short code that tables count."""
+class CandidateRejected(Exception):
+    """Raised when a candidate yields no task; `reason` is a short code that the journals count."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -25,25 +25,25 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True)
-class State:
-    """A changed workspace, and what to run in it: tests, or a command.
+class WorkspaceState:
+    """A changed workspace and the tests or the command to run in it.
 
-    Where a state `breaks`, nothing more is tried when all its tests pass.
+    With `expect_failure`, the candidate is rejected when all these tests pass.
     """
 
     changes: Changes
     tests: tuple[str, ...] = ()
     command: str = ""
-    breaks: bool = False
+    expect_failure: bool = False
 
-    def survived(self, trial: Trial) -> bool:
-        """Whether a change that should break something broke nothing."""
-        return self.breaks and trial.complete and all(trial.status(test) == "passed" for test in self.tests)
+    def survived(self, result: ExecutionResult) -> bool:
+        """Return whether all tests passed although the change was expected to make one fail."""
+        return self.expect_failure and result.complete and all(result.status(test) == "passed" for test in self.tests)
 
 
 @dataclass(frozen=True)
-class Check:
-    """One thing that a verifier looks at. `run` is known to the tested code, `expected` never is."""
+class VerifierCheck:
+    """One check of a verifier. The tested code may see `run`, never `expected`."""
 
     kind: str
     run: Mapping[str, Any] = field(default_factory=dict)
@@ -51,82 +51,84 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A task before it is files."""
+class TaskDraft:
+    """A task before it is written to files."""
 
     category: Category
     family: str  # the operator, or the kind of change
-    register: str  # how the request is put
+    register: str  # style of the request: symptom, issue, imperative, log, ...
     request: str
-    difficulty: int  # 1 to 5, by what it takes to find and to change
-    workspace: Changes  # over the repository's files: what the agent finds
-    solved: Changes  # over the workspace: what solves it
-    checks: tuple[Check, ...]
-    suite: Mapping[str, bytes] = field(default_factory=dict)  # put into the workspace before grading
-    hidden: Mapping[str, bytes] = field(default_factory=dict)  # other files of the verifier
+    difficulty: int  # 1 to 5, estimated from the effort to find and to make the change
+    workspace: Changes  # relative to the repository's files; what the agent finds
+    solution: Changes  # relative to the workspace
+    checks: tuple[VerifierCheck, ...]
+    suite: Mapping[str, bytes] = field(default_factory=dict)  # copied into the workspace before verification
+    verifier_data: Mapping[str, bytes] = field(default_factory=dict)  # other files of the verifier
     protected: tuple[str, ...] = ()
     may_edit: bool = True
-    answer: str = ""  # the final message that is right
-    head: Changes | None = None  # what the commit holds, where it is not the workspace
-    secret: tuple[str, ...] = ()  # words that the request must not have: the site's names
-    facts: Mapping[str, Any] = field(default_factory=dict)  # into metadata
+    answer: str = ""  # a correct final message
+    committed: Changes | None = None  # contents of the commit, where they differ from the workspace
+    forbidden_words: tuple[str, ...] = ()  # names of the site, which the request must not mention
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # further entries of the [metadata] table
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A task that may come to be. `site` is what no two tasks of a set share."""
+class TaskCandidate:
+    """A possible task. No two tasks of a set share a `site`."""
 
     site: str
     family: str
-    states: Mapping[str, State]
-    finish: Callable[[Mapping[str, Trial]], Draft]  # raises Unfit
+    states: Mapping[str, WorkspaceState]
+    finish: Callable[[Mapping[str, ExecutionResult]], TaskDraft]  # raises CandidateRejected
 
 
-Generate = Callable[[Repository, random.Random], Iterator[Candidate]]
+GenerateFunction = Callable[[Repository, random.Random], Iterator[TaskCandidate]]
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A source of candidates. `weight` is its share of a set; `most` what one family may have of its tasks."""
+    """A registered generator. `weight` is its share of a task set, `max_family_share` limits each of its families."""
 
     name: str
     category: Category
-    generate: Generate
+    generate: GenerateFunction
     weight: float = 1.0
-    most: float = 0.34
+    max_family_share: float = 0.34
 
 
 GENERATORS: dict[str, Generator] = {}
 
 
-def generator(name: str, category: Category, weight: float = 1.0, most: float = 0.34) -> Callable[[Generate], Generate]:
+def generator(
+    name: str, category: Category, weight: float = 1.0, max_family_share: float = 0.34
+) -> Callable[[GenerateFunction], GenerateFunction]:
     """Register a function as a generator."""
 
-    def register(function: Generate) -> Generate:
-        GENERATORS[name] = Generator(name, category, function, weight, most)
+    def register(function: GenerateFunction) -> GenerateFunction:
+        GENERATORS[name] = Generator(name, category, function, weight, max_family_share)
         return function
 
     return register
 
 
-def overlaid(files: Mapping[str, bytes], *layers: Changes) -> dict[str, bytes]:
-    """Files with changes made to them, one after the other."""
-    found = dict(files)
+def apply_changes(files: Mapping[str, bytes], *layers: Changes) -> dict[str, bytes]:
+    """Return the files after applying each layer of changes in order."""
+    files_after = dict(files)
     for changes in layers:
         for path, data in changes.items():
             if data is None:
-                found.pop(path, None)
+                files_after.pop(path, None)
             else:
-                found[path] = data
-    return found
+                files_after[path] = data
+    return files_after
 
 
-def difference(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> dict[str, bytes | None]:
-    """The changes that make `after` of `before`."""
+def changes_between(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> dict[str, bytes | None]:
+    """Return the changes that turn `before` into `after`."""
     changed: dict[str, bytes | None] = {path: data for path, data in after.items() if before.get(path) != data}
     return {**changed, **{path: None for path in before if path not in after}}
 
 
-def back(repository: Repository, workspace: Changes) -> dict[str, bytes | None]:
-    """What undoes a change of the repository's product; tests stay as the workspace has them."""
+def revert_changes(repository: Repository, workspace: Changes) -> dict[str, bytes | None]:
+    """Return the changes that restore the original non-test files; tests stay as they are in the workspace."""
     return {path: repository.files.get(path) for path in workspace if not repository.source.is_test_path(path)}

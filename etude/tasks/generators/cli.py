@@ -16,7 +16,7 @@ from rich.table import Table
 from etude.errors import Interrupted
 
 if TYPE_CHECKING:
-    from etude.tasks.generators.journal import Yield
+    from etude.tasks.generators.journal import GeneratorYield
 
 EPILOG = (
     "Examples:\n\n  pip download --no-deps --no-binary :all: attrs click\n\n"
@@ -31,57 +31,58 @@ def generate(
             metavar="SOURCE...", help="Python repositories: source archives or directories.", show_default=False
         ),
     ],
-    out: Annotated[
-        Path, typer.Option(help="Directory of the tasks; an earlier run in it goes on.", show_default=False)
-    ],
-    count: Annotated[int, typer.Option(min=1, help="Tasks to make.")] = 50,
+    out: Annotated[Path, typer.Option(help="Output directory; an earlier run in it is resumed.", show_default=False)],
+    count: Annotated[int, typer.Option(min=1, help="Number of tasks to generate.")] = 50,
     seed: Annotated[int, typer.Option(help="The same seed gives the same tasks.")] = 0,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Pods at once.")] = 2,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Number of concurrent candidates.")] = 2,
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="GENERATOR", help="Only these generators; repeatable.")
     ] = None,
     extra: Annotated[
-        list[str] | None, typer.Option("--with", metavar="PACKAGE", help="A package the tests need; repeatable.")
+        list[str] | None,
+        typer.Option("--with", metavar="PACKAGE", help="Additional package the tests need; repeatable."),
     ] = None,
     wheels: Annotated[
-        Path | None, typer.Option(help="Take packages from wheels in this directory only.", show_default=False)
+        Path | None, typer.Option(help="Install packages only from the wheels in this directory.", show_default=False)
     ] = None,
     state: Annotated[
         Path | None,
-        typer.Option(help="Where pods live; $ETUDE_PODS or one in your home if not given.", show_default=False),
+        typer.Option(
+            help="State directory of pods; default: $ETUDE_PODS, else one in the home directory.", show_default=False
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Make validated tasks of all categories out of Python repositories with tests."""
+    """Generate validated tasks of all categories from Python repositories that have tests."""
     from etude.pods.fleet import open_fleet
     from etude.system.progress import progress_line
-    from etude.tasks.generators.generator_run import Order
+    from etude.tasks.generators.generator_run import GenerationOptions
     from etude.tasks.generators.generator_run import generate as run
 
-    order = Order(out=out, count=count, seed=seed, jobs=jobs, only=tuple(only or ()))
+    options = GenerationOptions(out=out, count=count, seed=seed, jobs=jobs, only=tuple(only or ()))
 
-    async def work() -> list[Yield]:
+    async def work() -> list[GeneratorYield]:
         async with open_fleet(state=state) as fleet:
             with progress_line("generate") as show:
-                return await run(fleet, sources, order, extra=tuple(extra or ()), wheels=wheels, note=show)
+                return await run(fleet, sources, options, extra=tuple(extra or ()), wheels=wheels, progress=show)
 
     try:
         rows = asyncio.run(work())
     except KeyboardInterrupt:
-        raise Interrupted("interrupted; the same command goes on where it was") from None
+        raise Interrupted("interrupted; run the same command again to resume") from None
     if as_json:
         print(json.dumps([asdict(row) for row in rows]))
         return
-    show_yields(rows)
+    print_yields(rows)
     made = sum(row.made for row in rows)
-    print(f"{out}: {made} tasks" + ("" if made >= count else f", {count} were asked for"), file=sys.stderr)
+    print(f"{out}: {made} tasks" + ("" if made >= count else f", {count} were requested"), file=sys.stderr)
 
 
-def show_yields(rows: list[Yield]) -> None:
-    """What each generator gave, and why the rest was not used."""
+def print_yields(rows: list[GeneratorYield]) -> None:
+    """Print the yield of each generator and the reasons for rejected candidates."""
     table = Table(box=None, header_style="bold")
-    for column in ("generator", "tried", "tasks", "pod s/task", "not used because"):
-        table.add_column(column, justify="left" if column in ("generator", "not used because") else "right")
+    for column in ("generator", "tried", "tasks", "pod s/task", "rejected because"):
+        table.add_column(column, justify="left" if column in ("generator", "rejected because") else "right")
     for row in rows:
         why = ", ".join(f"{reason} {count}" for reason, count in row.reasons.items())
         each = f"{row.pod_seconds / row.made:.1f}" if row.made else "-"
@@ -92,5 +93,5 @@ def show_yields(rows: list[Yield]) -> None:
 
 
 def mount(app: typer.Typer) -> None:
-    """Add the verb to `etude tasks`."""
+    """Add the `generate` command to `etude tasks`."""
     app.command("generate", epilog=EPILOG)(generate)

@@ -1,6 +1,6 @@
-"""Python text and its tree together: where things stand in a file, and edits that touch nothing else.
+"""Python source text with its syntax tree, and text edits that leave everything else unchanged.
 
-Trees come from `ast`; changes are made to the text itself, by offsets, so that comments and layout stay as they were.
+Trees come from `ast`; edits are made to the text by byte offsets, so that comments and layout are preserved.
 """
 
 import ast
@@ -17,28 +17,28 @@ Definition = FunctionNode | ast.ClassDef
 
 
 @dataclass(frozen=True)
-class Edit:
-    """Bytes `start` to `end` of a file become `text`."""
+class SourceEdit:
+    """Replace bytes `start` to `end` of a file by `text`."""
 
     start: int
     end: int
     text: str
 
 
-def spliced(data: bytes, edits: Sequence[Edit]) -> bytes:
-    """A file with edits made; they must not overlap."""
-    parts, at = [], 0
+def apply_edits(data: bytes, edits: Sequence[SourceEdit]) -> bytes:
+    """Return a file with the edits applied; they must not overlap."""
+    parts, position = [], 0
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
-        if edit.start < at:
+        if edit.start < position:
             raise ValueError(f"edits overlap at byte {edit.start}")
-        parts += [data[at : edit.start], edit.text.encode()]
-        at = edit.end
-    return b"".join([*parts, data[at:]])
+        parts += [data[position : edit.start], edit.text.encode()]
+        position = edit.end
+    return b"".join([*parts, data[position:]])
 
 
 @dataclass(frozen=True)
-class Function:
-    """A function or method. `owner` is the chain of classes and functions around it."""
+class PythonFunction:
+    """A function or method. `owner` holds the names of the enclosing classes and functions."""
 
     module: "Module"
     node: FunctionNode
@@ -58,12 +58,12 @@ class Function:
 
     @property
     def body(self) -> list[ast.stmt]:
-        """Its statements without the docstring."""
+        """The statements without the docstring."""
         return self.node.body[1:] if docstring_node(self.node) is not None else self.node.body
 
     @property
     def lines(self) -> range:
-        """From its first decorator to its end."""
+        """The lines from the first decorator to the end."""
         return span_lines(self.node)
 
     @property
@@ -71,33 +71,33 @@ class Function:
         return range(self.body[0].lineno, (self.node.end_lineno or 0) + 1) if self.body else range(0)
 
 
-def tree_of(source: str | bytes, path: str = "<unknown>") -> ast.Module:
-    """`ast.parse`, by one thread at a time: before Python 3.13 it counts its depth for all threads together, and raises
-    SystemError when two of them are at it."""
-    with _PARSING:
+def parse_tree(source: str | bytes, path: str = "<unknown>") -> ast.Module:
+    """Call `ast.parse` under a lock: before Python 3.13 its recursion counter is shared by all threads, and concurrent
+    calls raise SystemError."""
+    with _PARSE_LOCK:
         return ast.parse(source, path)
 
 
-_PARSING = threading.Lock()
+_PARSE_LOCK = threading.Lock()
 
 
 class Module:
-    """One Python file: text, tree, and the way between them."""
+    """One Python file: text, tree, and the mapping between them."""
 
     def __init__(self, path: str, data: bytes) -> None:
         self.path, self.data = path, data
-        self.tree = tree_of(data, path)
+        self.tree = parse_tree(data, path)
 
     @cached_property
-    def starts(self) -> list[int]:
-        """Where each line begins, in bytes; the first is not used, so that lines count from 1."""
+    def line_offsets(self) -> list[int]:
+        """The byte offset of each line; entry 0 is unused, because lines count from 1."""
         found = [0, 0]
         for line in self.data.splitlines(keepends=True):
             found.append(found[-1] + len(line))
         return found
 
     def offset(self, line: int, column: int) -> int:
-        return self.starts[line] + column
+        return self.line_offsets[line] + column
 
     def span(self, node: ast.expr | ast.stmt | ast.excepthandler | ast.arg | ast.keyword) -> tuple[int, int]:
         assert node.end_lineno is not None
@@ -109,20 +109,24 @@ class Module:
         return self.data[start:end].decode()
 
     def line_span(self, first: int, last: int) -> tuple[int, int]:
-        """Whole lines, with their ends."""
-        end = self.starts[last + 1] if last + 1 < len(self.starts) else len(self.data)
-        return self.starts[first], end
+        """Return the byte span of whole lines, newlines included."""
+        end = self.line_offsets[last + 1] if last + 1 < len(self.line_offsets) else len(self.data)
+        return self.line_offsets[first], end
 
-    def replace(self, node: ast.expr | ast.stmt, text: str) -> Edit:
-        return Edit(*self.span(node), text)
+    def replace(self, node: ast.expr | ast.stmt, text: str) -> SourceEdit:
+        return SourceEdit(*self.span(node), text)
 
     @cached_property
     def lines(self) -> list[str]:
         return self.data.decode("utf-8", "replace").split("\n")  # as Python counts them
 
     @cached_property
-    def functions(self) -> list[Function]:
-        return [Function(self, node, owner) for node, owner in definitions(self.tree) if isinstance(node, FunctionNode)]
+    def functions(self) -> list[PythonFunction]:
+        return [
+            PythonFunction(self, node, owner)
+            for node, owner in definitions(self.tree)
+            if isinstance(node, FunctionNode)
+        ]
 
     @cached_property
     def classes(self) -> list[tuple[ast.ClassDef, tuple[str, ...]]]:
@@ -130,7 +134,7 @@ class Module:
 
     @cached_property
     def names(self) -> Mapping[str, int]:
-        """Every name token of the file with the number of times it occurs; keywords too."""
+        """The number of occurrences of every name token, keywords included."""
         found: dict[str, int] = {}
         for token in self.tokens:
             if token.type == tokenize.NAME:
@@ -144,16 +148,16 @@ class Module:
         except (tokenize.TokenError, SyntaxError):
             return []
 
-    def removal(self, node: Definition) -> Edit:
-        """Take a definition out with its decorators; a body that would be empty gets `pass`."""
+    def removal_edit(self, node: Definition) -> SourceEdit:
+        """Return the edit that removes a definition with its decorators, leaving `pass` in an otherwise empty body."""
         first = node.decorator_list[0].lineno if node.decorator_list else node.lineno
         start, end = self.line_span(first, node.end_lineno or node.lineno)
-        if len(self.body_around(node)) == 1:
-            return Edit(start, end, " " * node.col_offset + "pass\n")
-        return Edit(start, self._over_blank_lines(end), "")
+        if len(self.enclosing_body(node)) == 1:
+            return SourceEdit(start, end, " " * node.col_offset + "pass\n")
+        return SourceEdit(start, self._skip_blank_lines(end), "")
 
-    def body_around(self, node: ast.stmt) -> list[ast.stmt]:
-        """The statements among which a statement stands."""
+    def enclosing_body(self, node: ast.stmt) -> list[ast.stmt]:
+        """Return the statement list that contains a statement."""
         return self._bodies.get(id(node), [])
 
     @cached_property
@@ -166,29 +170,29 @@ class Module:
                     found |= dict.fromkeys(map(id, body), body)
         return found
 
-    def _over_blank_lines(self, at: int) -> int:
-        while (found := re.match(rb"[ \t]*\r?\n", self.data[at:])) is not None:
-            at += found.end()
-        return at
+    def _skip_blank_lines(self, position: int) -> int:
+        while (found := re.match(rb"[ \t]*\r?\n", self.data[position:])) is not None:
+            position += found.end()
+        return position
 
 
 @lru_cache(maxsize=512)
 def parse(path: str, data: bytes) -> Module:
-    """A file as a module; SyntaxError if it is none."""
+    """Parse a file; raise SyntaxError if it is not Python."""
     return Module(path, data)
 
 
-def parses(data: bytes) -> bool:
-    """Whether a file is Python that can be edited here: in UTF-8, and of this version's syntax."""
+def is_parsable(data: bytes) -> bool:
+    """Return whether a file is UTF-8 and valid syntax for the running Python version."""
     try:
-        tree_of(data.decode())
+        parse_tree(data.decode())
     except (SyntaxError, ValueError):
         return False
     return True
 
 
 def definitions(tree: ast.AST, owner: tuple[str, ...] = ()) -> Iterator[tuple[Definition, tuple[str, ...]]]:
-    """Functions and classes at any depth, in order, with the names around them."""
+    """Yield functions and classes at any depth, in order, with the names of the enclosing ones."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Definition):
             yield node, owner
@@ -210,19 +214,19 @@ def docstring_node(node: ast.AST) -> ast.Expr | None:
 
 
 def parameters(node: FunctionNode) -> list[str]:
-    """The names that a caller can give, without self and cls."""
+    """Return the parameter names without self and cls."""
     given = node.args
     names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     return [name for name in names if name not in ("self", "cls")]
 
 
 def mentions(text: str, name: str) -> bool:
-    """Whether a text has a name as a word of its own."""
+    """Return whether a text contains a name as a whole word."""
     return re.search(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])", text) is not None
 
 
-def inside_fstring(tree: ast.AST) -> set[int]:
-    """Ids of the nodes within f-strings, whose places in the text are not told before Python 3.12."""
+def fstring_node_ids(tree: ast.AST) -> set[int]:
+    """Return the ids of nodes within f-strings, which have no correct positions before Python 3.12."""
     found: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
@@ -230,33 +234,33 @@ def inside_fstring(tree: ast.AST) -> set[int]:
     return found
 
 
-def without_definitions(data: bytes, path: str, names: set[str]) -> bytes:
-    """A file without the functions and classes of these qualified names (`Class.method`, `function`)."""
+def remove_definitions(data: bytes, path: str, names: set[str]) -> bytes:
+    """Return a file without the functions and classes of these qualified names (`Class.method`, `function`)."""
     module = parse(path, data)
-    edits: list[Edit] = []
-    gone: list[range] = []
-    doomed = [(node, owner) for node, owner in definitions(module.tree) if ".".join([*owner, node.name]) in names]
-    for node, _ in doomed:
+    edits: list[SourceEdit] = []
+    removed_lines: list[range] = []
+    removed = [(node, owner) for node, owner in definitions(module.tree) if ".".join([*owner, node.name]) in names]
+    for node, _ in removed:
         lines = span_lines(node)
-        if any(lines[0] in other for other in gone):
-            continue  # what it stands in goes too
-        gone.append(lines)
-        edits.append(module.removal(node))
-    emptied = _emptied(module, [node for node, _ in doomed])
-    return spliced(data, [edit for edit in edits if edit.start not in emptied] + list(emptied.values()))
+        if any(lines[0] in other for other in removed_lines):
+            continue  # an enclosing definition is removed too
+        removed_lines.append(lines)
+        edits.append(module.removal_edit(node))
+    emptied = _emptied_bodies(module, [node for node, _ in removed])
+    return apply_edits(data, [edit for edit in edits if edit.start not in emptied] + list(emptied.values()))
 
 
-def _emptied(module: Module, doomed: Sequence[Definition]) -> dict[int, Edit]:
-    """Bodies that lose all their statements to several removals: the last of these leaves a `pass`."""
-    found: dict[int, Edit] = {}
-    going = {id(node) for node in doomed}
+def _emptied_bodies(module: Module, removed: Sequence[Definition]) -> dict[int, SourceEdit]:
+    """Return, for bodies emptied by several removals, the edit of the last statement, which leaves a `pass`."""
+    found: dict[int, SourceEdit] = {}
+    removed_ids = {id(node) for node in removed}
     for outer in ast.walk(module.tree):
         body = getattr(outer, "body", None)
         if not isinstance(body, list) or isinstance(outer, ast.Module) or len(body) < 2:
             continue
-        kept = [node for node in body if id(node) not in going]
-        if not kept and not (isinstance(outer, Definition) and id(outer) in going):
+        kept = [node for node in body if id(node) not in removed_ids]
+        if not kept and not (isinstance(outer, Definition) and id(outer) in removed_ids):
             last = body[-1]
-            edit = module.removal(last)
-            found[edit.start] = Edit(edit.start, edit.end, " " * last.col_offset + "pass\n")
+            edit = module.removal_edit(last)
+            found[edit.start] = SourceEdit(edit.start, edit.end, " " * last.col_offset + "pass\n")
     return found

@@ -1,7 +1,7 @@
-"""Packaging and configuration that broke: the request is the error output, or what somebody else sees of it.
+"""Devops tasks: broken packaging or configuration; the request is the error output, or a symptom that a user reports.
 
-The verifier builds the wheel and compares what is in it with what the intact repository gives; or it runs tests under
-the repository's own configuration of pytest.
+The verifier builds the wheel and compares its contents with those of the intact repository's wheel, or runs tests under
+the repository's own pytest configuration.
 """
 
 import hashlib
@@ -12,45 +12,53 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from etude.tasks.generators import prompts
-from etude.tasks.generators.candidate import Candidate, Check, Draft, State, Unfit, back, generator
-from etude.tasks.generators.executor import PLACE, WORKSPACE, Trial
+from etude.tasks.generators.candidate import (
+    CandidateRejected,
+    TaskCandidate,
+    TaskDraft,
+    VerifierCheck,
+    WorkspaceState,
+    generator,
+    revert_changes,
+)
+from etude.tasks.generators.executor import PROGRAM_DIR, WORKSPACE, ExecutionResult
 from etude.tasks.generators.failure_report import test_name
 from etude.tasks.generators.repository import Repository
 from etude.tasks.generators.source import read_toml, requirement_name
-from etude.tasks.generators.task_writer import protected_globs, pytest_check, suite_of
+from etude.tasks.generators.task_writer import protected_globs, pytest_check, suite_files
 
-PROJECT = "pyproject.toml"
-BUILD = "python3 -m pip wheel . --no-deps --no-build-isolation --no-index -w /tmp/wheels"
-FACTS = f'env -i PATH="$PATH" LANG=C.UTF-8 python3 -B -s -S {PLACE}/build.py {WORKSPACE}'
+PYPROJECT = "pyproject.toml"
+BUILD_COMMAND = "python3 -m pip wheel . --no-deps --no-build-isolation --no-index -w /tmp/wheels"
+INSPECT_COMMAND = f'env -i PATH="$PATH" LANG=C.UTF-8 python3 -B -s -S {PROGRAM_DIR}/build.py {WORKSPACE}'
 
 
 @dataclass(frozen=True)
 class Breakage:
-    """One way in which packaging breaks: what becomes of files, and what people say ("" : they paste the output)."""
+    """One packaging fault: the changed files, and the reported symptom ("": the request is the command output)."""
 
     family: str
     changes: Mapping[str, bytes | None]
-    said: str = ""
+    symptom: str = ""
 
 
-Break = Callable[[str, Repository, random.Random], Iterator[Breakage]]
-BREAKS: list[Break] = []
+BreakageFunction = Callable[[str, Repository, random.Random], Iterator[Breakage]]
+BREAKAGES: list[BreakageFunction] = []
 
 
-def breaks(function: Break) -> Break:
-    BREAKS.append(function)
+def register_breakage(function: BreakageFunction) -> BreakageFunction:
+    BREAKAGES.append(function)
     return function
 
 
-def _changed(family: str, before: str, after: str, said: str = "") -> Iterator[Breakage]:
+def _changed(family: str, before: str, after: str, symptom: str = "") -> Iterator[Breakage]:
     if before != after:
-        yield Breakage(family, {PROJECT: after.encode()}, said)
+        yield Breakage(family, {PYPROJECT: after.encode()}, symptom)
 
 
 # ------------------------------------------------------------------------------------------------- packaging
 
 
-@breaks
+@register_breakage
 def backend(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
     found = re.search(r'^build-backend\s*=\s*"([\w.]+)"', text, re.MULTILINE)
     if found:
@@ -58,9 +66,9 @@ def backend(text: str, repository: Repository, rng: random.Random) -> Iterator[B
             yield from _changed("backend", text, text.replace(f'"{found[1]}"', f'"{wrong}"', 1))
 
 
-@breaks
+@register_breakage
 def syntax(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
-    """A quote or a bracket is missing."""
+    """Drop a closing quote or bracket."""
     lines = text.splitlines(keepends=True)
     places = [number for number, line in enumerate(lines) if re.match(r'\s*[\w-]+\s*=\s*(".*"|\[.*\])\s*$', line)]
     rng.shuffle(places)
@@ -69,9 +77,9 @@ def syntax(text: str, repository: Repository, rng: random.Random) -> Iterator[Br
         yield from _changed("syntax", text, "".join([*lines[:number], line[:-1] + "\n", *lines[number + 1 :]]))
 
 
-@breaks
+@register_breakage
 def no_module(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
-    """The build looks for the package where it is not."""
+    """Point the build at a wrong package directory."""
     for package in sorted({path.split("/")[1] for path in repository.source.modules if path.startswith("src/")}):
         for before, after in (
             (f'packages = ["src/{package}"', f'packages = ["{package}"'),
@@ -84,14 +92,14 @@ def no_module(text: str, repository: Repository, rng: random.Random) -> Iterator
         yield from _changed("module", text, text + f'\n[tool.flit.module]\nname = "py{repository.source.name}"\n')
 
 
-@breaks
+@register_breakage
 def readme(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
     for name in ("README.md", "README.rst"):
         other = "README.rst" if name.endswith("md") else "README.md"
         yield from _changed("readme", text, text.replace(f'readme = "{name}"', f'readme = "docs/{other}"', 1))
 
 
-@breaks
+@register_breakage
 def version(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
     for wrong in ("-final.x", ".release"):
         yield from _changed(
@@ -99,76 +107,76 @@ def version(text: str, repository: Repository, rng: random.Random) -> Iterator[B
         )
 
 
-@breaks
+@register_breakage
 def python_bound(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
     found = re.search(r'^requires-python = ">=(3\.\d+)"', text, re.MULTILINE)
     if found:
         after = text.replace(found[0], f'requires-python = "<{found[1]}"')
-        said = prompts.pick(
+        symptom = prompts.choose(
             rng,
             f"pip on 3.11 says: `ERROR: Package '{repository.source.name}' requires a different Python: 3.11.2 not in "
             f"'<{found[1]}'`. We support {found[1]} and up.",
             f"Nobody can install the new release: requires a different Python (<{found[1]}). We mean {found[1]} on.",
         )
-        yield from _changed("python-bound", text, after, said)
+        yield from _changed("python-bound", text, after, symptom)
 
 
-@breaks
+@register_breakage
 def dependency(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
-    """A package that the code imports is not asked for."""
-    for line in read_toml(text.encode(), PROJECT).get("project", {}).get("dependencies", []):
+    """Drop a dependency that the code imports."""
+    for line in read_toml(text.encode(), PYPROJECT).get("project", {}).get("dependencies", []):
         after = re.sub(rf'\s*"{re.escape(line)}",?', "", text, count=1)
         name = requirement_name(line)
-        said = prompts.pick(
+        symptom = prompts.choose(
             rng,
             f"Installed from the wheel into an empty environment: `ModuleNotFoundError: No module named '{name}'` on "
             f"import. At least {line} is what we need.",
             f"`pip install {repository.source.name}` does not bring {name} along any more ({line}).",
         )
-        yield from _changed("dependency", text, after, said)
+        yield from _changed("dependency", text, after, symptom)
 
 
-@breaks
+@register_breakage
 def typed(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
     for path in sorted(repository.files):
         if path.endswith("/py.typed") and not repository.source.is_test_path(path):
             package = repository.source.module_name(path.replace("py.typed", "__init__.py"))
-            said = prompts.pick(
+            symptom = prompts.choose(
                 rng,
                 f"mypy: `module is installed, but missing library stubs or py.typed marker` for {package}.",
                 f"The wheel of {repository.source.name} has lost its marker file for type checkers ({package}).",
             )
-            yield Breakage("typed", {path: None}, said)
+            yield Breakage("typed", {path: None}, symptom)
 
 
-@breaks
+@register_breakage
 def entry_point(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
     found = re.search(r'^\[project\.(entry-points\.[^\]]+|scripts)\]\n([\w-]+) = "([^"]+)"\n', text, re.MULTILINE)
     if found:
         group = found[1].removeprefix("entry-points.").strip('"')
-        said = (
+        symptom = (
             f"The entry point {found[2]} ({group}) is gone since the last release; it was {prompts.quoted(found[3])}."
         )
-        yield from _changed("entry-point", text, text.replace(found[0], "", 1), said)
+        yield from _changed("entry-point", text, text.replace(found[0], "", 1), symptom)
 
 
-@breaks
+@register_breakage
 def extra(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
-    table = read_toml(text.encode(), PROJECT).get("project", {}).get("optional-dependencies", {})
+    table = read_toml(text.encode(), PYPROJECT).get("project", {}).get("optional-dependencies", {})
     for name, lines in table.items():
         after = re.sub(rf"^{re.escape(name)} = \[[^\]]*\]\n", "", text, count=1, flags=re.MULTILINE)
         if lines:
             warning = f"`pip install {repository.source.name}[{name}]` warns: does not provide the extra '{name}'."
-            said = f"{warning} It was {', '.join(lines)}."
-            yield from _changed("extra", text, after, said)
+            symptom = f"{warning} It was {', '.join(lines)}."
+            yield from _changed("extra", text, after, symptom)
 
 
-# ------------------------------------------------------------------------------------------------- pytest's settings
+# ------------------------------------------------------------------------------------------------- pytest settings
 
 
-@breaks
+@register_breakage
 def settings(text: str, repository: Repository, rng: random.Random) -> Iterator[Breakage]:
-    """pytest does not run under the repository's own settings."""
+    """Break the repository's pytest settings, so that pytest does not run."""
     head = "[tool.pytest.ini_options]\n"
     if head not in text:
         return
@@ -187,12 +195,12 @@ def settings(text: str, repository: Repository, rng: random.Random) -> Iterator[
 # ------------------------------------------------------------------------------------------------- candidates
 
 
-@generator("devops", "devops", weight=0.8, most=0.4)
-def devops(repository: Repository, rng: random.Random) -> Iterator[Candidate]:
-    text = repository.files.get(PROJECT, b"").decode()
+@generator("devops", "devops", weight=0.8, max_family_share=0.4)
+def devops(repository: Repository, rng: random.Random) -> Iterator[TaskCandidate]:
+    text = repository.files.get(PYPROJECT, b"").decode()
     if not text:
         return
-    found = [breakage for function in BREAKS for breakage in function(text, repository, rng)]
+    found = [breakage for function in BREAKAGES for breakage in function(text, repository, rng)]
     rng.shuffle(found)
     for breakage in found:
         make = pytest_candidate if breakage.family == "pytest-settings" else wheel_candidate
@@ -204,84 +212,90 @@ def _site(breakage: Breakage) -> str:
     return f"{breakage.family}:{'+'.join(breakage.changes)}:{'+'.join(digests)}"
 
 
-def wheel_candidate(repository: Repository, breakage: Breakage, seed: int) -> Candidate:
+def wheel_candidate(repository: Repository, breakage: Breakage, seed: int) -> TaskCandidate:
     states = {
-        "whole": State({}, command=FACTS),
-        "facts": State(breakage.changes, command=FACTS),
-        "build": State(breakage.changes, command=BUILD),
+        "whole": WorkspaceState({}, command=INSPECT_COMMAND),
+        "facts": WorkspaceState(breakage.changes, command=INSPECT_COMMAND),
+        "build": WorkspaceState(breakage.changes, command=BUILD_COMMAND),
     }
 
-    def finish(trials: Mapping[str, Trial]) -> Draft:
-        whole, broken = (_facts(trials[name]) for name in ("whole", "facts"))
-        if "problem" in whole:
-            raise Unfit("not-built", "the intact repository gives no wheel")
-        if broken == whole:
-            raise Unfit("survives", "the wheel is the same")
+    def finish(results: Mapping[str, ExecutionResult]) -> TaskDraft:
+        intact, broken = (_wheel_contents(results[name]) for name in ("whole", "facts"))
+        if "problem" in intact:
+            raise CandidateRejected("not-built", "the intact repository does not build")
+        if broken == intact:
+            raise CandidateRejected("survives", "the wheel is the same")
         rng = random.Random(seed)
-        request = breakage.said or _pasted(rng, BUILD.partition(" --no-deps")[0], trials["build"])
-        checks = (Check("wheel", {"env": _scm(repository)}, {**whole, "roots": list(repository.source.roots)}),)
+        request = breakage.symptom or _pasted_output(rng, BUILD_COMMAND.partition(" --no-deps")[0], results["build"])
+        checks = (
+            VerifierCheck(
+                "wheel", {"env": _version_env(repository)}, {**intact, "roots": list(repository.source.roots)}
+            ),
+        )
         return _draft(repository, breakage, request, checks, {}, rng)
 
-    return Candidate(_site(breakage), breakage.family, states, finish)
+    return TaskCandidate(_site(breakage), breakage.family, states, finish)
 
 
-def _scm(repository: Repository) -> dict[str, str]:
-    """For backends that ask git for the version."""
+def _version_env(repository: Repository) -> dict[str, str]:
+    """Return the variable that replaces the git tag for backends that read the version from git."""
     vcs = "vcs" in " ".join(repository.source.backend)
     return {"SETUPTOOLS_SCM_PRETEND_VERSION": repository.source.version} if vcs else {}
 
 
-def _facts(trial: Trial) -> dict[str, object]:
+def _wheel_contents(result: ExecutionResult) -> dict[str, object]:
     try:
-        found = json.loads(trial.output.strip().splitlines()[-1])
+        found = json.loads(result.output.strip().splitlines()[-1])
     except (ValueError, IndexError):
         return {"problem": "no facts"}
     return dict(found)
 
 
-def pytest_candidate(repository: Repository, breakage: Breakage, seed: int) -> Candidate:
+def pytest_candidate(repository: Repository, breakage: Breakage, seed: int) -> TaskCandidate:
     rng = random.Random(seed)
-    files = sorted({test_name(test)[0] for test in repository.seconds})
+    files = sorted({test_name(test)[0] for test in repository.durations})
     short = [
-        path for path in files if repository.time_of(_in(repository, path)) < 1.5 and len(_in(repository, path)) < 80
+        path
+        for path in files
+        if repository.total_duration(_tests_in(repository, path)) < 1.5 and len(_tests_in(repository, path)) < 80
     ]
     rng.shuffle(short)
     chosen = sorted(short[:2])
-    tests = [test for path in chosen for test in _in(repository, path)]
+    tests = [test for path in chosen for test in _tests_in(repository, path)]
     command = f"python3 -m pytest -q {' '.join(chosen)}"
-    states = {"whole": State({}, command=command), "broken": State(breakage.changes, command=command)}
+    states = {"whole": WorkspaceState({}, command=command), "broken": WorkspaceState(breakage.changes, command=command)}
 
-    def finish(trials: Mapping[str, Trial]) -> Draft:
-        if trials["whole"].exit_code or not chosen:
-            raise Unfit("not-run", "pytest does not run there by itself")
-        if not trials["broken"].exit_code:
-            raise Unfit("survives", "pytest runs")
-        request = _pasted(rng, command, trials["broken"])
-        suite = suite_of(repository)
+    def finish(results: Mapping[str, ExecutionResult]) -> TaskDraft:
+        if results["whole"].exit_code or not chosen:
+            raise CandidateRejected("not-run", "pytest does not run in the intact repository")
+        if not results["broken"].exit_code:
+            raise CandidateRejected("survives", "pytest runs")
+        request = _pasted_output(rng, command, results["broken"])
+        suite = suite_files(repository)
         check = pytest_check(repository, tests, suite)
-        own = ["-c", f"{WORKSPACE}/{PROJECT}"]
+        own = ["-c", f"{WORKSPACE}/{PYPROJECT}"]
         run = {**check.run, "run": chosen, "arguments": own}
-        return _draft(repository, breakage, request, (Check("pytest", run, check.expected),), suite, rng)
+        return _draft(repository, breakage, request, (VerifierCheck("pytest", run, check.expected),), suite, rng)
 
-    return Candidate(_site(breakage), breakage.family, states, finish)
-
-
-def _in(repository: Repository, path: str) -> list[str]:
-    return [test for test in repository.seconds if test_name(test)[0] == path]
+    return TaskCandidate(_site(breakage), breakage.family, states, finish)
 
 
-def _pasted(rng: random.Random, command: str, trial: Trial) -> str:
-    """The command and the end of what it said."""
-    lines = [line.rstrip() for line in trial.output.splitlines() if line.strip() and "[notice]" not in line]
+def _tests_in(repository: Repository, path: str) -> list[str]:
+    return [test for test in repository.durations if test_name(test)[0] == path]
+
+
+def _pasted_output(rng: random.Random, command: str, result: ExecutionResult) -> str:
+    """Format a command with the relevant part of its output."""
+    lines = [line.rstrip() for line in result.output.splitlines() if line.strip() and "[notice]" not in line]
     noise = re.compile(r"WARNING: (Running pip as|The directory)|\s*[\^~]+\s*$")
     lines = [line for line in lines if not noise.match(line)]
     if not lines:
-        raise Unfit("silent", "there is no output to show")
-    notes = ("note:", "hint:", "╰", "×")  # pip's own, about where to look
+        raise CandidateRejected("silent", "there is no output to show")
+    notes = ("note:", "hint:", "╰", "×")  # pip's hints
     while lines[-1].strip().startswith(notes) and len(lines) > 1:
         lines.pop()
     shown = lines if len(lines) <= 14 else [*lines[:2], "...", *lines[-10:]]
-    head = prompts.pick(
+    head = prompts.choose(
         rng,
         "",
         "",
@@ -297,18 +311,18 @@ def _draft(
     repository: Repository,
     breakage: Breakage,
     request: str,
-    checks: tuple[Check, ...],
+    checks: tuple[VerifierCheck, ...],
     suite: Mapping[str, bytes],
     rng: random.Random,
-) -> Draft:
-    return Draft(
+) -> TaskDraft:
+    return TaskDraft(
         category="devops",
         family=breakage.family,
-        register="symptom" if breakage.said else "log",
+        register="symptom" if breakage.symptom else "log",
         request=request,
-        difficulty=2 if breakage.said else 1,
+        difficulty=2 if breakage.symptom else 1,
         workspace=breakage.changes,
-        solved=back(repository, breakage.changes),
+        solution=revert_changes(repository, breakage.changes),
         checks=checks,
         suite=suite,
         protected=protected_globs(repository),

@@ -1,4 +1,4 @@
-"""Documentation: docstrings that are missing, or that name parameters which are not there. Code must stay as it is."""
+"""Documentation tasks: docstrings that are missing, or that name parameters that do not exist. Code must not change."""
 
 import ast
 import random
@@ -6,22 +6,38 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from etude.tasks.generators import prompts
-from etude.tasks.generators.candidate import Candidate, Check, Draft, Unfit, back, generator, overlaid
-from etude.tasks.generators.code import Edit, Function, docstring_node, mentions, parameters, parses, spliced
-from etude.tasks.generators.executor import Trial
+from etude.tasks.generators.candidate import (
+    CandidateRejected,
+    TaskCandidate,
+    TaskDraft,
+    VerifierCheck,
+    apply_changes,
+    generator,
+    revert_changes,
+)
+from etude.tasks.generators.code import (
+    PythonFunction,
+    SourceEdit,
+    apply_edits,
+    docstring_node,
+    is_parsable,
+    mentions,
+    parameters,
+)
+from etude.tasks.generators.executor import ExecutionResult
 from etude.tasks.generators.identifiers import NOUNS
 from etude.tasks.generators.repository import Repository
 from etude.tasks.generators.task_writer import scope_check
 
 
-@generator("docs", "docs", weight=1.0, most=0.6)
-def docs(repository: Repository, rng: random.Random) -> Iterator[Candidate]:
-    pool: dict[str, list[Function]] = {}
+@generator("docs", "docs", weight=1.0, max_family_share=0.6)
+def docs(repository: Repository, rng: random.Random) -> Iterator[TaskCandidate]:
+    pool: dict[str, list[PythonFunction]] = {}
     for function in repository.functions:
         if _is_documented(function):
             pool.setdefault(function.file, []).append(function)
     files = sorted(pool)
-    makers = (missing, drifted)
+    makers = (missing_docstrings, outdated_docstrings)
     used: set[str] = set()
     for turn in range(12):
         rng.shuffle(files)
@@ -37,8 +53,8 @@ def docs(repository: Repository, rng: random.Random) -> Iterator[Candidate]:
                 yield candidate
 
 
-def _is_documented(function: Function) -> bool:
-    """Public, with a docstring that says something of a parameter at least."""
+def _is_documented(function: PythonFunction) -> bool:
+    """Return whether a function is public and its docstring describes a parameter or exception."""
     path = [*function.owner, function.name]
     if any(part.startswith("_") for part in path) or len(function.owner) > 1 or not function.body:
         return False
@@ -48,8 +64,8 @@ def _is_documented(function: Function) -> bool:
     return doc is not None and len(text.split()) >= 8 and bool(described(function)) and len(single) == 1
 
 
-def described(function: Function) -> list[str]:
-    """The parameters that a docstring has, and the exceptions it names among those raised."""
+def described(function: PythonFunction) -> list[str]:
+    """Return the parameters and raised exceptions that a docstring mentions."""
     text = ast.get_docstring(function.node) or ""
     raised = [
         node.exc.func.id
@@ -60,26 +76,28 @@ def described(function: Function) -> list[str]:
     return [name for name in dict.fromkeys([*names, *raised]) if mentions(text, name)]
 
 
-def _item(function: Function, lacks: Sequence[str] = ()) -> dict[str, object]:
+def _docstring_spec(function: PythonFunction, lacks: Sequence[str] = ()) -> dict[str, object]:
     text = ast.get_docstring(function.node) or ""
-    words_in = len(re.findall(r"[A-Za-z]{2,}", text))
+    word_count = len(re.findall(r"[A-Za-z]{2,}", text))
     item = {"file": function.file, "name": function.qualname, "has": described(function), "lacks": list(lacks)}
-    return {**item, "words": min(6, words_in)}
+    return {**item, "words": min(6, word_count)}
 
 
-def missing(repository: Repository, chosen: Sequence[Function], rng: random.Random) -> Candidate | None:
-    """Docstrings are gone."""
+def missing_docstrings(
+    repository: Repository, chosen: Sequence[PythonFunction], rng: random.Random
+) -> TaskCandidate | None:
+    """Return a candidate with the docstrings removed."""
     file = chosen[0].file
     module = chosen[0].module
     edits = []
     for function in chosen:
         node = docstring_node(function.node)
         assert node is not None
-        edits.append(Edit(*module.line_span(node.lineno, node.end_lineno or node.lineno), ""))
-    data = spliced(module.data, edits)
+        edits.append(SourceEdit(*module.line_span(node.lineno, node.end_lineno or node.lineno), ""))
+    data = apply_edits(module.data, edits)
     names = [prompts.quoted(function.qualname) for function in chosen]
     joined = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-    request = prompts.pick(
+    request = prompts.choose(
         rng,
         f"Write docstrings for {joined} in {file}: every parameter, and what is raised.",
         f"{joined} ({file}) {'have' if len(names) > 1 else 'has'} no docstring. Describe parameters and exceptions, in "
@@ -87,43 +105,47 @@ def missing(repository: Repository, chosen: Sequence[Function], rng: random.Rand
         f"Document {joined} ({file}). Read the code first; all parameters and exceptions must be in there.",
         f"The API docs have empty entries for {joined}. Docstrings, please.",
     )
-    return _candidate(repository, file, data, [_item(function) for function in chosen], "missing", request, len(chosen))
+    return _candidate(
+        repository, file, data, [_docstring_spec(function) for function in chosen], "missing", request, len(chosen)
+    )
 
 
-def drifted(repository: Repository, chosen: Sequence[Function], rng: random.Random) -> Candidate | None:
-    """Docstrings name a parameter as it is not called."""
+def outdated_docstrings(
+    repository: Repository, chosen: Sequence[PythonFunction], rng: random.Random
+) -> TaskCandidate | None:
+    """Return a candidate whose docstrings name a parameter wrongly, or None."""
     file, module = chosen[0].file, chosen[0].module
-    edits, items = [], []
+    edits, docstring_specs = [], []
     for function in chosen:
         names = [name for name in described(function) if name in parameters(function.node)]
         rng.shuffle(names)
         for name in names:
-            wrong = _wrong(name, function)
+            wrong = _wrong_name(name, function)
             if wrong is not None:
                 node = docstring_node(function.node)
                 assert node is not None
                 start, end = module.span(node)
                 text = module.data[start:end].decode()
                 edits.append(
-                    Edit(start, end, re.sub(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])", wrong, text))
+                    SourceEdit(start, end, re.sub(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])", wrong, text))
                 )
-                items.append(_item(function, [wrong]))
+                docstring_specs.append(_docstring_spec(function, [wrong]))
                 break
     if not edits:
         return None
-    data = spliced(module.data, edits)
-    if not parses(data):
+    data = apply_edits(module.data, edits)
+    if not is_parsable(data):
         return None
-    request = prompts.pick(
+    request = prompts.choose(
         rng,
         f"Some docstrings in {file} do not fit the signatures any more. Bring them up to date; the code is right.",
         f"Parameters were renamed in {file} and the docstrings were forgotten. Fix these, and nothing else.",
         f"Our docs checker says: {file}: {len(edits)} documented parameter(s) not in signature. Fix.",
     )
-    return _candidate(repository, file, data, items, "drift", request, len(edits))
+    return _candidate(repository, file, data, docstring_specs, "drift", request, len(edits))
 
 
-def _wrong(name: str, function: Function) -> str | None:
+def _wrong_name(name: str, function: PythonFunction) -> str | None:
     text = (ast.get_docstring(function.node) or "") + " " + " ".join(parameters(function.node))
     parts = name.split("_")
     for number, part in enumerate(parts):
@@ -138,33 +160,33 @@ def _candidate(
     repository: Repository,
     file: str,
     data: bytes,
-    items: Sequence[Mapping[str, object]],
+    docstring_specs: Sequence[Mapping[str, object]],
     family: str,
     request: str,
     count: int,
-) -> Candidate:
+) -> TaskCandidate:
     workspace: dict[str, bytes | None] = {file: data}
-    whole = overlaid(repository.files, workspace)
+    files = apply_changes(repository.files, workspace)
 
-    def finish(trials: Mapping[str, Trial]) -> Draft:
-        if not any(item["has"] for item in items):
-            raise Unfit("nothing-to-say", "no parameter is described")
-        return Draft(
+    def finish(results: Mapping[str, ExecutionResult]) -> TaskDraft:
+        if not any(item["has"] for item in docstring_specs):
+            raise CandidateRejected("nothing-to-say", "no parameter is described")
+        return TaskDraft(
             category="docs",
             family=family,
             register="imperative" if family == "missing" else "symptom",
             request=request,
             difficulty=min(4, 1 + (count > 1) + (count > 2) + (family == "drift")),
             workspace=workspace,
-            solved=back(repository, workspace),
+            solution=revert_changes(repository, workspace),
             checks=(
-                Check("code", {}, {"files": [file]}),
-                Check("docstrings", {}, {"items": list(items)}),
-                scope_check(whole, (file, "docs/*", "*.md", "*.rst")),
+                VerifierCheck("code", {}, {"files": [file]}),
+                VerifierCheck("docstrings", {}, {"items": list(docstring_specs)}),
+                scope_check(files, (file, "docs/*", "*.md", "*.rst")),
             ),
-            hidden={f"original/{file}": repository.files[file]},
+            verifier_data={f"original/{file}": repository.files[file]},
             protected=(),
         )
 
-    site = f"{family}:{file}:" + ",".join(str(item["name"]) for item in items)
-    return Candidate(site, family, {}, finish)
+    site = f"{family}:{file}:" + ",".join(str(item["name"]) for item in docstring_specs)
+    return TaskCandidate(site, family, {}, finish)

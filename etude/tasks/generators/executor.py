@@ -1,10 +1,9 @@
-"""Pods in which a repository's tests are tried: each starts where the prepared repository is, and is thrown away after.
+"""Execute a repository's tests in pods; each starts from a snapshot of the prepared repository and is then discarded.
 
-    bench = await open_workbench(fleet, source, wheels, ...)
-    trial = await bench.try_tests({"src/x.py": b"..."}, ["tests/test_x.py::test_y"])
+    async with open_executor(fleet, source, wheels) as executor:
+        result = await executor.run_tests({"src/x.py": b"..."}, ["tests/test_x.py::test_y"])
 
-Tests run under the verifier's own rules (its user, environment and options), so that what is seen here is what grading
-will see.
+Tests run with the verifier's user, environment and options, so results here predict the verifier's.
 """
 
 import json
@@ -21,31 +20,33 @@ from typing import Any
 from etude.errors import EtudeError
 from etude.pods.fleet import Fleet
 from etude.pods.pod import ExecResult, Limits, Pod, Snapshot
-from etude.tasks.base_images import Provision, host_python
-from etude.tasks.environment import fill
-from etude.tasks.generators.packages import plugins_among
-from etude.tasks.generators.source import Source
-from etude.tasks.image import Put, plan_environment
-from etude.tasks.task import Machine
-from etude.tasks.workspace import remove_if_there
+from etude.tasks.base_images import HostSettings, host_python
+from etude.tasks.environment import copy_files
+from etude.tasks.generators.packages import pytest_plugins
+from etude.tasks.generators.source import RepositorySource
+from etude.tasks.image import FileToCopy, plan_image
+from etude.tasks.task import MachineSpec
+from etude.tasks.workspace import remove_if_exists
 
 INSIDE = Path(__file__).parent / "inside"
 RUNNER = Path(__file__).parent.parent / "runner"
-PLACE = "/trial"
+PROGRAM_DIR = "/trial"
 WORKSPACE = "/work"
-TRIAL_S = 180.0
-# hypothesis draws the same examples again where it believes to be in CI
-ENV = {"CI": "true"}
-Changes = Mapping[str, bytes | None]  # over the repository's files; None: not there
+RUN_TIMEOUT_S = 180.0
+# hypothesis derandomizes its examples when it detects CI
+TEST_ENV = {"CI": "true"}
+# modules of inside/ -> names under which they are shipped into pods and task directories
+SHIPPED_MODULES = {"judges": "etude_looking", "executed_checks": "etude_running", "patterns": "etude_patterns"}
+Changes = Mapping[str, bytes | None]  # path -> new contents; None: removed
 
 
-class TrialFailed(EtudeError):
-    """Tests could not be tried; it says nothing about them."""
+class ExecutionFailed(EtudeError):
+    """Tests could not be executed; their status is unknown."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one test came to; of one that failed also what it said, and the frames (file, line, function) on the way."""
+class TestOutcome:
+    """The status of one test; for a failure also its message, its text and its frames (file, line, function)."""
 
     status: str
     seconds: float = 0.0
@@ -55,23 +56,24 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What tests came to in a changed workspace. A test that is not there did not run: its file was not collected."""
+class ExecutionResult:
+    """The result of tests or a command in a changed workspace. Tests of files that were not collected are missing."""
 
-    tests: Mapping[str, Outcome]
+    tests: Mapping[str, TestOutcome]
     output: str
     seconds: float
     complete: bool = True
-    lines: Mapping[str, Mapping[int, tuple[str, ...] | int]] = field(default_factory=dict)  # or how many, if very many
-    early: Mapping[str, frozenset[int]] = field(default_factory=dict)  # lines that run before any test does
+    # file -> line -> the tests that execute it, or their number if very many
+    coverage: Mapping[str, Mapping[int, tuple[str, ...] | int]] = field(default_factory=dict)
+    import_time_lines: Mapping[str, frozenset[int]] = field(default_factory=dict)  # executed before the first test
     exit_code: int = 0
 
     def status(self, id: str) -> str:
         return self.tests[id].status if id in self.tests else "missing"
 
 
-def dockerfile(source: Source, wheels: Mapping[str, bytes]) -> str:
-    """The environment of every task of a repository: Python, its packages, and the workspace over them."""
+def dockerfile(source: RepositorySource, wheels: Mapping[str, bytes]) -> str:
+    """Return the Dockerfile of all tasks of a repository: Python, the wheels, and the workspace directory."""
     install = (
         "COPY packages/ /packages/\n"
         "RUN python3 -m pip install --quiet --no-index --no-deps --no-compile --root-user-action=ignore /packages/*.whl"
@@ -88,8 +90,8 @@ def dockerfile(source: Source, wheels: Mapping[str, bytes]) -> str:
     )
 
 
-def run_spec(source: Source, plugins: Sequence[str], tests: Sequence[str], seconds: float) -> dict[str, Any]:
-    """How tests of a repository are run, in the form of the verifier's run.json."""
+def run_spec(source: RepositorySource, plugins: Sequence[str], tests: Sequence[str], timeout: float) -> dict[str, Any]:
+    """Return how to run tests of a repository, in the form of the verifier's run.json."""
     return {
         "workspace": WORKSPACE,
         "run": list(tests),
@@ -97,68 +99,72 @@ def run_spec(source: Source, plugins: Sequence[str], tests: Sequence[str], secon
         "ini": dict(source.ini),
         "plugins": list(plugins),
         "arguments": list(source.arguments),
-        "env": ENV,
-        "timeout": seconds,
+        "env": TEST_ENV,
+        "timeout": timeout,
     }
 
 
-class Workbench:
-    """A prepared repository, ready to be tried out. Made by `open_workbench`."""
+class RepositoryExecutor:
+    """Runs tests and commands on changed copies of a prepared repository. Created by `open_executor`."""
 
-    def __init__(self, fleet: Fleet, source: Source, plugins: tuple[str, ...], start: Snapshot) -> None:
-        self.fleet, self.source, self.plugins, self.start = fleet, source, plugins, start
+    def __init__(self, fleet: Fleet, source: RepositorySource, plugins: tuple[str, ...], snapshot: Snapshot) -> None:
+        self.fleet, self.source, self.plugins, self.snapshot = fleet, source, plugins, snapshot
 
     @asynccontextmanager
-    async def workspace(self, changes: Changes) -> AsyncIterator[Pod]:
-        """A pod with the repository in it, changed."""
-        pod = await self.fleet.create(self.start, limits=Limits(memory=2 << 30))
+    async def open_workspace(self, changes: Changes) -> AsyncIterator[Pod]:
+        """Open a pod that contains the repository with the changes applied."""
+        pod = await self.fleet.create(self.snapshot, limits=Limits(memory=2 << 30))
         try:
             for path, data in changes.items():
                 if data is None:
-                    await remove_if_there(pod, f"{WORKSPACE}/{path}")
+                    await remove_if_exists(pod, f"{WORKSPACE}/{path}")
                 else:
                     await pod.write(f"{WORKSPACE}/{path}", data, mode=0o644)
             yield pod
         finally:
             await pod.close()
 
-    async def try_tests(
-        self, changes: Changes, tests: Sequence[str], *, seconds: float = TRIAL_S, measure: bool = False
-    ) -> Trial:
-        """Run tests (ids or files) in a changed workspace."""
-        async with self.workspace(changes) as pod:
-            spec = run_spec(self.source, self.plugins, tests, seconds)
+    async def run_tests(
+        self, changes: Changes, tests: Sequence[str], *, timeout: float = RUN_TIMEOUT_S, measure: bool = False
+    ) -> ExecutionResult:
+        """Run tests (ids or files) in a changed workspace; `measure` records which test executes which line."""
+        async with self.open_workspace(changes) as pod:
+            spec = run_spec(self.source, self.plugins, tests, timeout)
             if measure:
                 spec["arguments"].append("--continue-on-collection-errors")
                 spec["measure"] = [f"{WORKSPACE}/{root}" for root in self.source.roots]
-            await pod.write(f"{PLACE}/spec.json", json.dumps(spec))
-            return await self._run(pod, seconds)
+            await pod.write(f"{PROGRAM_DIR}/spec.json", json.dumps(spec))
+            return await self._run(pod, timeout)
 
-    async def _run(self, pod: Pod, seconds: float) -> Trial:
+    async def _run(self, pod: Pod, timeout: float) -> ExecutionResult:
         started = time.monotonic()
-        command = f'env -i PATH="$PATH" HOME=/root LANG=C.UTF-8 PYTHONHASHSEED=0 python3 -B -s -S {PLACE}/trial.py'
-        done = await pod.exec(f"{command} {PLACE}/spec.json {PLACE}/report.json", timeout=seconds + 30)
-        if not done.ok:
-            raise TrialFailed(f"{self.source.label}: tests could not be tried: {_last(done)}")
-        report = json.loads(await pod.read(f"{PLACE}/report.json"))
-        return _trial(report, time.monotonic() - started)
+        command = (
+            f'env -i PATH="$PATH" HOME=/root LANG=C.UTF-8 PYTHONHASHSEED=0 python3 -B -s -S {PROGRAM_DIR}/trial.py'
+        )
+        completed = await pod.exec(f"{command} {PROGRAM_DIR}/spec.json {PROGRAM_DIR}/report.json", timeout=timeout + 30)
+        if not completed.ok:
+            raise ExecutionFailed(f"{self.source.label}: tests could not be executed: {_failure_text(completed)}")
+        report = json.loads(await pod.read(f"{PROGRAM_DIR}/report.json"))
+        return _parse_report(report, time.monotonic() - started)
 
-    async def try_command(self, changes: Changes, command: str, seconds: float = TRIAL_S) -> Trial:
-        """Run a command in a changed workspace, as an agent would."""
+    async def run_command(self, changes: Changes, command: str, timeout: float = RUN_TIMEOUT_S) -> ExecutionResult:
+        """Run a shell command in a changed workspace, as an agent would."""
         started = time.monotonic()
-        async with self.workspace(changes) as pod:
-            done = await pod.exec(command, cwd=WORKSPACE, timeout=seconds)
-        output = done.stdout + done.stderr
-        return Trial({}, output, time.monotonic() - started, not done.timed_out, exit_code=done.exit_code)
+        async with self.open_workspace(changes) as pod:
+            completed = await pod.exec(command, cwd=WORKSPACE, timeout=timeout)
+        output = completed.stdout + completed.stderr
+        return ExecutionResult(
+            {}, output, time.monotonic() - started, not completed.timed_out, exit_code=completed.exit_code
+        )
 
 
-def _last(done: ExecResult) -> str:
-    return "the time was over" if done.timed_out else (done.stdout + done.stderr).strip()[-1000:]
+def _failure_text(completed: ExecResult) -> str:
+    return "timed out" if completed.timed_out else (completed.stdout + completed.stderr).strip()[-1000:]
 
 
-def _trial(report: Mapping[str, Any], seconds: float) -> Trial:
+def _parse_report(report: Mapping[str, Any], seconds: float) -> ExecutionResult:
     tests = {
-        id: Outcome(
+        id: TestOutcome(
             status=each["status"],
             seconds=each.get("seconds", 0.0),
             message=each.get("message", ""),
@@ -169,70 +175,80 @@ def _trial(report: Mapping[str, Any], seconds: float) -> Trial:
     }
     prefix = f"{WORKSPACE}/"
     order = report["order"]
-    lines = {
+    coverage = {
         file.removeprefix(prefix): {
             int(line): found if isinstance(found, int) else tuple(order[number] for number in found)
             for line, found in by_line.items()
         }
         for file, by_line in report["lines"].items()
     }
-    early = {file.removeprefix(prefix): frozenset(found) for file, found in report["early"].items()}
+    import_time_lines = {file.removeprefix(prefix): frozenset(found) for file, found in report["early"].items()}
     complete = bool(report["seen"]) and not report["timed_out"]
-    return Trial(tests, report["output"], seconds, complete, lines, early)
+    return ExecutionResult(tests, report["output"], seconds, complete, coverage, import_time_lines)
 
 
 @asynccontextmanager
-async def open_workbench(
-    fleet: Fleet, source: Source, wheels: Mapping[str, bytes], provision: Provision | None = None
-) -> AsyncIterator[Workbench]:
-    """Make the environment of a repository and keep it as the state that every trial starts from."""
-    with tempfile.TemporaryDirectory(prefix="etude-workbench-") as directory:
+async def open_executor(
+    fleet: Fleet, source: RepositorySource, wheels: Mapping[str, bytes], host_settings: HostSettings | None = None
+) -> AsyncIterator[RepositoryExecutor]:
+    """Build the environment of a repository and snapshot it as the state that every execution starts from."""
+    with tempfile.TemporaryDirectory(prefix="etude-executor-") as directory:
         context = Path(directory)
         (context / "packages").mkdir()
         (context / "Dockerfile").write_text(dockerfile(source, wheels))
         for name, data in wheels.items():
             (context / "packages" / name).write_bytes(data)
-        plan = await plan_environment(fleet, context, Machine(), provision or Provision())
-        puts = [_put(context / "repo", f"{WORKSPACE}/{path}", path, data) for path, data in source.files.items()]
-        puts += [_put(context / "trial", f"{PLACE}/{path}", path, data) for path, data in _programs().items()]
+        plan = await plan_image(fleet, context, MachineSpec(), host_settings or HostSettings())
+        copies = [
+            _stage_file(context / "repo", f"{WORKSPACE}/{path}", path, data) for path, data in source.files.items()
+        ]
+        copies += [
+            _stage_file(context / "trial", f"{PROGRAM_DIR}/{path}", path, data)
+            for path, data in _pod_programs().items()
+        ]
         pod = await fleet.create(plan.image)
         try:
-            await fill(pod, puts, WORKSPACE)
-            start = await pod.snapshot()
+            await copy_files(pod, copies, WORKSPACE)
+            snapshot = await pod.snapshot()
         finally:
             await pod.close()
-    yield Workbench(fleet, source, plugins_among(wheels), start)
+    yield RepositoryExecutor(fleet, source, pytest_plugins(wheels), snapshot)
 
 
-def _put(top: Path, target: str, path: str, data: bytes) -> Put:
-    place = top / path
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_bytes(data)
-    return Put(place, target, 0o755 if path.endswith(".sh") else 0o644)
+def _stage_file(top: Path, target: str, path: str, data: bytes) -> FileToCopy:
+    staged = top / path
+    staged.parent.mkdir(parents=True, exist_ok=True)
+    staged.write_bytes(data)
+    return FileToCopy(staged, target, 0o755 if path.endswith(".sh") else 0o644)
 
 
-def placed(program: Path) -> bytes:
-    """A program of ours as it stands in a pod, beside those it imports; by names that no workspace has."""
+def program_for_pod(program: Path) -> bytes:
+    """Return a pod program with its imports rewritten to the names of the files it is shipped with.
+
+    These names start with `etude_`, so that no module of a workspace shadows them.
+    """
     text = program.read_text()
     text = text.replace("from etude.tasks.runner.inside import", "from etude_runner import")
     text = text.replace("from etude.tasks.runner.guard import", "from guard import")
-    text = re.sub(r"from etude\.tasks\.generate\.inside\.(\w+) import", r"from etude_\1 import", text)
-    found = re.search(r"^from etude\.tasks\.generate\.inside import (.+)$", text, re.MULTILINE)
+    package = r"etude\.tasks\.generators\.inside"
+    text = re.sub(rf"from {package}\.(\w+) import", lambda found: f"from {SHIPPED_MODULES[found[1]]} import", text)
+    found = re.search(rf"^from {package} import (.+)$", text, re.MULTILINE)
     if found is not None:
-        text = text.replace(found[0], "\n".join(f"import etude_{name} as {name}" for name in found[1].split(", ")))
+        lines = (f"import {SHIPPED_MODULES[name]} as {name}" for name in found[1].split(", "))
+        text = text.replace(found[0], "\n".join(lines))
     return text.encode()
 
 
-def _programs() -> dict[str, bytes]:
-    """What a trial needs in the pod: our programs, and coverage as it is installed here."""
+def _pod_programs() -> dict[str, bytes]:
+    """Return the files of PROGRAM_DIR in a pod: our programs, and the coverage package installed on this host."""
     programs = {"guard.py": RUNNER / "guard.py", "etude_runner.py": RUNNER / "inside.py"}
-    programs |= {"trial.py": INSIDE / "trial.py", "build.py": INSIDE / "build.py"}
-    programs["etude_running.py"] = INSIDE / "running.py"
-    found = {name: placed(path) for name, path in programs.items()}
+    programs |= {"trial.py": INSIDE / "run_tests.py", "build.py": INSIDE / "build.py"}
+    programs["etude_running.py"] = INSIDE / "executed_checks.py"
+    files = {name: program_for_pod(path) for name, path in programs.items()}
     coverage = metadata.distribution("coverage")
     top = Path(str(coverage.locate_file(""))).resolve()
     for file in coverage.files or ():
         path = Path(str(coverage.locate_file(file))).resolve()
         if path.is_relative_to(top / "coverage") and path.suffix in (".py", ".so"):
-            found[f"packages/{path.relative_to(top).as_posix()}"] = path.read_bytes()
-    return found
+            files[f"packages/{path.relative_to(top).as_posix()}"] = path.read_bytes()
+    return files

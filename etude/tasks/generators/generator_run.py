@@ -1,9 +1,9 @@
-"""Candidates into proven tasks: every repository and generator is a lane, lanes go on side by side, each in its order.
+"""Turn candidates into validated tasks, with one generator run per repository and generator, all concurrent.
 
-    candidate -> its states tried in pods -> draft -> task directory -> validated -> kept, or a reason why not
+    candidate -> states executed in pods -> draft -> task directory -> validate -> accepted, or rejected with a reason
 
-What a lane has tried stands in its journal. A run that was stopped reads the journals and goes on; the same seed gives
-the same tasks, however many jobs there are.
+Each run handles its candidates in order and records them in a journal, from which a stopped run resumes. The same seed
+gives the same tasks for any number of jobs.
 """
 
 import asyncio
@@ -21,47 +21,47 @@ from pathlib import Path
 from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet
 from etude.pods.pod import PodError
-from etude.tasks.base_images import Provision
-from etude.tasks.generators.candidate import Candidate, Generator, Unfit
-from etude.tasks.generators.executor import Trial, TrialFailed, Workbench, open_workbench
-from etude.tasks.generators.image import sealed_base
-from etude.tasks.generators.journal import Entry, Journal, Yield, yields
+from etude.tasks.base_images import HostSettings
+from etude.tasks.generators.candidate import CandidateRejected, Generator, TaskCandidate
+from etude.tasks.generators.executor import ExecutionFailed, ExecutionResult, RepositoryExecutor, open_executor
+from etude.tasks.generators.image import prepare_base_image
+from etude.tasks.generators.journal import GeneratorYield, Journal, JournalEntry, summarize_journals
 from etude.tasks.generators.registry import GENERATORS
 from etude.tasks.generators.repository import Repository, default_cache, prepare
 from etude.tasks.generators.source import read_source
-from etude.tasks.generators.task_writer import Files, task_files
+from etude.tasks.generators.task_writer import TaskFiles, task_files
 from etude.tasks.harbor import write_task
 from etude.tasks.validate import validate
 
-DESK = ".generate"  # in the output directory: journals, and what is being tried
-PATIENCE = 8  # candidates for each task that is wanted, before a lane gives up
+WORK_DIR = ".generate"  # in the output directory: journals, wheels, and tasks under validation
+CANDIDATES_PER_TASK = 8  # a generator run gives up after this many candidates per requested task
 RERUNS = 3
-Note = Callable[[int, int, str], None]
+ProgressCallback = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class Order:
-    """What is wanted."""
+class GenerationOptions:
+    """How many tasks to generate, where, and how."""
 
     out: Path
     count: int
     seed: int = 0
     jobs: int = 2
-    only: tuple[str, ...] = ()  # generators; all if none is named
+    only: tuple[str, ...] = ()  # names of generators; empty: all
     reruns: int = RERUNS
-    cache: Path | None = None  # of surveys; the user's own if not given
+    cache: Path | None = None  # of repository surveys; default: default_cache()
 
 
 @dataclass
-class Lane:
-    """One generator over one repository: its candidates in order, and what has come of them."""
+class GeneratorRun:
+    """The state of one generator on one repository."""
 
     repository: Repository
     generator: Generator
-    bench: Workbench
+    executor: RepositoryExecutor
     journal: Journal
-    candidates: Iterator[Candidate]
-    wanted: int = 0
+    candidates: Iterator[TaskCandidate]
+    target_count: int = 0
     tried: int = 0
     made: int = 0
     exhausted: bool = False
@@ -72,11 +72,11 @@ class Lane:
     def name(self) -> str:
         return f"{self.repository.label}-{self.generator.name}"
 
-    def next_candidate(self) -> Candidate | None:
-        """The next candidate that is not like one before; None when there is no more."""
-        most = max(1, ceil(self.generator.most * max(self.wanted, 3)))
+    def next_candidate(self) -> TaskCandidate | None:
+        """Return the next candidate with an unused site and a family below its limit, or None when exhausted."""
+        family_limit = max(1, ceil(self.generator.max_family_share * max(self.target_count, 3)))
         for candidate in self.candidates:
-            if candidate.site in self.sites or self.families[candidate.family] >= most:
+            if candidate.site in self.sites or self.families[candidate.family] >= family_limit:
                 continue
             self.sites.add(candidate.site)
             return candidate
@@ -86,181 +86,194 @@ class Lane:
 async def generate(
     fleet: Fleet,
     sources: Sequence[Path],
-    order: Order,
+    options: GenerationOptions,
     *,
     extra: Sequence[str] = (),
     wheels: Path | None = None,
-    note: Note = lambda done, total, text: None,
-) -> list[Yield]:
-    """Make tasks out of repositories; what every generator gave."""
-    chosen = _chosen(order.only)
-    desk = order.out / DESK
-    desk.mkdir(parents=True, exist_ok=True)
-    provision = await sealed_base(fleet)
-    gate = asyncio.Semaphore(order.jobs)
-    lanes: list[Lane] = []
+    progress: ProgressCallback = lambda done, total, text: None,
+) -> list[GeneratorYield]:
+    """Generate tasks from repositories; return the yield of each generator."""
+    generators = _select_generators(options.only)
+    work_dir = options.out / WORK_DIR
+    work_dir.mkdir(parents=True, exist_ok=True)
+    host_settings = await prepare_base_image(fleet)
+    pod_slots = asyncio.Semaphore(options.jobs)
+    runs: list[GeneratorRun] = []
     async with AsyncExitStack() as stack:
         for path in sources:
-            note(0, order.count, f"surveying {Path(path).name}")
+            progress(0, options.count, f"surveying {Path(path).name}")
             source = await asyncio.to_thread(read_source, path)
-            cache = order.cache or default_cache()
-            repository = await prepare(fleet, source, cache, extra=extra, wheels=wheels, provision=provision)
-            bench = await stack.enter_async_context(open_workbench(fleet, source, repository.wheels, provision))
-            lanes += [_open_lane(repository, each, bench, desk, order.seed) for each in chosen]
-        await _fill(fleet, lanes, order, provision, gate, note)
-    return yields([lane.journal for lane in lanes])
+            cache = options.cache or default_cache()
+            repository = await prepare(fleet, source, cache, extra=extra, wheels=wheels, host_settings=host_settings)
+            executor = await stack.enter_async_context(open_executor(fleet, source, repository.wheels, host_settings))
+            runs += [_open_run(repository, each, executor, work_dir, options.seed) for each in generators]
+        await _generate_all(fleet, runs, options, host_settings, pod_slots, progress)
+    return summarize_journals([run.journal for run in runs])
 
 
-def _chosen(only: Sequence[str]) -> list[Generator]:
+def _select_generators(only: Sequence[str]) -> list[Generator]:
     unknown = [name for name in only if name not in GENERATORS]
     if unknown:
-        raise InputError(f"{unknown[0]!r} is not a generator; there are {', '.join(sorted(GENERATORS))}")
+        raise InputError(f"{unknown[0]!r} is not a generator; expected one of {', '.join(sorted(GENERATORS))}")
     return [GENERATORS[name] for name in (only or sorted(GENERATORS))]
 
 
-def _open_lane(repository: Repository, generator: Generator, bench: Workbench, desk: Path, seed: int) -> Lane:
+def _open_run(
+    repository: Repository, generator: Generator, executor: RepositoryExecutor, work_dir: Path, seed: int
+) -> GeneratorRun:
     rng = random.Random(f"{seed}/{repository.source.digest}/{generator.name}")
-    journal = Journal.open(desk / "journals" / f"{repository.label}-{generator.name}-{seed}.jsonl", generator.name)
-    return Lane(repository, generator, bench, journal, generator.generate(repository, rng))
+    journal = Journal.open(work_dir / "journals" / f"{repository.label}-{generator.name}-{seed}.jsonl", generator.name)
+    return GeneratorRun(repository, generator, executor, journal, generator.generate(repository, rng))
 
 
-async def _fill(
-    fleet: Fleet, lanes: list[Lane], order: Order, provision: Provision, gate: asyncio.Semaphore, note: Note
+async def _generate_all(
+    fleet: Fleet,
+    runs: list[GeneratorRun],
+    options: GenerationOptions,
+    host_settings: HostSettings,
+    pod_slots: asyncio.Semaphore,
+    progress: ProgressCallback,
 ) -> None:
-    """Give every lane its share; what some cannot make is asked of the others."""
-    missing = order.count
+    """Give every run its share of the tasks; redistribute to the others what exhausted runs could not make."""
+    missing = options.count
     while missing > 0:
-        open_lanes = [lane for lane in lanes if not lane.exhausted]
-        if not open_lanes:
+        active = [run for run in runs if not run.exhausted]
+        if not active:
             return
-        for lane, share in zip(
-            open_lanes, shares(missing, [lane.generator.weight for lane in open_lanes]), strict=True
-        ):
-            lane.wanted += share
+        for run, share in zip(active, split_by_weight(missing, [run.generator.weight for run in active]), strict=True):
+            run.target_count += share
 
-        def progress() -> None:
-            note(sum(lane.made for lane in lanes), order.count, "")
+        def report_progress() -> None:
+            progress(sum(run.made for run in runs), options.count, "")
 
         async with asyncio.TaskGroup() as group:
-            for lane in open_lanes:
-                group.create_task(_work(fleet, lane, order, provision, gate, progress))
-        missing = order.count - sum(lane.made for lane in lanes)
+            for run in active:
+                group.create_task(_run_generator(fleet, run, options, host_settings, pod_slots, report_progress))
+        missing = options.count - sum(run.made for run in runs)
 
 
-def shares(count: int, weights: Sequence[float]) -> list[int]:
-    """A number in whole parts by weight, none of them empty if there is enough for all."""
-    least = 1 if count >= len(weights) else 0
-    exact = [max(0.0, count * weight / sum(weights) - least) for weight in weights]
-    rest = count - least * len(weights)
+def split_by_weight(count: int, weights: Sequence[float]) -> list[int]:
+    """Split `count` into integers proportional to the weights, each at least 1 if `count` allows it."""
+    minimum = 1 if count >= len(weights) else 0
+    exact = [max(0.0, count * weight / sum(weights) - minimum) for weight in weights]
+    rest = count - minimum * len(weights)
     scale = rest / sum(exact) if sum(exact) else 0.0
-    parts = [each * scale for each in exact]
-    found = [least + int(part) for part in parts]
-    order = sorted(range(len(parts)), key=lambda number: (int(parts[number]) - parts[number], number))
-    for number in order[: count - sum(found)]:
-        found[number] += 1
-    return found
+    extra = [each * scale for each in exact]
+    counts = [minimum + int(part) for part in extra]
+    by_remainder = sorted(range(len(extra)), key=lambda number: (int(extra[number]) - extra[number], number))
+    for number in by_remainder[: count - sum(counts)]:
+        counts[number] += 1
+    return counts
 
 
-async def _work(
+async def _run_generator(
     fleet: Fleet,
-    lane: Lane,
-    order: Order,
-    provision: Provision,
-    gate: asyncio.Semaphore,
-    progress: Callable[[], None],
+    run: GeneratorRun,
+    options: GenerationOptions,
+    host_settings: HostSettings,
+    pod_slots: asyncio.Semaphore,
+    report_progress: Callable[[], None],
 ) -> None:
-    """Try candidates of a lane until it has made what is wanted of it."""
-    while lane.made < lane.wanted:
-        if lane.tried >= PATIENCE * (lane.wanted + 2):
-            lane.exhausted = True
+    """Evaluate candidates until the run has made `target_count` tasks or is exhausted."""
+    while run.made < run.target_count:
+        if run.tried >= CANDIDATES_PER_TASK * (run.target_count + 2):
+            run.exhausted = True
             return
-        async with gate:
-            candidate = await asyncio.to_thread(lane.next_candidate)
+        async with pod_slots:
+            candidate = await asyncio.to_thread(run.next_candidate)
             if candidate is None:
-                lane.exhausted = True
+                run.exhausted = True
                 return
-            entry = lane.journal.recall(candidate.site)
-            if entry is None or (entry.task and not (order.out / entry.task).is_dir()):
-                entry = await _judge(fleet, lane, candidate, order, provision)
-                lane.journal.add(entry)
-        lane.tried += 1
+            entry = run.journal.get(candidate.site)
+            if entry is None or (entry.task and not (options.out / entry.task).is_dir()):
+                entry = await _evaluate_candidate(fleet, run, candidate, options, host_settings)
+                run.journal.add(entry)
+        run.tried += 1
         if entry.task:
-            lane.made += 1
-            lane.families[candidate.family] += 1
-        progress()
+            run.made += 1
+            run.families[candidate.family] += 1
+        report_progress()
 
 
-async def _judge(fleet: Fleet, lane: Lane, candidate: Candidate, order: Order, provision: Provision) -> Entry:
-    """One candidate from its trials to its proof."""
+async def _evaluate_candidate(
+    fleet: Fleet, run: GeneratorRun, candidate: TaskCandidate, options: GenerationOptions, host_settings: HostSettings
+) -> JournalEntry:
+    """Execute, write and validate one candidate; return its journal entry."""
     started = time.monotonic()
-    name = f"{lane.name}-{lane.made + 1:03d}"
-    task, reason, detail, proof = "", "", "", 0.0
-    trials: dict[str, Trial] = {}
+    name = f"{run.name}-{run.made + 1:03d}"
+    task, reason, detail, validation_s = "", "", "", 0.0
+    results: dict[str, ExecutionResult] = {}
     try:
-        await _try_states(lane, candidate, trials)
-        files = await asyncio.to_thread(_finish, lane, candidate, trials, name, order.seed)
-        reason, detail, proof = await _prove(fleet, files, order, name, provision)
+        await _execute_states(run, candidate, results)
+        files = await asyncio.to_thread(_build_files, run, candidate, results, name, options.seed)
+        reason, detail, validation_s = await _write_and_validate(fleet, files, options, name, host_settings)
         task = "" if reason else name
-    except Unfit as unfit:
-        reason, detail = unfit.reason, unfit.detail
-    except (TrialFailed, PodError) as error:
+    except CandidateRejected as rejection:
+        reason, detail = rejection.reason, rejection.detail
+    except (ExecutionFailed, PodError) as error:
         reason, detail = "trial-failed", str(error)
-    return Entry(
+    return JournalEntry(
         site=candidate.site,
         family=candidate.family,
         task=task,
         reason=reason,
         detail=detail[-1000:],
         seconds=round(time.monotonic() - started, 3),
-        pod_seconds=round(sum(trial.seconds for trial in trials.values()) + proof, 3),
+        pod_seconds=round(sum(result.seconds for result in results.values()) + validation_s, 3),
     )
 
 
-async def _try_states(lane: Lane, candidate: Candidate, trials: dict[str, Trial]) -> None:
-    """Try what a candidate asks for, one after the other; Unfit as soon as a change breaks nothing."""
+async def _execute_states(run: GeneratorRun, candidate: TaskCandidate, results: dict[str, ExecutionResult]) -> None:
+    """Execute the states of a candidate in order; raise CandidateRejected at the first change that no test notices."""
     for name, state in candidate.states.items():
         if state.command:
-            trials[name] = await lane.bench.try_command(state.changes, state.command)
+            results[name] = await run.executor.run_command(state.changes, state.command)
         else:
-            limit = 20.0 + 10 * lane.repository.time_of(state.tests)  # a wrong change may make a loop endless
-            trials[name] = await lane.bench.try_tests(state.changes, state.tests, seconds=limit)
-        if state.survived(trials[name]):
-            raise Unfit("survives", "no test fails")
+            limit = 20.0 + 10 * run.repository.total_duration(state.tests)  # a mutation can cause an endless loop
+            results[name] = await run.executor.run_tests(state.changes, state.tests, timeout=limit)
+        if state.survived(results[name]):
+            raise CandidateRejected("survives", "no test fails")
 
 
-def _finish(lane: Lane, candidate: Candidate, trials: dict[str, Trial], name: str, seed: int) -> Files:
-    return task_files(lane.repository, candidate.finish(trials), name, lane.generator.name, seed)
+def _build_files(
+    run: GeneratorRun, candidate: TaskCandidate, results: dict[str, ExecutionResult], name: str, seed: int
+) -> TaskFiles:
+    return task_files(run.repository, candidate.finish(results), name, run.generator.name, seed)
 
 
-async def _prove(fleet: Fleet, files: Files, order: Order, name: str, provision: Provision) -> tuple[str, str, float]:
-    """Write a task, validate it, and keep it if it is admitted: why not, in a code and words, and the time it took."""
-    place = order.out / DESK / "trying" / name
+async def _write_and_validate(
+    fleet: Fleet, files: TaskFiles, options: GenerationOptions, name: str, host_settings: HostSettings
+) -> tuple[str, str, float]:
+    """Write and validate a task, and keep it if it is admitted; return (reason code, detail, seconds)."""
+    draft_dir = options.out / WORK_DIR / "trying" / name
     try:
-        await asyncio.to_thread(write_task, place, files)
-        await asyncio.to_thread(_share_wheels, place, order.out / DESK / "wheels")
-        report = await validate(fleet, place, provision=provision, reruns=order.reruns)
+        await asyncio.to_thread(write_task, draft_dir, files)
+        await asyncio.to_thread(_hard_link_wheels, draft_dir, options.out / WORK_DIR / "wheels")
+        report = await validate(fleet, draft_dir, host_settings=host_settings, reruns=options.reruns)
         if not report.admitted:
             first = report.reasons[0]
             return first.code, first.evidence, report.seconds
-        target = order.out / name
+        target = options.out / name
         if target.exists():
             shutil.rmtree(target)
-        place.rename(target)
+        draft_dir.rename(target)
         return "", "", report.seconds
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(draft_dir, ignore_errors=True)
 
 
-def _share_wheels(task: Path, shelf: Path) -> None:
-    """The same wheels in every task of a repository are one file on disk."""
-    shelf.mkdir(exist_ok=True)
+def _hard_link_wheels(task: Path, wheel_store: Path) -> None:
+    """Replace wheels that are identical across tasks by hard links to one file."""
+    wheel_store.mkdir(exist_ok=True)
     for wheel in (task / "environment/packages").glob("*.whl"):
-        kept = shelf / wheel.name
-        if not kept.exists():
-            shutil.copyfile(wheel, kept)
-        if kept.read_bytes() == wheel.read_bytes():
+        stored = wheel_store / wheel.name
+        if not stored.exists():
+            shutil.copyfile(wheel, stored)
+        if stored.read_bytes() == wheel.read_bytes():
             wheel.unlink()
             try:
-                os.link(kept, wheel)
+                os.link(stored, wheel)
             except OSError as error:
-                raise EtudeError(f"{kept} cannot be linked to {wheel}: {error.strerror}") from None
+                raise EtudeError(
+                    f"{wheel} cannot be a hard link: {error.strerror}; choose an output directory that supports them"
+                ) from None

@@ -1,22 +1,22 @@
-"""The Python image of generated tasks: the machine's programs without what it keeps beside them.
+"""The Python base image of generated tasks: the host's Python without /opt.
 
-/opt is where machines keep mirrors and caches of packages, and those have the very sources that a task is about.
+Hosts keep package mirrors and caches in /opt, which can contain the very sources that a task is about.
 """
 
 from etude.pods.fleet import Fleet
-from etude.tasks.base_images import Provision, host_python, python_image
+from etude.tasks.base_images import HostSettings, host_python, python_image
 
-KEPT_OUT = ("/opt",)
+EXCLUDED_BINDS = ("/opt",)
 
 
-async def sealed_base(fleet: Fleet) -> Provision:
-    """What to give to tasks so that `FROM python` has nothing of /opt; made once, kept in the store."""
+async def prepare_base_image(fleet: Fleet) -> HostSettings:
+    """Return host settings under which `FROM python` excludes /opt; the image is added to the store if missing."""
     if fleet.local is None:
-        return Provision()
+        return HostSettings()
     image = await python_image(fleet)
-    left = tuple(path for path in image.binds if path not in KEPT_OUT)
-    if left == image.binds:
-        return Provision()
+    binds = tuple(path for path in image.binds if path not in EXCLUDED_BINDS)
+    if binds == image.binds:
+        return HostSettings()
     name = f"{image.name}-sealed"
-    fleet.local.store.add_image(image.with_(binds=left).named(name))
-    return Provision(images={f"python:{host_python()}": name})
+    fleet.local.store.add_image(image.with_(binds=binds).named(name))
+    return HostSettings(images={f"python:{host_python()}": name})

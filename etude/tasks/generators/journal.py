@@ -1,4 +1,4 @@
-"""What became of every candidate: one line each, written when it is known; and the table of what generators gave."""
+"""Journals of candidates, one JSON line each, and the summary of what each generator yielded."""
 
 import json
 from collections import Counter
@@ -10,8 +10,8 @@ from etude.errors import InputError
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One candidate: the task it became, or the reason why it did not."""
+class JournalEntry:
+    """The fate of one candidate: the name of its task, or the reason for its rejection."""
 
     site: str
     family: str
@@ -24,25 +24,25 @@ class Entry:
 
 @dataclass
 class Journal:
-    """The entries of one lane."""
+    """The entries of one generator run."""
 
     path: Path
     generator: str
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, JournalEntry] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path, generator: str) -> "Journal":
-        """The journal in a file; a last line that was not finished does not count."""
+        """Read the journal from a file; an incomplete last line is dropped."""
         path.parent.mkdir(parents=True, exist_ok=True)
         journal = cls(path, generator)
         lines = path.read_text().split("\n") if path.exists() else []
         for number, line in enumerate(lines):
             try:
-                entry = Entry(**json.loads(line)) if line else None
+                entry = JournalEntry(**json.loads(line)) if line else None
             except (ValueError, TypeError):
                 if number < len(lines) - 1:
                     raise InputError(
-                        f"{path}: line {number + 1} cannot be read; remove the file to start anew"
+                        f"{path}: line {number + 1} is not a journal entry; remove the file to start over"
                     ) from None
                 path.write_text("\n".join(lines[:-1]) + "\n")
                 break
@@ -50,18 +50,18 @@ class Journal:
                 journal.entries[entry.site] = entry
         return journal
 
-    def recall(self, site: str) -> Entry | None:
+    def get(self, site: str) -> JournalEntry | None:
         return self.entries.get(site)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: JournalEntry) -> None:
         self.entries[entry.site] = entry
         with self.path.open("a") as file:
             file.write(json.dumps(asdict(entry)) + "\n")
 
 
 @dataclass(frozen=True)
-class Yield:
-    """What one generator gave over all repositories."""
+class GeneratorYield:
+    """What one generator produced over all repositories."""
 
     generator: str
     tried: int
@@ -71,14 +71,14 @@ class Yield:
     pod_seconds: float
 
 
-def yields(journals: Sequence[Journal]) -> list[Yield]:
-    """The table, one row for each generator."""
-    found = []
+def summarize_journals(journals: Sequence[Journal]) -> list[GeneratorYield]:
+    """Return one summary row per generator."""
+    rows = []
     for name in dict.fromkeys(journal.generator for journal in journals):
         entries = [entry for journal in journals if journal.generator == name for entry in journal.entries.values()]
         reasons = Counter(entry.reason for entry in entries if entry.reason)
-        found.append(
-            Yield(
+        rows.append(
+            GeneratorYield(
                 generator=name,
                 tried=len(entries),
                 made=sum(bool(entry.task) for entry in entries),
@@ -87,4 +87,4 @@ def yields(journals: Sequence[Journal]) -> list[Yield]:
                 pod_seconds=sum(entry.pod_seconds for entry in entries),
             )
         )
-    return found
+    return rows

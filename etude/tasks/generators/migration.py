@@ -1,7 +1,7 @@
-"""Migrations with a mechanical oracle: the repository's modern code is written the old way; the task is to undo that.
+"""Migration tasks with a mechanical oracle: modern code is rewritten in a legacy form; the task is to modernize it.
 
-Each family rewrites what it finds in one to three files; the tests that run those lines must pass in the old form too.
-The verifier counts the old way of writing, and runs the tests.
+Each family rewrites one to three files; the tests that execute those lines must pass in the legacy form too. The
+verifier counts the remaining legacy patterns and runs the tests.
 """
 
 import ast
@@ -9,18 +9,34 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from etude.tasks.generators import prompts
-from etude.tasks.generators.candidate import Candidate, Check, Draft, State, Unfit, back, generator
-from etude.tasks.generators.code import Edit, FunctionNode, Module, definitions, inside_fstring, parses, spliced
-from etude.tasks.generators.executor import Trial
+from etude.tasks.generators.candidate import (
+    CandidateRejected,
+    TaskCandidate,
+    TaskDraft,
+    VerifierCheck,
+    WorkspaceState,
+    generator,
+    revert_changes,
+)
+from etude.tasks.generators.code import (
+    FunctionNode,
+    Module,
+    SourceEdit,
+    apply_edits,
+    definitions,
+    fstring_node_ids,
+    is_parsable,
+)
+from etude.tasks.generators.executor import ExecutionResult
 from etude.tasks.generators.inside.patterns import lines_with
 from etude.tasks.generators.repository import Repository
-from etude.tasks.generators.task_writer import protected_globs, pytest_check, suite_of
+from etude.tasks.generators.task_writer import protected_globs, pytest_check, suite_files
 
-LEAST = 3  # places that make a task
-MOST = 40
-Aging = Callable[[Module], Iterator[Edit]]
-AGINGS: dict[str, Aging] = {}
-ASKED: dict[str, tuple[str, ...]] = {
+MIN_EDITS = 3  # per task
+MAX_EDITS_PER_FILE = 40
+LegacyRewrite = Callable[[Module], Iterator[SourceEdit]]
+LEGACY_REWRITES: dict[str, LegacyRewrite] = {}
+REQUESTS: dict[str, tuple[str, ...]] = {
     "percent": (
         "Use f-strings instead of % formatting in {files}.",
         '{files}: no more `"..." % x`, f-strings please. Output stays the same.',
@@ -53,20 +69,20 @@ ASKED: dict[str, tuple[str, ...]] = {
 }
 
 
-def aging(family: str) -> Callable[[Aging], Aging]:
-    def register(function: Aging) -> Aging:
-        AGINGS[family] = function
+def legacy_rewrite(family: str) -> Callable[[LegacyRewrite], LegacyRewrite]:
+    def register(function: LegacyRewrite) -> LegacyRewrite:
+        LEGACY_REWRITES[family] = function
         return function
 
     return register
 
 
-# ------------------------------------------------------------------------------------------------- the old ways
+# ------------------------------------------------------------------------------------------------- legacy rewrites
 
 
 def _fstrings(module: Module) -> Iterator[tuple[ast.JoinedStr, list[ast.Constant | ast.FormattedValue]]]:
-    """f-strings on one line, on their own (not glued to another string), whose parts are plain."""
-    inner = inside_fstring(module.tree)
+    """Yield single-line f-strings that are not concatenated with another string and have no format specification."""
+    inner = fstring_node_ids(module.tree)
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.JoinedStr) or id(node) in inner or node.lineno != node.end_lineno:
             continue
@@ -74,8 +90,10 @@ def _fstrings(module: Module) -> Iterator[tuple[ast.JoinedStr, list[ast.Constant
         parts = [part for part in node.values if isinstance(part, ast.Constant | ast.FormattedValue)]
         values = [part for part in parts if isinstance(part, ast.FormattedValue)]
         plain = all(part.format_spec is None and part.conversion in (-1, 114, 115) for part in values)
-        odd = "\\" in text or "=}" in text or any(isinstance(part.value, ast.Await | ast.Lambda) for part in values)
-        if text[0] in "fF" and text[1] in "\"'" and values and plain and text.count(text[1]) == 2 and not odd:
+        unsupported = (
+            "\\" in text or "=}" in text or any(isinstance(part.value, ast.Await | ast.Lambda) for part in values)
+        )
+        if text[0] in "fF" and text[1] in "\"'" and values and plain and text.count(text[1]) == 2 and not unsupported:
             yield node, parts
 
 
@@ -83,8 +101,8 @@ def _literal(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t") + '"'
 
 
-@aging("percent")
-def percent(module: Module) -> Iterator[Edit]:
+@legacy_rewrite("percent")
+def percent(module: Module) -> Iterator[SourceEdit]:
     for node, parts in _fstrings(module):
         text, values = "", []
         for part in parts:
@@ -97,8 +115,8 @@ def percent(module: Module) -> Iterator[Edit]:
         yield module.replace(node, f"({_literal(text)} % {given})")
 
 
-@aging("str-format")
-def str_format(module: Module) -> Iterator[Edit]:
+@legacy_rewrite("str-format")
+def str_format(module: Module) -> Iterator[SourceEdit]:
     for node, parts in _fstrings(module):
         text, values = "", []
         for part in parts:
@@ -110,9 +128,9 @@ def str_format(module: Module) -> Iterator[Edit]:
         yield module.replace(node, f"{_literal(text)}.format({', '.join(values)})")
 
 
-@aging("typing")
-def typing_names(module: Module) -> Iterator[Edit]:
-    """Annotations of functions, in modules whose annotations are never evaluated and that have typing by a name."""
+@legacy_rewrite("typing")
+def typing_names(module: Module) -> Iterator[SourceEdit]:
+    """Rewrite function annotations, in modules that import typing and never evaluate annotations."""
     if b"from __future__ import annotations" not in module.data:
         return
     alias = next((name for name in ("t", "typing") if f"import typing as {name}\n".encode() in module.data), "")
@@ -123,12 +141,12 @@ def typing_names(module: Module) -> Iterator[Edit]:
             found = [each.annotation for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
             for annotation in [*found, node.returns]:
                 if annotation is not None and annotation.lineno == annotation.end_lineno:
-                    old = _old_annotation(annotation, alias)
+                    old = _legacy_annotation(annotation, alias)
                     if old != ast.unparse(annotation):
                         yield module.replace(annotation, old)
 
 
-def _old_annotation(node: ast.expr, alias: str) -> str:
+def _legacy_annotation(node: ast.expr, alias: str) -> str:
     generics = {
         "list": "List",
         "dict": "Dict",
@@ -139,7 +157,7 @@ def _old_annotation(node: ast.expr, alias: str) -> str:
     }
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         parts = _alternatives(node)
-        rest = [_old_annotation(part, alias) for part in parts if not _is_none(part)]
+        rest = [_legacy_annotation(part, alias) for part in parts if not _is_none(part)]
         inner = rest[0] if len(rest) == 1 else f"{alias}.Union[{', '.join(rest)}]"
         return f"{alias}.Optional[{inner}]" if len(rest) < len(parts) else inner
     if isinstance(node, ast.Subscript):
@@ -150,7 +168,7 @@ def _old_annotation(node: ast.expr, alias: str) -> str:
             else ast.unparse(value)
         )
         items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        return f"{head}[{', '.join(_old_annotation(item, alias) for item in items)}]"
+        return f"{head}[{', '.join(_legacy_annotation(item, alias) for item in items)}]"
     return ast.unparse(node)
 
 
@@ -164,13 +182,13 @@ def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-@aging("classes")
-def classes(module: Module) -> Iterator[Edit]:
+@legacy_rewrite("classes")
+def classes(module: Module) -> Iterator[SourceEdit]:
     for node, owner in module.classes:
         line = module.lines[node.lineno - 1]
         if not node.bases and not node.keywords and line.rstrip().endswith(f"class {node.name}:") and not owner:
             at = module.offset(node.lineno, node.col_offset) + len(f"class {node.name}")
-            yield Edit(at, at, "(object)")
+            yield SourceEdit(at, at, "(object)")
     for function in module.functions:
         owner = function.owner
         inside = owner and any(node.name == owner[-1] and around == owner[:-1] for node, around in module.classes)
@@ -183,9 +201,9 @@ def classes(module: Module) -> Iterator[Edit]:
                 yield module.replace(call, f"super({owner[0]}, {first})")
 
 
-@aging("literals")
-def literals(module: Module) -> Iterator[Edit]:
-    inner = inside_fstring(module.tree)
+@legacy_rewrite("literals")
+def literals(module: Module) -> Iterator[SourceEdit]:
+    inner = fstring_node_ids(module.tree)
     for node in ast.walk(module.tree):
         if id(node) in inner:
             continue
@@ -202,27 +220,27 @@ def literals(module: Module) -> Iterator[Edit]:
             yield module.replace(node, f"set([{module.text(node)[1:-1]}])")
 
 
-@aging("os-errors")
-def os_errors(module: Module) -> Iterator[Edit]:
+@legacy_rewrite("os-errors")
+def os_errors(module: Module) -> Iterator[SourceEdit]:
     for number, node in enumerate(
         each for each in ast.walk(module.tree) if isinstance(each, ast.Name) and each.id == "OSError"
     ):
         yield module.replace(node, ("IOError", "EnvironmentError")[number % 2])
 
 
-@aging("maps")
-def maps(module: Module) -> Iterator[Edit]:
-    inner = inside_fstring(module.tree)
+@legacy_rewrite("maps")
+def maps(module: Module) -> Iterator[SourceEdit]:
+    inner = fstring_node_ids(module.tree)
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.ListComp | ast.SetComp) or id(node) in inner or len(node.generators) != 1:
             continue
         part = node.generators[0]
-        odd = any(
+        unsupported = any(
             isinstance(each, ast.Await | ast.NamedExpr | ast.Yield | ast.ListComp)
             for each in ast.walk(node)
             if each is not node
         )
-        if part.is_async or len(part.ifs) > 1 or not isinstance(part.target, ast.Name) or odd:
+        if part.is_async or len(part.ifs) > 1 or not isinstance(part.target, ast.Name) or unsupported:
             continue
         name, source = part.target.id, module.text(part.iter)
         if part.ifs:
@@ -236,87 +254,89 @@ def maps(module: Module) -> Iterator[Edit]:
 # ------------------------------------------------------------------------------------------------- candidates
 
 
-@generator("migration", "migration", weight=1.0, most=0.3)
-def migration(repository: Repository, rng: random.Random) -> Iterator[Candidate]:
-    aged: dict[str, dict[str, list[Edit]]] = {family: {} for family in AGINGS}
+@generator("migration", "migration", weight=1.0, max_family_share=0.3)
+def migration(repository: Repository, rng: random.Random) -> Iterator[TaskCandidate]:
+    edits_by_family: dict[str, dict[str, list[SourceEdit]]] = {family: {} for family in LEGACY_REWRITES}
     for module in repository.modules:
-        for family, age in AGINGS.items():
-            edits = _disjoint(list(age(module)))
+        for family, rewrite in LEGACY_REWRITES.items():
+            edits = _without_overlaps(list(rewrite(module)))
             if edits:
-                aged[family][module.path] = edits
-    left = {family: sorted(files) for family, files in aged.items()}
-    for files in left.values():
+                edits_by_family[family][module.path] = edits
+    remaining = {family: sorted(files) for family, files in edits_by_family.items()}
+    for files in remaining.values():
         rng.shuffle(files)
-    while any(left.values()):
-        for family in sorted(left):
+    while any(remaining.values()):
+        for family in sorted(remaining):
             count = rng.choice((1, 1, 2, 3))
-            files, left[family] = left[family][:count], left[family][count:]
-            chosen = {file: aged[family][file][:MOST] for file in files}
-            if files and sum(map(len, chosen.values())) >= LEAST:
+            files, remaining[family] = remaining[family][:count], remaining[family][count:]
+            chosen = {file: edits_by_family[family][file][:MAX_EDITS_PER_FILE] for file in files}
+            if files and sum(map(len, chosen.values())) >= MIN_EDITS:
                 yield candidate_for(repository, family, chosen, rng.getrandbits(64))
 
 
-def _disjoint(edits: Sequence[Edit]) -> list[Edit]:
-    kept: list[Edit] = []
+def _without_overlaps(edits: Sequence[SourceEdit]) -> list[SourceEdit]:
+    kept: list[SourceEdit] = []
     for edit in sorted(edits, key=lambda each: (each.start, -each.end)):
         if not kept or edit.start >= kept[-1].end:
             kept.append(edit)
     return kept
 
 
-def candidate_for(repository: Repository, family: str, edits: Mapping[str, Sequence[Edit]], seed: int) -> Candidate:
+def candidate_for(
+    repository: Repository, family: str, edits: Mapping[str, Sequence[SourceEdit]], seed: int
+) -> TaskCandidate:
     rng = random.Random(seed)
     workspace: dict[str, bytes | None] = {}
-    near: set[str] = set()
+    covering: set[str] = set()
     for file, found in edits.items():
         module = repository.module(file)
-        workspace[file] = spliced(module.data, found)
+        workspace[file] = apply_edits(module.data, found)
         for edit in found:
             line = module.data[: edit.start].count(b"\n") + 1
-            near |= repository.running(file, [line]) or set()
-    tests = repository.graded_tests((), near, rng)
+            covering |= repository.tests_covering(file, [line]) or set()
+    tests = repository.select_graded_tests((), covering, rng)
 
-    def finish(trials: Mapping[str, Trial]) -> Draft:
-        trial = trials["old"]
-        if not trial.complete or any(trial.status(test) != "passed" for test in tests):
-            raise Unfit("not-the-same", "tests fail in the old form")
+    def finish(results: Mapping[str, ExecutionResult]) -> TaskDraft:
+        result = results["old"]
+        if not result.complete or any(result.status(test) != "passed" for test in tests):
+            raise CandidateRejected("not-the-same", "tests fail in the legacy form")
         return make_draft(repository, family, edits, workspace, tests, rng)
 
     site = f"{family}:{'+'.join(sorted(edits))}"
-    return Candidate(site, family, {"old": State(workspace, tuple(tests))}, finish)
+    return TaskCandidate(site, family, {"old": WorkspaceState(workspace, tuple(tests))}, finish)
 
 
 def make_draft(
     repository: Repository,
     family: str,
-    edits: Mapping[str, Sequence[Edit]],
+    edits: Mapping[str, Sequence[SourceEdit]],
     workspace: Mapping[str, bytes | None],
     tests: list[str],
     rng: random.Random,
-) -> Draft:
-    most = {}
+) -> TaskDraft:
+    allowed = {}
     for file, data in workspace.items():
-        if data is None or not parses(data):
-            raise Unfit("no-python", f"{file} does not parse in the old form")
-        most[file] = len(lines_with(family, repository.files[file]))
-        if len(lines_with(family, data)) <= most[file]:
-            raise Unfit("not-old", f"{file} has nothing to migrate")
+        if data is None or not is_parsable(data):
+            raise CandidateRejected("no-python", f"{file} does not parse in the legacy form")
+        allowed[file] = len(lines_with(family, repository.files[file]))
+        if len(lines_with(family, data)) <= allowed[file]:
+            raise CandidateRejected("not-old", f"{file} has nothing to migrate")
     count = sum(map(len, edits.values()))
     files = " and ".join(filter(None, [", ".join(sorted(edits)[:-1]), sorted(edits)[-1]]))
-    suite = suite_of(repository)
-    return Draft(
+    suite = suite_files(repository)
+    return TaskDraft(
         category="migration",
         family=family,
         register="imperative",
-        request=prompts.pick(rng, *ASKED[family]).format(files=files),
+        request=prompts.choose(rng, *REQUESTS[family]).format(files=files),
         difficulty=min(4, 1 + (count > 8) + (count > 20) + (len(edits) > 1)),
         workspace=workspace,
-        solved=back(repository, workspace),
+        solution=revert_changes(repository, workspace),
         checks=(
             pytest_check(repository, tests, suite),
-            Check("patterns", {}, {"family": family, "files": most}),
+            VerifierCheck("patterns", {}, {"family": family, "files": allowed}),
         ),
         suite=suite,
         protected=protected_globs(repository),
-        facts={"places": count},
+        metadata={"places": count},
     )

@@ -1,7 +1,7 @@
-"""Small wrong changes to code: each operator finds the places in a function where it applies, and the edit it makes.
+"""Mutation operators: each finds the nodes of a function to which it applies, and the edit that makes the code wrong.
 
-The kinds are those that mutation testing and bug generators use. What a change does to the tests is not known here:
-most are kept only after tests were seen to fail.
+The kinds are those of mutation testing and bug generators. The effect on tests is not known here: callers keep most
+mutations only after seeing tests fail.
 """
 
 import ast
@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from etude.tasks.generators.code import Edit, Function, Module, inside_fstring
+from etude.tasks.generators.code import Module, PythonFunction, SourceEdit, fstring_node_ids
 
-Operator = Callable[[Module, ast.AST], Iterator[tuple[ast.AST, Edit]]]
+Operator = Callable[[Module, ast.AST], Iterator[tuple[ast.AST, SourceEdit]]]
 OPERATORS: dict[str, Operator] = {}
 COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 COMPARISONS |= {"is": "is not", "is not": "is", "in": "not in", "not in": "in"}
@@ -26,12 +26,12 @@ RAISED = {"KeyError": "IndexError", "AttributeError": "KeyError", "ValueError": 
 
 @dataclass(frozen=True)
 class Mutation:
-    """One wrong change: what kind, where, and the edit."""
+    """One mutation: operator, location and edit."""
 
     operator: str
-    function: Function
-    line: int  # the first line whose run shows it
-    edit: Edit
+    function: PythonFunction
+    line: int  # the line whose execution exposes the mutation
+    edit: SourceEdit
 
     @property
     def site(self) -> str:
@@ -46,21 +46,21 @@ def operator(name: str) -> Callable[[Operator], Operator]:
     return register
 
 
-def mutations(function: Function) -> list[Mutation]:
-    """Every change that an operator can make in a function, without those in functions within it."""
+def mutations(function: PythonFunction) -> list[Mutation]:
+    """Return every mutation of a function that an operator can make, nested functions excluded."""
     module = function.module
-    strings = inside_fstring(function.node)
+    strings = fstring_node_ids(function.node)
     found: list[Mutation] = []
     for node in _own_nodes(function):
         if id(node) in strings or not hasattr(node, "lineno"):
             continue
         for name, apply in OPERATORS.items():
-            for place, edit in apply(module, node):
-                found.append(Mutation(name, function, getattr(place, "lineno", 0), edit))
+            for target, edit in apply(module, node):
+                found.append(Mutation(name, function, getattr(target, "lineno", 0), edit))
     return found
 
 
-def _own_nodes(function: Function) -> Iterator[ast.AST]:
+def _own_nodes(function: PythonFunction) -> Iterator[ast.AST]:
     waiting: list[ast.AST] = list(reversed(function.body))
     while waiting:
         node = waiting.pop()
@@ -74,18 +74,18 @@ def _own_nodes(function: Function) -> Iterator[ast.AST]:
 
 
 @operator("negate-condition")
-def negate_condition(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+def negate_condition(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
     if isinstance(node, ast.If | ast.While | ast.IfExp):
         if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not):
             yield node.test, module.replace(node.test, module.text(node.test.operand))
-        elif not isinstance(node.test, ast.Compare):  # a comparison has an operator of its own
+        elif not isinstance(node.test, ast.Compare):  # comparisons are handled by swap-comparison
             text = module.text(node.test)
             plain = isinstance(node.test, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
             yield node.test, module.replace(node.test, f"not {text}" if plain else f"not ({text})")
 
 
 @operator("swap-comparison")
-def swap_comparison(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+def swap_comparison(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
     if not isinstance(node, ast.Compare) or len(node.ops) != 1:
         return
     start, end = module.span(node.left)[1], module.span(node.comparators[0])[0]
@@ -93,53 +93,53 @@ def swap_comparison(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Ed
     found = re.fullmatch(r"(\s*\)*\s*)(is\s+not|not\s+in|is|in|[<>=!]=|[<>])(\s*\(*\s*)", between)
     if found is not None:
         sign = " ".join(found[2].split())
-        yield node, Edit(start, end, found[1] + COMPARISONS[sign] + found[3])
+        yield node, SourceEdit(start, end, found[1] + COMPARISONS[sign] + found[3])
 
 
 @operator("drop-condition")
-def drop_condition(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
-    """One side of `a and b` goes."""
+def drop_condition(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
+    """Drop the last operand of `a and b`."""
     if isinstance(node, ast.BoolOp) and len(node.values) >= 2:
         first, last = module.span(node.values[-2])[1], module.span(node)[1]
         between = module.data[first : module.span(node.values[-1])[0]]
         if b"\n" not in module.data[first:last] and b"(" not in between and b")" not in between:
-            yield node.values[-1], Edit(first, last, "")
+            yield node.values[-1], SourceEdit(first, last, "")
 
 
 @operator("and-or")
-def and_or(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+def and_or(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
     if isinstance(node, ast.BoolOp) and len(node.values) == 2:
         start, end = module.span(node.values[0])[1], module.span(node.values[1])[0]
         old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
         between = module.data[start:end].decode()
         if len(re.findall(rf"\b{old}\b", between)) == 1:
-            yield node, Edit(start, end, re.sub(rf"\b{old}\b", new, between))
+            yield node, SourceEdit(start, end, re.sub(rf"\b{old}\b", new, between))
 
 
 @operator("skip-branch")
-def skip_branch(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
-    """A guard is gone."""
+def skip_branch(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
+    """Remove an `if` without `else`."""
     if isinstance(node, ast.If) and not node.orelse and module.data[module.span(node)[0] :].startswith(b"if"):
-        yield from _without(module, node)
+        yield from _remove_statement(module, node)
 
 
 # ------------------------------------------------------------------------------------------------- values
 
 
 @operator("off-by-one")
-def off_by_one(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+def off_by_one(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
     if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 1000:
         yield node, module.replace(node, str(node.value + 1 if node.value != 1 else 0))
 
 
 @operator("flip-boolean")
-def flip_boolean(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+def flip_boolean(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
     if isinstance(node, ast.Constant) and type(node.value) is bool:
         yield node, module.replace(node, str(not node.value))
 
 
 @operator("swap-arithmetic")
-def swap_arithmetic(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+def swap_arithmetic(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
     if not isinstance(node, ast.BinOp) or type(node.op) not in ARITHMETIC:
         return
     if any(isinstance(side, ast.Constant | ast.JoinedStr) and _is_text(side) for side in (node.left, node.right)):
@@ -147,7 +147,7 @@ def swap_arithmetic(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Ed
     start, end = module.span(node.left)[1], module.span(node.right)[0]
     between, (old, new) = module.data[start:end].decode(), ARITHMETIC[type(node.op)]
     if between.count(old) == 1:
-        yield node, Edit(start, end, between.replace(old, new))
+        yield node, SourceEdit(start, end, between.replace(old, new))
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -155,14 +155,14 @@ def _is_text(node: ast.AST) -> bool:
 
 
 @operator("swap-method")
-def swap_method(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+def swap_method(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
         _, end = module.span(node.func)
-        yield node.func, Edit(end - len(node.func.attr), end, METHODS[node.func.attr])
+        yield node.func, SourceEdit(end - len(node.func.attr), end, METHODS[node.func.attr])
 
 
 @operator("swap-builtin")
-def swap_builtin(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+def swap_builtin(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         name = node.func.id
         if name in BUILTINS and (name != "sorted" or not node.keywords):
@@ -170,7 +170,7 @@ def swap_builtin(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]
 
 
 @operator("swap-arguments")
-def swap_arguments(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+def swap_arguments(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
     if isinstance(node, ast.Call) and len(node.args) >= 2:
         one, two = node.args[0], node.args[1]
         if all(isinstance(arg, ast.Name | ast.Attribute) for arg in (one, two)) and module.text(one) != module.text(
@@ -178,73 +178,73 @@ def swap_arguments(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edi
         ):
             start, end = module.span(one)[0], module.span(two)[1]
             between = module.data[module.span(one)[1] : module.span(two)[0]].decode()
-            yield node, Edit(start, end, module.text(two) + between + module.text(one))
+            yield node, SourceEdit(start, end, module.text(two) + between + module.text(one))
 
 
 @operator("drop-keyword")
-def drop_keyword(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
-    """An argument given by name is not given."""
+def drop_keyword(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
+    """Drop the last keyword argument of a call."""
     if isinstance(node, ast.Call) and len(node.keywords) >= 1 and node.keywords[-1].arg and len(node.args) >= 1:
         last = node.keywords[-1]
         before = node.keywords[-2] if len(node.keywords) > 1 else node.args[-1]
         start, end = module.span(before)[1], module.span(last)[1]
         if b"#" not in module.data[start:end] and b")" not in module.data[start : module.span(last)[0]]:
-            yield last.value, Edit(start, end, "")
+            yield last.value, SourceEdit(start, end, "")
 
 
 @operator("swap-branches")
-def swap_branches(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
-    """`a if c else b` gives the other one."""
+def swap_branches(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
+    """Swap the two results of `a if c else b`."""
     if isinstance(node, ast.IfExp):
         start, end = module.span(node)
         text = f"{module.text(node.orelse)} if {module.text(node.test)} else {module.text(node.body)}"
         if b"#" not in module.data[start:end] and not isinstance(node.test, ast.IfExp):
-            yield node, Edit(start, end, text)
+            yield node, SourceEdit(start, end, text)
 
 
 # ------------------------------------------------------------------------------------------------- statements
 
 
 @operator("drop-statement")
-def drop_statement(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
-    """A call made for what it does, or a change of something's state, is gone."""
+def drop_statement(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
+    """Remove a call made for its side effect, or an assignment to an attribute or item."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await):
-        yield from _without(module, node)
+        yield from _remove_statement(module, node)
     elif isinstance(node, ast.Assign | ast.AugAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if isinstance(node, ast.AugAssign) or all(isinstance(each, ast.Attribute | ast.Subscript) for each in targets):
-            yield from _without(module, node)
+            yield from _remove_statement(module, node)
 
 
-def _without(module: Module, node: ast.stmt) -> Iterator[tuple[ast.AST, Edit]]:
-    """The lines of a statement go, if they are its alone and others stay: nothing is left to show that it was there."""
+def _remove_statement(module: Module, node: ast.stmt) -> Iterator[tuple[ast.AST, SourceEdit]]:
+    """Remove the lines of a statement if it shares them with no other and does not empty its body: no trace remains."""
     start, end = module.line_span(node.lineno, node.end_lineno or node.lineno)
     first, last = module.span(node)
     alone = not module.data[start:first].strip() and not module.data[last:end].partition(b"#")[0].strip()
-    if alone and len(module.body_around(node)) > 1:
-        yield node, Edit(start, end, "")
+    if alone and len(module.enclosing_body(node)) > 1:
+        yield node, SourceEdit(start, end, "")
 
 
 @operator("return-nothing")
-def return_nothing(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+def return_nothing(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
     if isinstance(node, ast.Return) and node.value is not None and module.text(node.value) != "None":
         yield node, module.replace(node.value, "None")
 
 
 @operator("lose-default")
-def lose_default(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
-    """`x.get(key, default)` and the like: without the default."""
+def lose_default(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
+    """Drop the default of `x.get(key, default)` and `x.pop(key, default)`."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
         none = len(node.args) == 2 and isinstance(node.args[1], ast.Constant) and node.args[1].value is None
         if len(node.args) == 2 and not node.keywords and not none:
             start, end = module.span(node.args[0])[1], module.span(node.args[1])[1]
             if b"#" not in module.data[start:end]:
-                yield node, Edit(start, end, "" if node.func.attr == "get" else ", None")
+                yield node, SourceEdit(start, end, "" if node.func.attr == "get" else ", None")
 
 
 @operator("other-exception")
-def other_exception(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
-    """What is caught, or raised, is of another kind."""
+def other_exception(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
+    """Catch or raise another exception type."""
     if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name) and node.type.id in RAISED:
         yield node, module.replace(node.type, RAISED[node.type.id])
     raised = node.exc.func if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) else None
@@ -253,7 +253,7 @@ def other_exception(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Ed
 
 
 @operator("break-continue")
-def break_continue(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
+def break_continue(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
     if isinstance(node, ast.Break):
         yield node, module.replace(node, "continue")
     elif isinstance(node, ast.Continue):
@@ -261,15 +261,15 @@ def break_continue(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edi
 
 
 @operator("shorten")
-def shorten(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
-    """A loop leaves out the first of what it goes through."""
+def shorten(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
+    """Skip the first element of a loop."""
     if isinstance(node, ast.For) and isinstance(node.iter, ast.Name | ast.Attribute):
         yield node, module.replace(node.iter, f"list({module.text(node.iter)})[1:]")
 
 
 @operator("wrong-name")
-def wrong_name(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, Edit]]:
-    """Of the two names in a comparison or call with two, the same twice."""
+def wrong_name(module: Module, node: ast.AST) -> Iterator[tuple[ast.AST, SourceEdit]]:
+    """Compare a name with itself instead of the other name."""
     if isinstance(node, ast.Compare) and len(node.comparators) == 1:
         one, two = node.left, node.comparators[0]
         if isinstance(one, ast.Name) and isinstance(two, ast.Name) and one.id != two.id:

@@ -1,5 +1,6 @@
-"""Refactorings with an oracle: a function or class gets another name, or moves to another module, and all that use it
-follow. Graded by the tests as the oracle rewrites them, and by names that must be gone or be there.
+"""Refactoring tasks with an oracle: rename a function or class, or move it to another module, and update all uses.
+
+The verifier runs the tests as rewritten by the oracle, and checks which names must be absent or defined.
 """
 
 import ast
@@ -7,79 +8,88 @@ import random
 from collections.abc import Iterator, Mapping
 
 from etude.tasks.generators import prompts
-from etude.tasks.generators.candidate import Candidate, Check, Draft, State, Unfit, generator
-from etude.tasks.generators.code import Edit, FunctionNode, Module, parse, spliced
-from etude.tasks.generators.executor import Changes, Trial
+from etude.tasks.generators.candidate import (
+    CandidateRejected,
+    TaskCandidate,
+    TaskDraft,
+    VerifierCheck,
+    WorkspaceState,
+    generator,
+)
+from etude.tasks.generators.code import FunctionNode, Module, SourceEdit, apply_edits, parse
+from etude.tasks.generators.executor import Changes, ExecutionResult
 from etude.tasks.generators.failure_report import test_name
-from etude.tasks.generators.identifiers import is_unique, other_name, renamed
-from etude.tasks.generators.removal import Place, Target, python_files, targets, uses
+from etude.tasks.generators.identifiers import alternative_name, is_unique, rename_in_files
+from etude.tasks.generators.removal import NameUse, Target, python_files, targets, uses
 from etude.tasks.generators.repository import Repository
-from etude.tasks.generators.task_writer import protected_globs, pytest_check, suite_of
+from etude.tasks.generators.task_writer import protected_globs, pytest_check, suite_files
 
-LEAST = 3  # uses of a name that make its change worth a task
+MIN_USES = 3  # names with fewer uses make no task
 
 
-@generator("refactor", "refactor", weight=1.2, most=0.5)
-def refactor(repository: Repository, rng: random.Random) -> Iterator[Candidate]:
+@generator("refactor", "refactor", weight=1.2, max_family_share=0.5)
+def refactor(repository: Repository, rng: random.Random) -> Iterator[TaskCandidate]:
     found = targets(repository)
     rng.shuffle(found)
-    makers = [rename, rename, move, rename_keeping]
+    makers = [rename, rename, move, rename_with_alias]
     for number, target in enumerate(found):
         candidate = makers[number % len(makers)](repository, target, random.Random(rng.getrandbits(64)))
         if candidate is not None:
             yield candidate
 
 
-def _uses(repository: Repository, name: str) -> list[Place]:
+def _all_uses(repository: Repository, name: str) -> list[NameUse]:
     return [*uses(repository, name), *uses(repository, name, tests=True)]
 
 
-def _tests(repository: Repository, target: Target, places: list[Place], rng: random.Random) -> list[str]:
-    """Tests that run the definition or a place where it is used, and those of test files that have the name."""
+def _related_tests(repository: Repository, target: Target, name_uses: list[NameUse], rng: random.Random) -> list[str]:
+    """Return tests that execute the definition or a use of it, and those of test files that mention the name."""
     found: set[str] = set()
-    for file, line in [(target.file, target.node.body[-1].lineno), *((each.file, each.line) for each in places)]:
-        found |= repository.running(file, [line]) or set()
-    having = {place.file for place in places}
-    found |= {test for test in repository.seconds if test_name(test)[0] in having}
-    return repository.graded_tests((), found, rng)
+    for file, line in [(target.file, target.node.body[-1].lineno), *((each.file, each.line) for each in name_uses)]:
+        found |= repository.tests_covering(file, [line]) or set()
+    files_with_name = {place.file for place in name_uses}
+    found |= {test for test in repository.durations if test_name(test)[0] in files_with_name}
+    return repository.select_graded_tests((), found, rng)
 
 
 def candidate_for(
     repository: Repository,
     site: str,
     family: str,
-    solved: Mapping[str, bytes | None],
+    solution: Mapping[str, bytes | None],
     tests: list[str],
     request: str,
     names: Mapping[str, object],
     difficulty: int,
     extra: Mapping[str, bytes] | None = None,
-) -> Candidate:
-    """A refactoring whose oracle is `solved`: its tests must pass there, and the names be as they should."""
-    rewritten = {path: data for path, data in solved.items() if repository.source.is_test_path(path)}
-    more = tuple(extra or ())
+) -> TaskCandidate:
+    """Return the candidate of a refactoring whose oracle is `solution`: after it, the tests must pass."""
+    rewritten = {path: data for path, data in solution.items() if repository.source.is_test_path(path)}
+    extra_files = tuple(extra or ())
 
-    def finish(trials: Mapping[str, Trial]) -> Draft:
-        trial = trials["solved"]
-        bad = [test for test in (*tests, *_ids(more)) if trial.status(test) != "passed"]
-        if bad or not trial.complete:
-            raise Unfit("oracle-fails", f"{len(bad)} tests fail after it: {bad[:3]}")
-        suite = {**suite_of(repository, rewritten), **(extra or {})}
-        return Draft(
+    def finish(results: Mapping[str, ExecutionResult]) -> TaskDraft:
+        result = results["solved"]
+        bad = [test for test in (*tests, *_ids(extra_files)) if result.status(test) != "passed"]
+        if bad or not result.complete:
+            raise CandidateRejected("oracle-fails", f"{len(bad)} tests fail after it: {bad[:3]}")
+        suite = {**suite_files(repository, rewritten), **(extra or {})}
+        return TaskDraft(
             category="refactor",
             family=family,
             register="imperative",
             request=request,
             difficulty=difficulty,
             workspace={},
-            solved=solved,
-            checks=(pytest_check(repository, [*tests, *_ids(more)], suite), Check("names", {}, names)),
+            solution=solution,
+            checks=(pytest_check(repository, [*tests, *_ids(extra_files)], suite), VerifierCheck("names", {}, names)),
             suite=suite,
             protected=() if rewritten else protected_globs(repository),
-            facts={"files": len(solved)},
+            metadata={"files": len(solution)},
         )
 
-    return Candidate(site, family, {"solved": State({**solved, **(extra or {})}, (*tests, *more))}, finish)
+    return TaskCandidate(
+        site, family, {"solved": WorkspaceState({**solution, **(extra or {})}, (*tests, *extra_files))}, finish
+    )
 
 
 def _ids(files: tuple[str, ...]) -> list[str]:
@@ -89,17 +99,17 @@ def _ids(files: tuple[str, ...]) -> list[str]:
 # ------------------------------------------------------------------------------------------------- names
 
 
-def rename(repository: Repository, target: Target, rng: random.Random) -> Candidate | None:
-    """Another name everywhere."""
+def rename(repository: Repository, target: Target, rng: random.Random) -> TaskCandidate | None:
+    """Rename a definition everywhere."""
     old = target.name
-    if not is_unique(repository, old) or (new := other_name(old, rng, repository)) is None:
+    if not is_unique(repository, old) or (new := alternative_name(old, rng, repository)) is None:
         return None
-    places = _uses(repository, old)
-    if len(places) < LEAST:
+    name_uses = _all_uses(repository, old)
+    if len(name_uses) < MIN_USES:
         return None
-    solved = renamed(repository, old, new)
+    solution = rename_in_files(repository, old, new)
     kind = "class" if isinstance(target.node, ast.ClassDef) else "method" if target.owner else "function"
-    request = prompts.pick(
+    request = prompts.choose(
         rng,
         f"Rename {prompts.quoted(old)} to {prompts.quoted(new)}, everywhere.",
         f"The {kind} {prompts.quoted(old)} should be called {prompts.quoted(new)}. No alias, please.",
@@ -108,29 +118,29 @@ def rename(repository: Repository, target: Target, rng: random.Random) -> Candid
     )
     defined = [[target.file, ".".join([*target.owner, new])]]
     names = {"gone": [old], "excused": {}, "defined": defined, "undefined": []}
-    tests = _tests(repository, target, places, rng)
-    level = min(5, 1 + (len(places) > 8) + (len({place.file for place in places}) > 3) + (len(places) > 25))
-    return candidate_for(repository, f"rename:{target.file}:{old}", "rename", solved, tests, request, names, level)
+    tests = _related_tests(repository, target, name_uses, rng)
+    level = min(5, 1 + (len(name_uses) > 8) + (len({place.file for place in name_uses}) > 3) + (len(name_uses) > 25))
+    return candidate_for(repository, f"rename:{target.file}:{old}", "rename", solution, tests, request, names, level)
 
 
-def rename_keeping(repository: Repository, target: Target, rng: random.Random) -> Candidate | None:
-    """Another name everywhere, and the old one stays as an alias where it was defined."""
+def rename_with_alias(repository: Repository, target: Target, rng: random.Random) -> TaskCandidate | None:
+    """Rename a definition everywhere, and keep the old name as an alias in its module."""
     old = target.name
-    if target.owner or not is_unique(repository, old) or (new := other_name(old, rng, repository)) is None:
+    if target.owner or not is_unique(repository, old) or (new := alternative_name(old, rng, repository)) is None:
         return None
-    places = _uses(repository, old)
-    if len(places) < LEAST or not any(place.kind == "import" for place in places):
+    name_uses = _all_uses(repository, old)
+    if len(name_uses) < MIN_USES or not any(place.kind == "import" for place in name_uses):
         return None
-    solved: dict[str, bytes | None] = dict(renamed(repository, old, new))
-    module = parse(target.file, solved[target.file] or b"")
+    solution: dict[str, bytes | None] = dict(rename_in_files(repository, old, new))
+    module = parse(target.file, solution[target.file] or b"")
     node = next(each for each in module.tree.body if getattr(each, "name", "") == new)
     _, end = module.line_span(node.lineno, node.end_lineno or node.lineno)
     alias = f"\n\n{old} = {new}  # the former name\n"
-    solved[target.file] = spliced(module.data, [Edit(end, end, alias)])
+    solution[target.file] = apply_edits(module.data, [SourceEdit(end, end, alias)])
     dotted = repository.source.module_name(target.file)
     test = f"import {dotted} as module\n\n\ndef test_both_names():\n    assert module.{old} is module.{new}\n"
     place = f"{repository.source.test_directories[0]}/" if repository.source.test_directories else ""
-    request = prompts.pick(
+    request = prompts.choose(
         rng,
         f"Rename {prompts.quoted(old)} to {prompts.quoted(new)}. Others still import the old name from {dotted}: "
         "leave an alias there, and use it nowhere.",
@@ -144,32 +154,32 @@ def rename_keeping(repository: Repository, target: Target, rng: random.Random) -
         "defined": [[target.file, new]],
         "undefined": [[target.file, old]],
     }
-    tests = _tests(repository, target, places, rng)
+    tests = _related_tests(repository, target, name_uses, rng)
     site, extra = f"alias:{target.file}:{old}", {f"{place}test_former_name.py": test.encode()}
-    return candidate_for(repository, site, "rename-alias", solved, tests, request, names, 3, extra)
+    return candidate_for(repository, site, "rename-alias", solution, tests, request, names, 3, extra)
 
 
 # ------------------------------------------------------------------------------------------------- moves
 
 
-def move(repository: Repository, target: Target, rng: random.Random) -> Candidate | None:
-    """A definition goes to a module of its own; imports of it follow."""
+def move(repository: Repository, target: Target, rng: random.Random) -> TaskCandidate | None:
+    """Move a definition to a module of its own, and update its imports."""
     if target.owner or not is_unique(repository, target.name) or target.file.endswith("__init__.py"):
         return None
     module = repository.module(target.file)
-    needed = _imports_for(module, target)
-    if needed is None or len(target.lines) < 6:
+    imports = _imports_for(module, target)
+    if imports is None or len(target.lines) < 6:
         return None
     stem = target.name.strip("_").lower()
     folder = target.file.rpartition("/")[0]
     new_file = f"{folder}/_{stem}.py" if folder else f"_{stem}.py"
     if new_file in repository.files:
         return None
-    solved = _moved(repository, module, target, needed, f"_{stem}", new_file)
-    places = _uses(repository, target.name)
-    if solved is None or len(places) < LEAST:
+    solution = _moved_files(repository, module, target, imports, f"_{stem}", new_file)
+    name_uses = _all_uses(repository, target.name)
+    if solution is None or len(name_uses) < MIN_USES:
         return None
-    request = prompts.pick(
+    request = prompts.choose(
         rng,
         f"Move {prompts.quoted(target.name)} out of {target.file} into {new_file}. Import it from there wherever used.",
         f"{target.file} is too long. Put {prompts.quoted(target.name)} into {new_file} and adapt the imports; "
@@ -177,60 +187,60 @@ def move(repository: Repository, target: Target, rng: random.Random) -> Candidat
         f"{prompts.quoted(target.name)} should live in {new_file}, not in {target.file}.",
     )
     names = {"gone": [], "defined": [[new_file, target.name]], "undefined": [[target.file, target.name]]}
-    tests = _tests(repository, target, places, rng)
-    return candidate_for(repository, f"move:{target.file}:{target.name}", "move", solved, tests, request, names, 3)
+    tests = _related_tests(repository, target, name_uses, rng)
+    return candidate_for(repository, f"move:{target.file}:{target.name}", "move", solution, tests, request, names, 3)
 
 
 def _imports_for(module: Module, target: Target) -> list[str] | None:
-    """The import statements a definition needs where it goes; None when it needs more of its module than that."""
+    """Return the imports a definition needs in a new module, or None if it uses other names of its module."""
     found: dict[str, str] = {}
-    made: set[str] = set()
+    defined_here: set[str] = set()
     for node in module.tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
-                found[alias.asname or alias.name.partition(".")[0]] = _one_import(node, alias)
+                found[alias.asname or alias.name.partition(".")[0]] = _single_import(node, alias)
         elif isinstance(node, FunctionNode | ast.ClassDef):
-            made.add(node.name)
+            defined_here.add(node.name)
         else:
-            made |= {
+            defined_here |= {
                 each.id for each in ast.walk(node) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)
             }
             if isinstance(node, ast.If | ast.Try):  # imports under a condition
-                made |= {
+                defined_here |= {
                     (a.asname or a.name)
                     for each in ast.walk(node)
                     if isinstance(each, ast.ImportFrom)
                     for a in each.names
                 }
     used = {node.id for node in ast.walk(target.node) if isinstance(node, ast.Name)}
-    if used & (made - {target.name}):
+    if used & (defined_here - {target.name}):
         return None
     future = [line for name, line in found.items() if line.startswith("from __future__")]
     return [*future, *sorted({found[name] for name in used if name in found and found[name] not in future})]
 
 
-def _one_import(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
+def _single_import(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
     name = alias.name + (f" as {alias.asname}" if alias.asname else "")
     if isinstance(node, ast.Import):
         return f"import {name}"
     return f"from {'.' * node.level}{node.module or ''} import {name}"
 
 
-def _moved(
-    repository: Repository, module: Module, target: Target, needed: list[str], stem: str, new_file: str
+def _moved_files(
+    repository: Repository, module: Module, target: Target, imports: list[str], stem: str, new_file: str
 ) -> Changes | None:
-    """The files after the move; None where a use is not an import that can follow."""
+    """Return the files after the move, or None if a use is not an import that can be updated."""
     start, end = module.line_span(target.lines[0], target.lines[-1])
     body = module.data[start:end].decode()
-    future = [line for line in needed if line.startswith("from __future__")]
-    head = "\n".join([*future, ""] * bool(future) + [line for line in needed if line not in future])
+    future = [line for line in imports if line.startswith("from __future__")]
+    head = "\n".join([*future, ""] * bool(future) + [line for line in imports if line not in future])
     text = (head + "\n\n\n" if head.strip() else "") + body
     changes: dict[str, bytes | None] = {new_file: text.encode()}
     dotted = repository.source.module_name(target.file)
     new_dotted = ".".join([*dotted.split(".")[:-1], stem])
     here = [place for place in uses(repository, target.name) if place.file == target.file]
     outside = [place for place in here if place.line not in target.lines and place.kind != "listed"]
-    edits = [module.removal(target.node)]
+    edits = [module.removal_edit(target.node)]
     if outside or any(place.kind == "listed" for place in here):
         after = max(
             (node.end_lineno or 0 for node in module.tree.body if isinstance(node, ast.Import | ast.ImportFrom)),
@@ -240,17 +250,17 @@ def _moved(
             return None
         at = module.line_span(after, after)[1]
         edits.append(
-            Edit(
+            SourceEdit(
                 at,
                 at,
                 f"from .{stem} import {target.name}\n" if "." in dotted else f"from {stem} import {target.name}\n",
             )
         )
-    changes[target.file] = spliced(module.data, edits)
+    changes[target.file] = apply_edits(module.data, edits)
     for file in [*python_files(repository, tests=False), *python_files(repository, tests=True)]:
         if file == target.file or target.name not in repository.module(file).names:
             continue
-        after_data = _following(repository.module(file), target.name, dotted, new_dotted, file.endswith(".pyi"))
+        after_data = _redirect_imports(repository.module(file), target.name, dotted, new_dotted, file.endswith(".pyi"))
         if after_data is None:
             return None
         if after_data != repository.files[file]:
@@ -258,8 +268,8 @@ def _moved(
     return changes
 
 
-def _following(module: Module, name: str, old: str, new: str, stub: bool) -> bytes | None:
-    """A file whose imports of a name come from its new module; None if it reaches it through the old one itself."""
+def _redirect_imports(module: Module, name: str, old: str, new: str, stub: bool) -> bytes | None:
+    """Return a file that imports the name from its new module, or None if it uses it as an attribute of the old one."""
     last_old, last_new = old.rpartition(".")[2], new.rpartition(".")[2]
     edits = []
     for node in ast.walk(module.tree):
@@ -274,12 +284,12 @@ def _following(module: Module, name: str, old: str, new: str, stub: bool) -> byt
             indent = " " * node.col_offset
             start, end = module.line_span(node.lineno, node.end_lineno or node.lineno)
             kept = [each for each in node.names if each is not alias]
-            rest = _import_of(node, kept, indent) if kept else ""
-            edits.append(Edit(start, end, f"{rest}{indent}{line}\n"))
-    return spliced(module.data, edits)
+            rest = _import_statement(node, kept, indent) if kept else ""
+            edits.append(SourceEdit(start, end, f"{rest}{indent}{line}\n"))
+    return apply_edits(module.data, edits)
 
 
-def _import_of(node: ast.ImportFrom, kept: list[ast.alias], indent: str) -> str:
+def _import_statement(node: ast.ImportFrom, kept: list[ast.alias], indent: str) -> str:
     names = [each.name + (f" as {each.asname}" if each.asname else "") for each in kept]
     source = "." * node.level + (node.module or "")
     if node.end_lineno == node.lineno:

@@ -1,4 +1,4 @@
-"""Every generator there is: importing this registers them."""
+"""Import every generator module, which registers its generators in GENERATORS."""
 
 from etude.tasks.generators import compose as compose
 from etude.tasks.generators import debugging as debugging

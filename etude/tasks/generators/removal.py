@@ -1,4 +1,4 @@
-"""Taking a name out of a code base: its definition, what only it used, imports and lists that have it, docs, tests."""
+"""Remove a definition from a code base with its helpers, imports, exports, documentation and tests."""
 
 import ast
 import re
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 
 from etude.tasks.generators.code import (
     Definition,
-    Edit,
     FunctionNode,
     Module,
+    SourceEdit,
+    apply_edits,
     definitions,
     mentions,
     parse,
+    remove_definitions,
     span_lines,
-    spliced,
-    without_definitions,
 )
 from etude.tasks.generators.failure_report import test_name, test_text
 from etude.tasks.generators.repository import Repository
 
-PROSE = (".rst", ".md", ".txt")
+PROSE_SUFFIXES = (".rst", ".md", ".txt")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A definition of the product: where it is, and what it is called there."""
+    """A function, class or method of the product (the code outside the tests)."""
 
     file: str
     node: Definition
@@ -46,8 +46,8 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Place:
-    """One use of a name: the file, the line, and what kind of use it is."""
+class NameUse:
+    """One use of a name: file, line, and kind of use."""
 
     file: str
     line: int
@@ -55,7 +55,7 @@ class Place:
 
 
 def targets(repository: Repository) -> list[Target]:
-    """Functions and classes at the top of modules, and methods of classes there."""
+    """Return the top-level functions and classes of all modules, and the methods of these classes."""
     return [
         Target(module.path, node, owner)
         for module in repository.modules
@@ -69,16 +69,16 @@ def _is_class(module: Module, name: str) -> bool:
 
 
 def python_files(repository: Repository, *, tests: bool) -> list[str]:
-    """The product's Python files and stubs, or those of the tests."""
+    """Return the Python files and stubs of the product, or the Python files of the tests."""
     product = {*repository.source.modules, *(path for path in repository.files if path.endswith(".pyi"))}
     if not tests:
-        return sorted(path for path in product & repository.python if not repository.source.is_test_path(path))
+        return sorted(path for path in product & repository.python_paths if not repository.source.is_test_path(path))
     return [module.path for module in repository.test_modules]
 
 
-def uses(repository: Repository, name: str, *, tests: bool = False) -> list[Place]:
-    """Where the product (or the tests) has a name, its definitions left out."""
-    found: list[Place] = []
+def uses(repository: Repository, name: str, *, tests: bool = False) -> list[NameUse]:
+    """Return the uses of a name in the product or in the tests, without its definitions."""
+    found: list[NameUse] = []
     for file in python_files(repository, tests=tests):
         if name.encode() not in repository.files[file]:
             continue
@@ -91,9 +91,9 @@ def uses(repository: Repository, name: str, *, tests: bool = False) -> list[Plac
                 if line in defined and re.match(r"\s*(async\s+)?(def|class)\b", token.line):
                     continue
                 kind = "import" if line in imports else "entry" if line in entries else "code"
-                found.append(Place(file, line, kind))
+                found.append(NameUse(file, line, kind))
             elif token.type == tokenize.STRING and token.start[0] in lists and name in token.string:
-                found.append(Place(file, token.start[0], "listed"))
+                found.append(NameUse(file, token.start[0], "listed"))
     return found
 
 
@@ -106,10 +106,10 @@ def _import_lines(module: Module) -> set[int]:
 
 
 def _listed_lines(module: Module, name: str) -> set[int]:
-    return {item.lineno for items in _all_lists(module) for item in items if _is_name(item, name)}
+    return {item.lineno for items in _dunder_all_lists(module) for item in items if _is_name_string(item, name)}
 
 
-def _all_lists(module: Module) -> list[list[ast.expr]]:
+def _dunder_all_lists(module: Module) -> list[list[ast.expr]]:
     found = []
     for node in module.tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -119,12 +119,12 @@ def _all_lists(module: Module) -> list[list[ast.expr]]:
     return found
 
 
-def _is_name(node: ast.AST, name: str) -> bool:
+def _is_name_string(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Constant) and node.value == name
 
 
-def _entries(module: Module, name: str) -> list[tuple[ast.Dict, int]]:
-    """Entries of tables at the top of a module whose value is the name alone."""
+def _table_entries(module: Module, name: str) -> list[tuple[ast.Dict, int]]:
+    """Return the entries of top-level dict displays whose value is just the name."""
     found = []
     for node in module.tree.body:
         value = getattr(node, "value", None)
@@ -136,149 +136,151 @@ def _entries(module: Module, name: str) -> list[tuple[ast.Dict, int]]:
 
 
 def _entry_lines(module: Module, name: str) -> set[int]:
-    return {table.values[number].lineno for table, number in _entries(module, name)}
+    return {table.values[number].lineno for table, number in _table_entries(module, name)}
 
 
-def registered_as(repository: Repository, target: Target) -> list[tuple[str, str]]:
-    """Tables that have a definition under a key: (table, key)."""
+def registrations(repository: Repository, target: Target) -> list[tuple[str, str]]:
+    """Return the (table, key) pairs under which a definition is registered in its module."""
     module = repository.module(target.file)
     found = []
     for node in module.tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            for table, number in _entries(module, target.name):
+            for table, number in _table_entries(module, target.name):
                 key = table.keys[number]
                 if table is node.value and isinstance(key, ast.Constant):
                     found.append((node.targets[0].id, str(key.value)))
     return found
 
 
-# ------------------------------------------------------------------------------------------------- taking out
+# ------------------------------------------------------------------------------------------------- removal
 
 
-def doomed_with(repository: Repository, target: Target) -> list[Target]:
-    """A definition, and others of its module that nothing but what goes uses."""
-    doomed = [target]
+def with_helpers(repository: Repository, target: Target) -> list[Target]:
+    """Return a definition and those of its module that only it and its helpers use."""
+    removed = [target]
     others = [each for each in targets(repository) if each.file == target.file and not each.owner and each != target]
-    growing = True
-    while growing:
-        growing = False
+    changed = True
+    while changed:
+        changed = False
         for other in others:
-            if other in doomed or repository.module(target.file).names.get(other.name, 0) < 2:
+            if other in removed or repository.module(target.file).names.get(other.name, 0) < 2:
                 continue
-            inside = [place for place in uses(repository, other.name) if not _within(place, [*doomed, other])]
-            if not inside and not uses(repository, other.name, tests=True):
-                doomed.append(other)
-                growing = True
-    return doomed
+            outside_uses = [use for use in uses(repository, other.name) if not _is_within(use, [*removed, other])]
+            if not outside_uses and not uses(repository, other.name, tests=True):
+                removed.append(other)
+                changed = True
+    return removed
 
 
-def _within(place: Place, spans: Iterable[Target]) -> bool:
-    return any(place.file == each.file and place.line in each.lines for each in spans)
+def _is_within(use: NameUse, spans: Iterable[Target]) -> bool:
+    return any(use.file == each.file and use.line in each.lines for each in spans)
 
 
-def free_standing(repository: Repository, doomed: Collection[Target]) -> bool:
-    """Whether the rest of the product only imports, lists and registers what goes."""
-    for target in doomed:
-        left = [place for place in uses(repository, target.name) if not _within(place, doomed)]
-        if any(place.kind == "code" for place in left):
+def is_removable(repository: Repository, removed: Collection[Target]) -> bool:
+    """Return whether the rest of the product only imports, exports or registers the removed definitions."""
+    for target in removed:
+        left = [use for use in uses(repository, target.name) if not _is_within(use, removed)]
+        if any(use.kind == "code" for use in left):
             return False
     return True
 
 
-def without_names(path: str, data: bytes, names: set[str]) -> bytes:
-    """A Python file whose imports, __all__ and tables do not have names any more."""
+def remove_names(path: str, data: bytes, names: set[str]) -> bytes:
+    """Return a Python file without these names in its imports, `__all__` and tables."""
     module = parse(path, data)
     imports = [node for node in ast.walk(module.tree) if isinstance(node, ast.ImportFrom)]
-    edits = [_import_without(module, node, names) for node in imports if names & {alias.name for alias in node.names}]
-    for items in _all_lists(module):
-        edits += [_item_out(module, item) for item in items if isinstance(item, ast.Constant) and item.value in names]
+    edits = [_import_removal(module, node, names) for node in imports if names & {alias.name for alias in node.names}]
+    for items in _dunder_all_lists(module):
+        edits += [
+            _item_removal(module, item) for item in items if isinstance(item, ast.Constant) and item.value in names
+        ]
     for name in names:
-        for table, number in _entries(module, name):
+        for table, number in _table_entries(module, name):
             key = table.keys[number]
             assert key is not None
-            edits.append(_item_out(module, table.values[number], start=module.span(key)[0]))
-    return spliced(data, edits)
+            edits.append(_item_removal(module, table.values[number], start=module.span(key)[0]))
+    return apply_edits(data, edits)
 
 
-def _import_without(module: Module, node: ast.ImportFrom, names: set[str]) -> Edit:
+def _import_removal(module: Module, node: ast.ImportFrom, names: set[str]) -> SourceEdit:
     kept = [alias for alias in node.names if alias.name not in names]
     start, end = module.line_span(node.lineno, node.end_lineno or node.lineno)
     indent = " " * node.col_offset
     if not kept:
-        alone = len(module.body_around(node)) == 1
-        return Edit(start, end, f"{indent}pass\n" if alone else "")
+        alone = len(module.enclosing_body(node)) == 1
+        return SourceEdit(start, end, f"{indent}pass\n" if alone else "")
     words = [alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in kept]
     source = "." * node.level + (node.module or "")
     if node.end_lineno == node.lineno:
-        return Edit(start, end, f"{indent}from {source} import {', '.join(words)}\n")
+        return SourceEdit(start, end, f"{indent}from {source} import {', '.join(words)}\n")
     lines = "".join(f"{indent}    {word},\n" for word in words)
-    return Edit(start, end, f"{indent}from {source} import (\n{lines}{indent})\n")
+    return SourceEdit(start, end, f"{indent}from {source} import (\n{lines}{indent})\n")
 
 
-def _item_out(module: Module, item: ast.expr, start: int | None = None) -> Edit:
-    """One element of a display with its comma; with its line, if it has one of its own."""
+def _item_removal(module: Module, item: ast.expr, start: int | None = None) -> SourceEdit:
+    """Return the edit that removes an element of a display with its comma, and its line if it is alone on it."""
     first, last = module.span(item)
     first = first if start is None else start
     tail = re.match(rb"[ \t]*,?[ \t]*(#[^\n]*)?", module.data[last:])
     last += tail.end() if tail else 0
-    begin = module.data.rfind(b"\n", 0, first) + 1
-    if not module.data[begin:first].strip() and module.data[last : last + 1] == b"\n":
-        return Edit(begin, last + 1, "")
-    return Edit(first, last, "")
+    line_start = module.data.rfind(b"\n", 0, first) + 1
+    if not module.data[line_start:first].strip() and module.data[last : last + 1] == b"\n":
+        return SourceEdit(line_start, last + 1, "")
+    return SourceEdit(first, last, "")
 
 
-def prose_without(text: str, names: Collection[str]) -> str:
-    """A document without the paragraphs that have a name, nor what is indented below them."""
+def remove_paragraphs(text: str, names: Collection[str]) -> str:
+    """Return a document without the paragraphs that mention a name and the blocks indented below them."""
     kept: list[str] = []
-    dropping = -1
+    dropped_indent = -1
     for block in re.split(r"(\n[ \t]*\n+)", text):
         if not block.strip():
-            if dropping < 0:
+            if dropped_indent < 0:
                 kept.append(block)
             continue
         indent = len(block.strip("\n")) - len(block.strip("\n").lstrip(" "))
-        if dropping >= 0 and indent > dropping:
+        if dropped_indent >= 0 and indent > dropped_indent:
             continue
-        dropping = -1
+        dropped_indent = -1
         if any(mentions(block, name) for name in names):
-            dropping = indent
+            dropped_indent = indent
             continue
         kept.append(block if not kept or not kept[-1].strip() else f"\n\n{block}")
     return "".join(kept)
 
 
-def removed(repository: Repository, doomed: Collection[Target]) -> dict[str, bytes | None]:
-    """The product and its documents without what is doomed."""
-    names = {target.name for target in doomed}
+def without_targets(repository: Repository, removed: Collection[Target]) -> dict[str, bytes | None]:
+    """Return the changes that remove definitions from the product and its documentation."""
+    names = {target.name for target in removed}
     changes: dict[str, bytes | None] = {}
     for file in python_files(repository, tests=False):
         data = repository.files[file]
         if not any(name.encode() in data for name in names):
             continue
-        here = {target.qualname for target in doomed if target.file == file or file == f"{target.file}i"}
-        stubs = {target.qualname for target in doomed} if file.endswith(".pyi") else set()
-        after = without_names(file, without_definitions(data, file, here | stubs), _imported(doomed))
+        here = {target.qualname for target in removed if target.file == file or file == f"{target.file}i"}
+        stubs = {target.qualname for target in removed} if file.endswith(".pyi") else set()
+        after = remove_names(file, remove_definitions(data, file, here | stubs), _importable_names(removed))
         if after != data:
             changes[file] = after
     for path, data in repository.files.items():
-        if path.endswith(PROSE) and any(name.encode() in data for name in names):
+        if path.endswith(PROSE_SUFFIXES) and any(name.encode() in data for name in names):
             text = data.decode("utf-8", "replace")
-            after_text = prose_without(text, names)
+            after_text = remove_paragraphs(text, names)
             if after_text != text:
                 changes[path] = after_text.encode()
     return changes
 
 
-def _imported(doomed: Collection[Target]) -> set[str]:
-    return {target.name for target in doomed if not target.owner}
+def _importable_names(removed: Collection[Target]) -> set[str]:
+    return {target.name for target in removed if not target.owner}
 
 
-def tests_about(repository: Repository, doomed: Collection[Target], ran: Collection[str]) -> set[str]:
-    """Tests that go with what is doomed: those that run it, and those that have its name."""
-    names = {target.name for target in doomed}
+def tests_of_targets(repository: Repository, removed: Collection[Target], ran: Collection[str]) -> set[str]:
+    """Return the tests to remove with the definitions: those that execute them, and those that mention their names."""
+    names = {target.name for target in removed}
     texts: dict[tuple[str, str], bool] = {}
     found = set(ran)
-    for test in repository.seconds:
+    for test in repository.durations:
         key = test_name(test)
         if key not in texts:
             texts[key] = any(mentions(test_text(repository, test), name) for name in names)
@@ -287,25 +289,25 @@ def tests_about(repository: Repository, doomed: Collection[Target], ran: Collect
     return found
 
 
-def tests_without(
-    repository: Repository, doomed: Collection[Target], gone: Collection[str]
+def without_tests_of_targets(
+    repository: Repository, removed: Collection[Target], removed_tests: Collection[str]
 ) -> Mapping[str, bytes | None] | None:
-    """Test files without these tests and without imports of what is doomed; None if more of it is left in them."""
+    """Return the changes that remove these tests and imports of removed names; None if other uses remain."""
     by_file: dict[str, set[str]] = {}
-    for test in gone:
+    for test in removed_tests:
         file, name = test_name(test)
         by_file.setdefault(file, set()).add(name)
-    names = _imported(doomed)
+    names = _importable_names(removed)
     changes: dict[str, bytes | None] = {}
     for module in repository.test_modules:
         if module.path not in by_file and not any(name in module.names for name in names):
             continue
-        left = {test_name(id)[1] for id in repository.seconds if test_name(id)[0] == module.path}
+        left = {test_name(id)[1] for id in repository.durations if test_name(id)[0] == module.path}
         if module.path in by_file and not left - by_file[module.path]:
             changes[module.path] = None
             continue
-        data = without_definitions(module.data, module.path, by_file.get(module.path, set()))
-        data = without_names(module.path, data, names)
+        data = remove_definitions(module.data, module.path, by_file.get(module.path, set()))
+        data = remove_names(module.path, data, names)
         if any(name in parse(module.path, data).names for name in names):
             return None
         changes[module.path] = data

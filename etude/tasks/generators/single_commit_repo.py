@@ -1,7 +1,7 @@
-"""A git directory with exactly one commit: the whole history that a task's workspace has.
+"""Create a git directory with exactly one commit: the whole history of a task's workspace.
 
-Made by `git fast-import`, which takes contents as they are: no filter, no hook, no checkout. The same files give the
-same bytes, so that a task is the same whenever it is made.
+`git fast-import` takes contents as they are: no filter, no hook, no checkout. The same files give the same bytes, so
+that generated tasks are reproducible.
 """
 
 import os
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from etude.errors import EtudeError
 
-WHO = "Developer <developer@localhost> 1700000000 +0000"
-KEPT = ("HEAD", "config", "index", "refs/", "objects/pack/")
-# the same on every machine, whoever's it is
-SETTINGS = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null", "LC_ALL": "C", "TZ": "UTC"}
+COMMITTER = "Developer <developer@localhost> 1700000000 +0000"
+KEPT_PATHS = ("HEAD", "config", "index", "refs/", "objects/pack/")
+# independent of the host's and the user's git configuration
+GIT_ENV = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null", "LC_ALL": "C", "TZ": "UTC"}
 
 
-def sealed_git(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files of `.git` (named from it) for a workspace whose only commit holds `files`."""
+def single_commit_git_dir(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the contents of a `.git` directory whose only commit contains `files`."""
     with tempfile.TemporaryDirectory(prefix="etude-seal-") as directory:
         git = Path(directory) / "repository"
         _git(git, "init", "-q", "--bare", "-b", "main", "--template=", str(git))
@@ -28,15 +28,21 @@ def sealed_git(files: Mapping[str, bytes]) -> dict[str, bytes]:
             "[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n\tlogallrefupdates = true\n"
             "[user]\n\tname = Developer\n\temail = developer@localhost\n"
         )
-        _git(git, "read-tree", "main")  # entries without times: git looks at the files themselves
-        made = {path.relative_to(git).as_posix(): path for path in sorted(git.rglob("*")) if path.is_file()}
+        _git(git, "read-tree", "main")  # index entries without timestamps: git compares contents
+        created = {path.relative_to(git).as_posix(): path for path in sorted(git.rglob("*")) if path.is_file()}
         return {
-            name: path.read_bytes() for name, path in made.items() if name.startswith(KEPT) and name[-5:] != ".keep"
+            name: path.read_bytes()
+            for name, path in created.items()
+            if name.startswith(KEPT_PATHS) and name[-5:] != ".keep"
         }
 
 
 def _stream(files: Mapping[str, bytes]) -> bytes:
-    parts = [b"feature done\ncommit refs/heads/main\n", f"committer {WHO}\n".encode(), b"data 15\nInitial commit\n\n"]
+    parts = [
+        b"feature done\ncommit refs/heads/main\n",
+        f"committer {COMMITTER}\n".encode(),
+        b"data 15\nInitial commit\n\n",
+    ]
     for path in sorted(files):
         mode = "100755" if path.endswith(".sh") else "100644"
         parts.append(f'M {mode} inline "{_quoted(path)}"\ndata {len(files[path])}\n'.encode())
@@ -49,10 +55,10 @@ def _quoted(path: str) -> str:
 
 
 def _git(directory: Path, *arguments: str, stdin: bytes = b"") -> None:
-    env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/nonexistent", "GIT_DIR": str(directory), **SETTINGS}
+    env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/nonexistent", "GIT_DIR": str(directory), **GIT_ENV}
     try:
         done = subprocess.run(["git", *arguments], input=stdin, capture_output=True, env=env, check=False)
     except FileNotFoundError:
-        raise EtudeError("there is no git on this machine; tasks have a repository with one commit") from None
+        raise EtudeError("git was not found; install it, task workspaces contain a git repository") from None
     if done.returncode:
         raise EtudeError(f"git {' '.join(arguments)} failed: {done.stderr.decode('utf-8', 'replace')[-500:]}")

@@ -1,5 +1,6 @@
-"""A Python repository as it was given, a source archive or a directory: its files without anything that leaks, and
-what they say about themselves. Everything here only reads; nothing of a repository is ever run on this side.
+"""Read a Python repository from a source archive or directory: its files without build products, and its metadata.
+
+This module only reads; no code of a repository is ever run on the host.
 """
 
 import configparser
@@ -16,26 +17,31 @@ from typing import Any
 
 from etude.errors import InputError
 
-MAX_FILE = 512 << 10  # bytes; larger ones are pictures and data that no task is about
-MAX_BYTES = 64 << 20
+MAX_FILE_BYTES = 512 << 10  # larger files are images and data that no task is about
+MAX_TOTAL_BYTES = 64 << 20
 MAX_FILES = 5_000
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar", ".zip")
-# made by building, running and checking: each has been seen to hold what a task removed
-LEAKS = re.compile(
+# products of builds, test runs and linters: each has been seen to contain code that a task removed
+LEAKING_PATHS = re.compile(
     r"(^|/)(\.git|\.hg|\.svn|__pycache__|\.(mypy|pytest|ruff|hypothesis|pyre|tox|nox|eggs|cache)[^/]*|\.venv"
     r"|node_modules|[^/]*\.(egg-info|dist-info))/|^(build|dist|venv|env)/|\.(pyc|pyo|so|whl|egg|orig|rej)$|(^|/)\.coverage$"
 )
 NOT_PACKAGES = frozenset({"tests", "test", "testing", "docs", "doc", "examples", "example", "bench", "benchmarks"})
 SCRIPTS = frozenset({"setup.py", "conftest.py", "noxfile.py", "tasks.py", "fabfile.py", "manage.py"})
 TEST_GROUPS = ("tests", "test", "testing")
-TEST_LISTS: tuple[str, ...] = (
+TEST_REQUIREMENT_FILES: tuple[str, ...] = (
     "requirements/tests.in",
     "requirements/test.in",
     "requirements/tests.txt",
     "requirements/test.txt",
 )
-TEST_LISTS += ("requirements-tests.txt", "requirements-test.txt", "tests/requirements.txt", "test-requirements.txt")
-# settings of pytest that decide what a test comes to; others are for people
+TEST_REQUIREMENT_FILES += (
+    "requirements-tests.txt",
+    "requirements-test.txt",
+    "tests/requirements.txt",
+    "test-requirements.txt",
+)
+# pytest settings that can change the result of a test; the others only change its output
 KEPT_INI = frozenset(
     {"filterwarnings", "markers", "python_files", "python_classes", "python_functions", "usefixtures", "xfail_strict"}
     | {"asyncio_mode", "asyncio_default_fixture_loop_scope", "doctest_optionflags", "norecursedirs", "testpaths"}
@@ -44,16 +50,16 @@ KEPT_OPTIONS = ("-m", "-k", "-W", "--import-mode", "--strict-markers")
 
 
 @dataclass(frozen=True)
-class Source:
-    """A repository's files and what is known of it without running it. Paths are from its top."""
+class RepositorySource:
+    """A repository's files and what is known without running it. Paths are relative to its top directory."""
 
     name: str
     version: str
     digest: str
     files: Mapping[str, bytes] = field(repr=False)
     roots: tuple[str, ...]  # directories that modules are imported from
-    modules: tuple[str, ...]  # the product's own Python files
-    tests: tuple[str, ...]  # files that hold tests
+    modules: tuple[str, ...]  # Python files outside the tests
+    tests: tuple[str, ...]  # files that contain tests
     test_directories: tuple[str, ...]
     requirements: tuple[str, ...]  # to run it and its tests
     backend: tuple[str, ...]  # to build it
@@ -68,12 +74,12 @@ class Source:
         return self.files[path].decode("utf-8", "replace")
 
     def is_test_path(self, path: str) -> bool:
-        """Whether a file belongs to the tests, or helps them."""
+        """Return whether a file is a test or a test helper."""
         inside = any(path.startswith(f"{directory}/") for directory in self.test_directories)
         return inside or path in self.tests or path.rpartition("/")[2] == "conftest.py"
 
     def module_name(self, path: str) -> str:
-        """What a file of the product is imported as."""
+        """Return the dotted name under which a module is imported."""
         for root in self.roots:
             prefix = "" if root == "." else f"{root}/"
             if path.startswith(prefix):
@@ -82,25 +88,25 @@ class Source:
         raise InputError(f"{self.label}: {path} is not below {', '.join(self.roots)}")
 
 
-def read_source(given: Path | str) -> Source:
-    """The repository in a directory or a source archive."""
+def read_source(given: Path | str) -> RepositorySource:
+    """Read the repository in a directory or a source archive."""
     path = Path(given)
     if path.is_dir():
-        raw = dict(_from_directory(path))
+        raw = dict(_read_directory(path))
     elif path.is_file() and path.name.endswith(ARCHIVES):
-        raw = dict(_from_archive(path))
+        raw = dict(_read_archive(path))
     else:
         raise InputError(f"{path}: expected a directory or a source archive ({', '.join(ARCHIVES)})")
     return make_source(raw, path.name.removesuffix(next((end for end in ARCHIVES if path.name.endswith(end)), "")))
 
 
-def make_source(raw: Mapping[str, bytes], fallback: str = "repository") -> Source:
-    """A repository from its files; `fallback` names it where it does not name itself."""
-    files = cleaned(raw)
+def make_source(raw: Mapping[str, bytes], fallback: str = "repository") -> RepositorySource:
+    """Build the source from its files; `fallback` is its name if the metadata has none."""
+    files = without_build_products(raw)
     project = read_toml(files.get("pyproject.toml"), "pyproject.toml")
-    about = project.get("project", {})
-    name, version = _identity(about, raw.get("PKG-INFO", b""), fallback)
-    if "PKG-INFO" in raw:  # the archive's own, which repeats the README; build backends read the version from it
+    project_table = project.get("project", {})
+    name, version = _identity(project_table, raw.get("PKG-INFO", b""), fallback)
+    if "PKG-INFO" in raw:  # the archive's PKG-INFO repeats the README; build backends read the version from it
         files["PKG-INFO"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode()
     roots = _roots(files)
     ini, arguments = _pytest_settings(files, project)
@@ -109,8 +115,10 @@ def make_source(raw: Mapping[str, bytes], fallback: str = "repository") -> Sourc
     if not modules:
         raise InputError(f"{name}: no Python package below {' or '.join(roots)}; expected one at the top or in src/")
     if not tests:
-        raise InputError(f"{name}: no test files (test_*.py) were found; tasks are made out of tests")
-    return Source(
+        raise InputError(
+            f"{name}: no test files (test_*.py) found; tasks can only be generated from a repository with tests"
+        )
+    return RepositorySource(
         name=name,
         version=version,
         digest=_digest(files),
@@ -129,18 +137,18 @@ def make_source(raw: Mapping[str, bytes], fallback: str = "repository") -> Sourc
 # ------------------------------------------------------------------------------------------------- files
 
 
-def _from_directory(top: Path) -> Iterator[tuple[str, bytes]]:
+def _read_directory(top: Path) -> Iterator[tuple[str, bytes]]:
     for path in sorted(top.rglob("*")):
         inside = path.relative_to(top).as_posix()
-        plain = not LEAKS.search(inside) and not path.is_symlink() and path.is_file()
-        if plain and path.stat().st_size <= MAX_FILE:
+        plain = not LEAKING_PATHS.search(inside) and not path.is_symlink() and path.is_file()
+        if plain and path.stat().st_size <= MAX_FILE_BYTES:
             yield inside, path.read_bytes()
 
 
-def _from_archive(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Regular files of an archive, below its one top directory; nothing is written anywhere."""
+def _read_archive(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the regular files of an archive, relative to its single top directory; nothing is extracted to disk."""
     try:
-        found = dict(_zipped(path) if path.suffix == ".zip" else _tarred(path))
+        found = dict(_read_zip(path) if path.suffix == ".zip" else _read_tar(path))
     except (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
         raise InputError(f"{path}: cannot be unpacked ({error})") from None
     tops = {name.partition("/")[0] for name in found}
@@ -150,44 +158,48 @@ def _from_archive(path: Path) -> Iterator[tuple[str, bytes]]:
         yield name, found[name]
 
 
-def _tarred(path: Path) -> Iterator[tuple[str, bytes]]:
+def _read_tar(path: Path) -> Iterator[tuple[str, bytes]]:
     total = 0
     with tarfile.open(path) as archive:
         for item in archive:
-            if not item.isfile() or item.size > MAX_FILE:
+            if not item.isfile() or item.size > MAX_FILE_BYTES:
                 continue
             total += item.size
-            if total > MAX_BYTES:
-                raise InputError(f"{path}: more than {MAX_BYTES >> 20} MiB of files; this is no source archive")
+            if total > MAX_TOTAL_BYTES:
+                raise InputError(
+                    f"{path}: more than {MAX_TOTAL_BYTES >> 20} MiB of files; expected the sources of one package"
+                )
             content = archive.extractfile(item)
-            if content is not None and (name := _inside(item.name)):
+            if content is not None and (name := _safe_path(item.name)):
                 yield name, content.read()
 
 
-def _zipped(path: Path) -> Iterator[tuple[str, bytes]]:
+def _read_zip(path: Path) -> Iterator[tuple[str, bytes]]:
     total = 0
     with zipfile.ZipFile(path) as archive:
         for item in archive.infolist():
-            if item.is_dir() or item.file_size > MAX_FILE or (item.external_attr >> 16) & 0o170000 == 0o120000:
+            if item.is_dir() or item.file_size > MAX_FILE_BYTES or (item.external_attr >> 16) & 0o170000 == 0o120000:
                 continue
             total += item.file_size
-            if total > MAX_BYTES:
-                raise InputError(f"{path}: more than {MAX_BYTES >> 20} MiB of files; this is no source archive")
-            if name := _inside(item.filename):
+            if total > MAX_TOTAL_BYTES:
+                raise InputError(
+                    f"{path}: more than {MAX_TOTAL_BYTES >> 20} MiB of files; expected the sources of one package"
+                )
+            if name := _safe_path(item.filename):
                 yield name, archive.read(item)
 
 
-def _inside(name: str) -> str:
-    """A member's name as a plain path; "" for one that leads elsewhere."""
+def _safe_path(name: str) -> str:
+    """Return a member's name as a relative path, or "" if it points outside the archive."""
     path = PurePosixPath(name)
     return "" if path.is_absolute() or ".." in path.parts or "\\" in name else str(path)
 
 
-def cleaned(raw: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Without what building and running leave behind, and without this archive's own description."""
-    files = {path: data for path, data in raw.items() if not LEAKS.search(path) and path != "PKG-INFO"}
+def without_build_products(raw: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files without products of builds and test runs, and without the archive's PKG-INFO."""
+    files = {path: data for path, data in raw.items() if not LEAKING_PATHS.search(path) and path != "PKG-INFO"}
     if len(files) > MAX_FILES:
-        raise InputError(f"{len(files)} files are more than {MAX_FILES}; this is no repository of one package")
+        raise InputError(f"{len(files)} files are more than {MAX_FILES}; expected the repository of one package")
     return files
 
 
@@ -199,22 +211,22 @@ def _digest(files: Mapping[str, bytes]) -> str:
     return running.hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------- what it says
+# ------------------------------------------------------------------------------------------------- metadata
 
 
 def read_toml(data: bytes | None, name: str) -> dict[str, Any]:
-    """A TOML file of a repository; nothing where there is none."""
+    """Parse a TOML file of a repository; a missing file gives an empty table."""
     try:
         return tomllib.loads((data or b"").decode())
     except (UnicodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"{name}: cannot be read ({error})") from None
 
 
-def _identity(about: Mapping[str, Any], info: bytes, fallback: str) -> tuple[str, str]:
+def _identity(project_table: Mapping[str, Any], info: bytes, fallback: str) -> tuple[str, str]:
     headers = dict(re.findall(r"^(Name|Version): *(\S+)", info.decode("utf-8", "replace"), re.MULTILINE))
     guess = re.fullmatch(r"(.+?)-(\d[^-]*)", fallback)
-    name = about.get("name") or headers.get("Name") or (guess[1] if guess else fallback)
-    version = about.get("version") or headers.get("Version") or (guess[2] if guess else "0")
+    name = project_table.get("name") or headers.get("Name") or (guess[1] if guess else fallback)
+    version = project_table.get("version") or headers.get("Version") or (guess[2] if guess else "0")
     return re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-"), str(version)
 
 
@@ -226,9 +238,9 @@ def _roots(files: Mapping[str, bytes]) -> tuple[str, ...]:
 def _tests(
     files: Mapping[str, bytes], roots: tuple[str, ...], paths: list[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Files that hold tests, and the outermost directories that are theirs alone."""
-    named = re.compile(r"(.*/)?(test_[^/]*|[^/]*_test)\.py$")
-    found = [path for path in sorted(files) if named.match(path)]
+    """Return the test files and the outermost test directories."""
+    test_file = re.compile(r"(.*/)?(test_[^/]*|[^/]*_test)\.py$")
+    found = [path for path in sorted(files) if test_file.match(path)]
     if paths:
         tops = [path.strip("/") for path in paths]
         found = [path for path in found if any(path == top or path.startswith(f"{top}/") for top in tops)]
@@ -254,15 +266,15 @@ def _is_module(path: str, roots: tuple[str, ...], tests: tuple[str, ...], direct
 
 
 def _requirements(files: Mapping[str, bytes], project: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """What running the tests needs, as far as the repository says: dependencies; groups, extras and lists of tests."""
-    about = project.get("project", {})
-    extras = about.get("optional-dependencies", {})
+    """Return the declared requirements of the tests: dependencies, test groups and extras, test requirement files."""
+    project_table = project.get("project", {})
+    extras = project_table.get("optional-dependencies", {})
     groups = project.get("dependency-groups", {})
-    found = [*about.get("dependencies", ()), "pytest"]
+    found = [*project_table.get("dependencies", ()), "pytest"]
     for each in TEST_GROUPS:
         found += _group(groups, each)
         found += extras.get(each, ())
-    for each in TEST_LISTS:
+    for each in TEST_REQUIREMENT_FILES:
         if each in files:
             lines = (line.partition("#")[0].strip() for line in files[each].decode("utf-8", "replace").splitlines())
             found += [line for line in lines if re.match(r"[A-Za-z0-9]", line)]
@@ -281,13 +293,13 @@ def _group(groups: Mapping[str, Any], name: str, depth: int = 0) -> list[str]:
 
 
 def requirement_name(line: str) -> str:
-    """The package that a requirement means, in its normal form."""
+    """Return the normalized package name of a requirement."""
     found = re.match(r"[A-Za-z0-9._-]+", line.strip())
     return re.sub(r"[-_.]+", "-", found[0]).lower() if found else ""
 
 
 def _pytest_settings(files: Mapping[str, bytes], project: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The settings of pytest that count when tests run one by one, and those of its options."""
+    """Return the pytest settings and the command-line options that can change test results."""
     given = project.get("tool", {}).get("pytest", {}).get("ini_options", {})
     for name, section in (("pytest.ini", "pytest"), ("tox.ini", "pytest"), ("setup.cfg", "tool:pytest")):
         if not given and name in files:

@@ -1,4 +1,4 @@
-"""From a draft to the files of a Harbor task directory."""
+"""Write a draft as the files of a Harbor task directory."""
 
 import hashlib
 import json
@@ -7,42 +7,50 @@ from typing import Any
 
 import tomli_w
 
-from etude.tasks.environment import FINAL
-from etude.tasks.generators.candidate import Check, Draft, Unfit, overlaid
+from etude.tasks.environment import FINAL_MESSAGE
+from etude.tasks.generators.candidate import CandidateRejected, TaskDraft, VerifierCheck, apply_changes
 from etude.tasks.generators.code import mentions
-from etude.tasks.generators.executor import INSIDE, RUNNER, WORKSPACE, dockerfile, placed, run_spec
+from etude.tasks.generators.executor import (
+    INSIDE,
+    RUNNER,
+    SHIPPED_MODULES,
+    WORKSPACE,
+    dockerfile,
+    program_for_pod,
+    run_spec,
+)
 from etude.tasks.generators.repository import Repository
-from etude.tasks.generators.single_commit_repo import sealed_git
+from etude.tasks.generators.single_commit_repo import single_commit_git_dir
 from etude.tasks.runner import guard_files
 
 TEST_SH = """#!/bin/sh
 exec env -i PATH="$PATH" HOME=/root LANG=C.UTF-8 PYTHONHASHSEED=0 python3 -B -s -S /tests/checks.py
 """
-GRADING_S = 300.0
-Files = dict[str, str | bytes]
+VERIFIER_TIMEOUT_S = 300.0
+TaskFiles = dict[str, str | bytes]
 
 
-def task_files(repository: Repository, draft: Draft, name: str, source: str, seed: int) -> Files:
-    """The files of one task."""
-    for word in draft.secret:
+def task_files(repository: Repository, draft: TaskDraft, name: str, source: str, seed: int) -> TaskFiles:
+    """Return the files of one task; raise CandidateRejected if the request mentions a forbidden word."""
+    for word in draft.forbidden_words:
         if mentions(draft.request, word):
-            raise Unfit("names-site", f"the request has {word}")
-    workspace = overlaid(repository.files, draft.workspace)
-    head = workspace if draft.head is None else overlaid(repository.files, draft.head)
-    files: Files = {
+            raise CandidateRejected("names-site", f"the request mentions {word}")
+    workspace = apply_changes(repository.files, draft.workspace)
+    committed = workspace if draft.committed is None else apply_changes(repository.files, draft.committed)
+    files: TaskFiles = {
         "task.toml": task_toml(repository, draft, name, source, seed),
         "instruction.md": draft.request.strip() + "\n",
         "environment/Dockerfile": dockerfile(repository.source, repository.wheels) + f"COPY repo/ {WORKSPACE}/\n",
         **{f"environment/packages/{wheel}": data for wheel, data in repository.wheels.items()},
         **{f"environment/repo/{path}": data for path, data in workspace.items()},
-        **{f"environment/repo/.git/{path}": data for path, data in sealed_git(head).items()},
+        **{f"environment/repo/.git/{path}": data for path, data in single_commit_git_dir(committed).items()},
         **solution_files(draft),
         **verifier_files(draft),
     }
     return files
 
 
-def task_toml(repository: Repository, draft: Draft, name: str, source: str, seed: int) -> str:
+def task_toml(repository: Repository, draft: TaskDraft, name: str, source: str, seed: int) -> str:
     metadata: dict[str, Any] = {
         "category": draft.category,
         "may_edit": draft.may_edit,
@@ -53,53 +61,53 @@ def task_toml(repository: Repository, draft: Draft, name: str, source: str, seed
         "difficulty": draft.difficulty,
         "family": draft.family,
         "register": draft.register,
-        **draft.facts,
+        **draft.metadata,
     }
     if draft.answer:
-        metadata["carry"] = [FINAL]
+        metadata["carry"] = [FINAL_MESSAGE]
     table = {
         "schema_version": "1.4",
         "task": {"name": f"etude/{name}", "description": f"{draft.category} in {repository.label}"},
         "metadata": metadata,
         "agent": {"timeout_sec": 1800.0},
-        "verifier": {"timeout_sec": GRADING_S},
+        "verifier": {"timeout_sec": VERIFIER_TIMEOUT_S},
         "environment": {"cpus": 1, "memory_mb": 2048, "network_mode": "no-network"},
     }
     return tomli_w.dumps(table)
 
 
-def solution_files(draft: Draft) -> Files:
-    """solve.sh, and the files it puts in place."""
+def solution_files(draft: TaskDraft) -> TaskFiles:
+    """Return solve.sh and the files it copies into the workspace."""
     lines = ["#!/bin/sh", "set -e", f"cd {WORKSPACE}"]
-    gone = sorted(path for path, data in draft.solved.items() if data is None)
-    lines += [f"rm -f -- {_quoted(path)}" for path in gone]
-    put = {path: data for path, data in draft.solved.items() if data is not None}
-    if put:
+    removed = sorted(path for path, data in draft.solution.items() if data is None)
+    lines += [f"rm -f -- {_quoted(path)}" for path in removed]
+    copied = {path: data for path, data in draft.solution.items() if data is not None}
+    if copied:
         lines.append("cp -R /solution/repo/. .")
     if draft.answer:
-        lines += [f"mkdir -p {FINAL.rpartition('/')[0]}", f"cp /solution/final.txt {FINAL}"]
-    files: Files = {"solution/solve.sh": "\n".join(lines) + "\n"}
+        lines += [f"mkdir -p {FINAL_MESSAGE.rpartition('/')[0]}", f"cp /solution/final.txt {FINAL_MESSAGE}"]
+    files: TaskFiles = {"solution/solve.sh": "\n".join(lines) + "\n"}
     if draft.answer:
         files["solution/final.txt"] = draft.answer + "\n"
-    return {**files, **{f"solution/repo/{path}": data for path, data in put.items()}}
+    return {**files, **{f"solution/repo/{path}": data for path, data in copied.items()}}
 
 
 def _quoted(path: str) -> str:
     return "'" + path.replace("'", "'\\''") + "'"
 
 
-def verifier_files(draft: Draft) -> Files:
+def verifier_files(draft: TaskDraft) -> TaskFiles:
     programs = {"etude_runner.py": RUNNER / "inside.py", "checks.py": INSIDE / "checks.py"}
-    programs |= {f"etude_{name}.py": INSIDE / f"{name}.py" for name in ("looking", "running", "patterns")}
-    given = {"workspace": WORKSPACE, "checks": [{"kind": check.kind, **check.run} for check in draft.checks]}
+    programs |= {f"{shipped}.py": INSIDE / f"{name}.py" for name, shipped in SHIPPED_MODULES.items()}
+    check_spec = {"workspace": WORKSPACE, "checks": [{"kind": check.kind, **check.run} for check in draft.checks]}
     return {
         **guard_files(),
         "tests/test.sh": TEST_SH,
-        **{f"tests/{name}": placed(path) for name, path in programs.items()},
-        "tests/checks.json": json.dumps(given, indent=1) + "\n",
+        **{f"tests/{name}": program_for_pod(path) for name, path in programs.items()},
+        "tests/checks.json": json.dumps(check_spec, indent=1) + "\n",
         "tests/expected.json": json.dumps([dict(check.expected) for check in draft.checks], indent=1) + "\n",
         **{f"tests/suite/{path}": data for path, data in draft.suite.items()},
-        **{f"tests/{path}": data for path, data in draft.hidden.items()},
+        **{f"tests/{path}": data for path, data in draft.verifier_data.items()},
     }
 
 
@@ -108,29 +116,29 @@ def verifier_files(draft: Draft) -> Files:
 
 def pytest_check(
     repository: Repository, tests: list[str], suite: Mapping[str, bytes], statuses: Mapping[str, str] | None = None
-) -> Check:
-    """Exactly these tests run, and pass (or end as said)."""
-    seconds = 30.0 + 10 * repository.time_of(tests)
+) -> VerifierCheck:
+    """Return a check that exactly these tests run and pass, or end with the given statuses."""
+    seconds = 30.0 + 10 * repository.total_duration(tests)
     run = {**run_spec(repository.source, repository.plugins, tests, min(240.0, seconds)), "placed": sorted(suite)}
-    return Check("pytest", run, {"statuses": dict(statuses or dict.fromkeys(tests, "passed"))})
+    return VerifierCheck("pytest", run, {"statuses": dict(statuses or dict.fromkeys(tests, "passed"))})
 
 
-def suite_of(repository: Repository, changes: Mapping[str, bytes | None] | None = None) -> dict[str, bytes]:
-    """The tests with everything they need, as they should be when the task is done."""
+def suite_files(repository: Repository, changes: Mapping[str, bytes | None] | None = None) -> dict[str, bytes]:
+    """Return the test files and their helpers as they must be once the task is solved."""
     files = {path: data for path, data in repository.files.items() if repository.source.is_test_path(path)}
-    return overlaid(
+    return apply_changes(
         files, {path: data for path, data in (changes or {}).items() if repository.source.is_test_path(path)}
     )
 
 
 def protected_globs(repository: Repository) -> tuple[str, ...]:
-    """The tests, which no agent has to change unless it is asked to."""
+    """Return globs of the test files, which an agent must not change unless asked to."""
     source = repository.source
     single = [path for path in source.tests if not any(path.startswith(f"{top}/") for top in source.test_directories)]
     return (*(f"{directory}/**" for directory in source.test_directories), *single, "conftest.py")
 
 
-def scope_check(files: Mapping[str, bytes], allowed: tuple[str, ...]) -> Check:
-    """No file changes but those that globs allow."""
+def scope_check(files: Mapping[str, bytes], allowed: tuple[str, ...]) -> VerifierCheck:
+    """Return a check that only files matching the allowed globs changed."""
     digests = {path: hashlib.sha256(data).hexdigest() for path, data in files.items()}
-    return Check("scope", {}, {"digests": digests, "allowed": list(allowed)})
+    return VerifierCheck("scope", {}, {"digests": digests, "allowed": list(allowed)})

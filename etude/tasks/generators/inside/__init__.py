@@ -1,1 +1,1 @@
-"""Programs that run in pods: standard library only, imported here by nobody but type checkers and tests."""
+"""Programs that run in pods. They use only the standard library; `executor.program_for_pod` ships their text."""

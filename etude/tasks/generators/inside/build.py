@@ -1,4 +1,4 @@
-"""Builds the wheel of a workspace as the verifier does it, and prints what is in it as the last line, in JSON."""
+"""Build the wheel of a workspace as the verifier does, and print its contents as JSON on the last line."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The verifier of generated tasks: runs what has to be run, then judges everything against what was expected.
+"""The verifier of generated tasks: run the checks that execute code, then judge all checks against expectations.
 
-    checks.json     what is looked at, in order: a kind and what the tested code may know of it
-    expected.json   what must come of each; read when no tested code is left that could have seen it
-    suite/          files put at their places in the workspace before
-    original/, mutants/, equal/   files that single checks need
+    checks.json     the checks in order: kind and parameters, which the tested code may see
+    expected.json   the expectation of each check; read only after all tested code has ended
+    suite/          files copied into the workspace first
+    original/, mutants/, equal/   files of single checks
 
-The reward is the least of the checks' scores, each 0 to 1.
+The reward is the minimum of the checks' scores, each 0 to 1.
 """
 
 from __future__ import annotations
@@ -15,22 +15,29 @@ import os
 import sys
 from typing import Any
 
-from etude.tasks.generators.inside import executed_checks
-from etude.tasks.generators.inside import judges as looking
-from etude.tasks.runner.guard import HERE, Broken, Message, lock_up, prepare, restore, settle
+from etude.tasks.generators.inside import executed_checks, judges
+from etude.tasks.runner.guard import (
+    HERE,
+    JsonObject,
+    VerifierBroken,
+    prepare_workspace,
+    restore_suite,
+    restrict_verifier_files,
+    write_rewards,
+)
 
-RUNS = {"pytest": executed_checks.pytest, "mutants": executed_checks.mutants, "wheel": executed_checks.wheel}
+EXECUTORS = {"pytest": executed_checks.pytest, "mutants": executed_checks.mutants, "wheel": executed_checks.wheel}
 JUDGES = {
-    "pytest": looking.judge_pytest,
-    "mutants": looking.judge_mutants,
-    "wheel": looking.judge_wheel,
-    "names": looking.judge_names,
-    "code": looking.judge_code,
-    "docstrings": looking.judge_docstrings,
-    "scope": looking.judge_scope,
-    "patterns": looking.judge_patterns,
-    "findings": looking.judge_findings,
-    "answer": looking.judge_answer,
+    "pytest": judges.judge_pytest,
+    "mutants": judges.judge_mutants,
+    "wheel": judges.judge_wheel,
+    "names": judges.judge_names,
+    "code": judges.judge_code,
+    "docstrings": judges.judge_docstrings,
+    "scope": judges.judge_scope,
+    "patterns": judges.judge_patterns,
+    "findings": judges.judge_findings,
+    "answer": judges.judge_answer,
 }
 
 
@@ -40,22 +47,24 @@ def load(name: str) -> Any:
 
 
 def main() -> int:
-    seal = lock_up()
-    given = load("checks.json")
-    workspace = given["workspace"]
-    seen = looking.Seen(workspace, looking.digests(workspace))  # before anything is put or run there
-    restore(os.path.join(HERE, "suite"), workspace)
-    prepare(workspace)
+    seal = restrict_verifier_files()
+    spec = load("checks.json")
+    workspace = spec["workspace"]
+    view = judges.WorkspaceView(workspace, judges.digests(workspace))  # before anything is copied or run there
+    restore_suite(os.path.join(HERE, "suite"), workspace)
+    prepare_workspace(workspace)
     try:
-        results = [RUNS[check["kind"]](check, workspace) if check["kind"] in RUNS else {} for check in given["checks"]]
-    except Broken as error:
+        results = [
+            EXECUTORS[check["kind"]](check, workspace) if check["kind"] in EXECUTORS else {} for check in spec["checks"]
+        ]
+    except VerifierBroken as error:
         print(f"verifier: {error}")
         return 1
     expected = load("expected.json")
     scores: list[float] = []
-    report: list[Message] = []
-    for check, result, wanted in zip(given["checks"], results, expected, strict=True):
-        score, problems = JUDGES[check["kind"]](seen, wanted, result)
+    report: list[JsonObject] = []
+    for check, result, expectation in zip(spec["checks"], results, expected, strict=True):
+        score, problems = JUDGES[check["kind"]](view, expectation, result)
         scores.append(score)
         report.append({"kind": check["kind"], "score": score, "problems": problems})
         print(f"{check['kind']}: {score:g}")
@@ -63,7 +72,7 @@ def main() -> int:
             print(f"  {problem}")
     passed = sum(score >= 1 for score in scores)
     rewards = {"reward": min(scores), "right": float(passed), "of": float(len(scores))}
-    settle(rewards, seal, {"checks": report})
+    write_rewards(rewards, seal, {"checks": report})
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The checks that run code of the workspace, each in a guarded child. What must come of it is not known here."""
+"""The checks that run code of the workspace, each in a guarded child process. Expectations are not known here."""
 
 from __future__ import annotations
 
@@ -9,50 +9,49 @@ import shutil
 import zipfile
 from email.parser import Parser
 
-from etude.tasks.runner.guard import HERE, TESTER, Message, Send, can_switch, guarded, private_directory
-from etude.tasks.runner.inside import remove_plants, run_pytest
+from etude.tasks.runner.guard import HERE, TESTER, JsonObject, Send, can_switch_user, private_directory, run_guarded
+from etude.tasks.runner.inside import remove_foreign_conftests, run_pytest
 
-METADATA = ("Name", "Version", "Requires-Python", "Requires-Dist", "Provides-Extra")
+METADATA_FIELDS = ("Name", "Version", "Requires-Python", "Requires-Dist", "Provides-Extra")
 
 
-def pytest(spec: Message, workspace: str) -> Message:
-    """Run tests: their statuses, and why these cannot be believed."""
-    for plant in remove_plants(workspace, spec["run"], set(spec["placed"])):
-        print(f"removed: {plant}")
+def pytest(spec: JsonObject, workspace: str) -> JsonObject:
+    """Run tests; return their statuses and, if the run is not trustworthy, the reason."""
+    for removed in remove_foreign_conftests(workspace, spec["run"], set(spec["placed"])):
+        print(f"removed: {removed}")
     statuses, doubt, outcome = run_pytest(spec, workspace)
     print(outcome.text[-6000:])
     return {"statuses": statuses, "doubt": doubt}
 
 
-# ------------------------------------------------------------------------------------------------- written tests
+# ------------------------------------------------------------------------------------------------- new tests
 
 
-def mutants(spec: Message, workspace: str) -> Message:
-    """Run the tests that were written: on the code as it is, on copies of it that mean the same, and on wrong ones.
+def mutants(spec: JsonObject, workspace: str) -> JsonObject:
+    """Run the tests that the agent wrote on the original code, on equivalent versions and on mutants.
 
-    A test that compares the source with what it was would fail on wrong code too; it fails on the copies that mean the
-    same, and earns nothing.
+    A test that compares source text would fail on mutants too, but it also fails on equivalent versions and scores 0.
     """
     written = new_tests(spec["known"], spec["directories"], workspace)
     if not written:
         return {"written": [], "right": "no test was added", "killed": [], "of": spec["count"]}
     spec = {**spec, "run": written}
-    problem = _passes(spec, workspace)
+    problem = _failure_of(spec, workspace)
     if not problem:
         for name in sorted(os.listdir(os.path.join(HERE, "equal"))):
-            with _Replaced(os.path.join(HERE, "equal", name), workspace):
-                problem = problem or (_passes(spec, workspace) and "fails on code that means the same")
+            with _ReplacedFiles(os.path.join(HERE, "equal", name), workspace):
+                problem = problem or (_failure_of(spec, workspace) and "fails on code that means the same")
     killed = []
     if not problem:
         for number in range(spec["count"]):
-            with _Replaced(os.path.join(HERE, "mutants", str(number)), workspace):
-                if _passes(spec, workspace):
+            with _ReplacedFiles(os.path.join(HERE, "mutants", str(number)), workspace):
+                if _failure_of(spec, workspace):
                     killed.append(number)
     return {"written": written, "right": problem, "killed": killed, "of": spec["count"]}
 
 
 def new_tests(known: dict[str, str], directories: list[str], workspace: str) -> list[str]:
-    """Test files that are not as they were, or were not there."""
+    """Return the test files that are new or changed."""
     found = []
     for top in directories:
         for directory, names, files in os.walk(os.path.join(workspace, top)):
@@ -64,13 +63,13 @@ def new_tests(known: dict[str, str], directories: list[str], workspace: str) -> 
     return found
 
 
-def _passes(spec: Message, workspace: str) -> str:
-    """Why tests do not all pass; "" if they do."""
+def _failure_of(spec: JsonObject, workspace: str) -> str:
+    """Return why the tests do not all pass; "" if they do."""
     statuses, doubt, outcome = run_pytest(spec, workspace)
-    bad = sorted(name for name, status in statuses.items() if status not in ("passed", "skipped", "xfailed"))
-    if bad or doubt:
-        return f"{doubt or 'tests fail'}: {', '.join(bad[:5])}"
-    # a file that cannot be imported reports no test of its own
+    failed = sorted(name for name, status in statuses.items() if status not in ("passed", "skipped", "xfailed"))
+    if failed or doubt:
+        return f"{doubt or 'tests fail'}: {', '.join(failed[:5])}"
+    # a file that cannot be imported reports no tests
     files = {name.partition("::")[0] for name in statuses}
     missing = [path for path in spec["run"] if path not in files]
     if missing:
@@ -78,28 +77,28 @@ def _passes(spec: Message, workspace: str) -> str:
     return "" if "passed" in statuses.values() else "no test passes"
 
 
-class _Replaced:
-    """Files of the workspace are others for a while."""
+class _ReplacedFiles:
+    """Context manager that temporarily replaces files of the workspace."""
 
-    def __init__(self, place: str, workspace: str) -> None:
-        self.place, self.workspace = place, workspace
-        self.kept = private_directory("kept")
+    def __init__(self, directory: str, workspace: str) -> None:
+        self.directory, self.workspace = directory, workspace
+        self.backup = private_directory("kept")
 
     def files(self) -> list[str]:
         found = []
-        for directory, _, files in os.walk(self.place):
-            found += [os.path.relpath(os.path.join(directory, name), self.place) for name in files]
+        for directory, _, files in os.walk(self.directory):
+            found += [os.path.relpath(os.path.join(directory, name), self.directory) for name in files]
         return sorted(found)
 
     def __enter__(self) -> None:
         for number, path in enumerate(self.files()):
-            shutil.copyfile(os.path.join(self.workspace, path), os.path.join(self.kept, str(number)))
-            shutil.copyfile(os.path.join(self.place, path), os.path.join(self.workspace, path))
+            shutil.copyfile(os.path.join(self.workspace, path), os.path.join(self.backup, str(number)))
+            shutil.copyfile(os.path.join(self.directory, path), os.path.join(self.workspace, path))
 
     def __exit__(self, *_: object) -> None:
         for number, path in enumerate(self.files()):
-            shutil.copyfile(os.path.join(self.kept, str(number)), os.path.join(self.workspace, path))
-        shutil.rmtree(self.kept)
+            shutil.copyfile(os.path.join(self.backup, str(number)), os.path.join(self.workspace, path))
+        shutil.rmtree(self.backup)
 
 
 def digest(workspace: str, path: str) -> str:
@@ -110,50 +109,50 @@ def digest(workspace: str, path: str) -> str:
 # ------------------------------------------------------------------------------------------------- packaging
 
 
-def wheel(spec: Message, workspace: str) -> Message:
-    """Build the workspace's wheel in a copy: its files and its metadata, or what went wrong."""
-    place = private_directory("build", owner=TESTER)
-    copy, out = os.path.join(place, "source"), os.path.join(place, "wheels")
+def wheel(spec: JsonObject, workspace: str) -> JsonObject:
+    """Build the wheel in a copy of the workspace; return its files and metadata, or the problem."""
+    directory = private_directory("build", owner=TESTER)
+    copy, out = os.path.join(directory, "source"), os.path.join(directory, "wheels")
     try:
         shutil.copytree(workspace, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", "__pycache__"))
         os.mkdir(out)
-        _give(place)
+        _chown_to_tester(directory)
         command = ["python3", "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-q", "-w", out]
 
         def work(send: Send) -> None:
             os.execvp(command[0], [*command, copy])
 
         env = {"PYTHONDONTWRITEBYTECODE": "1", "PIP_NO_CACHE_DIR": "1", "SOURCE_DATE_EPOCH": "1600000000"}
-        outcome = guarded(work, timeout=spec.get("timeout", 120.0), cwd=copy, env={**env, **spec.get("env", {})})
+        outcome = run_guarded(work, timeout=spec.get("timeout", 120.0), cwd=copy, env={**env, **spec.get("env", {})})
         print(outcome.text[-3000:])
         built = sorted(name for name in os.listdir(out) if name.endswith(".whl"))
         if outcome.timed_out or outcome.status != 0 or len(built) != 1:
             return {"problem": f"the wheel is not built (exit code {outcome.status})"}
-        return wheel_facts(os.path.join(out, built[0]))
+        return wheel_contents(os.path.join(out, built[0]))
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
-def _give(place: str) -> None:
-    if not can_switch():
+def _chown_to_tester(top: str) -> None:
+    if not can_switch_user():
         return
-    for directory, names, files in os.walk(place):
+    for directory, names, files in os.walk(top):
         for name in [".", *names, *files]:
             os.chown(os.path.join(directory, name), TESTER, TESTER, follow_symlinks=False)
 
 
-def wheel_facts(path: str) -> Message:
-    """What is in a wheel: names of files, metadata, entry points."""
+def wheel_contents(path: str) -> JsonObject:
+    """Return the file names, metadata and entry points of a wheel."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = sorted(name for name in archive.namelist() if ".dist-info/" not in name)
             info = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
             message = Parser().parsestr(archive.read(info).decode("utf-8", "replace"))
-            entry = info.replace("METADATA", "entry_points.txt")
-            text = archive.read(entry).decode() if entry in archive.namelist() else ""
+            entry_path = info.replace("METADATA", "entry_points.txt")
+            text = archive.read(entry_path).decode() if entry_path in archive.namelist() else ""
     except (OSError, StopIteration, zipfile.BadZipFile, UnicodeError) as error:
         return {"problem": f"the wheel cannot be read ({type(error).__name__})"}
-    metadata = {key: sorted(message.get_all(key) or []) for key in METADATA}
+    metadata = {key: sorted(message.get_all(key) or []) for key in METADATA_FIELDS}
     return {
         "names": names,
         "metadata": metadata,

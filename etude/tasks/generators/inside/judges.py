@@ -1,6 +1,7 @@
-"""What a verifier concludes: from what checks gave, and from the files of the workspace as they are. Runs nothing.
+"""The judges of a verifier: score the results of executed checks and the files of the workspace. They run no code.
 
-A judge takes what was seen, what was expected and what running gave; it returns a score from 0 to 1, and problems.
+A judge takes the workspace, the expectation and the result of the executed check; it returns a score from 0 to 1 and a
+list of problems.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import tokenize
 from typing import Any
 
 from etude.tasks.generators.inside.patterns import lines_with
-from etude.tasks.runner.guard import HERE, Message
+from etude.tasks.runner.guard import HERE, JsonObject
 
 FINAL = "/logs/agent/final.txt"
-LARGEST = 4 << 20  # bytes of a file that is looked at
-NEAR = 3  # lines that a finding may be off
-SKIPPED = {".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
+MAX_FILE_BYTES = 4 << 20  # at most this much of a file is read
+LINE_TOLERANCE = 3  # lines by which a finding may miss a defect
+IGNORED_DIRECTORIES = {".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
 
 
-class Seen:
+class WorkspaceView:
     """The workspace as the agent left it."""
 
     def __init__(self, workspace: str, files: dict[str, str]) -> None:
@@ -41,21 +42,21 @@ class Seen:
 
 
 def read(path: str) -> bytes:
-    """A file's contents; nothing where there is none, or a link."""
+    """Return a file's contents; empty if it is missing or a symbolic link."""
     try:
         if os.path.islink(path):
             return b""
         with open(path, "rb") as file:
-            return file.read(LARGEST)
+            return file.read(MAX_FILE_BYTES)
     except OSError:
         return b""
 
 
 def digests(workspace: str) -> dict[str, str]:
-    """Every file of the workspace, without what running leaves behind."""
+    """Return the digests of all files of the workspace, caches and bytecode excluded."""
     found = {}
     for directory, names, files in os.walk(workspace):
-        names[:] = [name for name in names if name not in SKIPPED]
+        names[:] = [name for name in names if name not in IGNORED_DIRECTORIES]
         for name in files:
             path = os.path.join(directory, name)
             if not name.endswith((".pyc", ".pyo")):
@@ -63,69 +64,73 @@ def digests(workspace: str) -> dict[str, str]:
     return found
 
 
-def passed(problems: list[str]) -> tuple[float, list[str]]:
+def all_or_nothing(problems: list[str]) -> tuple[float, list[str]]:
     return (0.0 if problems else 1.0), problems
 
 
-# ------------------------------------------------------------------------------------------------- what ran
+# ------------------------------------------------------------------------------------------------- executed checks
 
 
-def judge_pytest(seen: Seen, wanted: Message, result: Message) -> tuple[float, list[str]]:
-    """Exactly the expected tests ran and ended as expected."""
-    statuses, expected = result["statuses"], wanted["statuses"]
+def judge_pytest(view: WorkspaceView, expected: JsonObject, result: JsonObject) -> tuple[float, list[str]]:
+    """Check that exactly the expected tests ran, with the expected statuses."""
+    statuses, expected_statuses = result["statuses"], expected["statuses"]
     problems = [f"not believed: {result['doubt']}"] if result["doubt"] else []
-    for name, status in expected.items():
+    for name, status in expected_statuses.items():
         if statuses.get(name, "missing") != status:
             problems.append(f"{name}: {statuses.get(name, 'missing')}, expected {status}")
-    problems += [f"{name}: not expected at all" for name in sorted(set(statuses) - set(expected))]
-    return passed(problems or ([] if expected else ["nothing is expected"]))
+    problems += [f"{name}: not expected at all" for name in sorted(set(statuses) - set(expected_statuses))]
+    return all_or_nothing(problems or ([] if expected_statuses else ["nothing is expected"]))
 
 
-def judge_mutants(seen: Seen, wanted: Message, result: Message) -> tuple[float, list[str]]:
-    """Written tests pass on what is right and fail on enough of what is wrong."""
+def judge_mutants(view: WorkspaceView, expected: JsonObject, result: JsonObject) -> tuple[float, list[str]]:
+    """Check that the new tests pass on correct code and fail on enough mutants."""
     if result["right"]:
-        return passed([str(result["right"])])
-    if len(result["killed"]) < wanted["least"]:
-        return passed([f"{len(result['killed'])} of {result['of']} wrong versions are noticed, not {wanted['least']}"])
+        return all_or_nothing([str(result["right"])])
+    if len(result["killed"]) < expected["least"]:
+        return all_or_nothing(
+            [f"{len(result['killed'])} of {result['of']} wrong versions are noticed, not {expected['least']}"]
+        )
     return 1.0, []
 
 
-def judge_wheel(seen: Seen, wanted: Message, result: Message) -> tuple[float, list[str]]:
-    """The wheel has the files and says of itself what it should."""
+def judge_wheel(view: WorkspaceView, expected: JsonObject, result: JsonObject) -> tuple[float, list[str]]:
+    """Check the files, metadata and entry points of the wheel."""
     if "problem" in result:
-        return passed([str(result["problem"])])
-    problems = [f"{name} is not in the wheel" for name in wanted["names"] if name not in result["names"]]
+        return all_or_nothing([str(result["problem"])])
+    problems = [f"{name} is not in the wheel" for name in expected["names"] if name not in result["names"]]
     for name in result["names"]:
-        own = any(os.path.normpath(f"{root}/{name}") in seen.files for root in wanted["roots"])  # a new module, maybe
-        if name not in wanted["names"] and not own:
+        own = any(
+            os.path.normpath(f"{root}/{name}") in view.files for root in expected["roots"]
+        )  # possibly a new module
+        if name not in expected["names"] and not own:
             problems.append(f"{name} does not belong into the wheel")
-    for key, values in wanted["metadata"].items():
+    for key, values in expected["metadata"].items():
         if result["metadata"].get(key) != values:
             problems.append(f"{key} is {result['metadata'].get(key)}, expected {values}")
-    if result["entry"] != wanted["entry"]:
-        problems.append(f"entry points are {result['entry']}, expected {wanted['entry']}")
-    return passed(problems)
+    if result["entry"] != expected["entry"]:
+        problems.append(f"entry points are {result['entry']}, expected {expected['entry']}")
+    return all_or_nothing(problems)
 
 
 # ------------------------------------------------------------------------------------------------- code
 
 
-def judge_names(seen: Seen, wanted: Message, result: Message) -> tuple[float, list[str]]:
-    """Names that must be gone are, and those that must be defined are where they should be, once."""
+def judge_names(view: WorkspaceView, expected: JsonObject, result: JsonObject) -> tuple[float, list[str]]:
+    """Check that removed names are absent and that names are defined, or not, where expected."""
     problems = []
-    for path in seen.files:
+    for path in view.files:
         if not path.endswith((".py", ".pyi")):
             continue
-        left = _names(seen.read(path)) & set(wanted["gone"])
-        excused = wanted.get("excused", {})
+        left = _names(view.read(path)) & set(expected["gone"])
+        excused = expected.get("excused", {})
         problems += [f"{path} still has the name {name}" for name in sorted(left) if path not in excused.get(name, [])]
-    for path, name in wanted["defined"]:
-        if name not in _defined(seen.tree(path)):
+    for path, name in expected["defined"]:
+        if name not in _defined(view.tree(path)):
             problems.append(f"{path} does not define {name}")
-    for path, name in wanted["undefined"]:
-        if name in _defined(seen.tree(path)):
+    for path, name in expected["undefined"]:
+        if name in _defined(view.tree(path)):
             problems.append(f"{path} still defines {name}")
-    return passed(problems)
+    return all_or_nothing(problems)
 
 
 def _names(data: bytes) -> set[str]:
@@ -142,7 +147,7 @@ def _names(data: bytes) -> set[str]:
 
 
 def _defined(tree: ast.AST | None) -> set[str]:
-    """Functions and classes at any depth, by qualified name; parameters as `function(name)`."""
+    """Return the qualified names of all functions and classes; parameters as `function(name)`."""
     found: set[str] = set()
 
     def walk(node: ast.AST, owner: str) -> None:
@@ -161,24 +166,24 @@ def _defined(tree: ast.AST | None) -> set[str]:
     return found
 
 
-def judge_code(seen: Seen, wanted: Message, result: Message) -> tuple[float, list[str]]:
-    """Code is what it was: nothing but docstrings and comments differs."""
+def judge_code(view: WorkspaceView, expected: JsonObject, result: JsonObject) -> tuple[float, list[str]]:
+    """Check that the code differs from the original only in docstrings and comments."""
     problems = []
-    for path in wanted["files"]:
-        tree = seen.tree(path)
+    for path in expected["files"]:
+        tree = view.tree(path)
         original = ast.parse(read(os.path.join(HERE, "original", path)))
-        if tree is None or _meaning(tree) != _meaning(original):
+        if tree is None or _dump_without_docstrings(tree) != _dump_without_docstrings(original):
             problems.append(f"{path}: its code was changed")
-    return passed(problems)
+    return all_or_nothing(problems)
 
 
-def _meaning(tree: ast.AST) -> str:
-    """A tree without docstrings."""
+def _dump_without_docstrings(tree: ast.AST) -> str:
+    """Dump a tree without docstrings; the tree is modified."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and _docstring(node):
             node.body = node.body[1:]
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            node.body = [each for each in node.body if not isinstance(each, ast.Pass)]  # left where a docstring stood
+            node.body = [each for each in node.body if not isinstance(each, ast.Pass)]  # left in place of a docstring
     return ast.dump(tree)
 
 
@@ -186,11 +191,11 @@ def _docstring(node: Any) -> str:
     return ast.get_docstring(node, clean=True) or ""
 
 
-def judge_docstrings(seen: Seen, wanted: Message, result: Message) -> tuple[float, list[str]]:
-    """Each function says what it takes and raises; none says it with words that are wrong."""
+def judge_docstrings(view: WorkspaceView, expected: JsonObject, result: JsonObject) -> tuple[float, list[str]]:
+    """Check that each docstring mentions the expected parameters and exceptions and no wrong names."""
     problems, said = [], set[str]()
-    for item in wanted["items"]:
-        name, text = f"{item['file']}: {item['name']}", _docstring_of(seen.tree(item["file"]), item["name"])
+    for item in expected["items"]:
+        name, text = f"{item['file']}: {item['name']}", _docstring_of(view.tree(item["file"]), item["name"])
         if not text:
             problems.append(f"{name} has no docstring")
             continue
@@ -203,7 +208,7 @@ def judge_docstrings(seen: Seen, wanted: Message, result: Message) -> tuple[floa
         if text in said:
             problems.append(f"{name}: another function has the very same docstring")
         said.add(text)
-    return passed(problems)
+    return all_or_nothing(problems)
 
 
 def _docstring_of(tree: ast.AST | None, name: str) -> str:
@@ -219,47 +224,47 @@ def _mentions(text: str, word: str) -> bool:
     return re.search(rf"(?<![A-Za-z0-9_]){re.escape(word)}(?![A-Za-z0-9_])", text) is not None
 
 
-def judge_scope(seen: Seen, wanted: Message, result: Message) -> tuple[float, list[str]]:
-    """Nothing changed but what may."""
-    known: dict[str, str] = wanted["digests"]
-    changed = [path for path in {*known, *seen.files} if known.get(path) != seen.files.get(path)]
-    return passed(
+def judge_scope(view: WorkspaceView, expected: JsonObject, result: JsonObject) -> tuple[float, list[str]]:
+    """Check that only allowed files changed."""
+    known: dict[str, str] = expected["digests"]
+    changed = [path for path in {*known, *view.files} if known.get(path) != view.files.get(path)]
+    return all_or_nothing(
         [
             f"{path} was changed"
             for path in sorted(changed)
-            if not any(fnmatch.fnmatch(path, glob) for glob in wanted["allowed"])
+            if not any(fnmatch.fnmatch(path, glob) for glob in expected["allowed"])
         ]
     )
 
 
-def judge_patterns(seen: Seen, wanted: Message, result: Message) -> tuple[float, list[str]]:
-    """The old way of writing is gone; so much of it may stay as there was before."""
+def judge_patterns(view: WorkspaceView, expected: JsonObject, result: JsonObject) -> tuple[float, list[str]]:
+    """Check that no more legacy patterns remain than the original code had."""
     problems = []
-    for path, most in wanted["files"].items():
+    for path, allowed in expected["files"].items():
         try:
-            lines = lines_with(wanted["family"], seen.read(path))
+            lines = lines_with(expected["family"], view.read(path))
         except (SyntaxError, ValueError):
             problems.append(f"{path} is no Python")
             continue
-        if len(lines) > most:
-            problems.append(f"{path}: lines {', '.join(map(str, lines[:10]))}, and {most} may stay")
-        if not seen.read(path).strip():
+        if len(lines) > allowed:
+            problems.append(f"{path}: lines {', '.join(map(str, lines[:10]))}, and {allowed} may stay")
+        if not view.read(path).strip():
             problems.append(f"{path} is not there")
-    return passed(problems)
+    return all_or_nothing(problems)
 
 
-# ------------------------------------------------------------------------------------------------- words
+# ------------------------------------------------------------------------------------------------- findings and answers
 
 
-def judge_findings(seen: Seen, wanted: Message, result: Message) -> tuple[float, list[str]]:
-    """A review's findings against the planted defects: F1, a finding being right within a few lines."""
+def judge_findings(view: WorkspaceView, expected: JsonObject, result: JsonObject) -> tuple[float, list[str]]:
+    """Score findings against the planted defects by F1; a finding matches within LINE_TOLERANCE lines."""
     try:
-        found = json.loads(seen.read(wanted["file"]))
+        found = json.loads(view.read(expected["file"]))
         found = found.get("findings", []) if isinstance(found, dict) else found
         places = [(os.path.normpath(str(each["file"]).lstrip("/")), int(each["line"])) for each in found]
     except (ValueError, TypeError, KeyError, AttributeError):
-        return 0.0, [f"{wanted['file']}: expected a list of objects with file and line"]
-    planted = wanted["planted"]
+        return 0.0, [f"{expected['file']}: expected a list of objects with file and line"]
+    planted = expected["planted"]
     hit = {number for number, each in enumerate(planted) if any(_matches(place, each) for place in places)}
     false = [place for place in places if not any(_matches(place, each) for each in planted)]
     problems = [f"not found: {each['file']}:{each['first']}" for n, each in enumerate(planted) if n not in hit]
@@ -268,26 +273,28 @@ def judge_findings(seen: Seen, wanted: Message, result: Message) -> tuple[float,
     return (2 * len(hit) / total if total else 0.0), problems
 
 
-def _matches(place: tuple[str, int], planted: Message) -> bool:
+def _matches(place: tuple[str, int], planted: JsonObject) -> bool:
     file, line = place
     same: bool = file == planted["file"] or file.endswith("/" + planted["file"]) or file == "work/" + planted["file"]
-    return same and bool(planted["first"] - NEAR <= line <= planted["last"] + NEAR)
+    return same and bool(planted["first"] - LINE_TOLERANCE <= line <= planted["last"] + LINE_TOLERANCE)
 
 
-def judge_answer(seen: Seen, wanted: Message, result: Message) -> tuple[float, list[str]]:
-    """The final message: it, or its last line, is the answer; or it says what it must, and not what it must not."""
+def judge_answer(view: WorkspaceView, expected: JsonObject, result: JsonObject) -> tuple[float, list[str]]:
+    """Check the final message: it or its last line is an accepted answer, or it matches `says` and not `not`."""
     text = read(FINAL).decode("utf-8", "replace").strip()
     if not text:
-        return passed(["there is no answer"])
-    if "says" in wanted:
-        wrong = re.search(wanted["not"], text, re.IGNORECASE) or not re.search(wanted["says"], text, re.IGNORECASE)
-        return passed(["the answer is not what it should be"] if wrong else [])
-    given = {_plain(text), _plain(text.splitlines()[-1])}
-    return passed([] if given & {_plain(each) for each in wanted["accepted"]} else [f"answered {text[-200:]!r}"])
+        return all_or_nothing(["there is no answer"])
+    if "says" in expected:
+        wrong = re.search(expected["not"], text, re.IGNORECASE) or not re.search(expected["says"], text, re.IGNORECASE)
+        return all_or_nothing(["the answer is not what it should be"] if wrong else [])
+    given = {_normalize(text), _normalize(text.splitlines()[-1])}
+    return all_or_nothing(
+        [] if given & {_normalize(each) for each in expected["accepted"]} else [f"answered {text[-200:]!r}"]
+    )
 
 
-def _plain(text: str) -> str:
-    """Without quotes, backticks, and how a sentence begins and ends."""
+def _normalize(text: str) -> str:
+    """Strip quotes, backticks, a leading phrase and the final period; lower the case."""
     text = re.sub(
         r"^(the )?(answer|default|value|result|it)( is| returns)?:?\s+", "", text.strip(), flags=re.IGNORECASE
     )

@@ -1,4 +1,4 @@
-"""Old ways of writing Python that migrations replace, and where a file has them. For the generator and its verifier."""
+"""Legacy Python patterns that migrations replace, and the lines of a file with them; for generator and verifier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def str_format(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def typing_names(tree: ast.AST) -> Iterator[ast.AST]:
-    """`typing.List[int]`, `Optional[str]`: what builtins and `|` say since"""
+    """`typing.List[int]`, `Optional[str]`: replaced by builtins and `|`"""
     known = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "typing":
@@ -50,7 +50,7 @@ def classes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def literals(tree: ast.AST) -> Iterator[ast.AST]:
-    """`dict()`, `list()`, `set([...])` where there is a literal"""
+    """`dict()`, `list()`, `set([...])`: replaced by literals"""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
             empty = node.func.id in ("dict", "list", "tuple") and not node.args
@@ -59,14 +59,14 @@ def literals(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def os_errors(tree: ast.AST) -> Iterator[ast.AST]:
-    """`IOError`, `EnvironmentError`: names that OSError had"""
+    """`IOError`, `EnvironmentError`: old names of OSError"""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in ("IOError", "EnvironmentError"):
             yield node
 
 
 def maps(tree: ast.AST) -> Iterator[ast.AST]:
-    """`list(map(lambda ...))` and `list(filter(lambda ...))` where a comprehension says it"""
+    """`list(map(lambda ...))` and `list(filter(lambda ...))`: replaced by comprehensions"""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _calls(node, ("list", "set", "tuple")) and len(node.args) == 1:
             inner = node.args[0]
@@ -98,5 +98,5 @@ PATTERNS: dict[str, Callable[[ast.AST], Iterator[ast.AST]]] = {
 
 
 def lines_with(family: str, source: bytes) -> list[int]:
-    """The lines of a file that have an old way; SyntaxError if it is no Python."""
+    """Return the lines of a file that have a legacy pattern; raise SyntaxError if it is not Python."""
     return sorted(getattr(node, "lineno", 0) for node in PATTERNS[family](ast.parse(source)))

@@ -1,12 +1,12 @@
-"""Runs tests of a repository in a pod, the way its verifier will run them, and writes down what each came to.
+"""Run tests of a repository in a pod, as its verifier will, and write a report.
 
     python3 trial.py SPEC.json REPORT.json
 
-SPEC    as `run.json` of the verifier has it (workspace, run, paths, ini, plugins, arguments, env, timeout), and with
-        `measure` (the directories to watch) which test runs which lines
-REPORT  tests: id -> status, seconds, and for one that failed its message, its frames and its text;
-        lines: file -> line -> numbers of the tests in `order`, or how many where they are too many to tell;
-        early: file -> lines that ran before the tests; seen: whether the run came to its end
+SPEC    the fields of the verifier's `run.json` (workspace, run, paths, ini, plugins, arguments, env, timeout), and
+        optionally `measure`: directories for which to record which test executes which line
+REPORT  tests: id -> status, seconds, and for a failure message, frames and text;
+        lines: file -> line -> indices of tests in `order`, or their number if above MAX_TESTS_PER_LINE;
+        early: file -> lines executed outside any test; seen: whether the run finished
 """
 
 from __future__ import annotations
@@ -19,31 +19,38 @@ import sys
 import time
 from typing import Any
 
-from etude.tasks.runner.guard import Message, Send, guarded, prepare, private_directory, site_packages
-from etude.tasks.runner.inside import env_of, roots_of
+from etude.tasks.runner.guard import (
+    JsonObject,
+    Send,
+    prepare_workspace,
+    private_directory,
+    run_guarded,
+    use_site_packages,
+)
+from etude.tasks.runner.inside import child_env, import_roots
 
-LONGEST = 6_000  # characters of a failure that are kept
-MOST = 500  # tests of one line that are named; what all of them run tells nothing apart
-COVERAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "packages")
+MAX_FAILURE_CHARS = 6_000  # kept of a failure
+MAX_TESTS_PER_LINE = 500  # above it only their number is kept: a line that most tests execute is not informative
+COVERAGE_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "packages")
 
 
-def run(spec: Message) -> Message:
+def run(spec: JsonObject) -> JsonObject:
     workspace = spec["workspace"]
-    place = private_directory("trial")
-    prepare(workspace)
+    directory = private_directory("trial")
+    prepare_workspace(workspace)
     try:
-        options = pytest_options(spec, workspace, place)
+        options = pytest_options(spec, workspace, directory)
         tests = [os.path.join(workspace, test) for test in spec["run"]]
 
         def work(send: Send) -> None:
-            _child(send, [*options, *tests], roots_of(spec, workspace), spec.get("measure"))
+            _child(send, [*options, *tests], import_roots(spec, workspace), spec.get("measure"))
 
-        env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **env_of(spec, workspace)}
-        outcome = guarded(work, timeout=spec.get("timeout", 120.0), cwd=workspace, env=env)
+        env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **child_env(spec, workspace)}
+        outcome = run_guarded(work, timeout=spec.get("timeout", 120.0), cwd=workspace, env=env)
     finally:
-        shutil.rmtree(place, ignore_errors=True)
-    report: Message = {"tests": {}, "order": [], "lines": {}, "early": {}, "seen": False}
-    report["output"] = outcome.text[-LONGEST:]
+        shutil.rmtree(directory, ignore_errors=True)
+    report: JsonObject = {"tests": {}, "order": [], "lines": {}, "early": {}, "seen": False}
+    report["output"] = outcome.text[-MAX_FAILURE_CHARS:]
     report["timed_out"] = outcome.timed_out
     for message in outcome.messages:
         kind = message.pop("kind")
@@ -59,9 +66,9 @@ def run(spec: Message) -> Message:
     return report
 
 
-def pytest_options(spec: Message, workspace: str, place: str) -> list[str]:
-    """The verifier's own: no configuration but the task's, no plugin that was not named, no cache."""
-    config = os.path.join(place, "pytest.ini")
+def pytest_options(spec: JsonObject, workspace: str, directory: str) -> list[str]:
+    """Return the options that the verifier uses: only the task's configuration, only the listed plugins, no cache."""
+    config = os.path.join(directory, "pytest.ini")
     with open(config, "w") as file:
         file.write("[pytest]\n")
         for key, value in spec.get("ini", {}).items():
@@ -74,12 +81,12 @@ def pytest_options(spec: Message, workspace: str, place: str) -> list[str]:
 
 
 def _child(send: Send, arguments: list[str], roots: list[str], measured: list[str] | None) -> None:
-    site_packages()
+    use_site_packages()
     import pytest
 
     cover: Any = None
     if measured:
-        sys.path.append(COVERAGE)
+        sys.path.append(COVERAGE_DIR)
         import coverage
 
         cover = coverage.Coverage(data_file=None, source=measured, config_file=False, messages=False)
@@ -103,14 +110,14 @@ def _send_lines(send: Send, data: Any) -> None:
             if "" in names:
                 early.append(line)
             found = sorted(numbers[name] for name in set(names) if name)
-            lines[line] = found if len(found) <= MOST else len(found)
+            lines[line] = found if len(found) <= MAX_TESTS_PER_LINE else len(found)
         send({"kind": "lines", "file": file, "lines": lines, "early": early})
 
 
 def _reporter(pytest: Any, send: Send, cover: Any) -> Any:
-    class Reporter:
+    class TestRunReporter:
         def __init__(self) -> None:
-            self.found: dict[str, Message] = {}
+            self.found: dict[str, JsonObject] = {}
             self.started = 0.0
 
         def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -136,17 +143,21 @@ def _reporter(pytest: Any, send: Send, cover: Any) -> Any:
                 cover.switch_context("")
             send({"kind": "test", "id": nodeid, "seconds": round(time.monotonic() - self.started, 4), **found})
 
-    return Reporter()
+    return TestRunReporter()
 
 
-def _failure(report: Any, call: Any) -> Message:
-    """What a failure says: the exception, the functions it went through, and pytest's own words."""
+def _failure(report: Any, call: Any) -> JsonObject:
+    """Return message, frames and pytest's text of a failure; empty if the test did not fail."""
     if call.excinfo is None or report.outcome != "failed":
         return {}
     frames = [[str(entry.path), entry.lineno + 1, entry.name] for entry in call.excinfo.traceback]
     crash = getattr(report.longrepr, "reprcrash", None)
     message = str(crash.message) if crash is not None else call.excinfo.exconly()
-    return {"message": message[:LONGEST], "frames": frames[-40:], "text": str(report.longrepr)[:LONGEST]}
+    return {
+        "message": message[:MAX_FAILURE_CHARS],
+        "frames": frames[-40:],
+        "text": str(report.longrepr)[:MAX_FAILURE_CHARS],
+    }
 
 
 def main() -> int:
