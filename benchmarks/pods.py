@@ -70,7 +70,7 @@ async def measure_ours(directory: Path, arguments: argparse.Namespace) -> dict[s
         await measure_memory(host, arguments.idle, found)
     finally:
         await host.close()
-        await host.backend.shut()
+        await host.backend.shutdown()
     return found
 
 

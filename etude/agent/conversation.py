@@ -24,21 +24,21 @@ from etude.agent.options import Options
 from etude.agent.screen import Screen, title, visible
 from etude.agent.session_store import Saved
 from etude.agent.upload import recent_files, take_in, unpack
-from etude.chat.messages import Call
+from etude.chat.messages import ToolCall
 from etude.errors import EtudeError, InputError
-from etude.harness.model_client import Speaker, TokenSpeaker
-from etude.harness.open_client import open_speaker
-from etude.harness.open_session import open_session
-from etude.harness.prompt import Request
+from etude.harness.model_client import ModelClient, TokenModelClient
+from etude.harness.open_client import open_model_client
+from etude.harness.session_factory import open_session
+from etude.harness.prompt import SessionRequest
 from etude.harness.search.searcher import open_searcher
 from etude.harness.session import Budget, Session
-from etude.harness.summary import Summaries
-from etude.harness.tools.executor import Approve, Toolbox
+from etude.harness.summary import SummarySettings
+from etude.harness.tools.executor import Approve, ToolExecutor
 from etude.harness.tools.tool import Tool
 from etude.harness.trace import Trace
 from etude.pods.fleet import open_fleet
 from etude.pods.pod import Egress, Pod, PodFileError, Unsupported
-from etude.pods.runtime.unisolated import open_here
+from etude.pods.runtime.unisolated import open_unisolated
 
 POD_S = 120.0  # to wait for a pod on a machine that is full
 TICK_S = 0.1
@@ -60,7 +60,7 @@ class Work:
         self,
         options: Options,
         screen: Screen,
-        speaker: Speaker,
+        speaker: ModelClient,
         pod: Pod,
         before: dict[str, Entry],
         approve: Approve | None,
@@ -70,11 +70,11 @@ class Work:
         self.before = before  # the files on disk as the session knows them
         self.id = id
         self.started = time.time()
-        self.request: Request | None = None
+        self.request: SessionRequest | None = None
         self.trace: Trace | None = None  # as it was saved last
         self.changes: list[Change] = []
         self.session: Session | None = None
-        self.tools: Toolbox | None = None
+        self.tools: ToolExecutor | None = None
         self.place: Path | None = None  # where it was saved
         self._working = False
         self._permission = approve  # None: whatever it does, it does in a pod
@@ -87,7 +87,7 @@ class Work:
         text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # as typed, in any locale
         if self.session is None:
             recent = await asyncio.to_thread(recent_files, self.options.directory)
-            await self._open(Request(text, recent=recent))
+            await self._open(SessionRequest(text, recent=recent))
         else:
             self.session.say(text)
         assert self.session is not None
@@ -108,7 +108,7 @@ class Work:
         if self._working and self.session is not None:  # an idle one would end its next answer instead
             self.session.interrupt()
 
-    async def _open(self, request: Request) -> None:
+    async def _open(self, request: SessionRequest) -> None:
         options = self.options
         self.request = request
         searcher = open_searcher() if "codebase_search" in options.environment.tools else None
@@ -119,9 +119,14 @@ class Work:
                 request,
                 self.speaker,
                 self.pod,
-                environment=options.environment,
-                budget=Budget(options.turns, options.tokens, options.seconds, options.answer),
-                summaries=Summaries(reserve=min(Summaries.reserve, max(1, self.speaker.window // 4))),
+                tool_set=options.environment,
+                budget=Budget(
+                    turns=options.turns,
+                    tokens=options.tokens,
+                    seconds=options.seconds,
+                    max_turn_tokens=options.answer,
+                ),
+                summaries=SummarySettings(reserve=min(SummarySettings().reserve, max(1, self.speaker.window // 4))),
                 searcher=searcher,
                 approve=self._approve,
                 id=self.id,
@@ -132,10 +137,10 @@ class Work:
         self.speaker.on_text = self.screen.heard
 
     def _facts(self) -> dict[str, Any]:
-        seed = {"seed": self.speaker.sampling.seed} if isinstance(self.speaker, TokenSpeaker) else {}
+        seed = {"seed": self.speaker.sampling.seed} if isinstance(self.speaker, TokenModelClient) else {}
         return {"program": "etude agent", "direct": self.options.direct, **seed}
 
-    async def _approve(self, call: Call, tool: Tool) -> bool | str:
+    async def _approve(self, call: ToolCall, tool: Tool) -> bool | str:
         verdict = True if self._permission is None else await self._permission(call, tool)
         self.screen.doing(f"{visible(call.name)} {title(call)}")
         return verdict
@@ -251,7 +256,7 @@ async def open_work(
         id = earlier.saved.id if earlier else uuid.uuid4().hex
         screen.doing("loading the model")
         screen.tick()
-        speaker = await stack.enter_async_context(open_speaker(options.model, id))
+        speaker = await stack.enter_async_context(open_model_client(options.model, id))
         screen.doing("copying the files into a pod" if not options.direct else "")
         screen.tick()
         pod, before = await stack.enter_async_context(_open_place(options, screen))
@@ -267,7 +272,7 @@ async def open_work(
 async def _open_place(options: Options, screen: Screen) -> AsyncIterator[tuple[Pod, dict[str, Entry]]]:
     """Where the tools act, and the files that are there."""
     if options.direct:
-        async with open_here(options.directory, hidden=[options.model.key_env]) as here:
+        async with open_unisolated(options.directory, hidden=[options.model.key_env]) as here:
             yield here, {}
         return
     async with AsyncExitStack() as stack:
@@ -304,6 +309,6 @@ async def put_back(pod: Pod, root: str, changes: Sequence[Change]) -> None:
         await unpack(pod, root, file)
 
 
-def tokenizer_of(speaker: Speaker) -> str:
+def tokenizer_of(speaker: ModelClient) -> str:
     """What a session's tokens mean something to; "" where there are none."""
-    return speaker.dialect.tokenizer.digest if isinstance(speaker, TokenSpeaker) else ""
+    return speaker.dialect.tokenizer.digest if isinstance(speaker, TokenModelClient) else ""

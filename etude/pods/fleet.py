@@ -1,8 +1,8 @@
-"""The fleet: pods wherever there is room for them, on this machine or on hosts that joined by HTTP.
+"""The fleet: creates pods on this machine or on remote hosts that serve HTTP.
 
-With one host there is nothing to route. With several, hosts report what they have and how they feel, the router
-places, and a host that dies in the middle is left out and the pod made elsewhere. Forks stay where their parent is
-unless that host is over its ceiling; then the snapshot travels.
+With one local host there is nothing to route. With several hosts, each reports its contents and pressure, the router
+places pods, and when a host fails the pod is created on another. Forks stay on their parent's host unless it is over
+its pressure ceilings; then the snapshot is transferred.
 """
 
 import asyncio
@@ -22,23 +22,23 @@ from etude.pods.images.records import Image
 from etude.pods.images.store import Store
 from etude.pods.pod import Egress, Limits, Pod, PodError, Snapshot, SnapshotKind
 from etude.pods.runtime.backend import Storage
-from etude.pods.runtime.probe import choose, make_backend
+from etude.pods.runtime.probe import choose_backend, make_backend
 from etude.pods.scheduling.admission import NeverFits, Thresholds, WaitedTooLong
 from etude.pods.scheduling.router import HostReport, NoHost, PlacementRequest, PodRouter
 
-REPORT_S = 1.0  # between reports of one host
+REPORT_INTERVAL_S = 1.0
 REPORT_TIMEOUT_S = 5.0
-PATIENCE_S = 3.0  # for a turn on one host, before others are asked
-RETRY_S = 0.25  # between attempts when no host has room
-EXPECTED = 256 << 20  # bytes of memory a new pod is placed for; its host knows better what its image takes
+HOST_WAIT_S = 3.0  # for admission on one host, before others are tried
+RETRY_S = 0.25  # between attempts when no host can take a pod
+EXPECTED_MEMORY = 256 << 20  # bytes a new pod is placed for; its host has an estimate for the image
 
 
 class HostGone(PodError):
-    """A host does not answer; its pods are lost to us, and new ones are made elsewhere."""
+    """A host does not answer: its pods are unreachable, and new ones are created elsewhere."""
 
 
 class HostClient(Protocol):
-    """A host as the fleet sees it, in this process or behind HTTP."""
+    """The fleet's interface to a host, in this process or over HTTP."""
 
     name: str
 
@@ -51,7 +51,7 @@ class HostClient(Protocol):
 
 
 class LocalHostClient:
-    """The host in this process."""
+    """Client of the host in this process."""
 
     def __init__(self, host: Host) -> None:
         self.host, self.name = host, host.name
@@ -77,30 +77,30 @@ class LocalHostClient:
 
 
 class Fleet:
-    """Hosts, and pods on them. Made by `open_fleet`."""
+    """Creates and forks pods on one or more hosts. Made by `open_fleet`."""
 
-    def __init__(self, doors: Sequence[HostClient], local: Host | None = None) -> None:
-        if not doors:
+    def __init__(self, clients: Sequence[HostClient], local: Host | None = None) -> None:
+        if not clients:
             raise InputError("a fleet needs at least one host")
-        self.doors = {door.name: door for door in doors}
+        self.clients = {client.name: client for client in clients}  # by host name
         self.local = local
         self.router = PodRouter()
-        self.homes: dict[str, str] = {}  # pod -> host
-        self.bringing: dict[tuple[str, str], asyncio.Task[None]] = {}  # (snapshot, host) -> its transfer
-        self.copies: dict[str, set[str]] = {}  # snapshot -> hosts we brought it to
-        self.reporting: asyncio.Task[None] | None = None
+        self.pod_hosts: dict[str, str] = {}  # pod id -> host name
+        self.transfers: dict[tuple[str, str], asyncio.Task[None]] = {}  # by (snapshot, host)
+        self.copies: dict[str, set[str]] = {}  # snapshot -> hosts it was transferred to
+        self.report_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Ask every host for its first report; from then on they are asked all the time."""
-        if len(self.doors) > 1 or self.local is None:
-            await self._ask_all()
-            self.reporting = asyncio.create_task(self._keep_asking())
+        """Get the first report of every host, and poll them from then on. A single local host is not polled."""
+        if len(self.clients) > 1 or self.local is None:
+            await self._poll_hosts()
+            self.report_task = asyncio.create_task(self._poll_loop())
 
     async def close(self) -> None:
-        if self.reporting is not None:
-            self.reporting.cancel()
-        for door in self.doors.values():
-            await door.close()
+        if self.report_task is not None:
+            self.report_task.cancel()
+        for client in self.clients.values():
+            await client.close()
 
     # ------------------------------------------------------------------------------------------- pods
 
@@ -116,10 +116,10 @@ class Fleet:
         tenant: str = "",
         timeout: float | None = None,
     ) -> Pod:
-        """A new pod from an image ("host" is this machine's own toolchain) or a snapshot.
+        """Create a pod from an image ("host" is this machine's own toolchain) or a snapshot.
 
-        Waits for its turn, at most `timeout` seconds. With an idempotency `key`, asking twice gives the same pod.
-        After `ttl` seconds the pod ends. `storage="disk"` is for pods that write more than fits in memory.
+        Waits for admission, at most `timeout` seconds. A second call with the same idempotency `key` returns the same
+        pod. The pod ends after `ttl` seconds. `storage="disk"` is for pods that write more than fits in memory.
         """
         options = {
             "limits": limits,
@@ -129,74 +129,74 @@ class Fleet:
             "key": key,
             "tenant": tenant,
         }
-        if self.reporting is None:
+        if self.report_task is None:
             assert self.local is not None
             return await self.local.create(image, timeout=timeout, **options)  # type: ignore[arg-type]
-        return await self._place(image, options, timeout, origin=None)
+        return await self._place(image, options, timeout, parent_host=None)
 
     async def _place(
-        self, image: str | Image | Snapshot, options: Mapping[str, Any], timeout: float | None, origin: str | None
+        self, image: str | Image | Snapshot, options: Mapping[str, Any], timeout: float | None, parent_host: str | None
     ) -> Pod:
-        """Try hosts, best first, until one has made the pod."""
+        """Try hosts, best first, until one has created the pod."""
         deadline = None if timeout is None else time.monotonic() + timeout
         tried: set[str] = set()
         while True:
             try:
-                place = self.router.place(self._request(image, options, origin), exclude=tried)
+                placement = self.router.place(self._placement_request(image, options, parent_host), exclude=tried)
             except NoHost as error:
-                if not error.ever or (deadline is not None and time.monotonic() > deadline):
+                if not error.retryable or (deadline is not None and time.monotonic() > deadline):
                     raise
                 tried.clear()
                 await asyncio.sleep(RETRY_S)
                 continue
-            door = self.doors[place.host]
+            client = self.clients[placement.host]
             try:
-                if place.transfer and isinstance(image, Snapshot):
-                    await self._bring(image.id, door)
+                if placement.transfer and isinstance(image, Snapshot):
+                    await self._ensure_snapshot(image.id, client)
                 left = math.inf if deadline is None else max(0.1, deadline - time.monotonic())
-                wait = min(left, PATIENCE_S) if len(self.doors) > 1 else left
-                pod = await door.create(image, timeout=None if wait == math.inf else wait, **options)
-            except WaitedTooLong:  # its report was too old to show that it is full
-                self.router.returned(place)
+                wait = min(left, HOST_WAIT_S) if len(self.clients) > 1 else left
+                pod = await client.create(image, timeout=None if wait == math.inf else wait, **options)
+            except WaitedTooLong:  # the report was too old to show that the host is full
+                self.router.release(placement)
                 if deadline is not None and time.monotonic() > deadline:
                     raise
-                tried.add(place.host)
+                tried.add(placement.host)
                 continue
             except (HostGone, OSError, NeverFits) as error:
-                self.router.returned(place)
+                self.router.release(placement)
                 if not isinstance(error, NeverFits):
-                    self.router.failed(place.host)
-                tried.add(place.host)
-                if len(tried) == len(self.doors):
+                    self.router.mark_failed(placement.host)
+                tried.add(placement.host)
+                if len(tried) == len(self.clients):
                     raise
                 continue
             except BaseException:
-                self.router.returned(place)
+                self.router.release(placement)
                 raise
-            self.homes[pod.id] = place.host
+            self.pod_hosts[pod.id] = placement.host
             return pod
 
-    def _request(
-        self, image: str | Image | Snapshot, options: Mapping[str, Any], origin: str | None
+    def _placement_request(
+        self, image: str | Image | Snapshot, options: Mapping[str, Any], parent_host: str | None
     ) -> PlacementRequest:
         limits, egress = options["limits"] or Limits(), options["egress"]
-        needs = {f"limit:{name}" for name in limits.asked()}
+        requires = {f"limit:{name}" for name in limits.specified()}
         if egress and egress.allow:
-            needs.add("egress:transparent" if egress.transparent else "egress:proxy")
-        memory = min(EXPECTED, limits.memory or EXPECTED)
+            requires.add("egress:transparent" if egress.transparent else "egress:proxy")
+        memory = min(EXPECTED_MEMORY, limits.memory or EXPECTED_MEMORY)
         snapshot = image.id if isinstance(image, Snapshot) else None
         name = image if isinstance(image, str) else image.id if isinstance(image, Image) else image.image
-        return PlacementRequest(name, memory, options["tenant"], snapshot, origin, needs=frozenset(needs))
+        return PlacementRequest(name, memory, options["tenant"], snapshot, parent_host, requires=frozenset(requires))
 
     async def fork(self, pod: Pod, n: int = 1, kind: SnapshotKind | None = None) -> Sequence[Pod]:
-        """Children of a pod, on its own host first, elsewhere when that one is over its ceiling."""
-        home = self.homes.get(pod.id)
-        if self.reporting is None or home is None or len(self.doors) == 1:
+        """Fork a pod on its own host, or on others when that one is over its pressure ceilings."""
+        host = self.pod_hosts.get(pod.id)
+        if self.report_task is None or host is None or len(self.clients) == 1:
             return await pod.fork(n, kind)
         snapshot = await pod.snapshot(kind)
         options = {"limits": pod.limits, "egress": pod.egress}
         options |= {"storage": "memory", "ttl": None, "key": "", "tenant": ""}
-        made = [asyncio.create_task(self._place(snapshot, options, None, origin=home)) for _ in range(n)]
+        made = [asyncio.create_task(self._place(snapshot, options, None, parent_host=host)) for _ in range(n)]
         try:
             return await asyncio.gather(*made)
         except BaseException:
@@ -207,65 +207,66 @@ class Fleet:
                     await done.close()
             raise
         finally:
-            for name in {self.homes.get(pod.id, home), *self.copies.pop(snapshot.id, ())} & set(self.doors):
+            for name in {self.pod_hosts.get(pod.id, host), *self.copies.pop(snapshot.id, ())} & set(self.clients):
                 with contextlib.suppress(HostGone):
-                    await self.doors[name].remove_snapshot(snapshot.id)
+                    await self.clients[name].remove_snapshot(snapshot.id)
 
-    async def _bring(self, snapshot: str, target: HostClient) -> None:
-        """Transfer a snapshot once, however many children wait for it there."""
+    async def _ensure_snapshot(self, snapshot: str, target: HostClient) -> None:
+        """Transfer a snapshot to `target` once, however many children wait for it there."""
         key = (snapshot, target.name)
-        if key not in self.bringing:
-            task = self.bringing[key] = asyncio.create_task(self._transfer(snapshot, target))
-            task.add_done_callback(lambda _: self.bringing.pop(key, None))
-        await asyncio.shield(self.bringing[key])
+        if key not in self.transfers:
+            task = self.transfers[key] = asyncio.create_task(self._transfer(snapshot, target))
+            task.add_done_callback(lambda _: self.transfers.pop(key, None))
+        await asyncio.shield(self.transfers[key])
         self.copies.setdefault(snapshot, set()).add(target.name)
 
     async def _transfer(self, snapshot: str, target: HostClient) -> None:
-        """Bring a snapshot from a host that has it to `target`."""
+        """Copy a snapshot from a host that has it to `target`."""
         sources = [report.host for report in self.router.hosts() if snapshot in report.snapshots]
-        # Reports are a second old: those that said they have it first, then whoever may have it by now.
-        for name in dict.fromkeys((*sources, *self.doors)):
-            if name == target.name or name not in self.doors:
+        # Reports are up to a second old: try the hosts that reported the snapshot first, then all others.
+        for name in dict.fromkeys((*sources, *self.clients)):
+            if name == target.name or name not in self.clients:
                 continue
             with tempfile.TemporaryDirectory(prefix="etude-snapshot-") as directory:
                 file = Path(directory) / "snapshot.tar"
                 try:
-                    await self.doors[name].export(snapshot, file)
+                    await self.clients[name].export(snapshot, file)
                 except (HostGone, InputError):
                     continue
                 await target.import_(file)
                 return
-        raise PodError(f"no host that answers has snapshot {snapshot}")
+        raise PodError(f"no reachable host has snapshot {snapshot}")
 
     async def pool(self, image: str | Image | Snapshot, size: int, **options: Any) -> None:
         """Keep pods of this kind started in advance on this machine."""
         if self.local is None:
-            raise InputError("warm pools are kept by hosts: start `etude pods serve` with --warm there")
+            raise InputError("remote hosts keep their own warm pools: start `etude pods serve` there with --warm")
         await self.local.pool(image, size, **options)
 
     # ------------------------------------------------------------------------------------------- hosts
 
-    async def _keep_asking(self) -> None:
+    async def _poll_loop(self) -> None:
         while True:
-            await asyncio.sleep(REPORT_S)
-            await self._ask_all()
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            await self._poll_hosts()
 
-    async def _ask_all(self) -> None:
-        async def ask(door: HostClient) -> None:
-            with contextlib.suppress(PodError, OSError, TimeoutError):  # silence makes a host stale, then left out
-                report = await asyncio.wait_for(door.report(), REPORT_TIMEOUT_S)
-                if report.host != door.name:  # the host was started anew under the same address
-                    self.doors[report.host] = self.doors.pop(door.name)
-                    self.homes.update({id: report.host for id, home in self.homes.items() if home == door.name})
-                    self.router.forget(door.name)
-                    door.name = report.host
+    async def _poll_hosts(self) -> None:
+        async def poll(client: HostClient) -> None:
+            with contextlib.suppress(PodError, OSError, TimeoutError):  # the router excludes a host without reports
+                report = await asyncio.wait_for(client.report(), REPORT_TIMEOUT_S)
+                if report.host != client.name:  # the host was restarted at the same address
+                    self.clients[report.host] = self.clients.pop(client.name)
+                    renamed = {id: report.host for id, host in self.pod_hosts.items() if host == client.name}
+                    self.pod_hosts.update(renamed)
+                    self.router.forget(client.name)
+                    client.name = report.host
                 self.router.report(report)
 
-        await asyncio.gather(*(ask(door) for door in list(self.doors.values())))
+        await asyncio.gather(*(poll(client) for client in list(self.clients.values())))
 
 
 def default_state() -> Path:
-    """Where this user's pods live: $ETUDE_PODS, or the state directory of the desktop's convention."""
+    """Return this user's state directory: $ETUDE_PODS, or etude/pods in $XDG_STATE_HOME."""
     if given := os.environ.get("ETUDE_PODS"):
         return Path(given).expanduser().absolute()
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
@@ -275,13 +276,13 @@ def default_state() -> Path:
 async def open_host(
     backend: str = "auto", state: Path | str | None = None, thresholds: Thresholds | None = None, compiled: bool = True
 ) -> Host:
-    """The host of a state directory on this machine, open."""
+    """Open the host of a state directory on this machine."""
     state = Path(state or default_state()).absolute()
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{state}: cannot keep pods there: {error.strerror}; name a directory with --state") from None
-    name = await choose(backend)
+        raise InputError(f"{state}: cannot be created: {error.strerror}; name another directory with --state") from None
+    name = await choose_backend(backend)
     store = Store(state / "store")
     host = Host(state, store, make_backend(name, state, store, compiled), thresholds)
     await host.open()
@@ -298,16 +299,16 @@ async def open_fleet(
     thresholds: Thresholds | None = None,
     compiled: bool = True,
 ) -> AsyncIterator[Fleet]:
-    """Pods on this machine or, with `hosts` (URLs of `etude pods serve`), on those; closed with everything it made."""
+    """Open a fleet on this machine or on `hosts` (URLs of `etude pods serve`); close it and its pods on exit."""
     if isinstance(hosts, str) or (hosts is not None and not hosts):
         raise InputError(f"hosts is {hosts!r}; expected a list of URLs, or None for pods on this machine")
     if hosts:
         from etude.pods.remote.client import RemoteHostClient
 
-        doors = [await RemoteHostClient.open(url, token, required=False) for url in hosts]
-        fleet = Fleet(doors)
-        for door in doors:
-            door.fleet = fleet  # so that pods there can fork to the others
+        clients = [await RemoteHostClient.open(url, token, required=False) for url in hosts]
+        fleet = Fleet(clients)
+        for client in clients:
+            client.fleet = fleet  # so that pods there can fork to the other hosts
     else:
         local = await open_host(backend, state, thresholds, compiled)
         fleet = Fleet([LocalHostClient(local)], local)

@@ -1,7 +1,7 @@
-"""One machine that runs pods: who may start now, what was started, what is left, what can be thrown away.
+"""One machine that runs pods: creates, snapshots, forks and closes them, and collects garbage.
 
-A host owns a state directory (pods, layers, snapshots, the keeper's socket), which several processes may share. Every
-pod has a record on disk before it exists, so that whatever is killed, the next host to open the directory finds the
+A host owns a state directory (pods, layers, snapshots, the zygote's socket), which several processes may share. Every
+pod's record is on disk before the pod exists, so that after any crash the next host to open the directory finds the
 pods that still run and removes what is left of the others.
 """
 
@@ -31,17 +31,19 @@ from etude.pods.scheduling.pressure import read_pressure
 from etude.pods.scheduling.router import HostReport, capability_labels
 
 GIB = 1 << 30
-DEFAULTS = Limits(memory=2 * GIB, pids=512, disk=GIB, inodes=200_000)
-LONGEST_S = 10 * 365 * 86400.0
+DEFAULT_LIMITS = Limits(memory=2 * GIB, pids=512, disk=GIB, inodes=200_000)
+MAX_TTL_S = 10 * 365 * 86400.0
 FLATTEN_AT = 48  # layers; overlayfs slows down beyond 64
-WATCH_S = 2.0  # how often pods are measured, so that admission learns what an image really takes
-HOST_IMAGE_S = 2.0  # how long the machine's own /etc is taken to be as it was; looking costs half a millisecond
-EXPIRED_S = 0.001  # what `PodSpec.remaining` says when nothing is left
-SWEEP_S = 0.5  # between looking for layers in memory that nobody needs any more
+MEASURE_INTERVAL_S = 2.0  # between memory measurements, from which admission learns what pods of an image use
+HOST_IMAGE_MAX_AGE_S = (
+    2.0  # for which the host image is not checked for changes in /etc; a check costs half a millisecond
+)
+EXPIRED_S = 0.001  # `PodSpec.remaining` of a pod whose ttl has passed
+LAYER_DROP_DELAY_S = 0.5  # from the last release of an in-memory layer until it is dropped
 
 
 class Host:
-    """The pods of one state directory on one backend."""
+    """Runs the pods of one state directory on one backend."""
 
     def __init__(self, state: Path, store: Store, backend: Backend, thresholds: Thresholds | None = None) -> None:
         self.state, self.store, self.backend = state, store, backend
@@ -49,57 +51,59 @@ class Host:
         self.admission = Admission(lambda: read_pressure(state), thresholds)
         self.queue = FairQueue(self.admission)
         self.pods: dict[str, LocalPod] = {}
-        self.turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # one snapshot of a pod at a time
-        self.guests: set[str] = set()  # of the pods, those that another living process runs
-        self.seats: dict[str, Reservation] = {}
-        self.keys: dict[str, asyncio.Task[LocalPod]] = {}
+        self.snapshot_locks: defaultdict[str, asyncio.Lock] = defaultdict(
+            asyncio.Lock
+        )  # one snapshot of a pod at a time
+        self.foreign_pods: set[str] = set()  # ids of pods owned by another live process
+        self.reservations: dict[str, Reservation] = {}
+        self.pods_by_key: dict[str, asyncio.Task[LocalPod]] = {}
         self.pools: dict[WarmPoolKey, WarmPool] = {}
-        self.uses: Counter[str] = Counter()  # of layers in memory, by our pods and snapshots
-        self.idle_layers: set[str] = set()
-        self.tasks: set[asyncio.Task[Any]] = set()  # that come to an end, and are waited for
-        self.timers: set[asyncio.Task[Any]] = set()  # that are cancelled
+        self.layer_refs: Counter[str] = Counter()  # in-memory layers: references by this process's pods and snapshots
+        self.unreferenced_layers: set[str] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()  # finite; awaited by `close`
+        self.timers: set[asyncio.Task[Any]] = set()  # cancelled by `close`
         self.draining = False
         self.registry = Registry(state)
         self.owner = backend.owner = self.registry.owner
         self.host_image: Image | None = None
-        self.host_image_seen = -HOST_IMAGE_S
+        self.host_image_checked = -HOST_IMAGE_MAX_AGE_S
 
     async def open(self) -> list[str]:
-        """Take our place in the state directory; remove what dead services left there. The names of the removed."""
+        """Register in the state directory and remove what dead processes left there. Return the ids of removed pods."""
         self.registry.open()
         reaped = await self.reap()
-        self._later(self._watch(), self.timers)
+        self._spawn(self._measure_loop(), self.timers)
         return reaped
 
     async def close(self) -> None:
-        """End our attached pods and let go of the others."""
+        """Close this process's attached pods and disconnect from the others."""
         for task in self.timers:
             task.cancel()
         for pool in self.pools.values():
-            if pool.filling:
-                pool.filling.cancel()
-        attached = [pod for pod in self.pods.values() if pod.spec.attached and pod.id not in self.guests]
+            if pool.refill_task:
+                pool.refill_task.cancel()
+        attached = [pod for pod in self.pods.values() if pod.spec.attached and pod.id not in self.foreign_pods]
         await asyncio.gather(*(self.close_pod(pod) for pod in attached), return_exceptions=True)
-        if self.tasks:  # pods that are being ended already, for instance: half removed they would be left
+        if self.tasks:  # such as pods that are being closed: otherwise they would stay half removed
             await asyncio.wait(self.tasks)
         for pod in self.pods.values():
             pod.release()
-        if self.idle_layers:
-            await self._sweep()
+        if self.unreferenced_layers:
+            await self._drop_unreferenced_layers()
         await self.backend.close()
         self.registry.close()
 
-    # ------------------------------------------------------------------------------------------- making pods
+    # ------------------------------------------------------------------------------------------- creating pods
 
     def resolve(self, source: str | Image | Snapshot) -> Image:
-        """The image to start from: one by name or id, a snapshot, or "host", the machine's own toolchain."""
+        """Return the image to start from: by name or id, of a snapshot, or "host", the machine's own toolchain."""
         if isinstance(source, Image):
             return source
         if isinstance(source, Snapshot):
             return replace(self.store.snapshot(source.id).image, name=source.image)
         if source == "host":
-            if time.monotonic() - self.host_image_seen > HOST_IMAGE_S:
-                self.host_image, self.host_image_seen = host_image(self.store), time.monotonic()
+            if time.monotonic() - self.host_image_checked > HOST_IMAGE_MAX_AGE_S:
+                self.host_image, self.host_image_checked = host_image(self.store), time.monotonic()
             assert self.host_image is not None
             return self.host_image
         with contextlib.suppress(InputError):
@@ -108,7 +112,7 @@ class Host:
             saved = self.store.snapshot(source)
             return replace(saved.image, name=saved.snapshot.image)
         known = ", ".join(sorted({"host", *(image.name or image.id for image in self.store.images())}))
-        raise InputError(f"there is no image or snapshot {source!r} here; there are: {known}")
+        raise InputError(f"there is no image or snapshot {source!r} on this host; there are: {known}")
 
     async def create(
         self,
@@ -124,25 +128,25 @@ class Host:
         lease: float = 0.0,
         timeout: float | None = None,
     ) -> LocalPod:
-        """A new pod when this machine can bear one; with a `key`, the pod that was made for it before, if there was.
+        """Create a pod once admission allows it; with a `key`, return the pod already created for that key, if any.
 
-        One with a `lease` ends after that many seconds unless they are renewed (wire.OWN) before.
+        A pod with a `lease` ends after that many seconds unless the lease is renewed (protocol.OWN) before.
         """
-        if key and key in self.keys:
-            return await asyncio.shield(self.keys[key])
+        if key and key in self.pods_by_key:
+            return await asyncio.shield(self.pods_by_key[key])
         spec = self._spec(self.resolve(image), limits, egress, storage, ttl, key, tenant, attached)
         if not 0 <= lease < math.inf:
             raise InputError(f"a pod's lease is {lease!r}; expected seconds, or 0 for none")
         spec = replace(spec, lease=lease)
         work = asyncio.create_task(self._create(spec, timeout))
         if key:
-            self.keys[key] = work
-            work.add_done_callback(lambda done: self.keys.pop(key, None) if _failed(done) else None)
+            self.pods_by_key[key] = work
+            work.add_done_callback(lambda done: self.pods_by_key.pop(key, None) if _failed(done) else None)
             return await asyncio.shield(work)
         try:
             return await work
-        except asyncio.CancelledError:  # it may have been made in that very moment, and then nobody has it
-            work.add_done_callback(lambda done: None if _failed(done) else self._later(self.close_pod(done.result())))
+        except asyncio.CancelledError:  # the pod may just have been created; without a caller it must be closed
+            work.add_done_callback(lambda done: None if _failed(done) else self._spawn(self.close_pod(done.result())))
             raise
 
     def _spec(
@@ -156,21 +160,21 @@ class Host:
         tenant: str,
         attached: bool,
     ) -> PodSpec:
-        can, asked = self.backend.capabilities, limits or Limits()
-        for name in asked.asked():
-            can.require(f"a limit on {name}", name in can.limits, "leave it out or use another backend")
+        can, requested = self.backend.capabilities, limits or Limits()
+        for name in requested.specified():
+            can.require(f"a limit on {name}", name in can.limits, "omit it or use another backend")
         if egress and egress.allow:
-            way = "transparent" if egress.transparent else "proxy"
-            can.require(f"egress by {way}", way in can.egress)
-        if ttl is not None and not 0 < ttl <= LONGEST_S:
+            mode = "transparent" if egress.transparent else "proxy"
+            can.require(f"{mode} egress", mode in can.egress)
+        if ttl is not None and not 0 < ttl <= MAX_TTL_S:
             raise InputError(f"a pod's time to live is {ttl!r}; expected seconds, more than 0 and at most ten years")
         possible = can.limits - ({"disk", "inodes"} if storage == "disk" else set())
-        defaults = Limits(**{k: v for k, v in DEFAULTS.asked().items() if k in possible})  # type: ignore[arg-type]
-        resolved = asked.over(defaults)
+        defaults = Limits(**{k: v for k, v in DEFAULT_LIMITS.specified().items() if k in possible})  # type: ignore[arg-type]
+        resolved = requested.with_defaults(defaults)
         if storage == "memory" and resolved.memory and resolved.disk and resolved.disk > resolved.memory:
-            if asked.disk:
+            if requested.disk:
                 raise InputError(
-                    f"limits: disk {asked.disk:,} is over memory {resolved.memory:,}, and files are kept in memory; "
+                    f"limits: disk {requested.disk:,} is over memory {resolved.memory:,}, and files are kept in memory; "
                     'raise memory or use storage="disk"'
                 )
             resolved = replace(resolved, disk=resolved.memory // 2)
@@ -191,45 +195,45 @@ class Host:
     async def _create(self, spec: PodSpec, timeout: float | None) -> LocalPod:
         if self.draining:
             raise PodError(f"host {self.name} is draining and takes no new pods")
-        if (pod := self._warm(spec)) is not None:
+        if (pod := self._take_warm(spec)) is not None:
             try:
                 await self._hand_over(pod, spec)
             except BaseException:
                 await self.close_pod(pod)
                 raise
             return pod
-        ask = ResourceRequest(
-            spec.image.id, int(spec.limits.memory or DEFAULTS.memory or GIB), int(spec.limits.disk or 0)
+        request = ResourceRequest(
+            spec.image.id, int(spec.limits.memory or DEFAULT_LIMITS.memory or GIB), int(spec.limits.disk or 0)
         )
         if spec.storage == "memory":
-            ask = replace(ask, disk=0)
-        async with self.queue.turn(spec.tenant, ask, timeout=timeout) as seat:
+            request = replace(request, disk=0)
+        async with self.queue.acquire(spec.tenant, request, timeout=timeout) as reservation:
             pod = await self._start(spec)
-            self.seats[pod.id] = seat
+            self.reservations[pod.id] = reservation
         return pod
 
     async def _start(self, spec: PodSpec) -> LocalPod:
         self.registry.write(spec)
-        self._use(spec.image.layers, 1)
+        self._ref_layers(spec.image.layers, 1)
         try:
             pod = await self.backend.start(spec)
         except BaseException:
-            self._use(spec.image.layers, -1)
+            self._ref_layers(spec.image.layers, -1)
             self.registry.remove(spec.id)
             raise
         self._adopt(pod)
         return pod
 
     def _adopt(self, pod: LocalPod) -> None:
-        pod.home = self
+        pod.host = self
         self.pods[pod.id] = pod
-        pod.line.on_lost = lambda: self._later(self._died(pod))
+        pod.guest.on_disconnect = lambda: self._spawn(self._on_pod_lost(pod))
 
-    async def _died(self, pod: LocalPod) -> None:
-        """A pod ended by itself: time to live, memory, or its keeper."""
-        if pod.id in self.guests:  # it ended, or the process that runs it snapshot it; that one knows
-            self._leave(pod)
-            self._use(pod.spec.image.layers, -1)
+    async def _on_pod_lost(self, pod: LocalPod) -> None:
+        """Clean up a pod that ended by itself: ttl, out of memory, or death of the zygote."""
+        if pod.id in self.foreign_pods:  # it ended, or its owner snapshot it; the owner cleans up
+            self._forget_pod(pod)
+            self._ref_layers(pod.spec.image.layers, -1)
             pod.release()
         elif pod.id in self.pods:
             pod.record("died", {})
@@ -246,22 +250,22 @@ class Host:
         egress: Egress | None = None,
         storage: Storage = "memory",
     ) -> None:
-        """Keep `size` pods of this kind started in advance; 0 gives them up."""
+        """Keep `size` pods of this kind started in advance; 0 closes them."""
 
         def spec() -> PodSpec:
             return self._spec(self.resolve(image), limits, egress, storage, None, "", "", True)
 
         first = spec()
-        signature = warm_pool_key(first)
-        pool = self.pools.setdefault(signature, WarmPool(size, spec, []))
+        pool_key = warm_pool_key(first)
+        pool = self.pools.setdefault(pool_key, WarmPool(size, spec, []))
         pool.size = size
         while len(pool.ready) > size:
             await self.close_pod(pool.ready.pop())
         if size == 0:
-            del self.pools[signature]
+            del self.pools[pool_key]
         self._refill(pool)
 
-    def _warm(self, spec: PodSpec) -> LocalPod | None:
+    def _take_warm(self, spec: PodSpec) -> LocalPod | None:
         pool = self.pools.get(warm_pool_key(spec))
         if pool is None:
             return None
@@ -275,71 +279,71 @@ class Host:
     async def _hand_over(self, pod: LocalPod, spec: PodSpec) -> None:
         spec = replace(spec, id=pod.id)
         self.registry.write(spec)
-        await pod.own(spec)
+        await pod.claim(spec)
 
     def _refill(self, pool: WarmPool) -> None:
         async def fill() -> None:
             while len(pool.ready) < pool.size:
                 pool.ready.append(await self._create_cold(pool.spec()))
 
-        if pool.filling is None or pool.filling.done():
-            pool.filling = asyncio.create_task(fill())
-            pool.filling.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if pool.refill_task is None or pool.refill_task.done():
+            pool.refill_task = asyncio.create_task(fill())
+            pool.refill_task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _create_cold(self, spec: PodSpec) -> LocalPod:
-        ask = ResourceRequest(spec.image.id, int(spec.limits.memory or DEFAULTS.memory or GIB))
-        async with self.queue.turn("warm pools", ask) as seat:
+        request = ResourceRequest(spec.image.id, int(spec.limits.memory or DEFAULT_LIMITS.memory or GIB))
+        async with self.queue.acquire("warm pools", request) as reservation:
             pod = await self._start(spec)
-            self.seats[pod.id] = seat
+            self.reservations[pod.id] = reservation
         return pod
 
-    # ------------------------------------------------------------------------------------------- a pod's life
+    # ------------------------------------------------------------------------------------------- snapshots and forks
 
     async def snapshot_pod(self, pod: LocalPod, kind: SnapshotKind | None) -> Snapshot:
-        sealed, kind = await self._sealed(pod, kind)
+        sealed, kind = await self._seal_and_restart(pod, kind)
         try:
             await pod.ready()
-            layers = await self._shallow(sealed)
+            layers = await self._limit_depth(sealed)
             id = f"snap-{secrets.token_hex(8)}"
             durable = not any(layer.memory for layer in layers)
             parent = pod.spec.image.id if pod.spec.image.id.startswith("snap-") else None
             snapshot = Snapshot(id, pod.image, parent, kind, durable)
             self.store.save_snapshot(snapshot, pod.spec.image.with_(layers=layers))
-            self._use(layers, 1)
+            self._ref_layers(layers, 1)
             return snapshot
         finally:
-            self._use(sealed, -1)
+            self._ref_layers(sealed, -1)
 
-    async def _sealed(
+    async def _seal_and_restart(
         self, pod: LocalPod, kind: SnapshotKind | None, after: asyncio.Event | None = None
     ) -> tuple[tuple[Layer, ...], SnapshotKind]:
-        """Seal a pod and let it go on, `after` something: its layers, which the caller holds, and how it was done.
+        """Seal a pod and restart it `after` an event. Return its layers, referenced for the caller, and the kind used.
 
-        Once begun this is not cancelled: between the two there is no pod. Whoever uses it meanwhile waits.
+        Not cancelled once begun, because the pod does not run in between; requests to it wait meanwhile.
         """
-        turn = self.turns[pod.id]
-        await turn.acquire()
+        lock = self.snapshot_locks[pod.id]
+        await lock.acquire()
 
         async def work() -> tuple[tuple[Layer, ...], SnapshotKind]:
             try:
-                sealed, how = await self._seal(pod, kind)
+                sealed, used_kind = await self._seal(pod, kind)
             except BaseException:
-                turn.release()
+                lock.release()
                 raise
-            self._use(sealed, 1)
-            if how == "fs":
-                pod.going_on = asyncio.create_task(self._go_on(pod, sealed, after))
-                pod.going_on.add_done_callback(lambda task: self._went_on(pod, task))
-                pod.going_on.add_done_callback(lambda _: turn.release())
+            self._ref_layers(sealed, 1)
+            if used_kind == "fs":
+                pod.restarting = asyncio.create_task(self._restart_sealed(pod, sealed, after))
+                pod.restarting.add_done_callback(lambda task: self._on_restarted(pod, task))
+                pod.restarting.add_done_callback(lambda _: lock.release())
             else:
-                turn.release()
-            return sealed, how
+                lock.release()
+            return sealed, used_kind
 
         working = asyncio.create_task(work())
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
-            working.add_done_callback(lambda done: None if _failed(done) else self._use(done.result()[0], -1))
+            working.add_done_callback(lambda done: None if _failed(done) else self._ref_layers(done.result()[0], -1))
             raise
 
     async def _seal(self, pod: LocalPod, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
@@ -350,52 +354,52 @@ class Host:
             )
         if pod.id not in self.pods:
             raise PodGone(f"pod {pod.id} is closed")
-        if pod.id in self.guests:
+        if pod.id in self.foreign_pods:
             if kind == "fs":
                 raise BusyError(
                     f"pod {pod.id} is run by another process ({pod.spec.owner}), which a snapshot of kind fs would cut "
-                    "off; ask for fs-live"
+                    "off; request for fs-live"
                 )
             kind = "fs-live"
         return await pod.seal(kind)
 
-    async def _go_on(self, pod: LocalPod, layers: tuple[Layer, ...], after: asyncio.Event | None) -> None:
-        """Let a sealed pod run again, over what it sealed."""
+    async def _restart_sealed(self, pod: LocalPod, layers: tuple[Layer, ...], after: asyncio.Event | None) -> None:
+        """Restart a sealed pod on top of its sealed layers."""
         if after is not None:
             await after.wait()
         if self.pods.get(pod.id) is not pod:
             raise PodGone(f"pod {pod.id} was closed")
-        self._use(layers, 1)
-        self._use(pod.spec.image.layers, -1)
+        self._ref_layers(layers, 1)
+        self._ref_layers(pod.spec.image.layers, -1)
         pod.spec = replace(pod.spec, image=pod.spec.image.with_(layers=layers))
         self.registry.write(pod.spec)
         await pod.restart(layers)
-        pod.line.on_lost = lambda: self._later(self._died(pod))
+        pod.guest.on_disconnect = lambda: self._spawn(self._on_pod_lost(pod))
 
-    def _went_on(self, pod: LocalPod, task: "asyncio.Task[None]") -> None:
+    def _on_restarted(self, pod: LocalPod, task: "asyncio.Task[None]") -> None:
         if not _failed(task):
-            pod.going_on = None
-        elif self.pods.get(pod.id) is pod:  # whoever waits for it hears why
-            self._later(self._died(pod))
+            pod.restarting = None
+        elif self.pods.get(pod.id) is pod:  # waiting requests get the exception
+            self._spawn(self._on_pod_lost(pod))
 
-    async def _shallow(self, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    async def _limit_depth(self, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
         return await self._flatten(layers) if len(layers) > FLATTEN_AT else layers
 
     async def _flatten(self, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-        """All but the lowest layer, in one: a chain of forks must not end at the kernel's limit."""
+        """Merge all layers but the lowest into one: a chain of forks must not reach the kernel's limit."""
         on_disk = [await self.backend.persist(layer) if layer.memory else layer for layer in layers]
         flat = await asyncio.to_thread(self.store.flatten, on_disk[1:], on_disk[:1])
         return on_disk[0], flat
 
     async def fork_pod(self, pod: LocalPod, n: int, kind: SnapshotKind | None) -> Sequence[LocalPod]:
-        most = self.admission.thresholds.max_pods
-        if not 1 <= n <= most:
-            raise InputError(f"fork: {n} children; expected 1 to {most}, the pods this host runs at most")
-        ready = asyncio.Event()  # the children first: who forks wants them, and the parent can wait
-        sealed, kind = await self._sealed(pod, kind, ready)
+        max_pods = self.admission.thresholds.max_pods
+        if not 1 <= n <= max_pods:
+            raise InputError(f"fork: {n} children; expected 1 to {max_pods}, the max_pods of this host")
+        ready = asyncio.Event()  # the children start first: the caller waits for them, not for the parent
+        sealed, kind = await self._seal_and_restart(pod, kind, ready)
         made: list[asyncio.Task[LocalPod]] = []
         try:
-            layers = await self._shallow(sealed)
+            layers = await self._limit_depth(sealed)
             child = replace(pod.spec, image=pod.spec.image.with_(layers=layers), key="", owner=self.owner)
             for _ in range(n):
                 spec = replace(child, id=secrets.token_hex(6), created=time.time())
@@ -409,88 +413,88 @@ class Host:
                     await done.close()
             raise
         finally:
-            self._use(sealed, -1)  # every child has its own hold on them
+            self._ref_layers(sealed, -1)  # every child has its own reference
             ready.set()
 
     async def close_pod(self, pod: LocalPod) -> None:
         if self.pods.get(pod.id) is not pod:
             return
-        self._leave(pod)
+        self._forget_pod(pod)
         try:
-            async with self.turns[pod.id]:  # a snapshot that is being taken does not bring it back
+            async with self.snapshot_locks[pod.id]:  # a snapshot in progress must not restart it
                 await pod.end()
         finally:
-            self.turns.pop(pod.id, None)
-            self._use(pod.spec.image.layers, -1)
+            self.snapshot_locks.pop(pod.id, None)
+            self._ref_layers(pod.spec.image.layers, -1)
 
-    def _leave(self, pod: LocalPod) -> None:
-        """The pod is not ours any more."""
+    def _forget_pod(self, pod: LocalPod) -> None:
+        """Remove a pod from this process's tables and release its reservation."""
         del self.pods[pod.id]
-        self.guests.discard(pod.id)
-        if seat := self.seats.pop(pod.id, None):
-            seat.leave()
-        self.keys.pop(pod.spec.key, None)
+        self.foreign_pods.discard(pod.id)
+        if reservation := self.reservations.pop(pod.id, None):
+            reservation.release()
+        self.pods_by_key.pop(pod.spec.key, None)
 
     async def remove_snapshot(self, id: str) -> None:
-        """Forget a snapshot; what only it needed goes."""
+        """Remove a snapshot and release its layers."""
         saved = self.store.snapshot(id)
         self.store.remove_snapshot(id)
-        self._use(saved.image.layers, -1)
+        self._ref_layers(saved.image.layers, -1)
 
     async def persist(self, id: str) -> Snapshot:
-        """Copy what a snapshot holds in memory to disk, so that it outlives the keeper of the pods."""
+        """Copy a snapshot's in-memory layers to disk, so that it outlives the zygote."""
         saved = self.store.snapshot(id)
         before = saved.image.layers
         layers = tuple([await self.backend.persist(layer) if layer.memory else layer for layer in before])
         snapshot = replace(saved.snapshot, durable=True)
         self.store.save_snapshot(snapshot, replace(saved.image, layers=layers))
-        self._use(before, -1)
+        self._ref_layers(before, -1)
         return snapshot
 
     # ------------------------------------------------------------------------------------------- layers in memory
 
-    def _use(self, layers: Sequence[Layer], by: int) -> None:
+    def _ref_layers(self, layers: Sequence[Layer], by: int) -> None:
         for layer in layers:
             if layer.memory:
-                self.uses[layer.id] += by
-                if self.uses[layer.id] <= 0:
-                    del self.uses[layer.id]
-                    if not self.idle_layers:
-                        self._later(self._sweep_soon(), self.timers)
-                    self.idle_layers.add(layer.id)
+                self.layer_refs[layer.id] += by
+                if self.layer_refs[layer.id] <= 0:
+                    del self.layer_refs[layer.id]
+                    if not self.unreferenced_layers:
+                        self._spawn(self._drop_layers_later(), self.timers)
+                    self.unreferenced_layers.add(layer.id)
 
-    async def _sweep_soon(self) -> None:
-        await asyncio.sleep(SWEEP_S)
-        await self._sweep()
+    async def _drop_layers_later(self) -> None:
+        await asyncio.sleep(LAYER_DROP_DELAY_S)
+        await self._drop_unreferenced_layers()
 
-    async def _sweep(self) -> None:
-        """Drop layers in memory that neither we nor, by its records, any other process needs."""
-        idle, self.idle_layers = self.idle_layers, set()
-        needed = set(self.uses) | await asyncio.to_thread(self._needed)
+    async def _drop_unreferenced_layers(self) -> None:
+        """Drop in-memory layers that neither this process nor, by the records, any other references."""
+        idle, self.unreferenced_layers = self.unreferenced_layers, set()
+        needed = set(self.layer_refs) | await asyncio.to_thread(self._referenced_layers)
         for id in idle - needed:
             with contextlib.suppress(PodError):
                 await self.backend.drop(Layer(id, memory=True))
 
-    def _needed(self) -> set[str]:
+    def _referenced_layers(self) -> set[str]:
         stacks = [spec.image.layers for spec in self.registry.records()]
         stacks += [saved.image.layers for saved in self.store.snapshots()]
         return {layer.id for stack in stacks for layer in stack}
 
-    async def collect(self, grace: float = 60.0) -> dict[str, list[str]]:
-        """Garbage collection: pods nobody owns, layers nobody needs. What was removed."""
+    async def collect_garbage(self, grace: float = 60.0) -> dict[str, list[str]]:
+        """Remove pods without an owner and layers without a reference. Return the ids of both."""
         pods = await self.reap()
         in_use = [layer for spec in self.registry.records() for layer in spec.image.layers]
-        layers = await asyncio.to_thread(self.store.collect, in_use, grace)
+        layers = await asyncio.to_thread(self.store.collect_garbage, in_use, grace)
         for id in layers:
             await self.backend.drop(Layer(id))
         return {"pods": pods, "layers": layers}
 
-    # ------------------------------------------------------------------------------------------- what was left
+    # ------------------------------------------------------------------------------------------- recovery
 
     async def reap(self) -> list[str]:
-        """Remove what is left of pods whose owner is dead, or that do not answer although they belong to nobody."""
+        """Remove what is left of pods with a dead owner and of detached pods that do not answer. Return their ids."""
         for owner in (self.state / "owners").glob("*.lock"):
-            self.registry.alive(owner.stem)  # removes the files of the dead
+            self.registry.alive(owner.stem)  # removes the lock files of dead owners
         answering = set()
         for spec in self.registry.records():
             if not spec.attached and spec.id not in self.pods and not self._expired(spec):
@@ -499,21 +503,23 @@ class Host:
                 elif (pod := await self.backend.adopt(spec)) is not None:
                     pod.release()
                     answering.add(spec.id)
-        removed = await self.backend.reap(self._known(answering))
-        for rest in (self.state / "trash").iterdir():  # of a service that was killed while it removed a pod
-            self._later(asyncio.to_thread(remove_tree, rest))
-        for id in await self.backend.memory_layers() - set(self.uses) - await asyncio.to_thread(self._needed):
+        removed = await self.backend.reap(self._live_pods(answering))
+        for rest in (self.state / "trash").iterdir():  # of a process that was killed while it removed a pod
+            self._spawn(asyncio.to_thread(remove_tree, rest))
+        for id in (
+            await self.backend.memory_layers() - set(self.layer_refs) - await asyncio.to_thread(self._referenced_layers)
+        ):
             if not self.registry.alive(id.partition(".")[0]):
                 await self.backend.drop(Layer(id, memory=True))
         return removed
 
-    def _known(self, answering: set[str]) -> Iterator[str]:
-        """Pods that somebody looks after. Lazy: read after what there is was listed, or new ones would be missing."""
+    def _live_pods(self, answering: set[str]) -> Iterator[str]:
+        """Yield the pods to keep. Lazy: must be read after the backend lists its pods, or new ones would be missing."""
         for spec in self.registry.records():
             if spec.id in self.pods or spec.id in answering or self.registry.alive(spec.owner):
                 yield spec.id
-        starting = time.time() - 30  # a directory without a record is being made by another, or its maker died
-        for directory in (self.state / "pods").iterdir() if self.registry.others() else ():
+        starting = time.time() - 30  # a directory without a record is being created, or its creator died
+        for directory in (self.state / "pods").iterdir() if self.registry.other_owners() else ():
             with contextlib.suppress(FileNotFoundError):
                 if not (directory / "pod.json").exists() and directory.stat().st_mtime > starting:
                     yield directory.name
@@ -523,55 +529,57 @@ class Host:
         return left is not None and left <= EXPIRED_S
 
     async def find(self, id: str) -> LocalPod:
-        """A running pod by its id (or the beginning of it), made by whomever."""
+        """Return a running pod by its id or a unique prefix of it, whichever process created it."""
         matches = [spec for spec in self.registry.records() if spec.id.startswith(id)]
         if len(matches) != 1:
             count = "no" if not matches else f"{len(matches)}"
-            raise InputError(f"there are {count} pods whose id begins with {id!r}; `etude pods ps` lists them")
+            raise InputError(f"there are {count} pods whose id begins with {id!r}; `etude pods ps` lists all")
         return await self.adopt(matches[0])
 
     async def adopt(self, spec: PodSpec) -> LocalPod:
-        """Take up a running pod that another process made: as its owner if that process is dead, else as a guest."""
+        """Connect to a running pod that another process created; become its owner if that process is dead."""
         if spec.id in self.pods:
             return self.pods[spec.id]
-        guest = spec.owner != self.owner and self.registry.alive(spec.owner)
-        spec = spec if guest else replace(spec, owner=self.owner)
+        foreign = spec.owner != self.owner and self.registry.alive(spec.owner)
+        spec = spec if foreign else replace(spec, owner=self.owner)
         pod = await self.backend.adopt(spec)
         if pod is None:
             raise PodError(f"pod {spec.id} does not answer; `etude pods gc` removes what is left of it")
-        if spec.id in self.pods:  # taken up twice at once
+        if spec.id in self.pods:  # two concurrent calls
             pod.release()
             return self.pods[spec.id]
-        if guest:
-            self.guests.add(spec.id)
+        if foreign:
+            self.foreign_pods.add(spec.id)
         else:
             self.registry.write(spec)
         self._adopt(pod)
-        self.seats[pod.id] = self.admission.adopt(ResourceRequest(spec.image.id, int(spec.limits.memory or GIB)))
-        self._use(spec.image.layers, 1)
+        self.reservations[pod.id] = self.admission.adopt(ResourceRequest(spec.image.id, int(spec.limits.memory or GIB)))
+        self._ref_layers(spec.image.layers, 1)
         return pod
 
-    # ------------------------------------------------------------------------------------------- watching
+    # ------------------------------------------------------------------------------------------- background
 
-    def _later(self, work: Any, among: set[asyncio.Task[Any]] | None = None) -> None:
+    def _spawn(self, work: Any, among: set[asyncio.Task[Any]] | None = None) -> None:
         tasks = self.tasks if among is None else among
         task = asyncio.create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    async def _watch(self) -> None:
+    async def _measure_loop(self) -> None:
         while True:
-            await asyncio.sleep(WATCH_S)
-            for late in [pod for pod in self.pods.values() if self._expired(pod.spec) and pod.id not in self.guests]:
-                late.record("died", {"reason": "its time to live was over"})  # a paused agent cannot see to it itself
-                self._later(self.close_pod(late))
-            for id, seat in list(self.seats.items()):
+            await asyncio.sleep(MEASURE_INTERVAL_S)
+            for late in [
+                pod for pod in self.pods.values() if self._expired(pod.spec) and pod.id not in self.foreign_pods
+            ]:
+                late.record("died", {"reason": "its ttl has passed"})  # a paused guest init cannot end itself
+                self._spawn(self.close_pod(late))
+            for id, reservation in list(self.reservations.items()):
                 pod = self.pods.get(id)
                 if pod is not None and (memory := pod.memory_used()):
-                    seat.observed(memory)
+                    reservation.observe_memory(memory)
 
     def report(self, address: str = "") -> HostReport:
-        """What the router needs to know of this host."""
+        """Return this host's state for the router."""
         pressure = read_pressure(self.state)
         return HostReport(
             host=self.name,
@@ -580,13 +588,13 @@ class Host:
             pressure=pressure,
             pods=len(self.admission),
             max_pods=self.admission.thresholds.max_pods,
-            memory_free=self.admission.room(),
+            memory_free=self.admission.free_memory(),
             capabilities=capability_labels(self.backend.name, self.backend.capabilities),
             images=frozenset({"host", *(name for image in self.store.images() for name in (image.id, image.name))}),
             snapshots=frozenset(saved.snapshot.id for saved in self.store.snapshots()),
-            warm=dict(Counter({signature.image: len(pool.ready) for signature, pool in self.pools.items()})),
+            warm=dict(Counter({pool_key.image: len(pool.ready) for pool_key, pool in self.pools.items()})),
             cores=pressure.cores,
-            starting=sum(seat.creating for seat in self.seats.values()),
+            starting=sum(reservation.creating for reservation in self.reservations.values()),
             draining=self.draining,
             time=time.time(),
         )

@@ -1,10 +1,10 @@
-"""A pod that is ready for the agent of a task: the environment made, its files in place, the workspace written down.
+"""The environment of a trial: a pod with the task's image and files, and a manifest of its initial workspace.
 
-    async with open_ground(fleet, task) as ground:
-        await ground.pod.exec("...", cwd=ground.workspace)
-        changes = await ground.changes()          # everything that is not as the task left it
+    async with open_environment(fleet, task) as environment:
+        await environment.pod.exec("...", cwd=environment.workspace)
+        changes = await environment.changes()     # differences from the initial workspace
 
-Where the environment needs no building this is one new pod and a few files: about as long as making the pod.
+If nothing has to be built, opening one takes about as long as creating a pod.
 """
 
 import asyncio
@@ -20,60 +20,60 @@ from typing import Any
 
 from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet
-from etude.pods.guest.guest_pod import AgentPod
+from etude.pods.guest.guest_pod import GuestPod
 from etude.pods.images.records import Image
 from etude.pods.pod import Egress, Pod, PodError, PodFileError, Snapshot
-from etude.tasks.base_images import Provision
-from etude.tasks.image import Plan, Put, limits_of, plan_environment
-from etude.tasks.task import Machine, Network, Phase, Task, TaskStep
+from etude.tasks.base_images import HostSettings
+from etude.tasks.image import FileToCopy, ImagePlan, plan_image, pod_limits
+from etude.tasks.task import MachineSpec, NetworkAccess, Task, TaskPhase, TaskStep
 from etude.tasks.verifier_result import FileChange
 from etude.tasks.workspace import (
     MAX_FILE,
     MAX_FILES,
-    Entry,
     Manifest,
+    WorkspaceEntry,
     changed_paths,
     changes_between,
-    counts,
-    entry_of,
-    link_entry,
-    make_link,
-    scan,
-    together,
+    create_symlink,
+    file_entry,
+    is_tracked,
+    run_limited,
+    scan_workspace,
+    symlink_entry,
 )
 
 ARTIFACTS = "/logs/artifacts"  # always collected
-LOGS = ("/logs/agent", "/logs/verifier", ARTIFACTS)
-FINAL = "/logs/agent/final.txt"  # a session's final message, for tasks that ask for an answer and carry this file
-_scans: dict[tuple[str, str, tuple[str, ...]], dict[str, Entry]] = {}  # what an image has in a workspace
-_MOST_SCANS = 64
-# Who plans what a fleet is planning already waits: the first of many equal tasks builds for all of them.
-_planning: weakref.WeakKeyDictionary[Fleet, dict[str, asyncio.Lock]] = weakref.WeakKeyDictionary()
+LOG_DIRECTORIES = ("/logs/agent", "/logs/verifier", ARTIFACTS)
+FINAL_MESSAGE = "/logs/agent/final.txt"  # the session's final message, for tasks whose `carry` lists this file
+_image_manifests: dict[tuple[str, str, tuple[str, ...]], dict[str, WorkspaceEntry]] = {}
+_MAX_IMAGE_MANIFESTS = 64
+# One lock per fleet and Dockerfile: the first of many tasks with the same Dockerfile builds it for all of them.
+_plan_locks: weakref.WeakKeyDictionary[Fleet, dict[str, asyncio.Lock]] = weakref.WeakKeyDictionary()
 
 
-class OriginGone(EtudeError):
-    """A ground cannot be opened where it was left: the snapshot of its pod is not there any more."""
+class EnvironmentCheckpointLost(EtudeError):
+    """The pod snapshot of an environment checkpoint no longer exists."""
 
 
 @dataclass(frozen=True)
-class Origin:
-    """A ground that was left: a snapshot of its pod, and the workspace as the task had it."""
+class EnvironmentCheckpoint:
+    """A snapshot of an environment's pod, and the manifest of its initial workspace."""
 
     snapshot: Snapshot
-    before: Manifest
+    baseline: Manifest
 
 
 @dataclass
-class Ground:
-    """Where a session happens. `before` is the workspace as the task left it."""
+class TaskEnvironment:
+    """The prepared pod in which a trial runs. `baseline` is the manifest of the initial workspace."""
 
     fleet: Fleet
     task: Task
-    plan: Plan
+    plan: ImagePlan
     pod: Pod
-    before: Manifest
-    provision: Provision
-    left_out: tuple[str, ...] = ()  # files of the last look that were not taken along
+    baseline: Manifest
+    host_settings: HostSettings
+    left_out: tuple[str, ...] = ()  # files that the last call of `changes` skipped
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -82,66 +82,68 @@ class Ground:
 
     @property
     def carry(self) -> tuple[str, ...]:
-        return carried(self.task)
+        return carried_paths(self.task)
 
     async def changes(self) -> tuple[FileChange, ...]:
-        """What the session did to the workspace (and to what the task carries), with both sides' contents."""
-        after = await scan(self.pod, self.workspace, self.carry, self.before)
+        """Return the changes to the workspace and the carried paths, with contents before and after."""
+        after = await scan_workspace(self.pod, self.workspace, self.carry, self.baseline)
         self.left_out = tuple(after.left_out)
-        changed = [path for path in changed_paths(self.before, after) if path in self.before]
-        return changes_between(self.before, after, await self.originals(changed))
+        changed = [path for path in changed_paths(self.baseline, after) if path in self.baseline]
+        return changes_between(self.baseline, after, await self.original_contents(changed))
 
-    async def leave_message(self, text: str) -> None:
-        """Put a session's final message where the verifier of a question finds it; before the changes are taken."""
-        await self.pod.write(FINAL, text)
+    async def write_final_message(self, text: str) -> None:
+        """Write the session's final message where verifiers read it. Call before `changes`."""
+        await self.pod.write(FINAL_MESSAGE, text)
 
-    async def originals(self, paths: Sequence[str]) -> dict[str, bytes]:
-        """The contents that files had at the beginning: from the task's own, else from a pod that nobody touched."""
+    async def original_contents(self, paths: Sequence[str]) -> dict[str, bytes]:
+        """Return the initial contents of files: from the task directory, else from a new pod of the same task."""
         found: dict[str, bytes] = {}
         missing = []
         for path in paths:
-            source = self.before[path].source
+            source = self.baseline[path].source
             if source is None:
                 missing.append(path)
-            elif self.before[path].kind == "symlink":
+            elif self.baseline[path].kind == "symlink":
                 found[path] = os.fsencode(os.readlink(source))
             else:
                 found[path] = source.read_bytes()
         if missing:
-            async with open_ground(self.fleet, self.task, provision=self.provision) as clean:
+            async with open_environment(self.fleet, self.task, host_settings=self.host_settings) as clean:
                 for path in missing:
-                    place = path if path.startswith("/") else f"{self.workspace}/{path}"
-                    if self.before[path].kind == "symlink":
-                        found[path] = os.fsencode((await clean.pod.stat(place)).target)
+                    full_path = path if path.startswith("/") else f"{self.workspace}/{path}"
+                    if self.baseline[path].kind == "symlink":
+                        found[path] = os.fsencode((await clean.pod.stat(full_path)).target)
                     else:
-                        found[path] = await clean.pod.read(place)
+                        found[path] = await clean.pod.read(full_path)
         return found
 
     async def begin_step(self, step: TaskStep) -> None:
-        """Bring what a step adds: the files of its workdir/, then its setup.sh, then its health check."""
+        """Prepare a step: copy its workdir/ files, run its setup.sh, wait for its health check."""
         directory = self.task.directory / "steps" / step.name / "workdir"
-        entries: dict[str, Entry] = {}
+        entries: dict[str, WorkspaceEntry] = {}
         if directory.is_dir():
-            puts = [
-                Put(path, f"{self.workspace}/{path.relative_to(directory).as_posix()}", path.lstat().st_mode & 0o7777)
+            files = [
+                FileToCopy(
+                    path, f"{self.workspace}/{path.relative_to(directory).as_posix()}", path.lstat().st_mode & 0o7777
+                )
                 for path in sorted(directory.rglob("*"))
                 if not path.is_dir() or path.is_symlink()
             ]
-            entries = await fill(self.pod, puts, self.workspace, self.carry)
-        self.before = {**self.before, **entries}
+            entries = await copy_files(self.pod, files, self.workspace, self.carry)
+        self.baseline = {**self.baseline, **entries}
         user = step.agent.user or self.task.agent.user
         if "setup.sh" in entries:
             done = await self.pod.exec(["bash", "setup.sh"], cwd=self.workspace, user=user, env=self.plan.env)
             if not done.ok:
-                raise PodError(f"{directory}/setup.sh: ended with exit code {done.exit_code}: {done.stderr[-500:]}")
+                raise PodError(f"{directory}/setup.sh: exit code {done.exit_code}: {done.stderr[-500:]}")
             await self.pod.remove(f"{self.workspace}/setup.sh")
-            self.before = {path: entry for path, entry in self.before.items() if path != "setup.sh"}
+            self.baseline = {path: entry for path, entry in self.baseline.items() if path != "setup.sh"}
         tables = {str(table.get("name")): table for table in self.task.config.get("steps", [])}
-        await check_health(self.pod, tables[step.name].get("healthcheck") or {}, self.workspace, user)
+        await wait_until_healthy(self.pod, tables[step.name].get("healthcheck") or {}, self.workspace, user)
 
 
-def carried(task: Task) -> tuple[str, ...]:
-    """Paths outside the workspace (or `.git` in it) whose changes are brought along: `carry`, and what is collected."""
+def carried_paths(task: Task) -> tuple[str, ...]:
+    """Return the paths outside the workspace (or its `.git`) whose changes reach the verifier: `carry` and artifacts."""
     found = task.metadata.get("carry", ())
     if not isinstance(found, list | tuple) or not all(isinstance(path, str) and path for path in found):
         raise InputError(f"{task.directory}/task.toml: metadata.carry is {found!r}; expected a list of paths")
@@ -152,157 +154,159 @@ def carried(task: Task) -> tuple[str, ...]:
 
 
 @asynccontextmanager
-async def open_ground(
+async def open_environment(
     fleet: Fleet,
     task: Task,
     *,
     egress: Egress | None = None,
-    provision: Provision | None = None,
-    phase: Phase | None = None,
-    machine: Machine | None = None,
+    host_settings: HostSettings | None = None,
+    phase: TaskPhase | None = None,
+    machine: MachineSpec | None = None,
     context: Path | None = None,
-    plan: Plan | None = None,
-    origin: Origin | None = None,
-) -> AsyncIterator[Ground]:
-    """A pod for a task's agent (or another phase of it), closed at the end with everything in it.
+    plan: ImagePlan | None = None,
+    checkpoint: EnvironmentCheckpoint | None = None,
+) -> AsyncIterator[TaskEnvironment]:
+    """Open a pod for a phase of a task, by default the agent's; it is destroyed on exit.
 
-    `egress` is what a task with a public network may reach; none by default. A separate verifier gives its own
-    `machine` and `context`. `plan` is how the same environment was made before. With an `origin` the pod is as it was
-    left there, and OriginGone is raised when it cannot be.
+    `egress` applies to tasks with a public network; none by default. A separate verifier passes its own `machine` and
+    `context`. `plan` reuses an earlier plan of the same environment. With a `checkpoint` the pod is restored from its
+    snapshot; EnvironmentCheckpointLost is raised if that no longer exists.
     """
-    given = provision or Provision()
-    given = given if egress is None else replace(given, egress=egress)
+    settings = host_settings or HostSettings()
+    settings = settings if egress is None else replace(settings, egress=egress)
     machine = machine or task.machine
     _check_features(task, machine)
     started = time.monotonic()
-    plan = plan or await _plan(fleet, context or task.directory / "environment", machine, given)
+    plan = plan or await _plan(fleet, context or task.directory / "environment", machine, settings)
     planned = time.monotonic()
     network = (phase or task.agent).network or machine.network
-    limits, storage = limits_of(machine)
-    options: dict[str, Any] = {"limits": limits, "storage": storage, "egress": _egress(network, given, task)}
-    if origin is None:
+    limits, storage = pod_limits(machine)
+    options: dict[str, Any] = {"limits": limits, "storage": storage, "egress": _egress(network, settings, task)}
+    if checkpoint is None:
         pod = await fleet.create(plan.image, **options)
     else:
-        pod = await _reopened(fleet, origin, options)
+        pod = await _restore_pod(fleet, checkpoint, options)
     try:
-        made = time.monotonic()
-        if isinstance(pod, AgentPod) and not isinstance(plan.image, Image):
+        created = time.monotonic()
+        if isinstance(pod, GuestPod) and not isinstance(plan.image, Image):
             pod.environment.update(plan.env)
-        if origin is not None:
-            before = origin.before
+        if checkpoint is not None:
+            baseline = checkpoint.baseline
         else:
-            before = await _furnish(pod, plan, carried(task))
-            await check_health(pod, machine.healthcheck, plan.workspace, None)
-        filled = time.monotonic()
-        seconds = {"plan": planned - started, "pod": made - planned, "fill": filled - made}
-        yield Ground(fleet, task, plan, pod, before, given, seconds=seconds)
+            baseline = await _populate(pod, plan, carried_paths(task))
+            await wait_until_healthy(pod, machine.healthcheck, plan.workspace, None)
+        populated = time.monotonic()
+        seconds = {"plan": planned - started, "pod": created - planned, "fill": populated - created}
+        yield TaskEnvironment(fleet, task, plan, pod, baseline, settings, seconds=seconds)
     finally:
         await pod.close()
 
 
-async def _plan(fleet: Fleet, context: Path, machine: Machine, provision: Provision) -> Plan:
-    """`plan_environment`, one at a time for the same Dockerfile: thousands of tasks may have the same."""
+async def _plan(fleet: Fleet, context: Path, machine: MachineSpec, host_settings: HostSettings) -> ImagePlan:
+    """Call `plan_image`, one call at a time for equal Dockerfiles, which thousands of tasks may share."""
     try:
         key = (context / "Dockerfile").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # it is said there what is missing
+    except OSError:  # plan_image reports a missing Dockerfile
         key = ""
-    locks = _planning.setdefault(fleet, {})
+    locks = _plan_locks.setdefault(fleet, {})
     lock = locks.setdefault(key, asyncio.Lock())
     try:
         async with lock:
-            return await plan_environment(fleet, context, machine, provision)
+            return await plan_image(fleet, context, machine, host_settings)
     finally:
         if not lock.locked():
             locks.pop(key, None)
 
 
-async def _reopened(fleet: Fleet, origin: Origin, options: Mapping[str, Any]) -> Pod:
+async def _restore_pod(fleet: Fleet, checkpoint: EnvironmentCheckpoint, options: Mapping[str, Any]) -> Pod:
     try:
-        return await fleet.create(origin.snapshot, **options)
+        return await fleet.create(checkpoint.snapshot, **options)
     except (PodError, InputError) as error:
-        raise OriginGone(f"snapshot {origin.snapshot.id} cannot be opened again: {error}") from error
+        raise EnvironmentCheckpointLost(f"snapshot {checkpoint.snapshot.id} cannot be restored: {error}") from error
 
 
-def _check_features(task: Task, machine: Machine) -> None:
-    """What pods cannot give is said now, not found out by a task that fails for no visible reason."""
+def _check_features(task: Task, machine: MachineSpec) -> None:
+    """Raise InputError for features that pods lack, instead of letting the task fail without a visible reason."""
     table = task.config.get("environment", {})
     where = f"{task.directory}/task.toml: environment"
     if table.get("gpus") or table.get("tpu"):
-        raise InputError(f"{where}: asks for GPUs or TPUs; pods have none")
+        raise InputError(f"{where}: requests GPUs or TPUs; pods have none")
     if table.get("mcp_servers"):
-        raise InputError(f"{where}.mcp_servers: the harness has no MCP; such tasks do not run here")
+        raise InputError(f"{where}.mcp_servers: the harness does not support MCP; the task cannot run here")
     for step in task.steps:
         if step.agent.network not in (None, task.agent.network or machine.network):
-            raise InputError(f"{task.directory}/task.toml: steps.{step.name}.agent: a pod's network stays as it is")
+            raise InputError(
+                f"{task.directory}/task.toml: steps.{step.name}.agent: the network of a pod cannot change between steps"
+            )
 
 
-def _egress(network: Network, provision: Provision, task: Task) -> Egress:
+def _egress(network: NetworkAccess, host_settings: HostSettings, task: Task) -> Egress:
     if network.mode == "no-network":
         return Egress()
     if network.mode == "allowlist":
         if not network.hosts:
-            raise InputError(f"{task.directory}/task.toml: network_mode is allowlist, but allowed_hosts names none")
+            raise InputError(f"{task.directory}/task.toml: network_mode is allowlist, but allowed_hosts is empty")
         return Egress.to(*network.hosts, transparent=True)
-    return provision.egress
+    return host_settings.egress
 
 
-async def _furnish(pod: Pod, plan: Plan, carry: tuple[str, ...]) -> dict[str, Entry]:
-    """Put the files in place; the manifest of the workspace after that."""
-    for path in (*plan.directories, plan.workspace, *LOGS):
-        await pod.make_directory(path, 0o777 if path in LOGS else 0o755)
-    before = await _of_image(pod, plan, carry)
-    return {**before, **await fill(pod, plan.puts, plan.workspace, carry)}
+async def _populate(pod: Pod, plan: ImagePlan, carry: tuple[str, ...]) -> dict[str, WorkspaceEntry]:
+    """Create directories and copy the plan's files; return the manifest of the initial workspace."""
+    for path in (*plan.directories, plan.workspace, *LOG_DIRECTORIES):
+        await pod.make_directory(path, 0o777 if path in LOG_DIRECTORIES else 0o755)
+    baseline = await _image_manifest(pod, plan, carry)
+    return {**baseline, **await copy_files(pod, plan.files, plan.workspace, carry)}
 
 
-async def _of_image(pod: Pod, plan: Plan, carry: tuple[str, ...]) -> dict[str, Entry]:
-    """What the image itself has there; looked at once for each image."""
+async def _image_manifest(pod: Pod, plan: ImagePlan, carry: tuple[str, ...]) -> dict[str, WorkspaceEntry]:
+    """Return the manifest of the workspace in the image itself; scanned once per image."""
     key = (plan.image.id, plan.workspace, carry) if isinstance(plan.image, Image) else None
-    if key is None or key not in _scans:
-        seen = await scan(pod, plan.workspace, carry)
-        if unseen := [path for path in seen.left_out if path.endswith("/")]:
-            message = (
-                f"{plan.workspace} has over {MAX_FILES:,} files, or is too deep ({unseen[0]}); choose a smaller WORKDIR"
-            )
-            raise InputError(message)
-        entries = seen.entries
+    if key is None or key not in _image_manifests:
+        found = await scan_workspace(pod, plan.workspace, carry)
+        if skipped := [path for path in found.left_out if path.endswith("/")]:
+            message = f"{plan.workspace} has over {MAX_FILES:,} files or is too deep ({skipped[0]})"
+            raise InputError(f"{message}; choose a smaller WORKDIR")
+        entries = found.entries
         if key is None:
             return entries
-        while len(_scans) >= _MOST_SCANS:
-            del _scans[next(iter(_scans))]
-        _scans[key] = entries
-    return _scans[key]
+        while len(_image_manifests) >= _MAX_IMAGE_MANIFESTS:
+            del _image_manifests[next(iter(_image_manifests))]
+        _image_manifests[key] = entries
+    return _image_manifests[key]
 
 
-async def fill(pod: Pod, puts: Sequence[Put], workspace: str, carry: Sequence[str] = ()) -> dict[str, Entry]:
-    """Write files into a pod; the entries of those that are the workspace's, or carried."""
-    found: dict[str, Entry] = {}
+async def copy_files(
+    pod: Pod, files: Sequence[FileToCopy], workspace: str, carry: Sequence[str] = ()
+) -> dict[str, WorkspaceEntry]:
+    """Copy files into a pod; return the manifest entries of those in the workspace or in carried paths."""
+    found: dict[str, WorkspaceEntry] = {}
 
-    async def put(each: Put) -> None:
-        target = each.target
-        if each.source.is_symlink():
-            await make_link(pod, target, os.readlink(each.source))
-            entry = replace(link_entry(os.readlink(each.source)), source=each.source)
+    async def copy(file: FileToCopy) -> None:
+        target = file.target
+        if file.source.is_symlink():
+            await create_symlink(pod, target, os.readlink(file.source))
+            entry = replace(symlink_entry(os.readlink(file.source)), source=file.source)
         else:
-            data = each.source.read_bytes()
+            data = file.source.read_bytes()
             try:
-                await pod.write(target, data, mode=each.mode)
+                await pod.write(target, data, mode=file.mode)
             except PodFileError as error:
                 if error.errno != errno.EISDIR:  # COPY into a directory that the image has
                     raise
-                target = f"{target}/{each.source.name}"
-                await pod.write(target, data, mode=each.mode)
-            entry = entry_of(data, each.mode, each.source)
+                target = f"{target}/{file.source.name}"
+                await pod.write(target, data, mode=file.mode)
+            entry = file_entry(data, file.mode, file.source)
         path = target.removeprefix(f"{workspace.rstrip('/')}/")
-        if counts(path, carry) and each.source.lstat().st_size <= MAX_FILE:
+        if is_tracked(path, carry) and file.source.lstat().st_size <= MAX_FILE:
             found[path] = entry
 
-    await together(put(each) for each in puts if not each.source.is_symlink())
-    await together(put(each) for each in puts if each.source.is_symlink())
+    await run_limited(copy(file) for file in files if not file.source.is_symlink())
+    await run_limited(copy(file) for file in files if file.source.is_symlink())
     return found
 
 
-async def check_health(pod: Pod, check: Mapping[str, Any], workspace: str, user: str | None) -> None:
-    """Wait until the environment says it is ready; after `retries` failures in a row it is not."""
+async def wait_until_healthy(pod: Pod, check: Mapping[str, Any], workspace: str, user: str | None) -> None:
+    """Wait until the health check succeeds; raise PodError after `retries` failures outside the start period."""
     if not check:
         return
     command, retries = str(check["command"]), int(check.get("retries", 3))

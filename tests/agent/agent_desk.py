@@ -103,7 +103,7 @@ def open_pods() -> Iterator[Path]:
             host = await open_host(state=state)
             await host.close()
             if last:
-                await host.backend.shut()
+                await host.backend.shutdown()
 
         try:
             asyncio.run(try_it(last=False))

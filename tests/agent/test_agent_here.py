@@ -13,7 +13,7 @@ import pytest
 
 from etude.errors import InputError
 from etude.pods.pod import Capabilities, Pod, PodGone, Unsupported
-from etude.pods.runtime.unisolated import open_here
+from etude.pods.runtime.unisolated import open_unisolated
 from tests.pods import conformance, conformance_commands, conformance_files, conformance_jobs
 from tests.pods.test_conformance import LENGTHY
 
@@ -41,7 +41,7 @@ class Home:
 
     @contextlib.asynccontextmanager
     async def pod(self, *_: Any, **__: Any) -> AsyncIterator[Pod]:
-        async with open_here(self.place()) as pod:
+        async with open_unisolated(self.place()) as pod:
             yield pod
 
 
@@ -61,7 +61,7 @@ def test_commands_have_our_environment_but_for_what_is_hidden(tmp_path: Path, mo
     monkeypatch.setenv("HIDDEN_FROM_IT", "no")
 
     async def work() -> str:
-        async with open_here(tmp_path, hidden=["HIDDEN_FROM_IT"]) as pod:
+        async with open_unisolated(tmp_path, hidden=["HIDDEN_FROM_IT"]) as pod:
             return (await pod.exec("env; cat /proc/$PPID/environ | tr '\\0' '\\n'")).stdout
 
     told = asyncio.run(work())
@@ -71,7 +71,7 @@ def test_commands_have_our_environment_but_for_what_is_hidden(tmp_path: Path, mo
 
 def test_what_needs_a_machine_of_its_own_is_refused(tmp_path: Path) -> None:
     async def work() -> None:
-        async with open_here(tmp_path) as pod:
+        async with open_unisolated(tmp_path) as pod:
             for asked in (pod.snapshot, pod.fork, pod.pause, pod.resume):
                 with pytest.raises(Unsupported, match="this machine itself"):
                     await asked()
@@ -83,12 +83,12 @@ def test_what_needs_a_machine_of_its_own_is_refused(tmp_path: Path) -> None:
 
     asyncio.run(work())
     with pytest.raises(InputError, match="not a directory"):
-        asyncio.run(open_here(tmp_path / "nowhere").__aenter__())
+        asyncio.run(open_unisolated(tmp_path / "nowhere").__aenter__())
 
 
 def test_everything_it_started_ends_with_it_and_what_it_wrote_stays(tmp_path: Path) -> None:
     async def work() -> tuple[int, str]:
-        async with open_here(tmp_path) as pod:
+        async with open_unisolated(tmp_path) as pod:
             left = "setsid sh -c 'echo $$ > pid; exec sleep 1000' >/dev/null 2>&1 & while [ ! -s pid ]; do :; done"
             await pod.exec(left, timeout=20)
             return int(await pod.read("pid")), (await pod.exec("echo $TMPDIR")).stdout.strip()

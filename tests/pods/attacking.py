@@ -33,6 +33,6 @@ def run_in_pod(keeper: str, state: Path, act: Act, limits: Limits | None = None)
             assert not now.difference(before), f"left behind: {now.difference(before)}"
         finally:
             await host.close()
-            await host.backend.shut()
+            await host.backend.shutdown()
 
     asyncio.run(main())

@@ -122,7 +122,7 @@ async def run(backend: str, state: Path, compiled: bool, names: list[str]) -> No
                 print(json.dumps(await run_one(home, name)), flush=True)
         finally:
             await host.close()
-            await host.backend.shut()
+            await host.backend.shutdown()
     left = [path for path in (state / "pods").iterdir() if path.name != "probe"]
     row = {"name": NOTHING_LEFT, "outcome": "failed" if left else "passed", "seconds": 0.0, "text": str(left or "")}
     print(json.dumps(row), flush=True)

@@ -36,15 +36,15 @@ async def opened(state: Path, kind: str) -> AsyncIterator[DirectoryBackend]:
     (state / "pods").mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         if kind == "shared":
-            patch.setattr(directory, "own_users", lambda: None)
+            patch.setattr(directory, "pod_user_ids", lambda: None)
         store = Store(state / "store")
         backend = SubprocessBackend(state, store) if kind == "subprocess" else LandlockBackend(state, store)
         try:
             yield backend
         finally:
-            await backend.shut()
+            await backend.shutdown()
     assert not list((state / "pods").iterdir())
-    assert not backend.outside.exists()
+    assert not backend.user_pods.exists()
     assert not any(base.exists() for base in backend.layout.bases), "a control group is left"
 
 

@@ -1,4 +1,4 @@
-"""A gate on real sockets of this machine, who talks to it and who answers behind it."""
+"""An egress proxy on real local sockets, with clients and servers to test it."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """A test that is a coroutine, run to its end on a loop of its own."""
+    """Run a coroutine test on an event loop of its own."""
 
     @functools.wraps(test)
     def run(*args: Any, **keywords: Any) -> None:
@@ -33,15 +33,15 @@ def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 @dataclass
-class Open:
-    """A gate that serves, the ports it listen_specs on, and what it told."""
+class ProxyFixture:
+    """A running egress proxy, its ports, its records, and the destinations it connected to."""
 
-    gate: EgressProxy
+    proxy: EgressProxy
     ports: list[int]
     records: list[dict[str, Any]] = field(default_factory=list)
-    dialled: list[tuple[str, int]] = field(default_factory=list)
+    connected: list[tuple[str, int]] = field(default_factory=list)
 
-    async def settled(self, n: int = 1) -> list[dict[str, Any]]:
+    async def wait_for_records(self, n: int = 1) -> list[dict[str, Any]]:
         for _ in range(400):
             if len(self.records) >= n:
                 break
@@ -50,31 +50,33 @@ class Open:
 
 
 @contextlib.asynccontextmanager
-async def opened(
+async def running_proxy(
     rules: list[str], listen_specs: tuple[ListenSpec, ...] = (PROXY,), server: int | None = None, **options: Any
-) -> AsyncIterator[Open]:
-    """A gate whose every dial ends at the local port `server`, or which dials as in life when there is none."""
+) -> AsyncIterator[ProxyFixture]:
+    """Run a proxy that connects every destination to the local port `server`; if None, it connects normally."""
     policy = EgressPolicy.from_egress(Egress.to(*rules))
-    sockets = [socket.socket(type=socket.SOCK_STREAM if at.kind == "tcp" else socket.SOCK_DGRAM) for at in listen_specs]
+    sockets = [
+        socket.socket(type=socket.SOCK_STREAM if spec.kind == "tcp" else socket.SOCK_DGRAM) for spec in listen_specs
+    ]
     for sock, listen in zip(sockets, listen_specs, strict=True):
         sock.bind(("127.0.0.1", 0))
         if listen.kind == "tcp":
             sock.listen(256)
-    world = Open(None, [sock.getsockname()[1] for sock in sockets])  # type: ignore[arg-type]
+    running = ProxyFixture(None, [sock.getsockname()[1] for sock in sockets])  # type: ignore[arg-type]
 
-    async def dial(host: str, port: int, rule: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        world.dialled.append((host, port))
+    async def connect(host: str, port: int, rule: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        running.connected.append((host, port))
         return await asyncio.open_connection("127.0.0.1", server)
 
     options.setdefault("upstream_proxy", "")
-    record = options.pop("record", world.records.append)
-    world.gate = EgressProxy(policy, record, None if server is None else dial, **options)  # type: ignore[arg-type]
-    await world.gate.start(list(zip(listen_specs, sockets, strict=True)))
+    record = options.pop("record", running.records.append)
+    running.proxy = EgressProxy(policy, record, None if server is None else connect, **options)  # type: ignore[arg-type]
+    await running.proxy.start(list(zip(listen_specs, sockets, strict=True)))
     try:
-        yield world
+        yield running
     finally:
         started = time.monotonic()
-        await world.gate.close()
+        await running.proxy.close()
         assert time.monotonic() - started < 1
         assert all(sock.fileno() == -1 for sock in sockets)
         left = [task for task in asyncio.all_tasks() if "etude/pods/network/proxy.py" in repr(task)]
@@ -82,8 +84,8 @@ async def opened(
 
 
 @contextlib.asynccontextmanager
-async def serving(serve: Serve) -> AsyncIterator[int]:
-    async def kept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def running_server(serve: Serve) -> AsyncIterator[int]:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await serve(reader, writer)
         except (OSError, EOFError):
@@ -91,7 +93,7 @@ async def serving(serve: Serve) -> AsyncIterator[int]:
         finally:
             writer.close()
 
-    server = await asyncio.start_server(kept, "127.0.0.1", 0, backlog=256)
+    server = await asyncio.start_server(handle, "127.0.0.1", 0, backlog=256)
     async with server:
         yield server.sockets[0].getsockname()[1]
 
@@ -102,8 +104,8 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         await writer.drain()
 
 
-async def talk(port: int, *pieces: bytes, end: bool = False) -> bytes:
-    """Send, and return all that comes back until the end, or until a reset."""
+async def exchange(port: int, *chunks: bytes, end: bool = False) -> bytes:
+    """Send chunks, and return everything received until the end of the stream or a reset."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     got = bytearray()
 
@@ -115,10 +117,10 @@ async def talk(port: int, *pieces: bytes, end: bool = False) -> bytes:
     async with asyncio.timeout(5):
         listening = asyncio.create_task(listen())
         with contextlib.suppress(ConnectionError):
-            for piece in pieces:
-                writer.write(piece)
+            for chunk in chunks:
+                writer.write(chunk)
                 await writer.drain()
-                await asyncio.sleep(0.01 if len(pieces) > 1 else 0)
+                await asyncio.sleep(0.01 if len(chunks) > 1 else 0)
             if end and not writer.is_closing():
                 writer.write_eof()
         await listening
@@ -144,8 +146,8 @@ def client_hello(name: str | None) -> bytes:
     return outgoing.read()
 
 
-def connect(place: str) -> bytes:
-    return f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n\r\n".encode()
+def connect(authority: str) -> bytes:
+    return f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n\r\n".encode()
 
 
 def get(url: str, *headers: str) -> bytes:

@@ -23,7 +23,7 @@ async def act(host: Host, verb: str, *given: Any) -> Any:
         source, attached = given
         return (await host.create(source, attached=attached)).id
     if verb == "gc":
-        return await host.collect(grace=0.0)
+        return await host.collect_garbage(grace=0.0)
     if verb == "remove-snapshot":
         return await host.remove_snapshot(given[0])
     if verb == "persist":
@@ -55,7 +55,7 @@ async def main(state: Path) -> None:
             answer = {"error": type(error).__name__, "text": str(error)}
         print(json.dumps(answer), flush=True)
     await host.close()
-    await host.backend.shut()
+    await host.backend.shutdown()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A real `etude pods serve` in a process of its own, and proof that nothing is left: for tests of hosts and the CLI."""
+"""A real `etude pods serve` process, and a check that it leaves nothing behind: for tests of hosts and the CLI."""
 
 import asyncio
 import contextlib
@@ -32,25 +32,25 @@ T = TypeVar("T")
 
 @functools.cache
 def why_not() -> str:
-    """Why the namespace backend cannot run here; empty when it can."""
+    """Return why the namespace backend does not work here; empty if it works."""
     verdict = asyncio.run(probe("namespace"))
     return "" if verdict.works else verdict.reason
 
 
 def need_namespaces() -> None:
-    """Skip, in the probe's words, where these pods cannot run."""
+    """Skip the test where the namespace backend does not work."""
     if reason := why_not():
         pytest.skip(f"the namespace backend does not work here: {reason}")
 
 
 @contextlib.contextmanager
 def state_directory() -> Iterator[Path]:
-    """A state directory; afterwards its keeper is ended, and nothing of it may be left."""
+    """Yield a state directory; afterwards stop its zygote and check that nothing is left."""
     state = Path(tempfile.mkdtemp(prefix="etude-test-"))
     try:
         yield state
         asyncio.run(shut(state))
-        deadline = time.monotonic() + 3  # a keeper that was told to stop needs a moment
+        deadline = time.monotonic() + 3  # a zygote that was told to stop needs a moment
         while (left := left_behind(state)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not left, left
@@ -60,26 +60,26 @@ def state_directory() -> Iterator[Path]:
 
 async def shut(state: Path) -> None:
     host = await open_host("namespace", state)
-    await host.backend.shut()
+    await host.backend.shutdown()
     await host.close()
 
 
 def left_behind(state: Path) -> list[str]:
-    """What of a state directory's pods still is: a keeper, control groups, mounts, directories of pods."""
+    """Return what is left of a state directory's pods: a zygote, control groups, mounts, pod directories."""
     found = []
     try:
-        os.close(take_lock(state / zygote_protocol.LOCK, "the keeper"))
+        os.close(take_lock(state / zygote_protocol.LOCK, "the zygote"))
     except BusyError as error:
         found.append(str(error))
     name = f"etude-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"
-    groups = os.walk("/sys/fs/cgroup")  # unlike a glob it does not mind that others' go meanwhile
+    groups = os.walk("/sys/fs/cgroup")  # unlike a glob it ignores groups that disappear meanwhile
     found += [os.path.join(place, group) for place, inside, _ in groups for group in inside if group.startswith(name)]
     found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(state) in line]
     return found + [str(path) for path in (state / "pods").iterdir()]
 
 
 class Server:
-    """`etude pods serve` on a port of its own."""
+    """A running `etude pods serve` on its own port."""
 
     def __init__(self, state: Path, *options: str) -> None:
         self.state, self.options, self.url = state, options, "http://127.0.0.1:0"
@@ -87,7 +87,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Start it, on the same address as before if it ran before."""
+        """Start the server; a restart uses the same address."""
         listen = self.url.removeprefix("http://")
         command = [sys.executable, "-m", "etude.cli", "pods", "serve", "--backend", "namespace", "--listen", listen]
         self.process = subprocess.Popen(
@@ -113,7 +113,7 @@ class Server:
 
 @contextlib.contextmanager
 def server(*options: str) -> Iterator[Server]:
-    """A server with a state directory of its own; both are gone afterwards, without a trace."""
+    """Run a server with its own state directory; check afterwards that nothing is left of either."""
     need_namespaces()
     with state_directory() as state:
         running = Server(state, *options)
@@ -124,14 +124,14 @@ def server(*options: str) -> Iterator[Server]:
                 running.end()
 
 
-def with_door(running: Server, work: Callable[[RemoteHostClient], Awaitable[T]], **options: Any) -> T:
-    """Do something with a client of a server; every pod it made is closed."""
+def with_client(running: Server, work: Callable[[RemoteHostClient], Awaitable[T]], **options: Any) -> T:
+    """Run `work` with a client of a server; close every pod it created."""
 
     async def inside() -> T:
-        door = await RemoteHostClient.open(running.url, TOKEN, **options)
+        client = await RemoteHostClient.open(running.url, TOKEN, **options)
         try:
-            return await work(door)
+            return await work(client)
         finally:
-            await door.close()
+            await client.close()
 
     return asyncio.run(inside())

@@ -1,4 +1,4 @@
-"""Pods start when this host can bear them, and turns are fair whatever comes, waits, fails or goes away."""
+"""Pods start only when the host can take them, and the queue stays fair through cancellations, timeouts and failures."""
 
 import asyncio
 import random
@@ -48,147 +48,147 @@ class Host:
     def set(self, **facts: Any) -> None:
         self.reading = replace(self.reading, **facts)
 
-    def seat(self, ask: ResourceRequest = SMALL) -> Reservation:
-        answer = self.admission.admit(ask)
+    def admit(self, request: ResourceRequest = SMALL) -> Reservation:
+        answer = self.admission.admit(request)
         assert isinstance(answer, Reservation), answer
         return answer
 
-    def why(self, ask: ResourceRequest = SMALL) -> str:
-        return str(self.admission.verdict(ask))
+    def reason(self, request: ResourceRequest = SMALL) -> str:
+        return str(self.admission.decide(request))
 
 
 # -- admission
 
 
-def test_an_idle_host_lets_a_pod_start() -> None:
+def test_an_idle_host_admits_a_pod() -> None:
     host = Host()
-    assert host.admission.verdict(SMALL).admitted
-    assert host.why() == "may start"
+    assert host.admission.decide(SMALL).admitted
+    assert host.reason() == "admitted"
 
 
 def test_a_burst_on_one_stale_reading_is_not_all_admitted() -> None:
     host = Host(creations_per_core=1e9, max_pods=10**6)
-    ask = ResourceRequest("heavy", 2 * GIB)  # expected to take 1 GiB; 60 GiB free, 4 GiB kept back
-    admitted = sum(isinstance(host.admission.admit(ask), Reservation) for _ in range(1000))
+    request = ResourceRequest("heavy", 2 * GIB)  # expected to use 1 GiB; 60 GiB free, 4 GiB headroom
+    admitted = sum(isinstance(host.admission.admit(request), Reservation) for _ in range(1000))
     assert admitted == 56
-    assert host.why(ask) == (
-        "1 GiB of memory needed, 0 bytes free over the 4 GiB kept back, 56 GiB promised to pods that are starting"
+    assert host.reason(request) == (
+        "needs 1 GiB of memory, 0 bytes free after 4 GiB headroom and 56 GiB reserved for starting pods"
     )
 
 
-def test_a_promise_fades_as_the_pod_shows_in_the_measurements() -> None:
+def test_reserved_memory_falls_as_the_pod_shows_in_the_measurements() -> None:
     host = Host()
-    seat = host.seat(ResourceRequest("heavy", 2 * GIB))
+    reservation = host.admit(ResourceRequest("heavy", 2 * GIB))
     host.now = 100
-    assert seat.held() == GIB, "still being made: all of it"
-    seat.started()
+    assert reservation.reserved_memory() == GIB, "during creation: all of it"
+    reservation.mark_started()
     host.now += 7.5
-    assert seat.held() == GIB // 2
-    seat.observed(512 * MIB)
-    assert seat.held() == GIB // 4, "what it is known to have taken is in the measurements"
+    assert reservation.reserved_memory() == GIB // 2
+    reservation.observe_memory(512 * MIB)
+    assert reservation.reserved_memory() == GIB // 4, "the observed peak is in the measurements"
     host.now += 7.5
-    assert seat.held() == 0
-    assert host.admission.held() == 0
+    assert reservation.reserved_memory() == 0
+    assert host.admission.reserved_memory() == 0
 
 
-def test_what_an_image_takes_is_learned_up_at_once_and_down_slowly() -> None:
-    needs = MemoryEstimator(unknown=0.5)
-    assert needs.expect("a", 4 * GIB) == 2 * GIB, "never seen: half its limit"
-    needs.learn("a", 100 * MIB, final=True)
-    assert needs.expect("a", 4 * GIB) == 120 * MIB
-    needs.learn("a", 1000 * MIB, final=False)
-    assert needs.expect("a", 4 * GIB) == 1200 * MIB
-    needs.learn("a", 500 * MIB, final=False)
-    assert needs.expect("a", 4 * GIB) == 1200 * MIB, "its start is not over: less means nothing yet"
-    needs.learn("a", 500 * MIB, final=True)
-    assert needs.expect("a", 4 * GIB) == 1140 * MIB
-    assert needs.expect("a", 800 * MIB) == 800 * MIB, "never over its limit"
+def test_memory_estimates_rise_at_once_and_fall_slowly() -> None:
+    estimator = MemoryEstimator(unseen_fraction=0.5)
+    assert estimator.estimate("a", 4 * GIB) == 2 * GIB, "never seen: half its limit"
+    estimator.update("a", 100 * MIB, final=True)
+    assert estimator.estimate("a", 4 * GIB) == 120 * MIB
+    estimator.update("a", 1000 * MIB, final=False)
+    assert estimator.estimate("a", 4 * GIB) == 1200 * MIB
+    estimator.update("a", 500 * MIB, final=False)
+    assert estimator.estimate("a", 4 * GIB) == 1200 * MIB, "its start is not over: a lower value does not count yet"
+    estimator.update("a", 500 * MIB, final=True)
+    assert estimator.estimate("a", 4 * GIB) == 1140 * MIB
+    assert estimator.estimate("a", 800 * MIB) == 800 * MIB, "never over its limit"
 
 
 def test_a_seat_teaches_once_however_often_it_is_observed() -> None:
     host = Host()
-    host.admission.needs.learn("tiny", 1000 * MIB, final=True)
-    seat = host.seat(ResourceRequest("tiny", 4 * GIB))
-    seat.started()
+    host.admission.estimator.update("tiny", 1000 * MIB, final=True)
+    reservation = host.admit(ResourceRequest("tiny", 4 * GIB))
+    reservation.mark_started()
     host.now = 20
     for _ in range(50):
-        seat.observed(100 * MIB)
-    seat.leave()
-    assert host.admission.needs.expect("tiny", 4 * GIB) == int(1.2 * 910 * MIB)
+        reservation.observe_memory(100 * MIB)
+    reservation.release()
+    assert host.admission.estimator.estimate("tiny", 4 * GIB) == int(1.2 * 910 * MIB)
 
 
-def test_stalls_close_the_gate_until_they_are_well_below_the_ceiling() -> None:
+def test_stalls_stop_admission_until_they_are_well_below_the_ceiling() -> None:
     host = Host()
-    host.seat().started()
+    host.admit().mark_started()
     host.set(memory_some=23.0)
-    assert host.why() == "memory pressure 23 % is over 10 %"
+    assert host.reason() == "memory pressure 23 % is over 10 %"
     host.set(memory_some=8.0)
-    assert host.why() == "memory pressure 8 % was over 10 % and is not under 7 %"
+    assert host.reason() == "memory pressure 8 % was over 10 % and is not under 7 %"
     host.set(memory_some=6.9)
-    assert host.admission.verdict(SMALL).admitted
+    assert host.admission.decide(SMALL).admitted
     host.set(memory_some=8.0)
-    assert host.admission.verdict(SMALL).admitted, "rising to the ceiling does not close it"
+    assert host.admission.decide(SMALL).admitted, "rising to the ceiling does not stop admission"
     host.set(memory_full=6.0, io_full=50.0)
-    assert host.why() == "full memory pressure 6 % is over 5 %; full disk pressure 50 % is over 40 %"
+    assert host.reason() == "full memory pressure 6 % is over 5 %; full disk pressure 50 % is over 40 %"
 
 
-def test_a_kernel_that_does_not_measure_stalls_never_closes_the_gate() -> None:
+def test_missing_psi_values_never_stop_admission() -> None:
     host = Host(replace(CALM, cpu_some=None, memory_some=None, memory_full=None, io_full=None))
-    host.seat()
-    assert host.admission.verdict(SMALL).admitted
+    host.admit()
+    assert host.admission.decide(SMALL).admitted
 
 
-def test_pressure_made_by_others_does_not_keep_the_first_pod_out() -> None:
+def test_pressure_of_other_processes_does_not_stop_the_first_pod() -> None:
     host = Host(replace(CALM, memory_some=90.0, io_full=90.0))
-    host.seat()
-    assert "memory pressure 90 %" in host.why()
+    host.admit()
+    assert "memory pressure 90 %" in host.reason()
 
 
 def test_busy_cores_slow_creations_but_never_stop_them() -> None:
     host = Host(replace(CALM, cpu_some=97.0))
-    seats = [host.seat(), host.seat()]
-    assert host.why() == "2 pods are being created, at most 2 at once while cpu pressure is 97 %"
-    seats[0].started()
-    host.seat()
+    reservations = [host.admit(), host.admit()]
+    assert host.reason() == "2 pods are being created, at most 2 at once while cpu pressure is 97 %"
+    reservations[0].mark_started()
+    host.admit()
 
 
 def test_creations_at_once_are_limited_by_the_cores() -> None:
     host = Host()
     for _ in range(8):
-        host.seat()
-    assert host.why() == "8 pods are being created, at most 8 at once"
+        host.admit()
+    assert host.reason() == "8 pods are being created, at most 8 at once"
 
 
-def test_lines_of_disk_inodes_and_pods() -> None:
+def test_thresholds_of_disk_inodes_and_pods() -> None:
     host = Host(max_pods=1)
     host.set(disk_free=GIB, inodes_free=5)
-    assert host.why() == "1 GiB of disk free is under 2 GiB; 5 inodes free is under 10000"
+    assert host.reason() == "1 GiB of disk free is under 2 GiB; 5 inodes free is under 10000"
     host.set(disk_free=10 * GIB, inodes_free=None)
-    assert host.why(ResourceRequest("big", GIB, disk=9 * GIB)) == "9 GiB of disk needed, 10 GiB free"
-    host.seat()
-    assert host.why() == "1 pods of at most 1"
+    assert host.reason(ResourceRequest("big", GIB, disk=9 * GIB)) == "needs 9 GiB of disk, 10 GiB free"
+    host.admit()
+    assert host.reason() == "1 pods of at most 1"
 
 
 @pytest.mark.parametrize(
-    ("ask", "words"),
+    ("request", "reason"),
     [
-        (ResourceRequest("x", 65 * GIB), "its memory limit of 65 GiB is over the 64 GiB this host has"),
+        (ResourceRequest("x", 65 * GIB), "its memory limit of 65 GiB is over the 64 GiB of this host"),
         (
             ResourceRequest("x", GIB, disk=2000 * GIB),
-            "its disk limit of 1.95 TiB is over the 998 GiB this host gives to pods",
+            "its disk limit of 1.95 TiB is over the 998 GiB this host has for pods",
         ),
     ],
 )
-def test_what_can_never_fit_is_refused_at_once(ask: ResourceRequest, words: str) -> None:
+def test_a_pod_that_can_never_fit_is_refused_at_once(request: ResourceRequest, reason: str) -> None:
     with pytest.raises(NeverFits) as caught:
-        Host().admission.admit(ask)
-    assert words in str(caught.value)
+        Host().admission.admit(request)
+    assert reason in str(caught.value)
 
 
-def test_a_need_learned_to_be_over_what_the_host_gives_never_fits() -> None:
+def test_a_pod_whose_estimate_exceeds_the_host_never_fits() -> None:
     host = Host()
-    host.admission.needs.learn("monster", 62 * GIB, final=True)
-    with pytest.raises(NeverFits, match="expected to take 64 GiB of memory; this host gives 60 GiB to pods"):
+    host.admission.estimator.update("monster", 62 * GIB, final=True)
+    with pytest.raises(NeverFits, match="expected to use 64 GiB of memory; this host has 60 GiB for pods"):
         host.admission.admit(ResourceRequest("monster", 64 * GIB))
 
 
@@ -197,49 +197,51 @@ def test_a_pod_without_a_memory_limit_is_an_input_error() -> None:
         ResourceRequest("x", 0)
 
 
-def test_a_pod_found_after_a_restart_is_counted_and_holds_nothing() -> None:
+def test_an_adopted_pod_is_counted_and_reserves_no_memory() -> None:
     host = Host(max_pods=1)
-    seat = host.admission.adopt(SMALL)
-    assert (len(host.admission), host.admission.held()) == (1, 0)
-    seat.leave()
-    seat.leave()
+    reservation = host.admission.adopt(SMALL)
+    assert (len(host.admission), host.admission.reserved_memory()) == (1, 0)
+    reservation.release()
+    reservation.release()
     assert len(host.admission) == 0
-    host.seat()
+    host.admit()
 
 
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_promises_never_pass_the_headroom(seed: int) -> None:
-    """Whatever starts, is measured, ends or takes time: when a pod is admitted, all that is promised fits."""
+def test_reservations_never_exceed_the_headroom(seed: int) -> None:
+    """After any sequence of events, the reserved memory fits when a pod is admitted."""
     rng = random.Random(seed)
     host = Host(creations_per_core=100, settle_s=rng.choice([0.0, 1.0, 15.0]))
-    seats: list[Reservation] = []
+    reservations: list[Reservation] = []
     for _ in range(120):
         match rng.randrange(7):
             case 0:
                 host.now += rng.choice([0.01, 0.1, 5.0])
             case 1:
                 host.set(memory_available=rng.randrange(64 * GIB))
-            case 2 if seats:
-                rng.choice(seats).started()
-            case 3 if seats:
-                rng.choice(seats).observed(rng.randrange(8 * GIB))
-            case 4 if seats:
-                seats.pop(rng.randrange(len(seats))).leave()
+            case 2 if reservations:
+                rng.choice(reservations).mark_started()
+            case 3 if reservations:
+                rng.choice(reservations).observe_memory(rng.randrange(8 * GIB))
+            case 4 if reservations:
+                reservations.pop(rng.randrange(len(reservations))).release()
             case _:
                 answer = host.admission.admit(ResourceRequest(rng.choice("abc"), rng.randrange(MIB, 16 * GIB)))
                 if isinstance(answer, Reservation):
-                    seats.append(answer)
+                    reservations.append(answer)
                     free = host.reading.memory_available - 4 * GIB
-                    assert sum(seat.held() for seat in seats) <= free, f"seed {seed}"
-        assert host.admission.held() >= sum(seat.held() for seat in seats), f"seed {seed}"
-    for seat in seats:
-        seat.leave()
-    host.now += 1  # promises may be added up a moment late, never low
-    assert (len(host.admission), host.admission.held()) == (0, 0), f"seed {seed}"
+                    assert sum(reservation.reserved_memory() for reservation in reservations) <= free, f"seed {seed}"
+        assert host.admission.reserved_memory() >= sum(reservation.reserved_memory() for reservation in reservations), (
+            f"seed {seed}"
+        )
+    for reservation in reservations:
+        reservation.release()
+    host.now += 1  # the sum may lag a moment, and is never too low
+    assert (len(host.admission), host.admission.reserved_memory()) == (0, 0), f"seed {seed}"
 
 
-# -- the queue, on a loop whose time jumps to the next timer
+# -- the queue, on an event loop whose time jumps to the next timer
 
 
 class _Jump(selectors.DefaultSelector):
@@ -248,7 +250,7 @@ class _Jump(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[Any]:
         ready = super().select(0)
         if not ready and timeout is None:
-            raise RuntimeError("everybody waits and nothing will ever wake them")
+            raise RuntimeError("all tasks wait and no timer is set")
         self.now += 0.0 if ready else timeout or 0.0
         return ready
 
@@ -290,7 +292,7 @@ async def settle() -> None:
 def test_backlogged_tenants_share_by_weight_within_one_cost(
     weights: list[float], costs: list[float], seed: int
 ) -> None:
-    """Some waiters go away while they wait; the shares of those who stay backlogged hold at every moment."""
+    """Some waiters are cancelled; the shares of the tenants that stay backlogged hold at every moment."""
     rng = random.Random(seed)
     shares = {f"run-{i}": weight for i, weight in enumerate(weights)}
     _, queue = one_at_a_time(weights=shares)
@@ -298,20 +300,20 @@ def test_backlogged_tenants_share_by_weight_within_one_cost(
     order: list[dict[str, float]] = []
     backlogged: list[bool] = []
 
-    async def ask(tenant: str, cost: float) -> None:
-        async with queue.turn(tenant, SMALL, cost=cost) as seat:
+    async def create(tenant: str, cost: float) -> None:
+        async with queue.acquire(tenant, SMALL, cost=cost) as reservation:
             served[tenant] += cost
-            backlogged.append(len(queue.waiting()) == len(shares))
+            backlogged.append(len(queue.status()) == len(shares))
             if all(backlogged):
                 order.append(dict(served))
             await asyncio.sleep(1)
-        seat.leave()
+        reservation.release()
 
     async def story() -> None:
-        async with queue.turn("first", SMALL):
+        async with queue.acquire("first", SMALL):
             stay = [(name, rng.choice(costs)) for name in shares for _ in range(40)]
             rng.shuffle(stay)
-            tasks = [asyncio.create_task(ask(*each)) for each in stay]
+            tasks = [asyncio.create_task(create(*each)) for each in stay]
             await settle()
         for _ in range(60):
             await asyncio.sleep(1)
@@ -330,37 +332,37 @@ def test_backlogged_tenants_share_by_weight_within_one_cost(
                 assert abs(level[a] - level[b]) <= bound, f"seed {seed}: {a} {level[a]}, {b} {level[b]}"
 
 
-def test_a_tenant_that_floods_delays_another_by_one_turn_only() -> None:
+def test_a_flooding_tenant_delays_another_by_one_request_only() -> None:
     _, queue = one_at_a_time()
     order: list[str] = []
 
-    async def ask(tenant: str) -> None:
-        async with queue.turn(tenant, SMALL):
+    async def create(tenant: str) -> None:
+        async with queue.acquire(tenant, SMALL):
             order.append(tenant)
             await asyncio.sleep(1)
 
     async def story() -> None:
-        tasks = [asyncio.create_task(ask("flood")) for _ in range(100)]
+        tasks = [asyncio.create_task(create("flood")) for _ in range(100)]
         await asyncio.sleep(10.5)
         start = len(order)
-        tasks += [asyncio.create_task(ask("late")) for _ in range(3)]
+        tasks += [asyncio.create_task(create("late")) for _ in range(3)]
         await asyncio.gather(*tasks)
         assert Counter(order[start : start + 6])["late"] == 3
 
     play(story)
 
 
-def test_within_a_tenant_the_first_comes_first() -> None:
+def test_within_a_tenant_the_queue_is_fifo() -> None:
     _, queue = one_at_a_time()
     order: list[int] = []
 
-    async def ask(number: int) -> None:
-        async with queue.turn("run", SMALL):
+    async def create(number: int) -> None:
+        async with queue.acquire("run", SMALL):
             order.append(number)
             await asyncio.sleep(0.1)
 
     async def story() -> None:
-        await asyncio.gather(*(ask(n) for n in range(20)))
+        await asyncio.gather(*(create(n) for n in range(20)))
 
     play(story)
     assert order == list(range(20))
@@ -369,29 +371,29 @@ def test_within_a_tenant_the_first_comes_first() -> None:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_no_wake_up_is_lost_when_waiters_are_cancelled_time_out_or_fail(seed: int) -> None:
-    """The timer that re-asks is set a year ahead: a lost wake-up would show as a year."""
+    """The recheck timer is set a year ahead: a lost wake-up would show as a year."""
     rng = random.Random(seed)
     host, queue = one_at_a_time(recheck_s=3e7)
     host.set(cores=rng.choice([0.5, 1.5]))
     outcomes: Counter[str] = Counter()
 
-    async def ask(tenant: str) -> None:
+    async def create(tenant: str) -> None:
         await asyncio.sleep(rng.random() * 10)
         try:
-            async with queue.turn(tenant, SMALL, timeout=rng.choice([None, 0, 2.0, 20.0])) as seat:
+            async with queue.acquire(tenant, SMALL, timeout=rng.choice([None, 0, 2.0, 20.0])) as reservation:
                 if rng.random() < 0.2:
                     raise ValueError("the creation failed")
                 await asyncio.sleep(rng.random())
             await asyncio.sleep(rng.random())
-            seat.leave()
+            reservation.release()
             outcomes["done"] += 1
         except (WaitedTooLong, ValueError, asyncio.CancelledError) as error:
             outcomes[type(error).__name__] += 1
-            if "seat" in locals():
-                locals()["seat"].leave()
+            if "reservation" in locals():
+                locals()["reservation"].release()
 
     async def story() -> None:
-        tasks = [asyncio.create_task(ask(f"run-{rng.randrange(3)}")) for _ in range(40)]
+        tasks = [asyncio.create_task(create(f"run-{rng.randrange(3)}")) for _ in range(40)]
 
         async def cancel() -> None:
             while not all(task.done() for task in tasks):
@@ -402,8 +404,8 @@ def test_no_wake_up_is_lost_when_waiters_are_cancelled_time_out_or_fail(seed: in
                         await asyncio.sleep(0)
 
         await asyncio.gather(*tasks, cancel(), return_exceptions=True)
-        assert time_now() < 1e6, f"seed {seed}: somebody waited for the timer"
-        assert queue.waiting() == [], f"seed {seed}"
+        assert time_now() < 1e6, f"seed {seed}: a waiter needed the timer"
+        assert queue.status() == [], f"seed {seed}"
 
     play(story)
     assert len(host.admission) == 0, f"seed {seed}: {outcomes}"
@@ -413,14 +415,14 @@ def test_a_seat_given_in_the_moment_of_cancellation_passes_on() -> None:
     host, queue = one_at_a_time(recheck_s=3e7)
 
     async def story() -> None:
-        async def ask() -> None:
-            async with queue.turn("run", SMALL):
+        async def create() -> None:
+            async with queue.acquire("run", SMALL):
                 pass
 
-        async with queue.turn("run", SMALL) as held:
-            doomed, after = asyncio.create_task(ask()), asyncio.create_task(ask())
+        async with queue.acquire("run", SMALL) as first:
+            doomed, after = asyncio.create_task(create()), asyncio.create_task(create())
             await settle()
-            held.started()  # gives the doomed one its seat; its task has not run yet
+            first.mark_started()  # admits `doomed`, whose task has not run yet
             doomed.cancel()
             await asyncio.gather(doomed, return_exceptions=True)
             assert doomed.cancelled()
@@ -430,24 +432,24 @@ def test_a_seat_given_in_the_moment_of_cancellation_passes_on() -> None:
     play(story)
 
 
-def test_a_timeout_says_where_it_stood_and_why() -> None:
+def test_a_timeout_reports_queue_position_and_reason() -> None:
     _, queue = one_at_a_time()
 
     async def story() -> None:
-        async def ask(tenant: str, timeout: float) -> None:
-            async with queue.turn(tenant, SMALL, timeout=timeout):
+        async def create(tenant: str, timeout: float) -> None:
+            async with queue.acquire(tenant, SMALL, timeout=timeout):
                 await asyncio.sleep(60)
 
-        tasks = [asyncio.create_task(ask(*each)) for each in [("a", 1), ("a", 50), ("a", 30), ("b", 50)]]
+        tasks = [asyncio.create_task(create(*each)) for each in [("a", 1), ("a", 50), ("a", 30), ("b", 50)]]
         await asyncio.sleep(1)
-        assert [(w.tenant, w.waiters, w.why) for w in queue.waiting()] == [
+        assert [(w.tenant, w.waiters, w.reason) for w in queue.status()] == [
             ("a", 2, "1 pods are being created, at most 1 at once"),
-            ("b", 1, "its turn has not come"),
+            ("b", 1, "others are ahead in the queue"),
         ]
         with pytest.raises(WaitedTooLong) as caught:
             await tasks[2]
         assert str(caught.value) == (
-            "a pod of tiny for a waited 30.0 s for its turn: number 2 of 2 of its tenant, 3 waiting in all; "
+            "a pod of tiny for tenant 'a' was not admitted within 30.0 s: position 2 of 2 of its tenant, 3 waiting in all; "
             "1 pods are being created, at most 1 at once"
         )
         for task in tasks:
@@ -457,38 +459,38 @@ def test_a_timeout_says_where_it_stood_and_why() -> None:
     play(story)
 
 
-def test_pressure_that_falls_unannounced_is_noticed() -> None:
+def test_falling_pressure_is_noticed_by_the_recheck_timer() -> None:
     host, queue = one_at_a_time()
 
     async def story() -> None:
-        host.seat().started()
+        host.admit().mark_started()
         host.set(memory_some=50.0)
         asyncio.get_running_loop().call_later(7, lambda: host.set(memory_some=0.0))
-        async with queue.turn("run", SMALL):
+        async with queue.acquire("run", SMALL):
             assert 7 <= time_now() <= 7.5
 
     play(story)
 
 
-def test_a_big_pod_lets_small_ones_pass_for_a_while_and_then_is_waited_for() -> None:
-    host, queue = one_at_a_time(patience_s=10)
-    host.set(memory_available=6 * GIB)  # 2 GiB over what is kept back
+def test_a_big_pod_is_bypassed_for_a_while_and_then_holds_the_queue() -> None:
+    host, queue = one_at_a_time(max_bypass_s=10)
+    host.set(memory_available=6 * GIB)  # 2 GiB over the headroom
     passed: list[float] = []
 
     async def small() -> None:
-        async with queue.turn("small", SMALL) as seat:
+        async with queue.acquire("small", SMALL) as reservation:
             passed.append(time_now())
             await asyncio.sleep(1)
-        seat.leave()
+        reservation.release()
 
     async def story() -> None:
-        async with queue.turn("first", SMALL):
+        async with queue.acquire("first", SMALL):
             tasks = [asyncio.create_task(small()) for _ in range(40)]
             await settle()
         asyncio.get_running_loop().call_later(20, lambda: host.set(memory_available=60 * GIB))
-        async with queue.turn("big", ResourceRequest("big", 8 * GIB)) as seat:
+        async with queue.acquire("big", ResourceRequest("big", 8 * GIB)) as reservation:
             assert 20 <= time_now() <= 21.5
-        seat.leave()
+        reservation.release()
         assert not [at for at in passed if 12 < at < 20], "held for the big one"
         assert [at for at in passed if at < 10], "but not at once"
         await asyncio.gather(*tasks)
@@ -496,35 +498,35 @@ def test_a_big_pod_lets_small_ones_pass_for_a_while_and_then_is_waited_for() -> 
     play(story)
 
 
-def test_a_reading_that_fails_fails_the_waiter_and_not_the_queue() -> None:
+def test_a_failed_reading_fails_the_waiter_and_not_the_queue() -> None:
     host, queue = one_at_a_time()
 
     async def story() -> None:
-        async def ask() -> None:
-            async with queue.turn("run", SMALL):
+        async def create() -> None:
+            async with queue.acquire("run", SMALL):
                 pass
 
-        async with queue.turn("run", SMALL):
-            task = asyncio.create_task(ask())
+        async with queue.acquire("run", SMALL):
+            task = asyncio.create_task(create())
             await settle()
             host.broken = True
         with pytest.raises(PodError, match="no meminfo"):
             await task
         host.broken = False
-        await ask()
+        await create()
 
     play(story)
 
 
-def test_what_can_never_fit_does_not_queue() -> None:
+def test_a_pod_that_can_never_fit_does_not_queue() -> None:
     _, queue = one_at_a_time()
 
     async def story() -> None:
         with pytest.raises(NeverFits):
-            async with queue.turn("run", ResourceRequest("x", 65 * GIB)):
+            async with queue.acquire("run", ResourceRequest("x", 65 * GIB)):
                 pass
         with pytest.raises(InputError, match="cost"):
-            async with queue.turn("run", SMALL, cost=0):
+            async with queue.acquire("run", SMALL, cost=0):
                 pass
 
     play(story)

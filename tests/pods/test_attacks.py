@@ -73,7 +73,7 @@ async def run_script(keeper: str, state: Path, facts: dict[str, object]) -> dict
         return found
     finally:
         await host.close()
-        await host.backend.shut()
+        await host.backend.shutdown()
 
 
 def attack_names() -> list[str]:

@@ -167,7 +167,7 @@ def test_ten_thousand_directories_in_each_other_are_survived(one_keeper: str, st
         assert not (tmp_path / "d").exists()  # what was copied before it failed is gone again
         if "fs-live" in pod.backend.capabilities.snapshots:  # type: ignore[attr-defined]
             with contextlib.suppress(PodError):
-                await pod.home.remove_snapshot((await pod.snapshot("fs-live")).id)  # type: ignore[attr-defined]
+                await pod.host.remove_snapshot((await pod.snapshot("fs-live")).id)  # type: ignore[attr-defined]
         await pod.remove("d")
         assert await pod.list(".") == []
 
@@ -194,7 +194,7 @@ def test_a_pod_full_of_deep_and_closed_trees_is_removed_with_nothing_left(one_ke
     async def act(pod: Pod) -> None:
         assert (await pod.exec(["python3", "-c", mess])).ok
         (child,) = await pod.fork()
-        disk = await pod.home.create(storage="disk")  # type: ignore[attr-defined]
+        disk = await pod.host.create(storage="disk")  # type: ignore[attr-defined]
         assert (await disk.exec(["python3", "-c", mess])).ok
         await disk.close()
         await child.close()

@@ -85,7 +85,7 @@ class TestDrop:
     def test_a_program_run_afterwards_has_exactly_what_was_kept(self) -> None:
         def child() -> tuple[dict[str, int], int, int]:
             capabilities.drop()
-            return status_of_a_program(), capabilities.held(), capabilities.bounding()
+            return status_of_a_program(), capabilities.permitted(), capabilities.bounding()
 
         status, held, bounding = as_root_of_a_namespace(child)
         kept = capabilities.mask()
@@ -145,7 +145,7 @@ class TestDrop:
         def child() -> tuple[int, str]:
             capabilities.drop({"chown", "kill", "setpcap"})
             capabilities.drop({"chown", "net_admin", "setpcap"})
-            return capabilities.held(), outcome(set_loopback_up)
+            return capabilities.permitted(), outcome(set_loopback_up)
 
         assert as_root_of_a_namespace(child) == (capabilities.mask({"chown", "setpcap"}), "EPERM")
 
@@ -155,7 +155,7 @@ class TestDrop:
             try:
                 capabilities.drop(())
             except PermissionError as error:
-                return str(error), capabilities.held()
+                return str(error), capabilities.permitted()
             return "", 0
 
         message, held = in_child(child)

@@ -1,4 +1,4 @@
-"""`etude pods` as its users meet it: processes with arguments, streams, a terminal and exit codes."""
+"""`etude pods` as a process: arguments, streams, a terminal and exit codes."""
 
 import json
 import os
@@ -59,13 +59,13 @@ def test_run_passes_streams_and_the_exit_code_through(state: Path) -> None:
     assert pods(state, "run", "--", "cat", stdin=b"not asked for").stdout == ""
     assert pods(state, "run", "--", "no-such-program").returncode == 127
     late = pods(state, "run", "--timeout", "0.3s", "--", "sleep", "9")
-    assert (late.returncode, late.stderr) == (137, "etude: the command was killed: its time was over\n")
+    assert (late.returncode, late.stderr) == (137, "etude: the command was killed: its timeout passed\n")
     full = pods(state, "run", "--memory", "64M", "--", "python3", "-c", "b'x' * (256 << 20)")
-    assert "memory ran out in the pod (limit 64 MiB)" in full.stderr
+    assert "the pod ran out of memory (limit 64 MiB)" in full.stderr
     assert fine(state, "ps") == "no pods"
 
 
-def test_a_detached_pod_is_there_for_other_invocations(state: Path, tmp_path: Path) -> None:
+def test_a_detached_pod_can_be_used_by_other_invocations(state: Path, tmp_path: Path) -> None:
     pod = fine(state, "run", "-d", "--ttl", "5m", "--", "sh", "-c", "echo begun; sleep 600")
     try:
         assert fine(state, "exec", pod[:6], "--", "cat", "run.log") == "begun"
@@ -113,22 +113,22 @@ BAD = (
     (("run", "-d", "--allow", "example.org"), "etude pods serve"),
     (("exec", "ffff", "--", "true"), "no pods whose id begins with 'ffff'"),
     (("cp", "a", "b"), "must be POD:path"),
-    (("close",), "name pods, or say --all"),
+    (("close",), "give pod ids, or --all"),
     (("serve",), "openssl"),
     (("serve", "--no-token", "--listen", "0.0.0.0:0"), "needs a token"),
     (("ps", "--host", "ftp://x"), "expected the address"),
     (("image", "add", "x"), "give one of"),
-    (("doctor", "--backend", "x"), "there are: all"),
+    (("doctor", "--backend", "x"), "expected one of all"),
 )
 
 
-@pytest.mark.parametrize(("words", "told"), BAD)
+@pytest.mark.parametrize(("words", "message"), BAD)
 def test_bad_input_is_explained(
-    state: Path, words: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
+    state: Path, words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ETUDE_PODS", str(state))
     monkeypatch.delenv("ETUDE_PODS_TOKEN", raising=False)
-    with pytest.raises(InputError, match=re.escape(told)):
+    with pytest.raises(InputError, match=re.escape(message)):
         app(["pods", *words], standalone_mode=False)
 
 
@@ -147,7 +147,7 @@ def test_an_interrupted_run_leaves_nothing(state: Path, number: int) -> None:
     assert list((state / "pods").iterdir()) == []
 
 
-def test_a_terminal_has_our_size_and_follows_it(state: Path) -> None:
+def test_a_terminal_gets_the_window_size_and_its_changes(state: Path) -> None:
     child, terminal = pty.fork()
     if child == 0:
         os.execve(sys.executable, arguments("run", "-t", "--", "sh"), environment_of(state))
@@ -160,7 +160,7 @@ def test_a_terminal_has_our_size_and_follows_it(state: Path) -> None:
         type_and_see(terminal, b"stty size\n", b"44 111")
         type_and_see(terminal, b"sleep 60\n", b"sleep 60")
         time.sleep(0.3)
-        type_and_see(terminal, b"\x03", b"# ")  # goes to the command, not to us
+        type_and_see(terminal, b"\x03", b"# ")  # goes to the command, not to the CLI
         os.write(terminal, b"exit 5\n")
         deadline, status = time.monotonic() + 10, (0, 0)
         while status == (0, 0):
@@ -190,7 +190,7 @@ def drain(terminal: int) -> bytes:
 
 
 @pytest.mark.slow
-def test_every_verb_acts_on_another_host_too(state: Path, tmp_path: Path) -> None:
+def test_every_command_works_on_a_remote_host(state: Path, tmp_path: Path) -> None:
     with server() as running:
 
         def there(*words: object) -> str:
@@ -218,7 +218,7 @@ def test_every_verb_acts_on_another_host_too(state: Path, tmp_path: Path) -> Non
         assert (wrong.returncode, "token" in wrong.stderr) == (2, True)
 
 
-def test_doctor_tells_what_works_and_why(state: Path) -> None:
+def test_doctor_reports_what_works_and_why(state: Path) -> None:
     found = json.loads(fine(state, "doctor", "--backend", "namespace", "--json"))
     (backend,) = found["backends"]
     assert backend["works"]
@@ -230,7 +230,7 @@ def test_doctor_tells_what_works_and_why(state: Path) -> None:
         assert word in text
 
 
-def test_numbers_with_units() -> None:
+def test_sizes_and_durations() -> None:
     sizes = ("512", "1K", "512M", "1.5G", "2GiB", "3 MB")
     assert [parse_size(text, "x") for text in sizes] == [512, 1024, 512 << 20, 3 << 29, 2 << 30, 3 << 20]
     assert [parse_seconds(text, "x") for text in ("90", "1.5s", "5m", "1h30m", "2d")] == [90, 1.5, 300, 5400, 172800]

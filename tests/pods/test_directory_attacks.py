@@ -240,7 +240,7 @@ def test_more_than_the_pods_own_user_cannot_be_had(tmp_path: Path, kind: str) ->
         assert shown[4:] == ["-1", "-1", "EPERM", "Linux"]
         if backend.users:
             # with a user of its own not even the modes of the machine's files can be changed
-            assert (await pod.exec(f"chmod 777 {backend.outside} {pod.fs.parent}")).exit_code
+            assert (await pod.exec(f"chmod 777 {backend.user_pods} {pod.fs.parent}")).exit_code
 
     with_pod(tmp_path, kind, check)
 

@@ -303,7 +303,7 @@ def test_no_process_outlives_its_pod_whoever_is_killed(tmp_path: Path, kind: str
                 os.kill(named[name], signal.SIGKILL)
             if len(victims) == 1:
                 assert await gone({agent_pid, *below})
-            while pod.line.gone is None:
+            while pod.guest.closed_error is None:
                 await asyncio.sleep(0.01)
             with pytest.raises(PodGone):
                 await pod.exec("true")
@@ -319,7 +319,7 @@ def test_a_pod_ends_when_its_time_is_over(tmp_path: Path, kind: str) -> None:
     async def check(pod: DirectoryPod, backend: DirectoryBackend) -> None:
         with contextlib.suppress(PodGone):  # half a second may be over already
             await pod.exec(LEAVE)
-        while pod.line.gone is None:
+        while pod.guest.closed_error is None:
             await asyncio.sleep(0.02)
 
     async def main() -> None:
@@ -413,7 +413,7 @@ def test_an_old_kernel_is_told_from_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abi: int, users: bool, words: str
 ) -> None:
     monkeypatch.setattr(landlock, "abi", lambda: abi)
-    monkeypatch.setattr(directory, "own_users", lambda: range(50_000, 60_000) if users else None)
+    monkeypatch.setattr(directory, "pod_user_ids", lambda: range(50_000, 60_000) if users else None)
     with pytest.raises(Unsupported, match=words):
         LandlockBackend(tmp_path, Store(tmp_path / "store"))
 
@@ -422,7 +422,7 @@ def test_an_old_kernel_is_told_from_a_new_one(
 def test_the_fence_is_small_and_ends_in_a_verdict(machine: str) -> None:
     for unix in (True, False):
         for carry in (True, False):
-            program = seccomp_notify.build(unix, carry, False, machine)
+            program = seccomp_notify.build_filter(unix, carry, False, machine)
             assert len(program) % 8 == 0
             assert len(program) < 60 * 8
             assert program[-8:-6] == b"\x06\x00"

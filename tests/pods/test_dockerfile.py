@@ -254,7 +254,7 @@ def test_steps_are_done_again_only_when_what_decides_them_changes(bench: Bench) 
     for image in bench.store.images():
         if image.name != "base":
             bench.store.remove_image(image.id)
-    bench.store.collect(grace=0)
+    bench.store.collect_garbage(grace=0)
     assert done() == ["one", "two", "three"], "a cache keeps no layer alive"
 
 

@@ -1,4 +1,4 @@
-"""Truths about egress rules, the sockets they need, and the readers of untrusted bytes."""
+"""Egress rules, the sockets they need, and the parsers of untrusted bytes."""
 
 import ssl
 import struct
@@ -22,7 +22,7 @@ from etude.pods.pod import Egress
 
 
 def client_hello(name: str | None) -> bytes:
-    """The first flight of a real TLS client."""
+    """Return the first flight of a real TLS client."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     outgoing = ssl.MemoryBIO()
@@ -32,7 +32,7 @@ def client_hello(name: str | None) -> bytes:
 
 
 def in_records(flight: bytes, size: int) -> bytes:
-    """The same ClientHello, cut into records of `size` bytes."""
+    """Return the same ClientHello, split into records of `size` bytes."""
     message = flight[5:]
     parts = [message[i : i + size] for i in range(0, len(message), size)]
     return b"".join(b"\x16\x03\x01" + struct.pack(">H", len(part)) + part for part in parts)
@@ -59,13 +59,13 @@ def query(name: str, kind: int = egress.A, flags: int = 0x0100) -> bytes:
         ("_srv.a-b.example.org", EgressRule("_srv.a-b.example.org", False, 443)),
     ],
 )
-def test_a_rule_has_one_spelling(text: str, rule: EgressRule) -> None:
+def test_a_rule_is_normalized(text: str, rule: EgressRule) -> None:
     assert parse_rule(text) == rule
     assert parse_rule(str(rule)) == rule
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("https://example.org", "URL"),
         ("10.0.0.0/8", "networks"),
@@ -95,14 +95,14 @@ def test_a_rule_has_one_spelling(text: str, rule: EgressRule) -> None:
         (":443", "host name"),
     ],
 )
-def test_a_bad_rule_says_what_is_wrong(text: str, says: str) -> None:
-    with pytest.raises(InputError, match=says) as error:
+def test_an_invalid_rule_is_explained(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
         parse_rule(text)
     assert repr(text) in str(error.value)
 
 
 @given(st.text(max_size=40))
-def test_reading_a_rule_gives_a_rule_or_an_input_error(text: str) -> None:
+def test_parsing_a_rule_returns_a_rule_or_raises_an_input_error(text: str) -> None:
     try:
         rule = parse_rule(text)
     except InputError:
@@ -110,7 +110,7 @@ def test_reading_a_rule_gives_a_rule_or_an_input_error(text: str) -> None:
     assert parse_rule(str(rule)) == rule
 
 
-def test_decisions_follow_the_rules_and_nothing_else() -> None:
+def test_only_rules_allow_a_connection() -> None:
     policy = EgressPolicy.from_egress(
         Egress.to("example.org", "*.example.org:443", "*.a.example.org:443", "192.0.2.7:22")
     )
@@ -135,7 +135,7 @@ def test_decisions_follow_the_rules_and_nothing_else() -> None:
     assert "only port 443" in policy.decide("example.org", 80).reason
 
 
-def test_without_rules_a_pod_needs_nothing() -> None:
+def test_without_rules_a_pod_opens_no_socket() -> None:
     for transparent in (False, True):
         policy = EgressPolicy.from_egress(Egress(transparent=transparent))
         assert not policy.decide("example.org", 443).allowed
@@ -147,7 +147,7 @@ def test_without_rules_a_pod_needs_nothing() -> None:
         )
 
 
-def test_the_proxy_way_needs_one_socket_and_the_usual_variables() -> None:
+def test_proxy_mode_needs_one_socket_and_the_usual_variables() -> None:
     policy = EgressPolicy.from_egress(Egress.to("example.org", "127.0.0.1:8000"))
     carried = ListenSpec("tcp", "127.0.0.1", 8000, "carry", "127.0.0.1")  # NO_PROXY keeps it from the proxy
     assert policy.listen_specs() == [ListenSpec("tcp", "127.0.0.1", 3128, "proxy"), carried]
@@ -157,7 +157,7 @@ def test_the_proxy_way_needs_one_socket_and_the_usual_variables() -> None:
     assert (policy.addresses(), policy.resolv_conf()) == ([], "")
 
 
-def test_the_transparent_way_gives_every_host_an_address() -> None:
+def test_transparent_mode_gives_every_host_an_address() -> None:
     rules = ("b.example.org:22", "a.example.org", "*.example.org:8080", "192.0.2.7:5432")
     policy = EgressPolicy.from_egress(Egress.to(*rules, transparent=True))
     assert policy.listen_specs() == [
@@ -186,7 +186,7 @@ def test_three_hundred_hosts_have_three_hundred_addresses() -> None:
 
 
 @pytest.mark.parametrize("rule", ["127.0.0.1:53", "198.18.5.5:80"])
-def test_a_transparent_pod_cannot_be_given_its_own_places(rule: str) -> None:
+def test_addresses_used_by_transparent_mode_cannot_be_allowed(rule: str) -> None:
     with pytest.raises(InputError, match=r"127\.0\.0\.1:53|198\.18\.5\.5"):
         EgressPolicy.from_egress(Egress.to(rule, transparent=True))
 
@@ -219,12 +219,12 @@ def test_a_transparent_pod_cannot_be_given_its_own_places(rule: str) -> None:
         "nonsense",
     ],
 )
-def test_addresses_that_are_not_out_there_are_forbidden(address: str) -> None:
+def test_non_public_addresses_are_forbidden(address: str) -> None:
     assert egress.forbidden_address(address)
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "64:ff9b::808:808", "::ffff:8.8.8.8"])
-def test_public_addresses_are_not(address: str) -> None:
+def test_public_addresses_are_not_forbidden(address: str) -> None:
     assert egress.forbidden_address(address) == ""
 
 
@@ -232,7 +232,7 @@ def test_public_addresses_are_not(address: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["example.org", None])
-def test_the_server_name_of_a_real_client_is_read_however_it_is_cut(name: str | None) -> None:
+def test_the_server_name_is_read_across_any_record_and_segment_boundaries(name: str | None) -> None:
     for flight in (client_hello(name), in_records(client_hello(name), 7)):
         for step in (1, 3, 100, len(flight)):
             reader = ClientHelloReader()
@@ -243,7 +243,7 @@ def test_the_server_name_of_a_real_client_is_read_however_it_is_cut(name: str | 
     assert ClientHelloReader().feed(client_hello("example.org") + b"early data" * 9000) == ClientHello("example.org")
 
 
-def test_a_hello_that_never_ends_is_given_up() -> None:
+def test_an_endless_client_hello_is_refused() -> None:
     pieces = [b"\x16\x03\x01\x00\x01" + bytes([byte]) for byte in b"\x01\x00\x3f\xff" + bytes(10_000)]
     for flight in (b"".join(pieces), b"\x16\x03\x01\x00\x04\x01\xff\xff\xff"):
         with pytest.raises(ProtocolError, match="too long"):
@@ -252,7 +252,7 @@ def test_a_hello_that_never_ends_is_given_up() -> None:
 
 @settings(max_examples=300)
 @given(st.data())
-def test_any_bytes_are_a_hello_or_malformed(data: st.DataObject) -> None:
+def test_any_bytes_are_a_client_hello_or_a_protocol_error(data: st.DataObject) -> None:
     flight = bytearray(_FLIGHT)
     for _ in range(data.draw(st.integers(0, 6))):
         at = data.draw(st.integers(0, len(flight) - 1))
@@ -272,7 +272,7 @@ _FLIGHT = client_hello("example.org")
 # -- DNS
 
 
-def test_an_answer_repeats_its_question() -> None:
+def test_a_dns_answer_repeats_its_question() -> None:
     packet = query("A.Example.org")
     question = egress.parse_dns_question(packet)
     assert (question.name, question.kind, question.internet) == ("a.example.org", egress.A, True)
@@ -297,14 +297,14 @@ def test_an_answer_repeats_its_question() -> None:
         struct.pack(">6H", 7, 0x100, 2, 0, 0, 0) + query("example.org")[12:],
     ],
 )
-def test_a_question_that_is_not_one_is_malformed(packet: bytes) -> None:
+def test_an_invalid_dns_question_is_a_protocol_error(packet: bytes) -> None:
     with pytest.raises(ProtocolError):
         egress.parse_dns_question(packet)
 
 
 @settings(max_examples=300)
 @given(st.one_of(st.binary(max_size=80), st.binary(max_size=60).map(lambda tail: query("a")[:12] + tail)))
-def test_any_packet_is_a_question_or_malformed(packet: bytes) -> None:
+def test_any_packet_is_a_dns_question_or_a_protocol_error(packet: bytes) -> None:
     try:
         question = egress.parse_dns_question(packet)
     except ProtocolError:
@@ -346,7 +346,7 @@ def request(*lines: str) -> bytes:
         b"GET / HTTP/1.1\nHost: a\n\n\r\n\r\n",
     ],
 )
-def test_what_two_servers_could_read_in_two_ways_is_malformed(data: bytes) -> None:
+def test_an_ambiguous_request_is_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         egress.request_length(egress.parse_head(data))
 
@@ -373,7 +373,7 @@ def test_the_target_and_the_host_must_agree() -> None:
         assert "secret" not in str(error.value)
 
 
-def test_hop_by_hop_and_secret_headers_are_not_kept() -> None:
+def test_hop_by_hop_and_sensitive_headers_are_not_forwarded() -> None:
     lines = (
         "Connection: X-Mine, Content-Length",
         "X-Mine: 1",
@@ -383,11 +383,11 @@ def test_hop_by_hop_and_secret_headers_are_not_kept() -> None:
         "A: b",
     )
     head = egress.parse_head(request("POST / HTTP/1.1", "Host: a", *lines))
-    assert head.kept(egress.SENSITIVE) == [("Host", "a"), ("Content-Length", "3"), ("A", "b")]
+    assert head.forwarded(egress.SENSITIVE) == [("Host", "a"), ("Content-Length", "3"), ("A", "b")]
 
 
 @given(st.binary(max_size=120))
-def test_any_head_is_read_or_malformed(data: bytes) -> None:
+def test_any_head_is_parsed_or_a_protocol_error(data: bytes) -> None:
     for message in (data, b"GET / HTTP/1.1\r\n" + data + b"\r\n\r\n", data + b" / HTTP/1.1\r\nHost: a\r\n\r\n"):
         egress.protocol_of(message)
         try:
@@ -415,7 +415,7 @@ def test_any_head_is_read_or_malformed(data: bytes) -> None:
         (b"a" * (egress.MAX_LINE + 1), "other"),
     ],
 )
-def test_the_first_bytes_tell_the_protocol(start: bytes, kind: str | None) -> None:
+def test_the_protocol_is_detected_from_the_first_bytes(start: bytes, kind: str | None) -> None:
     assert egress.protocol_of(start) == kind
 
 

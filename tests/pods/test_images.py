@@ -308,7 +308,7 @@ def test_the_host_image_of_this_machine_is_found_at_once(store: Store) -> None:
         times.append(time.perf_counter() - start)
     assert min(times) < 0.005
     store.remove_image("host")
-    store.collect(grace=0)
+    store.collect_garbage(grace=0)
     assert root_of(store, host_image(store)).is_dir(), "collected: made again"
 
 

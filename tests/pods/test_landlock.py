@@ -90,7 +90,7 @@ def test_what_cannot_be_a_rule_is_refused_with_a_reason_and_nothing_is_restricte
         landlock.restrict("/usr")
     with pytest.raises(ValueError, match="70000 is not a TCP port"):
         landlock.restrict(connect_ports=[70000])
-    with pytest.raises(ValueError, match="bind_ports is of use only with connect_ports"):
+    with pytest.raises(ValueError, match="bind_ports needs connect_ports"):
         landlock.restrict(bind_ports=[80])
     (tmp_path / "file").write_text("still here")
 

@@ -29,7 +29,7 @@ def with_host(keeper: str, state: Path, act: Callable[[Host], Awaitable[None]], 
     """Run `act` on a host; afterwards everything is as before its first pod."""
 
     async def main() -> None:
-        thresholds = Thresholds(max_pods=most, unknown_need=0.05)
+        thresholds = Thresholds(max_pods=most, unseen_image_fraction=0.05)
         host = await open_host("namespace", state, thresholds, compiled=keeper == "compiled")
         try:
             before = await inventory.baseline(host)
@@ -37,10 +37,10 @@ def with_host(keeper: str, state: Path, act: Callable[[Host], Awaitable[None]], 
             now = await asyncio.to_thread(inventory.settled, host, before)
             assert now.difference(before) == {}
             assert now.keeper_memory - before.keeper_memory < 2 * MIB
-            assert not host.uses
+            assert not host.layer_refs
         finally:
             await host.close()
-            await host.backend.shut()
+            await host.backend.shutdown()
         async with asyncio.timeout(10):
             while inventory.keeper_of(state):
                 await asyncio.sleep(0.01)
@@ -178,7 +178,7 @@ def test_a_killed_service_takes_its_pods_along_and_leaves_the_detached(keeper: s
                 await host.remove_snapshot(saved.snapshot.id)
             for pod in list(host.pods.values()):
                 await pod.close()
-            await host.collect(grace=0)
+            await host.collect_garbage(grace=0)
             async with asyncio.timeout(10):
                 while any((state / "trash").iterdir()) or await host.backend.memory_layers():
                     await asyncio.sleep(0.05)
@@ -187,7 +187,7 @@ def test_a_killed_service_takes_its_pods_along_and_leaves_the_detached(keeper: s
             assert not list((state / "pods").iterdir())
         finally:
             await host.close()
-            await host.backend.shut()
+            await host.backend.shutdown()
 
     asyncio.run(main())
 
@@ -209,7 +209,7 @@ def test_a_paused_detached_pod_outlives_its_service(one_keeper: str, state: Path
             await found.close()
         finally:
             await again.close()
-            await again.backend.shut()
+            await again.backend.shutdown()
 
     asyncio.run(main())
 
@@ -244,7 +244,7 @@ def test_a_killed_keeper_takes_every_pod_along_and_another_takes_its_place(keepe
                     await asyncio.sleep(0.05)
         finally:
             await host.close()
-            await host.backend.shut()
+            await host.backend.shutdown()
 
     asyncio.run(main())
 
@@ -292,7 +292,7 @@ def test_a_service_that_opens_beside_another_harms_none_of_its_pods(one_keeper: 
         async def newcomers() -> None:
             for _ in range(25):
                 other = await open_host("namespace", state, compiled=one_keeper == "compiled")
-                await other.collect()
+                await other.collect_garbage()
                 await other.close()
             stop.set()
 
@@ -301,7 +301,7 @@ def test_a_service_that_opens_beside_another_harms_none_of_its_pods(one_keeper: 
             assert min(counts[:2]) > 0
         finally:
             await host.close()
-            await host.backend.shut()
+            await host.backend.shutdown()
 
     asyncio.run(main())
 

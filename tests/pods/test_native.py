@@ -23,7 +23,7 @@ from etude.pods.guest.client import connect_unix
 from etude.pods.pod import PodError
 from etude.pods.runtime import capabilities, linux, seccomp, zygote_protocol
 from etude.pods.runtime.native import build
-from etude.pods.runtime.zygote_client import KeeperLine
+from etude.pods.runtime.zygote_client import ZygoteClient
 
 FIRST_ID = 2_000_000_000
 UNSTEADY = {
@@ -46,7 +46,7 @@ class Talk:
     """A connection to an agent, spoken synchronously."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.splitter, self.calls = sock, protocol.Splitter(), 0
+        self.sock, self.decoder, self.calls = sock, protocol.FrameDecoder(), 0
         self.frames: list[tuple[int, int, protocol.Fields]] = []
         self.held: list[tuple[int, int, protocol.Fields]] = []  # frames of other calls than the one asked for
         sock.settimeout(20)
@@ -60,7 +60,7 @@ class Talk:
                 data = b""
             if not data:
                 return -1, 0, {}
-            self.frames += self.splitter.feed(data)
+            self.frames += self.decoder.feed(data)
         return self.frames.pop(0)
 
     def send(self, op: int, *fields: Given) -> int:
@@ -110,7 +110,7 @@ class World:
         self.state = Path(tempfile.mkdtemp(prefix="etude-native-"))
         self.root = os.geteuid() == 0
         self.loop = asyncio.new_event_loop()
-        self.line = KeeperLine(self.state, helper)
+        self.zygote = ZygoteClient(self.state, helper)
         self.count = 0
         self.talks: list[Talk] = []
         make_skeleton(self.state / "skeleton")
@@ -123,7 +123,7 @@ class World:
             )
 
     def keep(self, op: int, *fields: Given, descriptors: tuple[int, ...] = ()) -> tuple[protocol.Fields, list[int]]:
-        return self.loop.run_until_complete(self.line.ask(op, *fields, descriptors=descriptors))
+        return self.loop.run_until_complete(self.zygote.request(op, *fields, descriptors=descriptors))
 
     def maps(self) -> list[Given]:
         text = f"0 {FIRST_ID} 65536\n" if self.root else "0 0 1\n"
@@ -176,12 +176,12 @@ class World:
     def end(self) -> None:
         while self.talks:
             self.talks.pop().close()
-        if self.line.sock is not None:
+        if self.zygote.sock is not None:
             with contextlib.suppress(PodError):  # it was killed
                 self.keep(zygote_protocol.STOP)
 
         async def close() -> None:
-            self.line.close()
+            self.zygote.close()
 
         self.loop.run_until_complete(close())
         self.loop.close()
@@ -595,7 +595,7 @@ def test_nothing_of_the_host_is_seen_through_the_first_process(compiled: World) 
 
 
 def test_programs_are_marked_for_the_kernel_to_kill_first(compiled: World) -> None:
-    talk = compiled.pod((zygote_protocol.FLAGS, zygote_protocol.MARK_CHILDREN))
+    talk = compiled.pod((zygote_protocol.FLAGS, zygote_protocol.ADJUST_OOM_SCORE))
     marked = "for i in 1 2 3 4 5 6 7 8 9; do grep -q 1000 /proc/$$/oom_score_adj && break; sleep 0.2; done"
     assert talk.sh(f"{marked}; cat /proc/self/oom_score_adj") == b"1000\n"  # soon after its start
     assert talk.sh("cat /proc/1/oom_score_adj") != b"1000\n"

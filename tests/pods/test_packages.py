@@ -55,7 +55,7 @@ def test_pip_installs_through_the_allow_list_and_nothing_else_passes(
             assert [facts["host"] for facts in seen if not facts["allowed"]] == ["example.org"]
         finally:
             await host.close()
-            await host.backend.shut()
+            await host.backend.shutdown()
 
     asyncio.run(act())
 
@@ -72,6 +72,6 @@ def test_without_permission_it_is_refused(tmp_path: Path) -> None:
             assert {facts["host"] for facts in refused} == {index_hosts()[0]}
         finally:
             await host.close()
-            await host.backend.shut()
+            await host.backend.shutdown()
 
     asyncio.run(act())

@@ -1,4 +1,4 @@
-"""A reading is what a pod could really get, on a machine and in containers of both kinds."""
+"""A pressure reading gives what a pod could really get, on a bare machine and under cgroups v1 and v2."""
 
 import time
 from pathlib import Path
@@ -13,7 +13,7 @@ STALLS = "some avg10={some} avg60=0.00 avg300=0.00 total=1\nfull avg10={full} av
 
 
 class Kernel:
-    """A directory that looks like the kernel's: MemTotal 64 GiB, 32 GiB available, no control group by default."""
+    """A directory with fake kernel files: MemTotal 64 GiB, 32 GiB available, no cgroup by default."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -35,7 +35,7 @@ def kernel(tmp_path: Path) -> Kernel:
     return Kernel(tmp_path)
 
 
-def test_a_machine_without_groups_or_stall_figures(kernel: Kernel) -> None:
+def test_a_machine_without_cgroups_or_psi(kernel: Kernel) -> None:
     reading = kernel.read()
     assert (reading.memory_total, reading.memory_available) == (64 * GIB, 32 * GIB)
     assert (reading.cpu_some, reading.memory_some, reading.memory_full, reading.io_full) == (None,) * 4
@@ -44,7 +44,7 @@ def test_a_machine_without_groups_or_stall_figures(kernel: Kernel) -> None:
     assert 0 < reading.disk_free <= reading.disk_total
 
 
-def test_the_tightest_group_of_version_2_binds(kernel: Kernel) -> None:
+def test_the_tightest_cgroup_v2_limit_applies(kernel: Kernel) -> None:
     kernel.put("proc/self/cgroup", "0::/pods.slice/service\n")
     kernel.put("sys/fs/cgroup/pods.slice/memory.max", 8 * GIB)
     kernel.put("sys/fs/cgroup/pods.slice/memory.current", 7 * GIB)
@@ -54,18 +54,18 @@ def test_the_tightest_group_of_version_2_binds(kernel: Kernel) -> None:
     kernel.put("sys/fs/cgroup/pods.slice/cpu.max", "50000 100000\n")
     reading = kernel.read()
     assert reading.memory_total == 8 * GIB
-    assert reading.memory_available == 3 * GIB, "what is used, less the file pages nobody has used lately"
+    assert reading.memory_available == 3 * GIB, "inactive file pages count as free"
     assert reading.cores == 0.5
 
 
-def test_a_throttle_limit_counts_as_a_limit(kernel: Kernel) -> None:
+def test_memory_high_counts_as_a_limit(kernel: Kernel) -> None:
     kernel.put("sys/fs/cgroup/memory.max", 8 * GIB)
     kernel.put("sys/fs/cgroup/memory.high", 6 * GIB)
     kernel.put("sys/fs/cgroup/memory.current", GIB)
     assert (kernel.read().memory_total, kernel.read().memory_available) == (6 * GIB, 5 * GIB)
 
 
-def test_version_1_is_found_at_the_mount_root_when_its_path_is_not_visible(kernel: Kernel) -> None:
+def test_cgroup_v1_is_found_at_the_mount_root_when_its_path_is_not_visible(kernel: Kernel) -> None:
     kernel.put("proc/self/cgroup", "4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n0::/\n")
     kernel.put("sys/fs/cgroup/memory/memory.limit_in_bytes", 4 * GIB)
     kernel.put("sys/fs/cgroup/memory/memory.usage_in_bytes", 3 * GIB)
@@ -77,20 +77,20 @@ def test_version_1_is_found_at_the_mount_root_when_its_path_is_not_visible(kerne
     assert reading.cores >= 1
 
 
-def test_version_1_without_a_limit_does_not_bind(kernel: Kernel) -> None:
+def test_cgroup_v1_without_a_limit_is_ignored(kernel: Kernel) -> None:
     kernel.put("proc/self/cgroup", "4:memory:/\n")
     kernel.put("sys/fs/cgroup/memory/memory.limit_in_bytes", 9223372036854771712)
     kernel.put("sys/fs/cgroup/memory/memory.usage_in_bytes", 3 * GIB)
     assert kernel.read().memory_available == 32 * GIB
 
 
-def test_a_group_over_its_limit_has_nothing_available_rather_than_less(kernel: Kernel) -> None:
+def test_a_cgroup_over_its_limit_has_zero_memory_available(kernel: Kernel) -> None:
     kernel.put("sys/fs/cgroup/memory.max", GIB)
     kernel.put("sys/fs/cgroup/memory.current", 2 * GIB)
     assert kernel.read().memory_available == 0
 
 
-def test_stalls_are_the_worst_of_the_machine_and_our_group(kernel: Kernel) -> None:
+def test_stalls_are_the_maximum_of_machine_and_cgroup(kernel: Kernel) -> None:
     kernel.put("proc/self/cgroup", "0::/service\n")
     kernel.put("proc/pressure/memory", STALLS.format(some=1.25, full=0.5))
     kernel.put("proc/pressure/io", STALLS.format(some=3, full=2))
@@ -101,7 +101,7 @@ def test_stalls_are_the_worst_of_the_machine_and_our_group(kernel: Kernel) -> No
     assert (reading.io_full, reading.cpu_some) == (2, 40)
 
 
-def test_a_reading_is_kept_for_a_short_time(kernel: Kernel) -> None:
+def test_a_reading_is_cached_for_max_age(kernel: Kernel) -> None:
     now = [100.0]
 
     def read() -> float:
@@ -116,12 +116,12 @@ def test_a_reading_is_kept_for_a_short_time(kernel: Kernel) -> None:
 
 def test_a_machine_without_meminfo_says_what_is_missing(kernel: Kernel) -> None:
     (kernel.root / "proc/meminfo").unlink()
-    with pytest.raises(PodError, match=r"meminfo does not say MemTotal.*needs Linux"):
+    with pytest.raises(PodError, match=r"meminfo has no MemTotal.*needs Linux"):
         kernel.read()
 
 
 def test_a_missing_state_directory_is_named(kernel: Kernel) -> None:
-    with pytest.raises(PodError, match=r"no disk to measure at .*nowhere"):
+    with pytest.raises(PodError, match=r"cannot measure the disk at .*nowhere"):
         read_pressure(kernel.root / "nowhere", root=kernel.root)
 
 

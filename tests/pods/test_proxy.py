@@ -1,4 +1,4 @@
-"""Truths about what the gate of a pod carries, on real sockets of this machine; nothing here needs a network."""
+"""CONNECT and plain HTTP through the egress proxy, on real local sockets; no test needs a network."""
 
 import asyncio
 import socket
@@ -14,47 +14,47 @@ from tests.pods.egress_proxy import (
     client_hello,
     connect,
     echo,
+    exchange,
     get,
     http_server,
     on_loop,
-    opened,
-    serving,
-    talk,
+    running_proxy,
+    running_server,
 )
 
 # -- CONNECT
 
 
 @on_loop
-async def test_connect_carries_tls_to_the_host_it_names() -> None:
+async def test_connect_forwards_tls_to_the_named_host() -> None:
     hello = client_hello("example.org")
-    async with serving(echo) as server, opened(["example.org"], server=server) as world:
+    async with running_server(echo) as server, running_proxy(["example.org"], server=server) as running:
         for pieces in ([connect("Example.org:443"), hello], [connect("example.org:443") + hello[:9], hello[9:]]):
-            assert await talk(world.ports[0], *pieces, end=True) == ESTABLISHED + hello
-        facts = (await world.settled(2))[0]
-        assert world.dialled == [("example.org", 443)] * 2
-        assert facts.pop("seconds") < 5
+            assert await exchange(running.ports[0], *pieces, end=True) == ESTABLISHED + hello
+        record = (await running.wait_for_records(2))[0]
+        assert running.connected == [("example.org", 443)] * 2
+        assert record.pop("seconds") < 5
         size = len(hello)
-        assert facts == {
+        assert record == {
             "kind": "egress", "way": "connect", "host": "example.org", "port": 443, "allowed": True,
             "rule": "example.org:443", "up": size, "down": size,
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("place", ["evil.example:443", "example.org:80", "[2001:db8::1]:443", "169.254.169.254:80"])
+@pytest.mark.parametrize("authority", ["evil.example:443", "example.org:80", "[2001:db8::1]:443", "169.254.169.254:80"])
 @on_loop
-async def test_a_refusal_names_the_rule_to_add(place: str) -> None:
-    async with opened(["example.org"], server=1) as world:
-        answer = await talk(world.ports[0], connect(place))
+async def test_a_refusal_names_the_rule_to_add(authority: str) -> None:
+    async with running_proxy(["example.org"], server=1) as running:
+        answer = await exchange(running.ports[0], connect(authority))
         assert answer.startswith(b"HTTP/1.1 403 ")
-        assert f"add the rule {place!r}".encode() in answer
-        assert world.dialled == []
-        (facts,) = await world.settled()
-        assert (facts["allowed"], facts["rule"], facts["reason"][:7]) == (False, None, "no rule")
+        assert f"add the rule {authority!r}".encode() in answer
+        assert running.connected == []
+        (record,) = await running.wait_for_records()
+        assert (record["allowed"], record["rule"], record["reason"][:7]) == (False, None, "no rule")
 
 
 @pytest.mark.parametrize(
-    ("place", "first", "reason"),
+    ("authority", "first", "reason"),
     [
         ("example.org:443", client_hello("evil.example"), "evil.example"),
         ("example.org:443", client_hello(None), "no server name"),
@@ -66,34 +66,42 @@ async def test_a_refusal_names_the_rule_to_add(place: str) -> None:
     ],
 )
 @on_loop
-async def test_a_tunnel_for_one_host_is_not_for_another(place: str, first: bytes, reason: str) -> None:
-    async with serving(echo) as server, opened(["example.org", "example.org:8443"], server=server) as world:
-        assert await talk(world.ports[0], connect(place) + first, end=True) in (ESTABLISHED, b"")
-        (facts,) = await world.settled()
-        assert not facts["allowed"]
-        assert reason in facts["reason"]
-        assert facts["up"] == 0
+async def test_a_tunnel_is_refused_if_the_client_hello_does_not_match_its_host(
+    authority: str, first: bytes, reason: str
+) -> None:
+    async with (
+        running_server(echo) as server,
+        running_proxy(["example.org", "example.org:8443"], server=server) as running,
+    ):
+        assert await exchange(running.ports[0], connect(authority) + first, end=True) in (ESTABLISHED, b"")
+        (record,) = await running.wait_for_records()
+        assert not record["allowed"]
+        assert reason in record["reason"]
+        assert record["up"] == 0
 
 
 @on_loop
-async def test_tls_without_a_name_is_carried_to_other_ports_and_noted() -> None:
+async def test_tls_without_a_server_name_is_forwarded_to_other_ports_and_noted() -> None:
     hello = client_hello(None)
-    async with serving(echo) as server, opened(["example.org:8443", "192.0.2.7:443"], server=server) as world:
-        for place in ("example.org:8443", "192.0.2.7:443"):
-            assert await talk(world.ports[0], connect(place) + hello, end=True) == ESTABLISHED + hello
-        assert [facts["note"] for facts in await world.settled(2)] == ["TLS without a server name"] * 2
+    async with (
+        running_server(echo) as server,
+        running_proxy(["example.org:8443", "192.0.2.7:443"], server=server) as running,
+    ):
+        for authority in ("example.org:8443", "192.0.2.7:443"):
+            assert await exchange(running.ports[0], connect(authority) + hello, end=True) == ESTABLISHED + hello
+        assert [record["note"] for record in await running.wait_for_records(2)] == ["TLS without a server name"] * 2
 
 
 @on_loop
-async def test_a_server_may_speak_first() -> None:
+async def test_a_server_may_send_first() -> None:
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 hello\r\n")
         writer.write(b"you said " + await reader.readline())
         await writer.drain()
 
     carry = ListenSpec("tcp", "198.18.1.1", 22, "carry", "example.org")
-    async with serving(greet) as server, opened(["example.org:22"], (PROXY, carry), server) as world:
-        for port, start in ((world.ports[0], ESTABLISHED), (world.ports[1], b"")):
+    async with running_server(greet) as server, running_proxy(["example.org:22"], (PROXY, carry), server) as running:
+        for port, start in ((running.ports[0], ESTABLISHED), (running.ports[1], b"")):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             if start:
                 writer.write(connect("example.org:22"))
@@ -104,7 +112,7 @@ async def test_a_server_may_speak_first() -> None:
 
 
 @on_loop
-async def test_each_direction_ends_alone() -> None:
+async def test_each_direction_can_end_before_the_other() -> None:
     async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         data = await reader.read()  # to the client's end
         writer.write(b"%d" % len(data))
@@ -115,16 +123,16 @@ async def test_each_direction_ends_alone() -> None:
         heard.append(await reader.read())
 
     heard: list[bytes] = []
-    async with serving(count) as server, opened(["example.org:9"], server=server) as world:
+    async with running_server(count) as server, running_proxy(["example.org:9"], server=server) as running:
         request = connect("example.org:9") + b"\0" * 100_000
-        assert await talk(world.ports[0], request, end=True) == ESTABLISHED + b"100000"
-    async with serving(end_first) as server, opened(["example.org:9"], server=server) as world:
-        reader, writer = await asyncio.open_connection("127.0.0.1", world.ports[0])
+        assert await exchange(running.ports[0], request, end=True) == ESTABLISHED + b"100000"
+    async with running_server(end_first) as server, running_proxy(["example.org:9"], server=server) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.ports[0])
         writer.write(connect("example.org:9"))
         assert await reader.read() == ESTABLISHED
         writer.write(b"\0still here")
         writer.write_eof()
-        assert (await world.settled())[0]["up"] == 11
+        assert (await running.wait_for_records())[0]["up"] == 11
         writer.close()
     assert heard == [b"\0still here"]
 
@@ -133,20 +141,23 @@ async def test_each_direction_ends_alone() -> None:
 
 
 @on_loop
-async def test_each_request_of_a_connection_is_decided_and_cleaned() -> None:
+async def test_each_request_of_a_connection_is_decided_and_stripped_of_sensitive_headers() -> None:
     seen: list[bytes] = []
     secret = ("Authorization: Bearer s", "Cookie: s", "X-Api-Key: s", "Proxy-Authorization: s")
     hops = ("Connection: keep-alive, X-Hop", "X-Hop: 1", "TE: trailers", "Upgrade: websocket", "Accept: */*")
     one = get("http://example.org/a?token=s", *secret, *hops)
-    async with serving(http_server(OK, seen)) as server, opened(["example.org:80"], server=server) as world:
-        answer = await talk(world.ports[0], one + get("http://example.org/b") + get("http://evil.example/c?s"))
+    async with (
+        running_server(http_server(OK, seen)) as server,
+        running_proxy(["example.org:80"], server=server) as running,
+    ):
+        answer = await exchange(running.ports[0], one + get("http://example.org/b") + get("http://evil.example/c?s"))
         assert answer.count(b"HTTP/1.1 200 OK") == 2
         assert answer.count(b"Connection: keep-alive") == 2
         assert b"HTTP/1.1 403 " in answer
-        records = await world.settled(3)
+        records = await running.wait_for_records(3)
     first = b"GET /a?token=s HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\nConnection: close\r\n\r\n"
     assert seen == [first, b"GET /b HTTP/1.1\r\nHost: example.org\r\nConnection: close\r\n\r\n"]
-    assert [facts["allowed"] for facts in records] == [True, True, False]
+    assert [record["allowed"] for record in records] == [True, True, False]
     assert "token" not in repr(records)
     assert "?s" not in repr(records)
 
@@ -170,13 +181,13 @@ async def test_each_request_of_a_connection_is_decided_and_cleaned() -> None:
     ],
 )
 @on_loop
-async def test_a_doubtful_request_is_never_passed_on(request_bytes: bytes) -> None:
-    async with opened(["example.org:80", "example.org"], server=1) as world:
-        assert (await talk(world.ports[0], request_bytes)).startswith(b"HTTP/1.1 400 ")
-        assert world.dialled == []
-        (facts,) = await world.settled()
-        assert not facts["allowed"]
-        assert "secret" not in repr(facts)
+async def test_an_ambiguous_request_is_never_forwarded(request_bytes: bytes) -> None:
+    async with running_proxy(["example.org:80", "example.org"], server=1) as running:
+        assert (await exchange(running.ports[0], request_bytes)).startswith(b"HTTP/1.1 400 ")
+        assert running.connected == []
+        (record,) = await running.wait_for_records()
+        assert not record["allowed"]
+        assert "secret" not in repr(record)
 
 
 @pytest.mark.parametrize(
@@ -192,13 +203,16 @@ async def test_a_doubtful_request_is_never_passed_on(request_bytes: bytes) -> No
     ],
 )
 @on_loop
-async def test_answers_of_every_framing_come_through(answer: bytes, expected: bytes) -> None:
+async def test_responses_of_every_framing_are_forwarded(answer: bytes, expected: bytes) -> None:
     seen: list[bytes] = []
-    async with serving(http_server(answer, seen)) as server, opened(["example.org:80"], server=server) as world:
-        got = await talk(world.ports[0], get("http://example.org/"), end=True)
+    async with (
+        running_server(http_server(answer, seen)) as server,
+        running_proxy(["example.org:80"], server=server) as running,
+    ):
+        got = await exchange(running.ports[0], get("http://example.org/"), end=True)
         assert got.startswith(b"HTTP/1.1 20")
         assert got.endswith(expected)
-        assert (await world.settled())[0]["allowed"]
+        assert (await running.wait_for_records())[0]["allowed"]
 
 
 @pytest.mark.parametrize(
@@ -211,16 +225,19 @@ async def test_answers_of_every_framing_come_through(answer: bytes, expected: by
     ],
 )
 @on_loop
-async def test_an_answer_that_is_no_answer_becomes_502(answer: bytes) -> None:
-    async with serving(http_server(answer, [])) as server, opened(["example.org:80"], server=server) as world:
-        assert (await talk(world.ports[0], get("http://example.org/"))).startswith(b"HTTP/1.1 502 ")
-        facts = (await world.settled())[0]
-        assert facts["allowed"]
-        assert facts["error"]
+async def test_an_invalid_response_becomes_502(answer: bytes) -> None:
+    async with (
+        running_server(http_server(answer, [])) as server,
+        running_proxy(["example.org:80"], server=server) as running,
+    ):
+        assert (await exchange(running.ports[0], get("http://example.org/"))).startswith(b"HTTP/1.1 502 ")
+        record = (await running.wait_for_records())[0]
+        assert record["allowed"]
+        assert record["error"]
 
 
 @on_loop
-async def test_a_cut_off_answer_does_not_look_complete() -> None:
+async def test_a_truncated_response_does_not_look_complete() -> None:
     async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\n\r\nhalf")
@@ -230,17 +247,17 @@ async def test_a_cut_off_answer_does_not_look_complete() -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.transport.abort()
 
-    async with serving(reset) as server, opened(["example.org:80"], server=server) as world:
-        reader, writer = await asyncio.open_connection("127.0.0.1", world.ports[0])
+    async with running_server(reset) as server, running_proxy(["example.org:80"], server=server) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.ports[0])
         writer.write(get("http://example.org/"))
         with pytest.raises(ConnectionResetError):
             await reader.read()
         writer.close()
-        assert "broke" in (await world.settled())[0]["error"]
+        assert "broke" in (await running.wait_for_records())[0]["error"]
 
 
 @on_loop
-async def test_bodies_go_up_chunked_and_whole_and_an_early_answer_is_heard() -> None:
+async def test_bodies_are_uploaded_chunked_and_whole_and_an_early_response_is_forwarded() -> None:
     async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         if b"/early" in head:
@@ -257,16 +274,16 @@ async def test_bodies_go_up_chunked_and_whole_and_an_early_answer_is_heard() -> 
     def head(path: str, *headers: str) -> bytes:
         return get(f"http://example.org{path}", *headers).replace(b"GET", b"POST")
 
-    async with serving(post) as server, opened(["example.org:80"], server=server) as world:
-        port = world.ports[0]
+    async with running_server(post) as server, running_proxy(["example.org:80"], server=server) as running:
+        port = running.ports[0]
         chunked = head("/", "Transfer-Encoding: chunked") + b"5;ext\r\nhello\r\n0\r\nTrailer: x\r\n\r\n"
-        whole = head("/", "Content-Length: 5", "Expect: 100-continue") + b"world"
-        answer = await talk(port, chunked + whole, end=True)
+        whole = head("/", "Content-Length: 5", "Expect: 100-continue") + b"running"
+        answer = await exchange(port, chunked + whole, end=True)
         assert b"5\r\nhello\r\n0\r\n\r\nHTTP/1.1 100 Continue" in answer
-        assert answer.endswith(b"world")
+        assert answer.endswith(b"running")
         early = head("/early", "Content-Length: 900000000") + b"x" * 500_000
-        assert b" 413 " in await talk(port, early)
+        assert b" 413 " in await exchange(port, early)
         bad = head("/", "Transfer-Encoding: chunked") + b"5\r\nhelloXX"
-        assert b" 400 " in await talk(port, bad)
-        records = await world.settled(4)
-        assert [facts.get("error", "")[:3] for facts in records] == ["", "", "", "bad"]
+        assert b" 400 " in await exchange(port, bad)
+        records = await running.wait_for_records(4)
+        assert [record.get("error", "")[:3] for record in records] == ["", "", "", "bad"]

@@ -1,4 +1,4 @@
-"""Hosts over HTTP, as their clients meet them: a real server in a process of its own, on the loopback."""
+"""Remote hosts through their client: a real server process on the loopback interface."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from etude.errors import InputError
 from etude.pods.fleet import Fleet, HostGone
 from etude.pods.pod import Limits, Pod, PodError, PodFileError, PodGone, Unsupported
 from etude.pods.remote.client import RemoteHostClient, RemotePod
-from tests.pods.serving import TOKEN, Server, server, with_door
+from tests.pods.serving import TOKEN, Server, server, with_client
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def host() -> Iterator[Server]:
 
 
 async def until(true: Callable[[], Any], seconds: float = 10.0) -> None:
-    """Wait for something that must become true."""
+    """Wait until a condition becomes true."""
     deadline = time.monotonic() + seconds
     while True:
         found = true()
@@ -35,9 +35,9 @@ async def until(true: Callable[[], Any], seconds: float = 10.0) -> None:
         await asyncio.sleep(0.05)
 
 
-def test_a_remote_pod_runs_commands_and_tells_how_they_ended(host: Server) -> None:
-    async def work(door: RemoteHostClient) -> None:
-        pod = await door.create(limits=Limits(memory=128 << 20))
+def test_a_remote_pod_runs_commands_and_returns_their_results(host: Server) -> None:
+    async def work(client: RemoteHostClient) -> None:
+        pod = await client.create(limits=Limits(memory=128 << 20))
         done = await pod.exec("cat; echo $A >&2; exit 3", stdin=b"in", env={"A": "err"}, cwd="/tmp")
         assert (done.exit_code, done.stdout, done.stderr) == (3, "in", "err\n")
         assert (await pod.exec(["sleep", "9"], timeout=0.2)).timed_out
@@ -51,12 +51,12 @@ def test_a_remote_pod_runs_commands_and_tells_how_they_ended(host: Server) -> No
         assert not (await pod.exec("exit 1")).out_of_memory
         assert (await pod.stats())["pids"] >= 1
 
-    with_door(host, work)
+    with_client(host, work)
 
 
 def test_jobs_stream_take_input_signals_and_terminals(host: Server) -> None:
-    async def work(door: RemoteHostClient) -> None:
-        pod = await door.create()
+    async def work(client: RemoteHostClient) -> None:
+        pod = await client.create()
         job = await pod.spawn("read line; echo got $line; echo bad >&2; exec sleep 60")
         await job.write(b"hello\n")
         seen: dict[str, bytes] = {}
@@ -76,28 +76,28 @@ def test_jobs_stream_take_input_signals_and_terminals(host: Server) -> None:
         assert (await shell.run("echo $x $PWD")).stdout == "5 /tmp\n"
         await shell.close()
 
-    with_door(host, work)
+    with_client(host, work)
 
 
-def test_a_slow_reader_holds_back_its_own_job_and_nobody_else(host: Server) -> None:
-    async def work(door: RemoteHostClient) -> None:
-        pod = await door.create()
+def test_a_slow_reader_blocks_only_its_own_job(host: Server) -> None:
+    async def work(client: RemoteHostClient) -> None:
+        pod = await client.create()
         size = 64 << 20
         job = await pod.spawn(["head", "-c", str(size), "/dev/zero"])
         got = 0
         async for _, data in job.output():
             if not got:
-                await asyncio.sleep(0.5)  # far more than all buffers between is on its way
+                await asyncio.sleep(0.5)  # the job writes far more than all buffers hold
                 assert (await pod.exec("echo quick")).stdout == "quick\n"
             got += len(data)
         assert got == size
 
-    with_door(host, work)
+    with_client(host, work)
 
 
 def test_files_and_trees_go_both_ways(host: Server, tmp_path: Path) -> None:
-    async def work(door: RemoteHostClient) -> None:
-        pod = await door.create()
+    async def work(client: RemoteHostClient) -> None:
+        pod = await client.create()
         big = os.urandom(12 << 20)
         await pod.write("deep/er/big", big, mode=0o750)
         assert await pod.read("deep/er/big") == big
@@ -121,19 +121,19 @@ def test_files_and_trees_go_both_ways(host: Server, tmp_path: Path) -> None:
             await pod.read("tree/link")
         assert missing.value.errno == 2
 
-    with_door(host, work)
+    with_client(host, work)
 
 
-def test_snapshots_forks_pauses_and_the_log(host: Server) -> None:
-    async def work(door: RemoteHostClient) -> None:
-        pod = await door.create()
+def test_snapshots_forks_pauses_and_events(host: Server) -> None:
+    async def work(client: RemoteHostClient) -> None:
+        pod = await client.create()
         await pod.write("a", "1")
         snapshot = await pod.snapshot("fs")
-        await pod.write("a", "2")  # the line was made anew, since `fs` starts the pod anew
+        await pod.write("a", "2")  # on a new connection, because `fs` restarts the pod
         job = await pod.spawn("echo kept > b; sleep 60")
         live, children = await pod.snapshot(), await pod.fork(2)
         assert live.kind == "fs-live"
-        old = await door.create(snapshot)
+        old = await client.create(snapshot)
         assert [await each.read("a") for each in (old, *children)] == [b"1", b"2", b"2"]
         assert [await each.exec("cat b") for each in children][1].stdout == "kept\n"
         await pod.pause()
@@ -150,31 +150,31 @@ def test_snapshots_forks_pauses_and_the_log(host: Server) -> None:
             assert kind in kinds, kinds
         with pytest.raises(PodGone):
             await pod.exec("true")
-        assert {each.id for each in await door.snapshots()} >= {snapshot.id, live.id}
+        assert {each.id for each in await client.snapshots()} >= {snapshot.id, live.id}
         for each in (snapshot, live):
-            await door.remove_snapshot(each.id)
+            await client.remove_snapshot(each.id)
 
-    with_door(host, work)
+    with_client(host, work)
 
 
-def test_errors_are_of_the_same_class_as_on_the_host_itself(host: Server) -> None:
-    async def work(door: RemoteHostClient) -> None:
+def test_errors_have_the_same_class_as_on_the_host(host: Server) -> None:
+    async def work(client: RemoteHostClient) -> None:
         with pytest.raises(InputError, match="no image or snapshot 'nope'"):
-            await door.create("nope")
-        pod = await door.create()
+            await client.create("nope")
+        pod = await client.create()
         with pytest.raises(Unsupported, match="memory"):
             await pod.snapshot("full")
         with pytest.raises(PodGone):
-            await door.attach("ffffffffffff")
+            await client.attach("ffffffffffff")
         with pytest.raises(PodError, match="can never start here"):
-            await door.create(limits=Limits(memory=1 << 50))
+            await client.create(limits=Limits(memory=1 << 50))
         with pytest.raises(InputError, match="no image and no snapshot"):
-            await door.export("snap-none", Path("/nonexistent/file"))
+            await client.export("snap-none", Path("/nonexistent/file"))
 
-    with_door(host, work)
+    with_client(host, work)
 
 
-def test_only_the_token_opens_and_unknown_fields_are_named(host: Server) -> None:
+def test_a_wrong_token_is_refused_and_unknown_fields_are_named(host: Server) -> None:
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {TOKEN}"}):
         for path in ("/v1/report", "/v1/pods/x/agent", "/nothing"):
             assert httpx.get(host.url + path, headers=headers, trust_env=False).status_code == 401
@@ -188,7 +188,7 @@ def test_only_the_token_opens_and_unknown_fields_are_named(host: Server) -> None
         answer = httpx.post(f"{host.url}/v1/pods", content=json.dumps(body), headers=headers, trust_env=False)
         return answer.status_code, answer.json()
 
-    for body, words in (
+    for body, message in (
         ({"imagge": "host"}, "'imagge' is not a field"),
         ({"limits": {"memroy": 1}}, "'memroy' is not a field"),
         ({"limits": {"memory": "1G"}}, "memory is '1G'"),
@@ -196,62 +196,62 @@ def test_only_the_token_opens_and_unknown_fields_are_named(host: Server) -> None
         ([], "expected a JSON object"),
         ({"key": "x" * (2 << 20)}, "over"),
     ):
-        status, told = post(body)
-        assert (status, told["kind"]) == (400, "InputError")
-        assert words in told["error"]
+        status, answer = post(body)
+        assert (status, answer["kind"]) == (400, "InputError")
+        assert message in answer["error"]
 
 
-def test_asking_twice_with_a_key_gives_the_same_pod(host: Server) -> None:
-    async def work(door: RemoteHostClient) -> None:
-        first, second = await asyncio.gather(door.create(key="k1"), door.create(key="k1"))
+def test_two_requests_with_a_key_give_the_same_pod(host: Server) -> None:
+    async def work(client: RemoteHostClient) -> None:
+        first, second = await asyncio.gather(client.create(key="k1"), client.create(key="k1"))
         assert first.id == second.id
         await first.close()
-        again = await door.create(key="k1")
+        again = await client.create(key="k1")
         assert again.id != first.id
 
-    with_door(host, work)
+    with_client(host, work)
 
 
-def test_a_creation_that_is_given_up_leaves_no_pod() -> None:
-    async def work(door: RemoteHostClient) -> None:
-        pod = await door.create()
-        waiting = asyncio.create_task(door.create())  # there is one seat, and it is taken
+def test_a_cancelled_creation_leaves_no_pod() -> None:
+    async def work(client: RemoteHostClient) -> None:
+        pod = await client.create()
+        waiting = asyncio.create_task(client.create())  # --max-pods is 1
         await asyncio.sleep(0.3)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         with pytest.raises(PodError, match="waited"):
-            await door.create(timeout=0.3)
+            await client.create(timeout=0.3)
         await pod.close()
         await asyncio.sleep(0.5)
-        assert await door.list_pods() == []
+        assert await client.list_pods() == []
 
     with server("--max-pods", "1") as running:
-        with_door(running, work)
+        with_client(running, work)
 
 
 def test_a_pod_whose_client_died_ends_within_its_lease(host: Server) -> None:
-    async def work(door: RemoteHostClient) -> None:
-        kept, lost = await door.create(), await door.create()
+    async def work(client: RemoteHostClient) -> None:
+        kept, lost = await client.create(), await client.create()
         assert lost.renewing is not None
         lost.renewing.cancel()  # as if the client had been killed
-        await until(lambda: gone(door, lost.id), 5)
+        await until(lambda: gone(client, lost.id), 5)
         assert (await kept.exec("echo fine")).stdout == "fine\n"
         with pytest.raises(PodGone):
             await lost.exec("true")
-        brief = await door.create(ttl=1.0)
-        await until(lambda: gone(door, brief.id), 5)
+        brief = await client.create(ttl=1.0)
+        await until(lambda: gone(client, brief.id), 5)
 
-    with_door(host, work, lease=1.5)
-
-
-async def gone(door: RemoteHostClient, id: str) -> bool:
-    return id not in [pod["id"] for pod in await door.list_pods()]
+    with_client(host, work, lease=1.5)
 
 
-def test_killing_the_server_loses_no_pod_and_its_client_goes_on() -> None:
+async def gone(client: RemoteHostClient, id: str) -> bool:
+    return id not in [pod["id"] for pod in await client.list_pods()]
+
+
+def test_killing_the_server_loses_no_pod_and_its_client_reconnects() -> None:
     async def work(running: Server) -> None:
-        door = await RemoteHostClient.open(running.url, TOKEN)
-        pod = await door.create(key="mine")
+        client = await RemoteHostClient.open(running.url, TOKEN)
+        pod = await client.create(key="mine")
         await pod.write("a", "before")
         await pod.exec("sleep 300 </dev/null >/dev/null 2>&1 & echo $! > pid")
         under_way = asyncio.create_task(pod.exec("sleep 60"))
@@ -259,46 +259,46 @@ def test_killing_the_server_loses_no_pod_and_its_client_goes_on() -> None:
         await asyncio.to_thread(running.end, 9)
         with pytest.raises(HostGone, match="broke"):
             await under_way
-        reading = asyncio.create_task(pod.read("a"))  # waits for the line
+        reading = asyncio.create_task(pod.read("a"))  # waits for the connection
         await asyncio.sleep(0.3)
         await asyncio.to_thread(running.start)
         assert await reading == b"before"
         assert (await pod.exec("kill -0 $(cat pid) && echo alive")).stdout == "alive\n"
-        assert (await door.create(key="mine")).id == pod.id
+        assert (await client.create(key="mine")).id == pod.id
         assert await asyncio.to_thread(running.end) == 0  # SIGTERM leaves the pods too
         await asyncio.to_thread(running.start)
         assert (await pod.exec("cat a")).stdout == "before"
         await pod.close()
-        assert await door.list_pods() == []
-        await door.close()
+        assert await client.list_pods() == []
+        await client.close()
 
     with server() as running:
         asyncio.run(work(running))
 
 
-def test_close_at_the_end_closes_every_pod() -> None:
+def test_serve_with_close_closes_every_pod() -> None:
     with server("--close", "--warm", "host=1") as running:
 
         async def work() -> None:
-            door = await RemoteHostClient.open(running.url, TOKEN)
-            await door.create(lease=0, ttl=100)
+            client = await RemoteHostClient.open(running.url, TOKEN)
+            await client.create(lease=0, ttl=100)
             assert await asyncio.to_thread(running.end) == 0
-            await door.http.aclose()
+            await client.http.aclose()
 
         asyncio.run(work())
         assert list((running.state / "pods").iterdir()) == []
 
 
-def test_two_hosts_are_one_fleet(tmp_path: Path) -> None:
+def test_a_fleet_uses_two_hosts(tmp_path: Path) -> None:
     async def work(first: Server, second: Server) -> None:
-        doors = [await RemoteHostClient.open(each.url, TOKEN, lease=3.0) for each in (first, second)]
-        fleet = Fleet(doors)
-        for door in doors:
-            door.fleet = fleet
+        clients = [await RemoteHostClient.open(each.url, TOKEN, lease=3.0) for each in (first, second)]
+        fleet = Fleet(clients)
+        for client in clients:
+            client.fleet = fleet
         await fleet.start()
         try:
-            await snapshots_travel(doors, fleet, tmp_path)
-            await the_dead_are_left_out(first, doors, fleet)
+            await snapshots_travel(clients, fleet, tmp_path)
+            await a_dead_host_is_left_out(first, clients, fleet)
         finally:
             await fleet.close()
 
@@ -306,27 +306,27 @@ def test_two_hosts_are_one_fleet(tmp_path: Path) -> None:
         asyncio.run(work(first, second))
 
 
-async def snapshots_travel(doors: list[RemoteHostClient], fleet: Fleet, place: Path) -> None:
-    pod = await doors[0].create()
+async def snapshots_travel(clients: list[RemoteHostClient], fleet: Fleet, directory: Path) -> None:
+    pod = await clients[0].create()
     await pod.write("a", "travels")
     snapshot = await pod.snapshot()
-    await doors[0].export(snapshot.id, place / "file.tar")
-    assert await doors[1].import_(place / "file.tar") == snapshot.id
-    there = await doors[1].create(snapshot)
+    await clients[0].export(snapshot.id, directory / "file.tar")
+    assert await clients[1].import_(directory / "file.tar") == snapshot.id
+    there = await clients[1].create(snapshot)
     assert await there.read("a") == b"travels"
-    for door in doors:
-        await door.remove_snapshot(snapshot.id)
+    for client in clients:
+        await client.remove_snapshot(snapshot.id)
     await there.close()
-    fleet.homes[pod.id] = doors[0].name
-    children = await pod.fork(4)  # the first host has two seats
+    fleet.pod_hosts[pod.id] = clients[0].name
+    children = await pod.fork(4)  # --max-pods of the first host is 2
     assert [await child.read("a") for child in children] == [b"travels"] * 4
-    homes = [child.door for child in children if isinstance(child, RemotePod)]
-    assert doors[1] in homes
-    assert [await door.snapshots() for door in doors] == [[], []]
+    homes = [child.client for child in children if isinstance(child, RemotePod)]
+    assert clients[1] in homes
+    assert [await client.snapshots() for client in clients] == [[], []]
     await asyncio.gather(*(each.close() for each in (pod, *children)))
 
 
-async def the_dead_are_left_out(first: Server, doors: list[RemoteHostClient], fleet: Fleet) -> None:
+async def a_dead_host_is_left_out(first: Server, clients: list[RemoteHostClient], fleet: Fleet) -> None:
     async def create() -> Pod:
         return await fleet.create(timeout=20)
 
@@ -334,13 +334,13 @@ async def the_dead_are_left_out(first: Server, doors: list[RemoteHostClient], fl
     await asyncio.sleep(0.03)
     await asyncio.to_thread(first.end, 9)
     made = [*await asyncio.gather(*making), await create()]
-    on_second = [pod for pod in made if isinstance(pod, RemotePod) and pod.door is doors[1]]
+    on_second = [pod for pod in made if isinstance(pod, RemotePod) and pod.client is clients[1]]
     assert made[-1] in on_second
     assert all([(await pod.exec("echo ok")).ok for pod in on_second])
     await asyncio.gather(*(pod.close() for pod in made))
     await asyncio.to_thread(first.start)
-    await until(lambda: nobody(doors), 12)  # what the killed host had made ends with its lease
+    await until(lambda: no_pods(clients), 12)  # pods of the killed host end with their lease
 
 
-async def nobody(doors: list[RemoteHostClient]) -> bool:
-    return [await door.list_pods() for door in doors] == [[], []]
+async def no_pods(clients: list[RemoteHostClient]) -> bool:
+    return [await client.list_pods() for client in clients] == [[], []]

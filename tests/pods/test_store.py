@@ -88,7 +88,7 @@ def test_a_key_is_built_once_and_again_when_its_layer_is_gone(store: Store) -> N
     first = store.add_layer(fill, key="k")
     assert store.add_layer(fill, key="k") == first
     assert len(calls) == 1
-    assert store.collect(grace=0) == [first.id]
+    assert store.collect_garbage(grace=0) == [first.id]
     assert store.add_layer(fill, key="k") == first
     assert len(calls) == 2
 
@@ -231,7 +231,7 @@ def test_a_damaged_record_names_the_file_and_stops_the_collection(store: Store) 
         with pytest.raises(PodError, match=f"{file}.*damaged.*make the image again"):
             store.image("one")
         with pytest.raises(PodError, match="damaged"):
-            store.collect(grace=0)
+            store.collect_garbage(grace=0)
     assert store.layer_path(layer).exists()
 
 
@@ -258,22 +258,22 @@ def test_only_what_nobody_needs_is_collected(store: Store) -> None:
     with store.pin() as pin:
         pin([pinned])
         assert store.references([used, used]) == {kept.id: 2, snapped.id: 1, used.id: 2, pinned.id: 1}
-        assert store.collect([used], grace=0) == [loose.id]
-    assert sorted(store.collect(grace=0)) == sorted([used.id, pinned.id])
+        assert store.collect_garbage([used], grace=0) == [loose.id]
+    assert sorted(store.collect_garbage(grace=0)) == sorted([used.id, pinned.id])
     assert os.listdir(store.root / "trash") == os.listdir(store.root / "pins") == []
     store.remove_snapshot("snap")
     store.remove_image("one")
-    assert sorted(store.collect(grace=0)) == sorted([kept.id, snapped.id])
+    assert sorted(store.collect_garbage(grace=0)) == sorted([kept.id, snapped.id])
 
 
 def test_a_young_layer_has_time_for_its_record(store: Store) -> None:
     layer = text_layer(store, a="1")
-    assert store.collect() == []
+    assert store.collect_garbage() == []
     os.utime(store.layer_path(layer).parent, (1, 1))
     text_layer(store, a="1")  # asked for again: young again
-    assert store.collect() == []
+    assert store.collect_garbage() == []
     os.utime(store.layer_path(layer).parent, (1, 1))
-    assert store.collect() == [layer.id]
+    assert store.collect_garbage() == [layer.id]
 
 
 @pytest.mark.parametrize("count", [6])
@@ -305,13 +305,13 @@ store.add_layer(fill)
     process = child(store, script)
     assert process.stdout is not None
     assert process.stdout.readline() == "here\n"
-    store.collect(grace=0)
+    store.collect_garbage(grace=0)
     assert len(os.listdir(store.root / "staging")) == 1, "a living builder keeps its directory"
     assert store.references() == {"some": 1}
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert store.references() == {}
-    store.collect(grace=0)
+    store.collect_garbage(grace=0)
     for place in ("staging", "layers", "pins", "trash"):
         assert os.listdir(store.root / place) == []
 
@@ -333,7 +333,7 @@ def unlink(*args, **kwargs):
     if count == 1000: os.kill(os.getpid(), 9)
     real(*args, **kwargs)
 trees.os.unlink = unlink
-store.collect(grace=0)
+store.collect_garbage(grace=0)
 """
     process = child(store, script)
     process.communicate(timeout=60)
@@ -341,7 +341,7 @@ store.collect(grace=0)
     (left,) = (store.root / "trash").iterdir()
     assert 0 < len(list((left / "fs").iterdir())) < 3000
     assert len(os.listdir(store.root / "layers")) == 1
-    assert store.collect(grace=0) == []
+    assert store.collect_garbage(grace=0) == []
     assert os.listdir(store.root / "trash") == []
     assert store.image("kept") == kept
 

@@ -18,20 +18,23 @@ import pytest
 from rehearsal import chatml
 from scripted_lines import LINES, OFTEN, SETTINGS, TASK, TEST, Actor, stage, voice
 
+from etude.files import write_atomically
 from etude.harness.trace_store import load_trace
-from etude.inference.clients.transport import Unreachable
-from etude.inference.policy import OneSample
+from etude.inference.clients.transport import ServerUnreachable
+from etude.inference.policy import PolicyBase
 from etude.pods import open_fleet
 from etude.pods.fleet import Fleet
-from etude.rl.settings import plan_of
-from etude.rollouts.queue import Plan, Slot, Slots
+from etude.rl.settings import open_rl_run
+from etude.rollouts.queue import Slot, RolloutQueue
 from etude.rollouts.rollout import Settings, rollout_seed, run_rollout
+from etude.rollouts.settings import QueueSettings
 from etude.rollouts.worker import TABLES, Orders, Worker, main
-from etude.runs.layout import Place, place_and_section, read_status, write_whole
+from etude.runs.layout import RunLayout
+from etude.runs.service_status import read_status
 from etude.tasks.harbor import read_task, write_task
 
 PATIENCE_S = 60.0
-PLAN = Plan(group_size=2, groups_per_step=1, max_staleness=5, in_flight=8, lease_s=4.0, attempts=3)
+PLAN = QueueSettings(group_size=2, groups_per_step=1, max_staleness=5, in_flight=8, lease_s=4.0, max_attempts=3)
 ONE = replace(PLAN, group_size=1)
 
 
@@ -43,11 +46,11 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Desk:
     """A run directory and its table, as the orchestrator sees them."""
 
-    def __init__(self, path: Path, plan: Plan, settings: Settings = SETTINGS) -> None:
-        self.place = Place(path)
+    def __init__(self, path: Path, plan: QueueSettings, settings: Settings = SETTINGS) -> None:
+        self.place = RunLayout(path)
         self.place.make()
-        self.slots = Slots(self.place.slots, plan)
-        self.evaluations = Slots(self.place.evaluations, plan)
+        self.slots = RolloutQueue(self.place.slots, plan)
+        self.evaluations = RolloutQueue(self.place.evaluations, plan)
         self.task = write_task(path / "tasks/lines", TASK)
         self.orders = Orders(
             place=self.place,
@@ -67,7 +70,7 @@ class Desk:
 
 
 @contextlib.asynccontextmanager
-async def working(desk: Desk, state: Path, policy: OneSample) -> Any:
+async def working(desk: Desk, state: Path, policy: PolicyBase) -> Any:
     """A worker in this process, from its start until it is stopped; it leaves no pod."""
     async with asyncio.timeout(PATIENCE_S), open_fleet(state=state) as fleet:
         worker = Worker("worker-0", desk.orders, fleet, voice(policy))
@@ -103,9 +106,9 @@ def test_slots_are_filled_measurements_first(state: Path, tmp_path: Path) -> Non
     seen: list[tuple[str, float]] = []
 
     class Witness(Actor):
-        async def samples(self, tokens: Any, sampling: Any, *, session: str = "") -> Any:
+        async def complete_many(self, tokens: Any, sampling: Any, *, session: str = "") -> Any:
             seen.append((session, sampling.temperature))
-            return await super().samples(tokens, sampling, session=session)
+            return await super().complete_many(tokens, sampling, session=session)
 
     async def work() -> None:
         orders = replace(desk.orders, most=2)
@@ -194,7 +197,7 @@ def test_a_lost_sampler_is_asked_again(state: Path, tmp_path: Path, settings: Se
         nonlocal lost
         if turn == 2 and not lost:
             lost += 1
-            raise Unreachable("POST http://127.0.0.1:1/generate: connection refused")
+            raise ServerUnreachable("POST http://127.0.0.1:1/generate: connection refused")
 
     actor = Actor(hook=once)
 
@@ -290,17 +293,17 @@ mode = "off"
 """
 
 
-def make_run(path: Path) -> tuple[Place, Slots]:
+def make_run(path: Path) -> tuple[RunLayout, RolloutQueue]:
     """A run as its orchestrator leaves it to a worker, with one prompt to sample."""
     path.mkdir()
     (path / "recipe.toml").write_text(RECIPE)
-    place, section, _ = place_and_section(path)
+    place, section = open_rl_run(path)
     place.make()
     place.model.mkdir()
     chatml().tokenizer.save(place.model)
     task = write_task(path / "tasks/lines", TASK)
-    write_whole(place.tasks, json.dumps({"train": {"lines": str(task.directory)}, "held_out": {}}))
-    slots = Slots(place.slots, plan_of(section))
+    write_atomically(place.tasks, json.dumps({"train": {"lines": str(task.directory)}, "held_out": {}}))
+    slots = RolloutQueue(place.slots, section)
     slots.add([("lines", 0)])
     return place, slots
 
@@ -309,7 +312,7 @@ class Life:
     """A worker process to be: forked before there are threads, it waits to be told to begin. What Python loads for
     seconds is loaded already."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RunLayout) -> None:
         told, self.teller = os.pipe()
         parent = os.getpid()
         self.pid = os.fork()
@@ -341,29 +344,29 @@ class Life:
         return os.waitstatus_to_exitcode(found[1])
 
 
-def wait(place: Place, true: Callable[[], object]) -> None:
+def wait(place: RunLayout, true: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < deadline, said_by(place)
         time.sleep(0.02)
 
 
-def said_by(place: Place) -> str:
+def said_by(place: RunLayout) -> str:
     log = place.logs / "worker.log"
     return log.read_text()[-3000:] if log.exists() else "it said nothing"
 
 
-async def pods_left(place: Place) -> tuple[list[str], list[str]]:
+async def pods_left(place: RunLayout) -> tuple[list[str], list[str]]:
     """Pods and snapshots that are there when another opens the same place; ends the keeper."""
     async with open_fleet(state=place.root / "pods") as fleet:
         local = fleet.local
         assert local is not None
         found = [spec.id for spec in local.registry.records()], [one.snapshot.id for one in local.store.snapshots()]
-        await local.backend.shut()
+        await local.backend.shutdown()
         return found
 
 
-def shut(place: Place) -> tuple[list[str], list[str]]:
+def shut(place: RunLayout) -> tuple[list[str], list[str]]:
     return asyncio.run(pods_left(place))
 
 
@@ -399,7 +402,7 @@ def test_a_worker_that_is_killed_goes_on_in_its_next_life_to_the_same_tokens(sta
     assert shut(place) == ([], [])
 
 
-def uninterrupted(state: Path, place: Place) -> list[int]:
+def uninterrupted(state: Path, place: RunLayout) -> list[int]:
     """The tokens of the same rollout when nobody is killed."""
 
     async def run() -> list[int]:
@@ -436,12 +439,12 @@ def test_asked_to_end_a_worker_gives_its_slots_back_and_leaves_no_pod(tmp_path: 
     assert shut(place) == ([], [])
 
 
-async def stop_keeper(place: Place) -> None:
+async def stop_keeper(place: RunLayout) -> None:
     async with open_fleet(state=place.root / "pods") as fleet:
         assert isinstance(fleet, Fleet)
         assert fleet.local is not None
         assert not fleet.local.registry.records()
-        await fleet.local.backend.shut()
+        await fleet.local.backend.shutdown()
 
 
 @pytest.mark.slow

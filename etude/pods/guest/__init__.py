@@ -1,0 +1,29 @@
+"""The process inside a pod and the host side of its protocol.
+
+`init.GuestInit` is PID 1 of a pod and serves the frames of `protocol`; `client.GuestClient` is its client and
+`guest_pod.GuestPod` a pod built on one. The exported names are imported when first used, because the zygote imports
+this package and must stay small.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etude.pods.guest.client import GuestClient, Link, SocketLink
+    from etude.pods.guest.guest_pod import GuestPod
+    from etude.pods.guest.init import GuestInit
+
+_HOMES = {
+    "GuestClient": "etude.pods.guest.client",
+    "GuestInit": "etude.pods.guest.init",
+    "GuestPod": "etude.pods.guest.guest_pod",
+    "Link": "etude.pods.guest.client",
+    "SocketLink": "etude.pods.guest.client",
+}
+__all__ = ["GuestClient", "GuestInit", "GuestPod", "Link", "SocketLink"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'etude.pods.guest' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,7 +1,7 @@
-"""Our side of the wire: a connection to a pod's agent, and a pod whose commands and files go over it.
+"""The host side of the guest protocol: connections to a pod's guest init, and jobs that stream over one.
 
-`Link` carries bytes (a UNIX socket here, a WebSocket to another host); `Agent` speaks frames over one link. A pod has
-one link for short calls and opens another for every job that streams, so that a slow reader slows its own job only.
+`Link` carries bytes (a UNIX socket here, a WebSocket to another host); `GuestClient` sends frames over one link. A pod
+has one link for short calls and opens another for every streaming job, so that a slow reader slows only its own job.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
-from etude.pods.guest import protocol as wire
+from etude.pods.guest import protocol
 from etude.pods.pod import (
     Command,
     ExecResult,
@@ -23,43 +23,43 @@ from etude.pods.pod import (
     ResourceUsage,
 )
 
-CONNECT_S = 30.0  # for a new pod's agent to answer; it takes milliseconds unless the machine is drowning
-STREAM_ROOM = 8 << 20  # bytes of a job's output held for a reader that is slow
-FOR_EVER_S = 1e9  # no timeout is longer
-FIELD_ROOM = 1 << 17  # bytes of argv and environment; the kernel allows 128 KiB for one string anyway
+CONNECT_S = 30.0  # for a new pod's guest init to answer; it takes milliseconds unless the machine is overloaded
+MAX_BUFFERED_OUTPUT = 8 << 20  # bytes of a job's output held for a slow reader
+MAX_TIMEOUT_S = 1e9
+MAX_COMMAND_SIZE = 1 << 20  # characters of argv and environment; the kernel allows 128 KiB for one string
 
-Frame = tuple[int, wire.Fields]
+Frame = tuple[int, protocol.Fields]
 
 
 class Receiver(Protocol):
-    """What a link tells of: bytes, and its end."""
+    """Callbacks of a link, as in asyncio.Protocol."""
 
-    def received(self, data: bytes) -> None: ...
-    def lost(self) -> None: ...
+    def data_received(self, data: bytes) -> None: ...
+    def connection_lost(self) -> None: ...
 
 
 class Link(ABC):
-    """An ordered byte stream to an agent."""
+    """An ordered byte stream to a guest init."""
 
     @abstractmethod
     def start(self, receiver: Receiver) -> None: ...
 
     @abstractmethod
     def send(self, data: bytes) -> None:
-        """Queue bytes; never blocks."""
+        """Queue bytes without blocking."""
 
     @abstractmethod
     async def drain(self) -> None:
-        """Wait until the queue is short."""
+        """Wait until the send queue is short."""
 
     @abstractmethod
-    def hold(self, held: bool) -> None:
-        """Stop or continue reading, for backpressure."""
+    def pause_reading(self, paused: bool) -> None:
+        """Stop or resume reading, for backpressure."""
 
     @abstractmethod
     def close(self) -> None: ...
 
-    descriptors: Sequence[int] = ()  # that came with the greeting
+    descriptors: Sequence[int] = ()  # file descriptors received with HELLO
 
 
 class SocketLink(Link):
@@ -72,8 +72,8 @@ class SocketLink(Link):
         self.queue = bytearray()
         self.receiver: Receiver | None = None
         self.descriptors: list[int] = []
-        self.space: asyncio.Event | None = None
-        self.first = True
+        self.drained: asyncio.Event | None = None
+        self.first_read = True
 
     def start(self, receiver: Receiver) -> None:
         self.receiver = receiver
@@ -82,9 +82,9 @@ class SocketLink(Link):
     def _readable(self) -> None:
         assert self.receiver is not None
         try:
-            if self.first:
+            if self.first_read:
                 data, self.descriptors, _, _ = socket.recv_fds(self.sock, 1 << 18, 250)
-                self.first = False
+                self.first_read = False
             else:
                 data = self.sock.recv(1 << 18)
         except (BlockingIOError, InterruptedError):
@@ -92,10 +92,10 @@ class SocketLink(Link):
         except OSError:
             data = b""
         if data:
-            self.receiver.received(data)
+            self.receiver.data_received(data)
         else:
             self.close()
-            self.receiver.lost()
+            self.receiver.connection_lost()
 
     def send(self, data: bytes) -> None:
         if self.sock.fileno() < 0:
@@ -106,7 +106,7 @@ class SocketLink(Link):
             except (BlockingIOError, InterruptedError):
                 sent = 0
             except OSError:
-                return  # the reader reports the end
+                return  # the reader reports the disconnect
             if sent == len(data):
                 return
             data = data[sent:]
@@ -122,18 +122,18 @@ class SocketLink(Link):
             self.queue.clear()
         if not self.queue:
             self.loop.remove_writer(self.sock.fileno())
-        if self.space is not None and len(self.queue) < wire.CHUNK:
-            self.space.set()
+        if self.drained is not None and len(self.queue) < protocol.CHUNK:
+            self.drained.set()
 
     async def drain(self) -> None:
-        while len(self.queue) > 4 * wire.CHUNK and self.sock.fileno() >= 0:
-            self.space = asyncio.Event()
-            await self.space.wait()
+        while len(self.queue) > 4 * protocol.CHUNK and self.sock.fileno() >= 0:
+            self.drained = asyncio.Event()
+            await self.drained.wait()
 
-    def hold(self, held: bool) -> None:
+    def pause_reading(self, paused: bool) -> None:
         if self.sock.fileno() < 0 or self.receiver is None:
             return
-        if held:
+        if paused:
             self.loop.remove_reader(self.sock.fileno())
         else:
             self.loop.add_reader(self.sock.fileno(), self._readable)
@@ -144,12 +144,12 @@ class SocketLink(Link):
         self.loop.remove_reader(self.sock.fileno())
         self.loop.remove_writer(self.sock.fileno())
         self.sock.close()
-        if self.space is not None:
-            self.space.set()
+        if self.drained is not None:
+            self.drained.set()
 
 
 def connect_unix(directory: str, name: str) -> socket.socket:
-    """Connect to a socket file whose path may be longer than the 108 bytes the kernel takes."""
+    """Connect to a socket file whose path may be longer than the kernel's limit of 108 bytes."""
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -162,127 +162,129 @@ def connect_unix(directory: str, name: str) -> socket.socket:
     return sock
 
 
-class Agent:
-    """One connection to a pod's agent: requests out, frames back to whoever asked."""
+class GuestClient:
+    """One connection to a pod's guest init: sends requests and passes each reply frame to its caller's handler."""
 
     def __init__(self, link: Link, name: str) -> None:
         self.link, self.name = link, name
-        self.splitter = wire.Splitter()
-        self.calls: dict[int, Callable[[int, wire.Fields], None]] = {}
+        self.decoder = protocol.FrameDecoder()
+        self.calls: dict[int, Callable[[int, protocol.Fields], None]] = {}
         self.next_call = 0
-        self.gone: PodError | None = None
+        self.closed_error: PodError | None = None
         self.workdir = "/"
-        self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.on_lost: Callable[[], None] | None = None
+        self.hello: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.on_disconnect: Callable[[], None] | None = None
         link.start(self)
 
-    async def greeting(self, timeout: float = CONNECT_S) -> None:
-        """Wait for the agent; PodError with its reason when the pod could not be made."""
+    async def wait_until_ready(self, timeout: float = CONNECT_S) -> None:
+        """Wait for HELLO; raise PodError with the reason when the pod could not be created."""
         try:
-            await asyncio.wait_for(self.greeted, timeout)
+            await asyncio.wait_for(self.hello, timeout)
         except TimeoutError:
             self.link.close()
-            raise PodError(f"pod {self.name}: its agent did not answer within {timeout:g} s") from None
+            raise PodError(f"pod {self.name}: the guest init did not answer within {timeout:g} s") from None
 
-    def received(self, data: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
         try:
-            for op, call, fields in self.splitter.feed(data):
+            for op, call, fields in self.decoder.feed(data):
                 if call:
                     if handler := self.calls.get(call):
                         handler(op, fields)
-                elif not self.greeted.done():
-                    self._greet(op, fields)
-        except wire.WireError as error:
-            self.gone = PodError(f"pod {self.name}: {error}")
+                elif not self.hello.done():
+                    self._on_hello(op, fields)
+        except protocol.WireError as error:
+            self.closed_error = PodError(f"pod {self.name}: {error}")
             self.link.close()
-            self.lost()
+            self.connection_lost()
 
-    def _greet(self, op: int, fields: wire.Fields) -> None:
-        version = wire.number(fields, wire.NUMBER)
-        if op != wire.HELLO:
-            reason = wire.data(fields, wire.DATA).decode("utf-8", "replace")
-            self.greeted.set_exception(PodError(f"pod {self.name} could not be made: {reason}"))
-        elif version != wire.VERSION:
-            text = f"pod {self.name}: its agent speaks version {version} of the protocol, we speak {wire.VERSION}"
-            self.greeted.set_exception(PodError(text))
+    def _on_hello(self, op: int, fields: protocol.Fields) -> None:
+        version = protocol.number(fields, protocol.NUMBER)
+        if op != protocol.HELLO:
+            reason = protocol.data(fields, protocol.DATA).decode("utf-8", "replace")
+            self.hello.set_exception(PodError(f"pod {self.name} could not be created: {reason}"))
+        elif version != protocol.VERSION:
+            text = f"pod {self.name}: its guest init has protocol version {version}, expected {protocol.VERSION}"
+            self.hello.set_exception(PodError(text))
         else:
-            self.workdir = os.fsdecode(wire.data(fields, wire.PATH))
-            self.greeted.set_result(None)
+            self.workdir = os.fsdecode(protocol.data(fields, protocol.PATH))
+            self.hello.set_result(None)
 
-    def lost(self) -> None:
-        self.gone = self.gone or PodGone(f"pod {self.name} is gone")
-        if not self.greeted.done():
-            self.greeted.set_exception(self.gone)
-            self.greeted.exception()  # may never be awaited
+    def connection_lost(self) -> None:
+        self.closed_error = self.closed_error or PodGone(f"pod {self.name} is gone")
+        if not self.hello.done():
+            self.hello.set_exception(self.closed_error)
+            self.hello.exception()  # may never be awaited
         calls, self.calls = self.calls, {}
         for handler in calls.values():
             handler(-1, {})
-        if self.on_lost is not None:
-            self.on_lost()
+        if self.on_disconnect is not None:
+            self.on_disconnect()
 
-    def open_call(self, handler: Callable[[int, wire.Fields], None]) -> int:
-        """A number for a new call, whose answers go to `handler`; op -1 says the connection ended."""
-        if self.gone is not None:
-            raise self.gone
+    def open_call(self, handler: Callable[[int, protocol.Fields], None]) -> int:
+        """Return the number of a new call whose reply frames go to `handler`; op -1 means the connection ended."""
+        if self.closed_error is not None:
+            raise self.closed_error
         self.next_call += 1
         self.calls[self.next_call] = handler
         return self.next_call
 
-    async def ask(self, op: int, *fields: tuple[int, wire.Value]) -> list[Frame]:
-        """One request; all frames of its answer, the last being OK. FAIL raises PodFileError."""
+    async def request(self, op: int, *fields: tuple[int, protocol.Value]) -> list[Frame]:
+        """Send one request and return all frames of the reply, the last being OK. FAIL raises PodFileError."""
         done: asyncio.Future[list[Frame]] = asyncio.get_running_loop().create_future()
         frames: list[Frame] = []
 
-        def take(answer: int, got: wire.Fields) -> None:
+        def on_frame(op: int, got: protocol.Fields) -> None:
             if done.done():
                 return
-            if answer == -1:
-                done.set_exception(self.gone or PodGone(f"pod {self.name} is gone"))
-            elif answer == wire.FAIL:
-                done.set_exception(failure(got))
+            if op == -1:
+                done.set_exception(self.closed_error or PodGone(f"pod {self.name} is gone"))
+            elif op == protocol.FAIL:
+                done.set_exception(decode_failure(got))
             else:
-                frames.append((answer, got))
-                if answer == wire.OK:
+                frames.append((op, got))
+                if op == protocol.OK:
                     done.set_result(frames)
 
-        call = self.open_call(take)
-        self.link.send(wire.frame(op, call, *fields))
+        call = self.open_call(on_frame)
+        self.link.send(protocol.frame(op, call, *fields))
         try:
             return await done
         finally:
             self.calls.pop(call, None)
 
     def close(self) -> None:
-        self.on_lost = None
+        self.on_disconnect = None
         self.link.close()
-        self.lost()
+        self.connection_lost()
 
 
-def failure(fields: wire.Fields) -> PodFileError:
-    """The error a FAIL frame carries."""
-    return PodFileError(wire.number(fields, wire.NUMBER), wire.data(fields, wire.DATA).decode("utf-8", "replace"))
+def decode_failure(fields: protocol.Fields) -> PodFileError:
+    """Return the error in a FAIL frame."""
+    return PodFileError(
+        protocol.number(fields, protocol.NUMBER), protocol.data(fields, protocol.DATA).decode("utf-8", "replace")
+    )
 
 
-def ended(fields: wire.Fields, stdout: bytes, stderr: bytes) -> ExecResult:
-    """The result an EXITED frame and the output before it make."""
-    flags = wire.number(fields, wire.FLAGS)
+def decode_exit(fields: protocol.Fields, stdout: bytes, stderr: bytes) -> ExecResult:
+    """Return the result from an EXITED frame and the output received before it."""
+    flags = protocol.number(fields, protocol.FLAGS)
     return ExecResult(
-        exit_code=wire.number(fields, wire.CODE),
+        exit_code=protocol.number(fields, protocol.CODE),
         stdout_bytes=stdout,
         stderr_bytes=stderr,
-        timed_out=bool(flags & wire.TIMED_OUT),
-        truncated=bool(flags & wire.TRUNCATED),
+        timed_out=bool(flags & protocol.TIMED_OUT),
+        truncated=bool(flags & protocol.TRUNCATED),
         usage=ResourceUsage(
-            wall_s=wire.number(fields, wire.TIME) / 1e6,
-            user_s=wire.number(fields, wire.UTIME) / 1e6,
-            system_s=wire.number(fields, wire.STIME) / 1e6,
-            max_rss=wire.number(fields, wire.MAXRSS),
+            wall_s=protocol.number(fields, protocol.TIME) / 1e6,
+            user_s=protocol.number(fields, protocol.UTIME) / 1e6,
+            system_s=protocol.number(fields, protocol.STIME) / 1e6,
+            max_rss=protocol.number(fields, protocol.MAXRSS),
         ),
     )
 
 
 def not_started(error: PodFileError, command: Command) -> ExecResult | None:
-    """What a shell would have said of a program that is not there or cannot run; None for other failures."""
+    """Return the result a shell would give for a program that is missing or cannot run; None for other failures."""
     name = command if isinstance(command, str) else command[0] if command else ""
     reasons = {2: (127, "not found"), 13: (126, "permission denied"), 8: (126, "cannot execute"), 7: (126, "too long")}
     if error.errno not in reasons:
@@ -293,73 +295,75 @@ def not_started(error: PodFileError, command: Command) -> ExecResult | None:
 
 def spawn_fields(
     command: Command, cwd: str | None, env: Mapping[str, str], user: str | None, timeout: float | None
-) -> list[tuple[int, wire.Value]]:
-    """The fields of SPAWN that every command has."""
+) -> list[tuple[int, protocol.Value]]:
+    """Return the fields of SPAWN that every command has."""
     argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
     if not argv or not all(isinstance(a, str) for a in argv):
         raise PodError(f"a command is a string or a non-empty list of strings, not {command!r}")
     texts = [*argv, *env, *env.values(), cwd or "", user or ""]
     if any("\0" in text for text in texts):
         raise PodError("a command, its directory and its variables may not contain NUL characters")
-    if sum(map(len, texts)) > FIELD_ROOM * 8:
-        raise PodError(f"a command and its variables may be {FIELD_ROOM * 8:,} characters; write a file instead")
-    found: list[tuple[int, wire.Value]] = [(wire.ARG, os.fsencode(a)) for a in argv]
-    found += [(wire.ENV, os.fsencode(f"{key}={value}")) for key, value in env.items()]
+    if sum(map(len, texts)) > MAX_COMMAND_SIZE:
+        raise PodError(f"a command and its variables may be {MAX_COMMAND_SIZE:,} characters; write a file instead")
+    fields: list[tuple[int, protocol.Value]] = [(protocol.ARG, os.fsencode(a)) for a in argv]
+    fields += [(protocol.ENV, os.fsencode(f"{key}={value}")) for key, value in env.items()]
     if cwd:
-        found.append((wire.CWD, os.fsencode(cwd)))
+        fields.append((protocol.CWD, os.fsencode(cwd)))
     if user:
-        found.append((wire.USER, os.fsencode(user)))
+        fields.append((protocol.USER, os.fsencode(user)))
     if timeout is not None:
-        if not timeout < FOR_EVER_S:
+        if not timeout < MAX_TIMEOUT_S:
             raise PodError(f"a command's timeout is {timeout!r}; expected seconds, or None for no limit")
-        found.append((wire.TIME, max(1, round(timeout * 1000))))
-    return found
+        fields.append((protocol.TIME, max(1, round(timeout * 1000))))
+    return fields
 
 
 class StreamJob(Job):
-    """A job on a connection of its own."""
+    """A job on its own connection; `on_result` may amend its result."""
 
-    def __init__(self, agent: Agent, report: Callable[[ExecResult], ExecResult]) -> None:
-        self.agent = agent
-        self.report = report
+    def __init__(self, client: GuestClient, on_result: Callable[[ExecResult], ExecResult]) -> None:
+        self.client = client
+        self.on_result = on_result
         loop = asyncio.get_running_loop()
         self.started: asyncio.Future[int] = loop.create_future()
         self.result: asyncio.Future[ExecResult] = loop.create_future()
         self.chunks: deque[tuple[Literal["stdout", "stderr"], bytes]] = deque()
-        self.held_bytes = 0
+        self.buffered_bytes = 0
         self.reading = False
-        self.news = asyncio.Event()
-        self.call = agent.open_call(self._take)
+        self.changed = asyncio.Event()
+        self.call = client.open_call(self._on_frame)
 
-    def _take(self, op: int, fields: wire.Fields) -> None:
-        if op in (wire.OUT, wire.ERR):
-            data = wire.data(fields, wire.DATA)
-            self.chunks.append(("stdout" if op == wire.OUT else "stderr", data))
-            self.held_bytes += len(data)
-            if self.held_bytes > STREAM_ROOM and self.reading:
-                self.agent.link.hold(True)
-            while self.held_bytes > STREAM_ROOM and not self.reading:
-                self.held_bytes -= len(self.chunks.popleft()[1])  # nobody reads: the newest output is kept
-        elif op == wire.STARTED:
-            if not self.started.done():  # who asked may have been cancelled
-                self.started.set_result(wire.number(fields, wire.PID))
+    def _on_frame(self, op: int, fields: protocol.Fields) -> None:
+        if op in (protocol.OUT, protocol.ERR):
+            data = protocol.data(fields, protocol.DATA)
+            self.chunks.append(("stdout" if op == protocol.OUT else "stderr", data))
+            self.buffered_bytes += len(data)
+            if self.buffered_bytes > MAX_BUFFERED_OUTPUT and self.reading:
+                self.client.link.pause_reading(True)
+            while self.buffered_bytes > MAX_BUFFERED_OUTPUT and not self.reading:
+                self.buffered_bytes -= len(self.chunks.popleft()[1])  # no reader: keep the newest
+        elif op == protocol.STARTED:
+            if not self.started.done():  # the caller may have been cancelled
+                self.started.set_result(protocol.number(fields, protocol.PID))
         else:
             self._finish(op, fields)
-        self.news.set()
+        self.changed.set()
 
-    def _finish(self, op: int, fields: wire.Fields) -> None:
-        error: PodError = failure(fields) if op == wire.FAIL else self.agent.gone or PodGone("the pod is gone")
+    def _finish(self, op: int, fields: protocol.Fields) -> None:
+        error: PodError = (
+            decode_failure(fields) if op == protocol.FAIL else self.client.closed_error or PodGone("the pod is gone")
+        )
         for future in (self.started, self.result):
             if future.done():
                 continue
-            if op == wire.EXITED and future is self.result:
-                self.result.set_result(self.report(ended(fields, b"", b"")))
+            if op == protocol.EXITED and future is self.result:
+                self.result.set_result(self.on_result(decode_exit(fields, b"", b"")))
             else:
                 future.set_exception(error)
                 future.exception()  # may never be awaited
         if op != -1:
-            self.agent.calls.pop(self.call, None)
-            asyncio.get_running_loop().call_soon(self.agent.close)
+            self.client.calls.pop(self.call, None)
+            asyncio.get_running_loop().call_soon(self.client.close)
 
     async def output(self) -> AsyncIterator[tuple[Literal["stdout", "stderr"], bytes]]:
         self.reading = True
@@ -367,40 +371,40 @@ class StreamJob(Job):
             while True:
                 while self.chunks:
                     chunk = self.chunks.popleft()
-                    full = self.held_bytes > STREAM_ROOM
-                    self.held_bytes -= len(chunk[1])
-                    if full and self.held_bytes <= STREAM_ROOM:
-                        self.agent.link.hold(False)
+                    full = self.buffered_bytes > MAX_BUFFERED_OUTPUT
+                    self.buffered_bytes -= len(chunk[1])
+                    if full and self.buffered_bytes <= MAX_BUFFERED_OUTPUT:
+                        self.client.link.pause_reading(False)
                     yield chunk
                 if self.result.done():
                     return
-                self.news.clear()
-                await self.news.wait()
-        finally:  # who stops reading in the middle does not stop the job
+                self.changed.clear()
+                await self.changed.wait()
+        finally:  # a reader that stops early does not stop the job
             self.reading = False
-            self.agent.link.hold(False)
+            self.client.link.pause_reading(False)
 
     def abandon(self) -> None:
-        """Nobody waits for it any more: the agent kills a job whose connection ends."""
-        self.agent.close()
+        """Kill the job by closing its connection."""
+        self.client.close()
 
-    async def _ask(self, op: int, *fields: tuple[int, wire.Value]) -> None:
+    async def _request(self, op: int, *fields: tuple[int, protocol.Value]) -> None:
         if self.result.done() and not self.result.exception():
             raise PodFileError(3, "the command has ended")  # ESRCH; its connection has ended with it
-        await self.agent.ask(op, (wire.JOB, self.call), *fields)
+        await self.client.request(op, (protocol.JOB, self.call), *fields)
 
     async def write(self, data: bytes) -> None:
-        for at in range(0, len(data), wire.CHUNK):
-            await self._ask(wire.INPUT, (wire.DATA, data[at : at + wire.CHUNK]))
+        for at in range(0, len(data), protocol.CHUNK):
+            await self._request(protocol.INPUT, (protocol.DATA, data[at : at + protocol.CHUNK]))
 
     async def close_stdin(self) -> None:
-        await self._ask(wire.INPUT, (wire.FLAGS, wire.END))
+        await self._request(protocol.INPUT, (protocol.FLAGS, protocol.END))
 
     async def signal(self, number: int) -> None:
-        await self._ask(wire.SIGNAL, (wire.NUMBER, number))
+        await self._request(protocol.SIGNAL, (protocol.NUMBER, number))
 
     async def resize(self, rows: int, columns: int) -> None:
-        await self._ask(wire.RESIZE, (wire.ROWS, rows), (wire.COLS, columns))
+        await self._request(protocol.RESIZE, (protocol.ROWS, rows), (protocol.COLS, columns))
 
     async def wait(self, timeout: float | None = None) -> ExecResult:
         return await asyncio.wait_for(asyncio.shield(self.result), timeout)

@@ -1,4 +1,4 @@
-"""The agent's file calls: names are the pod's, nothing is waited for, and no path leads into the agent itself.
+"""The guest init's file requests. Paths are the pod's; nothing blocks, and no path exposes the guest init itself.
 
 Imported inside pods: standard library only.
 """
@@ -15,8 +15,8 @@ from etude.pods.runtime import linux
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Files:
-    """The half of the agent that answers for files."""
+class FileHandlers:
+    """Handlers of the file requests; a base class of GuestInit."""
 
     workdir: str
     proc_device: int  # of procfs
@@ -28,15 +28,15 @@ class Files:
     def ok(self, peer: Any, call: int, *fields: tuple[int, protocol.Value]) -> None:
         raise NotImplementedError
 
-    def path(self, fields: protocol.Fields) -> str:
+    def request_path(self, fields: protocol.Fields) -> str:
         path = os.fsdecode(protocol.data(fields, protocol.PATH))
         if not path or "\0" in path:
             raise OSError(errno.ENOENT, "an empty path")
         return os.path.join(self.workdir, path)
 
     def open_regular(self, path: str, flags: int, mode: int = 0) -> int:
-        """Open a regular file that is not a window into this very process."""
-        fd = linux.open_plain(path, flags | os.O_NONBLOCK, mode)  # never wait for the other end of a fifo
+        """Open a regular file; refuse procfs files that expose this process."""
+        fd = linux.open_plain(path, flags | os.O_NONBLOCK, mode)  # do not block on the other end of a fifo
         try:
             info = os.fstat(fd)
             if stat.S_ISDIR(info.st_mode):
@@ -53,7 +53,7 @@ class Files:
         return fd
 
     def read(self, peer: Any, call: int, fields: protocol.Fields) -> None:
-        path = self.path(fields)
+        path = self.request_path(fields)
         left = min(protocol.number(fields, protocol.LIMIT, protocol.CHUNK), 4 * protocol.CHUNK)
         at = protocol.number(fields, protocol.OFFSET)
         fd = self.open_regular(path, os.O_RDONLY)
@@ -66,7 +66,7 @@ class Files:
             os.close(fd)
 
     def write(self, peer: Any, call: int, fields: protocol.Fields) -> None:
-        path, how = self.path(fields), protocol.number(fields, protocol.FLAGS)
+        path, how = self.request_path(fields), protocol.number(fields, protocol.FLAGS)
         mode = protocol.number(fields, protocol.MODE, -1)
         flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if how & protocol.APPEND else 0)
         try:
@@ -88,14 +88,14 @@ class Files:
         self.ok(peer, call)
 
     def list_directory(self, peer: Any, call: int, fields: protocol.Fields) -> None:
-        path = self.path(fields)
+        path = self.request_path(fields)
         for name in sorted(os.listdir(path)):
-            with contextlib.suppress(FileNotFoundError):  # removed since
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 self.describe(peer, call, os.path.join(path, name), name)
         self.ok(peer, call)
 
     def stat_path(self, peer: Any, call: int, fields: protocol.Fields) -> None:
-        path = self.path(fields)
+        path = self.request_path(fields)
         self.describe(peer, call, path, os.path.basename(path.rstrip("/")) or "/")
         self.ok(peer, call)
 
@@ -116,42 +116,42 @@ class Files:
         )
 
     def remove(self, peer: Any, call: int, fields: protocol.Fields) -> None:
-        remove_tree(self.path(fields))
+        remove_tree(self.request_path(fields))
         self.ok(peer, call)
 
     def make_directory(self, peer: Any, call: int, fields: protocol.Fields) -> None:
-        path, mode = self.path(fields), protocol.number(fields, protocol.MODE, -1)
+        path, mode = self.request_path(fields), protocol.number(fields, protocol.MODE, -1)
         os.makedirs(path, exist_ok=True)
         if mode >= 0:
             os.chmod(path, mode & 0o7777)
         self.ok(peer, call)
 
     def make_link(self, peer: Any, call: int, fields: protocol.Fields) -> None:
-        path = self.path(fields)
+        path = self.request_path(fields)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.symlink(protocol.data(fields, protocol.DATA), os.fsencode(path))
         self.ok(peer, call)
 
 
 def remove_tree(path: str) -> None:
-    """Remove a path and all below it: any depth, no link followed, and it ends even if programs make more meanwhile."""
+    """Remove a path recursively: at any depth, following no link, and ending even if programs create more files."""
     path = path.rstrip("/") or "/"
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         os.unlink(path)
         return
-    here = open_to_empty(path, None)
-    above: list[tuple[int, int, str, list[str]]] = []  # the directory we came from, our name there, what is left there
+    here = open_for_removal(path, None)
+    above: list[tuple[int, int, str, list[str]]] = []  # parents: device, inode, the name entered, names still to remove
     try:
-        names = empty(here)
+        names = unlink_files(here)
         while names or above:
             if names:
                 name = names.pop()
-                below = open_to_empty(name, here)
+                below = open_for_removal(name, here)
                 above.append((*identity(here), name, names))
-                here, names = step(below, here), empty(below)
+                here, names = move_to(below, here), unlink_files(below)
                 continue
             device, file, name, names = above.pop()
-            here = step(os.open("..", OPEN_DIRECTORY, dir_fd=here), here)
+            here = move_to(os.open("..", OPEN_DIRECTORY, dir_fd=here), here)
             if identity(here) != (device, file):
                 raise OSError(errno.EBUSY, "it is being moved", path)
             os.rmdir(name, dir_fd=here)
@@ -160,7 +160,7 @@ def remove_tree(path: str) -> None:
     os.rmdir(path)
 
 
-def step(to: int, here: int) -> int:
+def move_to(to: int, here: int) -> int:
     os.close(here)
     return to
 
@@ -170,8 +170,8 @@ def identity(fd: int) -> tuple[int, int]:
     return info.st_dev, info.st_ino
 
 
-def empty(directory: int) -> list[str]:
-    """Remove the files of a directory, and say which directories are in it; each is looked at once."""
+def unlink_files(directory: int) -> list[str]:
+    """Unlink the files of a directory and return the names of its subdirectories."""
     found = []
     for name in os.listdir(directory):
         try:
@@ -187,12 +187,12 @@ def empty(directory: int) -> list[str]:
     return found
 
 
-def open_to_empty(name: str, at: int | None) -> int:
-    """Open a directory so that what is in it can be removed, whatever its mode."""
+def open_for_removal(name: str, at: int | None) -> int:
+    """Open a directory with the rights to remove its entries, whatever its mode."""
     try:
         fd = os.open(name, OPEN_DIRECTORY, dir_fd=at)
     except PermissionError:
-        os.chmod(name, 0o700, dir_fd=at)  # a link put here meanwhile leads nowhere but into the pod
+        os.chmod(name, 0o700, dir_fd=at)  # a link put here meanwhile can only lead into the pod
         return os.open(name, OPEN_DIRECTORY, dir_fd=at)
     with contextlib.suppress(PermissionError):
         os.fchmod(fd, 0o700)

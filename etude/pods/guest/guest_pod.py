@@ -1,4 +1,4 @@
-"""A pod whose commands and files go through an agent; what remains for a backend is the pod's life."""
+"""A pod whose commands and files go through a guest client; a backend adds the pod's lifecycle."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from etude.pods.guest import protocol, transfer
-from etude.pods.guest.client import Agent, Link, StreamJob, ended, failure, not_started, spawn_fields
+from etude.pods.guest.client import GuestClient, Link, StreamJob, decode_exit, decode_failure, not_started, spawn_fields
 from etude.pods.guest.shell import BashShell
 from etude.pods.pod import (
     MAX_OUTPUT,
@@ -27,40 +27,41 @@ from etude.pods.pod import (
     Shell,
 )
 
-MAX_READ = 1 << 30  # bytes of a file that `read` gives at once unless told how many
-EVENTS_KEPT = 10_000  # of one pod; a program that loops on refused connections must not fill our memory
+MAX_READ = 1 << 30  # bytes that `read` returns without an explicit length
+EVENTS_KEPT = 10_000  # per pod; a program that loops on refused connections must not fill our memory
 
 
-class AgentPod(Pod):
-    """The half of a pod that is the same on every backend."""
+class GuestPod(Pod):
+    """The part of a pod that is the same on every backend."""
 
     def __init__(self, id: str, environment: Mapping[str, str], workdir: str, user: str = "") -> None:
         self.id, self.environment, self.workdir, self.user = id, dict(environment), workdir, user
-        self.agent: Agent | None = None
+        self.connection: GuestClient | None = None
         self.history: list[Event] = []
-        self.going_on: asyncio.Future[None] | None = None  # it was sealed for a fork and is being started again
+        self.restarting: asyncio.Future[None] | None = None  # being started again after it was sealed for a fork
 
     @abstractmethod
     async def open_link(self) -> Link:
-        """A new connection to the agent."""
+        """Open a new connection to the guest init."""
 
     def memory_ran_out(self) -> bool:
-        """Whether the kernel killed something for memory since the last time this was asked."""
+        """Return whether the kernel has OOM-killed a process since the last call."""
         return False
 
     # ------------------------------------------------------------------------------------------- commands
 
-    async def ready(self) -> Agent:
-        """The line to the agent, once the pod goes on after a fork."""
-        if self.going_on is not None:
-            await asyncio.shield(self.going_on)
-        return self.line
+    async def ready(self) -> GuestClient:
+        """Return the guest client, once the pod runs again after a fork."""
+        if self.restarting is not None:
+            await asyncio.shield(self.restarting)
+        return self.guest
 
     @property
-    def line(self) -> Agent:
-        if self.agent is None:
+    def guest(self) -> GuestClient:
+        """The guest client; raises PodGone once the pod is closed."""
+        if self.connection is None:
             raise PodGone(f"pod {self.id} is closed")
-        return self.agent
+        return self.connection
 
     async def exec(
         self,
@@ -79,48 +80,47 @@ class AgentPod(Pod):
         if len(stdin) > protocol.CHUNK:
             return await self._exec_large(command, stdin, cwd, env, timeout, max_output, user)
         fields += [(protocol.DATA, stdin), (protocol.LIMIT, max_output)]
-        agent = await self.ready()
+        client = await self.ready()
         done: asyncio.Future[ExecResult] = asyncio.get_running_loop().create_future()
         out: dict[int, list[bytes]] = {protocol.OUT: [], protocol.ERR: []}
 
         room = dict.fromkeys(out, max_output)
 
-        def take(op: int, got: protocol.Fields) -> None:
+        def on_frame(op: int, got: protocol.Fields) -> None:
             if done.done():
                 return
             if op in out:
-                data = protocol.data(got, protocol.DATA)[
-                    : room[op]
-                ]  # the agent cuts; were it to lie, our memory is ours
+                # The guest init truncates already; do not rely on it for our own memory.
+                data = protocol.data(got, protocol.DATA)[: room[op]]
                 room[op] -= len(data)
                 out[op].append(data)
             elif op == protocol.EXITED:
-                done.set_result(ended(got, b"".join(out[protocol.OUT]), b"".join(out[protocol.ERR])))
+                done.set_result(decode_exit(got, b"".join(out[protocol.OUT]), b"".join(out[protocol.ERR])))
             elif op == protocol.FAIL:
-                done.set_exception(failure(got))
+                done.set_exception(decode_failure(got))
             elif op == -1:
-                done.set_exception(agent.gone or PodGone(f"pod {self.id} is gone"))
+                done.set_exception(client.closed_error or PodGone(f"pod {self.id} is gone"))
 
-        call = agent.open_call(take)
-        agent.link.send(protocol.frame(protocol.SPAWN, call, *fields))
+        call = client.open_call(on_frame)
+        client.link.send(protocol.frame(protocol.SPAWN, call, *fields))
         try:
-            return self._finished(await done)
+            return self._record_exit(await done)
         except PodFileError as error:
             if (result := not_started(error, command)) is not None:
                 return result
             raise
         except asyncio.CancelledError:
-            self._abandon(agent, call)
+            self._abandon(client, call)
             raise
         finally:
-            agent.calls.pop(call, None)
+            client.calls.pop(call, None)
 
-    def _abandon(self, agent: Agent, call: int) -> None:
-        """Nobody waits for the command any more: end it, and do not wait for that either."""
-        if agent.gone is None:
-            agent.next_call += 1
+    def _abandon(self, client: GuestClient, call: int) -> None:
+        """Kill a cancelled command without waiting for the reply."""
+        if client.closed_error is None:
+            client.next_call += 1
             fields = ((protocol.JOB, call), (protocol.NUMBER, 9))
-            agent.link.send(protocol.frame(protocol.SIGNAL, agent.next_call, *fields))
+            client.link.send(protocol.frame(protocol.SIGNAL, client.next_call, *fields))
 
     async def _exec_large(
         self,
@@ -132,7 +132,7 @@ class AgentPod(Pod):
         max_output: int,
         user: str | None,
     ) -> ExecResult:
-        """Input that does not fit in one frame is streamed."""
+        """Run a command whose input does not fit in one frame, by streaming it."""
         try:
             job = await self._spawn(command, cwd, env, timeout, user, None)
         except PodFileError as error:
@@ -140,12 +140,12 @@ class AgentPod(Pod):
                 return failed
             raise
 
-        async def give() -> None:
-            with contextlib.suppress(PodError):  # it ended, or closed its input
+        async def send_input() -> None:
+            with contextlib.suppress(PodError):  # the command ended, or closed its input
                 await job.write(stdin)
                 await job.close_stdin()
 
-        giving = asyncio.create_task(give())
+        sending = asyncio.create_task(send_input())
         kept: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         truncated = False
         try:
@@ -158,7 +158,7 @@ class AgentPod(Pod):
             job.abandon()
             raise
         finally:
-            giving.cancel()
+            sending.cancel()
         return ExecResult(
             result.exit_code,
             bytes(kept["stdout"]),
@@ -198,25 +198,25 @@ class AgentPod(Pod):
         if terminal is not None:
             fields += [(protocol.ROWS, terminal[0]), (protocol.COLS, terminal[1])]
         fields.append((protocol.FLAGS, protocol.KEEP_STDIN))
-        await self.ready()  # closed: say so before connecting
-        agent = Agent(await self.open_link(), self.id)
+        await self.ready()  # raises for a closed pod before connecting
+        client = GuestClient(await self.open_link(), self.id)
         try:
-            await agent.greeting()
-            for descriptor in agent.link.descriptors:
+            await client.wait_until_ready()
+            for descriptor in client.link.descriptors:
                 os.close(descriptor)
-            job = StreamJob(agent, self._finished)
-            agent.link.send(protocol.frame(protocol.SPAWN, job.call, *fields))
+            job = StreamJob(client, self._record_exit)
+            client.link.send(protocol.frame(protocol.SPAWN, job.call, *fields))
             await job.started
         except BaseException:
-            agent.close()
+            client.close()
             raise
         return job
 
     def _user(self, user: str | None) -> str | None:
         return user if user is not None else self.user or None
 
-    def _finished(self, result: ExecResult) -> ExecResult:
-        """Add what only the host can see, and tell the log."""
+    def _record_exit(self, result: ExecResult) -> ExecResult:
+        """Add what only the host can see, the OOM kill, and record the events."""
         if result.exit_code and self.memory_ran_out():
             result = ExecResult(
                 result.exit_code,
@@ -244,9 +244,9 @@ class AgentPod(Pod):
         while left > 0:
             want = min(left, 4 * protocol.CHUNK)
             fields = ((protocol.PATH, os.fsencode(path)), (protocol.OFFSET, offset), (protocol.LIMIT, want))
-            *frames, (_, end) = await (await self.ready()).ask(protocol.READ, *fields)
+            *frames, (_, end) = await (await self.ready()).request(protocol.READ, *fields)
             if length is None and protocol.number(end, protocol.SIZE) - offset > left:
-                left = 0  # with a hole a file can claim to be as large as it likes
+                left = 0  # a sparse file can claim any size
                 break
             parts += (found := [protocol.data(got, protocol.DATA) for _, got in frames])
             got = sum(map(len, found))
@@ -272,26 +272,26 @@ class AgentPod(Pod):
             at += len(part)
             if mode is not None and at >= len(content):  # last: with mode 0400 a second part could not be written
                 fields.append((protocol.MODE, mode))
-            await (await self.ready()).ask(protocol.WRITE, *fields)
+            await (await self.ready()).request(protocol.WRITE, *fields)
             if at >= len(content):
                 return
 
     async def list(self, path: str = ".") -> Listing:
-        *entries, _ = await (await self.ready()).ask(protocol.LIST, (protocol.PATH, os.fsencode(path)))
-        return [_info(found) for _, found in entries]
+        *entries, _ = await (await self.ready()).request(protocol.LIST, (protocol.PATH, os.fsencode(path)))
+        return [_file_info(found) for _, found in entries]
 
     async def stat(self, path: str) -> FileInfo:
-        entry, _ = await (await self.ready()).ask(protocol.STAT, (protocol.PATH, os.fsencode(path)))
-        return _info(entry[1])
+        entry, _ = await (await self.ready()).request(protocol.STAT, (protocol.PATH, os.fsencode(path)))
+        return _file_info(entry[1])
 
     async def remove(self, path: str) -> None:
-        await (await self.ready()).ask(protocol.REMOVE, (protocol.PATH, os.fsencode(path)))
+        await (await self.ready()).request(protocol.REMOVE, (protocol.PATH, os.fsencode(path)))
 
     async def make_directory(self, path: str, mode: int = 0o755) -> None:
-        await (await self.ready()).ask(protocol.MKDIR, (protocol.PATH, os.fsencode(path)), (protocol.MODE, mode))
+        await (await self.ready()).request(protocol.MKDIR, (protocol.PATH, os.fsencode(path)), (protocol.MODE, mode))
 
     async def _make_link(self, path: str, target: str) -> None:
-        await (await self.ready()).ask(
+        await (await self.ready()).request(
             protocol.SYMLINK, (protocol.PATH, os.fsencode(path)), (protocol.DATA, os.fsencode(target))
         )
 
@@ -301,10 +301,10 @@ class AgentPod(Pod):
     async def download(self, path: str, target: Path) -> None:
         await transfer.download(self, path, target)
 
-    # ------------------------------------------------------------------------------------------- the log
+    # ------------------------------------------------------------------------------------------- events
 
     def record(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """Add an event."""
+        """Append an event to the pod's history."""
         if len(self.history) < EVENTS_KEPT:
             self.history.append(Event(time.time(), kind, facts))
 
@@ -312,7 +312,7 @@ class AgentPod(Pod):
         return tuple(self.history)
 
 
-def _info(fields: protocol.Fields) -> FileInfo:
+def _file_info(fields: protocol.Fields) -> FileInfo:
     return FileInfo(
         name=os.fsdecode(protocol.data(fields, protocol.PATH)),
         kind=cast(Any, protocol.KINDS.get(protocol.data(fields, protocol.KIND), "other")),

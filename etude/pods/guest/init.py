@@ -1,12 +1,12 @@
-"""The tool server inside a pod: PID 1 there, answering the frames of `protocol.py` on a listening socket.
+"""The guest init: PID 1 of a pod, serving the requests of `protocol.py` on a listening socket.
 
 Single-threaded and small. It is forked, never exec'd, inside the pod's namespaces, and cannot import anything once
-the root has changed: standard library only, all of it loaded at the top. It runs untrusted programs but never
-trusts them: what they are given are pipes, a session of their own and nothing else. It must never block on them.
+the root has changed: standard library only, all of it loaded at the top. The programs it runs are untrusted: each
+gets pipes and a session of its own and nothing else, and the guest init must never block on one.
 """
 
 import contextlib
-import encodings.idna  # codecs are looked up by name: load what may be needed before the root changes
+import encodings.idna  # codecs are looked up by name: load those that may be needed before the root changes
 import encodings.latin_1  # noqa: F401
 import errno
 import fcntl
@@ -22,19 +22,19 @@ import time
 from collections.abc import Callable, Sequence
 
 from etude.pods.guest import protocol
-from etude.pods.guest.files import Files
+from etude.pods.guest.files import FileHandlers
 from etude.pods.guest.processes import find_user, kill_everything, kill_group, other_processes
 
-HIGH_WATER = 4 << 20  # bytes not yet taken by a peer at which its jobs' output is left in their pipes
-DRAIN = 1 << 20  # bytes read from a pipe after its process ended; a survivor may go on writing for ever
+HIGH_WATER = 4 << 20  # unsent bytes of a peer above which its jobs' output stays in their pipes
+MAX_DRAIN = 1 << 20  # bytes read from a pipe after its process ended; a background process may write without end
 READ_SIZE = 1 << 16
-INPUT_ROOM = 1 << 20  # bytes a job has not read yet at which INPUT is no longer answered at once
-UNOWNED_S = 60.0  # a pod that nobody has taken by then was made for a service that is dead
-PATIENCE = 3600.0  # seconds; the kernel's timer ends at 24 days, a deadline need not
+INPUT_HIGH_WATER = 1 << 20  # unread input bytes of a job above which INPUT is acknowledged later
+UNCLAIMED_S = 60.0  # a pod not claimed within this time was created for a service that died
+MAX_POLL_S = 3600.0  # the kernel's timer is limited to 24 days, a deadline is not
 
 
-class Job:
-    """A command somebody started, and the descriptors that lead to it."""
+class GuestJob:
+    """A running command and its descriptors."""
 
     def __init__(self, peer: "Peer", call: int, limit: int) -> None:
         self.peer, self.call, self.limit = peer, call, limit
@@ -43,10 +43,10 @@ class Job:
         self.sent = {protocol.OUT: 0, protocol.ERR: 0}
         self.stdin = -1
         self.stdin_closing = False
-        self.pending = bytearray()  # input that the pipe has not taken
-        self.unanswered: list[int] = []  # calls of INPUT that wait for it to be taken
+        self.pending = bytearray()  # input not yet written to the pipe
+        self.unacknowledged: list[int] = []  # INPUT calls to be answered when it is
         self.terminal = -1
-        self.hung = False  # every program closed the terminal
+        self.hung_up = False  # no program has the terminal open
         self.flags = 0
         self.started = time.monotonic()
         self.deadline = 0.0
@@ -57,32 +57,34 @@ class Peer:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.splitter = protocol.Splitter()
+        self.decoder = protocol.FrameDecoder()
         self.queue = bytearray()
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, GuestJob] = {}
         self.stalled = False
 
 
-class Agent(Files):
-    """Serve until told to end, until the owner goes, or until the time to live is over."""
+class GuestInit(FileHandlers):
+    """Serves until its owner disconnects or the time to live is over."""
 
-    def __init__(self, listener: socket.socket, carried: Sequence[int], workdir: str, mark_children: bool) -> None:
-        self.listener, self.carried, self.workdir = listener, list(carried), workdir
-        self.mark_children = mark_children
-        self.deadline = time.monotonic() + UNOWNED_S
+    def __init__(
+        self, listener: socket.socket, egress_sockets: Sequence[int], workdir: str, adjust_oom_score: bool
+    ) -> None:
+        self.listener, self.egress_sockets, self.workdir = listener, list(egress_sockets), workdir
+        self.adjust_oom_score = adjust_oom_score
+        self.deadline = time.monotonic() + UNCLAIMED_S
         self.owner: Peer | None = None
         self.peers: dict[int, Peer] = {}
-        self.jobs: dict[int, Job] = {}  # by pid
-        self.pipes: dict[int, Job] = {}  # by descriptor
+        self.jobs: dict[int, GuestJob] = {}  # by pid
+        self.pipes: dict[int, GuestJob] = {}  # by descriptor
         self.epoll = select.epoll()
         self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self.running = True
         self.proc_device = os.stat("/proc").st_dev if os.path.isdir("/proc/1") else -1
         self.self_prefix = f"/proc/{os.getpid()}/"
-        self.answers: dict[int, Callable[[Peer, int, protocol.Fields], None]] = {
+        self.handlers: dict[int, Callable[[Peer, int, protocol.Fields], None]] = {
             protocol.PING: lambda peer, call, _: self.ok(peer, call),
             protocol.SPAWN: self.spawn,
-            protocol.INPUT: self.give_input,
+            protocol.INPUT: self.queue_input,
             protocol.SIGNAL: self.send_signal,
             protocol.RESIZE: self.resize,
             protocol.READ: self.read,
@@ -92,15 +94,15 @@ class Agent(Files):
             protocol.REMOVE: self.remove,
             protocol.MKDIR: self.make_directory,
             protocol.SYMLINK: self.make_link,
-            protocol.OWN: self.own,
+            protocol.OWN: self.set_owner,
             protocol.PROCESSES: lambda peer, call, _: self.ok(peer, call, (protocol.SIZE, len(other_processes()))),
             protocol.KILLALL: self.kill_all,
         }
 
-    # ------------------------------------------------------------------------------------------- the loop
+    # ------------------------------------------------------------------------------------------- event loop
 
     def serve(self) -> None:
-        """Wait, answer, reap; one turn per wake-up."""
+        """Run the event loop: handle events, reap children, enforce deadlines."""
         wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -108,27 +110,27 @@ class Agent(Files):
         self.epoll.register(self.listener.fileno(), select.EPOLLIN)
         self.epoll.register(wake_r, select.EPOLLIN)
         while self.running:
-            for fd, event in self.epoll.poll(self.patience()):
+            for fd, event in self.epoll.poll(self.poll_timeout()):
                 if fd == wake_r:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wake_r, 512)
                 elif fd == self.listener.fileno():
                     self.accept()
                 elif fd in self.peers:
-                    self.exchange(self.peers[fd], event)
+                    self.on_peer_event(self.peers[fd], event)
                 elif fd in self.pipes:
-                    self.move_pipe(fd, self.pipes[fd], event)
+                    self.on_pipe_event(fd, self.pipes[fd], event)
             self.reap()
-            self.expire()
+            self.enforce_deadlines()
 
-    def patience(self) -> float:
-        """Seconds until a deadline, or -1."""
+    def poll_timeout(self) -> float:
+        """Return the seconds until the next deadline, or -1."""
         ends = [job.deadline for job in self.jobs.values() if job.deadline]
         if self.deadline:
             ends.append(self.deadline)
-        return min(PATIENCE, max(0.0, min(ends) - time.monotonic()) + 0.001) if ends else -1
+        return min(MAX_POLL_S, max(0.0, min(ends) - time.monotonic()) + 0.001) if ends else -1
 
-    def expire(self) -> None:
+    def enforce_deadlines(self) -> None:
         now = time.monotonic()
         if self.deadline and now >= self.deadline:
             self.running = False
@@ -149,15 +151,15 @@ class Agent(Files):
             protocol.HELLO, 0, (protocol.NUMBER, protocol.VERSION), (protocol.PATH, os.fsencode(self.workdir))
         )
         try:
-            # The sockets opened for egress travel with the greeting, so that whoever takes the pod over can carry them.
-            socket.send_fds(sock, [hello], self.carried)
-        except OSError:  # it is gone already
+            # HELLO carries the egress sockets, so that a service that adopts the pod can serve them.
+            socket.send_fds(sock, [hello], self.egress_sockets)
+        except OSError:  # it has already disconnected
             sock.close()
             return
         self.peers[sock.fileno()] = peer
         self.epoll.register(sock.fileno(), select.EPOLLIN)
 
-    def exchange(self, peer: Peer, event: int) -> None:
+    def on_peer_event(self, peer: Peer, event: int) -> None:
         if event & select.EPOLLOUT:
             self.flush(peer)
         if not event & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
@@ -169,38 +171,38 @@ class Agent(Files):
         except OSError:
             received = b""
         if not received:
-            self.part(peer)
+            self.disconnect(peer)
             return
         try:
-            for op, call, fields in peer.splitter.feed(received):
-                self.answer(peer, op, call, fields)
+            for op, call, fields in peer.decoder.feed(received):
+                self.dispatch(peer, op, call, fields)
         except protocol.WireError:
-            self.part(peer)
+            self.disconnect(peer)
 
-    def answer(self, peer: Peer, op: int, call: int, fields: protocol.Fields) -> None:
-        act = self.answers.get(op)
+    def dispatch(self, peer: Peer, op: int, call: int, fields: protocol.Fields) -> None:
+        handler = self.handlers.get(op)
         try:
-            if act is None:
+            if handler is None:
                 raise OSError(errno.ENOSYS, f"unknown request {op}")
-            act(peer, call, fields)
+            handler(peer, call, fields)
         except OSError as error:
             where = f"{error.filename!r}: " if error.filename else ""
             text = where + (error.strerror or os.strerror(error.errno or errno.EIO))
             self.fail(peer, call, error.errno or errno.EIO, text)
         except protocol.WireError:
             raise
-        except Exception as error:  # a number too large, a table that makes no sense: no request may end the agent
+        except Exception as error:  # such as a number too large: no request may end the guest init
             self.fail(peer, call, errno.EINVAL, f"{type(error).__name__}: {error}")
 
-    def part(self, peer: Peer) -> None:
-        """A connection ended: so do the jobs nobody can hear any more, and the pod if this was its owner."""
+    def disconnect(self, peer: Peer) -> None:
+        """Close a connection and kill its jobs; end the pod if this was its owner."""
         fd = peer.sock.fileno()
         if fd in self.peers:
             del self.peers[fd]
             self.epoll.unregister(fd)
         for job in list(peer.jobs.values()):
             kill_group(job.pid, signal.SIGKILL)
-            self.forget_pipes(job)
+            self.close_pipes(job)
         peer.sock.close()
         if peer is self.owner:
             self.running = False
@@ -228,7 +230,7 @@ class Agent(Files):
             except BlockingIOError:
                 break
             except OSError:
-                peer.queue.clear()  # the reading side will see the end
+                peer.queue.clear()  # the next read reports the disconnect
                 return
         fd = peer.sock.fileno()
         if fd in self.peers:
@@ -237,7 +239,7 @@ class Agent(Files):
         if stalled != peer.stalled:
             peer.stalled = stalled
             for job in peer.jobs.values():
-                for pipe in () if job.hung else job.outputs:
+                for pipe in () if job.hung_up else job.outputs:
                     waiting = select.EPOLLOUT if pipe == job.terminal and job.pending else 0
                     self.epoll.modify(pipe, waiting | (0 if stalled else select.EPOLLIN))
 
@@ -246,26 +248,28 @@ class Agent(Files):
     def spawn(self, peer: Peer, call: int, fields: protocol.Fields) -> None:
         argv = [os.fsdecode(a) for a in fields.get(protocol.ARG, [])]
         env = dict(e.split(b"=", 1) for e in fields.get(protocol.ENV, []) if b"=" in e)
-        flags, given = protocol.number(fields, protocol.FLAGS), protocol.data(fields, protocol.DATA)
-        job = Job(peer, call, protocol.number(fields, protocol.LIMIT))
-        theirs: list[int] = []
+        flags, first_input = protocol.number(fields, protocol.FLAGS), protocol.data(fields, protocol.DATA)
+        job = GuestJob(peer, call, protocol.number(fields, protocol.LIMIT))
+        child_fds: list[int] = []
         try:
             if protocol.ROWS in fields:
                 master, slave = os.openpty()
-                theirs.append(slave)
+                child_fds.append(slave)
                 job.terminal = job.stdin = master
                 set_size(master, protocol.number(fields, protocol.ROWS), protocol.number(fields, protocol.COLS))
                 stdin = stdout = stderr = slave
                 job.outputs[master] = protocol.OUT
             else:
-                stdin, stdout, stderr = self.open_pipes(job, theirs, bool(given or flags & protocol.KEEP_STDIN))
+                stdin, stdout, stderr = self.open_pipes(
+                    job, child_fds, bool(first_input or flags & protocol.KEEP_STDIN)
+                )
             job.pid = self.start(argv, env, fields, stdin, stdout, stderr, job.terminal >= 0)
         except BaseException:
             for fd in {*job.outputs, job.stdin} - {-1}:
                 os.close(fd)
             raise
         finally:
-            for fd in theirs:
+            for fd in child_fds:
                 os.close(fd)
         for fd in {*job.outputs, job.stdin} - {-1}:
             os.set_blocking(fd, False)
@@ -277,20 +281,20 @@ class Agent(Files):
         self.jobs[job.pid] = peer.jobs[call] = job
         self.send(peer, protocol.STARTED, call, (protocol.PID, job.pid))
         if job.stdin >= 0 and job.terminal < 0:
-            job.pending += given
+            job.pending += first_input
             job.stdin_closing = not flags & protocol.KEEP_STDIN
-            self.feed(job)
+            self.write_input(job)
 
-    def open_pipes(self, job: Job, theirs: list[int], wants_input: bool) -> tuple[int, int, int]:
+    def open_pipes(self, job: GuestJob, child_fds: list[int], wants_input: bool) -> tuple[int, int, int]:
         stdin = self.null
         if wants_input:
             stdin, job.stdin = os.pipe2(os.O_CLOEXEC)
-            theirs.append(stdin)
+            child_fds.append(stdin)
         ends = []
         for kind in (protocol.OUT, protocol.ERR):
             ours, end = os.pipe2(os.O_CLOEXEC)
             job.outputs[ours] = kind
-            theirs.append(end)
+            child_fds.append(end)
             ends.append(end)
         return stdin, ends[0], ends[1]
 
@@ -304,9 +308,9 @@ class Agent(Files):
         stderr: int,
         terminal: bool,
     ) -> int:
-        """Start the program in a session of its own; by vfork where nothing has to be done between."""
+        """Start the program in a session of its own; by vfork where nothing is to be done before exec."""
         user = os.fsdecode(protocol.data(fields, protocol.USER))
-        who = find_user(user) if user else None
+        identity = find_user(user) if user else None
         cwd = os.path.join(self.workdir, os.fsdecode(protocol.data(fields, protocol.CWD)))
         if not os.path.isdir(cwd):
             raise OSError(errno.ENOTDIR, f"the working directory {cwd} is not there")
@@ -323,21 +327,21 @@ class Agent(Files):
             env=env,
             start_new_session=True,
             close_fds=True,
-            user=who[0] if who else None,
-            group=who[1] if who else None,
-            extra_groups=who[2] if who else None,
+            user=identity[0] if identity else None,
+            group=identity[1] if identity else None,
+            extra_groups=identity[2] if identity else None,
             umask=0o022,
             preexec_fn=take_terminal if terminal else None,
         )
         process.returncode = 0  # we reap by wait4(-1); Popen must neither wait nor warn
-        if self.mark_children:
-            # When memory runs out the kernel must choose a program, not the agent. Children inherit the mark.
+        if self.adjust_oom_score:
+            # The OOM killer must choose a program, not the guest init. Children inherit the score.
             with contextlib.suppress(OSError), open(f"/proc/{process.pid}/oom_score_adj", "w") as file:
                 file.write("1000")
         return process.pid
 
-    def give_input(self, peer: Peer, call: int, fields: protocol.Fields) -> None:
-        job = self.job_of(peer, fields)
+    def queue_input(self, peer: Peer, call: int, fields: protocol.Fields) -> None:
+        job = self.find_job(peer, fields)
         if job.stdin < 0:
             raise OSError(errno.EPIPE, "its standard input is closed")
         job.pending += protocol.data(fields, protocol.DATA)
@@ -346,90 +350,90 @@ class Agent(Files):
                 job.pending += b"\x04"
             else:
                 job.stdin_closing = True
-        job.unanswered.append(call)
-        self.feed(job)
+        job.unacknowledged.append(call)
+        self.write_input(job)
 
     def send_signal(self, peer: Peer, call: int, fields: protocol.Fields) -> None:
-        job = self.job_of(peer, fields)
+        job = self.find_job(peer, fields)
         os.killpg(job.pid, protocol.number(fields, protocol.NUMBER))
         self.ok(peer, call)
 
     def resize(self, peer: Peer, call: int, fields: protocol.Fields) -> None:
-        job = self.job_of(peer, fields)
+        job = self.find_job(peer, fields)
         if job.terminal < 0:
             raise OSError(errno.ENOTTY, "it has no terminal")
         set_size(job.terminal, protocol.number(fields, protocol.ROWS), protocol.number(fields, protocol.COLS))
         self.ok(peer, call)
 
-    def job_of(self, peer: Peer, fields: protocol.Fields) -> Job:
+    def find_job(self, peer: Peer, fields: protocol.Fields) -> GuestJob:
         job = peer.jobs.get(protocol.number(fields, protocol.JOB))
         if job is None:
             raise OSError(errno.ESRCH, "no such job, or it has ended")
         return job
 
-    def feed(self, job: Job) -> None:
-        """Give a job what it will take of its input; wait for room for the rest, and let the giver wait too."""
+    def write_input(self, job: GuestJob) -> None:
+        """Write as much pending input as the job takes; delay the acknowledgement while much is left."""
         while job.pending and job.stdin >= 0:
             try:
                 del job.pending[: os.write(job.stdin, job.pending)]
             except BlockingIOError:
                 break
-            except OSError:  # it closed its end: the rest is of no use
+            except OSError:  # it closed its end: discard the rest
                 job.pending.clear()
                 job.stdin_closing = job.terminal < 0
-        if len(job.pending) <= INPUT_ROOM:
-            self.answer_input(job)
+        if len(job.pending) <= INPUT_HIGH_WATER:
+            self.acknowledge_input(job)
         fd = job.stdin
         if fd < 0:
             return
         waiting = select.EPOLLOUT if job.pending else 0
-        if job.hung:
+        if job.hung_up:
             job.pending.clear()
         elif job.terminal >= 0:
             self.epoll.modify(fd, waiting | (0 if job.peer.stalled else select.EPOLLIN))
         elif not job.pending and job.stdin_closing:
-            self.forget_pipe(job, fd)
+            self.close_pipe(job, fd)
         else:
             try:
                 self.epoll.modify(fd, waiting)
             except FileNotFoundError:
                 self.epoll.register(fd, waiting)
 
-    def answer_input(self, job: Job) -> None:
-        for call in job.unanswered:
+    def acknowledge_input(self, job: GuestJob) -> None:
+        for call in job.unacknowledged:
             self.ok(job.peer, call)
-        job.unanswered.clear()
+        job.unacknowledged.clear()
 
-    def move_pipe(self, fd: int, job: Job, event: int) -> None:
+    def on_pipe_event(self, fd: int, job: GuestJob, event: int) -> None:
         if event & select.EPOLLOUT or (fd == job.stdin and fd not in job.outputs):
             if event & select.EPOLLERR and not event & select.EPOLLOUT:
                 job.pending.clear()
-                self.forget_pipe(job, fd)
+                self.close_pipe(job, fd)
                 return
-            self.feed(job)
+            self.write_input(job)
         readable = event & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR)
-        if fd in job.outputs and readable and self.take(job, fd, READ_SIZE) == 0:
+        if fd in job.outputs and readable and self.forward_output(job, fd, READ_SIZE) == 0:
             if fd == job.terminal and job.pid in self.jobs:
-                self.silence(job)
+                self.on_terminal_hangup(job)
             else:
-                self.forget_pipe(job, fd)
+                self.close_pipe(job, fd)
 
-    def silence(self, job: Job) -> None:
-        """Nobody has the terminal open now. Closing our end would hang up on a program that is only ending: it
-        stays, unwatched, until the job is over."""
+    def on_terminal_hangup(self, job: GuestJob) -> None:
+        """Stop watching a terminal that no program has open. It stays open until the job ends: closing our end would
+        send a hangup to a program that is only ending."""
         with contextlib.suppress(FileNotFoundError):
             self.epoll.unregister(job.terminal)
         job.pending.clear()
-        self.answer_input(job)
-        job.hung = True
+        self.acknowledge_input(job)
+        job.hung_up = True
 
-    def take(self, job: Job, fd: int, size: int) -> int:
-        """Read once and pass it on; 0 at the end, -1 when there is nothing now."""
+    def forward_output(self, job: GuestJob, fd: int, size: int) -> int:
+        """Read output once and send it; return its size, 0 at end of file, -1 when there is none now."""
         try:
             received = os.read(fd, size)
         except BlockingIOError:
             return -1
-        except OSError:  # EIO: the last holder of a terminal closed it
+        except OSError:  # EIO: the last program closed the terminal
             return 0
         kind = job.outputs[fd]
         room = len(received) if not job.limit else max(0, job.limit - job.sent[kind])
@@ -440,7 +444,7 @@ class Agent(Files):
             self.send(job.peer, kind, job.call, (protocol.DATA, kept))
         return len(received)
 
-    def forget_pipe(self, job: Job, fd: int) -> None:
+    def close_pipe(self, job: GuestJob, fd: int) -> None:
         if self.pipes.pop(fd, None) is None:
             return
         with contextlib.suppress(FileNotFoundError):
@@ -448,17 +452,17 @@ class Agent(Files):
         job.outputs.pop(fd, None)
         if fd == job.stdin:
             job.stdin = -1
-            self.answer_input(job)
+            self.acknowledge_input(job)
         if fd == job.terminal:
             job.terminal = -1
         os.close(fd)
 
-    def forget_pipes(self, job: Job) -> None:
+    def close_pipes(self, job: GuestJob) -> None:
         for fd in {*job.outputs, job.stdin} - {-1}:
-            self.forget_pipe(job, fd)
+            self.close_pipe(job, fd)
 
     def reap(self) -> None:
-        """Wait for everything that ended: our jobs, and orphans, which would otherwise fill the pod with zombies."""
+        """Reap every ended child: our jobs, and orphans, which would otherwise fill the pod with zombies."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -469,13 +473,13 @@ class Agent(Files):
             if job := self.jobs.pop(pid, None):
                 self.finish(job, status, usage.ru_utime, usage.ru_stime, usage.ru_maxrss)
 
-    def finish(self, job: Job, status: int, user: float, system: float, rss: int) -> None:
-        """The main process ended; take what is in the pipes already and report. Nobody waits for survivors."""
+    def finish(self, job: GuestJob, status: int, user: float, system: float, rss: int) -> None:
+        """Send what the pipes still hold and EXITED. Background processes of the job are not waited for."""
         for fd in list(job.outputs):
             taken = 0
-            while taken < DRAIN and (size := self.take(job, fd, READ_SIZE)) > 0:
+            while taken < MAX_DRAIN and (size := self.forward_output(job, fd, READ_SIZE)) > 0:
                 taken += size
-        self.forget_pipes(job)
+        self.close_pipes(job)
         job.peer.jobs.pop(job.call, None)
         code = os.waitstatus_to_exitcode(status)
         self.send(
@@ -492,7 +496,7 @@ class Agent(Files):
 
     # ------------------------------------------------------------------------------------------- the pod
 
-    def own(self, peer: Peer, call: int, fields: protocol.Fields) -> None:
+    def set_owner(self, peer: Peer, call: int, fields: protocol.Fields) -> None:
         self.owner = peer if protocol.number(fields, protocol.FLAGS) & protocol.ATTACHED else None
         limit = protocol.number(fields, protocol.TIME)
         self.deadline = time.monotonic() + limit / 1000 if limit else 0.0
@@ -500,7 +504,7 @@ class Agent(Files):
 
     def kill_all(self, peer: Peer, call: int, _: protocol.Fields) -> None:
         deadline = time.monotonic() + 5
-        while other_processes() and time.monotonic() < deadline:  # one sweep can miss a fork in flight
+        while other_processes() and time.monotonic() < deadline:  # one pass can miss a concurrent fork
             kill_everything()
             self.reap()
         self.ok(peer, call)

@@ -1,4 +1,4 @@
-"""Processes and users as a pod's agent sees them, by procfs and /etc; no name services. Standard library only."""
+"""Processes and users as the guest init sees them, from procfs and /etc; no name services. Standard library only."""
 
 import contextlib
 import errno
@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 
 from etude.pods.runtime import linux
 
-TABLE_SIZE = 1 << 22  # bytes of /etc/passwd and /etc/group that are looked at; programs of the pod may write them
+MAX_TABLE_SIZE = 1 << 22  # bytes read from /etc/passwd and /etc/group; programs of the pod may write them
 
 
 def other_processes() -> Sequence[int]:
-    """Processes beside this one, in the pod or below this one where it has no namespace of its own."""
+    """Return the other processes of the pod; without a PID namespace, the descendants of this one."""
     me = os.getpid()
     if me == 1:
         return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != 1 and not is_zombie(pid)]
@@ -29,7 +29,7 @@ def is_zombie(pid: int) -> bool:
 
 
 def descendants(root: int) -> Iterator[int]:
-    """Every process below `root`."""
+    """Yield every descendant of `root`."""
     waiting = [root]
     while waiting:
         pid = waiting.pop()
@@ -40,7 +40,7 @@ def descendants(root: int) -> Iterator[int]:
 
 
 def kill_everything() -> None:
-    """Kill all but this process."""
+    """Kill every process of the pod but this one."""
     if os.getpid() == 1:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -56,7 +56,7 @@ def kill_group(pid: int, number: int) -> None:
 
 
 def find_user(text: str) -> tuple[int, int, list[int]]:
-    """User, group and groups of `name`, `uid` or `uid:gid`, by the pod's own /etc; no name services."""
+    """Return uid, gid and supplementary groups of `name`, `uid` or `uid:gid`, from the pod's own /etc."""
     name, _, group = text.partition(":")
     uid, gid = (int(name), int(name)) if name.isdigit() else (-1, -1)
     for row in read_table("/etc/passwd"):
@@ -73,7 +73,7 @@ def find_user(text: str) -> tuple[int, int, list[int]]:
 
 
 def read_table(path: str) -> list[list[str]]:
-    """Rows of a file that programs of the pod may have replaced by anything: never wait for it, never read for ever."""
+    """Return the rows of a file that the pod may have replaced: do not block on it, do not read without end."""
     try:
         fd = linux.open_plain(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -81,5 +81,5 @@ def read_table(path: str) -> list[list[str]]:
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return []
-        text = os.pread(file.fileno(), TABLE_SIZE, 0).decode("utf-8", "replace")
+        text = os.pread(file.fileno(), MAX_TABLE_SIZE, 0).decode("utf-8", "replace")
     return [line.split(":") for line in text.splitlines()]

@@ -1,14 +1,14 @@
-"""The wire protocol between a pod's agent and whoever drives it: frames over any ordered byte stream.
+"""The wire protocol between a pod's guest init and its clients: frames over any ordered byte stream.
 
     frame   u32 length of the rest | u8 op | u32 call | fields...
     field   u8 key | u32 length | bytes
 
 All integers are little-endian; a number in a field is 8 bytes; a list is a repeated key. The caller chooses `call`;
-every answer carries it. The same frames travel on a socketpair, a UNIX socket, a WebSocket or a virtio port, and the
-compiled helper speaks them too, so one conformance suite covers all backends. This file is imported inside pods:
+every reply carries it. The same frames travel over a socketpair, a UNIX socket, a WebSocket or a virtio port, and the
+compiled guest init uses them too, so one conformance suite covers all backends. This file is imported inside pods:
 standard library only.
 
-    request   fields                                                        answers
+    request   fields                                                        replies
     PING                                                                    OK
     SPAWN     ARG* ENV* CWD USER DATA(stdin) FLAGS ROWS COLS LIMIT TIME(ms) STARTED, OUT|ERR DATA*, EXITED
     INPUT     JOB DATA, or FLAGS=END                                        OK
@@ -22,8 +22,8 @@ standard library only.
     MKDIR     PATH MODE                                                     OK
     SYMLINK   PATH DATA(target)                                             OK
     OWN       TIME(ms, 0: for ever) FLAGS=ATTACHED                          OK   the pod ends with this connection
-    PROCESSES                                                               OK SIZE(processes beside the agent)
-    KILLALL                                                                 OK   every process but the agent
+    PROCESSES                                                               OK SIZE(processes besides the guest init)
+    KILLALL                                                                 OK   every process but the guest init
     any                                                                     FAIL NUMBER(errno) DATA(text)
 """
 
@@ -38,7 +38,7 @@ MAX_FRAME = 1 << 21
 PING, SPAWN, INPUT, SIGNAL, RESIZE, READ, WRITE, LIST, STAT, REMOVE, MKDIR, SYMLINK, OWN, PROCESSES, KILLALL = range(
     1, 16
 )
-# answers; HELLO is the first frame on every connection, call 0
+# replies; HELLO is the first frame on every connection, call 0
 HELLO, OK, FAIL, STARTED, OUT, ERR, EXITED, ENTRY = range(64, 72)
 
 # fields
@@ -65,11 +65,11 @@ Fields = dict[int, list[bytes]]
 
 
 class WireError(Exception):
-    """The peer does not speak the protocol; the connection is of no more use."""
+    """The peer violated the protocol; the connection must be closed."""
 
 
 def frame(op: int, call: int, *fields: tuple[int, Value]) -> bytes:
-    """One frame; a number is written as 8 bytes."""
+    """Encode one frame; a number is written as 8 bytes."""
     parts = [b""]
     for key, value in fields:
         data = _NUMBER.pack(value) if isinstance(value, int) else value
@@ -80,7 +80,7 @@ def frame(op: int, call: int, *fields: tuple[int, Value]) -> bytes:
 
 
 def parse(body: bytes | memoryview) -> tuple[int, int, Fields]:
-    """Op, call and fields of a frame without its length."""
+    """Return op, call and fields of a frame without its length."""
     if len(body) < _HEAD.size - _LENGTH.size:
         raise WireError("a frame is too short")
     op, call = struct.unpack_from("<BI", body)
@@ -99,7 +99,7 @@ def parse(body: bytes | memoryview) -> tuple[int, int, Fields]:
 
 
 def number(fields: Fields, key: int, default: int = 0) -> int:
-    """A field as a number."""
+    """Return a field as a number."""
     if key not in fields:
         return default
     data = fields[key][0]
@@ -109,18 +109,18 @@ def number(fields: Fields, key: int, default: int = 0) -> int:
 
 
 def data(fields: Fields, key: int, default: bytes = b"") -> bytes:
-    """A field as bytes."""
+    """Return a field as bytes."""
     return fields[key][0] if key in fields else default
 
 
-class Splitter:
-    """Bytes as they arrive in, whole frames out."""
+class FrameDecoder:
+    """Incremental decoder: takes bytes as they arrive and yields complete frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, received: bytes) -> Iterator[tuple[int, int, Fields]]:
-        """The frames that are complete once `received` is added."""
+        """Yield the frames that `received` completes."""
         buffer = self._buffer
         buffer += received
         at = 0

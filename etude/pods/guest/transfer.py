@@ -1,7 +1,7 @@
-"""Copying trees into and out of a pod, over the file calls every agent has: no tar, no program inside the pod.
+"""Copy trees into and out of a pod with the guest protocol's file requests: no tar, no program inside the pod.
 
-What comes out of a pod is not trusted: names are checked, directories are made by us and only by us, files are
-created and never followed, and there is an end to how much is taken, whatever sizes the pod claims.
+The content of a pod is not trusted: names are checked, we create every directory ourselves, files are created
+exclusively and links never followed, and the total size is limited, whatever sizes the pod claims.
 """
 
 import asyncio
@@ -15,20 +15,20 @@ from etude.errors import InputError
 from etude.pods.images.trees import MAX_DEPTH, remove_tree
 from etude.pods.pod import FileInfo, Pod, PodError
 
-IN_FLIGHT = 32  # calls on their way at once; a call is mostly waiting
-PART = 1 << 20  # bytes of a file in our memory at a time
-MAX_BYTES = 16 << 30  # of all files of one download
+MAX_IN_FLIGHT = 32  # requests at once; a request is mostly waiting
+PART_SIZE = 1 << 20  # bytes of a file held in memory at a time
+MAX_BYTES = 16 << 30  # of all files in one download
 MAX_FILES = 1_000_000
 
 
 async def upload(pod: Pod, link: Callable[[str, str], Awaitable[None]], source: Path, path: str) -> None:
-    """Copy `source` to `path`; `link(path, target)` makes a symbolic link in the pod."""
+    """Copy `source` to `path`; `link(path, target)` creates a symbolic link in the pod."""
     if not source.exists() and not source.is_symlink():
-        raise InputError(f"{source}: there is nothing to upload")
+        raise InputError(f"{source}: no such file or directory; nothing to upload")
     if not source.is_dir() or source.is_symlink():
         await _send(pod, link, source, path)
         return
-    gate = _Gate()
+    tasks = _BoundedTasks()
     modes: list[tuple[str, int]] = []
     try:
         for directory, names, files in os.walk(source):
@@ -38,11 +38,11 @@ async def upload(pod: Pod, link: Callable[[str, str], Awaitable[None]], source: 
             modes.append((there, stat.S_IMODE(here.stat().st_mode)))
             links = [name for name in names if (here / name).is_symlink()]
             for name in files + links:
-                await gate.add(_send(pod, link, here / name, f"{there}/{name}"))
-        await gate.wait()
+                await tasks.add(_send(pod, link, here / name, f"{there}/{name}"))
+        await tasks.wait()
     finally:
-        await gate.stop()
-    for there, mode in reversed(modes):  # last: a directory may be closed to writing
+        await tasks.stop()
+    for there, mode in reversed(modes):  # last: a directory may be read-only
         await pod.make_directory(there, mode)
 
 
@@ -55,33 +55,33 @@ async def _send(pod: Pod, link: Callable[[str, str], Awaitable[None]], source: P
         raise InputError(f"{source}: only files, directories and links can be uploaded")
     mode, first = stat.S_IMODE(info.st_mode), True
     with open(source, "rb") as file:
-        part = await asyncio.to_thread(file.read, PART)
+        part = await asyncio.to_thread(file.read, PART_SIZE)
         while first or part:
-            following = await asyncio.to_thread(file.read, PART) if len(part) == PART else b""
+            following = await asyncio.to_thread(file.read, PART_SIZE) if len(part) == PART_SIZE else b""
             await pod.write(path, part, mode=None if following else mode, append=not first)
             part, first = following, False
 
 
 async def download(pod: Pod, path: str, target: Path) -> None:
-    """Copy `path` of the pod to `target`, which must not exist; what is no file, directory or link stays there."""
+    """Copy `path` of the pod to `target`, which must not exist; only files, directories and links are copied."""
     if target.exists() or target.is_symlink():
-        raise InputError(f"{target}: is there already; name a path that is not")
+        raise InputError(f"{target}: already exists; expected a path that does not exist")
     info = await pod.stat(path)
     if info.kind == "other":
         raise PodError(f"pod {pod.id}: {path} is neither a file nor a directory nor a link")
-    gate = _Gate()
+    tasks = _BoundedTasks()
     try:
-        await _fetch(pod, info, path, target, gate)
-        await gate.wait()
+        await _fetch(pod, info, path, target, tasks)
+        await tasks.wait()
     except BaseException as error:
-        await gate.stop()
-        await asyncio.to_thread(remove_tree, target)  # a part of a tree is of no use, and may be hard to remove
-        if isinstance(error, OSError):  # a name as long as ours cannot be, or one given twice
+        await tasks.stop()
+        await asyncio.to_thread(remove_tree, target)  # a partial tree is useless, and may be hard to remove by hand
+        if isinstance(error, OSError):  # a name too long for this file system, or a duplicate name
             raise PodError(f"pod {pod.id}: {path} cannot be copied to {target}: {error.strerror}") from error
         raise
 
 
-async def _fetch(pod: Pod, info: FileInfo, path: str, target: Path, gate: "_Gate") -> None:
+async def _fetch(pod: Pod, info: FileInfo, path: str, target: Path, tasks: "_BoundedTasks") -> None:
     waiting = [(info, path, target)]
     above = len(target.parts)
     modes: list[tuple[Path, int]] = []
@@ -90,28 +90,28 @@ async def _fetch(pod: Pod, info: FileInfo, path: str, target: Path, gate: "_Gate
         info, path, target = waiting.pop()
         seen += 1
         if seen > MAX_FILES:
-            raise PodError(f"pod {pod.id}: a download ends at {MAX_FILES:,} files")
+            raise PodError(f"pod {pod.id}: a download is limited to {MAX_FILES:,} files")
         if len(target.parts) - above > MAX_DEPTH:
-            raise PodError(f"pod {pod.id}: a download ends at {MAX_DEPTH} directories in each other")
+            raise PodError(f"pod {pod.id}: a download is limited to {MAX_DEPTH} nested directories")
         if info.kind == "directory":
             target.mkdir(mode=0o700)
-            modes.append((target, info.mode & 0o777 | 0o700))  # no set-id bits, and we can remove it
+            modes.append((target, info.mode & 0o777 | 0o700))  # no set-id bits, and removable by us
             for below in await pod.list(path):
                 if below.name in ("", ".", "..") or "/" in below.name or "\0" in below.name:
-                    raise PodError(f"pod {pod.id}: a file in {path} has the impossible name {below.name!r}")
+                    raise PodError(f"pod {pod.id}: a file in {path} has the invalid name {below.name!r}")
                 waiting.append((below, f"{path}/{below.name}", target / below.name))
         elif info.kind == "symlink":
             os.symlink(info.target, target)
         elif info.kind == "file":
             budget.take(info.size, path)
-            await gate.add(_receive(pod, path, target, info, budget))
-    await gate.wait()
+            await tasks.add(_receive(pod, path, target, info, budget))
+    await tasks.wait()
     for directory, mode in modes:
         directory.chmod(mode)
 
 
 class _Budget:
-    """What a download may still take."""
+    """The bytes that a download may still take."""
 
     def __init__(self, pod: str) -> None:
         self.pod, self.left = pod, MAX_BYTES
@@ -119,7 +119,7 @@ class _Budget:
     def take(self, size: int, path: str) -> None:
         self.left -= size
         if self.left < 0 or size < 0:
-            raise PodError(f"pod {self.pod}: {path} is more than is left of the {MAX_BYTES:,} bytes of a download")
+            raise PodError(f"pod {self.pod}: {path} exceeds the limit of {MAX_BYTES:,} bytes of a download")
 
 
 async def _receive(pod: Pod, path: str, target: Path, info: FileInfo, budget: _Budget) -> None:
@@ -127,42 +127,42 @@ async def _receive(pod: Pod, path: str, target: Path, info: FileInfo, budget: _B
     with os.fdopen(os.open(target, flags, 0o600), "wb") as file:
         at = 0
         while True:
-            part = await pod.read(path, offset=at, length=PART)
+            part = await pod.read(path, offset=at, length=PART_SIZE)
             if at + len(part) > info.size:  # it grew since it was listed
                 budget.take(at + len(part) - max(at, info.size), path)
             at += len(part)
             if part.count(0) == len(part):
-                file.truncate(at)  # a hole stays one
+                file.truncate(at)  # keep holes sparse
                 file.seek(at)
             else:
                 file.write(part)
-            if len(part) < PART:
+            if len(part) < PART_SIZE:
                 break
-        os.fchmod(file.fileno(), info.mode & 0o777)  # no set-id bits from inside
+        os.fchmod(file.fileno(), info.mode & 0o777)  # no set-id bits from the pod
 
 
-class _Gate:
-    """A few tasks at once; the first failure stops the rest."""
+class _BoundedTasks:
+    """A limited number of concurrent tasks; the first failure stops the rest."""
 
     def __init__(self) -> None:
         self.running: set[asyncio.Task[Any]] = set()
 
     async def add(self, work: Coroutine[Any, Any, None]) -> None:
         self.running.add(asyncio.create_task(work))
-        if len(self.running) >= IN_FLIGHT:
-            await self._some()
+        if len(self.running) >= MAX_IN_FLIGHT:
+            await self._wait_one()
 
     async def wait(self) -> None:
         while self.running:
-            await self._some()
+            await self._wait_one()
 
     async def stop(self) -> None:
-        """Nothing goes on afterwards."""
+        """Cancel all tasks and wait for them."""
         for task in self.running:
             task.cancel()
         await asyncio.gather(*self.running, return_exceptions=True)
 
-    async def _some(self) -> None:
+    async def _wait_one(self) -> None:
         done, self.running = await asyncio.wait(self.running, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()

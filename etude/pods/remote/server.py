@@ -456,7 +456,7 @@ def app(host: Host, token: str, *, max_upload: int = MAX_UPLOAD) -> Starlette:
     )
 
 
-class UvicornServer(uvicorn.Server):
+class PodHostServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to `run`: uvicorn would raise them again before the host is closed."""
@@ -542,7 +542,7 @@ async def run(
         ws_ping_timeout=60.0,  # a client may be busy computing for a while
         timeout_graceful_shutdown=5,
     )
-    server = UvicornServer(config)
+    server = PodHostServer(config)
 
     def stop() -> None:
         host.draining = server.should_exit = True

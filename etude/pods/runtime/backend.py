@@ -1,4 +1,4 @@
-"""What a backend is to the fleet: it makes pods from a full description, finds them again, and cleans up."""
+"""The contract of a backend: it creates pods from a full specification, adopts running ones, and cleans up."""
 
 import asyncio
 import math
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from etude.pods.guest import protocol
-from etude.pods.guest.guest_pod import AgentPod
+from etude.pods.guest.guest_pod import GuestPod
 from etude.pods.images.records import Image, Layer
 from etude.pods.pod import Capabilities, Egress, Limits, Pod, PodError, Snapshot, SnapshotKind
-from etude.pods.runtime.cgroups import Group, Layout, leave
+from etude.pods.runtime.cgroups import CgroupLayout, PodCgroup, remove_base_groups
 
 Storage = Literal["memory", "disk"]
 
 
 @dataclass(frozen=True)
 class PodSpec:
-    """A pod to be made: every decision taken. Written to disk before the pod is, so that nothing is ever lost."""
+    """The full specification of a pod. Written to disk before the pod is created, so that no pod is ever lost."""
 
     id: str
     image: Image  # the image or snapshot it starts from
@@ -27,65 +27,65 @@ class PodSpec:
     egress: Egress = field(default_factory=Egress)
     storage: Storage = "memory"
     ttl: float | None = None  # seconds
-    attached: bool = True  # ends with the process that made it
+    attached: bool = True  # ends with the process that created it
     key: str = ""  # idempotency
     tenant: str = ""
-    owner: str = ""  # the service that made it, or took it up since
-    lease: float = 0.0  # seconds after which it ends unless somebody renews it; 0: needs no renewing
+    owner: str = ""  # the service that created or adopted it
+    lease: float = 0.0  # seconds after which it ends unless renewed; 0: no lease
     created: float = 0.0  # seconds since 1970
 
     def remaining(self) -> float | None:
-        """Seconds of its time to live that are left."""
+        """Return the seconds left of its time to live."""
         return None if self.ttl is None else max(0.001, self.created + self.ttl - time.time())
 
-    def granted(self) -> float:
-        """Seconds it may live from now on if nobody says more: its lease or what is left to it; 0 is for ever."""
+    def lifetime(self) -> float:
+        """Return the seconds it may live from now on unless renewed: its lease or remaining TTL; 0 means forever."""
         left = self.remaining()
         return min(self.lease or left, left) if left is not None else self.lease
 
 
-class Home(Protocol):
-    """The host a pod lives on: it keeps snapshots and makes the children."""
+class PodHost(Protocol):
+    """The host of a pod: it stores snapshots and creates forks."""
 
     async def snapshot_pod(self, pod: "LocalPod", kind: SnapshotKind | None) -> Snapshot: ...
     async def fork_pod(self, pod: "LocalPod", n: int, kind: SnapshotKind | None) -> Sequence[Pod]: ...
     async def close_pod(self, pod: "LocalPod") -> None: ...
 
 
-class LocalPod(AgentPod):
-    """A pod of a backend on this machine. `home` is set by the host that asked for it."""
+class LocalPod(GuestPod):
+    """A pod of a backend on this machine. `host` is set by the host that created it."""
 
     spec: PodSpec
-    home: Home
+    host: PodHost
     backend: "Backend"
-    group: Group
+    group: PodCgroup
     paused: bool
 
     async def snapshot(self, kind: SnapshotKind | None = None) -> Snapshot:
-        return await self.home.snapshot_pod(self, kind)
+        return await self.host.snapshot_pod(self, kind)
 
     async def fork(self, n: int = 1, kind: SnapshotKind | None = None) -> Sequence[Pod]:
-        return await self.home.fork_pod(self, n, kind)
+        return await self.host.fork_pod(self, n, kind)
 
     async def close(self) -> None:
-        await self.home.close_pod(self)
+        await self.host.close_pod(self)
 
-    async def own(self, spec: PodSpec) -> None:
-        """Take the pod with this lifetime; the agent itself ends it when that is over or, if attached, we are."""
+    async def claim(self, spec: PodSpec) -> None:
+        """Set the pod's lifetime; the guest init ends the pod when it is over or, if attached, when we disconnect."""
         self.spec = spec
-        time_ms = math.ceil(spec.granted() * 1000)
-        await self.line.ask(
+        time_ms = math.ceil(spec.lifetime() * 1000)
+        await self.guest.request(
             protocol.OWN, (protocol.TIME, time_ms), (protocol.FLAGS, protocol.ATTACHED if spec.attached else 0)
         )
 
     def release(self) -> None:
-        """Let go of the pod: an attached one ends by that, another goes on."""
-        if self.agent is not None:
-            agent, self.agent = self.agent, None
-            agent.close()
+        """Disconnect from the pod: an attached pod ends, a detached one runs on."""
+        if self.connection is not None:
+            client, self.connection = self.connection, None
+            client.close()
 
     def memory_ran_out(self) -> bool:
-        return self.group.out_of_memory() > 0
+        return self.group.new_oom_kills() > 0
 
     def memory_used(self) -> int:
         return int(self.group.memory())
@@ -105,12 +105,12 @@ class LocalPod(AgentPod):
         self.record("resumed", {})
 
     async def processes(self) -> int:
-        """How many run beside the agent."""
-        ((_, fields),) = await (await self.ready()).ask(protocol.PROCESSES)
+        """Return the number of processes besides the guest init."""
+        ((_, fields),) = await (await self.ready()).request(protocol.PROCESSES)
         return protocol.number(fields, protocol.SIZE)
 
-    async def choose_kind(self, kind: SnapshotKind | None) -> SnapshotKind:
-        """The kind of snapshot to take: the one asked for, or what the pod's processes allow."""
+    async def choose_snapshot_kind(self, kind: SnapshotKind | None) -> SnapshotKind:
+        """Return the kind of snapshot to take: the requested one, or by whether processes are running."""
         if kind is None:
             kind = "fs-live" if self.paused or await self.processes() else "fs"
         can = self.backend.capabilities
@@ -123,80 +123,80 @@ class LocalPod(AgentPod):
 
     @abstractmethod
     async def end(self) -> None:
-        """End every process and remove what the pod wrote; twice is fine."""
+        """End every process and remove the pod's files; idempotent."""
 
     @abstractmethod
     async def seal(self, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
-        """Keep what was written as a layer: all layers of the state, bottom first, and how it was done.
+        """Turn the pod's writes into a layer; return all layers, bottom first, and the kind of snapshot taken.
 
-        After `fs` the pod stands still until `restart`, so that its children can be made at the same time.
+        After `fs` the pod is stopped until `restart`, so that its forks can be created at the same time.
         """
 
     async def restart(self, layers: tuple[Layer, ...]) -> None:
-        """Go on over these layers after `seal` has said `fs`; nothing to do where sealing stops nothing."""
+        """Start the pod again over these layers after a `seal` of kind `fs`; a no-op where sealing does not stop it."""
 
 
 class Backend(ABC):
-    """One way to run pods on this machine."""
+    """A way to run pods on this machine."""
 
     name: str
     capabilities: Capabilities
-    layout: Layout
+    layout: CgroupLayout
 
     def __init__(self) -> None:
         self.background: set[asyncio.Task[None]] = set()
 
-    def later(self, work: Coroutine[None, None, None]) -> None:
-        """Do it in the background; `close` waits for it."""
+    def run_in_background(self, work: Coroutine[None, None, None]) -> None:
+        """Run a coroutine in the background; `close` waits for it."""
         task = asyncio.create_task(work)
         self.background.add(task)
         task.add_done_callback(self.background.discard)
 
-    async def settle(self) -> None:
-        """Wait for the background, and leave the control groups if no pod is in them."""
+    async def drain_background(self) -> None:
+        """Wait for the background tasks and remove the base control groups if no pod is left."""
         if self.background:
             await asyncio.wait(self.background)
-        leave(self.layout)
+        remove_base_groups(self.layout)
 
-    async def remove_group(self, group: Group) -> None:
-        """Remove a dead pod's control group."""
+    async def remove_group(self, group: PodCgroup) -> None:
+        """Remove the control group of a pod that ended."""
         for _ in range(400):  # its last process leaves the group a moment later
             if group.remove():
                 return
             await asyncio.sleep(0.005)
         raise PodError(f"the control group of pod {group.name} is still in use; see {group.directories[0]}")
 
-    owner: str = ""  # the service that uses it; layers it makes in memory are named after it
+    owner: str = ""  # the service that uses it; the prefix of its in-memory layers' ids
 
     @abstractmethod
     async def start(self, spec: PodSpec) -> LocalPod:
-        """Make a pod; on any failure nothing of it is left."""
+        """Create a pod; on failure leave nothing behind."""
 
     @abstractmethod
     async def adopt(self, spec: PodSpec) -> LocalPod | None:
-        """A pod that another process made and that still runs; None when it does not. One attached to it stays so."""
+        """Connect to a running pod that another process created; None when it has ended. Attachment stays as it is."""
 
     @abstractmethod
     async def reap(self, known: Iterable[str]) -> list[str]:
-        """Remove what is left of pods that are not in `known`, and name them. Read `known` after looking what there is:
-        it is lazy, so that a pod made meanwhile is in it."""
+        """Remove the remains of pods that are not in `known`, and return their names. Iterate `known` only after
+        listing what exists: it is lazy, so that it contains pods created meanwhile."""
 
     async def memory_layers(self) -> set[str]:
-        """Ids of the layers that are held in memory, `owner.something`; of whomever."""
+        """Return the ids (`owner.random`) of the layers held in memory, of all owners."""
         return set()
 
     @abstractmethod
     async def persist(self, layer: Layer) -> Layer:
-        """A layer held in memory, copied to the store."""
+        """Copy a layer held in memory to the store and return the copy."""
 
     @abstractmethod
     async def drop(self, layer: Layer) -> None:
-        """A layer is not used any more: let go of what the backend holds for it."""
+        """Free what the backend holds for a layer that is no longer used."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of connections; pods that are not attached go on."""
+        """Close the connections; detached pods run on."""
 
-    async def shut(self) -> None:
-        """End every pod, whoever made it, and all that serves them."""
+    async def shutdown(self) -> None:
+        """End every pod of the state directory, of all services, and the zygote."""
         await self.close()

@@ -1,8 +1,8 @@
-"""Capabilities: what a pod's root may do beyond what any user may, and giving up the rest for good.
+"""Linux capabilities: the set that a pod's root keeps, and dropping all others permanently.
 
-`mask` says which bits stay, so that a compiled helper can do what `drop` does from one number. Dropping is for ever:
-the bounding set is cut too, so that no program run later, set-user-ID or with file capabilities, gets back what is not
-in it. This file is imported inside pods: standard library only, and nothing is opened or imported by a call.
+`mask` returns the kept set as a number, from which the compiled zygote does the same as `drop`. Dropping also cuts the
+bounding set, so that no program run later, set-user-ID or with file capabilities, regains a dropped capability.
+This file is imported inside pods: standard library only, and no call opens or imports anything.
 """
 
 import ctypes
@@ -20,13 +20,13 @@ NAMES = (  # by number, as in linux/capability.h
     "checkpoint_restore",
 )
 
-# What package managers, build tools and test suites need when they run as the pod's root. It is Docker's set without
-#   mknod        devices come from whoever makes the pod; a user namespace refuses them anyway
+# What package managers, build tools and test suites need when they run as the pod's root: Docker's set without
+#   mknod        devices are created with the pod; a user namespace refuses them anyway
 #   net_raw      a raw socket can forge packets on the link to the egress proxy; ping works on a datagram socket
-#   setpcap      changes capability sets, and these are meant to stay as they are
-#   audit_write  the log is the host's; the system-call filter answers "no audit here", which su and useradd accept
-# dac_override, fowner, chown and fsetid are what unpacking an archive as root means; setuid, setgid and kill let root
-# become and stop the pod's other users; setfcap because packages such as ping set file capabilities when installed.
+#   setpcap      changes capability sets, which must not change
+#   audit_write  the log is the host's; the system-call filter reports "no audit", which su and useradd accept
+# Unpacking an archive as root needs dac_override, fowner, chown and fsetid; setuid, setgid and kill let root become
+# and stop the pod's other users; packages such as ping set file capabilities on installation, which needs setfcap.
 KEEP = frozenset(
     {
         *("chown", "dac_override", "fowner", "fsetid", "kill", "setgid", "setuid"),
@@ -37,13 +37,13 @@ KEEP = frozenset(
 _PR_CAPBSET_READ, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 23, 24, 38, 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
 _VERSION_3 = 0x20080522  # of capget and capset: two 32-bit words for each set
-_HIGHEST = 63  # the most a set can hold; the kernel says where its own end
+_HIGHEST = 63  # of a set; the kernel's own highest is lower
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def mask(keep: Collection[str] = KEEP) -> int:
-    """These capabilities as a number, bit n for capability n, as in /proc/self/status."""
+    """Return these capabilities as a number, bit n for capability n, as in /proc/self/status."""
     if isinstance(keep, str):
         raise ValueError(f"capabilities: expected a collection of names, not the string {keep!r}")
     if unknown := set(keep) - set(NAMES):
@@ -52,27 +52,27 @@ def mask(keep: Collection[str] = KEEP) -> int:
 
 
 def drop(keep: Collection[str] = KEEP, *, bounding: bool = True) -> None:
-    """Give up every capability not in `keep`, for this thread and all that it will start.
+    """Drop every capability not in `keep`, for this thread and its future children.
 
-    Cutting the bounding set needs setpcap. A user without it has to say `bounding=False` and rely on no-new-privileges,
+    Cutting the bounding set needs setpcap. A user without it must pass `bounding=False` and rely on no-new-privileges,
     with which no program gains a capability either.
     """
     drop_to(mask(keep), bounding=bounding)
 
 
 def drop_to(bits: int, *, bounding: bool = True) -> None:
-    """`drop`, with the capabilities to keep as a number."""
+    """Like `drop`, with the capabilities to keep as a number."""
     if bounding:
-        _cut_bounding(bits)
+        _drop_bounding(bits)
     if _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL):
         raise _failure("clear the ambient capabilities")
     # Inheritable stays empty: with bits in it, a program that carries inheritable file capabilities would hand them to
     # an ordinary user of the pod (CVE-2022-24769 in Docker). The pod's root gets its set from the bounding set at exec.
-    _set(held() & bits)
+    _set(permitted() & bits)
 
 
-def held() -> int:
-    """The permitted capabilities of this thread, as a number."""
+def permitted() -> int:
+    """Return the permitted capabilities of this thread as a number."""
     words = ctypes.create_string_buffer(24)
     if _libc.capget(_header(), words):
         raise _failure("read the capabilities")
@@ -81,17 +81,17 @@ def held() -> int:
 
 
 def bounding() -> int:
-    """The bounding set of this thread, as a number."""
+    """Return the bounding set of this thread as a number."""
     return sum(1 << number for number in range(_HIGHEST + 1) if _prctl(_PR_CAPBSET_READ, number) == 1)
 
 
 def no_new_privileges() -> None:
-    """No program run from here on gains anything by exec; what a filter or a ruleset needs first."""
+    """Set no-new-privileges: no exec gains a privilege. Seccomp filters and Landlock rulesets require it."""
     if _prctl(_PR_SET_NO_NEW_PRIVS, 1):
         raise _failure("set no-new-privileges")
 
 
-def _cut_bounding(bits: int) -> None:
+def _drop_bounding(bits: int) -> None:
     surplus = bounding() & ~bits
     for number in range(_HIGHEST + 1):
         if surplus >> number & 1 and _prctl(_PR_CAPBSET_DROP, number):

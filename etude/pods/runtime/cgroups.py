@@ -1,9 +1,9 @@
-"""Control groups of pods, in both of the kernel's layouts, sometimes side by side.
+"""Control groups of pods, in cgroup v1, v2 or both side by side.
 
 On ordinary hosts one v2 directory per pod holds every limit; elsewhere memory, pids and cpu are v1 hierarchies and
-v2 can only freeze. What there is, is found by reading `cgroup.controllers` and by making a group, never by path.
-All pods of a state directory live below one group of its own, so that they compete with the host as one, and so that
-what a killed service left behind can be found.
+v2 can only freeze. The layout is found by reading `cgroup.controllers` and creating a group, never by path. All pods
+of a state directory live below one base group, so that they compete with the host as one, and so that the groups a
+killed service left behind can be found.
 """
 
 import contextlib
@@ -16,22 +16,22 @@ from pathlib import Path
 
 from etude.pods.pod import Limits, PodError
 
-MOUNTS = Path("/proc/self/mountinfo")
-MEMBERSHIP = Path("/proc/self/cgroup")
+MOUNTINFO = Path("/proc/self/mountinfo")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 CONTROLLERS = ("memory", "pids", "cpu")
-PERIOD = 100_000  # microseconds over which a cpu limit is counted
-DEADLINE_S = 5.0  # every wait on kernel state has one
+CPU_PERIOD_US = 100_000  # over which a cpu limit is counted
+FREEZE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where groups can be made: the directory of this service in each hierarchy that works."""
+class CgroupLayout:
+    """Where groups can be created: the base directory of this service in each usable hierarchy."""
 
     name: str
-    unified: Path | None  # v2: freeze, and the controllers named in `in_unified`
+    unified: Path | None  # v2: freezer, and the controllers in `in_unified`
     in_unified: frozenset[str]
     legacy: Mapping[str, Path]  # v1 controller -> directory
-    reason: str  # in words, when something is missing
+    reason: str  # why something is missing
 
     @property
     def controllers(self) -> frozenset[str]:
@@ -42,8 +42,8 @@ class Layout:
         return [*([self.unified] if self.unified else []), *self.legacy.values()]
 
 
-def find_layout(name: str) -> Layout:
-    """Make `name` in every hierarchy that lets us, and say what can be controlled there."""
+def find_layout(name: str) -> CgroupLayout:
+    """Create the base group `name` in every hierarchy that permits it, and return the usable controllers."""
     mounts = list(_mounts())
     member = dict(_memberships())
     unified: Path | None = None
@@ -52,14 +52,14 @@ def find_layout(name: str) -> Layout:
     for mount, kind, _ in mounts:
         if kind == "cgroup2" and unified is None:
             try:
-                unified, in_unified = _enter_unified(mount, member.get("", "/"), name)
+                unified, in_unified = _create_unified(mount, member.get("", "/"), name)
             except OSError as error:
                 reasons.append(f"cgroup v2 at {mount}: {error.strerror}")
     legacy = {}
     for mount, kind, options in mounts:
         for controller in set(CONTROLLERS) & set(options if kind == "cgroup" else ()):
             try:
-                base = _below(mount, member.get(controller, "/")) / name
+                base = _own_group(mount, member.get(controller, "/")) / name
                 base.mkdir(exist_ok=True)
                 probe = base / f"probe-{os.getpid()}-{threading.get_ident()}"
                 probe.mkdir()
@@ -69,18 +69,18 @@ def find_layout(name: str) -> Layout:
                 reasons.append(f"cgroup v1 {controller}: {error.strerror}")
     if not mounts:
         reasons.append("no cgroup file system is mounted")
-    return Layout(name, unified, in_unified, legacy, "; ".join(reasons))
+    return CgroupLayout(name, unified, in_unified, legacy, "; ".join(reasons))
 
 
-def leave(layout: Layout) -> None:
-    """Remove our own groups where no pod is in them; they are made again when needed."""
+def remove_base_groups(layout: CgroupLayout) -> None:
+    """Remove the base groups that contain no pod; they are created again when needed."""
     for base in layout.bases:
         with contextlib.suppress(OSError):
             base.rmdir()
 
 
 def _mounts() -> Iterable[tuple[Path, str, list[str]]]:
-    for line in MOUNTS.read_text().splitlines():
+    for line in MOUNTINFO.read_text().splitlines():
         left, _, right = line.partition(" - ")
         kind, _, options = right.split()[:3]
         if kind in ("cgroup", "cgroup2"):
@@ -88,21 +88,21 @@ def _mounts() -> Iterable[tuple[Path, str, list[str]]]:
 
 
 def _memberships() -> Iterable[tuple[str, str]]:
-    for line in MEMBERSHIP.read_text().splitlines():
+    for line in OWN_CGROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
             yield controller, path
 
 
-def _below(mount: Path, path: str) -> Path:
-    """Our own group in a hierarchy, or its root where the path is that of another namespace."""
+def _own_group(mount: Path, path: str) -> Path:
+    """Return this process's group in a hierarchy, or the root where the path belongs to another namespace."""
     own = mount / path.lstrip("/")
     return own if own.is_dir() else mount
 
 
-def _enter_unified(mount: Path, path: str, name: str) -> tuple[Path, frozenset[str]]:
-    """A v2 group with as many of our controllers as can be had."""
-    parent = mount if os.geteuid() == 0 else _below(mount, path)
+def _create_unified(mount: Path, path: str, name: str) -> tuple[Path, frozenset[str]]:
+    """Create the v2 base group and enable as many of our controllers in it as possible."""
+    parent = mount if os.geteuid() == 0 else _own_group(mount, path)
     base = parent / name
     base.mkdir(exist_ok=True)
     wanted = set(CONTROLLERS) & set((parent / "cgroup.controllers").read_text().split())
@@ -119,8 +119,8 @@ def _enable(group: Path, controller: str) -> None:
     try:
         control.write_text(f"+{controller}")
     except OSError:
-        # A group with processes of its own cannot hand controllers down (v2's "no internal processes" rule, seen in
-        # containers): they move to a leaf beside the pods, then it can.
+        # A group that contains processes cannot enable controllers for its children (v2's "no internal processes"
+        # rule, seen in containers): move them to a leaf beside the pods first.
         leaf = group / "etude-service"
         with contextlib.suppress(OSError):
             leaf.mkdir(exist_ok=True)
@@ -129,17 +129,17 @@ def _enable(group: Path, controller: str) -> None:
             control.write_text(f"+{controller}")
 
 
-class Group:
+class PodCgroup:
     """The control group of one pod."""
 
-    def __init__(self, layout: Layout, name: str) -> None:
+    def __init__(self, layout: CgroupLayout, name: str) -> None:
         self.layout, self.name = layout, name
-        self.directories = [base / name for base in layout.bases]  # wherever it may be
-        self.joined = [layout.unified / name] if layout.unified else []  # where its processes are put
-        self._memory = self._of("memory")
-        self._seen_kills = 0
+        self.directories = [base / name for base in layout.bases]  # in every hierarchy
+        self.joined = [layout.unified / name] if layout.unified else []  # those that its processes join
+        self._memory = self._directory("memory")
+        self._seen_oom_kills = 0
 
-    def _of(self, controller: str) -> Path | None:
+    def _directory(self, controller: str) -> Path | None:
         if controller in self.layout.legacy:
             return self.layout.legacy[controller] / self.name
         if controller in self.layout.in_unified and self.layout.unified:
@@ -148,18 +148,18 @@ class Group:
 
     @property
     def procs(self) -> list[Path]:
-        """Files that a process's number is written to, to move it in."""
+        """The files to write a pid to, to move a process into the group."""
         return [directory / "cgroup.procs" for directory in self.joined]
 
     @property
     def unified(self) -> Path | None:
-        """Its v2 directory, into which a process can be cloned."""
+        """The v2 directory, into which a process can be cloned."""
         return self.layout.unified / self.name if self.layout.unified else None
 
     def create(self, limits: Limits) -> None:
-        """Make it and set its limits.
+        """Create the group and set its limits.
 
-        A v1 hierarchy without a limit to set is left out: moving a process into each costs an RCU grace period.
+        A v1 hierarchy without a limit to set is skipped: moving a process into one costs an RCU grace period.
         """
         bound = [name for name in self.layout.legacy if getattr(limits, name)]
         self.joined = [base / self.name for base in ([self.layout.unified] if self.layout.unified else [])]
@@ -167,11 +167,11 @@ class Group:
         try:
             for directory in self.joined:
                 directory.mkdir(exist_ok=True)
-        except FileNotFoundError:  # another process, the last to have a pod here, left
+        except FileNotFoundError:  # another process removed the base group with its last pod
             find_layout(self.layout.name)
             for directory in self.joined:
                 directory.mkdir(exist_ok=True)
-        memory, pids, cpu = (self._of(controller) for controller in CONTROLLERS)
+        memory, pids, cpu = (self._directory(controller) for controller in CONTROLLERS)
         if limits.memory and memory:
             v1 = "memory" in self.layout.legacy
             _write(memory / ("memory.limit_in_bytes" if v1 else "memory.max"), limits.memory)
@@ -181,20 +181,20 @@ class Group:
         if limits.pids and pids:
             _write(pids / "pids.max", limits.pids)
         if limits.cpu and cpu:
-            quota = max(1000, int(limits.cpu * PERIOD))
+            quota = max(1000, int(limits.cpu * CPU_PERIOD_US))
             if "cpu" in self.layout.legacy:
                 _write(cpu / "cpu.cfs_quota_us", quota)
             else:
-                _write(cpu / "cpu.max", f"{quota} {PERIOD}")
-        self._seen_kills = self._kills()
+                _write(cpu / "cpu.max", f"{quota} {CPU_PERIOD_US}")
+        self._seen_oom_kills = self._oom_kills()
 
-    def out_of_memory(self) -> int:
-        """Processes killed for memory since the last time this was asked."""
-        kills = self._kills()
-        new, self._seen_kills = kills - self._seen_kills, kills
+    def new_oom_kills(self) -> int:
+        """Return the number of OOM kills since the last call."""
+        kills = self._oom_kills()
+        new, self._seen_oom_kills = kills - self._seen_oom_kills, kills
         return new
 
-    def _kills(self) -> int:
+    def _oom_kills(self) -> int:
         if self._memory is None:
             return 0
         file = self._memory / ("memory.oom_control" if "memory" in self.layout.legacy else "memory.events")
@@ -205,16 +205,16 @@ class Group:
         return 0
 
     def memory(self) -> float:
-        """Bytes in use, 0 where they are not counted."""
+        """Return the bytes in use, 0 where they are not counted."""
         if self._memory is None:
             return 0.0
         v1 = "memory" in self.layout.legacy
         return _read(self._memory / ("memory.usage_in_bytes" if v1 else "memory.current"))
 
     def usage(self) -> dict[str, float]:
-        """Live numbers of whatever is counted."""
+        """Return the current usage of every resource that is counted."""
         found: dict[str, float] = {}
-        pids, cpu = self._of("pids"), self._of("cpu")
+        pids, cpu = self._directory("pids"), self._directory("cpu")
         if self._memory:
             found["memory"] = self.memory()
         if pids:
@@ -227,22 +227,22 @@ class Group:
         return found
 
     def freeze(self, frozen: bool) -> None:
-        """Stop or continue every process in it; blocks for about half a millisecond."""
-        # Only v2's freezer: v1's stays in FREEZING for ever when a task is inside vfork.
+        """Freeze or thaw every process in the group; blocks for about half a millisecond."""
+        # Only v2's freezer: v1's stays in FREEZING forever when a task is inside vfork.
         if self.layout.unified is None:
             raise PodError(f"cannot freeze: no cgroup v2 here ({self.layout.reason})")
         directory = self.layout.unified / self.name
         _write(directory / "cgroup.freeze", int(frozen))
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + FREEZE_TIMEOUT_S
         wanted = f"frozen {int(frozen)}"
         while wanted not in (directory / "cgroup.events").read_text():
             if time.monotonic() > deadline:
                 _write(directory / "cgroup.freeze", 0)
-                raise PodError(f"pod {self.name} did not freeze within {DEADLINE_S:g} s")
+                raise PodError(f"pod {self.name} did not freeze within {FREEZE_TIMEOUT_S:g} s")
             time.sleep(0.0002)
 
     def frozen(self) -> bool:
-        """Whether its processes stand still because somebody asked for it."""
+        """Return whether a freeze of the group was requested."""
         if self.layout.unified is None:
             return False
         with contextlib.suppress(OSError):
@@ -250,7 +250,7 @@ class Group:
         return False
 
     def remove(self) -> bool:
-        """Remove it; False when a process is still in it."""
+        """Remove the group; return False when it still contains a process."""
         for directory in self.directories:
             try:
                 directory.rmdir()
@@ -261,7 +261,7 @@ class Group:
         return True
 
     def kill(self) -> None:
-        """Kill what is left in it, when its keeper no longer can."""
+        """Kill the remaining processes, for a pod whose zygote died."""
         for directory in self.directories:
             with contextlib.suppress(OSError):
                 for pid in (directory / "cgroup.procs").read_text().split():
@@ -269,8 +269,8 @@ class Group:
                         os.kill(int(pid), 9)
 
 
-def existing(layout: Layout) -> set[str]:
-    """Names of the groups that are there."""
+def list_groups(layout: CgroupLayout) -> set[str]:
+    """Return the names of the pods' groups that exist."""
     names: set[str] = set()
     for base in layout.bases:
         with contextlib.suppress(OSError):

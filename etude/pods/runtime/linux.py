@@ -1,7 +1,7 @@
-"""The kernel calls that Python has no name for, by ctypes: namespaces, the new mount API, openat2, prctl.
+"""System calls that Python does not wrap, by ctypes: namespaces, the new mount API, openat2, prctl.
 
-Thin and typed: each function is one system call and raises OSError with what it was doing. Imported inside pods:
-standard library only, nothing looked up late.
+Each function makes one system call and raises OSError that names the operation. Imported inside pods: standard
+library only, nothing imported later.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import struct
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
-# clone, pivot_root differ by machine; calls added since 5.1 have one number everywhere.
+# The numbers of clone and pivot_root differ by machine; calls added since 5.1 have one number everywhere.
 _NUMBERS = {"x86_64": (56, 155), "aarch64": (220, 41)}
 SUPPORTED = platform.system() == "Linux" and platform.machine() in _NUMBERS
 _CLONE, _PIVOT_ROOT = _NUMBERS.get(platform.machine(), (-1, -1))
@@ -55,12 +55,12 @@ def _syscall(number: int, what: str, *arguments: int | bytes | None) -> int:
 
 
 def clone(flags: int) -> int:
-    """A fork into new namespaces: 0 in the child. Only for a process with a single thread that never exec's there."""
+    """Fork into new namespaces; return 0 in the child. Only for a single-threaded process that never execs there."""
     return _syscall(_CLONE, "clone into new namespaces", flags | 17, 0, 0, 0, 0)  # 17: SIGCHLD
 
 
 def clone_into(flags: int, group: str) -> int:
-    """`clone`, straight into a v2 control group: to move a running process costs an RCU grace period."""
+    """`clone` directly into a v2 control group: moving a running process costs an RCU grace period."""
     directory = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         arguments = struct.pack("11Q", flags | _CLONE_INTO_CGROUP, 0, 0, 0, 17, 0, 0, 0, 0, 0, directory)
@@ -70,28 +70,28 @@ def clone_into(flags: int, group: str) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Leave namespaces behind."""
+    """Move this process into new namespaces."""
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
 def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
-    """The classic mount call."""
+    """Call mount(2), the classic API."""
     arguments = (source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode() or None)
     _check(_libc.mount(*arguments), f"mount {kind or 'propagation'} on {target}")
 
 
 def umount(target: str) -> None:
-    """Detach a mount; it goes when its last user does."""
+    """Detach a mount lazily: it disappears with its last user."""
     _check(_libc.umount2(target.encode(), MNT_DETACH), f"unmount {target}")
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Make `new` the root and put the old one at `old`."""
+    """Make `new` the root and move the old root to `old`."""
     _syscall(_PIVOT_ROOT, "pivot_root", new.encode(), old.encode())
 
 
 def new_mount(kind: str, options: list[tuple[str, str | None]], attributes: int = 0) -> int:
-    """A file system not yet attached anywhere, as a descriptor; an option without a value is a flag."""
+    """Return the descriptor of a new detached mount; an option without a value is a flag."""
     context = _syscall(_FSOPEN, f"open file system {kind}", kind.encode(), 1)
     try:
         for name, value in options:
@@ -107,13 +107,13 @@ def new_mount(kind: str, options: list[tuple[str, str | None]], attributes: int 
 
 
 def attach(tree: int, target: str) -> None:
-    """Put a detached mount at `target`."""
+    """Attach a detached mount at `target`."""
     flags = _MOVE_MOUNT_F_EMPTY_PATH | (_MOVE_MOUNT_T_SYMLINKS if target.startswith("/proc/self/fd/") else 0)
     _syscall(_MOVE_MOUNT, f"attach a mount at {target}", tree, b"", AT_FDCWD, target.encode(), flags)
 
 
 def clone_tree(path: str | int, recursive: bool = False) -> int:
-    """A detached copy of the mount at `path` (or of an open directory), as a descriptor."""
+    """Return the descriptor of a detached copy of the mount at `path`, or of an open directory."""
     flags = OPEN_TREE_CLONE | os.O_CLOEXEC | (AT_RECURSIVE if recursive else 0)
     if isinstance(path, int):
         return _syscall(_OPEN_TREE, "clone a mount", path, b"", flags | AT_EMPTY_PATH)
@@ -121,14 +121,14 @@ def clone_tree(path: str | int, recursive: bool = False) -> int:
 
 
 def set_attributes(tree: int, attributes: int, recursive: bool = False, user_namespace: int = 0) -> None:
-    """Make a detached mount read-only, id-mapped and so on."""
+    """Set attributes of a detached mount, such as read-only or id-mapped."""
     packed = struct.pack("QQQQ", attributes, 0, 0, user_namespace)
     flags = AT_EMPTY_PATH | (AT_RECURSIVE if recursive else 0)
     _syscall(_MOUNT_SETATTR, "set the attributes of a mount", tree, b"", flags, packed, len(packed))
 
 
 def prctl(option: int, value: int) -> None:
-    """A process control call of one argument."""
+    """Call prctl(2) with one argument."""
     zero = ctypes.c_ulong(0)
     _check(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")
 
@@ -139,7 +139,7 @@ def close_range(first: int, last: int = 0xFFFFFFFF) -> None:
 
 
 def open_plain(path: str, flags: int, mode: int = 0) -> int:
-    """Open without following the links of procfs, by which a process reaches what it cannot name."""
+    """Open without following procfs magic links, which lead to files outside the path's own tree."""
     allowed = mode if flags & os.O_CREAT else 0
     how = struct.pack("QQQ", flags | os.O_CLOEXEC | os.O_NOCTTY, allowed, RESOLVE_NO_MAGICLINKS)
     result = _libc.syscall(

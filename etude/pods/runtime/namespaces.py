@@ -1,9 +1,9 @@
-"""The default backend: Linux namespaces and overlayfs, without a daemon, an engine or a binary of somebody else's.
+"""The default backend: Linux namespaces and overlayfs, without a daemon, a container engine or a third-party binary.
 
-A pod is a process forked by the keeper into namespaces of its own, with an overlay of immutable layers as its root.
-As root the pod's users are a range of host ids that nobody else has, and image layers are id-mapped; as an ordinary
-user the pod has one user, its root, which is that user outside. The kernel is shared with the host: docs/pods.md says
-what such a boundary is worth.
+A pod is a process forked by the zygote into its own namespaces, with an overlay of immutable layers as its root. As
+root, the pod's users are a range of otherwise unused host ids, and image layers are id-mapped; as an ordinary user the
+pod has one user, its root, which is that user outside. The kernel is shared with the host: docs/pods.md describes the
+strength of this boundary.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from etude.pods.guest import protocol
-from etude.pods.guest.client import CONNECT_S, Agent, Link, SocketLink, connect_unix
+from etude.pods.guest.client import CONNECT_S, GuestClient, Link, SocketLink, connect_unix
 from etude.pods.images import trees
 from etude.pods.images.records import Layer
 from etude.pods.images.store import Store
@@ -24,12 +24,12 @@ from etude.pods.network.proxy import EgressProxy
 from etude.pods.pod import Capabilities, PodError, PodGone, SnapshotKind, Unsupported
 from etude.pods.runtime import capabilities, seccomp, zygote_protocol
 from etude.pods.runtime.backend import Backend, LocalPod, PodSpec
-from etude.pods.runtime.cgroups import CONTROLLERS, Group, Layout, existing, find_layout
-from etude.pods.runtime.zygote_client import KeeperLine
+from etude.pods.runtime.cgroups import CONTROLLERS, CgroupLayout, PodCgroup, find_layout, list_groups
+from etude.pods.runtime.zygote_client import ZygoteClient
 
-FIRST_ID = 2_000_000_000  # host ids of pods as root: above every range that systemd and /etc/subuid hand out
+FIRST_ID = 2_000_000_000  # first host id of pods as root: above every range that systemd and /etc/subuid hand out
 IDS = 65_536
-AGENT_SOCKET = "agent.sock"
+GUEST_SOCKET = "agent.sock"  # this name does not change, so that pods of other versions can be adopted
 
 
 class NamespaceBackend(Backend):
@@ -42,14 +42,14 @@ class NamespaceBackend(Backend):
         self.state, self.store = state, store
         self.root = os.geteuid() == 0
         self.layout = find_layout(f"etude-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}")
-        self.keeper = KeeperLine(state, helper)
+        self.zygote = ZygoteClient(state, helper)
         self.filter = seccomp.build_filter("own")
         self.capability_mask = capabilities.mask()
-        self.mapped: set[str] = set()  # layers the present keeper shows id-mapped
-        self.keeper.on_open = self.mapped.clear
+        self.mapped: set[str] = set()  # layers that the current zygote has mounted id-mapped
+        self.zygote.on_connect = self.mapped.clear
         self.capabilities = self._capabilities(self.layout)
 
-    def _capabilities(self, layout: Layout) -> Capabilities:
+    def _capabilities(self, layout: CgroupLayout) -> Capabilities:
         notes = []
         missing = [name for name in CONTROLLERS if name not in layout.controllers]
         if missing:
@@ -72,12 +72,12 @@ class NamespaceBackend(Backend):
 
     async def start(self, spec: PodSpec) -> "NamespacePod":
         if spec.storage == "disk" and (spec.limits.disk or spec.limits.inodes):
-            raise Unsupported("a limit on disk or inodes needs storage in memory: there are no quotas on disk for us")
+            raise Unsupported('a limit on disk or inodes needs storage="memory": there are no quotas on disk')
         pod = NamespacePod(self, spec)
         try:
             try:
                 await pod.boot(spec.image.layers)
-            except PodGone:  # the keeper had just died: another takes its place, and shows the layers anew
+            except PodGone:  # the zygote had just died: start another, which mounts the layers again
                 await pod.boot(spec.image.layers)
         except BaseException:
             await pod.end()
@@ -88,7 +88,7 @@ class NamespaceBackend(Backend):
         pod = NamespacePod(self, spec)
         pod.paused = pod.group.frozen()
         try:
-            if pod.paused:  # for a moment: the agent has to know us
+            if pod.paused:  # thaw for a moment: the guest init has to accept us
                 await asyncio.to_thread(pod.group.freeze, False)
             await pod.connect(timeout=1.0, own=not spec.attached)
         except (OSError, PodError):
@@ -99,67 +99,67 @@ class NamespaceBackend(Backend):
         return pod
 
     async def reap(self, known: Iterable[str]) -> list[str]:
-        reply, _ = await self._ask(zygote_protocol.STATUS)
+        reply, _ = await self._request(zygote_protocol.STATUS)
         running = {name.decode() for name in reply.get(zygote_protocol.ID, [])}
-        leftovers = {entry.name for entry in (self.state / "pods").iterdir()} | existing(self.layout) | running
-        leftovers -= set(known)  # last: a pod made meanwhile is in no list of ours
+        leftovers = {entry.name for entry in (self.state / "pods").iterdir()} | list_groups(self.layout) | running
+        leftovers -= set(known)  # last: a pod created meanwhile is not in the lists above
         for name in sorted(leftovers):
-            await self._ask(zygote_protocol.KILL, (zygote_protocol.ID, name.encode()))
-            group = Group(self.layout, name)
+            await self._request(zygote_protocol.KILL, (zygote_protocol.ID, name.encode()))
+            group = PodCgroup(self.layout, name)
             if not group.remove():
-                group.kill()  # its keeper died before it could
+                group.kill()  # its zygote died before it could
                 await self.remove_group(group)
             self.delete(self.state / "pods" / name)
         return sorted(leftovers)
 
     async def memory_layers(self) -> set[str]:
-        reply, _ = await self._ask(zygote_protocol.STATUS)
+        reply, _ = await self._request(zygote_protocol.STATUS)
         return {name.decode() for name in reply.get(zygote_protocol.LAYER, [])}
 
     async def close(self) -> None:
-        await self.settle()
-        self.keeper.close()
+        await self.drain_background()
+        self.zygote.close()
 
-    async def shut(self) -> None:
+    async def shutdown(self) -> None:
         with contextlib.suppress(PodError):
-            await self.keeper.ask(zygote_protocol.STOP)
-        for name in existing(self.layout):
-            await self.remove_group(Group(self.layout, name))
+            await self.zygote.request(zygote_protocol.STOP)
+        for name in list_groups(self.layout):
+            await self.remove_group(PodCgroup(self.layout, name))
         await self.close()
 
-    async def _ask(self, op: int, *fields: tuple[int, protocol.Value]) -> tuple[protocol.Fields, list[int]]:
-        """Ask the keeper what may be asked twice: one that died just now is replaced."""
+    async def _request(self, op: int, *fields: tuple[int, protocol.Value]) -> tuple[protocol.Fields, list[int]]:
+        """Send an idempotent request; repeat it to a new zygote if the current one just died."""
         try:
-            return await self.keeper.ask(op, *fields)
+            return await self.zygote.request(op, *fields)
         except PodGone:
-            return await self.keeper.ask(op, *fields)
+            return await self.zygote.request(op, *fields)
 
     # ------------------------------------------------------------------------------------------- layers
 
-    async def lower(self, found: Iterable[Layer]) -> list[str]:
-        """Paths, in the keeper's mount namespace, of layers; top first, as overlayfs wants them."""
+    async def lower_paths(self, found: Iterable[Layer]) -> list[str]:
+        """Return the layers' paths in the zygote's mount namespace; top first, as overlayfs expects."""
         paths = []
         for layer in found:
             if layer.memory:
                 paths.append(f"{zygote_protocol.MEMORY}/{layer.id}/u")
             elif layer.shift == (FIRST_ID if self.root else 0):
-                paths.append(self.relative(self.store.layer_path(layer)))
+                paths.append(self.state_relative(self.store.layer_path(layer)))
             elif layer.shift == 0:
-                await self.map(layer)
+                await self.map_layer(layer)
                 paths.append(f"{zygote_protocol.MAPPED}/{layer.id}")
             else:
-                raise PodError(f"layer {layer.id} was made for other ids ({layer.shift}); export and import it again")
+                raise PodError(f"layer {layer.id} is for other host ids ({layer.shift}); export and import it again")
         return paths[::-1]
 
-    def relative(self, path: Path) -> str:
-        """As the keeper names it, which stands in the state directory."""
+    def state_relative(self, path: Path) -> str:
+        """Return a path relative to the state directory, the zygote's working directory."""
         return os.path.relpath(path, self.state)
 
-    async def map(self, layer: Layer) -> None:
-        if layer.id in self.mapped and self.keeper.sock is not None:  # without a connection it may be another keeper
+    async def map_layer(self, layer: Layer) -> None:
+        if layer.id in self.mapped and self.zygote.sock is not None:  # unconnected: another zygote
             return
-        path = os.fsencode(self.relative(self.store.layer_path(layer)))
-        await self._ask(
+        path = os.fsencode(self.state_relative(self.store.layer_path(layer)))
+        await self._request(
             zygote_protocol.MAP,
             (zygote_protocol.LAYER, layer.id.encode()),
             (zygote_protocol.PATH, path),
@@ -172,11 +172,11 @@ class NamespaceBackend(Backend):
         return [(zygote_protocol.UIDMAP, text.encode()), (zygote_protocol.GIDMAP, text.encode())]
 
     async def persist(self, layer: Layer) -> Layer:
-        _, (directory,) = await self.keeper.ask(zygote_protocol.FETCH, (zygote_protocol.LAYER, layer.id.encode()))
-        return await self._copy(directory, layer.shift)
+        _, (directory,) = await self.zygote.request(zygote_protocol.FETCH, (zygote_protocol.LAYER, layer.id.encode()))
+        return await self.copy_to_store(directory, layer.shift)
 
-    async def _copy(self, directory: int, shift: int) -> Layer:
-        """A layer on disk with what is below a directory now."""
+    async def copy_to_store(self, directory: int, shift: int) -> Layer:
+        """Copy the current content of a directory into a layer on disk."""
         try:
             return await asyncio.to_thread(self.store.copy_layer, Path(f"/proc/self/fd/{directory}"), shift)
         finally:
@@ -184,21 +184,21 @@ class NamespaceBackend(Backend):
 
     async def drop(self, layer: Layer) -> None:
         self.mapped.discard(layer.id)
-        await self._ask(zygote_protocol.DROP, (zygote_protocol.LAYER, layer.id.encode()))
+        await self._request(zygote_protocol.DROP, (zygote_protocol.LAYER, layer.id.encode()))
 
-    # ------------------------------------------------------------------------------------------- cleaning
+    # ------------------------------------------------------------------------------------------- cleanup
 
     def delete(self, directory: Path) -> None:
-        """Remove a directory in the background; it has another name from now on."""
+        """Move a directory to the trash at once and remove it in the background."""
         trash = self.state / "trash" / f"{directory.name}-{os.urandom(4).hex()}"
         trash.parent.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             directory.rename(trash)
-            self.later(asyncio.to_thread(trees.remove_tree, trash))
+            self.run_in_background(asyncio.to_thread(trees.remove_tree, trash))
 
 
 class NamespacePod(LocalPod):
-    """A pod in namespaces of its own."""
+    """A pod in its own namespaces."""
 
     backend: NamespaceBackend
 
@@ -210,22 +210,24 @@ class NamespacePod(LocalPod):
         self.image, self.limits, self.egress = spec.image.name, spec.limits, spec.egress
         self.directory = backend.state / "pods" / spec.id
         self.layers: tuple[Layer, ...] = spec.image.layers
-        self.group = Group(backend.layout, spec.id)
-        self.gate: EgressProxy | None = None
+        self.group = PodCgroup(backend.layout, spec.id)
+        self.proxy: EgressProxy | None = None
         self.paused = False
         self.closed = False
 
     # ------------------------------------------------------------------------------------------- starting
 
     async def boot(self, found: tuple[Layer, ...]) -> None:
-        """Make the kernel's side of the pod over these layers and connect to its agent."""
+        """Create the pod's process over these layers and connect to its guest init."""
         self.layers = found
-        lower = await self.backend.lower(found)
+        lower = await self.backend.lower_paths(found)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.group.create(self.limits)
         listener = self._listen()
         try:
-            await self.backend.keeper.ask(zygote_protocol.CREATE, *self._plan(lower), descriptors=[listener.fileno()])
+            await self.backend.zygote.request(
+                zygote_protocol.CREATE, *self._create_fields(lower), descriptors=[listener.fileno()]
+            )
         finally:
             listener.close()
         await self.connect()
@@ -234,7 +236,7 @@ class NamespacePod(LocalPod):
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         directory = os.open(self.directory, os.O_PATH | os.O_CLOEXEC)
-        path = f"/proc/self/fd/{directory}/{AGENT_SOCKET}"
+        path = f"/proc/self/fd/{directory}/{GUEST_SOCKET}"
         try:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -244,7 +246,7 @@ class NamespacePod(LocalPod):
             os.close(directory)
         return listener
 
-    def _plan(self, lower: list[str]) -> list[tuple[int, protocol.Value]]:
+    def _create_fields(self, lower: list[str]) -> list[tuple[int, protocol.Value]]:
         backend, spec = self.backend, self.spec
         fields: list[tuple[int, protocol.Value]] = [
             (zygote_protocol.ID, spec.id.encode()),
@@ -272,15 +274,15 @@ class NamespacePod(LocalPod):
             file = self.directory / "resolv.conf"
             file.write_text(resolver)
             file.chmod(0o644)
-            fields.append((zygote_protocol.BIND, os.fsencode(f"{backend.relative(file)}\0/etc/resolv.conf")))
+            fields.append((zygote_protocol.BIND, os.fsencode(f"{backend.state_relative(file)}\0/etc/resolv.conf")))
         if spec.storage == "disk":
-            fields.append((zygote_protocol.UPPER, os.fsencode(backend.relative(self._make_upper()))))
+            fields.append((zygote_protocol.UPPER, os.fsencode(backend.state_relative(self._make_upper()))))
         else:
             fields += [(zygote_protocol.SIZE, spec.limits.disk)] if spec.limits.disk else []
             fields += [(zygote_protocol.INODES, int(spec.limits.inodes))] if spec.limits.inodes else []
         if "memory" in backend.layout.controllers:
-            fields.append((zygote_protocol.FLAGS, zygote_protocol.MARK_CHILDREN))
-        if spec.limits.memory:  # files and shared memory together must leave something to the agent
+            fields.append((zygote_protocol.FLAGS, zygote_protocol.ADJUST_OOM_SCORE))
+        if spec.limits.memory:  # files and shared memory together must leave memory for the guest init
             fields.append((zygote_protocol.SHM, min(64 << 20, spec.limits.memory // 4)))
         return fields
 
@@ -293,35 +295,35 @@ class NamespacePod(LocalPod):
         return upper
 
     async def connect(self, timeout: float = CONNECT_S, own: bool = True) -> None:
-        """Connect to the agent and take the pod: as its owner if it is attached."""
-        self.agent = Agent(await self.open_link(), self.id)
-        await self.agent.greeting(timeout)
-        await self._carry(list(self.agent.link.descriptors))
+        """Connect to the guest init; with `own`, claim the pod, as its owner if it is attached."""
+        self.connection = GuestClient(await self.open_link(), self.id)
+        await self.connection.wait_until_ready(timeout)
+        await self._start_proxy(list(self.connection.link.descriptors))
         if own:
-            await self.own(self.spec)
+            await self.claim(self.spec)
 
     async def open_link(self) -> Link:
-        return SocketLink(connect_unix(str(self.directory), AGENT_SOCKET))
+        return SocketLink(connect_unix(str(self.directory), GUEST_SOCKET))
 
-    async def _carry(self, descriptors: list[int]) -> None:
+    async def _start_proxy(self, descriptors: list[int]) -> None:
         listen_specs = self.policy.listen_specs()
         if not listen_specs:
             return
-        if self.gate is not None:
-            await self.gate.close()
-        self.gate = EgressProxy(self.policy, lambda facts: self.record("egress", facts))
-        await self.gate.start(list(zip(listen_specs, (socket.socket(fileno=fd) for fd in descriptors), strict=True)))
+        if self.proxy is not None:
+            await self.proxy.close()
+        self.proxy = EgressProxy(self.policy, lambda facts: self.record("egress", facts))
+        await self.proxy.start(list(zip(listen_specs, (socket.socket(fileno=fd) for fd in descriptors), strict=True)))
 
     def release(self) -> None:
         super().release()
-        if self.gate is not None:
-            gate, self.gate = self.gate, None
-            self.backend.later(gate.close())
+        if self.proxy is not None:
+            proxy, self.proxy = self.proxy, None
+            self.backend.run_in_background(proxy.close())
 
-    # ------------------------------------------------------------------------------------------- life
+    # ------------------------------------------------------------------------------------------- snapshots, end
 
     async def seal(self, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
-        kind = await self.choose_kind(kind)
+        kind = await self.choose_snapshot_kind(kind)
         layer = await (self._seal_stopped() if kind == "fs" else self._seal_live())
         self.record("snapshot", {"kind": kind, "layer": layer.id})
         return (*self.layers, layer), kind
@@ -330,53 +332,53 @@ class NamespacePod(LocalPod):
         await self.boot(layers)
 
     async def _seal_stopped(self) -> Layer:
-        """What was written becomes a layer, by moving it: as fast for a gigabyte as for nothing."""
+        """Stop the pod and turn its writes into a layer by moving them: as fast for a gigabyte as for nothing."""
         await self._stop()
         self.paused = False
         shift = FIRST_ID if self.backend.root else 0
         if self.spec.storage == "disk":
-            await self.backend.keeper.ask(zygote_protocol.KILL, (zygote_protocol.ID, self.id.encode()))
+            await self.backend.zygote.request(zygote_protocol.KILL, (zygote_protocol.ID, self.id.encode()))
             layer = self.backend.store.adopt_layer(self.directory / "writes" / "u", shift)
             self.backend.delete(self.directory / "writes")
         else:
             layer = Layer(f"{self.backend.owner}.{os.urandom(12).hex()}", shift, memory=True)
-            await self.backend.keeper.ask(
+            await self.backend.zygote.request(
                 zygote_protocol.SEAL, (zygote_protocol.ID, self.id.encode()), (zygote_protocol.LAYER, layer.id.encode())
             )
-        # A new group: the old one is charged for the sealed files, which now belong to everybody who stacks on them.
+        # A new group: the old one is charged for the sealed files, which all pods over this layer now share.
         await self.backend.remove_group(self.group)
         return layer
 
     async def _seal_live(self) -> Layer:
-        """What was written is copied while the processes stand still."""
+        """Copy the pod's writes into a layer while its processes are frozen."""
         if self.spec.storage == "disk":
             directory = os.open(self.directory / "writes" / "u", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         else:
-            _, (directory,) = await self.backend.keeper.ask(
+            _, (directory,) = await self.backend.zygote.request(
                 zygote_protocol.FETCH, (zygote_protocol.ID, self.id.encode())
             )
         try:
             await asyncio.to_thread(self.group.freeze, True)
-            return await self.backend._copy(directory, FIRST_ID if self.backend.root else 0)
+            return await self.backend.copy_to_store(directory, FIRST_ID if self.backend.root else 0)
         finally:
             if not self.paused:
                 await asyncio.to_thread(self.group.freeze, False)
 
     async def _stop(self) -> None:
-        if self.gate is not None:
-            await self.gate.close()
-            self.gate = None
-        if self.agent is not None:
-            agent, self.agent = self.agent, None
-            agent.close()
+        if self.proxy is not None:
+            await self.proxy.close()
+            self.proxy = None
+        if self.connection is not None:
+            client, self.connection = self.connection, None
+            client.close()
 
     async def end(self) -> None:
         if self.closed:
             return
         self.closed = True
         await self._stop()
-        with contextlib.suppress(PodError):  # without a keeper there is no pod either
-            await self.backend.keeper.ask(zygote_protocol.KILL, (zygote_protocol.ID, self.id.encode()))
+        with contextlib.suppress(PodError):  # without a zygote there is no pod either
+            await self.backend.zygote.request(zygote_protocol.KILL, (zygote_protocol.ID, self.id.encode()))
         self.record("closed", {})
         self.backend.delete(self.directory)
         await self.backend.remove_group(self.group)

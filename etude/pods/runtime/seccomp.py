@@ -1,14 +1,14 @@
-"""The system-call filter of a pod: what developer tools never ask of a kernel, or must not be given, is refused.
+"""The system-call filter of a pod: refuses the calls that developer tools never make or must not be allowed.
 
-`build_filter` makes a classic BPF program as bytes (an array of `struct sock_filter`) from the tables below; `install`
-puts it on this process, and a compiled helper can do the same with the same bytes. It is a list of refusals, not of
-permissions: compilers, interpreters, debuggers and servers run as they are. Two rules keep that honest. A call newer
-than the tables is absent (ENOSYS), as on an older kernel, until somebody has looked at it. And another ABI of the same
-kernel (32-bit, x32) is no way around: it has other numbers, so it gets nothing.
+`build_filter` builds a classic BPF program as bytes (an array of `struct sock_filter`) from the tables below;
+`install` applies it to this process, and the compiled zygote does the same with the same bytes. It is a deny list:
+compilers, interpreters, debuggers and servers run unchanged. Two rules close its gaps. A call newer than the tables
+fails with ENOSYS, as on an older kernel, until it has been reviewed. And another ABI of the same kernel (32-bit, x32)
+cannot bypass the filter: its calls have other numbers and are all refused.
 
-The filter decides by number first and looks at arguments only for the few calls that need it: Linux 5.11 and later then
-know at installation which calls always pass, and do not run the filter for those at all. This file is imported inside
-pods: standard library only, and nothing is opened or imported by a call.
+The filter decides by number first and checks arguments only for the few calls that need it: Linux 5.11 and later then
+know at installation which calls always pass, and skip the filter for those. This file is imported inside pods:
+standard library only, and no call opens or imports anything.
 """
 
 import ctypes
@@ -23,42 +23,42 @@ Network = Literal["own", "none", "tcp-only"]
 
 NEWEST = 469  # file_setattr, Linux 6.17; from 424 on all machines number alike
 
-# Each group: what the caller is told, and `name:x86_64:aarch64` (empty: that machine has no such call).
+# Each group: the error returned, and `name:x86_64:aarch64` (empty: that machine has no such call).
 DENIED = (
-    # Mounts rearrange what paths mean, and inside a user namespace they reach file-system code meant for root alone.
+    # Mounts change what paths mean, and in a user namespace they reach file-system code meant for root only.
     (
         errno.EPERM,
         "mount:165:40 umount2:166:39 pivot_root:155:41 open_tree:428:428 move_mount:429:429 fsopen:430:430 "
         "fsconfig:431:431 fsmount:432:432 fspick:433:433 mount_setattr:442:442 open_tree_attr:467:467",
     ),
-    # A new namespace gives its maker every capability in it, and with them most of the kernel's past local exploits.
+    # A new namespace gives its creator every capability in it, which most past local kernel exploits needed.
     (errno.EPERM, "unshare:272:97 setns:308:268"),
-    # Its flags lie in memory, where a filter cannot look. Told "no such call", libc falls back to clone.
+    # Its flags are in memory, which a filter cannot read. On ENOSYS libc falls back to clone.
     (errno.ENOSYS, "clone3:435:435"),
-    # Programs loaded into the kernel, and its counters: large, powerful, and they see beyond the pod.
+    # BPF programs and performance counters: a large attack surface, with a view beyond the pod.
     (errno.EPERM, "bpf:321:280 perf_event_open:298:241"),
-    # A second way to make system calls that no filter sees; libuv and others do without when refused.
+    # Makes system calls that no filter sees; libuv and others fall back when it is refused.
     (errno.EPERM, "io_uring_setup:425:425 io_uring_enter:426:426 io_uring_register:427:427"),
-    # Stops the kernel in the middle of a copy for as long as one likes: what turns a small race into an exploit.
+    # Stops the kernel in the middle of a copy for any length of time, which turns a small race into an exploit.
     (errno.EPERM, "userfaultfd:323:282"),
-    # Key rings belong to a user id of the machine, not to a pod.
+    # Keyrings belong to a user id of the machine, not to a pod.
     (errno.EPERM, "keyctl:250:219 add_key:248:217 request_key:249:218"),
-    # Memory the kernel itself cannot read: no debugger, no snapshot.
+    # Memory that the kernel itself cannot read, so neither debuggers nor snapshots could.
     (errno.EPERM, "memfd_secret:447:447"),
-    # Opens a file by number, past every directory that should have been in the way.
+    # Opens a file by its inode, bypassing the permissions of the directories above it.
     (errno.EPERM, "open_by_handle_at:304:265"),
-    # The machine itself: its kernel, power, swap, accounting, quotas, log and consoles.
+    # Administration of the machine: kernel, power, swap, accounting, quotas, log and consoles.
     (
         errno.EPERM,
         "kexec_load:246:104 kexec_file_load:320:294 init_module:175:105 finit_module:313:273 delete_module:176:106 "
         "reboot:169:142 swapon:167:224 swapoff:168:225 acct:163:89 quotactl:179:60 quotactl_fd:443:443 "
         "syslog:103:116 vhangup:153:58",
     ),
-    # There is one clock for all pods.
+    # All pods share the machine's clock.
     (errno.EPERM, "settimeofday:164:170 clock_settime:227:112 adjtimex:159:171 clock_adjtime:305:266"),
     # Direct access to hardware ports.
     (errno.EPERM, "iopl:172: ioperm:173:"),
-    # Leftovers that nothing of today calls; where an old kernel still has them they are only surface.
+    # Obsolete calls; where an old kernel still has them they are only attack surface.
     (
         errno.EPERM,
         "nfsservctl:180:42 lookup_dcookie:212:18 uselib:134: sysfs:139: _sysctl:156: create_module:174: "
@@ -66,24 +66,24 @@ DENIED = (
     ),
 )
 
-# Calls whose arguments decide; each has its piece of program below.
+# Calls decided by their arguments; `_check_arguments` has the code for each.
 CHECKED = "clone:56:220 ioctl:16:29 personality:135:92 socket:41:198 socketpair:53:199"
 CHECKED_TCP_ONLY = "sendto:44:206 sendmsg:46:211 sendmmsg:307:269"
 
 # NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET. NEWTIME is not a flag of clone.
 CLONE_NEW = 0x7E020000
-# Typing into a terminal somebody else is reading, and pasting into a console: both run commands outside.
+# Injecting input into another process's terminal or into a console: both can run commands outside the pod.
 TERMINAL_INJECTION = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
-# Linux, 32-bit uname, 2.6 uname, both, no address randomisation (debuggers), asking. The others switch protections off.
+# Linux, 32-bit uname, 2.6 uname, both, no address randomisation (debuggers), query. The others disable protections.
 PERSONALITIES = (0, 0x8, 0x20000, 0x20008, 0x40000, 0xFFFFFFFF)
 # Families outside these are rarely used, often broken (AF_VSOCK, AF_PACKET, AF_ALG, AF_RDS, ...), or reach the host.
 AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
-# getaddrinfo asks netlink for addresses. Other protocols are answered as by a kernel without them: "no audit", which
-# su and useradd accept, where EPERM would stop them.
+# getaddrinfo queries netlink for addresses. Other protocols fail as on a kernel without them: su and useradd accept
+# that there is no audit, but stop on EPERM.
 NETLINK_ROUTE = 0
-SOCK_STREAM, SOCK_FLAGS = 1, 0x80800  # SOCK_CLOEXEC | SOCK_NONBLOCK come in the same argument as the type
+SOCK_STREAM, SOCK_FLAGS = 1, 0x80800  # SOCK_CLOEXEC | SOCK_NONBLOCK share an argument with the type
 IPPROTO_TCP = 6
-# Sending with this flag connects, and Landlock's port rules do not see it: landlock-lsm/linux#41.
+# Sending with this flag connects, which Landlock's port rules do not check: landlock-lsm/linux#41.
 MSG_FASTOPEN = 0x20000000
 
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
@@ -95,7 +95,7 @@ _SET_MODE_FILTER, _FLAG_TSYNC = 1, 1
 class _Machine(NamedTuple):
     arch: int  # AUDIT_ARCH_*
     column: int  # in the tables above
-    seccomp: int  # the number of the call that installs a filter
+    seccomp: int  # number of the seccomp call
 
 
 _MACHINES = {"x86_64": _Machine(0xC000003E, 1, 317), "aarch64": _Machine(0xC00000B7, 2, 277)}
@@ -104,11 +104,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def build_filter(network: Network = "own", machine: str | None = None) -> bytes:
-    """The filter as an array of `struct sock_filter`.
+    """Return the filter as an array of `struct sock_filter`.
 
-    `network` says what stands between the pod and others: `own`, a network namespace of its own, so that internet
-    sockets are harmless; `none`, nothing, so there are no internet sockets; `tcp-only`, Landlock's port rules, so
-    only what these can see is allowed. `machine` is as in uname, this one unless told.
+    `network` names the pod's network isolation: `own`, a network namespace, so that internet sockets are harmless;
+    `none`, so that no internet sockets are allowed; `tcp-only`, Landlock's port rules, so that only what these can
+    check is allowed. `machine` is as in uname, by default this one.
     """
     target = calls(network, machine)
     program = _Program()
@@ -121,24 +121,24 @@ def build_filter(network: Network = "own", machine: str | None = None) -> bytes:
 
 
 def install(program: bytes) -> None:
-    """Put the filter on this process, all its threads and whatever they start, for ever; sets no-new-privileges."""
+    """Apply the filter irreversibly to this process, its threads and their children; sets no-new-privileges."""
     if not program or len(program) % 8:
-        raise ValueError(f"seccomp: {len(program)} bytes are not a filter; it is made of instructions of 8 bytes")
+        raise ValueError(f"seccomp: {len(program)} bytes are not a filter; expected instructions of 8 bytes")
     code = ctypes.create_string_buffer(program, len(program))
     description = _Description(len(program) // 8, ctypes.addressof(code))
     no_new_privileges()
-    # TSYNC: a thread that stayed outside could do for the others what they may not.
+    # TSYNC: an unfiltered thread could make forbidden calls for the others.
     call = (_machine().seccomp, _SET_MODE_FILTER, _FLAG_TSYNC)
     result = _libc.syscall(*map(ctypes.c_long, call), ctypes.byref(description))
     if result > 0:
         raise OSError(errno.EBUSY, f"seccomp: thread {result} has a filter of its own; install before starting threads")
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"seccomp: the kernel did not take the filter: {os.strerror(number)}")
+        raise OSError(number, f"seccomp: the kernel rejected the filter: {os.strerror(number)}")
 
 
 def explain(network: Network = "own", machine: str | None = None) -> list[tuple[str, str]]:
-    """What is refused and how, as (call, action), for people; every other call is allowed."""
+    """Return the refused calls as (call, action) rows for people; every other call is allowed."""
     column = _machine(machine).column
     rows = [(name, errno.errorcode[number]) for number, group in DENIED for name in _numbers(group, column)]
     internet = {
@@ -164,7 +164,7 @@ def explain(network: Network = "own", machine: str | None = None) -> list[tuple[
 
 
 def calls(network: Network = "own", machine: str | None = None) -> dict[int, str]:
-    """What is not simply allowed: call number -> name of an error, or of the call whose arguments decide."""
+    """Map each call that is not always allowed: its number -> an error, or its name if its arguments decide."""
     if network not in get_args(Network):
         raise ValueError(f"seccomp: network is {network!r}; expected one of {', '.join(get_args(Network))}")
     column = _machine(machine).column
@@ -194,7 +194,7 @@ class _Description(ctypes.Structure):
 
 
 class _Program:
-    """An assembler for as much of classic BPF as is needed: jumps go forward to labels, "" is the next instruction."""
+    """An assembler for the needed part of classic BPF: jumps go forward to labels, "" is the next instruction."""
 
     def __init__(self) -> None:
         self._lines: list[tuple[int, int, str, str]] = []
@@ -207,7 +207,7 @@ class _Program:
         self._lines.append((_LOAD, offset, "", ""))
 
     def load_argument(self, index: int) -> None:
-        # The low word (both machines are little-endian): every argument we look at is 32 bits wide in the kernel.
+        # The low word (both machines are little-endian): every argument we check is 32 bits wide in the kernel.
         self.load(_ARGUMENTS + 8 * index)
 
     def keep_bits(self, bits: int) -> None:
@@ -217,9 +217,9 @@ class _Program:
         self._lines.append((test, value, yes, no))
 
     def assemble(self) -> bytes:
-        """The bytes; a label that was not placed is a verdict: `allow`, `kill` or the name of an error."""
-        verdicts = {label for line in self._lines for label in line[2:] if label} - self._labels.keys()
-        for name in sorted(verdicts):
+        """Return the bytes; an undefined label is an action: `allow`, `kill` or the name of an error."""
+        actions = {label for line in self._lines for label in line[2:] if label} - self._labels.keys()
+        for name in sorted(actions):
             value = {"allow": _ALLOW, "kill": _KILL_PROCESS}.get(name) or _ERRNO | getattr(errno, name)
             self.label(name)
             self._lines.append((_RETURN, value, "", ""))
@@ -235,7 +235,7 @@ class _Program:
 
 
 def _ranges(target: dict[int, str]) -> list[tuple[int, str]]:
-    """All numbers in order, as (first of a range, where it goes); neighbours that go to one place are one range."""
+    """Return all call numbers in order, as (first of a range, label); neighbours with one label are one range."""
     ranges: list[tuple[int, str]] = []
     for number in range(NEWEST + 1):
         where = target.get(number, "allow")
@@ -245,7 +245,7 @@ def _ranges(target: dict[int, str]) -> list[tuple[int, str]]:
 
 
 def _search(program: _Program, ranges: list[tuple[int, str]]) -> None:
-    """Go where the number in the accumulator belongs, by halving: about seven comparisons for any call."""
+    """Emit a binary search for the number in the accumulator: about seven comparisons for any call."""
 
     def name(part: list[tuple[int, str]]) -> str:
         return part[0][1] if len(part) == 1 else f"from {part[0][0]} to {part[-1][0]}"
@@ -294,7 +294,7 @@ def _check_tcp(program: _Program) -> None:
     program.load_argument(1)
     program.keep_bits(~SOCK_FLAGS & 0xFFFFFFFF)
     program.jump(_JEQ, SOCK_STREAM, no="EACCES")
-    # MPTCP, SCTP and SMC are streams too, and Landlock's port rules do not hold for them.
+    # MPTCP, SCTP and SMC are streams too, and Landlock's port rules do not cover them.
     program.load_argument(2)
     program.jump(_JEQ, 0, yes="allow")
     program.jump(_JEQ, IPPROTO_TCP, yes="allow", no="EPROTONOSUPPORT")

@@ -1,8 +1,8 @@
-"""This very machine as a pod: no isolation, no image, no limits. For tools that a person approves call by call.
+"""The machine itself as a pod: no isolation, no image, no limits. For tools that a person approves call by call.
 
-It is an agent like any other, in a process of its own that stands in the given directory with the caller's user and
-environment. Everything it starts stays below that process and ends with it, whatever it forks or detaches. What needs
-a machine of one's own (snapshots, forks, pausing, other users) raises Unsupported.
+A guest init runs in a subprocess, in the given directory, with the caller's user and environment. Everything it starts
+stays a descendant of that process and ends with it, even if it forks or detaches. Operations that need isolation
+(snapshots, forks, pausing, other users) raise Unsupported.
 """
 
 import asyncio
@@ -22,20 +22,20 @@ from typing import NoReturn
 
 from etude.errors import InputError
 from etude.pods.guest import protocol
-from etude.pods.guest.client import Agent, Link, SocketLink, connect_unix
-from etude.pods.guest.guest_pod import AgentPod
-from etude.pods.guest.init import Agent as Serving
+from etude.pods.guest.client import GuestClient, Link, SocketLink, connect_unix
+from etude.pods.guest.guest_pod import GuestPod
+from etude.pods.guest.init import GuestInit
 from etude.pods.guest.processes import kill_everything, other_processes
 from etude.pods.pod import Egress, Limits, Pod, Snapshot, SnapshotKind, Unsupported
 from etude.pods.runtime import linux
-from etude.pods.runtime.landlock.backend import AGENT_SOCKET, listen_unix
+from etude.pods.runtime.landlock.backend import GUEST_SOCKET, listen_unix
 
 START = "from etude.pods.runtime.unisolated import serve; serve()"
-END_S = 10.0  # for everything it started to be gone
+END_S = 10.0  # for all descendants to end
 
 
-class HerePod(AgentPod):
-    """The machine itself, from one directory on. Made by `open_here`."""
+class UnisolatedPod(GuestPod):
+    """The machine itself, with one directory as its working directory. Created by `open_unisolated`."""
 
     image, limits, egress = "here", Limits(), Egress()
 
@@ -45,9 +45,9 @@ class HerePod(AgentPod):
         self.process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        """Start the agent and own it: it ends when we do."""
+        """Start the guest init and attach to it, so that it ends with this process."""
         with listen_unix(self.scratch) as listener:
-            # -P, and a directory that is not the workspace: nothing that lies about there may be imported.
+            # -P and cwd="/": nothing may be imported from the workspace.
             command = [sys.executable, "-P", "-c", START, str(listener.fileno()), self.workdir]
             self.process = subprocess.Popen(
                 command,
@@ -57,13 +57,13 @@ class HerePod(AgentPod):
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self.agent = Agent(await self.open_link(), self.id)
-        await self.agent.greeting()
-        await self.agent.ask(protocol.OWN, (protocol.TIME, 0), (protocol.FLAGS, protocol.ATTACHED))
+        self.connection = GuestClient(await self.open_link(), self.id)
+        await self.connection.wait_until_ready()
+        await self.connection.request(protocol.OWN, (protocol.TIME, 0), (protocol.FLAGS, protocol.ATTACHED))
         self.record("created", {"image": self.image})
 
     async def open_link(self) -> Link:
-        return SocketLink(connect_unix(str(self.scratch), AGENT_SOCKET))
+        return SocketLink(connect_unix(str(self.scratch), GUEST_SOCKET))
 
     def _user(self, user: str | None) -> str | None:
         if user:
@@ -83,14 +83,14 @@ class HerePod(AgentPod):
         _cannot("a fork")
 
     async def stats(self) -> Mapping[str, float]:
-        ((_, fields),) = await self.line.ask(protocol.PROCESSES)
+        ((_, fields),) = await self.guest.request(protocol.PROCESSES)
         return {"pids": float(protocol.number(fields, protocol.SIZE))}
 
     async def close(self) -> None:
-        """End everything that was started here. What was written stays: it is the machine's own."""
-        agent, self.agent = self.agent, None
-        if agent is not None:
-            agent.close()  # the agent ends with its owner
+        """End every process started here. Written files stay: they are the machine's own."""
+        client, self.connection = self.connection, None
+        if client is not None:
+            client.close()  # the guest init ends with its owner
             self.record("closed", {})
         if self.process is not None:
             process, self.process = self.process, None
@@ -102,17 +102,17 @@ class HerePod(AgentPod):
 
 
 def _cannot(what: str) -> NoReturn:
-    raise Unsupported(f"{what} is not possible on this machine itself; work in a pod of a fleet")
+    raise Unsupported(f"{what} is not possible without isolation, on the machine itself; use a pod of a fleet")
 
 
 @asynccontextmanager
-async def open_here(directory: Path, *, hidden: Sequence[str] = ()) -> AsyncIterator[HerePod]:
-    """The machine from `directory` on, with our environment but for the variables in `hidden`."""
+async def open_unisolated(directory: Path, *, hidden: Sequence[str] = ()) -> AsyncIterator[UnisolatedPod]:
+    """Open the machine as a pod in `directory`, with our environment except the variables in `hidden`."""
     if not directory.is_dir():
         raise InputError(f"{directory}: not a directory")
-    scratch = Path(tempfile.mkdtemp(prefix="etude-here-"))  # 0700: what tools keep beside the work is nobody else's
+    scratch = Path(tempfile.mkdtemp(prefix="etude-here-"))  # 0700: private to this user
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
-    pod = HerePod(directory.resolve(), {**environment, "TMPDIR": str(scratch)}, scratch)
+    pod = UnisolatedPod(directory.resolve(), {**environment, "TMPDIR": str(scratch)}, scratch)
     try:
         await pod.start()
         yield pod
@@ -122,19 +122,19 @@ async def open_here(directory: Path, *, hidden: Sequence[str] = ()) -> AsyncIter
 
 
 def serve() -> None:
-    """The agent's process: serve until the owner goes, then end all that is below."""
+    """Run the guest init's process: serve until the owner disconnects, then kill all descendants."""
     listener, directory = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     listener.set_inheritable(False)
-    # In a session of our own no Ctrl-C reaches us; what is ignored here would be ignored in every command.
+    # No Ctrl-C reaches this session; a signal ignored here would be ignored in every command.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if linux.SUPPORTED:
         linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     os.chdir(directory)
-    agent = Serving(listener, (), directory, mark_children=False)
+    init = GuestInit(listener, (), directory, adjust_oom_score=False)
     try:
-        agent.serve()
+        init.serve()
     finally:
-        for _ in range(1000):  # one sweep can miss a fork in flight
+        for _ in range(1000):  # one pass can miss a concurrent fork
             if not other_processes():
                 break
             kill_everything()

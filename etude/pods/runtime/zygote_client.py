@@ -1,7 +1,7 @@
-"""Our side of the keeper: find it or start it, and ask.
+"""The client of the zygote: connects to it, starts it if none is running, and sends requests.
 
-One keeper serves all processes that use a state directory. It holds the lock file for as long as it lives, so there
-is never a second one; who finds nobody at the socket and can take the lock, starts it.
+One zygote serves all processes that use a state directory. It holds the lock file as long as it lives, so there is
+never a second one; a client that cannot connect and can take the lock starts it.
 """
 
 import asyncio
@@ -21,54 +21,54 @@ import etude
 from etude.errors import BusyError
 from etude.files import take_lock
 from etude.pods.guest import protocol
-from etude.pods.guest.client import connect_unix, failure
+from etude.pods.guest.client import connect_unix, decode_failure
 from etude.pods.pod import PodError, PodGone
 from etude.pods.runtime import zygote_protocol
 
 START_S = 20.0
-# We send blocking, and so does the keeper: a few hundred requests at once would fill the sockets both ways, and then
-# neither would ever read again.
-IN_FLIGHT = 64
+# Both sides send blocking: a few hundred requests at once would fill the sockets in both directions, and then
+# neither side would ever read again.
+MAX_IN_FLIGHT = 64
 
 
-class KeeperLine:
-    """A connection to the keeper; starts one when there is none."""
+class ZygoteClient:
+    """A connection to the zygote; starts one when there is none."""
 
     def __init__(self, state: Path, helper: Path | None) -> None:
         self.state, self.helper = state, helper
         self.sock: socket.socket | None = None
-        self.splitter = protocol.Splitter()
+        self.decoder = protocol.FrameDecoder()
         self.calls: dict[int, asyncio.Future[tuple[protocol.Fields, list[int]]]] = {}
         self.next_call = 0
         self.descriptors: list[int] = []
-        self.fetching: set[int] = set()  # calls whose answer brings one
-        self.opening = asyncio.Lock()
-        self.room = asyncio.Semaphore(IN_FLIGHT)
-        self.on_open: Callable[[], object] = lambda: None  # another keeper may answer than the last time
+        self.fetching: set[int] = set()  # calls whose reply brings a descriptor
+        self.connect_lock = asyncio.Lock()
+        self.in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
+        self.on_connect: Callable[[], object] = lambda: None  # it may be another zygote than before
 
-    async def ask(
+    async def request(
         self, op: int, *fields: tuple[int, protocol.Value], descriptors: Sequence[int] = ()
     ) -> tuple[protocol.Fields, list[int]]:
-        """One request; the fields of the answer and the descriptors that came with it."""
-        async with self.room:
-            return await self._exchange(op, fields, descriptors)
+        """Send one request; return the reply's fields and descriptors."""
+        async with self.in_flight:
+            return await self._send_request(op, fields, descriptors)
 
-    async def _exchange(
+    async def _send_request(
         self, op: int, fields: Sequence[tuple[int, protocol.Value]], descriptors: Sequence[int]
     ) -> tuple[protocol.Fields, list[int]]:
         if self.sock is None:
-            async with self.opening:
+            async with self.connect_lock:
                 if self.sock is None:
-                    await self._open()
+                    await self._connect()
         assert self.sock is not None
         loop = asyncio.get_running_loop()
         self.next_call += 1
         call = self.next_call
-        answer: asyncio.Future[tuple[protocol.Fields, list[int]]] = loop.create_future()
-        self.calls[call] = answer
+        reply: asyncio.Future[tuple[protocol.Fields, list[int]]] = loop.create_future()
+        self.calls[call] = reply
         if op == zygote_protocol.FETCH:
             self.fetching.add(call)
-        # The keeper reads before it does anything else, so this never waits for long.
+        # The zygote reads before it does anything else, so this does not block for long.
         data = protocol.frame(op, call, *fields)
         try:
             sent = socket.send_fds(self.sock, [data], list(descriptors))
@@ -76,28 +76,28 @@ class KeeperLine:
                 sent += self.sock.send(data[sent:])
         except OSError as error:
             del self.calls[call]
-            self._lost()
-            raise PodGone(f"the keeper of {self.state} is gone ({error.strerror})") from error
+            self._disconnected()
+            raise PodGone(f"the zygote of {self.state} has ended ({error.strerror})") from error
         try:
-            return await answer
+            return await reply
         finally:
             self.calls.pop(call, None)
 
-    async def _open(self) -> None:
+    async def _connect(self) -> None:
         deadline = time.monotonic() + START_S
         while True:
             with contextlib.suppress(OSError):
                 self.sock = connect_unix(str(self.state), zygote_protocol.SOCKET)
                 break
             with contextlib.suppress(BusyError):
-                start_keeper(self.state, self.helper)
+                start_zygote(self.state, self.helper)
             if time.monotonic() > deadline:
                 raise PodError(
-                    f"no keeper answers in {self.state} within {START_S:g} s; see {zygote_protocol.LOG} there"
+                    f"no zygote answers in {self.state} within {START_S:g} s; see {zygote_protocol.LOG} there"
                 )
             await asyncio.sleep(0.005)
-        self.on_open()
-        # Blocking sends, non-blocking reads by the loop: requests are small and answered in order.
+        self.on_connect()
+        # Blocking sends, non-blocking reads by the event loop: requests are small and answered in order.
         asyncio.get_running_loop().add_reader(self.sock.fileno(), self._readable)
 
     def _readable(self) -> None:
@@ -110,41 +110,41 @@ class KeeperLine:
             data, fds = b"", []
         self.descriptors += fds
         if not data:
-            self._lost()
+            self._disconnected()
             return
-        for op, call, fields in self.splitter.feed(data):
-            answer = self.calls.get(call)
-            # Answers that are read together come with the descriptors of all of them, in order.
+        for op, call, fields in self.decoder.feed(data):
+            reply = self.calls.get(call)
+            # Replies that are read together come with the descriptors of all of them, in order.
             given = [self.descriptors.pop(0)] if op == protocol.OK and call in self.fetching else []
             self.fetching.discard(call)
-            if answer is None or answer.done():
+            if reply is None or reply.done():
                 for fd in given:
                     os.close(fd)
             elif op == protocol.OK:
-                answer.set_result((fields, given))
+                reply.set_result((fields, given))
             else:
-                answer.set_exception(PodError(str(failure(fields))))
+                reply.set_exception(PodError(str(decode_failure(fields))))
 
-    def _lost(self) -> None:
+    def _disconnected(self) -> None:
         self.close()
-        for answer in self.calls.values():
-            if not answer.done():
-                answer.set_exception(PodGone(f"the keeper of {self.state} is gone, and every pod with it"))
+        for reply in self.calls.values():
+            if not reply.done():
+                reply.set_exception(PodGone(f"the zygote of {self.state} has ended, and every pod with it"))
 
     def close(self) -> None:
         if self.sock is not None:
             asyncio.get_running_loop().remove_reader(self.sock.fileno())
             self.sock.close()
             self.sock = None
-            self.splitter = protocol.Splitter()
+            self.decoder = protocol.FrameDecoder()
             for fd in self.descriptors:
                 os.close(fd)
             self.descriptors.clear()
             self.fetching.clear()
 
 
-def start_keeper(state: Path, helper: Path | None) -> None:
-    """Start the keeper of `state`; BusyError when there is one."""
+def start_zygote(state: Path, helper: Path | None) -> None:
+    """Start the zygote of `state`; raise BusyError when one is running."""
     lock = take_lock(state / zygote_protocol.LOCK, f"the pods of {state}")
     directory = os.open(state, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -156,20 +156,23 @@ def start_keeper(state: Path, helper: Path | None) -> None:
         clean_mount_points(state)
         with (
             open(state / zygote_protocol.LOG, "ab") as log,
-            keeper_program(helper, state, listener.fileno()) as (argv, program),
+            zygote_command(helper, state, listener.fileno()) as (argv, program),
         ):
-            keeper = subprocess.Popen(
+            zygote = subprocess.Popen(
                 argv,
                 stdin=program,
                 stdout=log,
                 stderr=log,
                 cwd="/",
-                env={"PATH": os.defpath, "PYTHONDONTWRITEBYTECODE": "1"},  # nothing of ours: pods are forked from it
+                env={
+                    "PATH": os.defpath,
+                    "PYTHONDONTWRITEBYTECODE": "1",
+                },  # not our environment: pods are forked from it
                 pass_fds=[listener.fileno(), lock],
                 start_new_session=True,
             )
-        # It outlives us or not; if not, somebody must take its exit status.
-        threading.Thread(target=keeper.wait, daemon=True).start()
+        # It may end before us: reap it then.
+        threading.Thread(target=zygote.wait, daemon=True).start()
     finally:
         listener.close()
         os.close(directory)
@@ -177,11 +180,11 @@ def start_keeper(state: Path, helper: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def keeper_program(helper: Path | None, state: Path, listener: int) -> Iterator[tuple[list[str], IO[bytes]]]:
-    """The keeper as a command and its standard input.
+def zygote_command(helper: Path | None, state: Path, listener: int) -> Iterator[tuple[list[str], IO[bytes]]]:
+    """Yield the zygote's command and its standard input.
 
-    Pods can read the command line of their first process, so what names our directories comes by standard input:
-    for the compiled keeper two lines, for Python the program itself.
+    Pods can read the command line of their first process, so the names of our directories are passed by standard
+    input: two lines for the compiled zygote, the program itself for Python.
     """
     root = str(Path(etude.__file__).parent.parent)
     arguments = f"{listener}\n{state}\n"
@@ -196,10 +199,10 @@ def keeper_program(helper: Path | None, state: Path, listener: int) -> Iterator[
 
 
 def clean_mount_points(state: Path) -> None:
-    """Empty directories that a killed keeper's mounts were on; the mounts themselves went with it."""
+    """Remove the empty mount points of a killed zygote; its mounts disappeared with its mount namespace."""
     (state / zygote_protocol.STAGE).mkdir(mode=0o700, exist_ok=True)
     for name in (zygote_protocol.MEMORY, zygote_protocol.MAPPED):
         (state / name).mkdir(mode=0o700, exist_ok=True)
-        for place in (state / name).iterdir():
-            place.rmdir()
+        for mount_point in (state / name).iterdir():
+            mount_point.rmdir()
     (state / zygote_protocol.ROOT).mkdir(mode=0o755, exist_ok=True)

@@ -1,10 +1,10 @@
-"""Pods without namespaces: a process and a directory of its own, under Landlock (`landlock`) or nothing (`subprocess`).
+"""Pods without namespaces: a process and a directory, confined by Landlock (`landlock`) or unconfined (`subprocess`).
 
-For machines that refuse user namespaces. There is no image but the machine's own programs, no overlay and no quota: a
-pod works in `work`, `home` and `tmp` of one directory, whose path programs see as it is, and a snapshot is a copy of
-that directory. Started by root, each `landlock` pod is a user of its own; otherwise it has its maker's, and what
-Landlock cannot tell apart within one user is closed by a system-call filter (`seccomp_notify.py`) or said in the notes.
-`subprocess` isolates nothing, and is used only when asked for by name. docs/pods.md says what each is worth.
+For machines without user namespaces. The only image is the machine's own programs; there is no overlay and no quota: a
+pod works in `work`, `home` and `tmp` of one directory, whose real path programs see, and a snapshot is a copy of that
+directory. Started by root, each `landlock` pod has its own user; otherwise it has its creator's, and what Landlock
+cannot separate within one user is closed by a system-call filter (`seccomp_notify.py`) or listed in the notes.
+`subprocess` isolates nothing, and is used only when requested by name. docs/pods.md compares their strength.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from etude.pods.guest import protocol
-from etude.pods.guest.client import CONNECT_S, Agent, Link, SocketLink, connect_unix
+from etude.pods.guest.client import CONNECT_S, GuestClient, Link, SocketLink, connect_unix
 from etude.pods.images import layers, trees
 from etude.pods.images.records import SYSTEM_BINDS, Image, Layer
 from etude.pods.images.store import Store
@@ -32,24 +32,24 @@ from etude.pods.network.proxy import EgressProxy
 from etude.pods.pod import Capabilities, PodError, PodGone, SnapshotKind, Unsupported
 from etude.pods.runtime import capabilities, seccomp, zygote_protocol
 from etude.pods.runtime.backend import Backend, LocalPod, PodSpec
-from etude.pods.runtime.cgroups import CONTROLLERS, Group, existing, find_layout
+from etude.pods.runtime.cgroups import CONTROLLERS, PodCgroup, find_layout, list_groups
 from etude.pods.runtime.landlock import ruleset as landlock
 from etude.pods.runtime.landlock import seccomp_notify
-from etude.pods.runtime.landlock import zygote as warden
-from etude.pods.runtime.landlock.client import WardenLine, landlock_available
+from etude.pods.runtime.landlock import zygote as landlock_zygote
+from etude.pods.runtime.landlock.client import LandlockZygoteClient, landlock_available
 
 __all__ = ["DirectoryBackend", "DirectoryPod", "LandlockBackend", "SubprocessBackend", "landlock_available"]
 
-AGENT_SOCKET = "agent.sock"
-PLACES = ("work", "home", "tmp")
-SAVED = "directory-pod"  # the only name in the root of a layer made here: no program of a pod can put one beside it
-OUTSIDE = Path("/var/tmp")  # where pods with a user of their own live: state directories are closed to other users
-# Ids of such users: above those of the namespace backend; in a container with few ids, above what people have.
-USERS = (range(2_000_100_000, 2_200_000_000), range(50_000, 60_000))
+GUEST_SOCKET = "agent.sock"
+SUBDIRECTORIES = ("work", "home", "tmp")
+SNAPSHOT_ROOT = "directory-pod"  # the only entry in the root of our layers: a pod's programs cannot add one beside it
+USER_PODS_PARENT = Path("/var/tmp")  # of pods with their own user: state directories are closed to other users
+# Ids of such users: above those of the namespace backend; in a container with few ids, above ordinary users.
+USER_ID_RANGES = (range(2_000_100_000, 2_200_000_000), range(50_000, 60_000))
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-ROOT_NEEDS = ("chown", "dac_override", "fowner", "kill", "setgid", "setuid")  # to have users of their own for pods
+NEEDED_CAPABILITIES = ("chown", "dac_override", "fowner", "kill", "setgid", "setuid")  # to give pods their own users
 
-# What of /etc and /proc programs need: nothing that holds secrets, or tells of other processes.
+# The files of /etc and /proc that programs need: none that holds secrets or describes other processes.
 ETC = (
     *("passwd", "group", "nsswitch.conf", "host.conf", "hosts", "services", "protocols", "gai.conf", "mime.types"),
     *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "timezone", "locale.alias"),
@@ -65,7 +65,7 @@ DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
 class DirectoryBackend(Backend):
-    """Pods of one state directory that are a process and a directory each."""
+    """Pods of one state directory, each of which is a process and a directory."""
 
     confined: bool
 
@@ -74,25 +74,25 @@ class DirectoryBackend(Backend):
         self.state, self.store = state, store
         mark = hashlib.sha256(os.fsencode(f"{state} {self.name}")).hexdigest()[:12]
         self.layout = find_layout(f"etude-{mark}")
-        self.users = own_users() if self.confined else None
-        self.outside = (OUTSIDE if OUTSIDE.is_dir() else Path(tempfile.gettempdir())) / f"etude-pods-{mark}"
-        self.warden = WardenLine(state, self.name)
-        self.recent: set[int] = set()  # users given to pods by this process
+        self.user_ids = pod_user_ids() if self.confined else None
+        self.user_pods = (
+            USER_PODS_PARENT if USER_PODS_PARENT.is_dir() else Path(tempfile.gettempdir())
+        ) / f"etude-pods-{mark}"
+        self.zygote = LandlockZygoteClient(state, self.name)
+        self.recent_user_ids: set[int] = set()  # given to pods by this process
         self.capabilities = self._capabilities()
 
     def _capabilities(self) -> Capabilities:
         raise NotImplementedError
 
     def _shared_notes(self) -> list[str]:
-        notes = ["no images but the machine's own programs, no limit on disk or inodes, and files are always on disk"]
+        notes = ["no image but the machine's own programs, no limit on disk or inodes, and files are always on disk"]
         if missing := [name for name in CONTROLLERS if name not in self.layout.controllers]:
             notes.append(f"no limit on {', '.join(missing)}: {self.layout.reason or 'no such controller'}")
         if self.layout.unified is None:
             notes.append(f"no pause and no live snapshot: no cgroup v2 group ({self.layout.reason})")
-        notes.append(
-            "a pod's paths hold its id: what a program wrote down as an absolute path is another one in a fork"
-        )
-        notes.append("a program that kills the agent, its parent, ends the pod")
+        notes.append("a pod's paths contain its id: an absolute path that a program stored is not valid in a fork")
+        notes.append("a program that kills the guest init, its parent, ends the pod")
         return notes
 
     @property
@@ -103,12 +103,12 @@ class DirectoryBackend(Backend):
 
     async def start(self, spec: PodSpec) -> "DirectoryPod":
         can = self.capabilities
-        for name in spec.limits.asked():
+        for name in spec.limits.specified():
             can.require(f"a limit on {name}", name in can.limits, f"it can limit {sorted(can.limits) or 'nothing'}")
         if spec.egress.allow:
             way = "transparent" if spec.egress.transparent else "proxy"
             can.require(f"egress by {way}", way in can.egress, "; ".join(can.notes[:1]) if not can.egress else "")
-        saved = saved_layer(self.store, spec.image)
+        saved = snapshot_layer(self.store, spec.image)
         pod = DirectoryPod(self, spec)
         try:
             await pod.boot(saved)
@@ -121,7 +121,7 @@ class DirectoryBackend(Backend):
         pod = DirectoryPod(self, spec)
         pod.paused = pod.group.frozen()
         try:
-            if pod.paused:  # for a moment: the agent has to know us
+            if pod.paused:  # thaw for a moment: the guest init has to accept us
                 await asyncio.to_thread(pod.group.freeze, False)
             await pod.connect(timeout=1.0, own=not spec.attached)
         except (OSError, PodError):
@@ -133,84 +133,84 @@ class DirectoryBackend(Backend):
         return pod
 
     async def reap(self, known: Iterable[str]) -> list[str]:
-        reply, _ = await self.warden.ask(zygote_protocol.STATUS)
-        found = {name.decode() for name in reply.get(zygote_protocol.ID, [])} | existing(self.layout)
-        for place in (self.state / "pods", self.outside):
+        reply, _ = await self.zygote.request(zygote_protocol.STATUS)
+        found = {name.decode() for name in reply.get(zygote_protocol.ID, [])} | list_groups(self.layout)
+        for directory in (self.state / "pods", self.user_pods):
             with contextlib.suppress(FileNotFoundError):
-                found |= {entry.name for entry in place.iterdir()}
-        for trash in {name for name in found if name.startswith(".")}:  # of a service that was killed while deleting
+                found |= {entry.name for entry in directory.iterdir()}
+        for trash in {name for name in found if name.startswith(".")}:  # of a service killed while deleting
             found.discard(trash)
-            self.later(asyncio.to_thread(trees.remove_tree, self.outside / trash))
-        found -= set(known)  # last: a pod made meanwhile is in no list of ours
+            self.run_in_background(asyncio.to_thread(trees.remove_tree, self.user_pods / trash))
+        found -= set(known)  # last: a pod created meanwhile is not in the lists above
         for name in sorted(found):
-            await self.clear(name, orphaned=True)
+            await self.remove_pod(name, orphaned=True)
         return sorted(found)
 
-    async def clear(self, name: str, orphaned: bool = False) -> None:
-        """Remove everything of a pod: processes, groups, directories. `orphaned`: its warden may be dead as well."""
+    async def remove_pod(self, name: str, orphaned: bool = False) -> None:
+        """Remove a pod's processes, groups and directories. `orphaned`: its zygote may be dead as well."""
         try:
-            await self.warden.ask(zygote_protocol.KILL, (zygote_protocol.ID, name.encode()))
+            await self.zygote.request(zygote_protocol.KILL, (zygote_protocol.ID, name.encode()))
         except PodGone:
             orphaned = True
-        group, fs = Group(self.layout, name), self.fs(name)
+        group, fs = PodCgroup(self.layout, name), self.pod_fs(name)
         if not group.remove():
             group.kill()
             await self.remove_group(group)
         if orphaned and fs.exists():
-            await asyncio.to_thread(kill_leftovers, fs, fs.stat().st_uid if self.users else None)
+            await asyncio.to_thread(kill_leftovers, fs, fs.stat().st_uid if self.user_ids else None)
         for directory in {fs.parent, self.state / "pods" / name}:
             self.delete(directory)
 
-    def fs(self, name: str) -> Path:
-        """The directory that is all a pod can write to."""
-        return (self.outside if self.users else self.state / "pods") / name / "fs"
+    def pod_fs(self, name: str) -> Path:
+        """Return the only directory that a pod can write to."""
+        return (self.user_pods if self.user_ids else self.state / "pods") / name / "fs"
 
-    def new_user(self) -> int:
-        """A user that nobody has; -1 where pods have none of their own."""
-        if self.users is None:
+    def new_user_id(self) -> int:
+        """Return an unused user id; -1 where pods do not have their own users."""
+        if self.user_ids is None:
             return -1
         taken: set[int] = set()
-        if len(self.users) < 1_000_000:  # with more, chance is enough: one in a million with two hundred pods
-            taken = {place.stat().st_uid for place in self.outside.glob("*/fs")}
-        while (user := random.SystemRandom().choice(self.users)) in taken | self.recent:
+        if len(self.user_ids) < 1_000_000:  # with more, a collision has a chance of one in a million at 200 pods
+            taken = {fs.stat().st_uid for fs in self.user_pods.glob("*/fs")}
+        while (user := random.SystemRandom().choice(self.user_ids)) in taken | self.recent_user_ids:
             pass
-        self.recent.add(user)
+        self.recent_user_ids.add(user)
         return user
 
     async def persist(self, layer: Layer) -> Layer:
-        return layer  # all of ours are on disk
+        return layer  # all layers are on disk
 
     async def drop(self, layer: Layer) -> None:
-        """Nothing is held for a layer."""
+        """Do nothing: this backend holds nothing for a layer."""
 
     async def close(self) -> None:
-        await self.settle()
-        self.warden.close()
+        await self.drain_background()
+        self.zygote.close()
 
-    async def shut(self) -> None:
+    async def shutdown(self) -> None:
         with contextlib.suppress(PodError):
-            await self.warden.ask(zygote_protocol.STOP)
-        for name in existing(self.layout):
-            await self.remove_group(Group(self.layout, name))
-        await asyncio.to_thread(trees.remove_tree, self.outside)
+            await self.zygote.request(zygote_protocol.STOP)
+        for name in list_groups(self.layout):
+            await self.remove_group(PodCgroup(self.layout, name))
+        await asyncio.to_thread(trees.remove_tree, self.user_pods)
         await self.close()
 
-    # ------------------------------------------------------------------------------------------- cleaning
+    # ------------------------------------------------------------------------------------------- cleanup
 
     def delete(self, directory: Path) -> None:
-        """Remove a directory in the background; it has another name from now on."""
+        """Move a directory to the trash at once and remove it in the background."""
         inside = directory.is_relative_to(self.state)
-        bin = self.state / "trash" if inside else self.outside
+        bin = self.state / "trash" if inside else self.user_pods
         trash = bin / f".{directory.name}-{secrets.token_hex(8)}"
         with contextlib.suppress(FileNotFoundError):
             if inside:
                 bin.mkdir(mode=0o700, exist_ok=True)
             directory.rename(trash)
-            self.later(asyncio.to_thread(trees.remove_tree, trash))
+            self.run_in_background(asyncio.to_thread(trees.remove_tree, trash))
 
 
 class LandlockBackend(DirectoryBackend):
-    """Pods kept in by Landlock and system-call filters: the machine is shared, its files and network are not."""
+    """Pods confined by Landlock and system-call filters: the machine is shared, its files and network are not."""
 
     name = "landlock"
     confined = True
@@ -220,29 +220,29 @@ class LandlockBackend(DirectoryBackend):
         super().__init__(state, store)
         if self.abi < 3:
             have = f"this kernel's is {self.abi}" if self.abi else "this kernel has none, or does not let us use it"
-            raise Unsupported(f"landlock: keeping files from being read and truncated needs ABI 3 (Linux 6.2); {have}")
-        if self.abi < 6 and not self.users:
+            raise Unsupported(f"landlock: protecting files from reading and truncation needs ABI 3 (Linux 6.2); {have}")
+        if self.abi < 6 and not self.user_ids:
             raise Unsupported(
                 f"landlock: this kernel's ABI is {self.abi}; below 6 (Linux 6.12) a pod could signal every process of "
-                "its user, and as an ordinary user we can give it no other. Start the service as root, or update"
+                "its user, and only root can give it another user. Start the service as root, or update the kernel"
             )
 
     def _capabilities(self) -> Capabilities:
         notes = self._shared_notes()
         notes += [
-            "the kernel and the machine's network are shared; names, sizes and modes of files outside can be seen",
-            "of /proc only numbers of the whole machine: no ps, no /proc/self/maps; no /tmp, no /dev/shm (semaphores)",
+            "the kernel and the machine's network are shared; names, sizes and modes of files outside are visible",
+            "/proc only has machine-wide figures: no ps, no /proc/self/maps; no /tmp, no /dev/shm (semaphores)",
         ]
         if self.abi < 4:
-            notes.insert(0, f"no egress: Landlock's ABI 4 (Linux 6.7) is needed, this is {self.abi}")
-        if not self.users:
+            notes.insert(0, f"no egress: it needs Landlock ABI 4 (Linux 6.7), this kernel has {self.abi}")
+        if not self.user_ids:
             why = "the service is not root" if os.geteuid() else "this root may not become other users"
             notes.append(
                 f"pods have our own user ({why}): they can change modes and times of its files, though not read them"
             )
-            notes.append("terminals are opened for a command by the pod; programs cannot open more (tmux, script)")
-        if not self.unix:
-            notes.append("no UNIX sockets but pairs: Landlock cannot yet keep those of the machine out of reach")
+            notes.append("a command can have a terminal, but programs cannot open more (tmux, script)")
+        if not self.allows_unix_sockets:
+            notes.append("no UNIX sockets but pairs: this kernel's Landlock cannot deny access to those of the machine")
         return Capabilities(
             isolation="lsm",
             limits=frozenset(self.layout.controllers),
@@ -254,13 +254,13 @@ class LandlockBackend(DirectoryBackend):
         )
 
     @property
-    def unix(self) -> bool:
-        """Whether UNIX sockets can be left to programs: those outside must be out of reach by user or by Landlock."""
-        return self.abi >= 9 or (self.users is not None and self.abi >= 6)
+    def allows_unix_sockets(self) -> bool:
+        """Whether programs may use UNIX sockets: those outside must be inaccessible by user or by Landlock."""
+        return self.abi >= 9 or (self.user_ids is not None and self.abi >= 6)
 
 
 class SubprocessBackend(DirectoryBackend):
-    """No isolation: programs do what our user can, on the machine's own network. For trusted code, by name only."""
+    """No isolation: programs can do what our user can, on the machine's network. For trusted code, by name only."""
 
     name = "subprocess"
     confined = False
@@ -268,7 +268,7 @@ class SubprocessBackend(DirectoryBackend):
     def _capabilities(self) -> Capabilities:
         notes = [
             "the network is open, and egress rules cannot be enforced",
-            "nothing is isolated: programs can read, write and signal whatever our user can",
+            "nothing is isolated: programs can read, write and signal everything that our user can",
             *self._shared_notes(),
         ]
         return Capabilities(
@@ -288,34 +288,34 @@ class DirectoryPod(LocalPod):
 
     def __init__(self, backend: DirectoryBackend, spec: PodSpec) -> None:
         self.policy = EgressPolicy.from_egress(spec.egress)
-        self.fs = backend.fs(spec.id)
+        self.fs = backend.pod_fs(spec.id)
         home, scratch = str(self.fs / "home"), str(self.fs / "tmp")
         own = {"HOME": home, "TMPDIR": scratch, "USER": "pod", "LOGNAME": "pod"}
         environment = {"PATH": PATH, "LANG": "C.UTF-8", **spec.image.env, **own, **self.policy.environment()}
-        if backend.confined:  # a system file that may hold credentials; git takes "not allowed" for a fatal error
+        if backend.confined:  # /etc/gitconfig may hold credentials, and git treats a denied read as a fatal error
             environment["GIT_CONFIG_NOSYSTEM"] = "1"
-        if self.policy.rules:  # our loopback is the machine's: a rule for 127.0.0.1 goes through the gate as well
+        if self.policy.rules:  # loopback is the machine's: a rule for 127.0.0.1 goes through the proxy as well
             environment |= {"NO_PROXY": "", "no_proxy": ""}
         super().__init__(spec.id, environment, str(self.fs / "work"))
         self.backend, self.spec = backend, spec
         self.image, self.limits, self.egress = spec.image.name, spec.limits, spec.egress
         self.directory = backend.state / "pods" / spec.id
-        self.group = Group(backend.layout, spec.id)
-        self.gate: EgressProxy | None = None
+        self.group = PodCgroup(backend.layout, spec.id)
+        self.proxy: EgressProxy | None = None
         self.paused = False
         self.closed = False
 
     # ------------------------------------------------------------------------------------------- starting
 
     async def boot(self, saved: Layer | None) -> None:
-        """Make the directory, as `saved` if given, and the process; connect to its agent."""
-        user = self.backend.new_user()
+        """Create the directory, from `saved` if given, and the process; connect to its guest init."""
+        user = self.backend.new_user_id()
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        source = self.backend.store.layer_path(saved) / SAVED if saved else None
+        source = self.backend.store.layer_path(saved) / SNAPSHOT_ROOT if saved else None
         if source is None:
-            make_places(self.fs, None, 0, user)
+            create_pod_directory(self.fs, None, 0, user)
         else:
-            await asyncio.to_thread(make_places, self.fs, source, saved.shift if saved else 0, user)
+            await asyncio.to_thread(create_pod_directory, self.fs, source, saved.shift if saved else 0, user)
         self.group.create(self.limits)
         with contextlib.ExitStack() as opened:
             sockets = [opened.enter_context(listen_unix(self.directory))]
@@ -323,58 +323,66 @@ class DirectoryPod(LocalPod):
                 sockets.append(opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128)))
             descriptors = [sock.fileno() for sock in sockets]
             port = sockets[1].getsockname()[1] if self.policy.rules else 0
-            await self.backend.warden.ask(zygote_protocol.CREATE, *self._plan(user, port), descriptors=descriptors)
+            await self.backend.zygote.request(
+                zygote_protocol.CREATE, *self._create_fields(user, port), descriptors=descriptors
+            )
         await self.connect()
         self.record("created", {"image": self.image})
 
-    def _plan(self, user: int, port: int) -> list[tuple[int, protocol.Value]]:
-        flags = warden.CARRIED if port else 0
+    def _create_fields(self, user: int, port: int) -> list[tuple[int, protocol.Value]]:
+        flags = landlock_zygote.EGRESS if port else 0
         fields: list[tuple[int, protocol.Value]] = [
             (zygote_protocol.ID, self.id.encode()),
             (zygote_protocol.PATH, os.fsencode(self.fs)),
             (zygote_protocol.WORKDIR, os.fsencode(self.workdir)),
             *((zygote_protocol.CGROUP, os.fsencode(file)) for file in self.group.procs),
             *([(zygote_protocol.OWNER, user)] if user >= 0 else []),
-            (warden.PORT, port),
+            (landlock_zygote.PORT, port),
         ]
         if not isinstance(self.backend, LandlockBackend):
-            flags |= warden.MARKED if "memory" in self.backend.layout.controllers else 0
+            flags |= landlock_zygote.ADJUST_OOM_SCORE if "memory" in self.backend.layout.controllers else 0
             return [*fields, (zygote_protocol.FLAGS, flags)]
-        flags |= warden.CONFINED | (warden.SCOPED if self.backend.abi >= 6 else 0)
-        flags |= warden.LENT_TERMINALS if user < 0 else 0
+        flags |= landlock_zygote.CONFINED | (landlock_zygote.SCOPED if self.backend.abi >= 6 else 0)
+        flags |= landlock_zygote.ZYGOTE_OPENS_TERMINALS if user < 0 else 0
         terminals = ("ptmx", "pts") if user >= 0 else ()
         return [
             *fields,
             (zygote_protocol.FLAGS, flags),
-            (zygote_protocol.FILTER, filter_of("tcp-only" if port else "none")),
-            (warden.FENCE, seccomp_notify.build(self.backend.unix and not port, carry=bool(port), alone=user >= 0)),
-            *paths(warden.EXECUTE, executable(self.spec.image)),
-            *paths(
-                warden.READ, (*(f"/etc/{x}" for x in ETC), *(f"/proc/{x}" for x in PROC), "/sys/devices/system/cpu")
+            (zygote_protocol.FILTER, cached_filter("tcp-only" if port else "none")),
+            (
+                landlock_zygote.NOTIFY_FILTER,
+                seccomp_notify.build_filter(
+                    self.backend.allows_unix_sockets and not port, egress=bool(port), own_user=user >= 0
+                ),
             ),
-            *paths(warden.WRITE, [f"/dev/{name}" for name in (*DEVICES, *terminals)]),
+            *path_fields(landlock_zygote.EXECUTE, executable_paths(self.spec.image)),
+            *path_fields(
+                landlock_zygote.READ,
+                (*(f"/etc/{x}" for x in ETC), *(f"/proc/{x}" for x in PROC), "/sys/devices/system/cpu"),
+            ),
+            *path_fields(landlock_zygote.WRITE, [f"/dev/{name}" for name in (*DEVICES, *terminals)]),
         ]
 
     async def connect(self, timeout: float = CONNECT_S, own: bool = True) -> None:
-        """Connect to the agent and take the pod, as its owner if it is attached; with `own` false only connect."""
-        self.agent = Agent(await self.open_link(), self.id)
-        await self.agent.greeting(timeout)
-        descriptors = list(self.agent.link.descriptors)
+        """Connect to the guest init; with `own`, claim the pod, as its owner if it is attached."""
+        self.connection = GuestClient(await self.open_link(), self.id)
+        await self.connection.wait_until_ready(timeout)
+        descriptors = list(self.connection.link.descriptors)
         if own:
-            await self._carry(descriptors)
-            await self.own(self.spec)
-        else:  # its owner lives, and carries what it sends
-            warden.close_all(descriptors)
+            await self._start_proxy(descriptors)
+            await self.claim(self.spec)
+        else:  # its owner is alive and serves the egress proxy
+            landlock_zygote.close_all(descriptors)
 
     async def open_link(self) -> Link:
-        return SocketLink(connect_unix(str(self.directory), AGENT_SOCKET))
+        return SocketLink(connect_unix(str(self.directory), GUEST_SOCKET))
 
-    async def _carry(self, descriptors: list[int]) -> None:
-        """Serve the gate; what a pod's programs connect to is always its first socket."""
+    async def _start_proxy(self, descriptors: list[int]) -> None:
+        """Start the egress proxy on the first socket, to which all of the pod's connects go."""
         if not descriptors:
             return
-        self.gate = EgressProxy(self.policy, lambda facts: self.record("egress", facts))
-        await self.gate.start([(self.policy.listen_specs()[0], socket.socket(fileno=descriptors[0]))])
+        self.proxy = EgressProxy(self.policy, lambda facts: self.record("egress", facts))
+        await self.proxy.start([(self.policy.listen_specs()[0], socket.socket(fileno=descriptors[0]))])
 
     def _user(self, user: str | None) -> str | None:
         if user:
@@ -383,104 +391,104 @@ class DirectoryPod(LocalPod):
             )
         return None
 
-    # ------------------------------------------------------------------------------------------- life
+    # ------------------------------------------------------------------------------------------- snapshots, end
 
     async def seal(self, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
-        kind = await self.choose_kind(kind)
+        kind = await self.choose_snapshot_kind(kind)
         if kind == "fs":
-            if self.paused:  # its programs are to end, and its agent is to answer
+            if self.paused:  # its programs have to end, and its guest init has to answer
                 await self.resume()
-            await self.line.ask(protocol.KILLALL)
-            layer = await asyncio.to_thread(self._copy)
+            await self.guest.request(protocol.KILLALL)
+            layer = await asyncio.to_thread(self._copy_to_layer)
         else:
             await asyncio.to_thread(self.group.freeze, True)
             try:
-                layer = await asyncio.to_thread(self._copy)
+                layer = await asyncio.to_thread(self._copy_to_layer)
             finally:
                 if not self.paused:
                     await asyncio.to_thread(self.group.freeze, False)
         self.record("snapshot", {"kind": kind, "layer": layer.id})
         return (layer,), kind
 
-    def _copy(self) -> Layer:
-        """What the pod wrote, as a layer of its own: the whole of it, over nothing."""
+    def _copy_to_layer(self) -> Layer:
+        """Copy the pod's whole directory into a layer without parents."""
         store = self.backend.store
         with store.staging() as staging:
-            target = staging / "up" / SAVED
+            target = staging / "up" / SNAPSHOT_ROOT
             target.mkdir(parents=True)
             layers.copy(self.fs, target, keep_shift=True)
-            return store.adopt_layer(staging / "up", self.fs.stat().st_uid if self.backend.users else 0)
+            return store.adopt_layer(staging / "up", self.fs.stat().st_uid if self.backend.user_ids else 0)
 
     def release(self) -> None:
         super().release()
-        if self.gate is not None:  # whoever takes the pod next carries its connections
-            gate, self.gate = self.gate, None
-            self.backend.later(gate.close())
+        if self.proxy is not None:  # the next owner of the pod serves its connections
+            proxy, self.proxy = self.proxy, None
+            self.backend.run_in_background(proxy.close())
 
     async def end(self) -> None:
         if self.closed:
             return
         self.closed = True
         self.release()
-        await self.backend.clear(self.id)
+        await self.backend.remove_pod(self.id)
         self.record("closed", {})
 
 
-# ------------------------------------------------------------------------------------------------- the pieces
+# ------------------------------------------------------------------------------------------------- helpers
 
 
-filter_of = functools.cache(seccomp.build_filter)
+cached_filter = functools.cache(seccomp.build_filter)
 
 
-def own_users() -> range | None:
-    """Ids that can be given to pods, one each; None where we cannot give any."""
-    if os.geteuid() or capabilities.mask(ROOT_NEEDS) & ~capabilities.held():
+def pod_user_ids() -> range | None:
+    """Return the user ids that can be given to pods, one each; None where there are none."""
+    if os.geteuid() or capabilities.mask(NEEDED_CAPABILITIES) & ~capabilities.permitted():
         return None
     maps = [list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    for users in USERS:
+    for users in USER_ID_RANGES:
         if any(first <= users[0] and users[-1] < first + count for first, _, count in maps):
             return users
     return None
 
 
-def saved_layer(store: Store, image: Image) -> Layer | None:
-    """The layer to start from, if the image is a snapshot made here; None for `host`, Unsupported for all others."""
-    if image.layers and (store.layer_path(image.layers[-1]) / SAVED).is_dir():
+def snapshot_layer(store: Store, image: Image) -> Layer | None:
+    """Return the layer to start from if the image is a snapshot of this backend, None for `host`; else Unsupported."""
+    if image.layers and (store.layer_path(image.layers[-1]) / SNAPSHOT_ROOT).is_dir():
         return image.layers[-1]
     if len(image.layers) <= 1 and (image.name == "host" or image.binds):
-        return None  # its layer is what an overlay shows around the machine's programs: not needed here
+        return None  # its layer only adds to the machine's programs what an overlay needs
     raise Unsupported(
-        f"image {image.name or image.id!r} needs a root of its own, which this backend cannot give; "
+        f"image {image.name or image.id!r} needs its own root file system, which this backend does not have; "
         'use "host", or the namespace backend'
     )
 
 
-def executable(image: Image) -> list[str]:
-    """Where programs are: the machine's own and what the image shows of it. Links lead into these."""
+def executable_paths(image: Image) -> list[str]:
+    """Return the directories of programs: the machine's own and the image's binds."""
     return [*dict.fromkeys((*SYSTEM_BINDS, *image.binds))]
 
 
-def paths(key: int, wanted: Iterable[str]) -> list[tuple[int, protocol.Value]]:
-    """Those paths that are there; a link stands for what it leads to."""
+def path_fields(key: int, wanted: Iterable[str]) -> list[tuple[int, protocol.Value]]:
+    """Return fields for the paths that exist, following links."""
     return [(key, os.fsencode(path)) for path in wanted if os.path.exists(path)]
 
 
-def make_places(fs: Path, source: Path | None, shift: int, user: int) -> None:
-    """Make a pod's directory, as a copy of `source` if given, and give it to its user."""
+def create_pod_directory(fs: Path, source: Path | None, shift: int, user: int) -> None:
+    """Create a pod's directory, as a copy of `source` if given, and give it to its user."""
     if user >= 0:
         fs.parent.parent.mkdir(mode=0o711, exist_ok=True)
         info = fs.parent.parent.lstat()
         if not stat.S_ISDIR(info.st_mode) or info.st_uid or info.st_mode & 0o022:
-            raise PodError(f"{fs.parent.parent} is not a directory of root's alone; remove it")
-        fs.parent.mkdir(mode=0o700)  # closed until all is given away: a copied program could be set-user-id root's
+            raise PodError(f"{fs.parent.parent} is not a directory that only root can write to; remove it")
+        fs.parent.mkdir(mode=0o700)  # closed until the owners are set: a copied program could be set-user-id root
     fs.mkdir(mode=0o700)
     if source is not None:
         layers.copy(source, fs, shift, lowest=True)
-    for name in PLACES:
-        place = fs / name
-        if not place.is_dir() or place.is_symlink():
-            place.unlink(missing_ok=True)
-            place.mkdir(mode=0o755)
+    for name in SUBDIRECTORIES:
+        directory = fs / name
+        if not directory.is_dir() or directory.is_symlink():
+            directory.unlink(missing_ok=True)
+            directory.mkdir(mode=0o755)
     os.chmod(fs, 0o700)
     if user >= 0:
         for _, directories, files, at in os.fwalk(fs, follow_symlinks=False):
@@ -491,10 +499,10 @@ def make_places(fs: Path, source: Path | None, shift: int, user: int) -> None:
 
 
 def listen_unix(directory: Path) -> socket.socket:
-    """The socket on which a pod's agent is found."""
+    """Create the socket on which a pod's guest init listens."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     parent = os.open(directory, os.O_PATH | os.O_CLOEXEC)
-    path = f"/proc/self/fd/{parent}/{AGENT_SOCKET}"
+    path = f"/proc/self/fd/{parent}/{GUEST_SOCKET}"
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -509,24 +517,24 @@ def listen_unix(directory: Path) -> socket.socket:
 
 
 def kill_leftovers(fs: Path, user: int | None) -> None:
-    """Kill what still runs of a pod whose warden was killed, guard and worker both, and that had no control group.
+    """Kill the processes of a pod without control group whose zygote was killed, guard and worker both.
 
-    By its user where it has its own; else by where it stands and what it calls home, the best there is.
+    They are found by user where the pod has its own; otherwise, as a best effort, by working directory and $HOME.
     """
     home, inside = os.fsencode(f"HOME={fs}/home"), os.fsencode(f"{fs}/")
     for _ in range(100):
         found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != os.getpid()]
-        mine = [pid for pid in found if _is_of(pid, user, home, inside)]
+        mine = [pid for pid in found if _belongs_to_pod(pid, user, home, inside)]
         if not mine:
             return
         for pid in mine:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-    raise PodError(f"processes {mine[:8]} in {fs} do not die")
+    raise PodError(f"processes {mine[:8]} in {fs} could not be killed")
 
 
-def _is_of(pid: int, user: int | None, home: bytes, inside: bytes) -> bool:
+def _belongs_to_pod(pid: int, user: int | None, home: bytes, inside: bytes) -> bool:
     process = f"/proc/{pid}"
     try:
         with open(f"{process}/stat", "rb") as file:
@@ -540,4 +548,4 @@ def _is_of(pid: int, user: int | None, home: bytes, inside: bytes) -> bool:
                 return True
         return os.fsencode(os.readlink(f"{process}/cwd")).startswith(inside)
     except OSError:
-        return False  # gone, or not ours to look at
+        return False  # ended, or not readable for us

@@ -1,8 +1,8 @@
-"""Landlock: which files, TCP ports and processes are in reach, for where there is no namespace to hide the others.
+"""Landlock: limits the accessible files, TCP ports and processes, where no namespace can hide the others.
 
-`restrict` builds a ruleset for the newest ABI that both this file and the kernel know, and puts it on the calling
-thread and all that it starts, for ever. What was asked for and cannot be had raises: it never does less in silence.
-What this kernel's Landlock cannot stop at all is listed by `gaps`, for whoever decides whether that is enough.
+`restrict` builds a ruleset for the newest ABI that both this file and the kernel know, and applies it irreversibly to
+the calling thread and its children. It raises if it cannot enforce a requested restriction. `gaps` lists what this
+kernel's Landlock cannot restrict at all.
 
 Processes restricted by two calls cannot signal or trace each other: restrict once, in the parent of those that belong
 together. This file is imported inside pods: standard library only, and a call opens nothing but the paths it is given.
@@ -20,10 +20,10 @@ from etude.pods.runtime.capabilities import no_new_privileges
 
 Path = str | os.PathLike[str]
 
-# Rights over files, one bit each; those of the first ABI, then the later ones with the ABI that brought them.
+# Rights over files, one bit each; those of the first ABI, then the later ones with the ABI that introduced them.
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, REMOVE_DIR, REMOVE_FILE = (1 << bit for bit in range(6))
 MAKE_CHAR, MAKE_DIR, MAKE_REG, MAKE_SOCK, MAKE_FIFO, MAKE_BLOCK, MAKE_SYM = (1 << bit for bit in range(6, 13))
-REFER = 1 << 13  # 2: link and rename between directories, refused altogether before
+REFER = 1 << 13  # 2: link and rename between directories, always refused before
 TRUNCATE = 1 << 14  # 3
 IOCTL_DEV = 1 << 15  # 5
 RESOLVE_UNIX = 1 << 16  # 9: connect to a socket by its path
@@ -32,29 +32,29 @@ BIND_TCP, CONNECT_TCP = 1, 2  # 4
 SCOPE_ABSTRACT_SOCKET, SCOPE_SIGNAL = 1, 2  # 6
 
 READ = READ_FILE | READ_DIR
-# Without MAKE_CHAR and MAKE_BLOCK: devices are nobody's to make, not even the 0:0 one that an overlay takes for "gone".
+# Without MAKE_CHAR and MAKE_BLOCK: a pod creates no devices, not even 0:0, which is a whiteout to overlayfs.
 WRITE = READ | WRITE_FILE | TRUNCATE | REFER | IOCTL_DEV | RESOLVE_UNIX | REMOVE_DIR | REMOVE_FILE
 WRITE |= MAKE_DIR | MAKE_REG | MAKE_SOCK | MAKE_FIFO | MAKE_SYM
 # The kernel refuses a rule that gives a plain file rights only a directory can have.
 _OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV | RESOLVE_UNIX
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every machine
-_VERSION = 1  # flag of _CREATE_RULESET: only tell the ABI
+_VERSION = 1  # flag of _CREATE_RULESET: only return the ABI
 _PATH_BENEATH, _NET_PORT = 1, 2  # kinds of rule
-_LINUX = {1: "5.13", 3: "6.2", 4: "6.7", 6: "6.12"}  # the version that brought an ABI
+_LINUX = {1: "5.13", 3: "6.2", 4: "6.7", 6: "6.12"}  # the kernel version that introduced an ABI
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def abi() -> int:
-    """The version of Landlock this kernel offers to this process; 0 when there is none."""
+    """Return the Landlock ABI available to this process; 0 when there is none."""
     if sys.platform != "linux":
         return 0
     return max(0, _syscall(_CREATE_RULESET, None, 0, _VERSION))
 
 
 def gaps(version: int | None = None) -> tuple[str, ...]:
-    """What `restrict` cannot stop on this kernel, or on one with the given ABI, in words."""
+    """Return descriptions of what `restrict` cannot prevent on this kernel, or on one with the given ABI."""
     version = abi() if version is None else version
     if not version:
         return ("there is no Landlock",)
@@ -81,21 +81,21 @@ def restrict(
     *,
     bind_ports: Sequence[int] = (),
 ) -> None:
-    """Confine the calling thread to these paths (with all below them) and TCP ports, and its signals to its own kind.
+    """Confine the calling thread to these paths (recursively) and TCP ports, and its signals to its own domain.
 
-    `write` and `execute` include reading; a path in both may be written and run. With `connect_ports` TCP goes to
-    these ports only and listens on `bind_ports` only; None leaves TCP alone. `scope` keeps processes and abstract
-    UNIX sockets outside out of reach. Sets no-new-privileges. Root has to drop its capabilities as well: with perfmon
-    the kernel lets it read the memory of other processes without asking Landlock.
+    `write` and `execute` include reading; a path in both may be written and run. With `connect_ports` TCP connects to
+    these ports only and listens on `bind_ports` only; None does not restrict TCP. `scope` denies access to processes
+    and abstract UNIX sockets outside. Sets no-new-privileges. Root has to drop its capabilities as well: with perfmon
+    the kernel lets it read the memory of other processes without consulting Landlock.
     """
     version = abi()
     _require(version, 1, "confining files")
-    # Before, any file of the user's could be emptied, which nobody would expect of a path not given for writing.
+    # Before ABI 3 any file of the user could be truncated, even one not given for writing.
     _require(version, 3, "keeping other files from being truncated")
     if connect_ports is not None:
         _require(version, 4, "restricting TCP ports")
     elif bind_ports:
-        raise ValueError("landlock: bind_ports is of use only with connect_ports")
+        raise ValueError("landlock: bind_ports needs connect_ports")
     if scope:
         _require(version, 6, "keeping signals and abstract sockets inside")
     handled = file_rights(version)
@@ -118,7 +118,7 @@ def restrict(
 
 
 def file_rights(version: int) -> int:
-    """All rights over files that an ABI can restrict, of those known here."""
+    """Return all file rights known here that an ABI can restrict."""
     return sum(rights for since, rights in _FILE_RIGHTS_SINCE.items() if since <= version)
 
 
@@ -130,7 +130,7 @@ def _require(version: int, needed: int, what: str) -> None:
 
 
 def _create(files: int, net: int, scoped: int) -> int:
-    # Older kernels take the longer structure as long as what they do not know in it is zero.
+    # Older kernels accept the longer structure as long as the fields unknown to them are zero.
     attributes = struct.pack("=QQQ", files, net, scoped)
     ruleset = _syscall(_CREATE_RULESET, attributes, len(attributes), 0)
     if ruleset < 0:
@@ -166,5 +166,5 @@ def _syscall(number: int, *arguments: int | bytes | None) -> int:
 
 def _failure(what: str) -> OSError:
     number = ctypes.get_errno()
-    hint = "; there are too many rulesets on this process already" if number == errno.E2BIG else ""
+    hint = "; this process already has too many rulesets" if number == errno.E2BIG else ""
     return OSError(number, f"landlock: cannot {what}: {os.strerror(number)}{hint}")

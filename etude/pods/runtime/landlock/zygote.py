@@ -1,16 +1,17 @@
-"""The warden: the process that pods without namespaces are forked from, and that nothing of theirs can outlive.
+"""The zygote of pods without namespaces: they are forked from it, and none of their processes can outlive it.
 
-One per state directory and backend. It is two processes: the worker makes pods and answers requests; the guard above
-it does nothing but wait. Both are subreapers, and so is every pod's agent, so whatever a program does (fork, setsid,
-double fork) it stays below its agent, and falls to the worker when the agent dies: a child of the worker that is not
-an agent is a leftover, and is killed with all below it. When the worker itself is killed the guard does the same; when
-the guard is, the worker ends everything and goes. The warden has one thread, holds no policy and imports nothing late.
+One per state directory and backend. It is two processes: the worker creates pods and handles requests; its parent, the
+guard, only waits. Both are subreapers, and so is every guest init, so whatever a program does (fork, setsid, double
+fork), it stays a descendant of its guest init, and becomes a child of the worker when the guest init dies: a child of
+the worker that is no guest init is a leftover, and is killed with its descendants. When the worker is killed the guard
+does the same; when the guard is, the worker ends everything and exits. The worker has one thread, makes no policy
+decisions and imports nothing later.
 
     CREATE  ID PATH(the pod's directory) WORKDIR OWNER(a user of its own) CGROUP* FLAGS      OK PID
-            READ* EXECUTE* WRITE* (paths) FILTER FENCE PORT; descriptors: the agent's socket, the gate's
-    KILL    ID                                              OK when no process of it is left
+            READ* EXECUTE* WRITE* (paths) FILTER NOTIFY_FILTER PORT; descriptors: the guest init's socket, the proxy's
+    KILL    ID                                              OK when none of its processes is left
     STATUS                                                  OK ID*
-    STOP    ends the warden and with it every pod           OK
+    STOP    ends the zygote and with it every pod           OK
 """
 
 import contextlib
@@ -27,44 +28,43 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from etude.pods.guest import init as agent
-from etude.pods.guest import processes, protocol
+from etude.pods.guest import init, processes, protocol
 from etude.pods.runtime import capabilities, linux, seccomp, zygote_protocol
 from etude.pods.runtime.landlock import ruleset, seccomp_notify
-from etude.pods.runtime.zygote import close_others, refuse, write
+from etude.pods.runtime.zygote import close_others, report_failure, write
 
-READ, EXECUTE, WRITE, FENCE, PORT = range(160, 165)  # fields beside those of zygote_protocol.py
-CONFINED, SCOPED, LENT_TERMINALS, MARKED, CARRIED = 1, 2, 4, 8, 16  # FLAGS
+READ, EXECUTE, WRITE, NOTIFY_FILTER, PORT = range(160, 165)  # fields in addition to those of zygote_protocol.py
+CONFINED, SCOPED, ZYGOTE_OPENS_TERMINALS, ADJUST_OOM_SCORE, EGRESS = 1, 2, 4, 8, 16  # FLAGS
 
-IDLE_S = 30.0  # with nothing to keep and nobody connected
-UNCLAIMED_S = 60.0  # for whoever asked for a pod to take it; its maker may have been killed in between
-DEADLINE_S = 5.0  # for killed processes to be gone
-FILES, PROCESSES = 65_536, 4_096  # of one process, and of one user that is a pod's own
-Reply = list[tuple[int, protocol.Value]]
+IDLE_S = 30.0  # until it exits without pods and connections
+UNCLAIMED_S = 60.0  # for a new pod to be claimed; its creator may have been killed
+DEADLINE_S = 5.0  # for killed processes to end
+FILES, PROCESSES = 65_536, 4_096  # limits of one process, and of a user that only one pod has
+ReplyFields = list[tuple[int, protocol.Value]]
 
 
 @dataclass
-class Held:
-    """A pod that was made: its agent, our line to it, its carrier, and its control groups."""
+class DirectoryPodProcess:
+    """A created pod: its guest init, our channel to it, its connect broker, and its control groups."""
 
     pid: int
-    line: socket.socket
-    carrier: int = 0
+    channel: socket.socket
+    broker: int = 0
     groups: list[str] = field(default_factory=list)
     alive: bool = True
 
 
-class Warden:
-    """Answer requests one by one; every one of them is short."""
+class LandlockZygote:
+    """Handles requests one by one; every one of them is short."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.listener = listener
-        self.pods: dict[bytes, Held] = {}
-        self.lines: dict[int, Held] = {}
-        self.connections: dict[int, tuple[socket.socket, protocol.Splitter, list[int]]] = {}
+        self.pods: dict[bytes, DirectoryPodProcess] = {}
+        self.channels: dict[int, DirectoryPodProcess] = {}
+        self.connections: dict[int, tuple[socket.socket, protocol.FrameDecoder, list[int]]] = {}
         self.poll = select.poll()
         self.running = True
-        self.answers: dict[int, Callable[[protocol.Fields, list[int]], Reply]] = {
+        self.handlers: dict[int, Callable[[protocol.Fields, list[int]], ReplyFields]] = {
             zygote_protocol.CREATE: self.create,
             zygote_protocol.KILL: self.kill,
             zygote_protocol.STATUS: self.status,
@@ -75,14 +75,14 @@ class Warden:
         wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, self.quit)
+        signal.signal(signal.SIGTERM, self.on_sigterm)
         for fd in (self.listener.fileno(), wake_r):
             self.poll.register(fd, select.POLLIN)
-        quiet_since = time.monotonic()
+        idle_since = time.monotonic()
         while self.running:
             if self.pods or self.connections:
-                quiet_since = time.monotonic()
-            elif time.monotonic() - quiet_since > IDLE_S:
+                idle_since = time.monotonic()
+            elif time.monotonic() - idle_since > IDLE_S:
                 break
             for fd, _ in self.poll.poll(1000):
                 if fd == wake_r:
@@ -91,79 +91,78 @@ class Warden:
                     self.reap()
                 elif fd == self.listener.fileno():
                     self.accept()
-                elif fd in self.lines:
-                    self.attend(fd, self.lines[fd])
-                elif fd in self.connections and not self.exchange(*self.connections[fd]):
+                elif fd in self.channels:
+                    self.handle_guest(fd, self.channels[fd])
+                elif fd in self.connections and not self.handle_requests(*self.connections[fd]):
                     self.poll.unregister(fd)
-                    sock, _, waiting = self.connections.pop(fd)
+                    sock, _, pending = self.connections.pop(fd)
                     sock.close()
-                    close_all(waiting)
+                    close_all(pending)
         for name in list(self.pods):
-            self.finish(name)
+            self.remove(name)
 
-    def quit(self, *_: object) -> None:
+    def on_sigterm(self, *_: object) -> None:
         self.running = False
 
     def accept(self) -> None:
         sock, _ = self.listener.accept()
-        self.connections[sock.fileno()] = (sock, protocol.Splitter(), [])
+        self.connections[sock.fileno()] = (sock, protocol.FrameDecoder(), [])
         self.poll.register(sock.fileno(), select.POLLIN)
 
-    def exchange(self, sock: socket.socket, splitter: protocol.Splitter, waiting: list[int]) -> bool:
+    def handle_requests(self, sock: socket.socket, decoder: protocol.FrameDecoder, pending: list[int]) -> bool:
         try:
             received, fds, _, _ = socket.recv_fds(sock, 1 << 18, 8)
-            waiting += fds
+            pending += fds
             if not received:
                 return False
-            for op, call, fields in splitter.feed(received):
+            for op, call, fields in decoder.feed(received):
                 wanted = (
                     0
                     if op != zygote_protocol.CREATE
                     else 2
-                    if protocol.number(fields, zygote_protocol.FLAGS) & CARRIED
+                    if protocol.number(fields, zygote_protocol.FLAGS) & EGRESS
                     else 1
                 )
-                given, waiting[:wanted] = waiting[:wanted], []
-                sock.sendall(self.answer(op, call, fields, given))
+                descriptors, pending[:wanted] = pending[:wanted], []
+                sock.sendall(self.dispatch(op, call, fields, descriptors))
         except (protocol.WireError, OSError):
             return False
         return True
 
-    def answer(self, op: int, call: int, fields: protocol.Fields, given: list[int]) -> bytes:
+    def dispatch(self, op: int, call: int, fields: protocol.Fields, descriptors: list[int]) -> bytes:
         try:
-            if op not in self.answers:
+            if op not in self.handlers:
                 raise OSError(errno.ENOSYS, f"unknown request {op}")
-            return protocol.frame(protocol.OK, call, *self.answers[op](fields, given))
+            return protocol.frame(protocol.OK, call, *self.handlers[op](fields, descriptors))
         except (OSError, ValueError) as error:
             number = getattr(error, "errno", None) or errno.EINVAL
             return protocol.frame(protocol.FAIL, call, (protocol.NUMBER, number), (protocol.DATA, str(error).encode()))
         finally:
-            close_all(given)
+            close_all(descriptors)
 
     # ------------------------------------------------------------------------------------------- requests
 
-    def create(self, fields: protocol.Fields, given: list[int]) -> Reply:
+    def create(self, fields: protocol.Fields, descriptors: list[int]) -> ReplyFields:
         name = protocol.data(fields, zygote_protocol.ID)
-        if name in self.pods or not given:
+        if name in self.pods or not descriptors:
             raise ValueError(f"pod {name.decode()} exists already, or no socket came with it")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        near, far = socket.socketpair()  # from the agent to its carrier
+        near, far = socket.socketpair()  # between the guest init and its broker
         sync_r, sync_w = os.pipe2(os.O_CLOEXEC)
         parent = os.getpid()
-        pod = Held(
+        pod = DirectoryPodProcess(
             0, ours, groups=[os.path.dirname(os.fsdecode(file)) for file in fields.get(zygote_protocol.CGROUP, [])]
         )
         try:
             pod.pid = os.fork()
             if pod.pid == 0:
-                be_pod(fields, given, theirs, near, sync_r, sync_w, parent)  # never returns
-            if protocol.number(fields, zygote_protocol.FLAGS) & CARRIED:
-                pod.carrier = os.fork()
-                if pod.carrier == 0:
-                    be_carrier(fields, far, parent)  # never returns
-            for file in fields.get(
-                zygote_protocol.CGROUP, []
-            ):  # not the carrier, which the pod's limits must not starve
+                run_pod(fields, descriptors, theirs, near, sync_r, sync_w, parent)  # never returns
+            if protocol.number(fields, zygote_protocol.FLAGS) & EGRESS:
+                pod.broker = os.fork()
+                if pod.broker == 0:
+                    run_broker(fields, far, parent)  # never returns
+            # Not the broker, which the pod's limits must not starve.
+            for file in fields.get(zygote_protocol.CGROUP, []):
                 write(os.fsdecode(file), b"%d" % pod.pid)
             os.write(sync_w, b"g")
         except OSError:
@@ -173,86 +172,89 @@ class Warden:
             close_all([sync_r, sync_w])
             for sock in (theirs, near, far):
                 sock.close()
-        self.pods[name] = self.lines[ours.fileno()] = pod
+        self.pods[name] = self.channels[ours.fileno()] = pod
         self.poll.register(ours.fileno(), select.POLLIN)
         return [(zygote_protocol.PID, pod.pid)]
 
-    def kill(self, fields: protocol.Fields, _: list[int]) -> Reply:
-        self.finish(protocol.data(fields, zygote_protocol.ID))
+    def kill(self, fields: protocol.Fields, _: list[int]) -> ReplyFields:
+        self.remove(protocol.data(fields, zygote_protocol.ID))
         return []
 
-    def status(self, _: protocol.Fields, __: list[int]) -> Reply:
+    def status(self, _: protocol.Fields, __: list[int]) -> ReplyFields:
         self.reap()
         return [(zygote_protocol.ID, name) for name, pod in self.pods.items() if pod.alive]
 
-    def stop(self, _: protocol.Fields, __: list[int]) -> Reply:
+    def stop(self, _: protocol.Fields, __: list[int]) -> ReplyFields:
         self.running = False
         for name in list(self.pods):
-            self.finish(name)
+            self.remove(name)
         return []
 
-    # ------------------------------------------------------------------------------------------- what agents ask
+    # ------------------------------------------------------------------------------------------- guest requests
 
-    def attend(self, fd: int, pod: Held) -> None:
-        """An agent may not see /proc or open terminals: `p` counts its processes, `k` kills them, `t` opens one."""
+    def handle_guest(self, fd: int, pod: DirectoryPodProcess) -> None:
+        """Handle a request of a guest init, which has no access to /proc and terminals.
+
+        `p` counts its processes, `k` kills them, `t` opens a terminal.
+        """
         try:
-            asked = pod.line.recv(1, socket.MSG_DONTWAIT)
-            if asked == b"t":
+            request = pod.channel.recv(1, socket.MSG_DONTWAIT)
+            if request == b"t":
                 pair = os.openpty()
                 try:
-                    socket.send_fds(pod.line, [b"t"], pair, socket.MSG_DONTWAIT)
+                    socket.send_fds(pod.channel, [b"t"], pair, socket.MSG_DONTWAIT)
                 finally:
                     close_all(pair)
-            elif asked:
-                found = clear_below(pod.pid) if asked == b"k" else len(list(living_below(pod.pid)))
-                pod.line.send(struct.pack("=I", found), socket.MSG_DONTWAIT)
+            elif request:
+                found = kill_descendants(pod.pid) if request == b"k" else len(list(live_descendants(pod.pid)))
+                pod.channel.send(struct.pack("=I", found), socket.MSG_DONTWAIT)
             else:
-                self.hang_up(fd)
+                self.close_channel(fd)
         except BlockingIOError:
             return
         except OSError:
-            self.hang_up(fd)
+            self.close_channel(fd)
 
-    def hang_up(self, fd: int) -> None:
-        if pod := self.lines.pop(fd, None):
+    def close_channel(self, fd: int) -> None:
+        if pod := self.channels.pop(fd, None):
             self.poll.unregister(fd)
-            pod.line.close()
+            pod.channel.close()
 
-    # ------------------------------------------------------------------------------------------- ends
+    # ------------------------------------------------------------------------------------------- ending pods
 
-    def finish(self, name: bytes) -> None:
-        """End a pod and forget it; one that is not known is gone already."""
+    def remove(self, name: bytes) -> None:
+        """End a pod and forget it; a no-op for an unknown pod."""
         if pod := self.pods.pop(name, None):
-            self.hang_up(pod.line.fileno())
+            self.close_channel(pod.channel.fileno())
             self.end(pod)
 
-    def end(self, pod: Held) -> None:
+    def end(self, pod: DirectoryPodProcess) -> None:
         for group in pod.groups:
-            # At once, with those being forked, and thawed if frozen; where the kernel has it (v2, 5.14).
+            # Kills all at once, including processes being forked or frozen, where the kernel has it (v2, 5.14).
             with contextlib.suppress(OSError):
                 write(f"{group}/cgroup.kill", b"1")
-        for pid in filter(None, (pod.pid if pod.alive else 0, pod.carrier)):
+        for pid in filter(None, (pod.pid if pod.alive else 0, pod.broker)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-        pod.alive, pod.carrier = False, 0
-        self.sweep()
+        pod.alive, pod.broker = False, 0
+        self.kill_strays()
 
     def reap(self) -> None:
-        """An agent that ended leaves its programs to us: they end with it. The pod stays known until it is killed."""
+        """Reap ended guest inits and kill the programs they left to us. A pod stays known until it is killed."""
         for pod in self.pods.values():
-            if pod.carrier and os.waitpid(pod.carrier, os.WNOHANG)[0]:
-                pod.carrier = 0
+            if pod.broker and os.waitpid(pod.broker, os.WNOHANG)[0]:
+                pod.broker = 0
             if pod.alive and os.waitpid(pod.pid, os.WNOHANG)[0]:
                 pod.alive = False
         try:
-            self.sweep()
-        except OSError as error:  # tried again with the next death; the other pods must not suffer for it
+            self.kill_strays()
+        except OSError as error:  # retried with the next SIGCHLD; must not affect the other pods
             os.write(2, f"{error}\n".encode())
 
-    def sweep(self) -> None:
-        clear_children({pid for pod in self.pods.values() for pid in (pod.pid if pod.alive else 0, pod.carrier)})
+    def kill_strays(self) -> None:
+        kill_children({pid for pod in self.pods.values() for pid in (pod.pid if pod.alive else 0, pod.broker)})
 
 
 def close_all(descriptors: Sequence[int]) -> None:
@@ -260,39 +262,39 @@ def close_all(descriptors: Sequence[int]) -> None:
         os.close(fd)
 
 
-def living_below(root: int) -> Iterator[int]:
+def live_descendants(root: int) -> Iterator[int]:
     return (pid for pid in processes.descendants(root) if not processes.is_zombie(pid))
 
 
-def clear_below(root: int) -> int:
-    """Kill everything below `root`; how many are left when time is over, which should be none."""
+def kill_descendants(root: int) -> int:
+    """Kill all descendants of `root`; return how many are left at the deadline, normally 0."""
     deadline = time.monotonic() + DEADLINE_S
-    while found := list(living_below(root)):
+    while found := list(live_descendants(root)):
         if time.monotonic() > deadline:
             break
-        kill_each(found)
+        kill_pids(found)
     return len(found)
 
 
-def clear_children(kept: set[int]) -> None:
-    """Kill and reap our children that are not in `kept`, and all below them, until there are none."""
+def kill_children(kept: set[int]) -> None:
+    """Kill and reap our children that are not in `kept`, with their descendants, until there are none."""
     deadline = time.monotonic() + DEADLINE_S
-    while strays := [pid for pid in own_children() if pid not in kept]:
+    while strays := [pid for pid in list_children() if pid not in kept]:
         if time.monotonic() > deadline:
-            raise OSError(errno.EBUSY, f"processes {strays[:8]} of a pod that ended do not die")
+            raise OSError(errno.EBUSY, f"processes {strays[:8]} of an ended pod could not be killed")
         for pid in strays:
-            kill_each([pid, *processes.descendants(pid)])
+            kill_pids([pid, *processes.descendants(pid)])
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 
 
-def own_children() -> list[int]:
+def list_children() -> list[int]:
     me = os.getpid()
     with open(f"/proc/{me}/task/{me}/children", "rb") as file:
         return [int(pid) for pid in file.read().split()]
 
 
-def kill_each(pids: Sequence[int]) -> None:
+def kill_pids(pids: Sequence[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -301,53 +303,55 @@ def kill_each(pids: Sequence[int]) -> None:
 # ------------------------------------------------------------------------------------------------- inside a new pod
 
 
-class PodAgent(agent.Agent):
-    """An agent that asks the warden for what it cannot do itself."""
+class LandlockGuestInit(init.GuestInit):
+    """A guest init that asks the zygote to do what it is not permitted to do itself."""
 
     def __init__(
-        self, listener: socket.socket, carried: Sequence[int], fields: protocol.Fields, line: socket.socket
+        self, listener: socket.socket, egress_sockets: Sequence[int], fields: protocol.Fields, channel: socket.socket
     ) -> None:
         self.flags = protocol.number(fields, zygote_protocol.FLAGS)
         workdir = os.fsdecode(protocol.data(fields, zygote_protocol.WORKDIR))
-        super().__init__(listener, carried, workdir, bool(self.flags & MARKED))
-        self.line = line
+        super().__init__(listener, egress_sockets, workdir, bool(self.flags & ADJUST_OOM_SCORE))
+        self.channel = channel
         self.deadline = time.monotonic() + UNCLAIMED_S
-        self.answers[protocol.PROCESSES] = lambda peer, call, _: self.ok(peer, call, (protocol.SIZE, self.ask(b"p")))
-        if self.flags & LENT_TERMINALS:
-            # Ruled out for this process: /dev/pts holds the terminals of its user too. The warden opens them for us.
-            os.openpty = self.borrow_terminal
+        self.handlers[protocol.PROCESSES] = lambda peer, call, _: self.ok(
+            peer, call, (protocol.SIZE, self.ask_zygote(b"p"))
+        )
+        if self.flags & ZYGOTE_OPENS_TERMINALS:
+            # Forbidden for this process, because /dev/pts also contains the terminals of its user.
+            os.openpty = self.open_terminal
 
-    def ask(self, what: bytes) -> int:
-        self.line.send(what)
-        return int(struct.unpack("=I", self.line.recv(4))[0])
+    def ask_zygote(self, what: bytes) -> int:
+        self.channel.send(what)
+        return int(struct.unpack("=I", self.channel.recv(4))[0])
 
-    def borrow_terminal(self) -> tuple[int, int]:
-        self.line.send(b"t")
-        _, (master, slave), _, _ = socket.recv_fds(self.line, 1, 2)
+    def open_terminal(self) -> tuple[int, int]:
+        self.channel.send(b"t")
+        _, (master, slave), _, _ = socket.recv_fds(self.channel, 1, 2)
         for fd in (master, slave):
             os.set_inheritable(fd, False)
         return master, slave
 
-    def kill_all(self, peer: agent.Peer, call: int, _: protocol.Fields) -> None:
-        left = self.ask(b"k")
+    def kill_all(self, peer: init.Peer, call: int, _: protocol.Fields) -> None:
+        left = self.ask_zygote(b"k")
         self.reap()
         if left:
-            raise OSError(errno.EBUSY, f"{left} processes do not die")
+            raise OSError(errno.EBUSY, f"{left} processes could not be killed")
         self.ok(peer, call)
 
 
-def be_pod(
+def run_pod(
     fields: protocol.Fields,
-    given: list[int],
-    line: socket.socket,
-    carrier: socket.socket,
+    descriptors: list[int],
+    channel: socket.socket,
+    broker: socket.socket,
     sync_r: int,
     sync_w: int,
     parent: int,
 ) -> None:
-    """The child's life: wait until it is in its groups, lock itself in, serve; never returns."""
+    """Run the child: wait until it is in its groups, confine itself, serve as guest init; never returns."""
     code = 1
-    sock = socket.socket(fileno=os.dup(given[0]))
+    sock = socket.socket(fileno=os.dup(descriptors[0]))
     try:
         os.close(sync_w)
         if os.read(sync_r, 1) != b"g":
@@ -356,9 +360,9 @@ def be_pod(
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             os.setsid()
-            close_others(sorted({sock.fileno(), line.fileno(), carrier.fileno(), *given[1:]}))
-            set_limits(protocol.number(fields, zygote_protocol.OWNER, -1))
-            become(protocol.number(fields, zygote_protocol.OWNER, -1))
+            close_others(sorted({sock.fileno(), channel.fileno(), broker.fileno(), *descriptors[1:]}))
+            set_rlimits(protocol.number(fields, zygote_protocol.OWNER, -1))
+            become_user(protocol.number(fields, zygote_protocol.OWNER, -1))
             linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # after the user changed, which clears it
             linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
             if os.getppid() != parent:
@@ -366,78 +370,78 @@ def be_pod(
             os.chdir(os.fsdecode(protocol.data(fields, zygote_protocol.WORKDIR)))
             os.umask(0o022)
             if protocol.number(fields, zygote_protocol.FLAGS) & CONFINED:
-                confine(fields, carrier)
+                confine(fields, broker)
         except OSError as error:
-            refuse(sock, error)
+            report_failure(sock, error)
             os._exit(1)
-        carrier.close()
-        PodAgent(sock, given[1:], fields, line).serve()
+        broker.close()
+        LandlockGuestInit(sock, descriptors[1:], fields, channel).serve()
         code = 0
-    except Exception:  # the child of a fork must not return into its parent's code, whatever happened
+    except Exception:  # the child of a fork must never return into its parent's code
         os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(code)
 
 
-def be_carrier(fields: protocol.Fields, line: socket.socket, parent: int) -> None:
-    """The life of a pod's carrier; never returns."""
+def run_broker(fields: protocol.Fields, channel: socket.socket, parent: int) -> None:
+    """Run a pod's connect broker; never returns."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        close_others([line.fileno()])
-        seccomp_notify.be_carrier(
-            line, protocol.number(fields, PORT), protocol.number(fields, zygote_protocol.OWNER, -1), parent
+        close_others([channel.fileno()])
+        seccomp_notify.run_broker(
+            channel, protocol.number(fields, PORT), protocol.number(fields, zygote_protocol.OWNER, -1), parent
         )
     finally:
         os._exit(1)
 
 
-def set_limits(user: int) -> None:
-    """What keeps an accident small. These hold for one process, or for one user: no promise is made of them."""
+def set_rlimits(user: int) -> None:
+    """Set limits against accidents. They hold per process or per user, so they are no guarantee for a pod."""
     wanted = {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: FILES, resource.RLIMIT_MSGQUEUE: 0}
     if user >= 0:
-        wanted[resource.RLIMIT_NPROC] = PROCESSES  # counted by user: only where a pod has one to itself
-    for what, most in wanted.items():
-        soft, hard = resource.getrlimit(what)
-        top = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (top if soft == resource.RLIM_INFINITY else min(soft, top), top))
+        wanted[resource.RLIMIT_NPROC] = PROCESSES  # counted per user: only where the pod has its own
+    for kind, limit in wanted.items():
+        soft, hard = resource.getrlimit(kind)
+        top = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (top if soft == resource.RLIM_INFINITY else min(soft, top), top))
 
 
-def become(user: int) -> None:
-    """Become a pod's own user, without groups; the capabilities of root go with that."""
+def become_user(user: int) -> None:
+    """Become a pod's own user, without groups; this drops the capabilities of root."""
     if user >= 0:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
 
 
-def confine(fields: protocol.Fields, carrier: socket.socket) -> None:
-    """Give up what programs of the pod must never have; they inherit it. From here on nothing can be undone."""
+def confine(fields: protocol.Fields, broker: socket.socket) -> None:
+    """Restrict this process irreversibly; the pod's programs inherit the restrictions."""
     flags = protocol.number(fields, zygote_protocol.FLAGS)
-    # Not dumpable: programs have our user, and must not trace us or open our memory.
+    # Not dumpable: the programs have our user, and must not trace us or open our memory.
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
-    # The bounding set stays where it cannot be cut: with no-new-privileges nothing is gained from it.
+    # The bounding set stays, because cutting it may be forbidden: with no-new-privileges it grants nothing.
     capabilities.drop((), bounding=False)
     home = os.fsdecode(protocol.data(fields, zygote_protocol.PATH))
     ruleset.restrict(
-        paths(fields, READ),
-        [home, *paths(fields, WRITE)],
-        [home, *paths(fields, EXECUTE)],
-        connect_ports=() if flags & CARRIED else None,
+        get_paths(fields, READ),
+        [home, *get_paths(fields, WRITE)],
+        [home, *get_paths(fields, EXECUTE)],
+        connect_ports=() if flags & EGRESS else None,
         scope=bool(flags & SCOPED),
     )
-    listener = seccomp_notify.install(protocol.data(fields, FENCE), bool(flags & CARRIED))
-    if flags & CARRIED:
-        socket.send_fds(carrier, [b"n"], [listener])
+    listener = seccomp_notify.install(protocol.data(fields, NOTIFY_FILTER), bool(flags & EGRESS))
+    if flags & EGRESS:
+        socket.send_fds(broker, [b"n"], [listener])
         os.close(listener)
     seccomp.install(protocol.data(fields, zygote_protocol.FILTER))
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # again: dropping capabilities may have cleared it
 
 
-def check(inside: str, outside: str, allowed: Sequence[str], filters: Sequence[bytes]) -> str:
-    """Lock this process in for good and try the walls, for a probe: what is wrong, or nothing."""
+def check_confinement(inside: str, outside: str, allowed: Sequence[str], filters: Sequence[bytes]) -> str:
+    """Confine this process irreversibly and test the confinement, for a probe; return the problem, or ""."""
     try:
-        own_children()
+        list_children()
     except OSError:
         return "the kernel does not list the children of a process (CONFIG_PROC_CHILDREN)"
     try:
@@ -454,14 +458,14 @@ def check(inside: str, outside: str, allowed: Sequence[str], filters: Sequence[b
             reached = True
         except OSError as error:
             if error.errno != errno.EACCES:
-                return f"a file could not be opened, but for another reason: {error.strerror}"
+                return f"a file could not be opened, but not because it is forbidden: {error.strerror}"
             reached = False
         if reached != (path == inside):
-            return "a file that was forbidden could be read" if reached else "a file that was allowed could not be read"
+            return "a forbidden file could be read" if reached else "an allowed file could not be read"
     return ""
 
 
-def paths(fields: protocol.Fields, key: int) -> list[str]:
+def get_paths(fields: protocol.Fields, key: int) -> list[str]:
     return [os.fsdecode(path) for path in fields.get(key, [])]
 
 
@@ -469,7 +473,7 @@ def paths(fields: protocol.Fields, key: int) -> list[str]:
 
 
 def main(state: str, descriptor: int) -> None:
-    """Become the warden of a state directory, on a listening socket."""
+    """Run as the zygote of a state directory, on a listening socket."""
     listener = socket.socket(fileno=descriptor)
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
@@ -487,10 +491,10 @@ def main(state: str, descriptor: int) -> None:
         linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() == guard:
-            Warden(listener).serve()
+            LandlockZygote(listener).serve()
         os._exit(0)
-    listener.close()  # nobody must find a warden that has no worker
-    # Ours is the last word: we wait until no process of any pod is left, and only then let go of the lock.
+    listener.close()  # no client may reach a zygote that has no worker
+    # The guard holds the lock until no process of any pod is left.
     signal.signal(signal.SIGTERM, lambda *_: os.kill(worker, signal.SIGTERM))
     os.waitpid(worker, 0)
-    clear_children(set())
+    kill_children(set())

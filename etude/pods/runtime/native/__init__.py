@@ -1,1 +1,1 @@
-"""The keeper and the agent as one small static C program, for those who have a compiler."""
+"""The zygote and the guest init as one small static C program, for machines with a compiler."""

@@ -372,7 +372,7 @@ void be_pod(const struct request *plan, const struct birth *birth)
     prctl(PR_SET_NAME, "agent", 0, 0, 0);
     prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
     struct span workdir = field(plan, PLAN_WORKDIR);
-    agent.mark_children = number(plan, PLAN_FLAGS, 0) & MARK_CHILDREN;
+    agent.mark_children = number(plan, PLAN_FLAGS, 0) & ADJUST_OOM_SCORE;
     int failed = 0;
     if (!text_of(workdir.data ? workdir : span_of("/"), agent.workdir, sizeof agent.workdir))
         failed = fail(EINVAL, "the working directory is no path");

@@ -45,7 +45,7 @@ enum {
 };
 
 enum { KEEP_STDIN = 1, TIMED_OUT = 1, TRUNCATED = 2, END = 1, TRUNCATE = 1, APPEND = 2, ATTACHED = 1 };
-enum { MARK_CHILDREN = 1 };
+enum { ADJUST_OOM_SCORE = 1 };
 
 /* ------------------------------------------------------------------------------------------------ errors */
 
