@@ -1,12 +1,62 @@
-"""Nano tasks: coding work in miniature, for models of a few million parameters and for tests.
+"""Nano tasks: miniature coding tasks, their demonstrations and base-model data, for models of a few million parameters.
 
-    nano_task(seed, split, difficulty)      the files of one task directory; source.py says what the difficulties are
-    generate_nano(out, count, split)        a set of them on disk
-    expert(files, seed)                     the turns of an agent that knows the answer
-    render_experts(tasks, dialect, fleet)   those turns in the real harness and real pods, graded
-    rehearse(files, dialect)                the same tokens without pods, for a great many demonstrations
-    vocabulary_texts(count)                 what to train the tokenizer on
-
-The code comes out of four books of shapes (`book_*.py`) and pools of words; what is wrong in it, or asked for, out of
-fifteen families (`fixing.py`, `changing.py`, `asking.py`). `inside/verify.py` is the verifier of every task.
+A task is a pure function of its seed; held-out tasks use function templates or faults that no training task has.
+Demonstrations are scripted sessions, token-exact, in pods or simulated without them. `etude_nano.plugin` registers the
+task source `nano`. The names below are imported when first used.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etude_nano.base_data import Amounts, make_base_data
+    from etude_nano.demonstrator import DemonstratorStyle, ScriptedTurn, demonstration_turns, read_files
+    from etude_nano.pod_sessions import Demonstration, run_demonstrations, vocabulary_texts
+    from etude_nano.simulated_sessions import simulate_demonstration, simulate_demonstrations, simulate_session
+    from etude_nano.source import generate_nano, nano_task, nano_tasks, text_digest
+    from etude_nano.tokenizer import train_nano_tokenizer
+
+_HOMES = {
+    "Amounts": "etude_nano.base_data",
+    "Demonstration": "etude_nano.pod_sessions",
+    "DemonstratorStyle": "etude_nano.demonstrator",
+    "ScriptedTurn": "etude_nano.demonstrator",
+    "demonstration_turns": "etude_nano.demonstrator",
+    "generate_nano": "etude_nano.source",
+    "make_base_data": "etude_nano.base_data",
+    "nano_task": "etude_nano.source",
+    "nano_tasks": "etude_nano.source",
+    "read_files": "etude_nano.demonstrator",
+    "run_demonstrations": "etude_nano.pod_sessions",
+    "simulate_demonstration": "etude_nano.simulated_sessions",
+    "simulate_demonstrations": "etude_nano.simulated_sessions",
+    "simulate_session": "etude_nano.simulated_sessions",
+    "text_digest": "etude_nano.source",
+    "train_nano_tokenizer": "etude_nano.tokenizer",
+    "vocabulary_texts": "etude_nano.pod_sessions",
+}
+__all__ = [
+    "Amounts",
+    "Demonstration",
+    "DemonstratorStyle",
+    "ScriptedTurn",
+    "demonstration_turns",
+    "generate_nano",
+    "make_base_data",
+    "nano_task",
+    "nano_tasks",
+    "read_files",
+    "run_demonstrations",
+    "simulate_demonstration",
+    "simulate_demonstrations",
+    "simulate_session",
+    "text_digest",
+    "train_nano_tokenizer",
+    "vocabulary_texts",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'etude_nano' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

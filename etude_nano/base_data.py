@@ -1,10 +1,10 @@
-"""All that a nano base model is made from, in one go on all cores: a tokenizer and three corpora of tokens.
+"""The data of the nano base model, made on all cores: a tokenizer and up to four token corpora.
 
-    OUT/tokenizer     see `vocabulary.py`
+    OUT/tokenizer     see `tokenizer.py`
     OUT/code          code of installed packages, and training programs as plain files
     OUT/drills        listings with lines copied and changed, many to a document: the shortest way to learn copying
-    OUT/practice      practice sessions (`practice.py`)
-    OUT/sessions      expert sessions of training tasks, if any are wanted; by default the base has seen none
+    OUT/practice      sessions of exercises (`exercises.py`)
+    OUT/sessions      demonstrations of training tasks; none by default
 
 `recipes/nano-base.toml` trains on them. The same arguments and packages give the same bytes.
 """
@@ -33,26 +33,26 @@ from etude.data.sources import locate
 from etude.errors import InputError
 from etude.system.cores import usable_cores
 from etude.system.progress import Report
-from etude_nano.code_snippets import Pool, invented, make_pool, renamed, take_pieces
-from etude_nano.exercises import draw_exercise, practise
+from etude_nano.code_snippets import SnippetPool, extract_snippets, invent_name, make_pool, rename_identifiers
+from etude_nano.exercises import draw_exercise, simulate_exercise
 from etude_nano.pod_sessions import vocabulary_texts
 from etude_nano.program import draw_program
-from etude_nano.simulated_sessions import rehearsals
-from etude_nano.templates import leaves
+from etude_nano.simulated_sessions import simulate_demonstrations
+from etude_nano.templates import leaf_templates
 from etude_nano.tokenizer import train_nano_tokenizer
 
-PARTS = 64  # of the work at most: more than cores, so that none waits long for the last; each has a megabyte of code
-LONGEST = 1024  # tokens of a document of code: a row takes it whole
+MAX_PARTS = 64  # more than cores, so that none waits long for the last; each has at least a megabyte of code
+MAX_CODE_TOKENS = 1024  # tokens of a code document, so that it fits into one row
 
 Documents = list[tuple[npt.NDArray[np.uint16], npt.NDArray[np.bool_]]]
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much to make."""
+    """How much of each kind of data to make."""
 
-    practice: int = 160_000  # sessions
-    sessions: int = 0  # of experts in training tasks
+    practice: int = 160_000  # sessions of exercises
+    sessions: int = 0  # demonstrations of training tasks
     drills: int = 40_000  # documents
     code: float = 60.0  # megabytes
     programs: int = 4_000  # training programs as plain files
@@ -66,12 +66,12 @@ def make_base_data(
     progress: Report = lambda done, total, note="": None,
     processes: int | None = None,
 ) -> dict[str, dict[str, int]]:
-    """Make everything below `out`; how many documents and tokens there are of each."""
+    """Write the tokenizer and corpora below `out`; return the number of documents and tokens of each corpus."""
     if out.exists() and any(out.iterdir()):
-        raise InputError(f"{out} is not empty; name a directory that is not there yet")
+        raise InputError(f"{out} is not empty; name a directory that does not exist yet")
     started = time.monotonic()
     texts = list(code_texts(sources, int(amounts.code * 1e6), amounts.seed))
-    parts = max(1, min(PARTS, int(amounts.code)))
+    parts = max(1, min(MAX_PARTS, int(amounts.code)))
     progress(0, parts, f"{len(texts)} files of code")
     sample = Random(amounts.seed).sample(texts, min(250, len(texts)))
     tokenizer = train_nano_tokenizer([*vocabulary_texts(1000), *(text[:10_000] for text in sample)])
@@ -80,11 +80,11 @@ def make_base_data(
     progress(0, parts, f"tokenizer of {len(tokenizer)}, after {time.monotonic() - started:.0f} s")
     jobs = [(part, parts, texts[part::parts]) for part in range(parts)]
     made: dict[str, Documents] = {"code": [], "drills": [], "practice": [], "sessions": []}
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or each worker would complain of the fork
-    # fork: the workers have the modules already, and nothing here has started a thread that matters to them
-    with multiprocessing.get_context("fork").Pool(processes or usable_cores()) as pool:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise each forked worker prints a warning
+    # fork: the workers inherit the loaded modules, and no thread is running that they need
+    with multiprocessing.get_context("fork").Pool(processes or usable_cores()) as workers:
         work = partial(_make_part, out / TOKENIZER, amounts)
-        for done, part in enumerate(pool.imap(work, jobs), 1):
+        for done, part in enumerate(workers.imap(work, jobs), 1):
             for kind, documents in part.items():
                 made[kind] += documents
             progress(done, parts, f"{len(made['practice']):,} sessions, {time.monotonic() - started:.0f} s")
@@ -97,7 +97,7 @@ def make_base_data(
 
 
 def code_texts(sources: Sequence[str], limit: int, seed: int) -> Iterator[str]:
-    """Python files of the sources, in a shuffled order, until there are so many characters."""
+    """Yield Python files of the sources in shuffled order, until `limit` characters."""
     files: dict[Path, None] = {}
     for source in sources:
         root = locate(source)
@@ -121,18 +121,18 @@ def code_texts(sources: Sequence[str], limit: int, seed: int) -> Iterator[str]:
                 return
 
 
-# ------------------------------------------------------------------------------------------- one part of the work
+# ------------------------------------------------------------------------------------------- one part of the data
 
 
-def _make_part(place: Path, amounts: Amounts, job: tuple[int, int, list[str]]) -> dict[str, Documents]:
-    """The documents of one part of several: from its own files, by its own luck."""
+def _make_part(tokenizer_path: Path, amounts: Amounts, job: tuple[int, int, list[str]]) -> dict[str, Documents]:
+    """Return the documents of one part, made from its own files with its own random generator."""
     part, parts, texts = job
-    tokenizer = Tokenizer.load(place)
+    tokenizer = Tokenizer.load(tokenizer_path)
     dialect = dialect_for(tokenizer)
-    chance = Random(f"nano-base/{amounts.seed}/{part}")
-    pool = make_pool(take_pieces(texts))
-    if not pool.pieces:
-        raise InputError("there is too little code to take pieces from; name larger sources or more megabytes")
+    rng = Random(f"nano-base/{amounts.seed}/{part}")
+    pool = make_pool(extract_snippets(texts))
+    if not pool.snippets:
+        raise InputError("there is too little code to extract snippets from; name larger sources or more megabytes")
 
     def share(count: int) -> int:
         return count // parts + (part < count % parts)
@@ -141,34 +141,34 @@ def _make_part(place: Path, amounts: Amounts, job: tuple[int, int, list[str]]) -
         found = [np.array([*tokenizer.encode(text), tokenizer.end_of_text], np.uint16) for text in documents]
         return [(ids, np.ones(len(ids), np.bool_)) for ids in found]
 
-    programs = (program_text(chance) for _ in range(share(amounts.programs)))
-    code = [cut for ids, _ in encoded([*texts, *programs]) for cut in _cuts(ids)]
+    programs = (program_text(rng) for _ in range(share(amounts.programs)))
+    code = [cut for ids, _ in encoded([*texts, *programs]) for cut in _split_document(ids)]
 
     async def sessions() -> tuple[Documents, Documents]:
         practice: Documents = []
         for number in range(share(amounts.practice)):
-            shown = await practise(draw_exercise(chance, pool), dialect, f"practice-{part}-{number}")
+            shown = await simulate_exercise(draw_exercise(rng, pool), dialect, f"practice-{part}-{number}")
             if shown is not None:
-                practice.append((shown.tokens.astype(np.uint16), shown.learned))
-        experts: Documents = []
+                practice.append((shown.tokens.astype(np.uint16), shown.loss_mask))
+        demonstrations: Documents = []
         if count := share(amounts.sessions):
-            async for each in rehearsals(count, dialect, seed=10_000_000 + part * 100_000):
-                experts.append((each.tokens.astype(np.uint16), np.ones(len(each.tokens), np.bool_)))
-        return practice, experts
+            async for each in simulate_demonstrations(count, dialect, seed=10_000_000 + part * 100_000):
+                demonstrations.append((each.tokens.astype(np.uint16), np.ones(len(each.tokens), np.bool_)))
+        return practice, demonstrations
 
-    practice, experts = asyncio.run(sessions())
-    drills = encoded(drill(chance, pool) for _ in range(share(amounts.drills)))
-    return {"code": code, "drills": drills, "practice": practice, "sessions": experts}
+    practice, demonstrations = asyncio.run(sessions())
+    drills = encoded(drill(rng, pool) for _ in range(share(amounts.drills)))
+    return {"code": code, "drills": drills, "practice": practice, "sessions": demonstrations}
 
 
-def _cuts(ids: npt.NDArray[np.uint16]) -> Documents:
-    cuts = [ids[at : at + LONGEST] for at in range(0, len(ids), LONGEST)]
+def _split_document(ids: npt.NDArray[np.uint16]) -> Documents:
+    cuts = [ids[at : at + MAX_CODE_TOKENS] for at in range(0, len(ids), MAX_CODE_TOKENS)]
     return [(cut, np.ones(len(cut), np.bool_)) for cut in cuts if len(cut) > 16]
 
 
-def program_text(chance: Random) -> str:
-    """A training program as a file, right in every place."""
-    program = draw_program(chance.choice(leaves("train")), "train", chance, 1, chance.choice((1, 2)))
+def program_text(rng: Random) -> str:
+    """Return a correct training program of one file."""
+    program = draw_program(rng.choice(leaf_templates("train")), "train", rng, 1, rng.choice((1, 2)))
     (text,) = program.files().values()
     return text
 
@@ -176,64 +176,62 @@ def program_text(chance: Random) -> str:
 # ------------------------------------------------------------------------------------------- drills
 
 
-def drill(chance: Random, pool: Pool) -> str:
-    """A listing and what is done with its lines: copied, found, changed, as text and as JSON."""
-    if chance.random() < 0.08:
-        return _echo(chance, pool)
-    piece = renamed(chance.choice(pool.pieces), chance, pool, chance.choice((0.0, 0.5, 1.0, 1.0)))
-    lines = piece.text.rstrip("\n").split("\n")[:18]
-    path = f"{invented(chance, pool)}.py"
-    told = [f"{path}\n" + "\n".join(f"{number}|{line}" for number, line in enumerate(lines, 1))]
+def drill(rng: Random, pool: SnippetPool) -> str:
+    """Return a listing followed by lines of it copied, found and changed, as text and as JSON."""
+    if rng.random() < 0.08:
+        return _echo(rng, pool)
+    snippet = rename_identifiers(rng.choice(pool.snippets), rng, pool, rng.choice((0.0, 0.5, 1.0, 1.0)))
+    lines = snippet.text.rstrip("\n").split("\n")[:18]
+    path = f"{invent_name(rng, pool)}.py"
+    items = [f"{path}\n" + "\n".join(f"{number}|{line}" for number, line in enumerate(lines, 1))]
     usable = [number for number, line in enumerate(lines, 1) if line.strip()]
-    for _ in range(chance.randint(3, 6)):
-        number = chance.choice(usable)
-        told.append(chance.choice(_ITEMS)(chance, pool, path, lines, number))
-    return "\n\n".join(told) + "\n"
+    for _ in range(rng.randint(3, 6)):
+        number = rng.choice(usable)
+        items.append(rng.choice(_DRILL_ITEMS)(rng, pool, path, lines, number))
+    return "\n\n".join(items) + "\n"
 
 
-def _echo(chance: Random, pool: Pool) -> str:
-    """Words that mean nothing, twice."""
-    row = " ".join(invented(chance, pool) for _ in range(chance.randint(10, 40)))
+def _echo(rng: Random, pool: SnippetPool) -> str:
+    """Return meaningless words twice, and once as JSON."""
+    row = " ".join(invent_name(rng, pool) for _ in range(rng.randint(10, 40)))
     return f"{row}\n{row}\n{json.dumps(row)}\n"
 
 
-def _copy(chance: Random, pool: Pool, path: str, lines: list[str], number: int) -> str:
-    many = chance.choice((1, 1, 2, 3))
+def _copy(rng: Random, pool: SnippetPool, path: str, lines: list[str], number: int) -> str:
+    many = rng.choice((1, 1, 2, 3))
     part = "\n".join(lines[number - 1 : number - 1 + many])
     asked = f"line {number}" if many == 1 else f"lines {number} to {number + part.count(chr(10))}"
-    return f"{asked}:\n{json.dumps(part) if chance.random() < 0.7 else part}"
+    return f"{asked}:\n{json.dumps(part) if rng.random() < 0.7 else part}"
 
 
-def _find(chance: Random, pool: Pool, path: str, lines: list[str], number: int) -> str:
+def _find(rng: Random, pool: SnippetPool, path: str, lines: list[str], number: int) -> str:
     return f"`{lines[number - 1].strip()}` is line {lines.index(lines[number - 1]) + 1}"
 
 
-def _change(chance: Random, pool: Pool, path: str, lines: list[str], number: int) -> str:
+def _change(rng: Random, pool: SnippetPool, path: str, lines: list[str], number: int) -> str:
     line = lines[number - 1]
     words = re.findall(r"\w+", line)
     if not words:
-        return _copy(chance, pool, path, lines, number)
+        return _copy(rng, pool, path, lines, number)
     old, new = (
-        chance.choice(words),
-        chance.choice((invented(chance, pool), str(chance.randint(0, 99)), chance.choice(words))),
+        rng.choice(words),
+        rng.choice((invent_name(rng, pool), str(rng.randint(0, 99)), rng.choice(words))),
     )
     changed = re.sub(rf"\b{re.escape(old)}\b", new, line, count=1)
     call = {"file_path": path, "old_string": line, "new_string": changed}
-    ask = chance.choice(
-        (f"{new} for {old} in line {number}", f"line {number}: {old} -> {new}", f"{old} should be {new}")
-    )
+    ask = rng.choice((f"{new} for {old} in line {number}", f"line {number}: {old} -> {new}", f"{old} should be {new}"))
     return f"{ask}\n{json.dumps(call)}"
 
 
-def _add(chance: Random, pool: Pool, path: str, lines: list[str], number: int) -> str:
+def _add(rng: Random, pool: SnippetPool, path: str, lines: list[str], number: int) -> str:
     line = lines[number - 1]
     indent = line[: len(line) - len(line.lstrip())]
-    new = chance.choice(chance.choice(pool.pieces).text.rstrip("\n").split("\n")).strip() or "pass"
+    new = rng.choice(rng.choice(pool.snippets).text.rstrip("\n").split("\n")).strip() or "pass"
     call = {"file_path": path, "old_string": line, "new_string": f"{line}\n{indent}{new}"}
     return f"after line {number}: {new}\n{json.dumps(call)}"
 
 
-_ITEMS: tuple[Callable[[Random, Pool, str, list[str], int], str], ...] = (
+_DRILL_ITEMS: tuple[Callable[[Random, SnippetPool, str, list[str], int], str], ...] = (
     _copy,
     _copy,
     _find,
@@ -248,14 +246,14 @@ _ITEMS: tuple[Callable[[Random, Pool, str, list[str], int], str], ...] = (
 
 
 def write_corpus(out: Path, documents: Documents, tokenizer: Tokenizer, options: dict[str, Any]) -> None:
-    """A corpus of documents that are tokens already, as mixtures read it by its path."""
+    """Write a corpus of tokenized documents in the format that mixtures read by path."""
     shards: list[dict[str, Any]] = []
-    names = str(options["kind"])
+    kind = str(options["kind"])
     with ShardWriter(
         out / "train", len(tokenizer), mask=True, limit=256 << 20, first=0, finished=shards.append
     ) as writer:
-        for number, (ids, learned) in enumerate(documents):
-            writer.add(f"{names}/{number}", ids, learned, 2 * len(ids))
+        for number, (ids, loss_mask) in enumerate(documents):
+            writer.add(f"{kind}/{number}", ids, loss_mask, 2 * len(ids))
     totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
     empty = {"documents": 0, "tokens": 0, "bytes": 0, "shards": []}
     manifest = {

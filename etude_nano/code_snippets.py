@@ -1,7 +1,7 @@
-"""Pieces of real Python code, small enough to be a file in miniature, and words to give them other names.
+"""Snippets of real Python code, small enough to be a file of a miniature task, and words to rename identifiers with.
 
-Nothing here is run: a piece is text that a model practises reading and changing. Under other names it has to be copied,
-not remembered.
+Snippets are never run: they are text that a model practises reading and editing. Renaming their identifiers forces the
+model to copy instead of recalling.
 """
 
 import ast
@@ -15,9 +15,9 @@ from random import Random
 
 from etude_nano import word_lists as words
 
-LINES = range(3, 31)  # of a piece
-WIDTH = 84  # characters of its longest line
-SIZE = 1100  # characters
+SNIPPET_LINES = range(3, 31)
+MAX_LINE_WIDTH = 84
+MAX_SNIPPET_CHARS = 1100
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _FIXED = frozenset(
     {*keyword.kwlist, *dir(builtins), "self", "cls", "args", "kwargs", "append", "join", "format", "split"}
@@ -26,98 +26,102 @@ _SYLLABLES = [first + second for first in "bdfgklmnprstv" for second in "aeio"]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some lines of code that belong together, and the name that they define."""
+class CodeSnippet:
+    """The lines of one definition, and the name that it defines."""
 
     name: str
     text: str
 
 
 @dataclass(frozen=True)
-class Pool:
-    """What exercises are made of."""
+class SnippetPool:
+    """The material of exercises: snippets, and words for invented names."""
 
-    pieces: tuple[Piece, ...]
+    snippets: tuple[CodeSnippet, ...]
     words: tuple[str, ...]
 
 
-def take_pieces(sources: Iterable[str]) -> list[Piece]:
-    """The functions, classes and methods in texts of Python code that are neither too long nor too wide."""
-    found: dict[str, Piece] = {}
+def extract_snippets(sources: Iterable[str]) -> list[CodeSnippet]:
+    """Return the functions, classes and methods of Python sources that are neither too long nor too wide."""
+    found: dict[str, CodeSnippet] = {}
     for source in sources:
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
         lines = source.split("\n")
-        inside = [each for node in tree.body if isinstance(node, ast.ClassDef) for each in node.body]
-        for node in [*tree.body, *inside]:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and (piece := _piece(node, lines)) is not None:
-                found.setdefault(piece.text, piece)
+        members = [each for node in tree.body if isinstance(node, ast.ClassDef) for each in node.body]
+        for node in [*tree.body, *members]:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                snippet = _extract_snippet(node, lines)
+                if snippet is not None:
+                    found.setdefault(snippet.text, snippet)
     return list(found.values())
 
 
-def _piece(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> Piece | None:
-    """The lines of a definition, without its decorators and without a docstring of several lines."""
+def _extract_snippet(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> CodeSnippet | None:
+    """Return the lines of a definition, without its decorators and without a docstring of several lines."""
     taken = list(range(node.lineno - 1, node.end_lineno or node.lineno))
     first = node.body[0]
     if ast.get_docstring(node, clean=False) is not None and (last := first.end_lineno or 0) > first.lineno:
         if len(node.body) == 1:
             return None
         taken = [number for number in taken if number not in range(first.lineno - 1, last)]
-    if len(taken) not in LINES:
+    if len(taken) not in SNIPPET_LINES:
         return None
     cut = [lines[number][node.col_offset :].rstrip() for number in taken]
     text = "\n".join(cut) + "\n"
     plain = text.isascii() and "\t" not in text and "\f" not in text and "\r" not in text and "\\\n" not in text
-    if not plain or len(text) > SIZE or max(map(len, cut)) > WIDTH or "<|" in text or "\n\n\n" in text:
+    if not plain or len(text) > MAX_SNIPPET_CHARS or max(map(len, cut)) > MAX_LINE_WIDTH:
         return None
-    return Piece(node.name, text)
+    if "<|" in text or "\n\n\n" in text:
+        return None
+    return CodeSnippet(node.name, text)
 
 
-def make_pool(pieces: Iterable[Piece]) -> Pool:
-    """Pieces with the words that their names are made of."""
-    pieces = tuple(pieces)
-    seen = {part for piece in pieces for name in _WORD.findall(piece.text) for part in name.lower().split("_")}
+def make_pool(snippets: Iterable[CodeSnippet]) -> SnippetPool:
+    """Return a pool of the snippets and the words that their identifiers consist of."""
+    snippets = tuple(snippets)
+    seen = {part for snippet in snippets for name in _WORD.findall(snippet.text) for part in name.lower().split("_")}
     plain = {word for word in seen if 3 <= len(word) <= 9 and word.isalpha() and word not in _FIXED}
     own = {each for pair in (*words.NOUNS, *words.NAMED) for each in pair} | {*words.LABELS, *words.MODULES}
-    return Pool(pieces, tuple(sorted(plain | {word for word in own if "_" not in word})))
+    return SnippetPool(snippets, tuple(sorted(plain | {word for word in own if "_" not in word})))
 
 
-def invented(chance: Random, pool: Pool) -> str:
-    """A name that nobody has used."""
-    way = chance.random()
-    if way < 0.25:
-        return chance.choice(pool.words)
-    if way < 0.7:
-        return f"{chance.choice(pool.words)}_{chance.choice(pool.words)}"
-    made = "".join(chance.choice(_SYLLABLES) for _ in range(chance.randint(2, 3)))
-    return made if way < 0.88 else f"{made}_{chance.choice(pool.words)}"
+def invent_name(rng: Random, pool: SnippetPool) -> str:
+    """Return a random identifier of words, of syllables, or of both."""
+    kind = rng.random()
+    if kind < 0.25:
+        return rng.choice(pool.words)
+    if kind < 0.7:
+        return f"{rng.choice(pool.words)}_{rng.choice(pool.words)}"
+    made = "".join(rng.choice(_SYLLABLES) for _ in range(rng.randint(2, 3)))
+    return made if kind < 0.88 else f"{made}_{rng.choice(pool.words)}"
 
 
-def module_name(chance: Random, pool: Pool, taken: Iterable[str] = ()) -> str:
-    """A name for a file, without its suffix, that no module of Python's has."""
+def draw_module_name(rng: Random, pool: SnippetPool, taken: Iterable[str] = ()) -> str:
+    """Return a module name that is neither taken nor the name of an importable standard or loaded module."""
     while True:
-        name = chance.choice(words.MODULES) if chance.random() < 0.3 else invented(chance, pool)
+        name = rng.choice(words.MODULES) if rng.random() < 0.3 else invent_name(rng, pool)
         if name not in sys.stdlib_module_names and name not in sys.modules and name not in taken and name not in _FIXED:
             return name
 
 
-def renamed(piece: Piece, chance: Random, pool: Pool, share: float) -> Piece:
-    """The piece with a share of its names changed for invented ones, each in all its places."""
-    names = sorted({name for name in _WORD.findall(piece.text) if name not in _FIXED and not name.startswith("__")})
+def rename_identifiers(snippet: CodeSnippet, rng: Random, pool: SnippetPool, share: float) -> CodeSnippet:
+    """Return the snippet with about this share of its identifiers replaced by invented ones, consistently."""
+    names = sorted({name for name in _WORD.findall(snippet.text) if name not in _FIXED and not name.startswith("__")})
     others: dict[str, str] = {}
     for name in names:
-        if chance.random() < share:
-            other = invented(chance, pool)
+        if rng.random() < share:
+            other = invent_name(rng, pool)
             if other not in names and other not in others.values() and other not in _FIXED:
                 others[name] = other.title().replace("_", "") if name[0].isupper() else other
-    text = _WORD.sub(lambda found: others.get(found.group(), found.group()), piece.text)
-    if max(map(len, text.split("\n"))) > WIDTH + 16:
-        return piece
-    return Piece(others.get(piece.name, piece.name), text)
+    text = _WORD.sub(lambda found: others.get(found.group(), found.group()), snippet.text)
+    if max(map(len, text.split("\n"))) > MAX_LINE_WIDTH + 16:
+        return snippet
+    return CodeSnippet(others.get(snippet.name, snippet.name), text)
 
 
-def names_in(text: str) -> list[str]:
-    """The names that code uses, without Python's own."""
+def identifiers_in(text: str) -> list[str]:
+    """Return the identifiers of a code text, without keywords and builtins."""
     return sorted({name for name in _WORD.findall(text) if name not in _FIXED and len(name) > 1})

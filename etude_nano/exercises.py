@@ -1,9 +1,9 @@
-"""Practice for a base model: small jobs in the very format of a session, over any code there is.
+"""Exercises for a base model: small jobs in the exact format of a session, over any code.
 
-What a model of a few million parameters lacks is not knowledge but the crafts that every session takes: to find a file,
-to copy from it exactly, to write arguments as JSON, to change just what was asked for, to read an error and do better.
-An exercise is a request, a workspace and the turns that do it; `practise` plays it like any expert session. Exercises
-have requests of their own and never a shape or fault that is kept for held-out tasks.
+A model of a few million parameters lacks the skills that every session needs rather than knowledge: finding a file,
+copying from it exactly, writing arguments as JSON, changing only what was asked for, recovering from an error. An
+exercise is a request, a workspace and the turns that solve it; `simulate_exercise` runs it like a demonstration.
+Exercises have requests of their own, and never a function template or fault that is held out.
 """
 
 import re
@@ -16,206 +16,204 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.chat.dialects.dialect import Dialect
-from etude.chat.messages import Call, Message
-from etude_nano.code_snippets import Pool
-from etude_nano.demonstrator import Edit, Turn, edits_between
-from etude_nano.pod_sessions import oddity, taught_tokens
-from etude_nano.simulated_sessions import play
+from etude.chat.messages import Message, ToolCall
+from etude_nano.code_snippets import SnippetPool
+from etude_nano.demonstrator import ScriptedTurn, TextEdit, edits_between
+from etude_nano.pod_sessions import demonstration_loss_mask, find_deviation
+from etude_nano.simulated_sessions import simulate_session
 
-SLIPS = 0.25  # of the sessions have a mistake in them, and the way out of it
+MISTAKE_PROBABILITY = 0.25  # of a session with a mistake and its correction
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """A job and the turns that do it."""
+    """A request, a workspace and the turns that solve it."""
 
     kind: str
     request: str
     repo: Mapping[str, str]
-    turns: tuple[Turn, ...]
+    turns: tuple[ScriptedTurn, ...]
 
 
-Draw = Callable[[Random, Pool], Exercise | None]
+DrawExercise = Callable[[Random, SnippetPool], Exercise | None]
 
 
 @dataclass(frozen=True)
-class Practised:
-    """One session of practice: its tokens, and which of them are to be learned."""
+class SimulatedExercise:
+    """The session of one exercise: its tokens, and where the loss applies."""
 
     kind: str
     tokens: npt.NDArray[np.uint32]
-    learned: npt.NDArray[np.bool_]  # all but the mistakes
+    loss_mask: npt.NDArray[np.bool_]  # all tokens but those of mistakes
 
 
-def draw_exercise(chance: Random, pool: Pool) -> Exercise:
-    """An exercise of one of all kinds."""
-    from etude_nano.exercises_code import CODE
-    from etude_nano.exercises_files import FILES
-    from etude_nano.exercises_programs import PROGRAMS
+def draw_exercise(rng: Random, pool: SnippetPool) -> Exercise:
+    """Draw an exercise, its kind by weight."""
+    from etude_nano.exercises_code import CODE_EXERCISES
+    from etude_nano.exercises_files import FILE_EXERCISES
+    from etude_nano.exercises_programs import PROGRAM_EXERCISES
 
-    kinds = (*CODE, *FILES, *PROGRAMS)
+    kinds = (*CODE_EXERCISES, *FILE_EXERCISES, *PROGRAM_EXERCISES)
     while True:
-        (draw,) = chance.choices([draw for draw, _ in kinds], [weight for _, weight in kinds])
-        if (exercise := draw(chance, pool)) is not None:
+        (draw,) = rng.choices([draw for draw, _ in kinds], [weight for _, weight in kinds])
+        if (exercise := draw(rng, pool)) is not None:
             return exercise
 
 
-async def practise(exercise: Exercise, dialect: Dialect, id: str = "practice") -> Practised | None:
-    """The session of an exercise, token for token as a pod would have it; None if it does not go as meant."""
-    trace = await play(id, exercise.request, exercise.repo, exercise.turns, dialect)
-    if trace is None or trace.ending != "final" or oddity(exercise.turns, trace):
+async def simulate_exercise(exercise: Exercise, dialect: Dialect, id: str = "practice") -> SimulatedExercise | None:
+    """Return the session of an exercise, token-exact as in a pod; None if it deviates from the script."""
+    trace = await simulate_session(id, exercise.request, exercise.repo, exercise.turns, dialect)
+    if trace is None or trace.ending != "final" or find_deviation(exercise.turns, trace):
         return None
-    taught = taught_tokens(exercise.turns, trace)
+    demonstrated = demonstration_loss_mask(exercise.turns, trace)
     segment = trace.segments[0]
-    return Practised(exercise.kind, segment.tokens, ~segment.made | taught)
+    return SimulatedExercise(exercise.kind, segment.tokens, ~segment.sampled | demonstrated)
 
 
-# ------------------------------------------------------------------------------------------- writing a session
+# ------------------------------------------------------------------------------------------- building a session
 
 
-class Desk:
-    """The turns of one session as they are written. Whoever sits here reads only files it has come upon."""
+class TranscriptBuilder:
+    """Builds the turns of one session. It reads only files whose paths the session has shown so far."""
 
-    def __init__(self, chance: Random, request: str, repo: Mapping[str, str]) -> None:
-        self.chance, self.request = chance, request
-        self.given, self.repo = dict(repo), dict(repo)
-        self.known = {path for path in repo if re.search(rf"(?<![\w.]){re.escape(path)}", request)}
-        self.seen = request  # and what it has read since
-        self.turns: list[Turn] = []
-        self.slip = chance.random() < SLIPS  # a mistake is still to be made
+    def __init__(self, rng: Random, request: str, repo: Mapping[str, str]) -> None:
+        self.rng, self.request = rng, request
+        self.initial_repo, self.repo = dict(repo), dict(repo)
+        self.known_paths = {path for path in repo if re.search(rf"(?<![\w.]){re.escape(path)}", request)}
+        self.seen_text = request  # and every file read since
+        self.turns: list[ScriptedTurn] = []
+        self.mistake_due = rng.random() < MISTAKE_PROBABILITY
 
-    def done(self, kind: str, say: str) -> Exercise:
-        self.turns.append(Turn(Message("assistant", say)))
-        return Exercise(kind, self.request, self.given, tuple(self.turns))
+    def finish(self, kind: str, say: str) -> Exercise:
+        self.turns.append(ScriptedTurn(Message("assistant", say)))
+        return Exercise(kind, self.request, self.initial_repo, tuple(self.turns))
 
-    # -- looking
+    # -- reading
 
-    def find(self, path: str, word: str = "") -> None:
-        """Come upon a file: by a search for a word that stands in it, or by what there is."""
-        if path in self.known:
+    def discover(self, path: str, word: str = "") -> None:
+        """Discover a file by searching for a word in it that has been mentioned, or by listing the files."""
+        if path in self.known_paths:
             return
-        word = word if re.fullmatch(r"\w+", word) and re.search(rf"\b{word}\b", self.seen) else ""
-        if word and path.endswith(".py") and self.chance.random() < 0.6:
-            defined = f"def {word}(" in self.repo[path] and self.chance.random() < 0.6
-            what = f"def {word}" if defined else word
-            self.grep(what)
+        word = word if re.fullmatch(r"\w+", word) and re.search(rf"\b{word}\b", self.seen_text) else ""
+        if word and path.endswith(".py") and self.rng.random() < 0.6:
+            defined = f"def {word}(" in self.repo[path] and self.rng.random() < 0.6
+            self.grep(f"def {word}" if defined else word)
         else:
             self.list_files()
 
     def list_files(self) -> None:
-        self.known |= set(self.repo)
-        self.act("run_terminal_cmd", command="ls")
+        self.known_paths |= set(self.repo)
+        self.call_tool("run_terminal_cmd", command="ls")
 
-    def grep(self, what: str) -> str:
-        """Search the code; what is found."""
-        quoted = what if re.fullmatch(r"\w+", what) else f"'{what}'"
-        self.known |= {path for path, text in self.repo.items() if what in text and path.endswith(".py")}
-        self.act("run_terminal_cmd", command=f"grep -n {quoted} *.py")
-        return what
+    def grep(self, pattern: str) -> str:
+        """Search the code for a fixed string, and return it."""
+        quoted = pattern if re.fullmatch(r"\w+", pattern) else f"'{pattern}'"
+        self.known_paths |= {path for path, text in self.repo.items() if pattern in text and path.endswith(".py")}
+        self.call_tool("run_terminal_cmd", command=f"grep -n {quoted} *.py")
+        return pattern
 
     def read(self, *paths: str, word: str = "") -> None:
         """Read files, in one turn or one after another."""
         for path in paths:
-            self.find(path, word)
-        self.seen += "".join(self.repo[path] for path in paths)
+            self.discover(path, word)
+        self.seen_text += "".join(self.repo[path] for path in paths)
         first = paths[0]
-        if self.slip and self.chance.random() < 0.25:
-            self.slip = False
-            wrong = self.chance.choice((f"src/{first}", f"lib/{first}", first.replace("_", ""), f"my_{first}"))
+        if self.mistake_due and self.rng.random() < 0.25:
+            self.mistake_due = False
+            wrong = self.rng.choice((f"src/{first}", f"lib/{first}", first.replace("_", ""), f"my_{first}"))
             if wrong not in self.repo:
-                self.act("read_file", target_file=wrong, mistake=True)
-                if self.chance.random() < 0.7:
+                self.call_tool("read_file", target_file=wrong, mistake=True)
+                if self.rng.random() < 0.7:
                     self.list_files()
-        if len(paths) > 1 and self.chance.random() < 0.5:
-            self.together(*(Call("read_file", {"target_file": path}, "") for path in paths))
+        if len(paths) > 1 and self.rng.random() < 0.5:
+            self.call_tools(*(ToolCall("read_file", {"target_file": path}, "") for path in paths))
             return
         for path in paths:
-            self.act("read_file", target_file=path)
+            self.call_tool("read_file", target_file=path)
 
-    # -- changing
+    # -- editing
 
-    def change(self, path: str, after: str) -> None:
-        """Make a file what it should be, edit by edit."""
+    def edit_file(self, path: str, after: str) -> None:
+        """Edit a file until its text is `after`."""
         for edit in edits_between(path, self.repo[path], after):
-            if self.slip:
-                self.slip = False
-                self._slip(edit)
-            self.replace(edit)
+            if self.mistake_due:
+                self.mistake_due = False
+                self._refused_edit(edit)
+            self.apply_edit(edit)
         self.repo[path] = after
 
-    def replace(self, edit: Edit, *, mistake: bool = False) -> None:
+    def apply_edit(self, edit: TextEdit, *, mistake: bool = False) -> None:
         more = {"replace_all": True} if edit.everywhere else {}
-        given: dict[str, Any] = {"file_path": edit.path, "old_string": edit.old, "new_string": edit.new, **more}
-        self.act("search_replace", mistake=mistake, **given)
+        arguments: dict[str, Any] = {"file_path": edit.path, "old_string": edit.old, "new_string": edit.new, **more}
+        self.call_tool("search_replace", mistake=mistake, **arguments)
 
-    def _slip(self, edit: Edit) -> None:
-        """An edit that is refused; what it is told helps."""
+    def _refused_edit(self, edit: TextEdit) -> None:
+        """Try a wrong version of the edit that the tool refuses with a helpful error."""
         text = self.repo[edit.path]
-        way = self.chance.choice(("torn", "torn", "torn", "words", "words", "same", "elsewhere"))
-        if way == "same":
+        variant = self.rng.choice(("typo", "typo", "typo", "word", "word", "same", "elsewhere"))
+        if variant == "same":
             wrong = replace(edit, new=edit.old)
-        elif way == "elsewhere":
+        elif variant == "elsewhere":
             wrong = replace(edit, path=f"src/{edit.path}")
         else:
-            wrong = replace(edit, old=torn(edit.old, self.chance) if way == "torn" else reworded(edit.old, self.chance))
+            distort = with_typo if variant == "typo" else with_wrong_word
+            wrong = replace(edit, old=distort(edit.old, self.rng))
             if not wrong.old.strip() or wrong.old in text or wrong.old == wrong.new:
                 return
-        self.replace(wrong, mistake=True)
-        if way != "same" and self.chance.random() < 0.4:
-            self.act("read_file", target_file=edit.path)
+        self.apply_edit(wrong, mistake=True)
+        if variant != "same" and self.rng.random() < 0.4:
+            self.call_tool("read_file", target_file=edit.path)
 
     # -- running
 
-    def run(self, command: str, exits: int = 0) -> None:
-        """Run a script of the workspace, if need be after a look at what it is called."""
+    def run(self, command: str, exit_code: int = 0) -> None:
+        """Run a command; list the files first if it runs a script whose path is not known yet."""
         script = command.removeprefix("python3 ")
-        if script in self.repo and script not in self.known:
-            if self.slip and self.chance.random() < 0.5 and "test.py" not in self.repo:
-                self.slip = False
-                self.act("run_terminal_cmd", command="python3 test.py", mistake=True)
+        if script in self.repo and script not in self.known_paths:
+            if self.mistake_due and self.rng.random() < 0.5 and "test.py" not in self.repo:
+                self.mistake_due = False
+                self.call_tool("run_terminal_cmd", command="python3 test.py", mistake=True)
             self.list_files()
-        self.act("run_terminal_cmd", command=command, exits=exits)
+        self.call_tool("run_terminal_cmd", command=command, exit_code=exit_code)
 
     # -- turns
 
-    def act(self, name: str, *, mistake: bool = False, exits: int | None = None, **arguments: Any) -> None:
-        message = Message("assistant", "", "", (Call(name, arguments, ""),))
-        self.turns.append(Turn(message, mistake, exits))
+    def call_tool(self, name: str, *, mistake: bool = False, exit_code: int | None = None, **arguments: Any) -> None:
+        message = Message("assistant", "", "", (ToolCall(name, arguments, ""),))
+        self.turns.append(ScriptedTurn(message, mistake, exit_code))
 
-    def together(self, *calls: Call) -> None:
-        self.turns.append(Turn(Message("assistant", "", "", calls)))
+    def call_tools(self, *calls: ToolCall) -> None:
+        self.turns.append(ScriptedTurn(Message("assistant", "", "", calls)))
 
 
-def torn(text: str, chance: Random) -> str:
-    """The text with one character gone, doubled, or changed with the next."""
-    at = chance.randrange(max(1, len(text) - 1))
+def with_typo(text: str, rng: Random) -> str:
+    """Return the text with one character removed, doubled, or swapped with the next."""
+    at = rng.randrange(max(1, len(text) - 1))
     one, two = text[at : at + 1], text[at + 1 : at + 2]
-    return chance.choice(
-        (text[:at] + text[at + 1 :], text[:at] + one + text[at:], text[:at] + two + one + text[at + 2 :])
-    )
+    return rng.choice((text[:at] + text[at + 1 :], text[:at] + one + text[at:], text[:at] + two + one + text[at + 2 :]))
 
 
-def reworded(text: str, chance: Random) -> str:
-    """The text with one word gone or another in its place: as somebody says it who did not look."""
+def with_wrong_word(text: str, rng: Random) -> str:
+    """Return the text with one word removed or replaced, as when quoted without looking."""
     found = list(re.finditer(r"\w+", text))
     if not found:
-        return torn(text, chance)
-    word = chance.choice(found)
-    return text[: word.start()] + chance.choice(("", "value", "x", word.group() + "s")) + text[word.end() :]
+        return with_typo(text, rng)
+    word = rng.choice(found)
+    return text[: word.start()] + rng.choice(("", "value", "x", word.group() + "s")) + text[word.end() :]
 
 
-def pick(chance: Random, *texts: str) -> str:
-    return chance.choice(texts)
+def choose(rng: Random, *texts: str) -> str:
+    return rng.choice(texts)
 
 
-def line_changed(text: str, number: int, line: str) -> str:
-    """The text with another line of that number, counted from 1."""
+def replace_line(text: str, number: int, line: str) -> str:
+    """Return the text with the line of that number, counted from 1, replaced."""
     lines = text.split("\n")
     return "\n".join([*lines[: number - 1], line, *lines[number:]])
 
 
-def lines_with(text: str, expression: str, accept: Callable[[str], bool] = bool) -> list[tuple[int, str]]:
-    """Numbered lines in which something is found; no comments."""
+def find_lines(text: str, expression: str, accept: Callable[[str], bool] = bool) -> list[tuple[int, str]]:
+    """Return the numbered lines that match an expression, without comments."""
     numbered: Sequence[tuple[int, str]] = list(enumerate(text.split("\n"), 1))
     return [
         (number, line)

@@ -1,81 +1,84 @@
-"""Exercises over pieces of real code: the request says what to change, or asks what is there.
+"""Exercises over snippets of real code: the request says which change to make, or which fault to repair.
 
-Where the request tells a fault, the file has it and the piece as it was is the answer.
+Where the request describes a fault, the file has it and the original snippet is the solution.
 """
 
 import re
 from random import Random
 
-from etude_nano.code_snippets import Pool, invented, module_name, names_in, renamed
-from etude_nano.demonstrator import Edit
-from etude_nano.exercises import Desk, Draw, Exercise, line_changed, lines_with, pick
+from etude_nano.code_snippets import SnippetPool, draw_module_name, identifiers_in, invent_name, rename_identifiers
+from etude_nano.demonstrator import TextEdit
+from etude_nano.exercises import DrawExercise, Exercise, TranscriptBuilder, choose, find_lines, replace_line
 
-_TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
+_REVERSED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 _OPPOSITE = {"==": "!=", "!=": "==", " in ": " not in ", " not in ": " in ", " and ": " or ", " or ": " and "}
 _NUMBER = r"(?<![\w.\"'])\d{1,4}(?![\w.\"'])"
-DEFINED = re.compile(r"^( *)def (\w+)\(", re.MULTILINE)
+DEFINITION = re.compile(r"^( *)def (\w+)\(", re.MULTILINE)
 
 
 # ------------------------------------------------------------------------------------------- files
 
 
-def draw_file(chance: Random, pool: Pool, most: int = 2) -> tuple[str, str]:
-    """A file of a piece or two, part of the time under other names."""
-    share = chance.choice((0.0, 0.3, 0.7, 1.0))
-    parts = [renamed(chance.choice(pool.pieces), chance, pool, share).text for _ in range(chance.choice((1, most)))]
+def draw_file(rng: Random, pool: SnippetPool, max_snippets: int = 2) -> tuple[str, str]:
+    """Draw a file of one or more snippets, some with renamed identifiers; return its path and text."""
+    share = rng.choice((0.0, 0.3, 0.7, 1.0))
+    parts = [
+        rename_identifiers(rng.choice(pool.snippets), rng, pool, share).text
+        for _ in range(rng.choice((1, max_snippets)))
+    ]
     if sum(map(len, parts)) > 1200:
         parts = parts[:1]
-    head = f"import {invented(chance, pool)}\n\n\n" if chance.random() < 0.15 else ""
-    return f"{module_name(chance, pool)}.py", head + "\n\n".join(parts)
+    head = f"import {invent_name(rng, pool)}\n\n\n" if rng.random() < 0.15 else ""
+    return f"{draw_module_name(rng, pool)}.py", head + "\n\n".join(parts)
 
 
-def beside(chance: Random, pool: Pool, path: str, text: str) -> dict[str, str]:
-    """A workspace with a file, and others beside it that nobody needs."""
+def with_unrelated_files(rng: Random, pool: SnippetPool, path: str, text: str) -> dict[str, str]:
+    """Return a workspace with this file and some that are not needed."""
     repo = {path: text}
-    for _ in range(chance.choice((0, 0, 1, 2))):
-        other = f"{module_name(chance, pool)}.{chance.choice(('py', 'py', 'py', 'md', 'json'))}"
-        content = {"md": "# notes\n", "json": "{}\n"}.get(other.rpartition(".")[2], chance.choice(pool.pieces).text)
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        other = f"{draw_module_name(rng, pool)}.{rng.choice(('py', 'py', 'py', 'md', 'json'))}"
+        content = {"md": "# notes\n", "json": "{}\n"}.get(other.rpartition(".")[2], rng.choice(pool.snippets).text)
         repo.setdefault(other, content)
     return repo
 
 
 def function_at(text: str, number: int) -> str:
-    """The function that a line is in, if it can be told by its name alone."""
-    above = [(found.group(2), text.count("\n", 0, found.start()) + 1) for found in DEFINED.finditer(text)]
+    """Return the name of the function that a line is in, if that name is unique; else an empty string."""
+    above = [(found.group(2), text.count("\n", 0, found.start()) + 1) for found in DEFINITION.finditer(text)]
     inside = [name for name, line in above if line <= number]
     return inside[-1] if inside and len(re.findall(rf"\bdef {inside[-1]}\(", text)) == 1 else ""
 
 
-def mended(
-    chance: Random, pool: Pool, kind: str, path: str, before: str, after: str, request: str, word: str, say: str
+def single_file_exercise(
+    rng: Random, pool: SnippetPool, kind: str, path: str, before: str, after: str, request: str, word: str, say: str
 ) -> Exercise | None:
-    """The exercise of changing one file; `word` leads to it where it is not named."""
+    """Return an exercise that edits one file; a search for `word` leads to it if the request does not name it."""
     if before == after:
         return None
-    repo = beside(chance, pool, path, before)
+    repo = with_unrelated_files(rng, pool, path, before)
     if path not in request and sum(word in text for text in repo.values()) > 1:
         return None
-    desk = Desk(chance, request, repo)
-    desk.read(path, word=word)
-    desk.change(path, after)
-    return desk.done(kind, say)
+    transcript = TranscriptBuilder(rng, request, repo)
+    transcript.read(path, word=word)
+    transcript.edit_file(path, after)
+    return transcript.finish(kind, say)
 
 
-def _place(chance: Random, path: str, text: str, number: int, line: str) -> tuple[str, str]:
-    """Words for where a line is, and the word that leads there if they do not name the file."""
+def _describe_place(rng: Random, path: str, text: str, number: int, line: str) -> tuple[str, str]:
+    """Describe the place of a line; return also the search word that leads there if the file is not named."""
     inside = function_at(text, number)
     ways = [(f"line {number} of {path}", ""), (f"{path}, line {number}", ""), (f"line {number} in {path}", "")]
     if text.count(line.strip()) == 1:
         ways.append((f"`{line.strip()}` in {path}", ""))
     if inside:
         ways += [(f"{inside} in {path}, line {number}", ""), (f"line {number}, in {inside}", inside)]
-    return chance.choice(ways)
+    return rng.choice(ways)
 
 
-def _told(chance: Random, where: str, old: str, new: str) -> str:
-    """A request for one thing in the place of another."""
-    return pick(
-        chance,
+def _replace_request(rng: Random, where: str, old: str, new: str) -> str:
+    """Draw a request to replace one text by another."""
+    return choose(
+        rng,
         f"In {where}: {old} should be {new}.",
         f"Change {old} to {new} in {where}.",
         f"{where} should have {new}, not {old}.",
@@ -86,9 +89,9 @@ def _told(chance: Random, where: str, old: str, new: str) -> str:
     )
 
 
-def _said(chance: Random, path: str, number: int, old: str, new: str) -> str:
-    return pick(
-        chance,
+def _final_message(rng: Random, path: str, number: int, old: str, new: str) -> str:
+    return choose(
+        rng,
         "Done.",
         f"{path} is changed.",
         f"Line {number} of {path} has `{new}` now.",
@@ -98,362 +101,370 @@ def _said(chance: Random, path: str, number: int, old: str, new: str) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------- told changes
+# ------------------------------------------------------------------------------------------- requested changes
 
 
-def number(chance: Random, pool: Pool) -> Exercise | None:
-    """Another number."""
-    path, text = draw_file(chance, pool)
-    found = lines_with(text, _NUMBER)
+def change_number(rng: Random, pool: SnippetPool) -> Exercise | None:
+    """Draw an exercise that changes a number."""
+    path, text = draw_file(rng, pool)
+    found = find_lines(text, _NUMBER)
     if not found:
         return None
-    at, line = chance.choice(found)
-    old = chance.choice(re.findall(_NUMBER, line))
-    new = str(
-        chance.choice((int(old) + 1, int(old) + chance.randint(2, 9), chance.randint(0, 99), chance.randint(100, 999)))
-    )
-    return _one_word(chance, pool, "number", path, text, at, line, old, new)
+    at, line = rng.choice(found)
+    old = rng.choice(re.findall(_NUMBER, line))
+    new = str(rng.choice((int(old) + 1, int(old) + rng.randint(2, 9), rng.randint(0, 99), rng.randint(100, 999))))
+    return _change_word(rng, pool, "number", path, text, at, line, old, new)
 
 
-def word(chance: Random, pool: Pool) -> Exercise | None:
-    """Another name, from the same file or from nowhere."""
-    path, text = draw_file(chance, pool)
-    found = lines_with(text, r"\w+", lambda line: bool(names_in(line)))
+def change_name(rng: Random, pool: SnippetPool) -> Exercise | None:
+    """Draw an exercise that changes one use of a name, to one of the same file or an invented one."""
+    path, text = draw_file(rng, pool)
+    found = find_lines(text, r"\w+", lambda line: bool(identifiers_in(line)))
     if not found:
         return None
-    at, line = chance.choice(found)
-    old = chance.choice(names_in(line))
-    new = chance.choice(names_in(text)) if chance.random() < 0.6 else invented(chance, pool)
-    return _one_word(chance, pool, "word", path, text, at, line, old, new)
+    at, line = rng.choice(found)
+    old = rng.choice(identifiers_in(line))
+    new = rng.choice(identifiers_in(text)) if rng.random() < 0.6 else invent_name(rng, pool)
+    return _change_word(rng, pool, "word", path, text, at, line, old, new)
 
 
-def _one_word(
-    chance: Random, pool: Pool, kind: str, path: str, text: str, at: int, line: str, old: str, new: str
+def _change_word(
+    rng: Random, pool: SnippetPool, kind: str, path: str, text: str, at: int, line: str, old: str, new: str
 ) -> Exercise | None:
     if old == new or len(re.findall(rf"\b{old}\b", line)) != 1:
         return None
     after = re.sub(rf"\b{old}\b", new, line)
-    where, lead = _place(chance, path, text, at, line)
-    request = _told(chance, where, old, new)
-    if len(re.findall(rf"\b{old}\b", text)) == 1 and chance.random() < 0.4:
-        request = pick(
-            chance,
+    where, lead = _describe_place(rng, path, text, at, line)
+    request = _replace_request(rng, where, old, new)
+    if len(re.findall(rf"\b{old}\b", text)) == 1 and rng.random() < 0.4:
+        request = choose(
+            rng,
             f"{path}: {old} should be {new}.",
             f"{old} in {path} is wrong. It is {new}.",
             f"{old} -> {new} in {path}",
         )
-    return mended(
-        chance, pool, kind, path, text, line_changed(text, at, after), request, lead, _said(chance, path, at, old, new)
+    return single_file_exercise(
+        rng,
+        pool,
+        kind,
+        path,
+        text,
+        replace_line(text, at, after),
+        request,
+        lead,
+        _final_message(rng, path, at, old, new),
     )
 
 
-def string(chance: Random, pool: Pool) -> Exercise | None:
-    """Another text between quotes."""
-    path, text = draw_file(chance, pool)
-    found = lines_with(text, r"\"[^\"\\{}%]+\"|'[^'\\{}%]+'", lambda line: '"""' not in line)
+def change_string(rng: Random, pool: SnippetPool) -> Exercise | None:
+    """Draw an exercise that changes a string literal."""
+    path, text = draw_file(rng, pool)
+    found = find_lines(text, r"\"[^\"\\{}%]+\"|'[^'\\{}%]+'", lambda line: '"""' not in line)
     if not found:
         return None
-    at, line = chance.choice(found)
-    match = chance.choice(list(re.finditer(r"\"([^\"\\{}%]+)\"|'([^'\\{}%]+)'", line)))
+    at, line = rng.choice(found)
+    match = rng.choice(list(re.finditer(r"\"([^\"\\{}%]+)\"|'([^'\\{}%]+)'", line)))
     old = match.group(1) or match.group(2)
-    new = " ".join(chance.choice(pool.words) for _ in range(chance.randint(1, 3)))
+    new = " ".join(rng.choice(pool.words) for _ in range(rng.randint(1, 3)))
     after = line[: match.start() + 1] + new + line[match.end() - 1 :]
-    where, lead = _place(chance, path, text, at, line)
-    request = pick(
-        chance, _told(chance, where, f'"{old}"', f'"{new}"'), f'The text "{old}" in {where} should read "{new}".'
+    where, lead = _describe_place(rng, path, text, at, line)
+    request = choose(
+        rng, _replace_request(rng, where, f'"{old}"', f'"{new}"'), f'The text "{old}" in {where} should read "{new}".'
     )
-    say = _said(chance, path, at, old, new)
-    return mended(chance, pool, "string", path, text, line_changed(text, at, after), request, lead, say)
+    say = _final_message(rng, path, at, old, new)
+    return single_file_exercise(rng, pool, "string", path, text, replace_line(text, at, after), request, lead, say)
 
 
-def whole_line(chance: Random, pool: Pool) -> Exercise | None:
-    """A line that the request spells out: instead of another, before it, after it; or a line less."""
-    path, text = draw_file(chance, pool)
-    found = lines_with(text, r"\S.{3}", lambda line: len(line) < 70 and '"""' not in line)
+def change_line(rng: Random, pool: SnippetPool) -> Exercise | None:
+    """Draw an exercise that replaces, inserts or removes a line as the request says."""
+    path, text = draw_file(rng, pool)
+    found = find_lines(text, r"\S.{3}", lambda line: len(line) < 70 and '"""' not in line)
     if len(found) < 3:
         return None
-    at, line = chance.choice(found)
-    other = chance.choice(lines_with(chance.choice(pool.pieces).text, r"\S")[1:] or found)[1].strip()
+    at, line = rng.choice(found)
+    other = rng.choice(find_lines(rng.choice(pool.snippets).text, r"\S")[1:] or found)[1].strip()
     indent = line[: len(line) - len(line.lstrip())]
-    where, lead = _place(chance, path, text, at, line)
-    way = chance.choice(("instead", "instead", "before", "after", "gone"))
-    if way == "instead":
-        after = line_changed(text, at, indent + other)
-        request = pick(
-            chance, f"Make {where} say `{other}`.", f"Replace {where} with:\n{other}", f"{where} should be `{other}`"
+    where, lead = _describe_place(rng, path, text, at, line)
+    variant = rng.choice(("instead", "instead", "before", "after", "gone"))
+    if variant == "instead":
+        after = replace_line(text, at, indent + other)
+        request = choose(
+            rng, f"Make {where} say `{other}`.", f"Replace {where} with:\n{other}", f"{where} should be `{other}`"
         )
-        say = pick(chance, f"Line {at} is `{other}` now.", "Done.", f"Replaced line {at} of {path}.")
-    elif way == "before":
-        after = line_changed(text, at, f"{indent}{other}\n{line}")
-        request = pick(chance, f"Add `{other}` before {where}.", f"Insert `{other}` above {where}.")
-        say = pick(chance, f"Added `{other}` to {path}.", f"`{other}` stands before it now.")
-    elif way == "after":
+        say = choose(rng, f"Line {at} is `{other}` now.", "Done.", f"Replaced line {at} of {path}.")
+    elif variant == "before":
+        after = replace_line(text, at, f"{indent}{other}\n{line}")
+        request = choose(rng, f"Add `{other}` before {where}.", f"Insert `{other}` above {where}.")
+        say = choose(rng, f"Added `{other}` to {path}.", f"`{other}` stands before it now.")
+    elif variant == "after":
         if line.rstrip().endswith((":", "(", ",", "[", "{")):
             return None
-        after = line_changed(text, at, f"{line}\n{indent}{other}")
-        request = pick(chance, f"After {where}, add `{other}`.", f"Put `{other}` below {where}.")
-        say = pick(chance, f"Added `{other}` to {path}.", f"{path} has one line more.")
+        after = replace_line(text, at, f"{line}\n{indent}{other}")
+        request = choose(rng, f"After {where}, add `{other}`.", f"Put `{other}` below {where}.")
+        say = choose(rng, f"Added `{other}` to {path}.", f"{path} has one line more.")
     else:
         lines = text.split("\n")
         after = "\n".join(lines[: at - 1] + lines[at:])
-        request = pick(chance, f"Remove {where}.", f"Delete {where}, we do not need it.", f"Take out {where}.")
-        say = pick(chance, f"Removed line {at} of {path}.", "It is gone.", f"`{line.strip()}` is gone.")
-    return mended(chance, pool, f"line-{way}", path, text, after, request, lead, say)
+        request = choose(rng, f"Remove {where}.", f"Delete {where}, we do not need it.", f"Take out {where}.")
+        say = choose(rng, f"Removed line {at} of {path}.", "It is gone.", f"`{line.strip()}` is gone.")
+    return single_file_exercise(rng, pool, f"line-{variant}", path, text, after, request, lead, say)
 
 
-def block(chance: Random, pool: Pool) -> Exercise | None:
-    """Several lines that the request spells out, for a function that is not written yet."""
-    piece = renamed(chance.choice(pool.pieces), chance, pool, chance.choice((0.0, 0.5, 1.0)))
-    lines = piece.text.rstrip("\n").split("\n")
+def write_body(rng: Random, pool: SnippetPool) -> Exercise | None:
+    """Draw an exercise that writes the body, given in the request, of an empty function."""
+    snippet = rename_identifiers(rng.choice(pool.snippets), rng, pool, rng.choice((0.0, 0.5, 1.0)))
+    lines = snippet.text.rstrip("\n").split("\n")
     if not re.match(r"def \w+\(.*\):$", lines[0]) or not 2 <= len(lines) - 1 <= 7:
         return None
-    stub = pick(chance, "    pass", "    raise NotImplementedError", "    ...", "    return None  # TODO")
-    other = chance.choice(pool.pieces).text
-    rest = "\n\n" + other if chance.random() < 0.4 and len(other) < 500 else ""
-    path = f"{module_name(chance, pool)}.py"
-    before, after = f"{lines[0]}\n{stub}\n{rest}", piece.text + rest
+    stub = choose(rng, "    pass", "    raise NotImplementedError", "    ...", "    return None  # TODO")
+    other = rng.choice(pool.snippets).text
+    rest = "\n\n" + other if rng.random() < 0.4 and len(other) < 500 else ""
+    path = f"{draw_module_name(rng, pool)}.py"
+    before, after = f"{lines[0]}\n{stub}\n{rest}", snippet.text + rest
     if before.count(stub) != 1:
         return None
     body = "\n".join(lines[1:])
-    request = pick(
-        chance,
-        f"Write {piece.name} in {path}:\n{body}",
-        f"The body of {piece.name} ({path}) should be\n{body}",
-        f"{path}: {piece.name} is empty. Put this in:\n{body}",
+    request = choose(
+        rng,
+        f"Write {snippet.name} in {path}:\n{body}",
+        f"The body of {snippet.name} ({path}) should be\n{body}",
+        f"{path}: {snippet.name} is empty. Put this in:\n{body}",
     )
-    return mended(
-        chance, pool, "block", path, before, after, request, "", pick(chance, f"{piece.name} is written.", "Done.")
+    return single_file_exercise(
+        rng, pool, "block", path, before, after, request, "", choose(rng, f"{snippet.name} is written.", "Done.")
     )
 
 
-def documented(chance: Random, pool: Pool) -> Exercise | None:
-    """A docstring or a comment with given words."""
-    path, text = draw_file(chance, pool)
-    words = " ".join(chance.choice(pool.words) for _ in range(chance.randint(2, 6))).capitalize() + "."
-    if chance.random() < 0.5:
+def add_documentation(rng: Random, pool: SnippetPool) -> Exercise | None:
+    """Draw an exercise that adds a docstring or a comment with given words."""
+    path, text = draw_file(rng, pool)
+    words = " ".join(rng.choice(pool.words) for _ in range(rng.randint(2, 6))).capitalize() + "."
+    if rng.random() < 0.5:
         found = [
             (at, line)
-            for at, line in lines_with(text, r"^ *def \w+\(.*\):$")
+            for at, line in find_lines(text, r"^ *def \w+\(.*\):$")
             if '"""' not in text.split("\n")[at] and function_at(text, at)
         ]
         if not found:
             return None
-        at, line = chance.choice(found)
+        at, line = rng.choice(found)
         name, indent = function_at(text, at), line[: len(line) - len(line.lstrip())]
-        after = line_changed(text, at, f'{line}\n{indent}    """{words}"""')
-        where = pick(chance, f" in {path}", f" ({path})", "")
-        request = pick(
-            chance,
+        after = replace_line(text, at, f'{line}\n{indent}    """{words}"""')
+        where = choose(rng, f" in {path}", f" ({path})", "")
+        request = choose(
+            rng,
             f"Give {name}{where} the docstring: {words}",
             f'Add a docstring to {name}{where} that says "{words}"',
             f"{name}{where} has no docstring. It should be: {words}",
         )
-        say = pick(chance, f"{name} has a docstring now.", "Done.", f"Added the docstring to {name}.")
-        return mended(chance, pool, "docstring", path, text, after, request, name, say)
-    found = lines_with(text, r"\S", lambda line: not line.lstrip().startswith((")", "]", "}", '"', "el")))
+        say = choose(rng, f"{name} has a docstring now.", "Done.", f"Added the docstring to {name}.")
+        return single_file_exercise(rng, pool, "docstring", path, text, after, request, name, say)
+    found = find_lines(text, r"\S", lambda line: not line.lstrip().startswith((")", "]", "}", '"', "el")))
     if not found:
         return None
-    at, line = chance.choice(found)
+    at, line = rng.choice(found)
     indent = line[: len(line) - len(line.lstrip())]
-    where, lead = _place(chance, path, text, at, line)
-    request = pick(chance, f"Put the comment `# {words}` above {where}.", f"Comment {where}: {words}")
-    after = line_changed(text, at, f"{indent}# {words}\n{line}")
-    return mended(chance, pool, "comment", path, text, after, request, lead, f"Commented line {at} of {path}.")
+    where, lead = _describe_place(rng, path, text, at, line)
+    request = choose(rng, f"Put the comment `# {words}` above {where}.", f"Comment {where}: {words}")
+    after = replace_line(text, at, f"{indent}# {words}\n{line}")
+    return single_file_exercise(
+        rng, pool, "comment", path, text, after, request, lead, f"Commented line {at} of {path}."
+    )
 
 
-def signature(chance: Random, pool: Pool) -> Exercise | None:
-    """One parameter more or under another name."""
-    path, text = draw_file(chance, pool)
-    found = [(at, line) for at, line in lines_with(text, r"^ *def \w+\([^()*]*\):$") if function_at(text, at)]
+def add_parameter(rng: Random, pool: SnippetPool) -> Exercise | None:
+    """Draw an exercise that adds a parameter with a default."""
+    path, text = draw_file(rng, pool)
+    found = [(at, line) for at, line in find_lines(text, r"^ *def \w+\([^()*]*\):$") if function_at(text, at)]
     if not found:
         return None
-    at, line = chance.choice(found)
+    at, line = rng.choice(found)
     name = function_at(text, at)
-    parameter = invented(chance, pool)
-    default = pick(chance, "None", "0", "1", "True", "False", '""', str(chance.randint(2, 99)))
+    parameter = invent_name(rng, pool)
+    default = choose(rng, "None", "0", "1", "True", "False", '""', str(rng.randint(2, 99)))
     comma = "" if "()" in line else ", "
-    after = line_changed(text, at, line.replace("):", f"{comma}{parameter}={default}):"))
-    where = pick(chance, f" in {path}", "")
-    request = pick(
-        chance,
+    after = replace_line(text, at, line.replace("):", f"{comma}{parameter}={default}):"))
+    where = choose(rng, f" in {path}", "")
+    request = choose(
+        rng,
         f"Give {name}{where} one more parameter, {parameter}={default}.",
         f"{name}{where} should take {parameter}, {default} by default.",
         f"Add the parameter {parameter} to {name}{where}; its default is {default}.",
     )
-    say = pick(chance, f"{name} takes {parameter} now.", f"Added {parameter} to {name} in {path}.")
-    return mended(chance, pool, "signature", path, text, after, request, name, say)
+    say = choose(rng, f"{name} takes {parameter} now.", f"Added {parameter} to {name} in {path}.")
+    return single_file_exercise(rng, pool, "signature", path, text, after, request, name, say)
 
 
-def rename(chance: Random, pool: Pool) -> Exercise | None:
-    """Another name for something, in all its places."""
-    path, text = draw_file(chance, pool)
-    used = [name for name in names_in(text) if 1 <= len(re.findall(rf"\b{name}\b", text)) <= 5]
+def rename(rng: Random, pool: SnippetPool) -> Exercise | None:
+    """Draw an exercise that renames an identifier everywhere."""
+    path, text = draw_file(rng, pool)
+    used = [name for name in identifiers_in(text) if 1 <= len(re.findall(rf"\b{name}\b", text)) <= 5]
     if not used:
         return None
-    old, new = chance.choice(used), invented(chance, pool)
+    old, new = rng.choice(used), invent_name(rng, pool)
     after = re.sub(rf"\b{old}\b", new, text)
     if new in text:
         return None
-    repo = beside(chance, pool, path, text)
+    repo = with_unrelated_files(rng, pool, path, text)
     if sum(bool(re.search(rf"\b{old}\b", each)) for each in repo.values()) > 1:
         return None
-    where = pick(chance, f" in {path}", "", f" ({path})")
-    request = pick(
-        chance,
+    where = choose(rng, f" in {path}", "", f" ({path})")
+    request = choose(
+        rng,
         f"Call it {new} and not {old}{where}.",
         f"{old} should be called {new}{where}.",
         f"Rename {old}{where}: {new}.",
     )
-    desk = Desk(chance, request, repo)
-    if path in desk.known and chance.random() < 0.6:
-        desk.read(path)
+    transcript = TranscriptBuilder(rng, request, repo)
+    if path in transcript.known_paths and rng.random() < 0.6:
+        transcript.read(path)
     else:
-        desk.grep(old)
+        transcript.grep(old)
     if text.count(old) == len(re.findall(rf"\b{old}\b", text)) > 1:
-        desk.replace(Edit(path, old, new, everywhere=True))
+        transcript.apply_edit(TextEdit(path, old, new, everywhere=True))
     else:
-        desk.change(path, after)
-    if chance.random() < 0.2:
-        desk.grep(new)
-    return desk.done(
-        "rename", pick(chance, f"Renamed {old} to {new} in {path}.", f"{old} is called {new} now.", "Renamed.")
+        transcript.edit_file(path, after)
+    if rng.random() < 0.2:
+        transcript.grep(new)
+    return transcript.finish(
+        "rename", choose(rng, f"Renamed {old} to {new} in {path}.", f"{old} is called {new} now.", "Renamed.")
     )
 
 
-# ------------------------------------------------------------------------------------------- told faults
+# ------------------------------------------------------------------------------------------- described faults
 
 
-def turned(chance: Random, pool: Pool) -> Exercise | None:
-    """A comparison, a sign or a condition the wrong way round."""
-    path, right = draw_file(chance, pool)
-    found = lines_with(right, r" (<=|>=|<|>|==|!=|in|not in|and|or|\+|-) ", lambda line: '"' not in line)
+def reversed_operator(rng: Random, pool: SnippetPool) -> Exercise | None:
+    """Draw an exercise with a reversed comparison, sign or condition."""
+    path, right = draw_file(rng, pool)
+    found = find_lines(right, r" (<=|>=|<|>|==|!=|in|not in|and|or|\+|-) ", lambda line: '"' not in line)
     if not found:
         return None
-    at, line = chance.choice(found)
-    match = chance.choice(list(re.finditer(r" (<=|>=|<|>|==|!=|not in|in|and|or|\+|-) ", line)))
+    at, line = rng.choice(found)
+    match = rng.choice(list(re.finditer(r" (<=|>=|<|>|==|!=|not in|in|and|or|\+|-) ", line)))
     sign = match.group(1)
     if sign == "in" and (" for " in line or line.lstrip().startswith("for")):
         return None
-    other = {**_TURNED, "+": "-", "-": "+"}.get(sign) or _OPPOSITE[sign if sign in _OPPOSITE else f" {sign} "].strip()
+    other = {**_REVERSED, "+": "-", "-": "+"}.get(sign) or _OPPOSITE[sign if sign in _OPPOSITE else f" {sign} "].strip()
     wrong = line[: match.start() + 1] + other + line[match.end() - 1 :]
-    where, lead = _place(chance, path, right, at, wrong)
+    where, lead = _describe_place(rng, path, right, at, wrong)
     inside = function_at(right, at)
-    if sign in _TURNED:
-        why = pick(chance, f"The comparison in {where} is the wrong way round.", f"{where} compares the wrong way.")
+    if sign in _REVERSED:
+        why = choose(rng, f"The comparison in {where} is the wrong way round.", f"{where} compares the wrong way.")
     elif sign in "+-":
         done = "add" if sign == "+" else "subtract"
-        why = pick(chance, f"{where} should {done}.", f"{where}: we want to {done} here.")
+        why = choose(rng, f"{where} should {done}.", f"{where}: we want to {done} here.")
     else:
-        why = pick(
-            chance, f"The condition in {where} is the opposite of what it should be.", f"{where}: it is the other way."
+        why = choose(
+            rng, f"The condition in {where} is the opposite of what it should be.", f"{where}: it is the other way."
         )
-    before = line_changed(right, at, wrong)
-    if len(re.findall(rf" {re.escape(other)} ", wrong)) > 1 and sign not in _TURNED:
+    before = replace_line(right, at, wrong)
+    if len(re.findall(rf" {re.escape(other)} ", wrong)) > 1 and sign not in _REVERSED:
         return None
-    say = pick(
-        chance, f"Line {at} of {path} has {sign} now.", f"It was {other} and is {sign} now.", f"Fixed {inside or path}."
+    say = choose(
+        rng, f"Line {at} of {path} has {sign} now.", f"It was {other} and is {sign} now.", f"Fixed {inside or path}."
     )
-    return mended(chance, pool, "turned", path, before, right, why, lead, say)
+    return single_file_exercise(rng, pool, "turned", path, before, right, why, lead, say)
 
 
-def no_return(chance: Random, pool: Pool) -> Exercise | None:
-    """A function that does not give what it works out."""
-    path, right = draw_file(chance, pool)
-    found = [(at, line) for at, line in lines_with(right, r"^ +return [a-z]\w*[^\n]*$") if function_at(right, at)]
+def missing_return(rng: Random, pool: SnippetPool) -> Exercise | None:
+    """Draw an exercise with a function that does not return its result."""
+    path, right = draw_file(rng, pool)
+    found = [(at, line) for at, line in find_lines(right, r"^ +return [a-z]\w*[^\n]*$") if function_at(right, at)]
     if not found:
         return None
-    at, line = chance.choice(found)
+    at, line = rng.choice(found)
     name = function_at(right, at)
-    before = line_changed(right, at, line.replace("return ", "", 1))
-    where = pick(chance, f" in {path}", "", f" ({path})")
-    request = pick(
-        chance,
+    before = replace_line(right, at, line.replace("return ", "", 1))
+    where = choose(rng, f" in {path}", "", f" ({path})")
+    request = choose(
+        rng,
         f"{name}{where} gives None. Line {at} should return.",
         f"{name}{where} forgets to return on line {at}.",
         f"A return is missing in {name}{where}: `{line.strip()[7:]}`.",
     )
-    say = pick(chance, f"{name} returns it now.", f"Added the return to {name} in {path}.")
-    return mended(chance, pool, "no-return", path, before, right, request, name, say)
+    say = choose(rng, f"{name} returns it now.", f"Added the return to {name} in {path}.")
+    return single_file_exercise(rng, pool, "no-return", path, before, right, request, name, say)
 
 
-def order(chance: Random, pool: Pool) -> Exercise | None:
-    """Two arguments in the wrong order."""
-    path, right = draw_file(chance, pool)
+def swapped_arguments(rng: Random, pool: SnippetPool) -> Exercise | None:
+    """Draw an exercise with two arguments in the wrong order."""
+    path, right = draw_file(rng, pool)
     call = r"(\w+)\((\w+), (\w+)\)"
-    found = lines_with(right, call, lambda line: not line.lstrip().startswith(("def", "class")))
+    found = find_lines(right, call, lambda line: not line.lstrip().startswith(("def", "class")))
     if not found:
         return None
-    at, line = chance.choice(found)
-    match = chance.choice(list(re.finditer(call, line)))
+    at, line = rng.choice(found)
+    match = rng.choice(list(re.finditer(call, line)))
     name, one, two = match.groups()
     if one == two:
         return None
-    before = line_changed(right, at, line.replace(match.group(), f"{name}({two}, {one})"))
-    where, lead = _place(chance, path, right, at, line)
+    before = replace_line(right, at, line.replace(match.group(), f"{name}({two}, {one})"))
+    where, lead = _describe_place(rng, path, right, at, line)
     if "`" in where:
         return None
-    request = pick(
-        chance,
+    request = choose(
+        rng,
         f"The arguments of {name} are in the wrong order: {where}.",
         f"Swap the arguments of {name} in {where}.",
         f"{where}: {one} comes before {two}.",
     )
-    say = pick(chance, f"{name}({one}, {two}) now.", f"Swapped the arguments of {name}.", "Done.")
-    return mended(chance, pool, "order", path, before, right, request, lead, say)
+    say = choose(rng, f"{name}({one}, {two}) now.", f"Swapped the arguments of {name}.", "Done.")
+    return single_file_exercise(rng, pool, "order", path, before, right, request, lead, say)
 
 
-def misspelt(chance: Random, pool: Pool) -> Exercise | None:
-    """A name that is not there, for one that is nearly the same."""
-    path, right = draw_file(chance, pool)
-    used = [name for name in names_in(right) if len(name) > 3 and len(re.findall(rf"\b{name}\b", right)) > 1]
+def misspelt_name(rng: Random, pool: SnippetPool) -> Exercise | None:
+    """Draw an exercise with a misspelt name."""
+    path, right = draw_file(rng, pool)
+    used = [name for name in identifiers_in(right) if len(name) > 3 and len(re.findall(rf"\b{name}\b", right)) > 1]
     if not used:
         return None
-    name = chance.choice(used)
-    places = lines_with(right, rf"\b{name}\b", lambda line: not line.lstrip().startswith(("def", "class", "import")))
+    name = rng.choice(used)
+    places = find_lines(right, rf"\b{name}\b", lambda line: not line.lstrip().startswith(("def", "class", "import")))
     if not places:
         return None
-    at, line = chance.choice(places)
-    middle = chance.randrange(1, len(name) - 1)
-    wrong = chance.choice(
+    at, line = rng.choice(places)
+    middle = rng.randrange(1, len(name) - 1)
+    wrong = rng.choice(
         (name[:middle] + name[middle + 1 :], name[:middle] + name[middle + 1] + name[middle] + name[middle + 2 :])
     )
     if wrong in right or wrong == name or len(re.findall(rf"\b{name}\b", line)) != 1:
         return None
-    before = line_changed(right, at, re.sub(rf"\b{name}\b", wrong, line))
-    request = pick(
-        chance,
+    before = replace_line(right, at, re.sub(rf"\b{name}\b", wrong, line))
+    request = choose(
+        rng,
         f"NameError: name '{wrong}' is not defined. Did you mean: '{name}'?",
         f"{path}: NameError: name '{wrong}' is not defined",
         f"  File \"/work/{path}\", line {at}\nNameError: name '{wrong}' is not defined",
         f"{wrong} in {path} is misspelt.",
         f"There is no {wrong}, it is {name}.",
     )
-    repo = beside(chance, pool, path, before)
-    desk = Desk(chance, request, repo)
-    if path in desk.known and chance.random() < 0.7:
-        desk.read(path)
+    repo = with_unrelated_files(rng, pool, path, before)
+    transcript = TranscriptBuilder(rng, request, repo)
+    if path in transcript.known_paths and rng.random() < 0.7:
+        transcript.read(path)
     else:
-        desk.grep(wrong)
-        if chance.random() < 0.6:
-            desk.read(path)
-    desk.change(path, right)
-    return desk.done(
+        transcript.grep(wrong)
+        if rng.random() < 0.6:
+            transcript.read(path)
+    transcript.edit_file(path, right)
+    return transcript.finish(
         "misspelt",
-        pick(chance, f"{path} says {name} now.", f"It was misspelt: {name}, not {wrong}.", "Fixed the name."),
+        choose(rng, f"{path} says {name} now.", f"It was misspelt: {name}, not {wrong}.", "Fixed the name."),
     )
 
 
-CODE: tuple[tuple[Draw, int], ...] = (
-    (number, 6),
-    (word, 8),
-    (string, 4),
-    (whole_line, 9),
-    (block, 5),
-    (documented, 4),
-    (signature, 3),
+CODE_EXERCISES: tuple[tuple[DrawExercise, int], ...] = (
+    (change_number, 6),
+    (change_name, 8),
+    (change_string, 4),
+    (change_line, 9),
+    (write_body, 5),
+    (add_documentation, 4),
+    (add_parameter, 3),
     (rename, 6),
-    (turned, 5),
-    (no_return, 4),
-    (order, 3),
-    (misspelt, 6),
+    (reversed_operator, 5),
+    (missing_return, 4),
+    (swapped_arguments, 3),
+    (misspelt_name, 6),
 )

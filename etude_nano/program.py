@@ -1,7 +1,7 @@
-"""Programs of one to three modules out of functions, what they compute, and the cases that show a fault.
+"""Programs of one to three modules built from template functions, their results, and the cases that show a fault.
 
-Code of our own books is run here, in this process, to learn what it gives: that is how a check, a symptom and the
-hidden cases of a task come to be true. Nothing that a model wrote ever is.
+Code from our own templates runs here, in this process, to learn its results: this is how a check, a symptom and the
+hidden cases of a task come to be true. Code written by a model never runs here.
 """
 
 import re
@@ -11,47 +11,60 @@ from random import Random
 from typing import Any
 
 from etude_nano import word_lists
-from etude_nano.templates import Fault, Function, Shape, Split, draw_arguments, draw_function, leaves, users
+from etude_nano.templates import (
+    Fault,
+    FunctionTemplate,
+    NanoFunction,
+    Split,
+    caller_templates,
+    draw_arguments,
+    draw_function,
+    leaf_templates,
+)
 
-# In the text of a function `@name(` calls another; how that is spelt depends on where the two stand.
+# In the text of a function `@name(` calls another; the spelling of the call depends on the modules of the two.
 _CALL = re.compile(r"@(\w+)")
-LAYOUT = {1: (1, 1), 2: (1, 2), 3: (2, 2), 4: (3, 3)}  # difficulty -> modules and functions of a chain
-TRIES = 40  # draws of arguments until enough cases show a fault
+CHAIN_LAYOUTS = {1: (1, 1), 2: (1, 2), 3: (2, 2), 4: (3, 3)}  # difficulty -> modules and functions of a call chain
+MAX_ARGUMENT_DRAWS = 40  # draws of arguments until enough cases show a fault
 
 
 @dataclass(frozen=True)
 class Program:
-    """Modules in the order in which they use each other, the deepest first."""
+    """Modules with their functions, callees before callers."""
 
-    homes: tuple[tuple[str, tuple[Function, ...]], ...]
-    dotted: bool = False  # `import cart` and `cart.total(...)`, or `from cart import total`
-
-    @property
-    def functions(self) -> tuple[Function, ...]:
-        return tuple(function for _, functions in self.homes for function in functions)
+    modules: tuple[tuple[str, tuple[NanoFunction, ...]], ...]
+    qualified: bool = False  # `import cart` and `cart.total(...)` instead of `from cart import total`
 
     @property
-    def top(self) -> Function:
+    def functions(self) -> tuple[NanoFunction, ...]:
+        return tuple(function for _, functions in self.modules for function in functions)
+
+    @property
+    def top(self) -> NanoFunction:
+        """The function at the end of the call chain."""
         return self.functions[-1]
 
     def file_of(self, name: str) -> str:
-        """The file that a function is in."""
-        return next(f"{module}.py" for module, functions in self.homes for each in functions if each.name == name)
+        """Return the file that defines a function."""
+        return next(f"{module}.py" for module, functions in self.modules for each in functions if each.name == name)
 
     def files(self, texts: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Its files; `texts` are functions that are not as they should be."""
+        """Return the files of the program; `texts` replaces functions by name."""
         texts = texts or {}
-        homes = {each.name: module for module, functions in self.homes for each in functions}
+        module_of = {each.name: module for module, functions in self.modules for each in functions}
         files = {}
-        for module, functions in self.homes:
+        for module, functions in self.modules:
             parts = [texts.get(function.name, function.right) for function in functions]
-            used = dict.fromkeys(name for part in parts for name in _CALL.findall(part) if homes[name] != module)
-            imports = [f"import {homes[name]}" if self.dotted else f"from {homes[name]} import {name}" for name in used]
+            used = dict.fromkeys(name for part in parts for name in _CALL.findall(part) if module_of[name] != module)
+            imports = [
+                f"import {module_of[name]}" if self.qualified else f"from {module_of[name]} import {name}"
+                for name in used
+            ]
             head = "\n".join(dict.fromkeys(imports))
 
             def spelt(call: re.Match[str], module: str = module) -> str:
-                home = homes[call.group(1)]
-                return f"{home}.{call.group(1)}" if self.dotted and home != module else call.group(1)
+                home = module_of[call.group(1)]
+                return f"{home}.{call.group(1)}" if self.qualified and home != module else call.group(1)
 
             files[f"{module}.py"] = "\n\n".join(
                 _CALL.sub(spelt, part) for part in ([head + "\n"] if head else []) + parts
@@ -59,7 +72,7 @@ class Program:
         return files
 
     def load(self, texts: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Its functions, ready to be called."""
+        """Execute the program and return its namespace; `texts` replaces functions by name."""
         texts = texts or {}
         namespace: dict[str, Any] = {}
         source = "\n".join(texts.get(each.name, each.right) for each in self.functions).replace("@", "")
@@ -69,11 +82,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Case:
-    """A call, what it should give and, if the program is wrong, what it gives."""
+    """A call, its expected result, and the result of the faulty program."""
 
     name: str
     arguments: tuple[Any, ...]
-    want: str  # as repr writes it
+    want: str  # repr of the expected result
     got: str
 
     @property
@@ -90,38 +103,38 @@ class Case:
 
 
 def draw_cases(
-    function: Function,
+    function: NanoFunction,
     right: Mapping[str, Any],
     wrong: Mapping[str, Any],
-    chance: Random,
+    rng: Random,
     *,
     revealing: int = 3,
     plain: int = 3,
 ) -> list[Case] | None:
-    """Cases of a function, those that reveal what is wrong first; None if it does not show."""
+    """Draw cases of a function, those that reveal the fault first; None if too few draws reveal it."""
     found: dict[str, Case] = {}
-    shown = 0
-    for attempt in range(TRIES):
-        if shown == revealing and (len(found) == revealing + plain or (found and attempt > TRIES // 3)):
+    revealed = 0
+    for attempt in range(MAX_ARGUMENT_DRAWS):
+        if revealed == revealing and (len(found) == revealing + plain or (found and attempt > MAX_ARGUMENT_DRAWS // 3)):
             break
-        arguments = draw_arguments(function.kinds, chance)
+        arguments = draw_arguments(function.argument_kinds, rng)
         want = _outcome(right[function.name], arguments)
         if want.startswith("raises "):
             continue
         case = Case(function.name, arguments, want, _outcome(wrong[function.name], arguments))
-        if case.call in found or (case.reveals and shown == revealing):
+        if case.call in found or (case.reveals and revealed == revealing):
             continue
-        if not case.reveals and len(found) - shown == plain:
+        if not case.reveals and len(found) - revealed == plain:
             continue
         found[case.call] = case
-        shown += case.reveals
-    return sorted(found.values(), key=lambda case: not case.reveals) if shown == revealing else None
+        revealed += case.reveals
+    return sorted(found.values(), key=lambda case: not case.reveals) if revealed == revealing else None
 
 
-def plain_cases(function: Function, program: Program, chance: Random, count: int) -> list[Case] | None:
-    """Cases of a function of a program in which nothing is wrong."""
+def plain_cases(function: NanoFunction, program: Program, rng: Random, count: int) -> list[Case] | None:
+    """Draw up to `count` cases of a function of a correct program; None if there are none."""
     right = program.load()
-    return draw_cases(function, right, right, chance, revealing=0, plain=count) or None
+    return draw_cases(function, right, right, rng, revealing=0, plain=count) or None
 
 
 def _outcome(function: Any, arguments: Sequence[Any]) -> str:
@@ -134,50 +147,54 @@ def _outcome(function: Any, arguments: Sequence[Any]) -> str:
 # ------------------------------------------------------------------------------------------- drawing programs
 
 
-def draw_user(inner: Function, split: Split, chance: Random, taken: set[str]) -> Function:
-    """A function that uses another, with the same arguments."""
-    shape = chance.choice(users(split, inner.result))
+def draw_caller(inner: NanoFunction, split: Split, rng: Random, taken: set[str]) -> NanoFunction:
+    """Draw a function that calls another, with the same arguments."""
+    template = rng.choice(caller_templates(split, inner.result))
     parameters = ", ".join(inner.parameters)
     swapped = ", ".join(reversed(inner.parameters))
-    given = {
+    preset = {
         "params": parameters,
         "call": f"@{inner.name}({parameters})",
         "swapped": f"@{inner.name}({swapped})",
         "inner": inner.name,
     }
-    user = draw_function(shape, split, chance, taken, given)
-    required = tuple(kind for kind in inner.kinds if not kind.endswith("?"))
-    return Function(user.shape, user.name, user.right, user.faults, user.parameters, required, user.result)
+    caller = draw_function(template, split, rng, taken, preset)
+    required = tuple(kind for kind in inner.argument_kinds if not kind.endswith("?"))
+    return NanoFunction(
+        caller.template, caller.name, caller.right, caller.faults, caller.parameters, required, caller.result
+    )
 
 
-def draw_program(leaf: Shape, split: Split, chance: Random, modules: int, functions: int) -> Program:
-    """A leaf and the functions that use it, one upon the other, spread over modules from the bottom up."""
+def draw_program(leaf: FunctionTemplate, split: Split, rng: Random, modules: int, functions: int) -> Program:
+    """Draw a chain of functions from a leaf up, each calling the one before it, distributed over modules."""
     taken: set[str] = set()
-    chain = [draw_function(leaf, split, chance, taken)]
+    chain = [draw_function(leaf, split, rng, taken)]
     while len(chain) < functions:
-        chain.append(draw_user(chain[-1], split, chance, taken))
-    return Program(spread(chain, modules, chance), dotted=chance.random() < 0.3)
+        chain.append(draw_caller(chain[-1], split, rng, taken))
+    return Program(distribute_functions(chain, modules, rng), qualified=rng.random() < 0.3)
 
 
-def draw_pair(first: Shape, split: Split, chance: Random, modules: int) -> Program:
-    """Two functions that have nothing to do with each other, in one module or two; the first is of that shape."""
+def draw_pair(first: FunctionTemplate, split: Split, rng: Random, modules: int) -> Program:
+    """Draw two independent functions in one module or two, the first from the given template."""
     taken: set[str] = set()
     both = [
-        draw_function(first, split, chance, taken),
-        draw_function(chance.choice(leaves(split)), split, chance, taken),
+        draw_function(first, split, rng, taken),
+        draw_function(rng.choice(leaf_templates(split)), split, rng, taken),
     ]
-    return Program(spread(both, modules, chance))
+    return Program(distribute_functions(both, modules, rng))
 
 
-def spread(functions: Sequence[Function], modules: int, chance: Random) -> tuple[tuple[str, tuple[Function, ...]], ...]:
-    """Modules for functions, each with at least one; the last, if there are several, is one that is run."""
-    names = chance.sample(word_lists.MODULES, modules)
+def distribute_functions(
+    functions: Sequence[NanoFunction], modules: int, rng: Random
+) -> tuple[tuple[str, tuple[NanoFunction, ...]], ...]:
+    """Assign functions to modules, at least one to each; the last of several gets the name of an entry point."""
+    names = rng.sample(word_lists.MODULES, modules)
     if modules > 1:
-        names[-1] = chance.choice(word_lists.TOP_MODULES)
+        names[-1] = rng.choice(word_lists.TOP_MODULES)
     extra = len(functions) - modules
     return tuple(
-        (name, tuple(functions[: extra + 1] if place == 0 else functions[extra + place : extra + place + 1]))
-        for place, name in enumerate(names)
+        (name, tuple(functions[: extra + 1] if index == 0 else functions[extra + index : extra + index + 1]))
+        for index, name in enumerate(names)
     )
 
 
@@ -185,46 +202,47 @@ def spread(functions: Sequence[Function], modules: int, chance: Random) -> tuple
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckScript:
     """A small script in the workspace that shows whether the program is right."""
 
     path: str
     text: str
-    log: str  # the last line of what it says of the faulty program
+    log: str  # the last line that it prints for the faulty program
 
     @property
     def command(self) -> str:
         return f"python3 {self.path}"
 
 
-def draw_check(program: Program, cases: Sequence[Case], chance: Random) -> Check:
-    """A check with these cases, in one of two styles."""
-    path = chance.choice(("check.py", "check.py", "test_all.py", "selftest.py"))
-    homes: dict[str, list[str]] = {}
+def draw_check(program: Program, cases: Sequence[Case], rng: Random) -> CheckScript:
+    """Draw a check script with these cases, in one of two styles."""
+    path = rng.choice(("check.py", "check.py", "test_all.py", "selftest.py"))
+    names_by_module: dict[str, list[str]] = {}
     for name in dict.fromkeys(case.name for case in cases):
-        homes.setdefault(program.file_of(name).removesuffix(".py"), []).append(name)
-    imports = "".join(f"from {module} import {', '.join(names)}\n" for module, names in homes.items())
+        names_by_module.setdefault(program.file_of(name).removesuffix(".py"), []).append(name)
+    imports = "".join(f"from {module} import {', '.join(names)}\n" for module, names in names_by_module.items())
     first = next((case for case in cases if case.reveals), cases[0])
     error = first.got.removeprefix("raises ") if first.raises else ""
-    if chance.random() < 0.6:
+    if rng.random() < 0.6:
         listed = ", ".join(f"({case.call!r}, {case.want})" for case in cases)
         text = (
             f"{imports}\nfor call, want in [{listed}]:\n    got = eval(call)\n    if got != want:\n"
             '        raise SystemExit(f"FAIL {call}: got {got!r}, want {want!r}")\nprint("ok")\n'
         )
-        return Check(path, text, error or f"FAIL {first.call}: got {first.got}, want {first.want}")
+        return CheckScript(path, text, error or f"FAIL {first.call}: got {first.got}, want {first.want}")
     asserts = "".join(
-        f'got = {case.call}\nassert got == {case.want}, f"got {{got!r}}, want {_inside(case.want)}"\n' for case in cases
+        f'got = {case.call}\nassert got == {case.want}, f"got {{got!r}}, want {_in_f_string(case.want)}"\n'
+        for case in cases
     )
-    return Check(
+    return CheckScript(
         path, f'{imports}\n{asserts}print("ok")\n', error or f"AssertionError: got {first.got}, want {first.want}"
     )
 
 
-def _inside(text: str) -> str:
-    """Text as it stands inside an f-string with double quotes."""
+def _in_f_string(text: str) -> str:
+    """Escape text for an f-string in double quotes."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("{", "{{").replace("}", "}}")
 
 
-def pick_fault(function: Function, chance: Random) -> Fault | None:
-    return chance.choice(function.faults) if function.faults else None
+def draw_fault(function: NanoFunction, rng: Random) -> Fault | None:
+    return rng.choice(function.faults) if function.faults else None

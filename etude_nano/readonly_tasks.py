@@ -1,64 +1,64 @@
-"""Tasks in which nothing may be changed: questions, a review, and code that is right although somebody doubts it."""
+"""Tasks in which nothing may be changed: questions, reviews, and correct code that the request doubts."""
 
 import re
 from random import Random
 
-from etude_nano.program import LAYOUT, Case, draw_check, draw_pair, draw_program, pick_fault, plain_cases
-from etude_nano.repair_tasks import doubts, faulty_cases, pick, shown
-from etude_nano.task_writer import Draft, Plan, unchanged
-from etude_nano.templates import Split, faulty_leaves, leaves
+from etude_nano.program import CHAIN_LAYOUTS, Case, draw_check, draw_fault, draw_pair, draw_program, plain_cases
+from etude_nano.repair_tasks import choose, doubtful_requests, faulty_cases, quoted_code
+from etude_nano.task_writer import DemonstrationPlan, NanoTaskDraft, file_digests
+from etude_nano.templates import Split, faulty_leaf_templates, leaf_templates
 
-# What an answer must and must not say where all is well.
-ALL_WELL = r"\b(correct|right|no bug|no change|nothing|as it should|fine|passes|ok|works)\b"
-NOT_WELL = r"\b(fixed|changed|edited|wrong|incorrect|broken|is a bug|not correct|not right)\b"
+# Patterns that an answer must and must not match where the code is correct.
+CORRECT_PATTERN = r"\b(correct|right|no bug|no change|nothing|as it should|fine|passes|ok|works)\b"
+FAULTY_PATTERN = r"\b(fixed|changed|edited|wrong|incorrect|broken|is a bug|not correct|not right)\b"
 
 
-def review(chance: Random, split: Split, difficulty: int) -> Draft | None:
-    """Which function is wrong?"""
-    leaf = chance.choice(faulty_leaves(split))
+def review(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
+    """Draw a task that asks which function is wrong."""
+    leaf = rng.choice(faulty_leaf_templates(split))
     if difficulty == 2:
-        program = draw_pair(leaf, split, chance, 1)
+        program = draw_pair(leaf, split, rng, 1)
     else:
-        program = draw_program(leaf, split, chance, difficulty - 1, difficulty - 1)
-    guilty = program.functions[0]
-    fault = pick_fault(guilty, chance)
-    if fault is None or (cases := faulty_cases(program, {guilty.name: fault.text}, [guilty], chance)) is None:
+        program = draw_program(leaf, split, rng, difficulty - 1, difficulty - 1)
+    faulty = program.functions[0]
+    fault = draw_fault(faulty, rng)
+    if fault is None or (cases := faulty_cases(program, {faulty.name: fault.text}, [faulty], rng)) is None:
         return None
-    files = program.files({guilty.name: fault.text})
+    files = program.files({faulty.name: fault.text})
     visible = [case for case in cases if not case.reveals][:1] or cases[:1]
-    check = draw_check(program, visible, chance)
+    check = draw_check(program, visible, rng)
     repo = {**files, check.path: check.text}
-    request = pick(
-        chance,
+    request = choose(
+        rng,
         "Which function does not do what its docstring says? Name it, change nothing.",
         "Review the code: one function is wrong. Which? Do not edit.",
         "One function has a bug. Tell me its name only.",
     )
-    return _question(
+    return _question_draft(
         "review",
         "review",
         "imperative",
         request,
         repo,
-        {"one_of": [each.name for each in program.functions], "is": guilty.name},
-        Plan(
+        {"one_of": [each.name for each in program.functions], "is": faulty.name},
+        DemonstrationPlan(
             tuple(reversed(list(files))),
             "",
-            pick(chance, f"{guilty.name} is wrong.", guilty.name),
-            _reason(guilty.doc, fault.wrong),
+            choose(rng, f"{faulty.name} is wrong.", faulty.name),
+            _fault_reason(faulty.doc, fault.wrong),
         ),
-        f"review/{guilty.shape}/{fault.id}",
+        f"review/{faulty.template}/{fault.id}",
     )
 
 
-def which_line(chance: Random, split: Split, difficulty: int) -> Draft | None:
-    """Which line is wrong?"""
-    program = draw_program(chance.choice(faulty_leaves(split)), split, chance, 1, difficulty)
-    guilty = program.functions[0]
-    fault = pick_fault(guilty, chance)
-    if fault is None or (cases := faulty_cases(program, {guilty.name: fault.text}, [program.top], chance)) is None:
+def faulty_line(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
+    """Draw a task that asks for the number of the wrong line."""
+    program = draw_program(rng.choice(faulty_leaf_templates(split)), split, rng, 1, difficulty)
+    faulty = program.functions[0]
+    fault = draw_fault(faulty, rng)
+    if fault is None or (cases := faulty_cases(program, {faulty.name: fault.text}, [program.top], rng)) is None:
         return None
-    right, files = program.files(), program.files({guilty.name: fault.text})
+    right, files = program.files(), program.files({faulty.name: fault.text})
     file = next(iter(files))
     pairs = zip(files[file].split("\n"), right[file].split("\n"), strict=True)
     line = next(number for number, (wrong, fixed) in enumerate(pairs, 1) if wrong != fixed)
@@ -67,141 +67,143 @@ def which_line(chance: Random, split: Split, difficulty: int) -> Draft | None:
     given = {int(number) for number in re.findall(r"-?\d+", f"{case.call} {got}")}
     if line in given:
         return None
-    check = draw_check(program, [case for case in cases if not case.reveals][:1] or cases[:1], chance)
+    check = draw_check(program, [case for case in cases if not case.reveals][:1] or cases[:1], rng)
     where = f" of {file}" if difficulty == 1 else ""
     request = f"{case.call} {got}. Which line{where} is to blame? Only tell me the number."
-    return _question(
+    return _question_draft(
         "line",
         "review",
         "symptom",
         request,
         {**files, check.path: check.text},
         {"number": line, "given": sorted(given)},
-        Plan(
+        DemonstrationPlan(
             (file,),
             "",
-            pick(chance, f"Line {line}.", f"It is line {line}."),
-            _reason(guilty.doc, fault.wrong),
+            choose(rng, f"Line {line}.", f"It is line {line}."),
+            _fault_reason(faulty.doc, fault.wrong),
             difficulty == 1,
         ),
-        f"line/{guilty.shape}/{fault.id}",
+        f"line/{faulty.template}/{fault.id}",
     )
 
 
-def value(chance: Random, split: Split, difficulty: int) -> Draft | None:
-    """What does a call give?"""
-    shape = chance.choice([shape for shape in leaves(split) if shape.result == "int"])
-    program = draw_program(shape, split, chance, max(1, difficulty - 1), min(2, difficulty))
+def call_value(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
+    """Draw a task that asks for the result of a call."""
+    template = rng.choice([each for each in leaf_templates(split) if each.result == "int"])
+    program = draw_program(template, split, rng, max(1, difficulty - 1), min(2, difficulty))
     if program.top.result != "int":
         return None
-    cases = plain_cases(program.top, program, chance, 6)
+    cases = plain_cases(program.top, program, rng, 6)
     if not cases:
         return None
-    module, name = program.homes[-1][0], program.top.name
+    module, name = program.modules[-1][0], program.top.name
     for case in cases[1:]:
-        request = pick(chance, f"What does {case.call} give?", f"What is {case.call}?") + " Change nothing."
+        request = choose(rng, f"What does {case.call} give?", f"What is {case.call}?") + " Change nothing."
         given = {int(number) for number in re.findall(r"-?\d+", request)}
         if int(case.want) not in given:
             break
     else:
         return None
-    check = draw_check(program, cases[:1], chance)
+    check = draw_check(program, cases[:1], rng)
     command = f"python3 -c '{f'from {module} import {name}; print({case.call})'}'"
     if "'" in case.call:
         command = f'python3 -c "from {module} import {name}; print({case.call})"'
-    return _question(
+    return _question_draft(
         "value",
         "question",
         "symptom",
         request,
         {**program.files(), check.path: check.text},
         {"number": int(case.want), "given": sorted(given)},
-        Plan((f"{module}.py",), command, pick(chance, f"It gives {case.want}.", f"{case.want}"), "", difficulty == 1),
-        f"value/{program.functions[0].shape}",
+        DemonstrationPlan(
+            (f"{module}.py",), command, choose(rng, f"It gives {case.want}.", f"{case.want}"), "", difficulty == 1
+        ),
+        f"value/{program.functions[0].template}",
     )
 
 
-def where(chance: Random, split: Split, difficulty: int) -> Draft | None:
-    """Which file is a function in?"""
-    program = draw_program(chance.choice(leaves(split)), split, chance, difficulty - 1, difficulty - 1)
-    function = chance.choice(program.functions)
+def defining_file(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
+    """Draw a task that asks which file defines a function."""
+    program = draw_program(rng.choice(leaf_templates(split)), split, rng, difficulty - 1, difficulty - 1)
+    function = rng.choice(program.functions)
     files = program.files()
-    cases = plain_cases(program.top, program, chance, 2)
+    cases = plain_cases(program.top, program, rng, 2)
     if not cases:
         return None
-    check = draw_check(program, cases[:2], chance)
+    check = draw_check(program, cases[:2], rng)
     file = program.file_of(function.name)
-    request = pick(
-        chance,
+    request = choose(
+        rng,
         f"Which file defines {function.name}?",
         f"Where is {function.name} defined?",
         f"In which file is {function.name}?",
     )
     repo = {**files, check.path: check.text}
-    return _question(
+    return _question_draft(
         "where",
         "question",
         "symptom",
         request,
         repo,
         {"one_of": list(repo), "is": file},
-        Plan((), f"grep -n 'def {function.name}' *.py", pick(chance, f"In {file}.", f"{file} defines it.")),
-        f"where/{program.functions[0].shape}",
+        DemonstrationPlan((), f"grep -n 'def {function.name}' *.py", choose(rng, f"In {file}.", f"{file} defines it.")),
+        f"where/{program.functions[0].template}",
     )
 
 
-def all_well(chance: Random, split: Split, difficulty: int) -> Draft | None:
-    """Code that is right although the request doubts it: say so and change nothing."""
-    program = draw_program(chance.choice(leaves(split)), split, chance, *LAYOUT[difficulty])
-    cases = plain_cases(program.top, program, chance, 3)
+def already_correct(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
+    """Draw a task whose request doubts correct code: the answer must say so and change nothing."""
+    program = draw_program(rng.choice(leaf_templates(split)), split, rng, *CHAIN_LAYOUTS[difficulty])
+    cases = plain_cases(program.top, program, rng, 3)
     if not cases:
         return None
-    check = draw_check(program, cases[:2], chance)
+    check = draw_check(program, cases[:2], rng)
     case: Case = cases[0]
     top, file = program.top, program.file_of(program.top.name)
     at = f" in {file}" if difficulty == 1 else ""
-    request = pick(chance, *doubts(difficulty, case.call, case.want, top.name, at, check))
-    say = pick(
-        chance,
+    request = choose(rng, *doubtful_requests(difficulty, case.call, case.want, top.name, at, check))
+    say = choose(
+        rng,
         f"{top.name} is correct. Nothing to change.",
         f"No bug: {top.name} is right as it is.",
         f"{check.path} passes; nothing to fix.",
     )
-    return _question(
+    return _question_draft(
         "all-well",
         "question",
         "symptom",
         request,
         {**program.files(), check.path: check.text},
-        {"says": ALL_WELL, "not": NOT_WELL},
-        Plan((file,) if difficulty < 4 else (), check.command, say, "", difficulty == 1),
-        f"all-well/{program.functions[0].shape}",
+        {"says": CORRECT_PATTERN, "not": FAULTY_PATTERN},
+        DemonstrationPlan((file,) if difficulty < 4 else (), check.command, say, "", difficulty == 1),
+        f"all-well/{program.functions[0].template}",
     )
 
 
-def _reason(doc: str, wrong: str) -> str:
-    return f"It should be: {doc} But it has {shown(wrong)}."
+def _fault_reason(doc: str, wrong: str) -> str:
+    return f"It should be: {doc} But it has {quoted_code(wrong)}."
 
 
-def _question(
+def _question_draft(
     family: str,
     category: str,
     register: str,
     request: str,
     repo: dict[str, str],
     final: dict[str, object],
-    plan: Plan,
+    plan: DemonstrationPlan,
     site: str,
-) -> Draft:
-    return Draft(
+) -> NanoTaskDraft:
+    return NanoTaskDraft(
         family=family,
         category=category,  # type: ignore[arg-type]
         register=register,
         request=request,
         repo=repo,
-        solved={},
+        solution={},
         calls=(),
-        wants={"unchanged": unchanged(repo), "final": final},
+        expected={"unchanged": file_digests(repo), "final": final},
         plan=plan,
         sites=(site,),
     )

@@ -1,7 +1,7 @@
-"""A nano task before it is files: what is asked, the workspace, what solves it, and what the hidden verifier wants.
+"""A nano task before it is written to files: request, workspace, solution, and what the hidden verifier expects.
 
-`task_files` makes of it the files of a task directory. Whoever solves it by script finds what it needs in `solution/`:
-the files as they should be, and a plan of what to read and what to say.
+`task_files` turns a draft into the files of a task directory. `solution/` holds everything a scripted solver needs: the
+solved files, and a plan of what to read and what to say.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ ENV PYTHONDONTWRITEBYTECODE=1
 WORKDIR {WORKSPACE}
 COPY repo/ .
 """
-CONFIG = """\
+TASK_TOML = """\
 schema_version = "1.4"
 
 [task]
@@ -41,50 +41,50 @@ cpus = 1
 memory_mb = 512
 network_mode = "no-network"
 """
-TEST = (
+TEST_SCRIPT = (
     f"#!/bin/sh\n# Leaves 1 or 0 in /logs/verifier/reward.txt.\nexec python3 -I -S /tests/verify.py {WORKSPACE} /logs\n"
 )
-SOLVE = f"#!/bin/sh\nset -e\ncp -R /solution/repo/. {WORKSPACE}/\n"
-FINAL = "/logs/agent/final.txt"  # where the final message of a session is before it is graded
-SAY = f"#!/bin/sh\nset -e\nmkdir -p /logs/agent\ncp /solution/final.txt {FINAL}\n"
+EDIT_SCRIPT = f"#!/bin/sh\nset -e\ncp -R /solution/repo/. {WORKSPACE}/\n"
+FINAL_MESSAGE_PATH = "/logs/agent/final.txt"  # where the verifier finds the final message of a session
+ANSWER_SCRIPT = f"#!/bin/sh\nset -e\nmkdir -p /logs/agent\ncp /solution/final.txt {FINAL_MESSAGE_PATH}\n"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What an expert goes by: the files that matter in the order it comes upon them, and the words it has for it."""
+class DemonstrationPlan:
+    """The script of a demonstration, written to solution/plan.json: the files to read in order, and what to say."""
 
     read: tuple[str, ...]
-    command: str  # that shows whether it is done
+    command: str  # shows whether the work is done
     say: str  # the final message
     think: str = ""  # before the change
     named: bool = False  # the request names the file
     rename: tuple[tuple[str, str], ...] = ()  # old and new names
-    find: str = ""  # a word that leads there
+    find: str = ""  # a search term that leads to the file
 
 
 @dataclass(frozen=True)
-class Draft:
-    """One task."""
+class NanoTaskDraft:
+    """One task, before it is written to files."""
 
     family: str
     category: Category
-    register: str
+    register: str  # the tone of the request: imperative, symptom, log or doubt
     request: str
     repo: Mapping[str, str]
-    solved: Mapping[str, str]  # the files that the solution changes; none where only an answer is asked for
-    calls: tuple[tuple[str, str, tuple[Any, ...]], ...]  # module, function and arguments the verifier tries
-    wants: Mapping[str, Any]  # what it expects; see inside/verify.py
-    plan: Plan
-    sites: tuple[str, ...]  # shapes, with what is wrong in them: no site is in both splits
+    solution: Mapping[str, str]  # the files that the solution changes; empty where only an answer is asked for
+    calls: tuple[tuple[str, str, tuple[Any, ...]], ...]  # module, function and arguments that the verifier calls
+    expected: Mapping[str, Any]  # tests/wants.json; see inside/verify.py
+    plan: DemonstrationPlan
+    sites: tuple[str, ...]  # templates with their faults: no site is in both splits
     protected: tuple[str, ...] = ()
 
     @property
     def may_edit(self) -> bool:
-        return bool(self.solved)
+        return bool(self.solution)
 
 
-def task_files(draft: Draft, name: str, split: str, seed: int, difficulty: int) -> dict[str, str]:
-    """The files of the task directory."""
+def task_files(draft: NanoTaskDraft, name: str, split: str, seed: int, difficulty: int) -> dict[str, str]:
+    """Return the files of the task directory."""
     metadata = {
         "category": draft.category,
         "may_edit": draft.may_edit,
@@ -98,29 +98,29 @@ def task_files(draft: Draft, name: str, split: str, seed: int, difficulty: int) 
         "sites": list(draft.sites),
     }
     if not draft.may_edit:
-        metadata["carry"] = [FINAL]
-    # JSON's strings, numbers, booleans and lists of them are TOML's too.
+        metadata["carry"] = [FINAL_MESSAGE_PATH]
+    # JSON strings, numbers, booleans and lists of them are valid TOML values.
     described = "".join(f"{key} = {json.dumps(value)}\n" for key, value in metadata.items())
     files = {
-        "task.toml": CONFIG.format(name=name, category=draft.category, metadata=described),
-        "instruction.md": draft.request,  # the prompt, to the byte: without an end of line
+        "task.toml": TASK_TOML.format(name=name, category=draft.category, metadata=described),
+        "instruction.md": draft.request,  # the exact prompt: no newline at the end
         "environment/Dockerfile": DOCKERFILE,
-        "tests/test.sh": TEST,
-        "tests/verify.py": verifier(),
-        "tests/.seal": "",  # the verifier gives back what it finds here
+        "tests/test.sh": TEST_SCRIPT,
+        "tests/verify.py": verifier_source(),
+        "tests/.seal": "",  # the verifier copies its content next to the reward
         "tests/calls.json": json.dumps([list(call) for call in draft.calls]),
-        "tests/wants.json": json.dumps(draft.wants),
-        "solution/solve.sh": SOLVE if draft.may_edit else SAY,
-        "solution/plan.json": json.dumps(plan_values(draft.plan)),
+        "tests/wants.json": json.dumps(draft.expected),
+        "solution/solve.sh": EDIT_SCRIPT if draft.may_edit else ANSWER_SCRIPT,
+        "solution/plan.json": json.dumps(plan_as_json(draft.plan)),
     }
     files |= {f"environment/repo/{path}": text for path, text in draft.repo.items()}
-    files |= {f"solution/repo/{path}": text for path, text in draft.solved.items()}
+    files |= {f"solution/repo/{path}": text for path, text in draft.solution.items()}
     if not draft.may_edit:
         files["solution/final.txt"] = draft.plan.say + "\n"
     return files
 
 
-def plan_values(plan: Plan) -> dict[str, Any]:
+def plan_as_json(plan: DemonstrationPlan) -> dict[str, Any]:
     return {name: value for name, value in vars(plan).items() if value}
 
 
@@ -128,11 +128,11 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def unchanged(repo: Mapping[str, str]) -> dict[str, str]:
-    """The workspace as the verifier compares it, where nothing may change."""
+def file_digests(repo: Mapping[str, str]) -> dict[str, str]:
+    """Return the digests with which the verifier checks that no file changed."""
     return {path: digest(text) for path, text in repo.items()}
 
 
 @cache
-def verifier() -> str:
+def verifier_source() -> str:
     return (resources("etude_nano") / "inside" / "verify.py").read_text(encoding="utf-8")

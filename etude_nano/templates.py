@@ -1,9 +1,9 @@
-"""The code shapes of nano programs: small functions as templates, with the places where they can be wrong.
+"""Function templates: the small functions that nano programs consist of, with the places where they can be wrong.
 
-A shape stands in one of the books under a heading. In its text `$x` is a slot for a word or a number, and
-`«right¦wrong¦kind»` a place that can be wrong: the finished function takes every `right`; a fault takes one `wrong`. A
-kind that ends with `!` is a fault that only held-out tasks show in this shape, and a shape whose heading begins with
-`#!` is in held-out tasks only: success there means that something was learned, not remembered.
+A template stands under a heading in one of the `templates_*` modules. In its text `$x` is a slot for a word or a number
+and `«right¦wrong¦kind»` a place for a fault: the correct function takes every `right`, a faulty one takes one `wrong`.
+A kind that ends with `!` is a fault that only held-out tasks show in this template, and a template whose heading begins
+with `#!` occurs in held-out tasks only, so that success there shows generalization, not memory.
 """
 
 import re
@@ -14,10 +14,10 @@ from random import Random
 from typing import Any, Literal
 
 from etude_nano import word_lists
-from etude_nano.templates_callers import USERS
-from etude_nano.templates_changes import CHANGES
-from etude_nano.templates_numbers import NUMBERS
-from etude_nano.templates_texts import TEXTS
+from etude_nano.templates_callers import CALLER_TEMPLATES
+from etude_nano.templates_changes import CHANGE_TEMPLATES
+from etude_nano.templates_numbers import NUMBER_TEMPLATES
+from etude_nano.templates_texts import TEXT_TEMPLATES
 
 Split = Literal["train", "held-out"]
 
@@ -29,125 +29,124 @@ _HEADING = re.compile(r"^#(!?) (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing wrong in a function: the whole text with it, and the few characters that make the difference."""
+    """One fault of a function: the whole faulty text, and the characters in which it differs from the correct one."""
 
     kind: str
-    id: str  # its kind and place in the shape
+    id: str  # kind and place in the template
     text: str
     wrong: str
     right: str
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A function with holes. `pieces` are its text: plain, or (right, wrong, kind)."""
+class FunctionTemplate:
+    """A function with slots. `parts` are its text: plain, or (right, wrong, kind) where a fault is possible."""
 
     id: str
     names: tuple[str, ...]
-    arguments: tuple[str, ...]
-    result: str  # int, str, list, bool or dict; what it asks for, in the book of changes
+    argument_kinds: tuple[str, ...]
+    result: str  # int, str, list, bool or dict; in CHANGE_TEMPLATES the user's request
     held_out: bool
-    pieces: tuple[str | tuple[str, str, str], ...]
+    parts: tuple[str | tuple[str, str, str], ...]
 
     def text(self, wrong: int = -1) -> str:
-        """The template with every place right, or the one of that number wrong."""
-        return "".join(
-            piece if isinstance(piece, str) else piece[place == wrong] for place, piece in enumerate(self.pieces)
-        )
+        """Return the template with every place right, except the place numbered `wrong`."""
+        return "".join(part if isinstance(part, str) else part[place == wrong] for place, part in enumerate(self.parts))
 
-    def all_wrong(self) -> str:
-        """The template with every place wrong: in the book of changes, the code before the change."""
-        return "".join(piece if isinstance(piece, str) else piece[1] for piece in self.pieces)
+    def text_before_change(self) -> str:
+        """Return the template with every place wrong: in CHANGE_TEMPLATES, the code before the change."""
+        return "".join(part if isinstance(part, str) else part[1] for part in self.parts)
 
-    def faults(self, split: Split) -> list[int]:
-        """The places that may be wrong in a split."""
-        marks = [place for place, piece in enumerate(self.pieces) if not isinstance(piece, str)]
+    def fault_places(self, split: Split) -> list[int]:
+        """Return the places that may be wrong in tasks of a split."""
+        marks = [place for place, part in enumerate(self.parts) if not isinstance(part, str)]
         if self.held_out:
             return marks
-        return [place for place in marks if self.kind(place).endswith("!") == (split == "held-out")]
+        return [place for place in marks if self.fault_kind(place).endswith("!") == (split == "held-out")]
 
-    def kind(self, place: int) -> str:
-        return self.pieces[place][2]
+    def fault_kind(self, place: int) -> str:
+        return self.parts[place][2]
 
-    def sides(self, place: int) -> tuple[str, str]:
-        """What a place is when it is right, and when it is wrong."""
-        return self.pieces[place][0], self.pieces[place][1]
+    def alternatives(self, place: int) -> tuple[str, str]:
+        """Return the right and the wrong text of a place."""
+        return self.parts[place][0], self.parts[place][1]
 
 
 @dataclass(frozen=True)
-class Function:
-    """A finished function, the ways in which it could have been wrong, and how to call it."""
+class NanoFunction:
+    """A function drawn from a template, its possible faults, and how to call it."""
 
-    shape: str
+    template: str
     name: str
     right: str
     faults: tuple[Fault, ...]
     parameters: tuple[str, ...]  # without those that have a default
-    kinds: tuple[str, ...]  # of its arguments
+    argument_kinds: tuple[str, ...]
     result: str = ""
-    before: str = ""  # of a shape from the book of changes: the text before the change
-    wish: str = ""  # and what the user asks for
+    before: str = ""  # from CHANGE_TEMPLATES: the text before the change
+    request: str = ""  # from CHANGE_TEMPLATES: the user's request
 
     @property
     def doc(self) -> str:
-        """What it is said to do."""
+        """The docstring, or an empty string."""
         found = re.search('"""(.*?)"""\n', self.right)
         return found.group(1) if found else ""
 
 
-def shapes_of(book: str) -> Iterator[Shape]:
-    """The shapes of a book."""
-    headings = list(_HEADING.finditer(book))
+def parse_templates(source: str) -> Iterator[FunctionTemplate]:
+    """Yield the templates of one source text."""
+    headings = list(_HEADING.finditer(source))
     for heading, following in zip(headings, [*headings[1:], None], strict=True):
-        id, names, arguments, result = (part.strip() for part in heading.group(2).split("|", 3))
-        text = book[heading.end() : following.start() if following else None].strip("\n") + "\n"
-        pieces: list[str | tuple[str, str, str]] = []
+        id, names, arguments, result = (field.strip() for field in heading.group(2).split("|", 3))
+        text = source[heading.end() : following.start() if following else None].strip("\n") + "\n"
+        parts: list[str | tuple[str, str, str]] = []
         at = 0
         for mark in _MARK.finditer(text):
-            pieces += [text[at : mark.start()], (mark.group(1), mark.group(2), mark.group(3))]
+            parts += [text[at : mark.start()], (mark.group(1), mark.group(2), mark.group(3))]
             at = mark.end()
-        yield Shape(
-            id, tuple(names.split()), tuple(arguments.split()), result, bool(heading.group(1)), (*pieces, text[at:])
+        yield FunctionTemplate(
+            id, tuple(names.split()), tuple(arguments.split()), result, bool(heading.group(1)), (*parts, text[at:])
         )
 
 
 @cache
-def leaves(split: Split) -> tuple[Shape, ...]:
-    """Functions that stand alone. Held-out tasks without a fault have the held-out ones only."""
-    both = [*shapes_of(NUMBERS), *shapes_of(TEXTS)]
-    return tuple(shape for shape in both if shape.held_out == (split == "held-out"))
+def leaf_templates(split: Split) -> tuple[FunctionTemplate, ...]:
+    """Return the functions that call no other; for held-out tasks without a fault, only the held-out templates."""
+    both = [*parse_templates(NUMBER_TEMPLATES), *parse_templates(TEXT_TEMPLATES)]
+    return tuple(template for template in both if template.held_out == (split == "held-out"))
 
 
 @cache
-def faulty_leaves(split: Split) -> tuple[Shape, ...]:
-    """Functions that have a fault to show in a split: in held-out ones, some shapes are known and the fault is not."""
-    both = [*shapes_of(NUMBERS), *shapes_of(TEXTS)]
-    return tuple(shape for shape in both if shape.faults(split) and (split == "held-out" or not shape.held_out))
+def faulty_leaf_templates(split: Split) -> tuple[FunctionTemplate, ...]:
+    """Return the leaf functions with faults in a split; held-out faults also occur in templates known from training."""
+    both = [*parse_templates(NUMBER_TEMPLATES), *parse_templates(TEXT_TEMPLATES)]
+    fitting = [template for template in both if template.fault_places(split)]
+    return tuple(template for template in fitting if split == "held-out" or not template.held_out)
 
 
 @cache
-def users(split: Split, result: str) -> tuple[Shape, ...]:
-    """Functions that use another one with such a result."""
-    fitting = [shape for shape in shapes_of(USERS) if shape.arguments[0] in (result, "any")]
-    return tuple(shape for shape in fitting if split == "held-out" or not shape.held_out)
+def caller_templates(split: Split, result: str) -> tuple[FunctionTemplate, ...]:
+    """Return the functions that call another one with this kind of result."""
+    fitting = [each for each in parse_templates(CALLER_TEMPLATES) if each.argument_kinds[0] in (result, "any")]
+    return tuple(template for template in fitting if split == "held-out" or not template.held_out)
 
 
 @cache
-def changes(split: Split, kind: str) -> tuple[Shape, ...]:
-    """Functions before and after a change of a kind."""
-    fitting = [shape for shape in shapes_of(CHANGES) if shape.id.split("-")[0] == kind]
-    return tuple(shape for shape in fitting if shape.held_out == (split == "held-out"))
+def change_templates(split: Split, kind: str) -> tuple[FunctionTemplate, ...]:
+    """Return the functions before and after a change of a kind."""
+    fitting = [each for each in parse_templates(CHANGE_TEMPLATES) if each.id.split("-")[0] == kind]
+    return tuple(template for template in fitting if template.held_out == (split == "held-out"))
 
 
 # ------------------------------------------------------------------------------------------- filling the slots
 
 
-class Slots:
-    """The words and numbers of one function; each is drawn when it is first asked for."""
+class TemplateSlots:
+    """The words and numbers of one function; each is drawn when it is first used."""
 
-    def __init__(self, chance: Random, given: Mapping[str, str] | None = None) -> None:
-        self.chance = chance
-        self.values: dict[str, str] = dict(given or {})
+    def __init__(self, rng: Random, preset: Mapping[str, str] | None = None) -> None:
+        self.rng = rng
+        self.values: dict[str, str] = dict(preset or {})
 
     def fill(self, template: str) -> str:
         return _SLOT.sub(lambda slot: self[slot.group(1)], template)
@@ -158,111 +157,109 @@ class Slots:
         return self.values[slot]
 
     def _draw(self, slot: str) -> None:
-        pick, values = self.chance.choice, self.values
+        choice, values = self.rng.choice, self.values
         if slot in ("x", "xs", "y", "ys"):
             others = {values.get("x"), values.get("y")}
-            several, one = pick([pair for pair in word_lists.NOUNS if pair[1] not in others])
+            several, one = choice([pair for pair in word_lists.NOUNS if pair[1] not in others])
             values[slot[0] + "s"], values[slot[0]] = several, one
         elif slot in ("w", "ws"):
-            values["ws"], values["w"] = pick(word_lists.NAMED)
+            values["ws"], values["w"] = choice(word_lists.NAMED)
         elif slot in ("yes", "no"):
-            values["yes"], values["no"] = pick(word_lists.VERDICTS)
+            values["yes"], values["no"] = choice(word_lists.OPPOSITES)
         elif slot in ("sep", "sepw"):
-            values["sep"], values["sepw"] = self.chance.sample(word_lists.SEPARATORS, 2)
+            values["sep"], values["sepw"] = self.rng.sample(word_lists.SEPARATORS, 2)
         elif slot in ("k", "kw"):
-            number = self.chance.randint(5, 30)
-            values["k"], values["kw"] = str(number), str(number + pick((-3, -2, -1, 1, 2, 3, 10)))
+            number = self.rng.randint(5, 30)
+            values["k"], values["kw"] = str(number), str(number + choice((-3, -2, -1, 1, 2, 3, 10)))
         elif slot in ("a", "b", "aw"):
-            values["a"], values["b"], values["aw"] = map(str, self.chance.sample(range(2, 10), 3))
+            values["a"], values["b"], values["aw"] = map(str, self.rng.sample(range(2, 10), 3))
         else:
-            values[slot] = pick(_POOLS[slot])
+            values[slot] = choice(_SLOT_WORDS[slot])
 
 
-_POOLS = {
+_SLOT_WORDS = {
     "s": word_lists.TEXTS,
     "n": word_lists.LIMITS,
     "m": word_lists.AMOUNTS,
     "t": word_lists.TOTALS,
     "d": word_lists.TABLES,
-    "i": word_lists.PLACES,
+    "i": word_lists.INDEX_NAMES,
     "c": word_lists.LETTERS,
     "l": word_lists.LABELS,
 }
 
 
 def draw_function(
-    shape: Shape, split: Split, chance: Random, taken: set[str], given: Mapping[str, str] | None = None
-) -> Function:
-    """A function of a shape, under a name that is not `taken`; the name is taken then."""
-    slots = Slots(chance, given)
+    template: FunctionTemplate, split: Split, rng: Random, taken: set[str], preset: Mapping[str, str] | None = None
+) -> NanoFunction:
+    """Draw a function under a name that is not in `taken`, and add the name to `taken`."""
+    slots = TemplateSlots(rng, preset)
     for _ in range(20):
-        name = slots.fill(chance.choice(shape.names))
+        name = slots.fill(rng.choice(template.names))
         if name not in taken:
             break
-        slots.values = dict(given or {})
+        slots.values = dict(preset or {})
     taken.add(name)
     slots.values["f"] = name
-    right = slots.fill(shape.text())
+    right = slots.fill(template.text())
     faults = []
-    for place in shape.faults(split):
-        fixed, wrong = map(slots.fill, shape.sides(place))
-        kind = shape.kind(place).rstrip("!")
-        faults.append(Fault(kind, f"{kind}-{place}", slots.fill(shape.text(place)), wrong, fixed))
-    return Function(
-        shape=shape.id,
+    for place in template.fault_places(split):
+        fixed, wrong = map(slots.fill, template.alternatives(place))
+        kind = template.fault_kind(place).rstrip("!")
+        faults.append(Fault(kind, f"{kind}-{place}", slots.fill(template.text(place)), wrong, fixed))
+    return NanoFunction(
+        template=template.id,
         name=name,
         right=right,
         faults=tuple(fault for fault in faults if fault.text != right),
         parameters=tuple(name for name, default in _PARAMETER.findall(right[: right.index("\n")]) if not default),
-        kinds=tuple(slots.fill(kind.replace(".", ".$")) for kind in shape.arguments),
-        result=shape.result,
-        before=slots.fill(shape.all_wrong()),
-        wish=slots.fill(shape.result),
+        argument_kinds=tuple(slots.fill(kind.replace(".", ".$")) for kind in template.argument_kinds),
+        result=template.result,
+        before=slots.fill(template.text_before_change()),
+        request=slots.fill(template.result),
     )
 
 
 # ------------------------------------------------------------------------------------------- arguments for the checks
 
 
-def draw_arguments(kinds: tuple[str, ...], chance: Random, optional: float = 0.5) -> tuple[Any, ...]:
-    """Arguments of these kinds; one that ends with `?` is there with a chance of `optional`."""
+def draw_arguments(kinds: tuple[str, ...], rng: Random, optional: float = 0.5) -> tuple[Any, ...]:
+    """Draw arguments of these kinds; a kind that ends with `?` is passed with probability `optional`."""
     drawn: list[Any] = []
     for kind in kinds:
-        if kind.endswith("?") and chance.random() >= optional:
+        if kind.endswith("?") and rng.random() >= optional:
             break
-        drawn.append(_draw_argument(kind.rstrip("?"), drawn, chance))
+        drawn.append(_draw_argument(kind.rstrip("?"), drawn, rng))
     return tuple(drawn)
 
 
-def _draw_argument(kind: str, before: list[Any], chance: Random) -> Any:
+def _draw_argument(kind: str, before: list[Any], rng: Random) -> Any:
     name, _, about = kind.partition(".")
     if name == "near":
-        return int(about) + chance.choice((-4, -2, -1, 0, 0, 1, 2, 5))
+        return int(about) + rng.choice((-4, -2, -1, 0, 0, 1, 2, 5))
     if name == "wide":
-        return chance.randint(0, int(about) + 5)
-    if name == "key":  # of the table before it, or not
-        return chance.choice([*before[0], chance.choice(word_lists.SAMPLES)])
+        return rng.randint(0, int(about) + 5)
+    if name == "key":  # in the preceding table, or missing from it
+        return rng.choice([*before[0], rng.choice(word_lists.SAMPLES)])
     if name == "keys":
         known = list(before[0])
-        return [chance.choice(known), chance.choice([*known, chance.choice(word_lists.SAMPLES)])]
-    return _KINDS[name](chance)
+        return [rng.choice(known), rng.choice([*known, rng.choice(word_lists.SAMPLES)])]
+    return _ARGUMENT_KINDS[name](rng)
 
 
-_KINDS: dict[str, Callable[[Random], Any]] = {
+_ARGUMENT_KINDS: dict[str, Callable[[Random], Any]] = {
     "numbers": word_lists.numbers,
     "number": word_lists.number,
-    "few": lambda chance: chance.randint(2, 6),
-    "count": lambda chance: chance.randint(1, 3),
-    "big": lambda chance: chance.randint(20, 400),
-    "word": lambda chance: chance.choice(word_lists.SAMPLES),
-    "words": word_lists.some_samples,
-    "repeats": lambda chance: [chance.choice(("fig", "plum", "kiwi")) for _ in range(4)],
-    "text": lambda chance: " ".join(chance.sample(word_lists.SAMPLES, chance.randint(2, 3))),
-    "letter": lambda chance: chance.choice("aeorlb"),
+    "few": lambda rng: rng.randint(2, 6),
+    "count": lambda rng: rng.randint(1, 3),
+    "big": lambda rng: rng.randint(20, 400),
+    "word": lambda rng: rng.choice(word_lists.SAMPLES),
+    "words": word_lists.sample_words,
+    "repeats": lambda rng: [rng.choice(("fig", "plum", "kiwi")) for _ in range(4)],
+    "text": lambda rng: " ".join(rng.sample(word_lists.SAMPLES, rng.randint(2, 3))),
+    "letter": lambda rng: rng.choice("aeorlb"),
     "table": word_lists.table,
-    "maybe": lambda chance: chance.choice((None, chance.randint(1, 9))),
-    "mixed": lambda chance: chance.choice((chance.randint(1, 9), chance.choice(word_lists.SAMPLES))),
-    "mixture": lambda chance: [
-        chance.choice((chance.randint(1, 9), chance.choice(word_lists.SAMPLES))) for _ in range(3)
-    ],
+    "maybe": lambda rng: rng.choice((None, rng.randint(1, 9))),
+    "mixed": lambda rng: rng.choice((rng.randint(1, 9), rng.choice(word_lists.SAMPLES))),
+    "mixture": lambda rng: [rng.choice((rng.randint(1, 9), rng.choice(word_lists.SAMPLES))) for _ in range(3)],
 }

@@ -1,9 +1,9 @@
-"""Functions that use another: `$call` is its call with our own parameters `$params`, `$swapped` them in another order.
+"""Templates of functions that call another function: `$call` passes on `$params`, `$swapped` reverses their order.
 
-The first word under the arguments is the kind of result that the other has to give; the arguments are its own.
+The argument field of a heading holds the result kind that the callee must have; a caller takes the callee's arguments.
 """
 
-USERS = '''
+CALLER_TEMPLATES = '''
 # line | $l_line show_$l $l_text | any | str
 def $f($params):
     """The $inner behind "$l: "."""

@@ -1,10 +1,10 @@
-"""Functions before and after a change that is asked for: `«after¦before¦»`, all of them at once.
+"""Templates of functions before and after a requested change: `«after¦before¦»`, all places at once.
 
-The kind is the first part of the id: `add` (a parameter), `fstring`, `none` and `type` (to today's way). The last field
-of the heading is what the user asks for; in it as in the names, slots are filled.
+The kind is the first part of the id: `add` (a parameter), `fstring`, `none` and `type` (migrations to modern syntax).
+The last field of the heading is the user's request (or the old syntax it names); its slots are filled too.
 """
 
-CHANGES = '''
+CHANGE_TEMPLATES = '''
 # add-start | sum_$xs total_$xs | numbers number? | Give $f a parameter start, 0 by default, that the sum begins with.
 def $f($xs«, start=0¦¦»):
     """Sum of the $xs."""

@@ -1,9 +1,9 @@
-"""Small functions over numbers, with what can go wrong in them. `shapes.py` says how to read this.
+"""Templates of small functions over numbers, with their possible faults. `templates.py` describes the syntax.
 
-A heading is `# id | names | kinds of arguments | kind of result`; one that begins with `#!` is kept for held-out tasks.
+A heading is `# id | names | argument kinds | result kind`; templates whose heading begins with `#!` are held out.
 """
 
-NUMBERS = '''
+NUMBER_TEMPLATES = '''
 # sum-from | sum_$xs total_$xs $xs_sum add_$xs | numbers number | int
 def $f($xs, $n):
     """Sum of the $xs that are at least $n."""

@@ -1,6 +1,6 @@
-"""Small functions over texts and tables, with what can go wrong in them. `shapes.py` says how to read this."""
+"""Templates of small functions over texts and tables, with their faults. `templates.py` describes the syntax."""
 
-TEXTS = '''
+TEXT_TEMPLATES = '''
 # initials | initials first_letters short_form | text | str
 def $f($s):
     """The first letters of the words in $s."""

@@ -1,8 +1,8 @@
-"""The tokenizer of nano models: code is the same tokens in a file, in a listing and inside the JSON of a call.
+"""The tokenizer of nano models: code has the same tokens in a file, in a listing and inside the JSON of a call.
 
-A small model copies token for token or not at all. So quotes and escapes stand alone: `"` in a file is `\\"` in a call,
-one for one, whatever is around it. And what sessions always say in the same words (their opening, the frames of calls)
-is a token for each line: it costs a model of this size most of its window otherwise, and teaches it nothing.
+A small model copies token for token or not at all, so quotes and escapes are separate tokens: `"` in a file is `\\"` in
+a call, one for one, in every context. The constant lines of sessions (their opening, the frames of calls) are one token
+each: otherwise they would take most of such a model's window and teach it nothing.
 """
 
 import json
@@ -22,14 +22,14 @@ from etude.chat.tokenizer import (
     Tokenizer,
     train_tokenizer,
 )
-from etude.harness.prompt import Request, opening
-from etude.harness.tools.executor import shown_tools
-from etude_nano.demonstrator import NANO_ENVIRONMENT
+from etude.harness.prompt import SessionRequest, opening_messages
+from etude.harness.tools.executor import exposed_tools
+from etude_nano.demonstrator import NANO_TOOL_SET
 from etude_nano.task_writer import WORKSPACE
 
 VOCABULARY = 4096
-LONG = 24  # characters from which a line of the opening is a token of its own
-# What calls and results begin, join and end with.
+MIN_LINE_TOKEN_CHARS = 24  # from this length on, a line of the opening is one token
+# The constant parts of calls and results.
 FRAMES = (
     '\n{"name": "read_file", "arguments": {"target_file": "',
     '\n{"name": "search_replace", "arguments": {"file_path": "',
@@ -43,16 +43,16 @@ FRAMES = (
     'Traceback (most recent call last):\n  File "/work/',
 )
 # One token each, in code and in JSON.
-PAIRS = ('"""', '\\"\\"\\"', '\\"', "\\n", "\\\\")
-# GPT-2's words, every digit alone; all spaces before a quote, an escape or a digit together.
+ESCAPE_TOKENS = ('"""', '\\"\\"\\"', '\\"', "\\n", "\\\\")
+# GPT-2's words, but digits are single, and all spaces before a quote, an escape or a digit stay together.
 _WORDS = (
     r'"""|\\"\\"\\"|\\.|"|\p{N}|\'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}"\\]+|\s+(?=["\\\p{N}])|\s+(?!\S)|\s+'
 )
 
 
 def train_nano_tokenizer(texts: Iterable[str], size: int = VOCABULARY) -> Tokenizer:
-    """A byte-level BPE of `size` tokens, those of the frames among them."""
-    frames = (*opening_lines(), *FRAMES, *PAIRS)
+    """Train a byte-level BPE of `size` tokens, including those of the frames."""
+    frames = (*opening_lines(), *FRAMES, *ESCAPE_TOKENS)
     framed = re.compile("|".join(map(re.escape, sorted(frames, key=len, reverse=True))))
     reserved = (*FRAME_TOKENS, *MARKUP_TOKENS)
     backend = Backend(models.BPE())
@@ -64,12 +64,12 @@ def train_nano_tokenizer(texts: Iterable[str], size: int = VOCABULARY) -> Tokeni
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # Without the frames, or most merges would go into them.
+    # Train without the frames; otherwise most merges would be spent on them.
     backend.train_from_iterator((part for text in texts for part in framed.split(text) if part), trainer)
     state = json.loads(backend.to_str())
     for token in state["added_tokens"]:
         token["special"] = token["content"] in FRAME_TOKENS
-    # A word that is a token as a whole needs no merges that lead to it.
+    # The frames have no merges: look up whole words first.
     state["model"]["ignore_merges"] = True
     vocabulary = state["model"]["vocab"]
     for frame in frames:
@@ -88,18 +88,18 @@ def _split(frames: Iterable[str]) -> pre_tokenizers.PreTokenizer:
 
 
 def _bytes_of(text: str) -> str:
-    """Text as a byte-level vocabulary spells it."""
+    """Return the spelling of a text in a byte-level vocabulary."""
     spelt = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     return "".join(part for part, _ in spelt)
 
 
 @cache
 def opening_lines() -> tuple[str, ...]:
-    """The long lines that every session begins with, each with the end of line that follows it."""
-    plain = train_tokenizer([], 300)  # any tokenizer will do to write it
-    tools = [shown.schema for shown in shown_tools(NANO_ENVIRONMENT).values()]
-    messages = opening(Request("", id="opening"), NANO_ENVIRONMENT, WORKSPACE)
+    """Return the long lines that every session begins with, each with its newline."""
+    plain = train_tokenizer([], 300)  # any tokenizer can render the text
+    tools = [shown.schema for shown in exposed_tools(NANO_TOOL_SET).values()]
+    messages = opening_messages(SessionRequest("", id="opening"), NANO_TOOL_SET, WORKSPACE)
     text = plain.decode(dialect_for(plain).render(messages, tools))
     parts = re.split("|".join(map(re.escape, (*FRAME_TOKENS, *MARKUP_TOKENS))), text)
     lines = [line for part in parts for line in part.splitlines(keepends=True)]
-    return tuple(dict.fromkeys(line for line in lines if len(line) >= LONG))
+    return tuple(dict.fromkeys(line for line in lines if len(line) >= MIN_LINE_TOKEN_CHARS))

@@ -1,12 +1,12 @@
-"""Grades a nano workspace: `verify.py WORKSPACE LOGS`. Writes LOGS/verifier/reward.txt, 1 or 0, and the seal beside it.
+"""Verify a nano workspace: `verify.py WORKSPACE LOGS` writes LOGS/verifier/reward.txt, 1 or 0, and the seal beside it.
 
-What the agent left is run in a child: on a copy, as another user, under limits, with nothing but the calls to try. It
-gives back what the calls gave, as text on a pipe; what they should give is read here, after the child is gone. So
-printing, exiting early, planting modules or looking for the answers earns nothing: there are none to be found, and what
-comes back has to be right. Where we are not root there is no other user to be, and only the limits hold.
+The agent's code runs in a child process: on a copy, as another user, under resource limits, and with only the calls to
+make. It returns their results as text on a pipe; the expected results are read here, after the child has ended. So
+printing, exiting early, planting modules or searching for the answers earns nothing: there are none to find, and the
+results must be right. When not run as root, it cannot change the user and only the limits apply.
 
-It is started for every session, and most of its time would be that of its imports: nothing is loaded that drags in `re`
-or `enum` (json, signal, shutil, tempfile, contextlib) unless a rule needs it.
+It starts for every session, and imports would take most of its time: nothing that imports `re` or `enum` (json, signal,
+shutil, tempfile, contextlib) is loaded unless a rule needs it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import select
 import sys
 import time
 
-TYPE_CHECKING = False  # typing's own would cost a third of the start
+TYPE_CHECKING = False  # importing typing would take a third of the start time
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-SECONDS = 5.0  # for all calls
-MEMORY = 512 << 20
-LONGEST = 10_000  # characters of one result
-MOST = 1 << 20  # bytes of all results, and of a file of the workspace
-NOBODY = 65534
-KILL = 9
+CALLS_TIMEOUT_S = 5.0  # for all calls together
+MEMORY_LIMIT = 512 << 20
+MAX_RESULT_CHARS = 10_000
+MAX_BYTES = 1 << 20  # of all results, and of a file of the workspace
+UNPRIVILEGED_ID = 65534
+SIGKILL = 9
 
 
 def main() -> None:
@@ -35,12 +35,12 @@ def main() -> None:
     workspace, logs = sys.argv[1:3]
     rewards = os.path.join(logs, "verifier")
     os.makedirs(rewards, exist_ok=True)
-    for place in (tests, rewards):
-        os.chmod(place, 0o700)  # the child is somebody else
-    calls = parsed(read(tests, "calls.json"))
-    given = tried(copy_of(workspace), lambda: [outcome(*call) for call in calls]) if calls else []
-    wants = parsed(read(tests, "wants.json"))
-    problem = judge(given, wants, workspace, logs)
+    for directory in (tests, rewards):
+        os.chmod(directory, 0o700)  # the child runs as another user
+    calls = parse_json(read(tests, "calls.json"))
+    results = run_in_child(copy_workspace(workspace), lambda: [call_result(*call) for call in calls]) if calls else []
+    expected = parse_json(read(tests, "wants.json"))
+    problem = find_problem(results, expected, workspace, logs)
     print(problem or "passed")
     with open(os.path.join(rewards, "reward.txt"), "w") as file:
         file.write("0\n" if problem else "1\n")
@@ -48,21 +48,21 @@ def main() -> None:
         file.write(read(tests, ".seal"))
 
 
-# ------------------------------------------------------------------------------------------- running what was left
+# ------------------------------------------------------------------------------------------- running the agent's code
 
 
-def copy_of(workspace: str, changes: dict[str, str] | None = None) -> str:
-    """A copy of the workspace that anybody may read; `changes` are files that are other there."""
+def copy_workspace(workspace: str, changes: dict[str, str] | None = None) -> str:
+    """Copy the workspace to a directory that every user may read; `changes` replaces files in the copy."""
     copy = os.path.join(os.environ.get("TMPDIR") or "/tmp", "nano-" + os.urandom(8).hex())
     os.mkdir(copy, 0o755)
-    os.chmod(copy, 0o755)  # whatever the umask
-    for path in listed(workspace):
+    os.chmod(copy, 0o755)  # independent of the umask
+    for path in list_files(workspace):
         target = os.path.join(copy, path)
         os.makedirs(os.path.dirname(target), exist_ok=True)
         with open(os.path.join(workspace, path), "rb") as source, open(target, "wb") as file:
             data = source.read()
             file.write(data)
-        if b"import json" in data:  # as somebody else one may not be able to read Python's own library
+        if b"import json" in data:  # the unprivileged user may not be able to read the standard library
             import json  # noqa: F401
     for path, text in (changes or {}).items():
         with open(os.path.join(copy, path), "w", encoding="utf-8") as file:
@@ -70,20 +70,20 @@ def copy_of(workspace: str, changes: dict[str, str] | None = None) -> str:
     return copy
 
 
-def listed(workspace: str) -> list[str]:
-    """The files of a workspace, but no bytecode, and nothing that is no file."""
+def list_files(workspace: str) -> list[str]:
+    """Return the regular files of a workspace, without bytecode and files that are too large."""
     found = []
     for directory, names, files in os.walk(workspace):
         names[:] = [name for name in names if name != "__pycache__"]
         for name in files:
             path = os.path.join(directory, name)
-            if not os.path.islink(path) and os.path.isfile(path) and os.path.getsize(path) <= MOST:
+            if not os.path.islink(path) and os.path.isfile(path) and os.path.getsize(path) <= MAX_BYTES:
                 found.append(os.path.relpath(path, workspace))
     return sorted(found)
 
 
-def tried(copy: str, work: Callable[[], list[str]]) -> list[str]:
-    """What `work` gives when a child does it in the copy; nothing if it comes to no end."""
+def run_in_child(copy: str, work: Callable[[], list[str]]) -> list[str]:
+    """Return the results of `work` in a confined child process; an empty list if it does not end in time."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -96,14 +96,14 @@ def tried(copy: str, work: Callable[[], list[str]]) -> list[str]:
         finally:
             os._exit(0)
     os.close(writing)
-    data, until = b"", time.monotonic() + SECONDS
-    while len(data) <= MOST and select.select([reading], [], [], max(0.0, until - time.monotonic()))[0]:
+    data, deadline = b"", time.monotonic() + CALLS_TIMEOUT_S
+    while len(data) <= MAX_BYTES and select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
         part = os.read(reading, 1 << 16)
         if not part:
             break
         data += part
     try:  # noqa: SIM105
-        os.killpg(pid, KILL)
+        os.killpg(pid, SIGKILL)
     except OSError:
         pass  # it has ended
     os.waitpid(pid, 0)
@@ -112,38 +112,38 @@ def tried(copy: str, work: Callable[[], list[str]]) -> list[str]:
 
 
 def confine(copy: str, kept: int) -> None:
-    """Be somebody else, in the copy, with little of everything."""
+    """Drop privileges, chdir to the copy, set resource limits, and close all descriptors except `kept`."""
     null = os.open("/dev/null", os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     os.closerange(3, kept)
     os.closerange(kept + 1, 1024)
     os.chdir(copy)
-    for limit, most in ((resource.RLIMIT_CPU, 5), (resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_FSIZE, 0)):
-        resource.setrlimit(limit, (most, most))
+    for limit, value in ((resource.RLIMIT_CPU, 5), (resource.RLIMIT_AS, MEMORY_LIMIT), (resource.RLIMIT_FSIZE, 0)):
+        resource.setrlimit(limit, (value, value))
     if os.getuid() == 0:
         try:  # noqa: SIM105
             os.setgroups([])
         except PermissionError:
             pass  # a user namespace may not allow it
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        os.setgid(UNPRIVILEGED_ID)
+        os.setuid(UNPRIVILEGED_ID)
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     sys.dont_write_bytecode = True
     sys.argv = [""]
     sys.path.insert(0, copy)
 
 
-def outcome(module: str, name: str, arguments: list[Any]) -> str:
-    """What a call gives, as text."""
+def call_result(module: str, name: str, arguments: list[Any]) -> str:
+    """Return the repr of the result of a call, or the name of the exception it raises."""
     try:
-        return repr(getattr(__import__(module), name)(*arguments))[:LONGEST]
+        return repr(getattr(__import__(module), name)(*arguments))[:MAX_RESULT_CHARS]
     except BaseException as error:
         return "raises " + type(error).__name__
 
 
 def run_script(path: str) -> str:
-    """How a script ends: "ok", or the name of what it raises."""
+    """Run a script and return "ok" or the name of the exception it raises."""
     try:
         with open(path, encoding="utf-8") as file:
             exec(compile(file.read(), path, "exec"), {"__name__": "__main__"})
@@ -154,49 +154,49 @@ def run_script(path: str) -> str:
     return "ok"
 
 
-class Reading:
-    """How json.loads reads, for the part of it that needs no imports."""
+class JsonScannerOptions:
+    """The options of json.loads, for the C scanner that needs no imports."""
 
     strict, object_hook, object_pairs_hook, parse_float, parse_int, parse_constant = True, None, None, float, int, float
 
 
-def parsed(text: str) -> Any:
-    """json.loads, of files of ours."""
+def parse_json(text: str) -> Any:
+    """Parse a JSON file of the task without importing json."""
     try:
         from _json import make_scanner
     except ImportError:  # not CPython
         import json
 
         return json.loads(text)
-    return make_scanner(Reading)(text, 0)[0]  # type: ignore[arg-type]
+    return make_scanner(JsonScannerOptions)(text, 0)[0]  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------- judging
+# ------------------------------------------------------------------------------------------- comparing
 
 
-def judge(given: list[str], wants: dict[str, Any], workspace: str, logs: str) -> str:
-    """What is wrong; nothing if all is as it should be."""
-    if given != wants.get("calls", []):
-        return "the calls do not give what they should"
+def find_problem(results: list[str], expected: dict[str, Any], workspace: str, logs: str) -> str:
+    """Return the first problem; an empty string if everything is as expected."""
+    if results != expected.get("calls", []):
+        return "the calls do not return the expected results"
     for name, rule in RULES.items():
-        if name in wants and (problem := rule(wants[name], workspace, logs)):
+        if name in expected and (problem := rule(expected[name], workspace, logs)):
             return problem
     return ""
 
 
 def check_unchanged(wanted: dict[str, str], workspace: str, logs: str) -> str:
-    """Nothing was changed, added or removed."""
+    """Check that nothing was changed, added or removed."""
     import hashlib
 
     found = {}
-    for path in listed(workspace):
+    for path in list_files(workspace):
         with open(os.path.join(workspace, path), "rb") as file:
             found[path] = hashlib.sha256(file.read()).hexdigest()
     return "" if found == wanted else "the workspace was changed"
 
 
 def check_gone(names: list[str], workspace: str, logs: str) -> str:
-    """None of the names is in the code any more."""
+    """Check that none of the names is left in the code."""
     import re
 
     for path, text in sources(workspace):
@@ -207,30 +207,30 @@ def check_gone(names: list[str], workspace: str, logs: str) -> str:
 
 
 def check_texts(rules: list[list[Any]], workspace: str, logs: str) -> str:
-    """Files that must match some expressions and none of others."""
+    """Check that files match all of some expressions and none of others."""
     import re
 
     for path, must, must_not in rules:
         text = read(workspace, path)
         if not all(re.search(each, text) for each in must) or any(re.search(each, text) for each in must_not):
-            return f"{path} does not say what it should"
+            return f"{path} does not have the expected text"
     return ""
 
 
 def check_code(files: dict[str, str], workspace: str, logs: str) -> str:
-    """The code of files is what it was, docstrings and comments aside."""
+    """Check that the code of files did not change, apart from docstrings and comments."""
     for path, before in files.items():
         try:
-            same = bare(read(workspace, path)) == bare(before)
+            same = without_docstrings(read(workspace, path)) == without_docstrings(before)
         except SyntaxError:
             same = False
         if not same:
-            return f"the code of {path} is not what it was"
+            return f"the code of {path} was changed"
     return ""
 
 
-def bare(text: str) -> str:
-    """A source without its docstrings, in a form to compare."""
+def without_docstrings(text: str) -> str:
+    """Return a source without its docstrings, in a form to compare."""
     import ast
 
     tree = ast.parse(text)
@@ -241,8 +241,8 @@ def bare(text: str) -> str:
     return ast.dump(tree)
 
 
-def check_old_ways(kind: str, workspace: str, logs: str) -> str:
-    """An old way of writing is nowhere any more."""
+def check_old_syntax(kind: str, workspace: str, logs: str) -> str:
+    """Check that no old syntax of a kind is left."""
     import ast
 
     def is_text(node: ast.AST) -> bool:
@@ -266,43 +266,43 @@ def check_old_ways(kind: str, workspace: str, logs: str) -> str:
         except SyntaxError:
             return f"{path} is not Python"
         if any(old(node) for node in ast.walk(tree)):
-            return f"{path} has the old way"
+            return f"{path} still has the old syntax"
     return ""
 
 
-def check_variants(plan: dict[str, Any], workspace: str, logs: str) -> str:
-    """The agent's check passes where it should and fails on every mutant."""
-    for changes, passes in plan["programs"]:
-        ended = tried(copy_of(workspace, changes), lambda: [run_script(plan["script"])])
+def check_variants(rule: dict[str, Any], workspace: str, logs: str) -> str:
+    """Check that the agent's check passes on correct variants and fails on every mutant."""
+    for changes, passes in rule["programs"]:
+        ended = run_in_child(copy_workspace(workspace, changes), lambda: [run_script(rule["script"])])
         if not ended or (ended == ["ok"]) != passes:
-            return "the check fails on code that is right" if passes else "the check passes on code that is wrong"
+            return "the check fails on correct code" if passes else "the check passes on faulty code"
     return ""
 
 
 def check_final(rule: dict[str, Any], workspace: str, logs: str) -> str:
-    """What the agent said at the end."""
+    """Check the agent's final message."""
     import re
 
     text = read(logs, "agent/final.txt")
     if "one_of" in rule:
         named = [each for each in rule["one_of"] if re.search(r"(?<!\w)" + re.escape(each) + r"(?!\w)", text)]
-        return "" if named == [rule["is"]] else "the answer does not name the one that is asked for"
+        return "" if named == [rule["is"]] else "the answer does not name exactly the expected one"
     if "number" in rule:
         said = {int(each) for each in re.findall(r"-?\d+", text)} - set(rule["given"])
-        return "" if said == {rule["number"]} else "the answer is not the number"
+        return "" if said == {rule["number"]} else "the answer is not the expected number"
     wrong = re.search(rule["not"], text, re.IGNORECASE) or not re.search(rule["says"], text, re.IGNORECASE)
-    return "the answer is not what it should be" if wrong else ""
+    return "the answer does not match the expected one" if wrong else ""
 
 
 def sources(workspace: str) -> Iterator[tuple[str, str]]:
-    return ((path, read(workspace, path)) for path in listed(workspace) if path.endswith(".py"))
+    return ((path, read(workspace, path)) for path in list_files(workspace) if path.endswith(".py"))
 
 
 def read(directory: str, path: str) -> str:
-    """The text of a file; nothing if there is none."""
+    """Return the text of a file; an empty string if there is none."""
     try:
         with open(os.path.join(directory, path), encoding="utf-8", errors="replace") as file:
-            return file.read(MOST)
+            return file.read(MAX_BYTES)
     except OSError:
         return ""
 
@@ -312,7 +312,7 @@ RULES: dict[str, Callable[[Any, str, str], str]] = {
     "gone": check_gone,
     "texts": check_texts,
     "code": check_code,
-    "old_ways": check_old_ways,
+    "old_ways": check_old_syntax,
     "variants": check_variants,
     "final": check_final,
 }

@@ -1,4 +1,4 @@
-"""Nano tasks: the same from the same seed, no two alike, none that does not show what it is about."""
+"""Nano tasks: deterministic, distinct, unsolved before the solution and solved after it."""
 
 import json
 import os
@@ -18,9 +18,15 @@ from hypothesis import strategies as st
 from etude.errors import InputError
 from etude.tasks.harbor import read_task
 from etude_nano import word_lists
-from etude_nano.demonstrator import edits_between, repository
+from etude_nano.demonstrator import edits_between, workspace_files
 from etude_nano.source import DIFFICULTIES, FAMILIES, generate_nano, nano_task, nano_tasks, text_digest
-from etude_nano.templates import CHANGES, NUMBERS, TEXTS, USERS, shapes_of
+from etude_nano.templates import (
+    CALLER_TEMPLATES,
+    CHANGE_TEMPLATES,
+    NUMBER_TEMPLATES,
+    TEXT_TEMPLATES,
+    parse_templates,
+)
 
 LEVELS = [(name, level) for name, family in FAMILIES.items() for level in family.difficulties]
 
@@ -34,23 +40,23 @@ def below(files: Mapping[str, str], place: str) -> dict[str, str]:
 
 
 def line_of(files: Mapping[str, str], key: str) -> str:
-    """A value as it is written: reading ten thousand tables would take longer than making them."""
+    """Return a value as it is written: parsing ten thousand TOML files would take longer than making them."""
     return next(line for line in files["task.toml"].splitlines() if line.startswith(f"{key} = ")).partition(" = ")[2]
 
 
-class Desk:
-    """A task laid out on this machine, graded by its own verifier. Only for code of ours."""
+class LocalTask:
+    """A task written to a local directory and verified there by its own verifier. Only for our own code."""
 
     def __init__(self, files: Mapping[str, str], directory: Path) -> None:
         self.work, self.logs, self.tests = directory / "work", directory / "logs", directory / "tests"
-        for place, texts in ((self.work, repository(files)), (self.tests, below(files, "tests/"))):
-            self.put(place, texts)
+        for directory, texts in ((self.work, workspace_files(files)), (self.tests, below(files, "tests/"))):
+            self.put(directory, texts)
         self.files = files
 
-    def put(self, place: Path, texts: Mapping[str, str]) -> None:
+    def put(self, directory: Path, texts: Mapping[str, str]) -> None:
         for path, text in texts.items():
-            (place / path).parent.mkdir(parents=True, exist_ok=True)
-            (place / path).write_text(text)
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            (directory / path).write_text(text)
 
     def solve(self) -> None:
         self.put(self.work, below(self.files, "solution/repo/"))
@@ -68,13 +74,13 @@ class Desk:
 
 
 @pytest.fixture
-def desk_place() -> Path:
-    with tempfile.TemporaryDirectory(prefix="nano-desk-") as directory:
-        os.chmod(directory, 0o755)  # the verifier's child is somebody else
+def task_directory() -> Path:
+    with tempfile.TemporaryDirectory(prefix="nano-task-") as directory:
+        os.chmod(directory, 0o755)  # the verifier's child runs as another user
         yield Path(directory)  # type: ignore[misc]
 
 
-# ------------------------------------------------------------------------------------------- making them
+# ------------------------------------------------------------------------------------------- generation
 
 
 def test_a_seed_gives_the_same_task_in_every_process() -> None:
@@ -84,15 +90,15 @@ def test_a_seed_gives_the_same_task_in_every_process() -> None:
     )
     runs = [
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": luck}
+            [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": seed}
         ).stdout
-        for luck in ("1", "2")
+        for seed in ("1", "2")
     ]
     assert runs[0] == runs[1]
     assert len(set(runs[0].split())) == 80
 
 
-def test_of_ten_thousand_tasks_no_two_are_alike_and_the_splits_share_no_site() -> None:
+def test_ten_thousand_tasks_are_distinct_and_the_splits_share_no_site() -> None:
     seen: Counter[str] = Counter()
     sites: dict[str, set[str]] = {"train": set(), "held-out": set()}
     families: Counter[str] = Counter()
@@ -109,14 +115,15 @@ def test_of_ten_thousand_tasks_no_two_are_alike_and_the_splits_share_no_site() -
 
 
 def test_held_out_faults_are_never_shown_in_training() -> None:
-    for shape in (shape for book in (NUMBERS, TEXTS) for shape in shapes_of(book)):
-        train, held_out = set(shape.faults("train")), set(shape.faults("held-out"))
-        assert shape.held_out or (train and not train & held_out), shape.id
+    for template in (each for source in (NUMBER_TEMPLATES, TEXT_TEMPLATES) for each in parse_templates(source)):
+        train, held_out = set(template.fault_places("train")), set(template.fault_places("held-out"))
+        assert template.held_out or (train and not train & held_out), template.id
 
 
-def test_no_name_in_a_program_hides_another() -> None:
-    books = [shape for book in (NUMBERS, TEXTS, USERS, CHANGES) for shape in shapes_of(book)]
-    code = " ".join(re.sub(r'"[^"\n]*"', "", shape.text() + shape.all_wrong()) for shape in books)
+def test_no_name_in_a_program_shadows_another() -> None:
+    sources = (NUMBER_TEMPLATES, TEXT_TEMPLATES, CALLER_TEMPLATES, CHANGE_TEMPLATES)
+    templates = [template for source in sources for template in parse_templates(source)]
+    code = " ".join(re.sub(r'"[^"\n]*"', "", each.text() + each.text_before_change()) for each in templates)
     spelt = set(re.findall(r"(?<![$\w])[a-z_]+", code))
     pools = (
         word_lists.TEXTS,
@@ -124,16 +131,16 @@ def test_no_name_in_a_program_hides_another() -> None:
         word_lists.AMOUNTS,
         word_lists.TOTALS,
         word_lists.TABLES,
-        word_lists.PLACES,
+        word_lists.INDEX_NAMES,
         word_lists.LETTERS,
     )
     slots = {word for pool in pools for word in pool} | {
         word for pair in word_lists.NOUNS + word_lists.NAMED for word in pair
     }
-    names = {name for shape in books for name in shape.names if "$" not in name}
+    names = {name for template in templates for name in template.names if "$" not in name}
     modules = {*word_lists.MODULES, *word_lists.TOP_MODULES}
     assert not modules & (spelt | slots | names | set(sys.stdlib_module_names) | set(word_lists.LABELS))
-    assert len({shape.id for shape in books}) == len(books)
+    assert len({template.id for template in templates}) == len(templates)
 
 
 @pytest.mark.parametrize("split", ["train", "held-out"])
@@ -147,7 +154,7 @@ def test_from_difficulty_two_on_the_request_does_not_name_the_site(split: str) -
                 assert path not in files["instruction.md"], f"{family} {level} {seed}: {files['instruction.md']}"
 
 
-def test_the_metadata_say_what_a_task_is() -> None:
+def test_the_metadata_describe_the_task() -> None:
     for name, files in nano_tasks(60, "train", seed=7):
         found = metadata(files)
         assert found["source"] == "nano", name
@@ -157,7 +164,7 @@ def test_the_metadata_say_what_a_task_is() -> None:
         assert not set(found["protected"]) & set(below(files, "solution/repo/"))  # type: ignore[call-overload]
 
 
-def test_what_cannot_be_made_is_refused() -> None:
+def test_impossible_arguments_are_refused() -> None:
     wrong = ({"split": "test"}, {"difficulty": 6}, {"family": "poetry"}, {"family": "where", "difficulty": 1})
     for arguments in wrong:
         with pytest.raises(InputError, match="nano: "):
@@ -177,54 +184,54 @@ def test_a_set_is_written_whole_and_reads_back(tmp_path: Path) -> None:
         generate_nano(out, 1)
 
 
-# ------------------------------------------------------------------------------------------- grading them
+# ------------------------------------------------------------------------------------------- verification
 
 
 @pytest.mark.parametrize("split", ["train", "held-out"])
-def test_every_family_at_every_difficulty_fails_untouched_and_passes_solved(split: str, desk_place: Path) -> None:
+def test_every_family_at_every_difficulty_fails_untouched_and_passes_solved(split: str, task_directory: Path) -> None:
     for number, (family, level) in enumerate(LEVELS):
         seed = number if split == "train" else number + 1000
-        desk = Desk(nano_task(seed, split, level, family), desk_place / f"{number}")  # type: ignore[arg-type]
+        task = LocalTask(nano_task(seed, split, level, family), task_directory / f"{number}")  # type: ignore[arg-type]
         where = f"nano_task({seed}, {split!r}, {level}, {family!r})"
-        if split == "train":  # of the others the solution says enough
-            assert desk.reward() == "0", where
-        desk.solve()
-        assert desk.reward() == "1", where
+        if split == "train":  # for held-out tasks the solved check is enough
+            assert task.reward() == "0", where
+        task.solve()
+        assert task.reward() == "1", where
 
 
-def test_an_answer_that_names_everything_or_comes_with_an_edit_does_not_pay(desk_place: Path) -> None:
-    desk = Desk(nano_task(3, "train", 3, "review"), desk_place / "review")
-    functions = re.findall(r"def (\w+)", "".join(repository(desk.files).values()))
-    desk.say(f"One of {', '.join(functions)}.")
-    assert desk.reward() == "0"
-    desk.solve()
-    assert desk.reward() == "1"
-    path = next(iter(repository(desk.files)))
-    (desk.work / path).write_text(repository(desk.files)[path] + "\n")
-    assert desk.reward() == "0"
+def test_an_answer_that_names_everything_or_comes_with_an_edit_gets_no_reward(task_directory: Path) -> None:
+    task = LocalTask(nano_task(3, "train", 3, "review"), task_directory / "review")
+    functions = re.findall(r"def (\w+)", "".join(workspace_files(task.files).values()))
+    task.say(f"One of {', '.join(functions)}.")
+    assert task.reward() == "0"
+    task.solve()
+    assert task.reward() == "1"
+    path = next(iter(workspace_files(task.files)))
+    (task.work / path).write_text(workspace_files(task.files)[path] + "\n")
+    assert task.reward() == "0"
 
-    desk = Desk(nano_task(3, "train", 2, "all-well"), desk_place / "well")
-    for said, paid in (("Fixed the bug.", "0"), ("It is wrong.", "0"), ("", "0"), ("It is correct.", "1")):
-        desk.say(said)
-        assert desk.reward() == paid, said
-
-
-def test_a_check_that_looks_at_the_text_of_the_code_is_no_test(desk_place: Path) -> None:
-    desk = Desk(nano_task(5, "train", 2, "testing"), desk_place)
-    (source,) = [path for path in repository(desk.files) if path != "check.py"]
-    text = repository(desk.files)[source]
-    (desk.work / "check.py").write_text(f"assert open({source!r}).read() == {text!r}\n")
-    assert desk.reward() == "0"
-    (desk.work / "check.py").write_text("assert False\n")
-    assert desk.reward() == "0"
+    task = LocalTask(nano_task(3, "train", 2, "all-well"), task_directory / "well")
+    for answer, reward in (("Fixed the bug.", "0"), ("It is wrong.", "0"), ("", "0"), ("It is correct.", "1")):
+        task.say(answer)
+        assert task.reward() == reward, answer
 
 
-def test_code_that_does_not_end_or_takes_all_memory_is_a_zero(desk_place: Path) -> None:
+def test_a_check_that_compares_the_text_of_the_code_gets_no_reward(task_directory: Path) -> None:
+    task = LocalTask(nano_task(5, "train", 2, "testing"), task_directory)
+    (source,) = [path for path in workspace_files(task.files) if path != "check.py"]
+    text = workspace_files(task.files)[source]
+    (task.work / "check.py").write_text(f"assert open({source!r}).read() == {text!r}\n")
+    assert task.reward() == "0"
+    (task.work / "check.py").write_text("assert False\n")
+    assert task.reward() == "0"
+
+
+def test_code_that_never_ends_or_takes_all_memory_gets_no_reward(task_directory: Path) -> None:
     for number, bomb in enumerate(("x = [0] * 10**10", "import os\nwhile True:\n    os.fork()")):
-        desk = Desk(nano_task(9, "train", 1, "debugging"), desk_place / str(number))
-        (path,) = below(desk.files, "solution/repo/")
-        (desk.work / path).write_text(bomb + "\n" + repository(desk.files)[path])
-        assert desk.reward() == "0", bomb
+        task = LocalTask(nano_task(9, "train", 1, "debugging"), task_directory / str(number))
+        (path,) = below(task.files, "solution/repo/")
+        (task.work / path).write_text(bomb + "\n" + workspace_files(task.files)[path])
+        assert task.reward() == "0", bomb
 
 
 # ------------------------------------------------------------------------------------------- edits
@@ -234,7 +241,7 @@ LINES = st.lists(st.sampled_from(["a = 1", "b = 2", "    return a", "    return 
 
 @settings(max_examples=300, deadline=None)
 @given(LINES, LINES)
-def test_edits_in_order_make_one_text_of_the_other_and_each_fits_once(before: list[str], after: list[str]) -> None:
+def test_edits_in_order_turn_one_text_into_the_other_and_each_fits_once(before: list[str], after: list[str]) -> None:
     text, wanted = "\n".join(["head", *before, "tail"]), "\n".join(["head", *after, "tail"])
     for edit in edits_between("a.py", text, wanted):
         assert text.find(edit.old) == text.rfind(edit.old) >= 0

@@ -1,0 +1,42 @@
+"""The nano tasks as an Etude plugin: registers the task source `nano`."""
+
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from pathlib import Path
+
+from etude.chat.dialects.dialect import Dialect
+from etude.tasks.settings import TaskSetSettings
+from etude.tasks.sources import DemonstrationRow, task_sources
+from etude_nano import demonstrator, pod_sessions, simulated_sessions, source
+
+DEMONSTRATION_SEED_OFFSET = 1_000_000_000  # added to a set's seed: the first task that is used for demonstrations
+
+
+class NanoTaskSource:
+    """Tiny tasks from templates, with scripted demonstrations that run without pods."""
+
+    def tasks(self, settings: TaskSetSettings) -> Iterator[tuple[str, Mapping[str, str]]]:
+        return source.nano_tasks(settings.count or 1, settings.split, settings.seed, settings.difficulties)
+
+    def write_task_set(self, directory: Path, settings: TaskSetSettings) -> None:
+        assert settings.count is not None  # checked by the settings
+        source.generate_nano(directory, settings.count, settings.split, settings.seed, settings.difficulties)
+
+    async def demonstrations(
+        self, settings: TaskSetSettings, exclude: Collection[Path], dialect: Dialect
+    ) -> AsyncIterator[DemonstrationRow]:
+        excluded = {source.text_digest(demonstrator.read_files(task)) for task in exclude}
+        style = demonstrator.style_of(settings)
+        seed = settings.seed + DEMONSTRATION_SEED_OFFSET
+        candidates = source.nano_tasks(2**40, settings.split, seed, settings.difficulties)
+        unseen = (files for _, files in candidates if source.text_digest(files) not in excluded)
+        for number, files in enumerate(unseen):
+            shown = await simulated_sessions.simulate_demonstration(files, dialect, seed=number, style=style)
+            if shown is not None and not shown.deviation:
+                tokens = sum(len(segment.tokens) for segment in shown.trace.segments)
+                yield DemonstrationRow(shown.task, shown.row(), tokens)
+
+    def vocabulary_texts(self, tasks: int = 2000) -> Iterator[str]:
+        return pod_sessions.vocabulary_texts(tasks)
+
+
+task_sources.register("nano")(NanoTaskSource())
