@@ -15,7 +15,7 @@ from etude.recipe.recipe import load_recipe
 from etude.runs.run import Run
 from etude.tasks.harbor import find_tasks
 from etude.tasks.stage import EXPERTS, experts_file
-from etude_nano.demonstrator import UNFINISHED, read_files
+from etude_nano.demonstrator import UNFINISHED_ANSWERS, read_files
 from etude_nano.pod_sessions import vocabulary_texts
 from etude_nano.source import generate_nano, text_digest
 from etude_nano.tokenizer import train_nano_tokenizer
@@ -132,7 +132,7 @@ def test_some_experts_stop_half_way_when_asked_to(place: Path, tmp_path: Path) -
     rows = [json.loads(line) for line in experts_file(Run.read(tmp_path / "run"), "train").read_text().splitlines()]
     assert len(rows) == 8
     for row in rows:
-        assert row["messages"][-1]["content"] in UNFINISHED
+        assert row["messages"][-1]["content"] in UNFINISHED_ANSWERS
         names = [call["function"]["name"] for said in row["messages"] for call in said.get("tool_calls", ())]
         assert "search_replace" not in names  # it looked, and changed nothing
 
