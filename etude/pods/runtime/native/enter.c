@@ -1,7 +1,7 @@
-/* Inside a new pod: wait for an identity, build the root file system, lock in, become the agent; as in keeper.py.
+/* The setup of a new pod, as in zygote.py: wait for the id maps, mount the root, drop privileges, become guest init.
  *
- * Runs in the child of the keeper's clone. Whatever fails is told to the first who connects to the agent's socket; the
- * keeper has long gone on. Every descriptor and mount of the keeper is gone before anything of the pod's runs.
+ * Runs in the child of the zygote's clone. The zygote does not wait for it: a failure is reported to the first client
+ * that connects to the guest init's socket. Every descriptor and mount of the zygote is closed before a program runs.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -18,10 +18,10 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
-#include "agent.h"
-#include "keeper.h"
+#include "init.h"
+#include "zygote.h"
 
-enum { LAYERS = 500 /* the kernel's own limit */, BINDS = 256, REFUSE_MS = 5000 };
+enum { MAX_LAYERS = 500 /* the kernel's own limit */, MAX_BINDS = 256, REPORT_MS = 5000 };
 
 #ifndef SYS_close_range
 #define SYS_close_range 436
@@ -34,24 +34,24 @@ static int mount_at(const char *kind, const char *target, unsigned long flags, c
     return mount(kind, target, kind, flags, options) ? fail_errno("mount %s on %s", kind, target) : 0;
 }
 
-/* ------------------------------------------------------------------------------------------------- places */
+/* ------------------------------------------------------------------------------------------- mount sources */
 
-/* Everything of the host that a pod is built from.
+/* The directories of the host that a pod's root file system is built from.
  *
- * Opened by the child, because a mount must be one of its own namespace to be used there, and before it becomes the
- * pod's root, who cannot walk our directories. Paths are relative: the state directory is where we are. */
+ * Opened by the child, because a mount must belong to its own namespace to be used there, and before it becomes the
+ * pod's root, which has no access to our directories. Paths are relative to the state directory, our cwd. */
 static struct {
     int root, writes;
-    int lower[LAYERS], layers;
-    int binds[BINDS], bound;
-    struct span targets[BINDS];
-} places;
+    int lower[MAX_LAYERS], layers;
+    int binds[MAX_BINDS], bound;
+    struct span targets[MAX_BINDS];
+} sources;
 
-static int open_place(struct span value)
+static int open_source(struct span value)
 {
     char path[PATH_MAX];
     if (!value.size || !text_of(value, path, sizeof path))
-        return fail(EINVAL, "a path of the plan is empty or too long");
+        return fail(EINVAL, "a path in the request is empty or too long");
     int fd = open(path, O_PATH | O_CLOEXEC);
     return fd < 0 ? fail_errno("%s", path) : fd;
 }
@@ -64,36 +64,36 @@ static struct span span_of(const char *text)
 static int open_bind(struct span pair)
 {
     const uint8_t *end = pair.size ? memchr(pair.data, 0, pair.size) : NULL;
-    if (!end || places.bound == BINDS)
+    if (!end || sources.bound == MAX_BINDS)
         return fail(EINVAL, "too many binds, or one without a target");
-    int fd = open_place((struct span){pair.data, (uint32_t)(end - pair.data)});
+    int fd = open_source((struct span){pair.data, (uint32_t)(end - pair.data)});
     if (fd < 0)
         return -1;
-    places.targets[places.bound] = (struct span){end + 1, pair.size - (uint32_t)(end + 1 - pair.data)};
-    places.binds[places.bound++] = fd;
+    sources.targets[sources.bound] = (struct span){end + 1, pair.size - (uint32_t)(end + 1 - pair.data)};
+    sources.binds[sources.bound++] = fd;
     return 0;
 }
 
-static int open_places(const struct request *plan)
+static int open_sources(const struct request *spec)
 {
-    struct span value, upper = field(plan, PLAN_UPPER);
+    struct span value, upper = field(spec, ZYGOTE_UPPER);
     int key;
-    if ((places.root = open_place(span_of(ROOT))) < 0)
+    if ((sources.root = open_source(span_of(ROOT))) < 0)
         return -1;
-    if ((places.writes = open_place(upper.data ? upper : span_of(STAGE))) < 0)
+    if ((sources.writes = open_source(upper.data ? upper : span_of(STAGE))) < 0)
         return -1;
-    for (size_t at = 0; next_field(plan, &at, &key, &value);) {
-        if (key == PLAN_LOWER) {
-            if (places.layers == LAYERS)
-                return fail(EINVAL, "more than %d layers", LAYERS);
-            if ((places.lower[places.layers] = open_place(value)) < 0)
+    for (size_t at = 0; next_field(spec, &at, &key, &value);) {
+        if (key == ZYGOTE_LOWER) {
+            if (sources.layers == MAX_LAYERS)
+                return fail(EINVAL, "more than %d layers", MAX_LAYERS);
+            if ((sources.lower[sources.layers] = open_source(value)) < 0)
                 return -1;
-            places.layers++;
+            sources.layers++;
         }
-        if (key == PLAN_BIND && open_bind(value))
+        if (key == ZYGOTE_BIND && open_bind(value))
             return -1;
     }
-    return places.layers ? 0 : fail(EINVAL, "a pod needs at least one layer");
+    return sources.layers ? 0 : fail(EINVAL, "a pod needs at least one layer");
 }
 
 /* ------------------------------------------------------------------------------------------ the root directory */
@@ -106,39 +106,39 @@ static const char *at_fd(int fd, const char *below, char text[FD_PATH])
     return text;
 }
 
-/* Kernels before 6.8 take all layers in one option, of at most a page. */
+/* Kernels before 6.8 take all layers in one option of at most a page. */
 static int mount_overlay_classic(const char *upper, const char *work, const char *root)
 {
     char options[4096];
     size_t at = (size_t)snprintf(options, sizeof options, "upperdir=%s,workdir=%s,volatile,userxattr,lowerdir=", upper, work);
-    for (int i = 0; i < places.layers && at < sizeof options; i++)
-        at += (size_t)snprintf(options + at, sizeof options - at, "%s/proc/self/fd/%d", i ? ":" : "", places.lower[i]);
+    for (int i = 0; i < sources.layers && at < sizeof options; i++)
+        at += (size_t)snprintf(options + at, sizeof options - at, "%s/proc/self/fd/%d", i ? ":" : "", sources.lower[i]);
     if (at >= sizeof options)
-        return fail(E2BIG, "this kernel takes fewer layers than %d", places.layers);
+        return fail(E2BIG, "this kernel takes fewer layers than %d", sources.layers);
     if (mount("overlay", root, "overlay", MS_NODEV, options))
         return fail_errno("mount overlay on %s", root);
     return clone_tree(AT_HERE, root, false);
 }
 
-/* Mount the pod's root, what it writes over its layers, and step into it. */
+/* Mount the pod's root, its writes over its layers, and change into it. */
 static int mount_overlay(void)
 {
-    static struct option options[LAYERS + 4];
-    static char lower[LAYERS][FD_PATH];
+    static struct option options[MAX_LAYERS + 4];
+    static char lower[MAX_LAYERS][FD_PATH];
     char upper[FD_PATH], work[FD_PATH], root[FD_PATH];
     size_t count = 0;
-    at_fd(places.root, "", root);
-    for (int i = 0; i < places.layers; i++)
-        options[count++] = (struct option){"lowerdir+", at_fd(places.lower[i], "", lower[i])};
-    options[count++] = (struct option){"upperdir", at_fd(places.writes, "/u", upper)};
-    options[count++] = (struct option){"workdir", at_fd(places.writes, "/w", work)};
+    at_fd(sources.root, "", root);
+    for (int i = 0; i < sources.layers; i++)
+        options[count++] = (struct option){"lowerdir+", at_fd(sources.lower[i], "", lower[i])};
+    options[count++] = (struct option){"upperdir", at_fd(sources.writes, "/u", upper)};
+    options[count++] = (struct option){"workdir", at_fd(sources.writes, "/w", work)};
     /* volatile: unmounting would otherwise sync the whole file system beneath (50 ms at the 99th percentile). */
     options[count++] = (struct option){"volatile", NULL};
     options[count++] = (struct option){"userxattr", NULL};
     int tree = new_mount("overlay", options, count, 0);
     if (tree >= 0 && attach(tree, root))
         return -1;
-    if (tree < 0 && trouble.number == EINVAL && strstr(trouble.text, "lowerdir+"))
+    if (tree < 0 && last_error.number == EINVAL && strstr(last_error.text, "lowerdir+"))
         tree = mount_overlay_classic(upper, work, root);
     if (tree < 0)
         return -1;
@@ -151,13 +151,13 @@ static int mount_overlay(void)
 static int mount_binds(void)
 {
     char target[PATH_MAX];
-    for (int i = 0; i < places.bound; i++) {
-        struct span value = places.targets[i];
+    for (int i = 0; i < sources.bound; i++) {
+        struct span value = sources.targets[i];
         while (value.size && *value.data == '/')
             value.data++, value.size--;
         if (!value.size || !text_of(value, target, sizeof target))
             return fail(EINVAL, "a bind has no target, or one too long");
-        int tree = clone_tree(places.binds[i], "", true);
+        int tree = clone_tree(sources.binds[i], "", true);
         if (tree < 0 || set_attributes(tree, ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV, true, 0) || attach(tree, target))
             return -1;
         close(tree);
@@ -213,13 +213,13 @@ static int add_address(int control, struct span value, int index)
     struct sockaddr_in where = {.sin_family = AF_INET};
     char text[64];
     if (!text_of(value, text, sizeof text) || inet_pton(AF_INET, text, &where.sin_addr) != 1)
-        return fail(EINVAL, "an address of the plan is none");
+        return fail(EINVAL, "an address in the request is no IPv4 address");
     snprintf(request.ifr_name, sizeof request.ifr_name, "lo:%d", index);
     memcpy(&request.ifr_addr, &where, sizeof where);
     return ioctl(control, SIOCSIFADDR, &request) ? fail_errno("add address %s", text) : 0;
 }
 
-/* A socket of `kind address port`, on which the host carries allowed egress. */
+/* Open a socket of `kind address port` for the host's egress proxy. */
 static int open_listen(struct span value)
 {
     char text[128], kind[8], address[64];
@@ -227,50 +227,50 @@ static int open_listen(struct span value)
     struct sockaddr_in where = {.sin_family = AF_INET};
     if (!text_of(value, text, sizeof text) || sscanf(text, "%7s %63s %u", kind, address, &port) != 3 || port > 65535 ||
         inet_pton(AF_INET, address, &where.sin_addr) != 1)
-        return fail(EINVAL, "a listening socket of the plan is not `kind address port`");
-    if (agent.carried_count == (int)(sizeof agent.carried / sizeof *agent.carried))
-        return fail(EINVAL, "more than %d listening sockets", agent.carried_count);
+        return fail(EINVAL, "a listening socket in the request is not `kind address port`");
+    if (guest.egress_count == (int)(sizeof guest.egress_sockets / sizeof *guest.egress_sockets))
+        return fail(EINVAL, "more than %d listening sockets", guest.egress_count);
     where.sin_port = htons((uint16_t)port);
     bool stream = !strcmp(kind, "tcp");
     int fd = socket(AF_INET, (stream ? SOCK_STREAM : SOCK_DGRAM) | SOCK_CLOEXEC, 0);
     if (fd < 0 || bind(fd, (struct sockaddr *)&where, sizeof where) || (stream && listen(fd, 128)))
         return fail_errno("listen on %s", text);
-    agent.carried[agent.carried_count++] = fd;
+    guest.egress_sockets[guest.egress_count++] = fd;
     return 0;
 }
 
-/* Raise the loopback interface, the only one, and open the sockets on which the host carries allowed egress. */
-static int open_network(const struct request *plan)
+/* Bring up loopback, the only interface, and open the sockets that the host's egress proxy serves. */
+static int open_network(const struct request *spec)
 {
     struct ifreq up = {.ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING};
     struct span value;
     int key, index = 0;
     int control = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     if (control < 0 || ioctl(control, SIOCSIFFLAGS, &up))
-        return fail_errno("raise the loopback interface");
-    for (size_t at = 0; next_field(plan, &at, &key, &value);)
-        if (key == PLAN_ADDRESS && add_address(control, value, ++index))
+        return fail_errno("bring up the loopback interface");
+    for (size_t at = 0; next_field(spec, &at, &key, &value);)
+        if (key == ZYGOTE_ADDRESS && add_address(control, value, ++index))
             return -1;
     close(control);
-    for (size_t at = 0; next_field(plan, &at, &key, &value);)
-        if (key == PLAN_LISTEN && open_listen(value))
+    for (size_t at = 0; next_field(spec, &at, &key, &value);)
+        if (key == ZYGOTE_LISTEN && open_listen(value))
             return -1;
     return 0;
 }
 
-/* ------------------------------------------------------------------------------------------------ locking in */
+/* ------------------------------------------------------------------------------------------------ privileges */
 
-/* Become root of the new namespaces, put the root file system together and move into it. */
-static int enter(const struct request *plan)
+/* Become root of the new namespaces, mount the root file system and pivot into it. */
+static int enter(const struct request *spec)
 {
     char hostname[65];
-    struct span name = field(plan, PLAN_HOSTNAME);
+    struct span name = field(spec, ZYGOTE_HOSTNAME);
     if (syscall(SYS_setgroups, 0, NULL) && errno != EPERM) /* denied where one id is mapped; there are no groups then */
         return fail_errno("drop groups");
     if (syscall(SYS_setresgid, 0, 0, 0) || syscall(SYS_setresuid, 0, 0, 0))
         return fail_errno("become the pod's root");
     umask(0);
-    if (mount_overlay() || mount_binds() || mount_devices(number(plan, PLAN_SHM, 64 << 20)) ||
+    if (mount_overlay() || mount_binds() || mount_devices(number(spec, ZYGOTE_SHM, 64 << 20)) ||
         mount_at("proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL))
         return -1;
     if (syscall(SYS_pivot_root, ".", ".") || umount2(".", MNT_DETACH) || chdir("/"))
@@ -286,14 +286,14 @@ static int by_number(const void *one, const void *other)
     return *(const int *)one - *(const int *)other;
 }
 
-/* Close every descriptor but the agent's and the standard three: the keeper's lead to other pods. */
+/* Close every descriptor but the guest init's and the standard three: the zygote's give access to other pods. */
 static void close_others(void)
 {
-    int kept[sizeof agent.carried / sizeof *agent.carried + 1], count = 0;
+    int kept[sizeof guest.egress_sockets / sizeof *guest.egress_sockets + 1], count = 0;
     unsigned first = 3;
-    kept[count++] = agent.listener;
-    for (int i = 0; i < agent.carried_count; i++)
-        kept[count++] = agent.carried[i];
+    kept[count++] = guest.listener;
+    for (int i = 0; i < guest.egress_count; i++)
+        kept[count++] = guest.egress_sockets[i];
     qsort(kept, (size_t)count, sizeof *kept, by_number);
     for (int i = 0; i < count; i++) {
         if ((unsigned)kept[i] > first)
@@ -303,7 +303,7 @@ static void close_others(void)
     syscall(SYS_close_range, first, ~0U, 0);
 }
 
-/* Keep these capabilities and no others, for ever. Inheritable stays empty (CVE-2022-24769 in Docker). */
+/* Drop all other capabilities irreversibly. Inheritable stays empty (CVE-2022-24769 in Docker). */
 static int drop_capabilities(uint64_t keep)
 {
     struct { uint32_t version; int pid; } header = {0x20080522, 0};
@@ -322,7 +322,7 @@ static int drop_capabilities(uint64_t keep)
     return syscall(SYS_capset, &header, sets) ? fail_errno("set the capabilities") : 0;
 }
 
-/* A filter is an array of instructions of 8 bytes, made by seccomp.py. */
+/* A filter is an array of instructions of 8 bytes, built by seccomp.py. */
 static int install_filter(struct span program)
 {
     struct { unsigned short length; const void *filter; } description = {(unsigned short)(program.size / 8), program.data};
@@ -332,61 +332,61 @@ static int install_filter(struct span program)
         return 0;
     if (!program.size || program.size % 8 || program.size / 8 > 4096)
         return fail(EINVAL, "seccomp: %u bytes are not a filter", program.size);
-    return syscall(SYS_seccomp, 1, 1, &description) ? fail_errno("the kernel did not take the filter") : 0;
+    return syscall(SYS_seccomp, 1, 1, &description) ? fail_errno("the kernel rejected the filter") : 0;
 }
 
-/* Give up what programs of the pod must never have; they inherit it. From here on nothing can be undone. */
-static int lock_in(const struct request *plan, const struct birth *birth)
+/* Restrict this process irreversibly; the pod's programs inherit the restrictions. */
+static int drop_privileges(const struct request *spec, const struct pod_setup *setup)
 {
-    struct pollfd life = {.fd = birth->life};
-    /* Again: becoming the pod's root made the kernel forget it. Then see whether the keeper died in between. */
+    struct pollfd liveness = {.fd = setup->liveness};
+    /* Again: the change to the pod's root cleared it. Then check whether the zygote died in between. */
     if (prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0))
-        return fail_errno("be killed with the keeper");
-    if (poll(&life, 1, 0) > 0)
+        return fail_errno("set the parent death signal");
+    if (poll(&liveness, 1, 0) > 0)
         _exit(1);
     close_others();
-    /* Not dumpable: the pod's root is our uid, and must not trace us or open /proc/1/mem. */
+    /* Not dumpable: the pod's root has our uid, and must not trace us or open /proc/1/mem. */
     if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
-        return fail_errno("become untraceable");
-    if (setrlimit(RLIMIT_NOFILE, &birth->files))
+        return fail_errno("become not dumpable");
+    if (setrlimit(RLIMIT_NOFILE, &setup->files))
         return fail_errno("restore the limit of open files");
-    return drop_capabilities((uint64_t)number(plan, PLAN_CAPS, 0)) || install_filter(field(plan, PLAN_FILTER)) ? -1 : 0;
+    return drop_capabilities((uint64_t)number(spec, ZYGOTE_CAPS, 0)) || install_filter(field(spec, ZYGOTE_FILTER)) ? -1 : 0;
 }
 
-/* Tell whoever connects why there is no pod. */
-static void refuse(int listener)
+/* Tell the first client that connects why the pod could not be created. */
+static void report_failure(int listener)
 {
     struct pollfd waiting = {.fd = listener, .events = POLLIN};
     struct buffer reply = {0};
     put_failure(&reply, 0);
-    int peer = poll(&waiting, 1, REFUSE_MS) > 0 ? accept4(listener, NULL, NULL, SOCK_CLOEXEC) : -1;
+    int peer = poll(&waiting, 1, REPORT_MS) > 0 ? accept4(listener, NULL, NULL, SOCK_CLOEXEC) : -1;
     if (peer >= 0 && !reply.failed)
         send(peer, reply.data, reply.size, MSG_NOSIGNAL);
     _exit(1);
 }
 
-void be_pod(const struct request *plan, const struct birth *birth)
+void run_pod(const struct request *spec, const struct pod_setup *setup)
 {
     char go;
-    agent.listener = birth->listener;
-    prctl(PR_SET_NAME, "agent", 0, 0, 0);
+    guest.listener = setup->listener;
+    prctl(PR_SET_NAME, "agent", 0, 0, 0); /* visible in the pod, so it does not change */
     prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
-    struct span workdir = field(plan, PLAN_WORKDIR);
-    agent.mark_children = number(plan, PLAN_FLAGS, 0) & ADJUST_OOM_SCORE;
+    struct span workdir = field(spec, ZYGOTE_WORKDIR);
+    guest.adjust_oom_score = number(spec, ZYGOTE_FLAGS, 0) & ADJUST_OOM_SCORE;
     int failed = 0;
-    if (!text_of(workdir.data ? workdir : span_of("/"), agent.workdir, sizeof agent.workdir))
+    if (!text_of(workdir.data ? workdir : span_of("/"), guest.workdir, sizeof guest.workdir))
         failed = fail(EINVAL, "the working directory is no path");
-    /* While the keeper maps our ids: neither needs them, and it saves a tenth of a millisecond. */
-    failed = failed || open_places(plan) || open_network(plan);
-    if (read(birth->go, &go, 1) != 1)
+    /* While the zygote maps our ids: neither call needs them, and this saves a tenth of a millisecond. */
+    failed = failed || open_sources(spec) || open_network(spec);
+    if (read(setup->go, &go, 1) != 1)
         _exit(1);
-    if (failed || enter(plan) || lock_in(plan, birth))
-        refuse(birth->listener);
-    /* The keeper's log is a file of the host: its name would show in /proc/1/fd. */
+    if (failed || enter(spec) || drop_privileges(spec, setup))
+        report_failure(setup->listener);
+    /* The zygote's log is a file of the host: its name would show in /proc/1/fd. */
     int null = open("/dev/null", O_RDWR | O_CLOEXEC);
     if (null < 0 || dup2(null, 1) < 0 || dup2(null, 2) < 0)
         _exit(1);
     close(null);
-    serve_agent();
+    serve_guest();
     _exit(0);
 }

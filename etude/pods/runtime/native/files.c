@@ -1,7 +1,7 @@
-/* The agent's file calls. What they touch belongs to hostile programs, which may change it at any moment.
+/* The guest init's file requests. The files belong to hostile programs, which may change them at any moment.
  *
- * Nothing is opened that could block or that leads out by procfs' own links; nothing but regular files is read or
- * written, and never a window into this process. Trees are removed by descriptor, so no link is ever followed.
+ * Nothing is opened that could block or that is reached through procfs magic links; only regular files are read and
+ * written, and none that expose this process. Trees are removed by descriptor, so no link is ever followed.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -9,7 +9,7 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
-#include "agent.h"
+#include "init.h"
 
 #ifndef SYS_openat2
 #define SYS_openat2 437
@@ -51,19 +51,19 @@ bool join_path(const char *base, const char *path, char *into, size_t room)
     return (size_t)snprintf(into, room, "%s%s%s", *path == '/' ? "" : base, between, path) < room;
 }
 
-/* The PATH of a request as it is seen from the working directory. */
+/* Get the PATH of a request, relative to the working directory. */
 static int path_of(const struct request *r, char path[PATH_MAX])
 {
     char asked[PATH_MAX];
     struct span value = field(r, PATH);
     if (!value.size || memchr(value.data, 0, value.size))
         return fail(ENOENT, "an empty path");
-    if (!text_of(value, asked, sizeof asked) || !join_path(agent.workdir, asked, path, PATH_MAX))
+    if (!text_of(value, asked, sizeof asked) || !join_path(guest.workdir, asked, path, PATH_MAX))
         return fail(ENAMETOOLONG, "%s", error_text(ENAMETOOLONG));
     return 0;
 }
 
-/* The directory a path is in, as os.path.dirname. */
+/* Get the parent directory of a path, as os.path.dirname. */
 static void parent_of(const char *path, char parent[PATH_MAX])
 {
     size_t size = strlen(path);
@@ -75,7 +75,7 @@ static void parent_of(const char *path, char parent[PATH_MAX])
     parent[size] = 0;
 }
 
-/* Make a directory and those it is in; one that is there already will do. */
+/* Create a directory and its parents; an existing one is fine. */
 static int make_directories(const char *path)
 {
     char part[PATH_MAX];
@@ -97,7 +97,7 @@ static int make_directories(const char *path)
 
 int open_regular(const char *path, int flags, mode_t mode)
 {
-    /* O_NONBLOCK: never wait for the other end of a fifo. */
+    /* O_NONBLOCK: do not block on the other end of a fifo. */
     uint64_t how[3] = {(uint64_t)(flags | O_NONBLOCK | O_CLOEXEC | O_NOCTTY), flags & O_CREAT ? mode : 0, NO_MAGIC_LINKS};
     char link[64], real[64] = "";
     struct stat info;
@@ -112,7 +112,7 @@ int open_regular(const char *path, int flags, mode_t mode)
     } else if (!S_ISREG(info.st_mode)) {
         fail(EINVAL, "%s: not a regular file", quote(path));
     } else {
-        if (!agent.has_proc || info.st_dev != agent.proc_device)
+        if (!guest.has_proc || info.st_dev != guest.proc_device)
             return fd;
         snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
         ssize_t size = readlink(link, real, sizeof real - 1); /* its beginning is enough */
@@ -190,7 +190,7 @@ int write_file(struct peer *peer, const struct request *r)
     if (path_of(r, path))
         return -1;
     int fd = open_regular(path, flags, 0644);
-    if (fd < 0 && trouble.number == ENOENT) {
+    if (fd < 0 && last_error.number == ENOENT) {
         parent_of(path, parent);
         if (make_directories(parent))
             return -1;
@@ -239,8 +239,8 @@ static int by_name(const void *one, const void *other)
     return strcmp(*(char *const *)one, *(char *const *)other);
 }
 
-/* The names in a directory, sorted, in one block the caller frees; NULL with `trouble`. */
-static char **names_in(DIR *directory, size_t *count)
+/* Return the names in a directory, sorted, in one block that the caller frees; NULL with `last_error`. */
+static char **list_names(DIR *directory, size_t *count)
 {
     struct buffer text = {0};
     size_t found = 0;
@@ -260,7 +260,7 @@ static char **names_in(DIR *directory, size_t *count)
     } else {
         fail(ENOMEM, "%s", error_text(ENOMEM));
     }
-    empty(&text);
+    clear_buffer(&text);
     *count = found;
     return names;
 }
@@ -275,11 +275,11 @@ int list_directory(struct peer *peer, const struct request *r)
     DIR *directory = opendir(path);
     if (!directory)
         return fail_path(path);
-    char **names = names_in(directory, &count);
+    char **names = list_names(directory, &count);
     for (size_t i = 0; names && !failed && i < count; i++) {
         failed = describe(peer, r->call, dirfd(directory), names[i], names[i]);
-        if (failed && trouble.number == ENOENT)
-            failed = 0; /* removed since */
+        if (failed && last_error.number == ENOENT)
+            failed = 0; /* removed meanwhile */
     }
     failed = failed || !names ? -1 : 0;
     free(names);
@@ -309,7 +309,7 @@ int stat_path(struct peer *peer, const struct request *r)
 
 /* --------------------------------------------------------------------------------------- making, removing */
 
-/* A directory on the way down: which it is, what is left to remove in it, and which of these we are in. */
+/* A directory on the current path: its identity and the subdirectories left to remove; the last one is entered. */
 struct level {
     struct level *above;
     dev_t device;
@@ -318,21 +318,21 @@ struct level {
     size_t left;
 };
 
-/* Open a directory so that what is in it can be removed, whatever its mode. */
-static int open_to_empty(int parent, const char *name)
+/* Open a directory with the rights to remove its entries, whatever its mode. */
+static int open_for_removal(int parent, const char *name)
 {
     const int flags = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
     int fd = openat(parent, name, flags);
-    if (fd < 0 && errno == EACCES && !fchmodat(parent, name, 0700, 0)) /* a link put here leads nowhere but into the pod */
+    if (fd < 0 && errno == EACCES && !fchmodat(parent, name, 0700, 0)) /* a link put here can only lead into the pod */
         fd = openat(parent, name, flags);
     if (fd < 0)
         return fail_path(name);
-    fchmod(fd, 0700); /* as an ordinary user, we may lack what we are about to use */
+    fchmod(fd, 0700); /* an ordinary user may lack the rights needed next */
     return fd;
 }
 
-/* Remove the files of a directory, and keep the names of the directories in it; each is looked at once. */
-static int empty_level(int fd, struct level *level)
+/* Unlink the files of a directory and keep the names of its subdirectories. */
+static int unlink_files(int fd, struct level *level)
 {
     struct stat info;
     size_t count;
@@ -347,7 +347,7 @@ static int empty_level(int fd, struct level *level)
         return -1;
     }
     level->device = info.st_dev, level->file = info.st_ino, level->left = 0;
-    level->names = names_in(directory, &count);
+    level->names = list_names(directory, &count);
     closedir(directory);
     for (size_t i = 0; level->names && i < count; i++) {
         char *name = level->names[i];
@@ -363,11 +363,11 @@ static int empty_level(int fd, struct level *level)
     return level->names ? 0 : -1;
 }
 
-/* Go into the next directory of a level, or back up out of an empty one; where we are then, or -1. */
+/* Enter the next directory of a level (descend) or leave an empty one (ascend); return the new directory, or -1. */
 static int descend(int here, struct level **at)
 {
     struct level *level = calloc(1, sizeof *level);
-    int below = level ? open_to_empty(here, (*at)->names[(*at)->left - 1]) : fail(ENOMEM, "%s", error_text(ENOMEM));
+    int below = level ? open_for_removal(here, (*at)->names[(*at)->left - 1]) : fail(ENOMEM, "%s", error_text(ENOMEM));
     close(here);
     if (below < 0) {
         free(level);
@@ -375,7 +375,7 @@ static int descend(int here, struct level **at)
     }
     level->above = *at;
     *at = level;
-    if (!empty_level(below, level))
+    if (!unlink_files(below, level))
         return below;
     close(below);
     return -1;
@@ -403,14 +403,14 @@ static int ascend(int here, struct level **at)
     return -1;
 }
 
-/* Remove all below a directory: any depth, no link followed, and it ends even if programs make more meanwhile. */
-static int empty_tree(const char *path)
+/* Remove a directory's contents: at any depth, following no link, and ending even if programs create more files. */
+static int remove_contents(const char *path)
 {
     struct level *at = calloc(1, sizeof *at);
     if (!at)
         return fail(ENOMEM, "%s", error_text(ENOMEM));
-    int here = open_to_empty(AT_FDCWD, path);
-    if (here >= 0 && empty_level(here, at)) {
+    int here = open_for_removal(AT_FDCWD, path);
+    if (here >= 0 && unlink_files(here, at)) {
         close(here);
         here = -1;
     }
@@ -435,10 +435,10 @@ int remove_path(struct peer *peer, const struct request *r)
     if (path_of(r, path))
         return -1;
     for (size_t size = strlen(path); size > 1 && path[size - 1] == '/'; size--)
-        path[size - 1] = 0; /* a link to a directory is a link */
+        path[size - 1] = 0; /* remove a link to a directory as a link */
     if (lstat(path, &info))
         return fail_path(path);
-    if (S_ISDIR(info.st_mode) && empty_tree(path))
+    if (S_ISDIR(info.st_mode) && remove_contents(path))
         return -1;
     if (S_ISDIR(info.st_mode) ? rmdir(path) : unlink(path))
         return fail_path(path);

@@ -1,4 +1,4 @@
-/* Mounts, and the calls the C library has no name for; each fails with what it was doing in `trouble`. */
+/* Mounts, and system calls that the C library does not wrap; each names its operation in `last_error` on failure. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <sched.h>
@@ -8,7 +8,7 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
-#include "keeper.h"
+#include "zygote.h"
 
 enum { SYS_OPEN_TREE = 428, SYS_MOVE_MOUNT, SYS_FSOPEN, SYS_FSCONFIG, SYS_FSMOUNT, SYS_SETATTR = 442 };
 enum { SET_FLAG = 0, SET_STRING = 1, CMD_CREATE = 6, F_EMPTY = 4, T_SYMLINKS = 0x10, TREE_CLONE = 1 };
@@ -76,7 +76,7 @@ int write_map(pid_t pid, const char *file, const void *text, size_t size)
     return write_to(path, text, size);
 }
 
-/* A tmpfs for what a pod writes, attached only while the pod is made; the descriptor outlives that.
+/* Return a descriptor of a tmpfs for a pod's writes, attached only while the pod is created.
  *
  * The kernel copies every mount of this namespace into each new pod's, so a thousand pods must not mean a thousand
  * mounts here. */
@@ -86,13 +86,13 @@ int stage_memory(const struct request *r)
     char size[32], inodes[32];
     struct option options[3] = {{"mode", "0755"}};
     size_t count = 1;
-    uid_t owner = (uid_t)number(r, PLAN_OWNER, 0);
-    if (field(r, PLAN_SIZE).data) {
-        snprintf(size, sizeof size, "%lld", (long long)number(r, PLAN_SIZE, 0));
+    uid_t owner = (uid_t)number(r, ZYGOTE_OWNER, 0);
+    if (field(r, ZYGOTE_SIZE).data) {
+        snprintf(size, sizeof size, "%lld", (long long)number(r, ZYGOTE_SIZE, 0));
         options[count++] = (struct option){"size", size};
     }
-    if (field(r, PLAN_INODES).data) {
-        snprintf(inodes, sizeof inodes, "%lld", (long long)number(r, PLAN_INODES, 0));
+    if (field(r, ZYGOTE_INODES).data) {
+        snprintf(inodes, sizeof inodes, "%lld", (long long)number(r, ZYGOTE_INODES, 0));
         options[count++] = (struct option){"nr_inodes", inodes};
     }
     int fresh = new_mount("tmpfs", options, count, ATTR_NODEV);
@@ -111,7 +111,7 @@ int stage_memory(const struct request *r)
     return tree;
 }
 
-/* A descriptor of a user namespace with these maps; the process that made it is gone. */
+/* Return a descriptor of a user namespace with these maps; its process has ended. */
 int user_namespace(struct span uids, struct span gids)
 {
     char path[64];

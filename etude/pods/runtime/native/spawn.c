@@ -1,6 +1,6 @@
-/* Starting a program for the agent: who it runs as, what it is called with, and the way to exec.
+/* Start a program for the guest init: its user, its arguments and environment, and exec.
  *
- * By vfork, because a fork copies page tables: the child borrows our memory until it execs, touches nothing but
+ * By vfork, because a fork copies page tables: the child shares our memory until it execs, touches nothing but
  * `struct start`, and leaves its error there. Everything that allocates or can be refused is done before.
  */
 #define _GNU_SOURCE
@@ -12,30 +12,30 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
-#include "agent.h"
+#include "init.h"
 
-enum { GROUPS = 256, TABLE = 1 << 22, UNIQUE = 1024 };
+enum { MAX_GROUPS = 256, MAX_TABLE = 1 << 22, MAX_UNIQUE_VARIABLES = 1024 };
 
 #ifndef SYS_close_range
 #define SYS_close_range 436
 #endif
 
-/* All a child needs, ready to use. */
+/* Everything that the child needs, prepared before the vfork. */
 struct start {
     char **argv, **env;
     const char *search; /* PATH of its environment */
     char cwd[PATH_MAX];
     int input, output, error;
     bool terminal, as_user;
-    uint32_t uid, gid, groups[GROUPS];
+    uint32_t uid, gid, groups[MAX_GROUPS];
     size_t group_count;
     volatile int failed; /* errno, set by the child */
     volatile enum { IN_CHDIR, IN_IDENTITY, IN_TERMINAL, IN_EXEC } step;
 };
 
-/* ------------------------------------------------------------------------------------------- its descriptors */
+/* ------------------------------------------------------------------------------------------- descriptors */
 
-/* The two ends of a new terminal. The peer end is asked of the master, so nothing in the pod's /dev can stand in. */
+/* Open the two ends of a new terminal. The slave comes from the master, so nothing in the pod's /dev can replace it. */
 int open_terminal(int *master, int *slave)
 {
     int unlocked = 0;
@@ -52,33 +52,32 @@ int open_terminal(int *master, int *slave)
     return 0;
 }
 
-/* Our ends go into the job, theirs into `theirs`: standard input, output, error, -1 where there is none to close. */
-int open_pipes(struct job *job, int theirs[3], bool wants_input)
+int open_pipes(struct job *job, int child_fds[3], bool wants_input)
 {
     int ends[2];
     if (wants_input) {
         if (pipe2(ends, O_CLOEXEC))
             return fail(errno, "%s", error_text(errno));
-        theirs[0] = ends[0], job->input = ends[1];
+        child_fds[0] = ends[0], job->input = ends[1];
     }
     for (int i = 0; i < 2; i++) {
         if (pipe2(ends, O_CLOEXEC))
             return fail(errno, "%s", error_text(errno));
-        job->outputs[i] = ends[0], theirs[1 + i] = ends[1];
+        job->outputs[i] = ends[0], child_fds[1 + i] = ends[1];
     }
     return 0;
 }
 
-/* ------------------------------------------------------------------------------------------------- the user */
+/* ------------------------------------------------------------------------------------------------- user */
 
-/* A file of /etc as a string. It belongs to the pod: it may be a fifo, or endless. */
+/* Read a file of /etc as a string. The pod may have replaced it by a fifo or an endless file. */
 static char *read_table(const char *path)
 {
-    char *text = malloc(TABLE);
+    char *text = malloc(MAX_TABLE);
     int fd = text ? open_regular(path, O_RDONLY, 0) : -1;
     size_t size = 0;
     ssize_t got = 1;
-    while (fd >= 0 && size < TABLE - 1 && (got = read(fd, text + size, TABLE - 1 - size)) > 0)
+    while (fd >= 0 && size < MAX_TABLE - 1 && (got = read(fd, text + size, MAX_TABLE - 1 - size)) > 0)
         size += (size_t)got;
     if (text)
         text[size] = 0;
@@ -87,7 +86,7 @@ static char *read_table(const char *path)
     return text;
 }
 
-/* The next line of a table, cut into columns in place; how many there are, -1 behind the last line. */
+/* Split the next line of a table into columns in place; return their number, -1 after the last line. */
 static int next_row(char **at, char *columns[8])
 {
     char *line = *at;
@@ -108,7 +107,7 @@ static int next_row(char **at, char *columns[8])
     return count;
 }
 
-/* A whole decimal number that can be an id; -1 if it is none. */
+/* Parse a decimal number that can be an id; -1 if it is none. */
 static int64_t id_of(const char *text)
 {
     int64_t value = 0;
@@ -119,7 +118,7 @@ static int64_t id_of(const char *text)
             return -1;
         value = value * 10 + (*text - '0');
     }
-    return value < UINT32_MAX ? value : -1; /* the largest means "leave as it is" to the kernel */
+    return value < UINT32_MAX ? value : -1; /* the largest means "unchanged" to the kernel */
 }
 
 static bool is_member(const char *name, const char *list)
@@ -131,7 +130,7 @@ static bool is_member(const char *name, const char *list)
     return false;
 }
 
-/* The groups that list `name` as a member, and the id of `group` if that is not empty. */
+/* Find the groups that list `name` as a member, and the id of `group` unless that is empty. */
 static int find_groups(struct start *s, const char *name, const char *group, int64_t *gid)
 {
     char *text = read_table("/etc/group"), *at = text, *row[8];
@@ -145,7 +144,7 @@ static int find_groups(struct start *s, const char *name, const char *group, int
         if (columns < 4 || !is_member(name, row[3]))
             continue;
         int64_t id = id_of(row[2]);
-        if (id < 0 || s->group_count == GROUPS)
+        if (id < 0 || s->group_count == MAX_GROUPS)
             failed = fail(EINVAL, "ValueError: group %.64s is of no use", row[0]);
         else
             s->groups[s->group_count++] = (uint32_t)id;
@@ -156,7 +155,7 @@ static int find_groups(struct start *s, const char *name, const char *group, int
     return failed;
 }
 
-/* User, group and groups of `name`, `uid` or `uid:gid`, by the pod's own /etc; no name services. */
+/* Find user, group and groups of `name`, `uid` or `uid:gid` in the pod's own /etc; no name services. */
 static int find_user(struct start *s, const char *asked)
 {
     char name[256], *group, *text, *at, *row[8];
@@ -181,20 +180,20 @@ static int find_user(struct start *s, const char *asked)
     return failed;
 }
 
-/* ------------------------------------------------------------------------------------------------ the words */
+/* ------------------------------------------------------------------------------------ arguments, environment */
 
-/* A later variable of the same name replaces an earlier one; beyond a thousand they are taken as they come. */
-static size_t place_of(char **env, size_t count, const char *entry)
+/* Return the index for a variable: that of an earlier one of the same name, which is not searched beyond a thousand. */
+static size_t env_index(char **env, size_t count, const char *entry)
 {
     size_t name = (size_t)(strchr(entry, '=') - entry) + 1;
-    for (size_t i = 0; count <= UNIQUE && i < count; i++)
+    for (size_t i = 0; count <= MAX_UNIQUE_VARIABLES && i < count; i++)
         if (!strncmp(env[i], entry, name))
             return i;
     return count;
 }
 
-/* argv and environment in one block of memory, which the caller frees; NULL with `trouble`. */
-static void *take_words(struct start *s, const struct request *r)
+/* Copy argv and environment into one block of memory, which the caller frees; NULL with `last_error`. */
+static void *parse_argv_env(struct start *s, const struct request *r)
 {
     size_t args = 0, vars = 0, room = 0, at = 0;
     struct span value;
@@ -228,7 +227,7 @@ static void *take_words(struct start *s, const struct request *r)
         if (key == ARG) {
             s->argv[args++] = text;
         } else {
-            size_t place = place_of(s->env, vars, text);
+            size_t place = env_index(s->env, vars, text);
             s->env[place] = text;
             vars += place == vars;
         }
@@ -242,19 +241,19 @@ static void *take_words(struct start *s, const struct request *r)
     return block;
 }
 
-static int find_directory(struct start *s, const struct request *r)
+static int find_workdir(struct start *s, const struct request *r)
 {
     char asked[PATH_MAX];
     struct stat info;
-    bool fits = text_of(field(r, CWD), asked, sizeof asked) && join_path(agent.workdir, asked, s->cwd, sizeof s->cwd);
+    bool fits = text_of(field(r, CWD), asked, sizeof asked) && join_path(guest.workdir, asked, s->cwd, sizeof s->cwd);
     if (!fits || stat(s->cwd, &info) || !S_ISDIR(info.st_mode))
         return fail(ENOTDIR, "the working directory %s is not there", fits ? s->cwd : "asked for");
     return 0;
 }
 
-/* ------------------------------------------------------------------------------------------------ the child */
+/* ------------------------------------------------------------------------------------------------ child */
 
-/* execve along PATH; the first reason other than "not there" is what is told. */
+/* execve along PATH; return the first error other than "not found". */
 static int exec_along_path(const struct start *s)
 {
     char path[PATH_MAX];
@@ -282,8 +281,8 @@ static int exec_along_path(const struct start *s)
     }
 }
 
-/* Raw calls for the identity: the C library's would try to tell threads, in memory that is not the child's. */
-static int take_identity(const struct start *s)
+/* Raw calls for the identity: the C library's would try to notify threads, in memory that is not the child's. */
+static int set_identity(const struct start *s)
 {
     return syscall(SYS_setgroups, s->group_count, s->groups) || syscall(SYS_setresgid, s->gid, s->gid, s->gid) ||
                    syscall(SYS_setresuid, s->uid, s->uid, s->uid)
@@ -291,8 +290,8 @@ static int take_identity(const struct start *s)
                : 0;
 }
 
-/* In the child of a vfork: become the program, or leave the error and go. */
-__attribute__((noreturn, noinline)) static void become(struct start *s)
+/* In the child of a vfork: exec the program, or store the error and exit. */
+__attribute__((noreturn, noinline)) static void exec_program(struct start *s)
 {
     sigset_t none;
     dup2(s->input, 0);
@@ -304,14 +303,14 @@ __attribute__((noreturn, noinline)) static void become(struct start *s)
     umask(022);
     setsid();
     s->step = IN_IDENTITY;
-    if (s->as_user && take_identity(s))
+    if (s->as_user && set_identity(s))
         goto failed;
     s->step = IN_TERMINAL;
     if (s->terminal && ioctl(0, TIOCSCTTY, 0))
         goto failed;
     s->step = IN_EXEC;
     syscall(SYS_close_range, 3, ~0U, 0);
-    sigemptyset(&none); /* every handler is the default already; only the mask is ours */
+    sigemptyset(&none); /* every handler is already the default; only the mask is ours */
     sigprocmask(SIG_SETMASK, &none, NULL);
     errno = exec_along_path(s);
 failed:
@@ -323,15 +322,15 @@ __attribute__((noinline)) static pid_t vfork_program(struct start *s)
 {
     pid_t pid = vfork();
     if (pid == 0)
-        become(s);
+        exec_program(s);
     return pid;
 }
 
-/* When memory runs out the kernel must choose a program, not the agent. Children inherit the mark.
+/* The OOM killer must choose a program, not the guest init. Children inherit the score.
  *
- * From here, not from the child: before exec it shares our memory, which is not dumpable, and the pod's root may not
- * open the file of such a process. */
-static void mark(pid_t pid)
+ * Set from here, not from the child: before exec it shares our memory, which is not dumpable, and the pod's root may
+ * not open the file of such a process. */
+static void adjust_oom_score(pid_t pid)
 {
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/oom_score_adj", (int)pid);
@@ -339,12 +338,12 @@ static void mark(pid_t pid)
     if (fd < 0)
         return;
     if (write(fd, "1000", 4) < 0) {
-        /* it ended already */
+        /* it has already ended */
     }
     close(fd);
 }
 
-static int explain(const struct start *s)
+static int report_start_error(const struct start *s)
 {
     switch (s->step) {
     case IN_CHDIR: return fail(s->failed, "%s: %s", quote(s->cwd), error_text(s->failed));
@@ -363,9 +362,9 @@ pid_t start_program(const struct request *r, int input, int output, int error, b
     struct span asked = field(r, USER);
     if (!text_of(asked, user, sizeof user))
         return fail(EINVAL, "no such user in the pod");
-    if ((asked.size && find_user(&s, user)) || find_directory(&s, r))
+    if ((asked.size && find_user(&s, user)) || find_workdir(&s, r))
         return -1;
-    void *block = take_words(&s, r);
+    void *block = parse_argv_env(&s, r);
     if (!block)
         return -1;
     pid_t pid = vfork_program(&s);
@@ -373,9 +372,9 @@ pid_t start_program(const struct request *r, int input, int output, int error, b
         fail(errno, "%s", error_text(errno));
     else if (s.failed) {
         waitpid(pid, NULL, 0);
-        pid = explain(&s);
-    } else if (agent.mark_children)
-        mark(pid);
+        pid = report_start_error(&s);
+    } else if (guest.adjust_oom_score)
+        adjust_oom_score(pid);
     free(block);
     return pid;
 }

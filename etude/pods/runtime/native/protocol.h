@@ -1,13 +1,13 @@
-/* The frames of wire.py and the requests of plan.py, in C: constants, growing buffers, bounds-checked parsing.
+/* The frames of guest/protocol.py and the requests of zygote_protocol.py in C: constants, buffers, checked parsing.
  *
  *     frame   u32 length of the rest | u8 op | u32 call | fields...        field   u8 key | u32 length | bytes
  *
- * Python is the specification. Nothing here trusts a length: a request is checked whole, numbers included, before
- * anybody looks a field up. A buffer that could not grow says so once, in `failed`, and takes nothing more.
+ * Python is the specification. No length is trusted: a whole request is checked, numbers included, before any field is
+ * read. A buffer that could not grow sets `failed` and accepts nothing more.
  * Integers are little-endian, as are the machines this is built for.
  */
-#ifndef ETUDE_WIRE_H
-#define ETUDE_WIRE_H
+#ifndef ETUDE_PROTOCOL_H
+#define ETUDE_PROTOCOL_H
 
 #include <errno.h>
 #include <stdarg.h>
@@ -21,27 +21,27 @@
 #include <unistd.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "the wire is little-endian, and numbers are copied as they lie in memory"
+#error "the protocol is little-endian, and numbers are copied as they are in memory"
 #endif
 
-enum { WIRE_VERSION = 1, CHUNK = 1 << 18, MAX_FRAME = 1 << 21, HEAD = 9, FIELD_HEAD = 5 };
+enum { PROTOCOL_VERSION = 1, CHUNK = 1 << 18, MAX_FRAME = 1 << 21, HEAD = 9, FIELD_HEAD = 5 };
 
-/* requests to the agent, answers, requests to the keeper */
+/* requests to the guest init, replies, requests to the zygote */
 enum { PING = 1, SPAWN, INPUT, SIGNAL, RESIZE, READ, WRITE, LIST, STAT, REMOVE, MKDIR, SYMLINK, OWN, PROCESSES, KILLALL };
 enum { HELLO = 64, OK, FAIL, STARTED, OUT, ERR, EXITED, ENTRY };
 enum { CREATE = 32, KILL, SEAL, FETCH, DROP, MAP, STATUS, STOP };
 
-/* fields of the agent's frames */
+/* fields of the guest init's frames */
 enum {
     ARG = 1, ENV, CWD, USER, DATA, FLAGS, ROWS, COLS, LIMIT, TIME, JOB, NUMBER, PATH, OFFSET, MODE, SIZE,
     KIND, MTIME, TARGET, PID, CODE, UTIME, STIME, MAXRSS
 };
 
-/* fields of the keeper's frames */
+/* fields of the zygote's frames */
 enum {
-    PLAN_ID = 128, PLAN_LOWER, PLAN_UPPER, PLAN_SIZE, PLAN_INODES, PLAN_BIND, PLAN_UIDMAP, PLAN_GIDMAP, PLAN_OWNER,
-    PLAN_CGROUP, PLAN_HOSTNAME, PLAN_WORKDIR, PLAN_CAPS, PLAN_FILTER, PLAN_ADDRESS, PLAN_LISTEN, PLAN_FLAGS, PLAN_SHM,
-    PLAN_LAYER, PLAN_PATH, PLAN_PID, PLAN_GROUP
+    ZYGOTE_ID = 128, ZYGOTE_LOWER, ZYGOTE_UPPER, ZYGOTE_SIZE, ZYGOTE_INODES, ZYGOTE_BIND, ZYGOTE_UIDMAP,
+    ZYGOTE_GIDMAP, ZYGOTE_OWNER, ZYGOTE_CGROUP, ZYGOTE_HOSTNAME, ZYGOTE_WORKDIR, ZYGOTE_CAPS, ZYGOTE_FILTER,
+    ZYGOTE_ADDRESS, ZYGOTE_LISTEN, ZYGOTE_FLAGS, ZYGOTE_SHM, ZYGOTE_LAYER, ZYGOTE_PATH, ZYGOTE_PID, ZYGOTE_GROUP
 };
 
 enum { KEEP_STDIN = 1, TIMED_OUT = 1, TRUNCATED = 2, END = 1, TRUNCATE = 1, APPEND = 2, ATTACHED = 1 };
@@ -49,14 +49,14 @@ enum { ADJUST_OOM_SCORE = 1 };
 
 /* ------------------------------------------------------------------------------------------------ errors */
 
-/* What went wrong last, until it is put into a FAIL frame. Functions that can fail fill it and return -1. */
-struct trouble {
+/* The last error, until it is put into a FAIL frame. Functions that can fail set it and return -1. */
+struct error {
     int number;
     char text[768];
 };
-extern struct trouble trouble;
+extern struct error last_error;
 
-/* Error texts as glibc has them, so that a message does not depend on the libc this was built with. */
+/* Error texts of glibc, so that a message does not depend on the libc this was built with. */
 static inline const char *error_text(int number)
 {
     switch (number) {
@@ -77,14 +77,14 @@ static inline const char *error_text(int number)
 __attribute__((format(printf, 2, 3))) static inline int fail(int number, const char *format, ...)
 {
     va_list rest;
-    trouble.number = number ? number : EIO;
+    last_error.number = number ? number : EIO;
     va_start(rest, format);
-    vsnprintf(trouble.text, sizeof trouble.text, format, rest);
+    vsnprintf(last_error.text, sizeof last_error.text, format, rest);
     va_end(rest);
     return -1;
 }
 
-/* `what: the kernel's reason`, of the call that just failed. */
+/* Set the error to `what: errno text` of the call that just failed. */
 __attribute__((format(printf, 1, 2))) static inline int fail_errno(const char *format, ...)
 {
     int number = errno;
@@ -103,34 +103,34 @@ static inline int64_t now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* The moment `ms` from now; a number too large for the clock is the end of time, not an overflow. */
+/* Return the time `ms` after `now`, clamped so that it cannot overflow. */
 static inline int64_t after_ms(int64_t now, int64_t ms)
 {
-    const int64_t most = INT64_MAX / 4 / 1000000;
-    return now + (ms > most ? most : ms < -most ? -most : ms) * 1000000;
+    const int64_t limit = INT64_MAX / 4 / 1000000;
+    return now + (ms > limit ? limit : ms < -limit ? -limit : ms) * 1000000;
 }
 
 /* ----------------------------------------------------------------------------------------------- buffers */
 
-/* Bytes added at the end and taken from the front. */
+/* A byte queue: bytes are added at the end and consumed from the front. */
 struct buffer {
     uint8_t *data;
     size_t start, size, room;
     bool failed;
 };
 
-static inline void empty(struct buffer *b)
+static inline void clear_buffer(struct buffer *b)
 {
     free(b->data);
     *b = (struct buffer){.failed = b->failed};
 }
 
-/* Room for `more` bytes behind the last, or NULL. They count once `size` is raised. */
+/* Return space for `more` bytes at the end, or NULL. The caller raises `size`. */
 static inline uint8_t *reserve(struct buffer *b, size_t more)
 {
     if (b->failed)
         return NULL;
-    if (b->room - b->start - b->size < more && b->start && b->start >= b->room / 2) { /* moving is linear: seldom */
+    if (b->room - b->start - b->size < more && b->start && b->start >= b->room / 2) { /* amortise the move */
         memmove(b->data, b->data + b->start, b->size);
         b->start = 0;
     }
@@ -157,13 +157,13 @@ static inline void append(struct buffer *b, const void *data, size_t size)
     }
 }
 
-/* Drop from the front; an emptied buffer that was large gives its memory back, for idle pods must be small. */
+/* Drop bytes from the front; an emptied large buffer frees its memory, because idle pods must be small. */
 static inline void consume(struct buffer *b, size_t size)
 {
     b->start += size;
     b->size -= size;
     if (!b->size && b->room > 4096)
-        empty(b);
+        clear_buffer(b);
     else if (!b->size)
         b->start = 0;
 }
@@ -175,7 +175,7 @@ static inline uint8_t *bytes(struct buffer *b)
 
 /* ------------------------------------------------------------------------------------------------ writing */
 
-/* Start a frame; the mark is given to end_frame, or to drop_frame. */
+/* Start a frame; the returned mark is for end_frame. */
 static inline size_t begin_frame(struct buffer *b, int op, uint32_t call)
 {
     size_t mark = b->size;
@@ -220,8 +220,8 @@ static inline void end_frame(struct buffer *b, size_t mark)
 static inline void put_failure(struct buffer *b, uint32_t call)
 {
     size_t mark = begin_frame(b, FAIL, call);
-    put_number(b, NUMBER, trouble.number);
-    put_text(b, DATA, trouble.text);
+    put_number(b, NUMBER, last_error.number);
+    put_text(b, DATA, last_error.text);
     end_frame(b, mark);
 }
 
@@ -232,7 +232,7 @@ struct span {
     uint32_t size;
 };
 
-/* A request whose fields are known to lie within it. */
+/* A request whose field lengths have been checked. */
 struct request {
     int op;
     uint32_t call;
@@ -244,14 +244,15 @@ static inline bool is_number(int key)
 {
     switch (key) {
     case FLAGS: case ROWS: case COLS: case LIMIT: case TIME: case JOB: case NUMBER: case OFFSET: case MODE: case SIZE:
-    case PLAN_SIZE: case PLAN_INODES: case PLAN_OWNER: case PLAN_CAPS: case PLAN_FLAGS: case PLAN_SHM: case PLAN_PID:
+    case ZYGOTE_SIZE: case ZYGOTE_INODES: case ZYGOTE_OWNER: case ZYGOTE_CAPS: case ZYGOTE_FLAGS: case ZYGOTE_SHM:
+    case ZYGOTE_PID:
         return true;
     default:
         return false;
     }
 }
 
-/* The next field from `*at` on; false behind the last. Only for requests that were checked. */
+/* Return the next field from `*at` on; false after the last. Only for checked requests. */
 static inline bool next_field(const struct request *r, size_t *at, int *key, struct span *value)
 {
     if (*at >= r->size)
@@ -263,7 +264,7 @@ static inline bool next_field(const struct request *r, size_t *at, int *key, str
     return true;
 }
 
-/* Op, call and fields of a frame without its length; false if it is not one. */
+/* Parse op, call and fields of a frame without its length; false if it is invalid. */
 static inline bool parse_request(const uint8_t *body, size_t size, struct request *r)
 {
     if (size < HEAD - 4)
@@ -284,7 +285,7 @@ static inline bool parse_request(const uint8_t *body, size_t size, struct reques
     return true;
 }
 
-/* 1 and the frame at the front of the bytes, with its whole size; 0 when it is not complete; -1 when it is none. */
+/* Return 1 with the frame at the front of the bytes and its whole size; 0 if it is incomplete; -1 if it is invalid. */
 static inline int split_frame(const uint8_t *data, size_t size, struct request *r, size_t *taken)
 {
     uint32_t length;
@@ -299,7 +300,7 @@ static inline int split_frame(const uint8_t *data, size_t size, struct request *
     return parse_request(data + 4, length, r) ? 1 : -1;
 }
 
-/* The first field of a key; with `data` NULL when there is none. */
+/* Return the first field of a key; `data` is NULL when there is none. */
 static inline struct span field(const struct request *r, int key)
 {
     struct span value;
@@ -319,7 +320,7 @@ static inline int64_t number(const struct request *r, int key, int64_t otherwise
     return result;
 }
 
-/* A field as a string of at most `room` - 1 bytes; false when it is longer or holds a NUL. */
+/* Copy a field as a string of at most `room` - 1 bytes; false when it is longer or contains a NUL. */
 static inline bool text_of(struct span value, char *into, size_t room)
 {
     if (value.size >= room || (value.size && memchr(value.data, 0, value.size)))

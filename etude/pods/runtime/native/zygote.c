@@ -1,10 +1,11 @@
-/* The keeper of a state directory's pods, as keeper.py: the process they are cloned from, and their parent.
+/* The zygote of a state directory, as zygote.py: the process that all its pods are cloned from, and their parent.
  *
- *     keeper < "LISTENER_FD\nSTATE_DIR\n"        keeper --version
+ *     zygote < "LISTENER_FD\nSTATE_DIR\n"        zygote --version
  *
- * It answers the requests of plan.py one by one, holds no policy, has one thread, and ends when nothing is left to keep.
- * It lives in a mount namespace of its own, where layers in memory and id-mapped layers are mounted: when it dies, all
- * of that and every pod goes with it. It never waits for a pod to be built, nor for long on whoever asks.
+ * It handles the requests of zygote_protocol.py one by one, makes no policy decisions, has one thread, and exits when
+ * it holds no pod and no layer. It runs in a mount namespace of its own, where layers in memory and id-mapped layers
+ * are mounted: when it dies, these mounts and every pod go with it. It never waits for a pod's setup, nor long for a
+ * client.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -21,15 +22,15 @@
 #include <sys/time.h>
 #include <sys/wait.h>
 
-#include "keeper.h"
+#include "zygote.h"
 
 enum {
-    IDLE_MS = 30000, /* with nothing to keep and nobody connected */
-    CONNECTIONS = 256,
-    GIVEN = 8,       /* descriptors that may come with one message */
-    NAME = 200,      /* bytes of the name of a pod or layer */
+    IDLE_MS = 30000, /* until it exits without pods, layers and connections */
+    MAX_CONNECTIONS = 256,
+    MAX_DESCRIPTORS = 8, /* of one message */
+    NAME = 200,          /* bytes of the name of a pod or layer */
     MAP_TEXT = 4096,
-    SEND_S = 5,      /* for an asker to take its answer */
+    SEND_S = 5,          /* for a client to take its reply */
 };
 
 static const unsigned long NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC |
@@ -40,9 +41,9 @@ static const uint64_t INTO_CGROUP = 0x200000000ull;
 #define SYS_clone3 435
 #endif
 
-struct trouble trouble;
+struct error last_error;
 
-/* A pod that was made: its first process, and the tmpfs it writes to, or -1. */
+/* A created pod: its first process, and the tmpfs it writes to, or -1. */
 struct pod {
     struct pod *next;
     char name[NAME];
@@ -51,7 +52,7 @@ struct pod {
     bool alive;
 };
 
-/* A layer mounted here, by its name. */
+/* A mounted layer. */
 struct layer {
     struct layer *next;
     char name[NAME];
@@ -67,29 +68,29 @@ struct mapping {
 struct connection {
     int fd;
     struct buffer received;
-    int given[GIVEN], given_count;
+    int descriptors[MAX_DESCRIPTORS], descriptor_count;
 };
 
 static struct {
-    int listener, signals, life_w;
-    struct birth birth;
+    int listener, signals, liveness_w;
+    struct pod_setup setup;
     struct pod *pods;
     struct layer *memory, *mapped;
     struct mapping *mappings;
-    struct connection connections[CONNECTIONS];
+    struct connection connections[MAX_CONNECTIONS];
     int connected;
     bool running;
-} keeper;
+} zygote;
 
-/* What an answer says beside OK. */
+/* The contents of an OK reply. */
 struct reply {
     struct buffer *to;
-    int passed; /* a descriptor, or -1 */
+    int fd; /* a descriptor to send, or -1 */
 };
 
 /* ------------------------------------------------------------------------------------------------- names */
 
-/* The name of a pod or a layer, safe as a directory's. */
+/* Get the name of a pod or layer, checked to be safe as a directory name. */
 static int name_of(const struct request *r, int key, char name[NAME])
 {
     struct span value = field(r, key);
@@ -100,7 +101,7 @@ static int name_of(const struct request *r, int key, char name[NAME])
 
 static struct pod *find_pod(const char *name)
 {
-    for (struct pod *pod = keeper.pods; pod; pod = pod->next)
+    for (struct pod *pod = zygote.pods; pod; pod = pod->next)
         if (!strcmp(pod->name, name))
             return pod;
     return NULL;
@@ -126,7 +127,7 @@ static int add_layer(struct layer **list, const char *name)
 
 static void drop_pod(struct pod *pod)
 {
-    for (struct pod **at = &keeper.pods; *at; at = &(*at)->next)
+    for (struct pod **at = &zygote.pods; *at; at = &(*at)->next)
         if (*at == pod) {
             *at = pod->next;
             break;
@@ -147,22 +148,22 @@ static void end_pod(struct pod *pod)
         ;
 }
 
-/* A pod that ended by itself stays known, so that what it wrote can still be sealed, until it is killed. */
+/* Reap pods that ended by themselves. They stay known until killed, so that their writes can be sealed. */
 static void reap(void)
 {
     pid_t pid;
     while ((pid = waitpid(-1, NULL, WNOHANG)) > 0)
-        for (struct pod *pod = keeper.pods; pod; pod = pod->next)
+        for (struct pod *pod = zygote.pods; pod; pod = pod->next)
             if (pod->pid == pid)
                 pod->alive = false;
 }
 
 /* ---------------------------------------------------------------------------------------------- creating */
 
-/* Give a new process its ids and its groups, and let it go on. */
-static int identify(const struct request *r, pid_t pid, int go, bool moved)
+/* Set the id maps and control groups of a new process, and let it continue. */
+static int configure_child(const struct request *r, pid_t pid, int go, bool moved)
 {
-    struct span uids = field(r, PLAN_UIDMAP), gids = field(r, PLAN_GIDMAP), value;
+    struct span uids = field(r, ZYGOTE_UIDMAP), gids = field(r, ZYGOTE_GIDMAP), value;
     char path[PATH_MAX], text[16];
     int key;
     if (write_map(pid, "uid_map", uids.data, uids.size))
@@ -173,10 +174,10 @@ static int identify(const struct request *r, pid_t pid, int go, bool moved)
         return -1;
     int size = snprintf(text, sizeof text, "%d", (int)pid);
     for (size_t at = 0; next_field(r, &at, &key, &value);)
-        if (key == PLAN_CGROUP || (key == PLAN_GROUP && !moved)) {
+        if (key == ZYGOTE_CGROUP || (key == ZYGOTE_GROUP && !moved)) {
             if (!text_of(value, path, sizeof path - 16))
                 return fail(EINVAL, "a control group file is no path");
-            if (key == PLAN_GROUP)
+            if (key == ZYGOTE_GROUP)
                 strcat(path, "/cgroup.procs");
             if (write_to(path, text, (size_t)size))
                 return -1;
@@ -184,12 +185,12 @@ static int identify(const struct request *r, pid_t pid, int go, bool moved)
     return write(go, "g", 1) == 1 ? 0 : fail_errno("start the pod");
 }
 
-/* As fork does, but straight into new namespaces, without a stack of its own, and into a v2 control group: to move a
- * running process there costs an RCU grace period. Where that cannot be, `*moved` stays false. */
+/* Fork into new namespaces, without a new stack, and directly into a v2 control group: moving a running process there
+ * costs an RCU grace period. Where that is not possible, `*moved` stays false. */
 static pid_t clone_into(const struct request *r, bool *moved)
 {
     char path[PATH_MAX];
-    struct span group = field(r, PLAN_GROUP);
+    struct span group = field(r, ZYGOTE_GROUP);
     if (group.data && text_of(group, path, sizeof path)) {
         int directory = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         if (directory >= 0) {
@@ -205,7 +206,7 @@ static pid_t clone_into(const struct request *r, bool *moved)
     return (pid_t)syscall(SYS_clone, NAMESPACES | SIGCHLD, 0, 0, 0, 0);
 }
 
-/* Clone the first process of a pod; its pid or -1. It builds its world by itself: nobody waits for it here. */
+/* Clone the first process of a pod; return its pid or -1. The child sets itself up; this does not wait for it. */
 static pid_t clone_pod(const struct request *r, int listener)
 {
     int go[2];
@@ -214,15 +215,15 @@ static pid_t clone_pod(const struct request *r, int listener)
     bool moved = false;
     pid_t pid = clone_into(r, &moved);
     if (pid == 0) {
-        struct birth birth = keeper.birth;
+        struct pod_setup setup = zygote.setup;
         close(go[1]);
-        close(keeper.life_w);
-        birth.listener = listener, birth.go = go[0];
-        be_pod(r, &birth);
+        close(zygote.liveness_w);
+        setup.listener = listener, setup.go = go[0];
+        run_pod(r, &setup);
     }
     if (pid < 0)
         fail_errno("clone into new namespaces");
-    else if (identify(r, pid, go[1], moved)) {
+    else if (configure_child(r, pid, go[1], moved)) {
         kill(pid, SIGKILL);
         waitpid(pid, NULL, 0);
         pid = -1;
@@ -232,19 +233,19 @@ static pid_t clone_pod(const struct request *r, int listener)
     return pid;
 }
 
-static int create(const struct request *r, int given, struct reply *reply)
+static int create(const struct request *r, int descriptor, struct reply *reply)
 {
     char name[NAME];
-    if (name_of(r, PLAN_ID, name))
+    if (name_of(r, ZYGOTE_ID, name))
         return -1;
-    if (find_pod(name) || given < 0)
+    if (find_pod(name) || descriptor < 0)
         return fail(EINVAL, "pod %s exists already, or no socket came with it", name);
     struct pod *pod = calloc(1, sizeof *pod);
     if (!pod)
         return fail(ENOMEM, "%s", error_text(ENOMEM));
-    bool in_memory = !field(r, PLAN_UPPER).data;
+    bool in_memory = !field(r, ZYGOTE_UPPER).data;
     pod->tree = in_memory ? stage_memory(r) : -1;
-    pod->pid = in_memory && pod->tree < 0 ? -1 : clone_pod(r, given);
+    pod->pid = in_memory && pod->tree < 0 ? -1 : clone_pod(r, descriptor);
     if (pod->tree >= 0)
         umount2(STAGE, MNT_DETACH);
     if (pod->pid < 0) {
@@ -253,78 +254,78 @@ static int create(const struct request *r, int given, struct reply *reply)
     }
     strcpy(pod->name, name);
     pod->alive = true;
-    pod->next = keeper.pods;
-    keeper.pods = pod;
-    put_number(reply->to, PLAN_PID, pod->pid);
+    pod->next = zygote.pods;
+    zygote.pods = pod;
+    put_number(reply->to, ZYGOTE_PID, pod->pid);
     return 0;
 }
 
 /* ------------------------------------------------------------------------------------------------ requests */
 
-static int kill_pod(const struct request *r, int given, struct reply *reply)
+static int kill_pod(const struct request *r, int descriptor, struct reply *reply)
 {
     char name[NAME];
-    (void)given, (void)reply;
-    struct pod *pod = name_of(r, PLAN_ID, name) ? NULL : find_pod(name);
-    if (pod) { /* otherwise it is as dead as was asked for */
+    (void)descriptor, (void)reply;
+    struct pod *pod = name_of(r, ZYGOTE_ID, name) ? NULL : find_pod(name);
+    if (pod) { /* otherwise it has already ended */
         end_pod(pod);
         drop_pod(pod);
     }
     return 0;
 }
 
-static int seal(const struct request *r, int given, struct reply *reply)
+static int seal(const struct request *r, int descriptor, struct reply *reply)
 {
-    char name[NAME], layer[NAME], place[NAME + 16];
-    (void)given, (void)reply;
-    if (name_of(r, PLAN_ID, name) || name_of(r, PLAN_LAYER, layer))
+    char name[NAME], layer[NAME], path[NAME + 16];
+    (void)descriptor, (void)reply;
+    if (name_of(r, ZYGOTE_ID, name) || name_of(r, ZYGOTE_LAYER, layer))
         return -1;
     struct pod *pod = find_pod(name);
     if (!pod || pod->tree < 0)
         return fail(ENOENT, "pod %s writes nothing to memory here", name);
     end_pod(pod);
-    snprintf(place, sizeof place, MEMORY "/%s", layer);
-    if (mkdir(place, 0700))
-        return fail_errno("%s", place); /* the pod stays known, and what it wrote with it */
-    if (attach(pod->tree, place)) {
-        rmdir(place);
+    snprintf(path, sizeof path, MEMORY "/%s", layer);
+    if (mkdir(path, 0700))
+        return fail_errno("%s", path); /* the pod stays known, with its writes */
+    if (attach(pod->tree, path)) {
+        rmdir(path);
         return -1;
     }
-    if (add_layer(&keeper.memory, layer))
+    if (add_layer(&zygote.memory, layer))
         return -1;
     drop_pod(pod);
     return 0;
 }
 
-static int fetch(const struct request *r, int given, struct reply *reply)
+static int fetch(const struct request *r, int descriptor, struct reply *reply)
 {
     const int flags = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
-    char name[NAME], place[NAME + 16];
-    (void)given;
-    if (field(r, PLAN_ID).data) {
-        if (name_of(r, PLAN_ID, name))
+    char name[NAME], path[NAME + 16];
+    (void)descriptor;
+    if (field(r, ZYGOTE_ID).data) {
+        if (name_of(r, ZYGOTE_ID, name))
             return -1;
         struct pod *pod = find_pod(name);
         if (!pod || pod->tree < 0)
             return fail(ENOENT, "no such pod, or it does not write to memory");
-        reply->passed = openat(pod->tree, "u", flags);
+        reply->fd = openat(pod->tree, "u", flags);
     } else {
-        if (name_of(r, PLAN_LAYER, name))
+        if (name_of(r, ZYGOTE_LAYER, name))
             return -1;
-        if (!*find_layer(&keeper.memory, name))
+        if (!*find_layer(&zygote.memory, name))
             return fail(ENOENT, "no layer %s in memory", name);
-        snprintf(place, sizeof place, MEMORY "/%s/u", name);
-        reply->passed = open(place, flags);
+        snprintf(path, sizeof path, MEMORY "/%s/u", name);
+        reply->fd = open(path, flags);
     }
-    return reply->passed < 0 ? fail_errno("open what %s wrote", name) : 0;
+    return reply->fd < 0 ? fail_errno("open the writes of %s", name) : 0;
 }
 
-static int drop(const struct request *r, int given, struct reply *reply)
+static int drop(const struct request *r, int descriptor, struct reply *reply)
 {
-    struct { struct layer **known; const char *directory; } kinds[] = {{&keeper.memory, MEMORY}, {&keeper.mapped, MAPPED}};
-    char name[NAME], place[NAME + 16];
-    (void)given, (void)reply;
-    if (name_of(r, PLAN_LAYER, name))
+    struct { struct layer **known; const char *directory; } kinds[] = {{&zygote.memory, MEMORY}, {&zygote.mapped, MAPPED}};
+    char name[NAME], path[NAME + 16];
+    (void)descriptor, (void)reply;
+    if (name_of(r, ZYGOTE_LAYER, name))
         return -1;
     for (int i = 0; i < 2; i++) {
         struct layer **at = find_layer(kinds[i].known, name), *layer = *at;
@@ -332,22 +333,22 @@ static int drop(const struct request *r, int given, struct reply *reply)
             continue;
         *at = layer->next;
         free(layer);
-        snprintf(place, sizeof place, "%s/%s", kinds[i].directory, name);
-        if (umount2(place, MNT_DETACH) || rmdir(place))
-            return fail_errno("unmount %s", place);
+        snprintf(path, sizeof path, "%s/%s", kinds[i].directory, name);
+        if (umount2(path, MNT_DETACH) || rmdir(path))
+            return fail_errno("unmount %s", path);
     }
     return 0;
 }
 
-/* The same for the same maps, made once. */
+/* Return a user namespace with the request's id maps; one is created for each pair of maps. */
 static int find_namespace(const struct request *r)
 {
-    struct span uids = field(r, PLAN_UIDMAP), gids = field(r, PLAN_GIDMAP);
+    struct span uids = field(r, ZYGOTE_UIDMAP), gids = field(r, ZYGOTE_GIDMAP);
     char maps[MAP_TEXT];
     size_t half = sizeof maps / 2;
     if (!uids.size || !gids.size || !text_of(uids, maps, half) || !text_of(gids, maps + uids.size, half))
         return fail(EINVAL, "no id maps, or too long ones");
-    for (struct mapping *known = keeper.mappings; known; known = known->next)
+    for (struct mapping *known = zygote.mappings; known; known = known->next)
         if (!strcmp(known->maps, maps))
             return known->fd;
     struct mapping *fresh = calloc(1, sizeof *fresh);
@@ -358,61 +359,61 @@ static int find_namespace(const struct request *r)
         return -1;
     }
     strcpy(fresh->maps, maps);
-    fresh->next = keeper.mappings;
-    keeper.mappings = fresh;
+    fresh->next = zygote.mappings;
+    zygote.mappings = fresh;
     return fresh->fd;
 }
 
-/* Show a layer with the owners a pod's user namespace expects. */
-static int map_layer(const struct request *r, int given, struct reply *reply)
+/* Mount a layer with the owners that a pod's user namespace expects. */
+static int map_layer(const struct request *r, int descriptor, struct reply *reply)
 {
-    char name[NAME], place[NAME + 16], path[PATH_MAX];
-    (void)given, (void)reply;
-    if (name_of(r, PLAN_LAYER, name))
+    char name[NAME], target[NAME + 16], path[PATH_MAX];
+    (void)descriptor, (void)reply;
+    if (name_of(r, ZYGOTE_LAYER, name))
         return -1;
-    if (*find_layer(&keeper.mapped, name))
+    if (*find_layer(&zygote.mapped, name))
         return 0;
-    if (!text_of(field(r, PLAN_PATH), path, sizeof path) || !*path)
+    if (!text_of(field(r, ZYGOTE_PATH), path, sizeof path) || !*path)
         return fail(EINVAL, "the layer has no path");
     int namespace = find_namespace(r);
     if (namespace < 0)
         return -1;
-    snprintf(place, sizeof place, MAPPED "/%s", name);
-    if (mkdir(place, 0700) && errno != EEXIST)
-        return fail_errno("%s", place);
+    snprintf(target, sizeof target, MAPPED "/%s", name);
+    if (mkdir(target, 0700) && errno != EEXIST)
+        return fail_errno("%s", target);
     int tree = clone_tree(AT_HERE, path, false);
     if (tree < 0)
         return -1;
-    int failed = set_attributes(tree, ATTR_IDMAP | ATTR_RDONLY, false, namespace) || attach(tree, place);
+    int failed = set_attributes(tree, ATTR_IDMAP | ATTR_RDONLY, false, namespace) || attach(tree, target);
     close(tree);
-    return failed ? -1 : add_layer(&keeper.mapped, name);
+    return failed ? -1 : add_layer(&zygote.mapped, name);
 }
 
-static int status(const struct request *r, int given, struct reply *reply)
+static int status(const struct request *r, int descriptor, struct reply *reply)
 {
-    (void)r, (void)given;
+    (void)r, (void)descriptor;
     reap();
-    for (struct pod *pod = keeper.pods; pod; pod = pod->next)
+    for (struct pod *pod = zygote.pods; pod; pod = pod->next)
         if (pod->alive)
-            put_text(reply->to, PLAN_ID, pod->name);
-    for (struct layer *layer = keeper.memory; layer; layer = layer->next)
-        put_text(reply->to, PLAN_LAYER, layer->name);
+            put_text(reply->to, ZYGOTE_ID, pod->name);
+    for (struct layer *layer = zygote.memory; layer; layer = layer->next)
+        put_text(reply->to, ZYGOTE_LAYER, layer->name);
     return 0;
 }
 
-static int stop(const struct request *r, int given, struct reply *reply)
+static int stop(const struct request *r, int descriptor, struct reply *reply)
 {
-    (void)r, (void)given, (void)reply;
-    keeper.running = false;
-    for (struct pod *pod = keeper.pods; pod; pod = pod->next)
+    (void)r, (void)descriptor, (void)reply;
+    zygote.running = false;
+    for (struct pod *pod = zygote.pods; pod; pod = pod->next)
         end_pod(pod);
     return 0;
 }
 
-/* ------------------------------------------------------------------------------------------- conversations */
+/* ------------------------------------------------------------------------------------------- connections */
 
-/* Send an answer, waiting a little; false when it was not taken. */
-static bool send_reply(int fd, struct buffer *reply, int passed)
+/* Send a reply, waiting up to SEND_S; false when it could not be sent. */
+static bool send_reply(int socket, struct buffer *reply, int fd)
 {
     union {
         struct cmsghdr head;
@@ -421,55 +422,55 @@ static bool send_reply(int fd, struct buffer *reply, int passed)
     while (reply->size) {
         struct iovec data = {bytes(reply), reply->size};
         struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1};
-        if (passed >= 0) {
+        if (fd >= 0) {
             message.msg_control = &control, message.msg_controllen = sizeof control.room;
             struct cmsghdr *head = CMSG_FIRSTHDR(&message);
             head->cmsg_level = SOL_SOCKET, head->cmsg_type = SCM_RIGHTS, head->cmsg_len = CMSG_LEN(sizeof(int));
-            memcpy(CMSG_DATA(head), &passed, sizeof passed);
+            memcpy(CMSG_DATA(head), &fd, sizeof fd);
         }
-        ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL);
+        ssize_t sent = sendmsg(socket, &message, MSG_NOSIGNAL);
         if (sent < 0 && errno == EINTR)
             continue;
         if (sent <= 0)
             return false;
         consume(reply, (size_t)sent);
-        passed = -1;
+        fd = -1;
     }
     return !reply->failed;
 }
 
-typedef int (*answerer)(const struct request *, int given, struct reply *);
+typedef int (*handler)(const struct request *, int descriptor, struct reply *);
 
-static bool answer(struct connection *from, const struct request *r)
+static bool dispatch(struct connection *from, const struct request *r)
 {
-    static const answerer answers[] = {create, kill_pod, seal, fetch, drop, map_layer, status, stop};
+    static const handler handlers[] = {create, kill_pod, seal, fetch, drop, map_layer, status, stop};
     struct buffer frame = {0};
     struct reply reply = {&frame, -1};
-    int given = -1;
-    if (r->op == CREATE && from->given_count) {
-        given = from->given[0];
-        memmove(from->given, from->given + 1, (size_t)--from->given_count * sizeof(int));
+    int descriptor = -1;
+    if (r->op == CREATE && from->descriptor_count) {
+        descriptor = from->descriptors[0];
+        memmove(from->descriptors, from->descriptors + 1, (size_t)--from->descriptor_count * sizeof(int));
     }
     size_t mark = begin_frame(&frame, OK, r->call);
     int failed = r->op < CREATE || r->op > STOP ? fail(EINVAL, "unknown request %d", r->op)
-                                                 : answers[r->op - CREATE](r, given, &reply);
+                                                 : handlers[r->op - CREATE](r, descriptor, &reply);
     if (failed) {
         frame.size = 0;
         put_failure(&frame, r->call);
     } else {
         end_frame(&frame, mark);
     }
-    if (given >= 0)
-        close(given);
-    bool sent = send_reply(from->fd, &frame, reply.passed);
-    if (reply.passed >= 0)
-        close(reply.passed);
-    empty(&frame);
+    if (descriptor >= 0)
+        close(descriptor);
+    bool sent = send_reply(from->fd, &frame, reply.fd);
+    if (reply.fd >= 0)
+        close(reply.fd);
+    clear_buffer(&frame);
     return sent;
 }
 
-/* Take the descriptors of a message; more than we have room for are closed. */
-static void take_given(struct connection *from, struct msghdr *message)
+/* Take the descriptors of a message; close those beyond MAX_DESCRIPTORS. */
+static void take_descriptors(struct connection *from, struct msghdr *message)
 {
     for (struct cmsghdr *head = CMSG_FIRSTHDR(message); head; head = CMSG_NXTHDR(message, head)) {
         if (head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS)
@@ -478,21 +479,21 @@ static void take_given(struct connection *from, struct msghdr *message)
         for (size_t i = 0; i < count; i++) {
             int fd;
             memcpy(&fd, CMSG_DATA(head) + i * sizeof fd, sizeof fd);
-            if (from->given_count < GIVEN)
-                from->given[from->given_count++] = fd;
+            if (from->descriptor_count < MAX_DESCRIPTORS)
+                from->descriptors[from->descriptor_count++] = fd;
             else
                 close(fd);
         }
     }
 }
 
-/* Read once and answer what is complete; false when the connection is over. */
-static bool exchange(struct connection *from)
+/* Read once and handle the complete requests; false when the connection has ended. */
+static bool handle_requests(struct connection *from)
 {
     static uint8_t scratch[1 << 16];
     union {
         struct cmsghdr head;
-        char room[CMSG_SPACE(GIVEN * sizeof(int))];
+        char room[CMSG_SPACE(MAX_DESCRIPTORS * sizeof(int))];
     } control;
     struct iovec data = {scratch, sizeof scratch};
     struct msghdr message = {
@@ -500,7 +501,7 @@ static bool exchange(struct connection *from)
     ssize_t size = recvmsg(from->fd, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (size < 0)
         return errno == EAGAIN || errno == EINTR;
-    take_given(from, &message);
+    take_descriptors(from, &message);
     append(&from->received, scratch, (size_t)size);
     if (size == 0 || from->received.failed)
         return false;
@@ -508,67 +509,67 @@ static bool exchange(struct connection *from)
     size_t taken;
     int found;
     while ((found = split_frame(bytes(&from->received), from->received.size, &request, &taken)) > 0) {
-        if (!answer(from, &request))
+        if (!dispatch(from, &request))
             return false;
         consume(&from->received, taken);
     }
     return found == 0;
 }
 
-static void hang_up(int index)
+static void close_connection(int index)
 {
-    struct connection *gone = &keeper.connections[index];
-    for (int i = 0; i < gone->given_count; i++)
-        close(gone->given[i]);
+    struct connection *gone = &zygote.connections[index];
+    for (int i = 0; i < gone->descriptor_count; i++)
+        close(gone->descriptors[i]);
     close(gone->fd);
-    empty(&gone->received);
-    *gone = keeper.connections[--keeper.connected];
+    clear_buffer(&gone->received);
+    *gone = zygote.connections[--zygote.connected];
 }
 
 static void accept_connection(void)
 {
-    const struct timeval patience = {.tv_sec = SEND_S};
-    int fd = accept4(keeper.listener, NULL, NULL, SOCK_CLOEXEC);
+    const struct timeval timeout = {.tv_sec = SEND_S};
+    int fd = accept4(zygote.listener, NULL, NULL, SOCK_CLOEXEC);
     if (fd < 0) {
         usleep(5000); /* no descriptors left: do not spin until there are */
         return;
     }
-    if (keeper.connected == CONNECTIONS) {
+    if (zygote.connected == MAX_CONNECTIONS) {
         close(fd);
         return;
     }
-    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
-    keeper.connections[keeper.connected++] = (struct connection){.fd = fd};
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof timeout);
+    zygote.connections[zygote.connected++] = (struct connection){.fd = fd};
 }
 
 static void serve(void)
 {
-    struct pollfd waiting[CONNECTIONS + 2];
+    struct pollfd waiting[MAX_CONNECTIONS + 2];
     struct signalfd_siginfo ignored;
-    int64_t quiet_since = now_ns();
-    keeper.running = true;
-    while (keeper.running) {
-        bool busy = keeper.pods || keeper.memory || keeper.connected;
+    int64_t idle_since = now_ns();
+    zygote.running = true;
+    while (zygote.running) {
+        bool busy = zygote.pods || zygote.memory || zygote.connected;
         int64_t now = now_ns();
         if (busy)
-            quiet_since = now;
-        else if (now - quiet_since > (int64_t)IDLE_MS * 1000000)
+            idle_since = now;
+        else if (now - idle_since > (int64_t)IDLE_MS * 1000000)
             return;
-        waiting[0] = (struct pollfd){.fd = keeper.listener, .events = POLLIN};
-        waiting[1] = (struct pollfd){.fd = keeper.signals, .events = POLLIN};
-        int count = keeper.connected;
+        waiting[0] = (struct pollfd){.fd = zygote.listener, .events = POLLIN};
+        waiting[1] = (struct pollfd){.fd = zygote.signals, .events = POLLIN};
+        int count = zygote.connected;
         for (int i = 0; i < count; i++)
-            waiting[2 + i] = (struct pollfd){.fd = keeper.connections[i].fd, .events = POLLIN};
+            waiting[2 + i] = (struct pollfd){.fd = zygote.connections[i].fd, .events = POLLIN};
         if (poll(waiting, (nfds_t)count + 2, busy ? -1 : 1000) <= 0)
             continue;
         if (waiting[1].revents) {
-            while (read(keeper.signals, &ignored, sizeof ignored) > 0)
+            while (read(zygote.signals, &ignored, sizeof ignored) > 0)
                 ;
             reap();
         }
-        for (int i = count - 1; i >= 0 && keeper.running; i--) /* from the end: the last takes the place of one that goes */
-            if (waiting[2 + i].revents && !exchange(&keeper.connections[i]))
-                hang_up(i);
+        for (int i = count - 1; i >= 0 && zygote.running; i--) /* from the end: a closed one is replaced by the last */
+            if (waiting[2 + i].revents && !handle_requests(&zygote.connections[i]))
+                close_connection(i);
         if (waiting[0].revents)
             accept_connection();
     }
@@ -576,8 +577,8 @@ static void serve(void)
 
 /* ------------------------------------------------------------------------------------------------ starting */
 
-/* A mount namespace of our own that still follows the host's mounts; as a user, with a user namespace around it. */
-static int own_namespaces(void)
+/* Enter a new mount namespace that still follows the host's mounts; without root, a new user namespace too. */
+static int unshare_namespaces(void)
 {
     uid_t uid = getuid();
     gid_t gid = getgid();
@@ -595,8 +596,8 @@ static int own_namespaces(void)
     return mount("", "/", "", MS_REC | MS_SLAVE, NULL) ? fail_errno("make mounts follow the host's") : 0;
 }
 
-/* The listener's number and the state directory, from standard input: pods can read our command line. */
-static int read_orders(char state[PATH_MAX])
+/* Read the listener's number and the state directory from standard input, because pods can read our command line. */
+static int read_arguments(char state[PATH_MAX])
 {
     char text[PATH_MAX + 32], *end;
     size_t size = 0;
@@ -610,30 +611,31 @@ static int read_orders(char state[PATH_MAX])
         return fail(EINVAL, "expected `LISTENER_FD\\nSTATE_DIR\\n` on standard input");
     *line = 0;
     strcpy(state, end + 1);
-    keeper.listener = (int)descriptor;
+    zygote.listener = (int)descriptor;
     return 0;
 }
 
 static int prepare(char *name, const char *state)
 {
-    int life[2], null = open("/dev/null", O_RDWR | O_CLOEXEC);
+    int liveness[2], null = open("/dev/null", O_RDWR | O_CLOEXEC);
     struct rlimit files;
     sigset_t blocked;
-    size_t room = strlen(name); /* of the path of this program, which a pod must not read */
+    /* Overwrite the path of this program, which a pod must not read. Pods see this name, so it does not change. */
+    size_t room = strlen(name);
     memset(name, 0, room);
     memcpy(name, "keeper", room < 6 ? room : 6);
     prctl(PR_SET_NAME, "keeper", 0, 0, 0);
-    if (null < 0 || dup2(null, 0) < 0 || pipe2(life, O_CLOEXEC))
+    if (null < 0 || dup2(null, 0) < 0 || pipe2(liveness, O_CLOEXEC))
         return fail_errno("prepare descriptors");
     close(null);
-    keeper.birth.life = life[0], keeper.life_w = life[1];
-    /* One descriptor for each pod in memory: a thousand do not fit into the usual limit. Pods get theirs back. */
+    zygote.setup.liveness = liveness[0], zygote.liveness_w = liveness[1];
+    /* Each pod in memory needs a descriptor, and a thousand exceed the usual limit. Pods get the old limit back. */
     if (getrlimit(RLIMIT_NOFILE, &files))
         return fail_errno("read the limit of open files");
-    keeper.birth.files = files;
+    zygote.setup.files = files;
     files.rlim_cur = files.rlim_max;
     setrlimit(RLIMIT_NOFILE, &files);
-    /* Blocked, not handled: deaths are read from a descriptor, and a write to a closed pipe is just an error. */
+    /* Blocked, not handled: SIGCHLD is read from a signalfd, and a write to a closed pipe is just an error. */
     sigemptyset(&blocked);
     sigaddset(&blocked, SIGCHLD);
     sigaddset(&blocked, SIGPIPE);
@@ -643,10 +645,10 @@ static int prepare(char *name, const char *state)
     signal(SIGXFSZ, SIG_DFL);
     signal(SIGINT, SIG_DFL);
     sigdelset(&blocked, SIGPIPE);
-    if ((keeper.signals = signalfd(-1, &blocked, SFD_NONBLOCK | SFD_CLOEXEC)) < 0)
+    if ((zygote.signals = signalfd(-1, &blocked, SFD_NONBLOCK | SFD_CLOEXEC)) < 0)
         return fail_errno("watch for ended pods");
     umask(077);
-    if (own_namespaces())
+    if (unshare_namespaces())
         return -1;
     return chdir(state) ? fail_errno("enter the state directory") : 0;
 }
@@ -655,11 +657,11 @@ int main(int count, char **words)
 {
     char state[PATH_MAX];
     if (count == 2 && !strcmp(words[1], "--version")) {
-        printf("etude keeper, protocol %d\n", WIRE_VERSION);
+        printf("etude zygote, protocol %d\n", PROTOCOL_VERSION);
         return 0;
     }
-    if (count != 1 || read_orders(state) || prepare(words[0], state)) {
-        fprintf(stderr, "keeper: %s\n", count != 1 ? "takes no arguments but --version" : trouble.text);
+    if (count != 1 || read_arguments(state) || prepare(words[0], state)) {
+        fprintf(stderr, "zygote: %s\n", count != 1 ? "takes no arguments but --version" : last_error.text);
         return 1;
     }
     serve();

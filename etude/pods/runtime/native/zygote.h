@@ -1,0 +1,52 @@
+/* Shared by zygote.c (requests), mounts.c (system calls) and enter.c (the setup of a new pod). */
+#ifndef ETUDE_ZYGOTE_H
+#define ETUDE_ZYGOTE_H
+
+#include <sys/resource.h>
+#include <sys/types.h>
+
+#include "protocol.h"
+
+/* Constants of the new mount API, which the headers of musl and of older systems lack. */
+enum {
+    AT_HERE = -100, AT_EMPTY = 0x1000, AT_ALL_BELOW = 0x8000,
+    ATTR_RDONLY = 1, ATTR_NOSUID = 2, ATTR_NODEV = 4, ATTR_IDMAP = 0x100000,
+};
+
+/* A file system option; without a value it is a flag. */
+struct option {
+    const char *name, *value;
+};
+
+/* Return the descriptor of a new detached mount. */
+int new_mount(const char *kind, const struct option *options, size_t count, int attributes);
+/* Attach a detached mount at `target`. */
+int attach(int tree, const char *target);
+/* Return a detached copy of the mount at a path, or of an open directory if the path is "". */
+int clone_tree(int directory, const char *path, bool recursive);
+int set_attributes(int tree, uint64_t attributes, bool recursive, int user_namespace);
+int write_to(const char *path, const void *text, size_t size);
+/* Write a file of a process in /proc. */
+int write_map(pid_t pid, const char *file, const void *text, size_t size);
+/* Mount a pod's tmpfs at the stage and return a detached copy. */
+int stage_memory(const struct request *r);
+/* Return a descriptor of a user namespace with these maps. */
+int user_namespace(struct span uids, struct span gids);
+
+#define STAGE "stage"
+#define MEMORY "memory"
+#define MAPPED "mapped"
+#define ROOT "root"
+
+/* What a new pod's first process inherits from the zygote. */
+struct pod_setup {
+    int listener; /* the guest init's socket */
+    int go;       /* a byte arrives when the ids are mapped */
+    int liveness; /* a pipe that closes when the zygote dies */
+    struct rlimit files; /* the limit before the zygote raised its own */
+};
+
+/* Set up the pod's root, drop privileges and serve as guest init; runs in the child of a clone. */
+__attribute__((noreturn)) void run_pod(const struct request *spec, const struct pod_setup *setup);
+
+#endif
