@@ -34,7 +34,7 @@ from etude.tasks.generators.journal import Journal, JournalEntry, summarize_jour
 from etude.tasks.generators.migration import LEGACY_REWRITES
 from etude.tasks.generators.neutral_edits import neutral_edits
 from etude.tasks.generators.operators import OPERATORS, mutations
-from etude.tasks.generators.packages import own_metadata, pytest_plugins
+from etude.tasks.generators.packages import own_metadata, pytest_plugin_names
 from etude.tasks.generators.removal import remove_names, remove_paragraphs
 from etude.tasks.generators.single_commit_repo import single_commit_git_dir
 from etude.tasks.generators.source import make_source, read_source
@@ -139,7 +139,7 @@ def test_own_metadata_wheel_contains_no_code() -> None:
     [(name, data)] = own_metadata(make_source(MINIMAL)).items()
     assert name == "small_thing-2-py3-none-any.whl"
     assert all(".dist-info/" in member for member in zipfile.ZipFile(io.BytesIO(data)).namelist())
-    assert pytest_plugins({name: data}) == ()
+    assert pytest_plugin_names({name: data}) == ()
 
 
 def test_git_directory_has_one_commit_and_is_deterministic(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def draft(name: str, **given: object) -> TaskDraft:
         "request": f"Do {name}.",
         "difficulty": 2,
     }
-    values |= {"workspace": {}, "solved": {}, "checks": ()}
+    values |= {"workspace": {}, "solution": {}, "checks": ()}
     return TaskDraft(**{**values, **given})  # type: ignore[arg-type]
 
 

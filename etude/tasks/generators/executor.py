@@ -22,7 +22,7 @@ from etude.pods.fleet import Fleet
 from etude.pods.pod import ExecResult, Limits, Pod, Snapshot
 from etude.tasks.base_images import HostSettings, host_python
 from etude.tasks.environment import copy_files
-from etude.tasks.generators.packages import pytest_plugins
+from etude.tasks.generators.packages import pytest_plugin_names
 from etude.tasks.generators.source import RepositorySource
 from etude.tasks.image import FileToCopy, plan_image
 from etude.tasks.task import MachineSpec
@@ -212,7 +212,7 @@ async def open_executor(
             snapshot = await pod.snapshot()
         finally:
             await pod.close()
-    yield RepositoryExecutor(fleet, source, pytest_plugins(wheels), snapshot)
+    yield RepositoryExecutor(fleet, source, pytest_plugin_names(wheels), snapshot)
 
 
 def _stage_file(top: Path, target: str, path: str, data: bytes) -> FileToCopy:

@@ -160,9 +160,9 @@ def public_names(repository: Repository, target: Target) -> list[str]:
     if target.owner:
         return [f"{source.module_name(target.file)}.{target.qualname}"]
     found = [f"{source.module_name(target.file)}.{target.name}"]
-    for place in uses(repository, target.name):
-        if place.kind in ("import", "listed") and place.file.endswith("__init__.py"):
-            found.insert(0, f"{source.module_name(place.file)}.{target.name}")
+    for use in uses(repository, target.name):
+        if use.kind in ("import", "listed") and use.file.endswith("__init__.py"):
+            found.insert(0, f"{source.module_name(use.file)}.{target.name}")
     return list(dict.fromkeys(found))
 
 

@@ -80,7 +80,7 @@ def pack_wheel(members: Mapping[str, bytes], info: str) -> bytes:
     return buffer.getvalue()
 
 
-def pytest_plugins(wheels: Mapping[str, bytes]) -> tuple[str, ...]:
+def pytest_plugin_names(wheels: Mapping[str, bytes]) -> tuple[str, ...]:
     """Return the names under which the pytest plugins among the wheels are loaded."""
     found = []
     for name, data in wheels.items():

@@ -47,7 +47,7 @@ def _related_tests(repository: Repository, target: Target, name_uses: list[NameU
     found: set[str] = set()
     for file, line in [(target.file, target.node.body[-1].lineno), *((each.file, each.line) for each in name_uses)]:
         found |= repository.tests_covering(file, [line]) or set()
-    files_with_name = {place.file for place in name_uses}
+    files_with_name = {use.file for use in name_uses}
     found |= {test for test in repository.durations if test_name(test)[0] in files_with_name}
     return repository.select_graded_tests((), found, rng)
 
@@ -119,7 +119,7 @@ def rename(repository: Repository, target: Target, rng: random.Random) -> TaskCa
     defined = [[target.file, ".".join([*target.owner, new])]]
     names = {"gone": [old], "excused": {}, "defined": defined, "undefined": []}
     tests = _related_tests(repository, target, name_uses, rng)
-    level = min(5, 1 + (len(name_uses) > 8) + (len({place.file for place in name_uses}) > 3) + (len(name_uses) > 25))
+    level = min(5, 1 + (len(name_uses) > 8) + (len({use.file for use in name_uses}) > 3) + (len(name_uses) > 25))
     return candidate_for(repository, f"rename:{target.file}:{old}", "rename", solution, tests, request, names, level)
 
 
@@ -129,7 +129,7 @@ def rename_with_alias(repository: Repository, target: Target, rng: random.Random
     if target.owner or not is_unique(repository, old) or (new := alternative_name(old, rng, repository)) is None:
         return None
     name_uses = _all_uses(repository, old)
-    if len(name_uses) < MIN_USES or not any(place.kind == "import" for place in name_uses):
+    if len(name_uses) < MIN_USES or not any(use.kind == "import" for use in name_uses):
         return None
     solution: dict[str, bytes | None] = dict(rename_in_files(repository, old, new))
     module = parse(target.file, solution[target.file] or b"")
@@ -139,7 +139,7 @@ def rename_with_alias(repository: Repository, target: Target, rng: random.Random
     solution[target.file] = apply_edits(module.data, [SourceEdit(end, end, alias)])
     dotted = repository.source.module_name(target.file)
     test = f"import {dotted} as module\n\n\ndef test_both_names():\n    assert module.{old} is module.{new}\n"
-    place = f"{repository.source.test_directories[0]}/" if repository.source.test_directories else ""
+    test_prefix = f"{repository.source.test_directories[0]}/" if repository.source.test_directories else ""
     request = prompts.choose(
         rng,
         f"Rename {prompts.quoted(old)} to {prompts.quoted(new)}. Others still import the old name from {dotted}: "
@@ -155,7 +155,7 @@ def rename_with_alias(repository: Repository, target: Target, rng: random.Random
         "undefined": [[target.file, old]],
     }
     tests = _related_tests(repository, target, name_uses, rng)
-    site, extra = f"alias:{target.file}:{old}", {f"{place}test_former_name.py": test.encode()}
+    site, extra = f"alias:{target.file}:{old}", {f"{test_prefix}test_former_name.py": test.encode()}
     return candidate_for(repository, site, "rename-alias", solution, tests, request, names, 3, extra)
 
 
@@ -238,10 +238,10 @@ def _moved_files(
     changes: dict[str, bytes | None] = {new_file: text.encode()}
     dotted = repository.source.module_name(target.file)
     new_dotted = ".".join([*dotted.split(".")[:-1], stem])
-    here = [place for place in uses(repository, target.name) if place.file == target.file]
-    outside = [place for place in here if place.line not in target.lines and place.kind != "listed"]
+    here = [use for use in uses(repository, target.name) if use.file == target.file]
+    outside = [use for use in here if use.line not in target.lines and use.kind != "listed"]
     edits = [module.removal_edit(target.node)]
-    if outside or any(place.kind == "listed" for place in here):
+    if outside or any(use.kind == "listed" for use in here):
         after = max(
             (node.end_lineno or 0 for node in module.tree.body if isinstance(node, ast.Import | ast.ImportFrom)),
             default=0,

@@ -17,7 +17,7 @@ from etude.pods.fleet import Fleet
 from etude.tasks.base_images import HostSettings, host_python
 from etude.tasks.generators.code import Module, PythonFunction, is_parsable, parse
 from etude.tasks.generators.executor import ExecutionResult, RepositoryExecutor, open_executor
-from etude.tasks.generators.packages import fetch_wheels, pytest_plugins
+from etude.tasks.generators.packages import fetch_wheels, pytest_plugin_names
 from etude.tasks.generators.source import RepositorySource
 
 SURVEY_FORMAT = 2  # version of survey.json
@@ -48,7 +48,7 @@ class Repository:
 
     @cached_property
     def plugins(self) -> tuple[str, ...]:
-        return pytest_plugins(self.wheels)
+        return pytest_plugin_names(self.wheels)
 
     def module(self, path: str) -> Module:
         return parse(path, self.files[path])

@@ -29,13 +29,11 @@ LEAKING_PATHS = re.compile(
 NOT_PACKAGES = frozenset({"tests", "test", "testing", "docs", "doc", "examples", "example", "bench", "benchmarks"})
 SCRIPTS = frozenset({"setup.py", "conftest.py", "noxfile.py", "tasks.py", "fabfile.py", "manage.py"})
 TEST_GROUPS = ("tests", "test", "testing")
-TEST_REQUIREMENT_FILES: tuple[str, ...] = (
+TEST_REQUIREMENT_FILES = (
     "requirements/tests.in",
     "requirements/test.in",
     "requirements/tests.txt",
     "requirements/test.txt",
-)
-TEST_REQUIREMENT_FILES += (
     "requirements-tests.txt",
     "requirements-test.txt",
     "tests/requirements.txt",
