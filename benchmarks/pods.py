@@ -1,11 +1,11 @@
-"""Pods beside the sandboxes of the distribution, in one run: how long until a command has run, and what it costs.
+"""Compare pods with the distribution's sandboxes, in one run: time until a command has run, throughput and memory.
 
     python benchmarks/pods.py                          # about two minutes; as root also runc, crun and podman
     python benchmarks/pods.py --peers bubblewrap       # only that one
-    python benchmarks/pods.py --python                 # our pure-Python keeper instead of the compiled one
+    python benchmarks/pods.py --python                 # the pure-Python zygote instead of the compiled one
 
-Every peer runs `/bin/echo hi` over the same root (the system's /usr, read-only), started from this process, from
-nothing to the end of the sandbox. Ours is given the same way (create, first command, close) and in its parts.
+Every peer runs `/bin/echo hi` on the same root (the system's /usr, read-only), started by this process, from nothing to
+the end of the sandbox. Pods are measured the same way (create, first command, close) and by operation.
 """
 
 import argparse
@@ -34,14 +34,14 @@ from etude.pods.scheduling.admission import Thresholds
 
 ECHO = ["/bin/echo", "hi"]
 LIMITS = Limits(memory=512 << 20, pids=256, disk=400 << 20, inodes=50_000)
-WANTED = "create+first <= 7 ms and >= 1.2x bubblewrap; exec <= 1.5; fork <= 5, flat; >= 200 cycles/s; <= 1.5 MB a pod"
+TARGETS = "create+first <= 7 ms and >= 1.2x bubblewrap; exec <= 1.5; fork <= 5, flat; >= 200 cycles/s; <= 1.5 MB a pod"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=200, help="of everything that is timed one by one")
+    parser.add_argument("--rounds", type=int, default=200, help="repetitions of each timed operation")
     parser.add_argument("--idle", type=int, default=300, help="pods alive when memory per pod is measured")
-    parser.add_argument("--python", action="store_true", help="use the pure-Python keeper")
+    parser.add_argument("--python", action="store_true", help="use the pure-Python zygote")
     parser.add_argument("--peers", default="bubblewrap,runc,crun,podman", help="comma-separated")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as directory:
@@ -55,11 +55,12 @@ def main() -> None:
 
 async def measure_ours(directory: Path, arguments: argparse.Namespace) -> dict[str, float | str]:
     compiled = not arguments.python
-    # Nothing may wait for its turn here: the queue is not what is measured.
-    thresholds = Thresholds(max_pods=5000, creations_per_core=64, unknown_need=0.001, cpu_some=100, memory_some=100)
+    # No pod may wait for admission: the queue is not measured here.
+    ceilings = {"cpu_some": 100, "memory_some": 100}
+    thresholds = Thresholds(max_pods=5000, creations_per_core=64, unseen_image_fraction=0.001, **ceilings)
     host = await open_host("namespace", directory / "state", thresholds, compiled)
     native = compiled and find_helper(cache_directory(host.state))[0]
-    found: dict[str, float | str] = {"keeper": "compiled" if native else "Python"}
+    found: dict[str, float | str] = {"zygote": "compiled" if native else "Python"}
     try:
         for _ in range(10):
             await (await host.create(limits=LIMITS)).close()
@@ -99,21 +100,21 @@ async def measure_exec(host: Host, rounds: int, found: dict[str, float | str]) -
 
 
 async def measure_forks(host: Host, rounds: int, found: dict[str, float | str]) -> None:
-    """One child, ready for a command, of an empty pod and of one with 200 MB in 5,000 files; each parent forks once."""
+    """Fork one child, ready for a command, of an empty pod and of one with 200 MB in 5,000 files."""
     fill = "mkdir d; cd d; for i in $(seq 5000); do head -c 40960 /dev/zero > f$i; done; sync"
     for name, command in (("fork, empty", "true"), ("fork, 200 MB in 5,000 files", fill)):
         times = []
         parent = await host.create(limits=LIMITS)
         assert (await parent.exec(command, timeout=120)).ok
         for _ in range(rounds):
-            await parent.stat(".")  # it goes on behind the children of the last fork
+            await parent.stat(".")  # the parent restarts after the children of the last fork
             start = time.perf_counter()
             (child,) = await parent.fork()
             times.append(time.perf_counter() - start)
             if "MB" in name:
                 assert len(await child.list("d")) == 5000
             await child.close()
-            # A fresh parent over the same state, so that depth does not grow with the rounds.
+            # A snapshot every 16 rounds, so that the depth does not grow with the rounds.
             snapshot = await parent.snapshot() if len(times) % 16 == 0 else None
             if snapshot is not None:
                 await host.remove_snapshot(snapshot.id)
@@ -154,8 +155,8 @@ async def timed(rounds: int, call: Callable[[], Awaitable[object]]) -> list[floa
     return times
 
 
-def groups() -> str:
-    """Whether moving a process into a group waits for an RCU grace period on this machine."""
+def cgroup_mode() -> str:
+    """Describe whether moving a process into a cgroup waits for an RCU grace period on this machine."""
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines() if " cgroup" in line]
     legacy = any(mount[2] == "cgroup" and "memory" in mount[3].split(",") for mount in mounts)
     quick = any("favordynmods" in mount[3] for mount in mounts)
@@ -171,17 +172,17 @@ def available() -> int:
 
 
 def measure_peer(name: str, directory: Path, rounds: int) -> dict[str, float | str]:
-    """Median and rate of a peer, or why it is not in the table."""
+    """Return the median and rate of a peer, or the reason it cannot be measured."""
     binary = {"bubblewrap": "bwrap"}.get(name, name)
     if shutil.which(binary) is None:
-        return {"why not": f"{binary} is not installed"}
+        return {"unavailable": f"{binary} is not installed"}
     rounds = max(10, rounds // {"podman": 10, "runc": 4, "crun": 4}.get(name, 1))
     with sandbox_command(name, directory) as command:
         try:
             hide = hide_unified if name == "crun" else None
             first = subprocess.run(command("warm"), capture_output=True, text=True, timeout=60, preexec_fn=hide)
             if first.returncode or first.stdout.strip() != "hi":
-                return {"why not": (first.stderr.strip().splitlines() or ["it failed"])[-1][:120]}
+                return {"unavailable": (first.stderr.strip().splitlines() or ["it failed"])[-1][:120]}
             times = []
             for index in range(rounds):
                 start = time.perf_counter()
@@ -189,12 +190,12 @@ def measure_peer(name: str, directory: Path, rounds: int) -> dict[str, float | s
                 subprocess.run(command(str(index)), check=True, timeout=60, **given)  # type: ignore[call-overload]
                 times.append(time.perf_counter() - start)
         except (subprocess.SubprocessError, OSError) as error:
-            return {"why not": str(error)[:120]}
+            return {"unavailable": str(error)[:120]}
     return {"cycle": median(times), "cycle p99": p99(times), "cycles/s, one at a time": rounds / sum(times)}
 
 
 def hide_unified() -> None:
-    """crun refuses a machine with both layouts of control groups: hide one from it."""
+    """Hide the unified cgroup hierarchy from crun, which refuses a machine with both layouts."""
     if os.path.isdir("/sys/fs/cgroup/unified"):
         linux.unshare(linux.NEWNS)
         linux.mount("", "/", "", linux.MS_REC | linux.MS_PRIVATE)
@@ -203,7 +204,7 @@ def hide_unified() -> None:
 
 @contextlib.contextmanager
 def sandbox_command(name: str, directory: Path) -> Iterator[Callable[[str], list[str]]]:
-    """How a peer runs one echo over the system's /usr: a function from a unique name to its command line."""
+    """Yield a function from a unique name to the command line with which a peer runs one echo on the system's /usr."""
     links = [link for link in ("bin", "sbin", "lib", "lib64", "lib32") if Path("/", link).is_symlink()]
     if name == "bubblewrap":
         view = [part for link in links for part in ("--symlink", f"usr/{link}", f"/{link}")]
@@ -219,7 +220,7 @@ def sandbox_command(name: str, directory: Path) -> Iterator[Callable[[str], list
     if name == "podman":
         limits = ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1000:1000"]
         view = ["-v", "/usr:/usr:ro", "--rootfs", str(root)]
-        runtime = ["--runtime", "runc"] if shutil.which("runc") else []  # crun refuses hybrid control groups
+        runtime = ["--runtime", "runc"] if shutil.which("runc") else []  # crun refuses hybrid cgroups
         command = ["podman", *runtime, "run", "--rm", "--network=none", *limits, *view, *ECHO]
         yield lambda _: command
         return
@@ -246,20 +247,20 @@ def p99(times: list[float]) -> float:
 
 def show(ours: dict[str, float | str], peers: dict[str, dict[str, float | str]]) -> None:
     console = Console(width=110)
-    parts = Table(title=f"pods, {ours.pop('keeper')} keeper (median ms unless it says otherwise)")
-    parts.add_column("what")
-    parts.add_column("ours", justify="right")
+    parts = Table(title=f"pods, {ours.pop('zygote')} zygote (median ms unless stated otherwise)")
+    parts.add_column("operation")
+    parts.add_column("pods", justify="right")
     for name, value in ours.items():
         parts.add_row(name, f"{value:,.2f}")
     console.print(parts)
-    table = Table(title="from nothing to the end of a sandbox that ran /bin/echo")
-    for column in ("", "median ms", "p99 ms", "per second", "ours is"):
+    table = Table(title="start, /bin/echo and end of a sandbox")
+    for column in ("", "median ms", "p99 ms", "per second", "speed-up of pods"):
         table.add_column(column, justify="left" if not column else "right")
     cycle, rate = float(ours["cycle"]), float(ours["cycles/s, one at a time"])
     table.add_row("pod", f"{cycle:.2f}", "", f"{rate:.0f}", "")
     for name, row in peers.items():
-        if "why not" in row:
-            table.add_row(name, "-", "-", "-", str(row["why not"]))
+        if "unavailable" in row:
+            table.add_row(name, "-", "-", "-", str(row["unavailable"]))
             continue
         time_, rate_ = float(row["cycle"]), float(row["cycles/s, one at a time"])
         table.add_row(name, f"{time_:.2f}", f"{float(row['cycle p99']):.2f}", f"{rate_:.0f}", f"{time_ / cycle:.2f}x")
@@ -270,7 +271,7 @@ def show(ours: dict[str, float | str], peers: dict[str, dict[str, float | str]])
             f"Create and first command {ours['create+first']:.2f} ms, {first:.2f}x faster than a bubblewrap sandbox; "
             f"a fork of 200 MB takes {ours['fork, 200 MB in 5,000 files']:.2f} ms, an exec {ours['exec']:.2f} ms."
         )
-    console.print(f"Wanted: {WANTED}.\nControl groups: {groups()}.")
+    console.print(f"Targets: {TARGETS}.\nCgroups: {cgroup_mode()}.")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""The router over a simulated cluster, beside least-loaded and random placement, in one run on one core.
+"""Compare the pod router with least-loaded and random placement on a simulated cluster, in one run on one core.
 
     python benchmarks/pods_router.py                               # 1,000 hosts, 40,000 pods
     python benchmarks/pods_router.py --hosts 200 --pods 8000 --seed 7
 
-Prints one table. The same world (hosts, bursts of groups, forks, deaths, late reports) is played against each placer;
-`etude/pods/scheduling/simulate.py` says what is simulated. Both baselines know who lives and how many pods each host
-has, and count their own placements at once; they do not look at images or pressure. The two bounds on hosts are of
-memory alone, largest hosts first, pods free to move: what start-up takes of cores and of memory makes every placer
-need more.
+Prints one table. The same world (hosts, bursts of groups, forks, host deaths, late reports) is run against each placer;
+`etude/pods/scheduling/simulate.py` describes what is simulated. Both baselines know which hosts are alive and how many
+pods each has, and count their own placements at once; they ignore images and pressure. The two bounds on hosts consider
+memory alone, largest hosts first, pods free to move: the cores and memory of start-up make every placer need more.
 """
 
 from __future__ import annotations
@@ -29,41 +28,41 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=1000)
     parser.add_argument("--pods", type=int, default=40_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="also write the outcomes here")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     if args.hosts < 1 or args.pods < 1:
         parser.error("--hosts and --pods must be at least 1")
     start = time.perf_counter()
-    scene = Scenario(hosts=args.hosts, pods=args.pods, seed=args.seed)
-    outcomes = compare(make_world(scene))
-    report(outcomes, scene, time.perf_counter() - start)
+    scenario = Scenario(hosts=args.hosts, pods=args.pods, seed=args.seed)
+    results = compare(make_world(scenario))
+    report(results, scenario, time.perf_counter() - start)
     if args.json:
-        args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
+        args.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
 
 
-def report(outcomes: list[SimulationResult], scene: Scenario, seconds: float) -> None:
+def report(results: list[SimulationResult], scenario: Scenario, seconds: float) -> None:
     rows: list[tuple[str, list[str]]] = [
-        ("placements/s (router alone)", [f"{o.per_second:,.0f}" for o in outcomes]),
-        ("hosts in use, busiest", [f"{o.hosts_used:,}" for o in outcomes]),
-        ("  x volume bound", [f"{o.hosts_used / max(1, o.hosts_bound):.2f}" for o in outcomes]),
-        ("  x first-fit-decreasing", [f"{o.hosts_used / max(1, o.hosts_first_fit):.2f}" for o in outcomes]),
-        ("  memory used of theirs", [f"{o.utilisation:.1%}" for o in outcomes]),
-        ("image already there", [f"{o.image_local:.1%}" for o in outcomes]),
-        ("forks beside their parent", [f"{o.fork_local:.1%}" for o in outcomes]),
-        ("host-s over memory ceiling", [f"{o.memory_over_s:,.0f}" for o in outcomes]),
-        ("host-s over cpu ceiling", [f"{o.cpu_over_s:,.0f}" for o in outcomes]),
-        ("lost with hosts / run again", [f"{o.lost} / {o.replaced}" for o in outcomes]),
-        ("wait for a host, p99 s", [f"{o.wait_p99_s:.2f}" for o in outcomes]),
-        ("arrival to started, p50 s", [f"{o.ready_p50_s:.1f}" for o in outcomes]),
-        ("arrival to started, p99 s", [f"{o.ready_p99_s:.1f}" for o in outcomes]),
+        ("placements/s (router alone)", [f"{o.per_second:,.0f}" for o in results]),
+        ("hosts in use, busiest", [f"{o.hosts_used:,}" for o in results]),
+        ("  x volume bound", [f"{o.hosts_used / max(1, o.hosts_bound):.2f}" for o in results]),
+        ("  x first-fit-decreasing", [f"{o.hosts_used / max(1, o.hosts_first_fit):.2f}" for o in results]),
+        ("  fraction of their memory", [f"{o.utilisation:.1%}" for o in results]),
+        ("image already on the host", [f"{o.image_local:.1%}" for o in results]),
+        ("forks on their parent's host", [f"{o.fork_local:.1%}" for o in results]),
+        ("host-s over memory ceiling", [f"{o.memory_over_s:,.0f}" for o in results]),
+        ("host-s over cpu ceiling", [f"{o.cpu_over_s:,.0f}" for o in results]),
+        ("lost with hosts / restarted", [f"{o.lost} / {o.replaced}" for o in results]),
+        ("wait for a host, p99 s", [f"{o.wait_p99_s:.2f}" for o in results]),
+        ("arrival to started, p50 s", [f"{o.ready_p50_s:.1f}" for o in results]),
+        ("arrival to started, p99 s", [f"{o.ready_p99_s:.1f}" for o in results]),
     ]
-    print(f"\n{'':30}" + "".join(f"{o.name:>16}" for o in outcomes))
+    print(f"\n{'':30}" + "".join(f"{o.name:>16}" for o in results))
     for title, cells in rows:
         print(f"{title:30}" + "".join(f"{cell:>16}" for cell in cells))
-    ours = outcomes[0]
+    ours = results[0]
     print(
-        f"\n{scene.hosts:,} simulated hosts, {ours.placed:,} placements of {scene.pods:,} pods and their forks in "
-        f"groups of {scene.group}, seed {scene.seed}; placement alone timed on one core; {seconds:.0f} s in all."
+        f"\n{scenario.hosts:,} simulated hosts, {ours.placed:,} placements of {scenario.pods:,} pods and their forks, "
+        f"groups of {scenario.group}, seed {scenario.seed}; placement alone timed on one core; {seconds:.0f} s in all."
     )
 
 

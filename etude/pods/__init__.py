@@ -1,11 +1,11 @@
-"""Pods: a machine of its own for every agent session, with limits, snapshots, forks and no network unless allowed.
+"""Pods: isolated sandboxes for agent sessions, with limits, snapshots, forks and no network unless allowed.
 
     async with etude.pods.open_fleet() as fleet:
         pod = await fleet.create("host")
         result = await pod.exec(["python3", "-c", "print(1)"], timeout=10)
         children = await pod.fork(4)
 
-The names below are imported when first used: a pod's first process imports this package too, and must stay small.
+The names below are imported when first used: a pod's first process imports this package too and must stay small.
 """
 
 from importlib import import_module
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
         Unsupported,
     )
 
-_HOMES = dict.fromkeys(("Fleet", "open_fleet"), "etude.pods.fleet")
-_NAMES = (
-    *("Capabilities", "Egress", "Event", "ExecResult", "FileInfo", "Job", "Limits", "Pod", "PodError"),
-    *("PodFileError", "PodGone", "Shell", "Snapshot", "Unsupported"),
-)
-_HOMES |= dict.fromkeys(_NAMES, "etude.pods.pod")
-
 __all__ = [
     "Capabilities",
     "Egress",
@@ -57,7 +50,10 @@ __all__ = [
 ]
 
 
+_HOMES = dict.fromkeys(__all__, "etude.pods.pod") | dict.fromkeys(("Fleet", "open_fleet"), "etude.pods.fleet")
+
+
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'etude.pods' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'etude.pods' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

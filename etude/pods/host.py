@@ -174,7 +174,7 @@ class Host:
         if storage == "memory" and resolved.memory and resolved.disk and resolved.disk > resolved.memory:
             if requested.disk:
                 raise InputError(
-                    f"limits: disk {requested.disk:,} is over memory {resolved.memory:,}, and files are kept in memory; "
+                    f"limits: disk {requested.disk:,} is over memory {resolved.memory:,}, and files are in memory; "
                     'raise memory or use storage="disk"'
                 )
             resolved = replace(resolved, disk=resolved.memory // 2)

@@ -1,9 +1,9 @@
-"""The contract of the environment service: what a pod is, what may be asked of it, what a backend says of itself.
+"""The contract of pods: the interface of a pod, its limits and results, and the capabilities of a backend.
 
-A pod is a machine of its own for one agent session: commands, files, terminals, snapshots and forks, under limits
-and with no network unless some is allowed. Nothing here assumes that a pod shares our kernel: what crosses is the
-wire protocol (`wire.py`) and the verbs below. What a backend cannot do raises `Unsupported`; it never does less
-than it was asked for in silence.
+A pod is an isolated machine for one agent session: commands, files, terminals, snapshots and forks, under limits and
+without network unless allowed. Nothing here assumes that a pod shares the host's kernel: host and pod communicate by
+the guest protocol (`guest/protocol.py`) only. A backend raises `Unsupported` for what it cannot do; it never silently
+does less than requested.
 """
 
 from abc import ABC, abstractmethod
@@ -14,28 +14,28 @@ from typing import Any, Literal, Self
 
 from etude.errors import EtudeError, InputError
 
-Command = Sequence[str] | str  # a list is an argv; a string is given to `sh -c`
+Command = Sequence[str] | str  # a list is an argv; a string is run by `sh -c`
 SnapshotKind = Literal["fs", "fs-live", "full"]
 Isolation = Literal["none", "lsm", "namespace", "vm"]
 
-MAX_LIMIT = 1 << 62  # of any limit
-MAX_OUTPUT = 1 << 20  # bytes of each stream that `exec` keeps unless told otherwise
+MAX_LIMIT = 1 << 62  # upper bound of every limit
+MAX_OUTPUT = 1 << 20  # default bytes of each stream that `exec` keeps
 
 
 class PodError(EtudeError):
-    """A pod, or the service that runs it, could not do what was asked."""
+    """A request to a pod, or to the host that runs it, failed."""
 
 
 class Unsupported(PodError):
-    """This backend cannot do that on this machine; the message says why and what can."""
+    """The backend cannot do this on this machine; the message gives the reason and an alternative."""
 
 
 class PodGone(PodError):
-    """The pod is not there any more: closed, past its time to live, or dead with its host."""
+    """The pod has ended: closed, past its ttl, or dead with its host."""
 
 
 class PodFileError(PodError):
-    """A file call failed inside the pod; `errno` is what its kernel said."""
+    """A file operation failed inside the pod; `errno` is the pod kernel's error number."""
 
     def __init__(self, errno: int, message: str) -> None:
         super().__init__(message)
@@ -44,36 +44,36 @@ class PodFileError(PodError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a pod may use. None takes the fleet's default; a number the backend cannot enforce raises Unsupported."""
+    """Resource limits of a pod. None takes the default; a limit the backend cannot enforce raises Unsupported."""
 
-    memory: int | None = None  # bytes, with everything in files when storage is memory
+    memory: int | None = None  # bytes, including files when storage is memory
     pids: int | None = None  # processes and threads
     cpu: float | None = None  # cores: 0.5 is half of one
-    disk: int | None = None  # bytes written over the image
-    inodes: int | None = None  # files made over the image
+    disk: int | None = None  # bytes written on top of the image
+    inodes: int | None = None  # files created on top of the image
 
     def __post_init__(self) -> None:
-        for name, value in self.asked().items():
+        for name, value in self.specified().items():
             if not 0 < value < MAX_LIMIT:
                 raise InputError(f"limits: {name} is {value!r}; expected a positive number below {MAX_LIMIT:,}")
 
-    def asked(self) -> dict[str, float]:
-        """The limits that are set, by name."""
+    def specified(self) -> dict[str, float]:
+        """Return the limits that are not None, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
 
-    def over(self, defaults: "Limits") -> "Limits":
-        """These limits, with `defaults` where one is not set."""
-        return Limits(**{**defaults.asked(), **self.asked()})  # type: ignore[arg-type]
+    def with_defaults(self, defaults: "Limits") -> "Limits":
+        """Return these limits, with `defaults` where one is None."""
+        return Limits(**{**defaults.specified(), **self.specified()})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class Egress:
-    """Where a pod may connect to; nowhere by default.
+    """Destinations a pod may connect to; none by default.
 
     A rule is `host:port`, or `host` for port 443; `*.example.org` means every name below example.org. With
-    `transparent` programs need not know: names resolve inside the pod and connections to the allowed ports are
-    carried. Without it the pod is given the usual proxy variables. With `private` a name may lead into a private
-    network, such as a package mirror behind the firewall; to this machine or a cloud's metadata service it never may.
+    `transparent`, programs need no proxy support: names resolve inside the pod and connections to the allowed ports are
+    forwarded. Without it the pod gets the usual proxy variables. With `private`, a name may resolve to a private
+    network, such as a package mirror behind the firewall, but never to this machine or a cloud's metadata service.
     """
 
     allow: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ class Egress:
 
 @dataclass(frozen=True, slots=True)
 class ResourceUsage:
-    """What a finished command used."""
+    """Resources used by a finished command."""
 
     wall_s: float = 0.0
     user_s: float = 0.0
@@ -98,24 +98,24 @@ class ResourceUsage:
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """How a command ended. A command killed by signal n has exit code 128 + n, as in a shell."""
+    """Result of a command. One killed by signal n has exit code 128 + n, as in a shell."""
 
     exit_code: int
     stdout_bytes: bytes = b""
     stderr_bytes: bytes = b""
     timed_out: bool = False
     out_of_memory: bool = False
-    truncated: bool = False  # output beyond `max_output` was thrown away
+    truncated: bool = False  # output beyond `max_output` was discarded
     usage: ResourceUsage = field(default_factory=ResourceUsage)
 
     @property
     def stdout(self) -> str:
-        """Standard output as text; bytes that are not UTF-8 become U+FFFD."""
+        """Return standard output as text; bytes that are not UTF-8 become U+FFFD."""
         return self.stdout_bytes.decode("utf-8", "replace")
 
     @property
     def stderr(self) -> str:
-        """Standard error as text; bytes that are not UTF-8 become U+FFFD."""
+        """Return standard error as text; bytes that are not UTF-8 become U+FFFD."""
         return self.stderr_bytes.decode("utf-8", "replace")
 
     @property
@@ -140,7 +140,7 @@ Listing = list[FileInfo]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to a pod: created, exit, out-of-memory, egress, paused, snapshot, closed."""
+    """An event in a pod's life: created, exit, out-of-memory, egress, paused, snapshot, closed."""
 
     time: float
     kind: str
@@ -149,48 +149,48 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A pod's file system at one moment, from which pods can be made; immutable, held by the store."""
+    """A pod's file system at one moment, from which pods can be created; immutable, kept by the store."""
 
     id: str
-    image: str  # what it grew from
+    image: str  # the image it is based on
     parent: str | None = None
     kind: SnapshotKind = "fs"
-    durable: bool = True  # False: in memory, gone when the keeper of the pods ends
+    durable: bool = True  # False: in memory, lost when the zygote ends
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do on this machine. Ask before, or be told by Unsupported."""
+    """Features a backend supports on this machine; using another raises Unsupported."""
 
     isolation: Isolation
     limits: frozenset[str] = frozenset()  # names of Limits that are enforced
-    egress: frozenset[str] = frozenset()  # of "proxy", "transparent"
-    images: bool = True  # False: only the machine's own root, "host"
-    snapshots: frozenset[str] = frozenset()  # of SnapshotKind
+    egress: frozenset[str] = frozenset()  # subset of "proxy", "transparent"
+    images: bool = True  # False: only "host", the machine's own root
+    snapshots: frozenset[str] = frozenset()  # subset of SnapshotKind
     pause: bool = False
-    users: bool = False  # commands may run as another user than the pod's own
-    notes: tuple[str, ...] = ()  # in words, what is missing and why
+    users: bool = False  # commands may run as a user other than the pod's
+    notes: tuple[str, ...] = ()  # what is missing and why, as text
 
-    def require(self, what: str, present: bool, instead: str = "") -> None:
+    def require(self, feature: str, present: bool, hint: str = "") -> None:
         """Raise Unsupported unless `present`."""
         if not present:
-            raise Unsupported(f"{what} is not possible on this backend" + (f"; {instead}" if instead else ""))
+            raise Unsupported(f"{feature} is not possible on this backend" + (f"; {hint}" if hint else ""))
 
 
 class Job(ABC):
-    """A command that is running: its output as it comes, its input, its end."""
+    """A running command: streams its output, takes input and signals, waits for its end."""
 
     @abstractmethod
     def output(self) -> AsyncIterator[tuple[Literal["stdout", "stderr"], bytes]]:
-        """What it writes, as it writes it, until it ends. A terminal has only stdout. Read it once."""
+        """Yield output as it is written, until the command ends. A terminal has only stdout. Can be read once."""
 
     @abstractmethod
     async def write(self, data: bytes) -> None:
-        """Send to its standard input, or type into its terminal."""
+        """Write to its standard input or terminal."""
 
     @abstractmethod
     async def close_stdin(self) -> None:
-        """End of input."""
+        """Close its standard input."""
 
     @abstractmethod
     async def signal(self, number: int) -> None:
@@ -202,28 +202,28 @@ class Job(ABC):
 
     @abstractmethod
     async def wait(self, timeout: float | None = None) -> ExecResult:
-        """Wait for its end; TimeoutError (the job goes on) after `timeout` seconds."""
+        """Wait for its end; raise TimeoutError after `timeout` seconds, leaving it running."""
 
 
 class Shell(ABC):
-    """One bash that stays: directory, variables and functions last from command to command."""
+    """A persistent bash: directory, variables and functions last from command to command."""
 
     @abstractmethod
     async def run(self, command: str, timeout: float | None = None, max_output: int = MAX_OUTPUT) -> ExecResult:
-        """Run a command in it. After a timeout the command is interrupted, and the shell restarted if need be."""
+        """Run a command. After a timeout it is interrupted, and the shell restarted if necessary."""
 
     @abstractmethod
     async def close(self) -> None: ...
 
 
 class Pod(ABC):
-    """A machine of its own. Use as `async with`, or close it; one that its owner forgets ends with the owner."""
+    """An isolated machine. Use as `async with`, or close it; an attached pod ends with its owner process."""
 
     id: str
     image: str
     limits: Limits
     egress: Egress
-    workdir: str  # where commands start; always writable
+    workdir: str  # working directory of commands; always writable
 
     # -- commands
 
@@ -239,10 +239,10 @@ class Pod(ABC):
         max_output: int = MAX_OUTPUT,
         user: str | None = None,
     ) -> ExecResult:
-        """Run a command to its end. It ends when its main process does; what it left running goes on.
+        """Run a command until its main process ends; its background processes keep running.
 
-        `env` is added to the image's own. After `timeout` seconds its process group is killed. `max_output` is per
-        stream: the rest is read and thrown away, and the result says truncated.
+        `env` is added to the image's. After `timeout` seconds the process group is killed. `max_output` is per stream:
+        the rest is read and discarded, and the result has `truncated` set.
         """
 
     @abstractmethod
@@ -256,24 +256,24 @@ class Pod(ABC):
         user: str | None = None,
         terminal: tuple[int, int] | None = None,
     ) -> Job:
-        """Start a command and go on; with `terminal` (rows, columns) on a pty of its own."""
+        """Start a command without waiting; with `terminal` (rows, columns) on its own pty."""
 
     async def pty(self, command: Command = ("bash",), *, rows: int = 24, columns: int = 80, **options: Any) -> Job:
-        """Start a command on a terminal."""
+        """Start a command on a pty."""
         return await self.spawn(command, terminal=(rows, columns), **options)
 
     @abstractmethod
     async def shell(self, *, cwd: str | None = None, env: Mapping[str, str] | None = None) -> Shell:
-        """Start a shell that remembers."""
+        """Start a persistent shell."""
 
-    # -- files: paths are the pod's, relative ones start at `workdir`; nothing outside the pod can be named
+    # -- files: paths are inside the pod, relative ones start at `workdir`; nothing outside the pod is reachable
 
     @abstractmethod
     async def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes: ...
 
     @abstractmethod
     async def write(self, path: str, data: bytes | str, *, mode: int | None = None, append: bool = False) -> None:
-        """Write a file, making the directories above it."""
+        """Write a file, creating its parent directories."""
 
     @abstractmethod
     async def list(self, path: str = ".") -> Listing: ...
@@ -283,53 +283,53 @@ class Pod(ABC):
 
     @abstractmethod
     async def remove(self, path: str) -> None:
-        """Remove a file, a link, or a directory with all below it. A path that is not there is an error."""
+        """Remove a file, a link, or a directory with its contents. A missing path is an error."""
 
     @abstractmethod
     async def make_directory(self, path: str, mode: int = 0o755) -> None:
-        """Make a directory and those above it; one that is there is fine."""
+        """Create a directory and its parents; it may exist already."""
 
     @abstractmethod
     async def upload(self, source: Path, path: str) -> None:
-        """Copy a file or a tree from here into the pod; links are copied as links."""
+        """Copy a file or a tree from this process's file system into the pod; links are copied as links."""
 
     @abstractmethod
     async def download(self, path: str, target: Path) -> None:
         """Copy a file or a tree out of the pod to `target`, which must not exist. Nothing is written outside it."""
 
-    # -- life
+    # -- lifecycle
 
     @abstractmethod
     async def pause(self) -> None:
-        """Stop every process where it is."""
+        """Freeze every process."""
 
     @abstractmethod
     async def resume(self) -> None: ...
 
     @abstractmethod
     async def snapshot(self, kind: SnapshotKind | None = None) -> Snapshot:
-        """Keep the file system as it is now.
+        """Take a snapshot of the file system.
 
-        `fs` seals what was written and is as fast for a gigabyte as for nothing, but ends every process in the pod;
-        `fs-live` freezes, copies what was written and lets the processes go on; `full` keeps memory too. None takes
-        `fs` when no process of the pod's own is running and `fs-live` when one is.
+        `fs` seals what was written, in time independent of its size, but ends every process in the pod; `fs-live`
+        freezes the processes, copies what was written and lets them continue; `full` includes memory. None means `fs`
+        when no process of the pod's own is running, else `fs-live`.
         """
 
     @abstractmethod
     async def fork(self, n: int = 1, kind: SnapshotKind | None = None) -> "Sequence[Pod]":
-        """`n` pods that start from this one's state, with its limits and egress. The snapshot between is dropped."""
+        """Return `n` new pods with this one's state, limits and egress. The intermediate snapshot is dropped."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End every process and remove what the pod wrote. Closing twice is fine."""
+        """End every process and remove what the pod wrote. May be called twice."""
 
     @abstractmethod
     async def stats(self) -> Mapping[str, float]:
-        """Live use: memory, pids, cpu_s, disk, as far as the backend can say."""
+        """Return the current use of memory, pids, cpu_s and disk, as far as the backend can measure it."""
 
     @abstractmethod
     def events(self) -> Sequence[Event]:
-        """What happened so far, oldest first."""
+        """Return the events so far, oldest first."""
 
     async def __aenter__(self) -> Self:
         return self

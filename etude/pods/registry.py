@@ -1,7 +1,7 @@
-"""What is written down about the pods of a state directory: their records, and the services that own them.
+"""Records of the pods of a state directory, and of the processes that own them.
 
-A pod's record is there before the pod is. A service holds a lock for as long as it lives, so that anybody can tell
-which owners are dead.
+A pod's record is written before the pod is created. Every owner process holds a lock file while it lives, so that other
+processes can tell which owners are dead.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from etude.pods.runtime.backend import PodSpec
 
 
 class Registry:
-    """The records of a state directory, and our own place in it."""
+    """The records of a state directory, and this process's owner lock in it."""
 
     def __init__(self, state: Path) -> None:
         self.state = state
@@ -29,20 +29,20 @@ class Registry:
         self.lock = -1
 
     def open(self) -> None:
-        """Take our place."""
+        """Create the directories and take this process's owner lock."""
         for name in ("pods", "owners", "trash"):
             (self.state / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         self.lock = take_lock(self.owner_file(self.owner), f"owner {self.owner}")
 
     def close(self) -> None:
-        """Leave it."""
+        """Release the owner lock."""
         if self.lock >= 0:
             self.owner_file(self.owner).unlink(missing_ok=True)
             os.close(self.lock)
             self.lock = -1
 
     def write(self, spec: PodSpec) -> None:
-        """Write a pod's description where the next service will look for it."""
+        """Write a pod's record, atomically."""
         directory = self.state / "pods" / spec.id
         directory.mkdir(mode=0o700, exist_ok=True)
         plain = {name: getattr(spec, name) for name in PodSpec.__dataclass_fields__}
@@ -52,14 +52,14 @@ class Registry:
         part.rename(directory / "pod.json")
 
     def remove(self, id: str) -> None:
-        """Remove what `write` made, if nothing else is there."""
+        """Remove a pod's record, and its directory if that is empty then."""
         directory = self.state / "pods" / id
         with contextlib.suppress(OSError):  # the backend has removed it already
             (directory / "pod.json").unlink()
             directory.rmdir()
 
     def records(self) -> list[PodSpec]:
-        """Every pod's description in the state directory."""
+        """Return the spec of every pod in the state directory."""
         found = (read_record(directory / "pod.json") for directory in (self.state / "pods").iterdir())
         return [spec for spec in found if spec is not None]
 
@@ -67,7 +67,7 @@ class Registry:
         return self.state / "owners" / f"{owner}.lock"
 
     def alive(self, owner: str) -> bool:
-        """Whether the service of that name still runs: it holds its lock as long as it does."""
+        """Return whether an owner process still runs, by its lock; remove the lock file of a dead one."""
         file = self.owner_file(owner)
         if not file.exists():
             return False
@@ -78,14 +78,14 @@ class Registry:
         file.unlink(missing_ok=True)
         return False
 
-    def others(self) -> list[str]:
-        """Other living processes that have this state directory open."""
+    def other_owners(self) -> list[str]:
+        """Return the other live processes that have this state directory open."""
         owners = (file.stem for file in (self.state / "owners").glob("*.lock"))
         return [owner for owner in owners if owner != self.owner and self.alive(owner)]
 
 
 def read_record(file: Path) -> PodSpec | None:
-    """A pod's description; None when there is none that can be read."""
+    """Return the pod spec in a record file; None if it cannot be read."""
     try:
         plain: Mapping[str, Any] = json.loads(file.read_text())
         image = image_from_json(plain["image"])

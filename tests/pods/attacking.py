@@ -1,4 +1,4 @@
-"""What the tests of attacks share: a pod on each keeper, a neighbour that must stay well, and nothing left behind."""
+"""What the tests of attacks share: a pod on each zygote, a neighbour that must stay well, and nothing left behind."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,12 +16,12 @@ async def well(pod: Pod) -> str:
     return (await pod.exec("echo well", timeout=10)).stdout.strip()
 
 
-def run_in_pod(keeper: str, state: Path, act: Act, limits: Limits | None = None) -> None:
+def run_in_pod(zygote: str, state: Path, act: Act, limits: Limits | None = None) -> None:
     """Run an attack in a pod; afterwards another pod is well and, when both are closed, nothing is left."""
 
     async def main() -> None:
         calm = Thresholds(memory_some=101, memory_full=101, io_full=101)  # attacks press; do not wait for it to pass
-        host = await open_host("namespace", state, calm, compiled=keeper == "compiled")
+        host = await open_host("namespace", state, calm, compiled=zygote == "compiled")
         try:
             before = await inventory.baseline(host)
             pod, other = await host.create(limits=limits), await host.create()

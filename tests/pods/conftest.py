@@ -1,4 +1,4 @@
-"""Fixtures of the tests that make real pods."""
+"""Fixtures for tests that create real pods."""
 
 import asyncio
 import tempfile
@@ -12,28 +12,28 @@ from etude.pods.runtime.probe import cache_directory, probe
 
 
 @pytest.fixture(scope="module", params=("python", "compiled"))
-def keeper(request: pytest.FixtureRequest) -> str:
-    """Each keeper, for tests in which they could differ."""
-    return usable(request.param)
+def zygote(request: pytest.FixtureRequest) -> str:
+    """Each zygote implementation, for tests in which they could differ."""
+    return require_usable(request.param)
 
 
 @pytest.fixture(scope="module", params=("best", pytest.param("python", marks=pytest.mark.slow)))
-def one_keeper(request: pytest.FixtureRequest) -> str:
-    """The keeper that is used here by default; the other among the slow tests."""
+def default_zygote(request: pytest.FixtureRequest) -> str:
+    """The default zygote implementation; the other one only in the slow tests."""
     found, _ = find_helper(cache_directory(Path(tempfile.gettempdir())))
-    return usable("compiled" if request.param == "best" and found else "python")
+    return require_usable("compiled" if request.param == "best" and found else "python")
 
 
-def usable(keeper: str) -> str:
-    """The keeper, if pods can be made with it here."""
+def require_usable(zygote: str) -> str:
+    """Return the zygote implementation, or skip the test if pods cannot be created with it here."""
     verdict = asyncio.run(probe("namespace", compiled=False))
     if not verdict.works:
         pytest.skip(f"no namespaces here: {verdict.reason}")
-    if keeper == "compiled":
+    if zygote == "compiled":
         helper, reason = find_helper(cache_directory(Path(tempfile.gettempdir())))
         if helper is None:
-            pytest.skip(f"there is no compiled keeper: {reason}")
-    return keeper
+            pytest.skip(f"there is no compiled zygote: {reason}")
+    return zygote
 
 
 @pytest.fixture(scope="module")

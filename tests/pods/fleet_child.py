@@ -1,4 +1,4 @@
-"""A fleet in a process of its own that does what it is told, one JSON object per line, until it is killed.
+"""A host in its own process that executes commands, one JSON object per line, until it is killed.
 
     python -m tests.pods.fleet_child STATE
 

@@ -1,4 +1,4 @@
-"""What a host's pods take of the machine at one moment, so that two moments can be compared: the measure of a leak."""
+"""The machine resources that a host's pods use at one moment, to detect leaks by comparing two moments."""
 
 import asyncio
 import contextlib
@@ -11,50 +11,50 @@ from pathlib import Path
 
 from etude.pods.host import Host
 
-SETTLE_S = 10.0  # namespaces and groups of the dead go away a moment after them
+SETTLE_S = 10.0  # namespaces and cgroups disappear a moment after their processes
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """Everything a pod could leave behind."""
+    """Everything a pod could leak."""
 
-    processes: frozenset[str]  # below the keeper, or in a control group of ours
-    mounts: int  # that this process sees
-    keeper_mounts: int
+    processes: frozenset[str]  # descendants of the zygote, or in a cgroup of the host
+    mounts: int  # visible to this process
+    zygote_mounts: int
     groups: frozenset[str]
     files: frozenset[str]  # in the state directory, without the store
     descriptors: int  # of this process
-    keeper_descriptors: tuple[str, ...]
-    keeper_memory: int = field(compare=False)  # bytes of its own
+    zygote_descriptors: tuple[str, ...]
+    zygote_memory: int = field(compare=False)  # private bytes
 
     def difference(self, other: "Inventory") -> dict[str, tuple[object, object]]:
-        """What differs, by name."""
-        names = [name for name in self.__dataclass_fields__ if name != "keeper_memory"]
+        """Return the fields that differ, by name."""
+        names = [name for name in self.__dataclass_fields__ if name != "zygote_memory"]
         return {n: (getattr(self, n), getattr(other, n)) for n in names if getattr(self, n) != getattr(other, n)}
 
 
 def take(host: Host) -> Inventory:
-    """Look at everything."""
-    keeper = keeper_of(host.state)
+    """Take an inventory now."""
+    zygote = zygote_of(host.state)
     layout = host.backend.layout  # type: ignore[attr-defined]
     groups = {str(entry) for base in layout.bases for entry in directories(base)}
     members = {pid for group in groups for pid in read(f"{group}/cgroup.procs").split()}
-    processes = members | {str(pid) for pid in descendants(keeper)}
+    processes = members | {str(pid) for pid in descendants(zygote)}
     return Inventory(
         processes=frozenset(f"{pid} {read(f'/proc/{pid}/comm').strip()}" for pid in processes),
         mounts=len(read("/proc/self/mountinfo").splitlines()),
-        keeper_mounts=len(read(f"/proc/{keeper}/mountinfo").splitlines()),
+        zygote_mounts=len(read(f"/proc/{zygote}/mountinfo").splitlines()),
         groups=frozenset(groups),
         files=frozenset(below(host.state)),
         descriptors=len(os.listdir("/proc/self/fd")),
-        keeper_descriptors=tuple(sorted(links(f"/proc/{keeper}/fd"))),
-        keeper_memory=own_memory(keeper),
+        zygote_descriptors=tuple(sorted(links(f"/proc/{zygote}/fd"))),
+        zygote_memory=own_memory(zygote),
     )
 
 
 async def baseline(host: Host) -> Inventory:
-    """An inventory after a first pod has come and gone: what the keeper makes once is made."""
-    gc.collect()  # what an earlier test left to it would go away in between, descriptors and all
+    """Take an inventory after a first pod was created and closed, so that one-time allocations are included."""
+    gc.collect()  # garbage of earlier tests must not be freed in between, with its descriptors
     await (await host.create()).close()
     deadline = time.monotonic() + SETTLE_S
     while any((host.state / "trash").iterdir()) and time.monotonic() < deadline:
@@ -63,15 +63,15 @@ async def baseline(host: Host) -> Inventory:
 
 
 def settled(host: Host, before: Inventory) -> Inventory:
-    """An inventory that is as `before`, or the last one that was not. Called in a thread beside the loop."""
+    """Wait until the inventory equals `before`; return the last one. Call it in a thread beside the event loop."""
     deadline = time.monotonic() + SETTLE_S
     while (now := take(host)).difference(before) and time.monotonic() < deadline:
         time.sleep(0.05)
     return now
 
 
-def keeper_of(state: Path) -> int:
-    """The keeper's process: the only one that stands in the state directory; 0 when there is none."""
+def zygote_of(state: Path) -> int:
+    """Return the zygote's pid: the only process whose working directory is the state directory; 0 if none."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/{name}/cwd") == str(state):
@@ -89,7 +89,7 @@ def descendants(root: int) -> Iterator[int]:
 
 
 def own_memory(pid: int) -> int:
-    """Bytes that only this process holds."""
+    """Return the private memory of a process in bytes."""
     rows = (line.split() for line in read(f"/proc/{pid}/smaps_rollup").splitlines())
     return sum(int(row[1]) << 10 for row in rows if row and row[0] in ("Private_Dirty:", "Private_Clean:"))
 

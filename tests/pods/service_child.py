@@ -1,8 +1,8 @@
-"""A service in a process of its own, for tests that kill it: makes pods and says so, then goes on until it is killed.
+"""A host in its own process, for tests that kill it: creates pods, prints their ids, then runs until it is killed.
 
-    python -m tests.pods.service_child STATE KEEPER ATTACHED DETACHED
+    python -m tests.pods.service_child STATE ZYGOTE ATTACHED DETACHED
 
-Prints one JSON object (ids of the attached and of the detached pods) and then takes snapshots and forks without end.
+Prints one JSON object (ids of the attached and of the detached pods) and then takes snapshots and forks in a loop.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from etude.pods.fleet import open_host
 from etude.pods.pod import PodError
 
 
-async def main(state: Path, keeper: str, attached: int, detached: int) -> None:
-    host = await open_host("namespace", state, compiled=keeper == "compiled")
+async def main(state: Path, zygote: str, attached: int, detached: int) -> None:
+    host = await open_host("namespace", state, compiled=zygote == "compiled")
     mine = [await host.create() for _ in range(attached)]
     others = [await host.create(attached=False) for _ in range(detached)]
     for pod in (*mine, *others):

@@ -1,4 +1,4 @@
-"""Pods start only when the host can take them, and the queue stays fair through cancellations, timeouts and failures."""
+"""Pods start only when the host can take them, and the queue stays fair through cancellation, timeouts and failures."""
 
 import asyncio
 import random
@@ -449,8 +449,8 @@ def test_a_timeout_reports_queue_position_and_reason() -> None:
         with pytest.raises(WaitedTooLong) as caught:
             await tasks[2]
         assert str(caught.value) == (
-            "a pod of tiny for tenant 'a' was not admitted within 30.0 s: position 2 of 2 of its tenant, 3 waiting in all; "
-            "1 pods are being created, at most 1 at once"
+            "a pod of tiny for tenant 'a' was not admitted within 30.0 s: "
+            "position 2 of 2 of its tenant, 3 waiting in all; 1 pods are being created, at most 1 at once"
         )
         for task in tasks:
             task.cancel()

@@ -1,6 +1,6 @@
 """Attacks from inside a pod on the kernel, the host's files, sockets and secrets, and on the agent itself: all refused.
 
-`attack_script.py` runs inside, once for each keeper; every attack is a test here. Afterwards the host and other pods
+`attack_script.py` runs inside, once for each zygote; every attack is a test here. Afterwards the host and other pods
 are well, and nothing is left.
 """
 
@@ -23,7 +23,7 @@ SECRET = "secret-6f1c0d1e"
 
 
 @pytest.fixture(scope="module")
-def findings(keeper: str, state: Path) -> dict[str, str]:
+def findings(zygote: str, state: Path) -> dict[str, str]:
     """What the script inside found, with everything it must not find put in its way."""
     os.environ["ETUDE_ATTACK_SECRET"] = SECRET
     private = tempfile.TemporaryDirectory(prefix="etude-hidden-")
@@ -46,14 +46,14 @@ def findings(keeper: str, state: Path) -> dict[str, str]:
             "private_names": [str(state), directory],
         }
         try:
-            return asyncio.run(run_script(keeper, state, facts))
+            return asyncio.run(run_script(zygote, state, facts))
         finally:
             abstract.close()
             docker.close()
 
 
-async def run_script(keeper: str, state: Path, facts: dict[str, object]) -> dict[str, str]:
-    host = await open_host("namespace", state, compiled=keeper == "compiled")
+async def run_script(zygote: str, state: Path, facts: dict[str, object]) -> dict[str, str]:
+    host = await open_host("namespace", state, compiled=zygote == "compiled")
     try:
         before = await inventory.baseline(host)
         pod, other = await host.create(), await host.create()
@@ -108,16 +108,16 @@ def test_every_other_attack_the_script_made_of_the_facts_is_refused_too(findings
 # -- the agent, PID 1 of the pod
 
 
-def test_a_pod_that_starves_its_agent_harms_nobody_else(keeper: str, state: Path) -> None:
+def test_a_pod_that_starves_its_agent_harms_nobody_else(zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         code = "import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (3, 3))"  # our uid is the agent's
         await pod.exec(["python3", "-c", code], timeout=5)
 
-    run_in_pod(keeper, state, act)
+    run_in_pod(zygote, state, act)
 
 
 @pytest.mark.parametrize("command", ["kill -9 1", "kill -STOP 1", "kill -TERM 1", "kill -9 -1", "kill -STOP -1"])
-def test_signals_to_the_agent_do_nothing(command: str, keeper: str, state: Path) -> None:
+def test_signals_to_the_agent_do_nothing(command: str, zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         with_python = "import os,signal; os.kill(%d, %d)"
         _, number, target = command.split()
@@ -125,20 +125,20 @@ def test_signals_to_the_agent_do_nothing(command: str, keeper: str, state: Path)
         await pod.exec(["python3", "-c", code], timeout=5)
         assert await well(pod) == "well"
 
-    run_in_pod(keeper, state, act)
+    run_in_pod(zygote, state, act)
 
 
-def test_typing_into_a_terminal_from_inside_is_refused(keeper: str, state: Path) -> None:
+def test_typing_into_a_terminal_from_inside_is_refused(zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         code = "import fcntl, termios\nfor c in 'id\\n': fcntl.ioctl(0, termios.TIOCSTI, c.encode())"
         job = await pod.pty(["python3", "-c", code])
         text = b"".join([data async for _, data in job.output()])
         assert b"PermissionError" in text or b"OSError" in text, text
 
-    run_in_pod(keeper, state, act)
+    run_in_pod(zygote, state, act)
 
 
-def test_a_pod_that_answers_no_more_can_be_given_up(keeper: str, state: Path) -> None:
+def test_a_pod_that_answers_no_more_can_be_given_up(zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         await pod.pause()
         calls = [pod.exec("true"), pod.read("/etc/hosts"), pod.write("x", "y"), pod.list("/"), pod.spawn("true")]
@@ -146,10 +146,10 @@ def test_a_pod_that_answers_no_more_can_be_given_up(keeper: str, state: Path) ->
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(call, 0.1)
 
-    run_in_pod(keeper, state, act)
+    run_in_pod(zygote, state, act)
 
 
-def test_programs_have_no_new_privileges_and_few_capabilities(keeper: str, state: Path) -> None:
+def test_programs_have_no_new_privileges_and_few_capabilities(zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         status = (await pod.exec("cat /proc/self/status")).stdout
         rows = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
@@ -161,7 +161,7 @@ def test_programs_have_no_new_privileges_and_few_capabilities(keeper: str, state
             assert int(rows[name], 16) & ~capabilities.mask() == 0
         assert int(rows["CapInh"], 16) == int(rows["CapAmb"], 16) == 0
 
-    run_in_pod(keeper, state, act)
+    run_in_pod(zygote, state, act)
 
 
 TRAPS = (
@@ -174,7 +174,7 @@ TRAPS = (
 )
 
 
-def test_account_files_turned_into_traps_do_not_stop_the_agent(keeper: str, state: Path) -> None:
+def test_account_files_turned_into_traps_do_not_stop_the_agent(zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         for trap in TRAPS:
             await pod.exec(f"rm -rf /etc/passwd; {trap}", timeout=10)
@@ -182,10 +182,10 @@ def test_account_files_turned_into_traps_do_not_stop_the_agent(keeper: str, stat
                 await asyncio.wait_for(pod.exec("id", user="daemon"), 10)
             assert await well(pod) == "well"
 
-    run_in_pod(keeper, state, act)
+    run_in_pod(zygote, state, act)
 
 
-def test_connections_that_come_and_go_do_not_harm_the_agent(keeper: str, state: Path) -> None:
+def test_connections_that_come_and_go_do_not_harm_the_agent(zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         directory = os.open(state / "pods" / pod.id, os.O_PATH)
         try:
@@ -199,4 +199,4 @@ def test_connections_that_come_and_go_do_not_harm_the_agent(keeper: str, state: 
             os.close(directory)
         assert await well(pod) == "well"
 
-    run_in_pod(keeper, state, act)
+    run_in_pod(zygote, state, act)

@@ -19,7 +19,7 @@ WINDOWS = (  # by which a process reaches what it cannot name
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_no_file_call_reaches_a_file_of_the_host(window: str, one_keeper: str, state: Path, tmp_path: Path) -> None:
+def test_no_file_call_reaches_a_file_of_the_host(window: str, default_zygote: str, state: Path, tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.write_text(SECRET)
 
@@ -42,10 +42,12 @@ def test_no_file_call_reaches_a_file_of_the_host(window: str, one_keeper: str, s
         assert os.listdir(tmp_path) == ["hidden"]
         assert await well(pod) == "well"
 
-    run_in_pod(one_keeper, state, act)
+    run_in_pod(default_zygote, state, act)
 
 
-def test_the_agents_own_memory_and_descriptors_cannot_be_named(one_keeper: str, state: Path, tmp_path: Path) -> None:
+def test_the_agents_own_memory_and_descriptors_cannot_be_named(
+    default_zygote: str, state: Path, tmp_path: Path
+) -> None:
     async def act(pod: Pod) -> None:
         await pod.exec("ln -s /proc/self/mem m; ln -s /proc/self/environ e; ln -s /proc/self/fd f; ln -s /proc/1 one")
         names = ["mem", "environ", "maps", "pagemap", "fd/0", "fd/1", "fd/2", "fd/3", "fd/4", "fdinfo/3", "cwd", "exe"]
@@ -62,17 +64,17 @@ def test_the_agents_own_memory_and_descriptors_cannot_be_named(one_keeper: str, 
                 await pod.remove(path)
         assert await well(pod) == "well"
 
-    run_in_pod(one_keeper, state, act)
+    run_in_pod(default_zygote, state, act)
 
 
-def test_what_the_agent_says_of_itself_names_no_path_of_the_host(one_keeper: str, state: Path) -> None:
+def test_what_the_agent_says_of_itself_names_no_path_of_the_host(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         for directory in ("/proc/self/fd", "/proc/1/fd", "/proc/self"):
             with contextlib.suppress(PodError):
                 for info in await pod.list(directory):
                     assert str(state) not in info.target, info
 
-    run_in_pod(one_keeper, state, act)
+    run_in_pod(default_zygote, state, act)
 
 
 HOSTILE = r"""
@@ -88,7 +90,7 @@ open("sub/file", "w").write("fine")
 """
 
 
-def test_a_hostile_tree_is_downloaded_without_harm(one_keeper: str, state: Path, tmp_path: Path) -> None:
+def test_a_hostile_tree_is_downloaded_without_harm(default_zygote: str, state: Path, tmp_path: Path) -> None:
     async def act(pod: Pod) -> None:
         assert (await pod.exec(["python3", "-c", HOSTILE])).ok
         target = tmp_path / "out"
@@ -103,11 +105,11 @@ def test_a_hostile_tree_is_downloaded_without_harm(one_keeper: str, state: Path,
         assert os.readlink(target / "passwd") == "/etc/passwd"  # a link comes as a link
         assert os.listdir(tmp_path) == ["out"]
 
-    run_in_pod(one_keeper, state, act)
+    run_in_pod(default_zygote, state, act)
 
 
 def test_a_tree_that_changes_while_it_is_copied_stays_in_its_place(
-    one_keeper: str, state: Path, tmp_path: Path
+    default_zygote: str, state: Path, tmp_path: Path
 ) -> None:
     race = (
         "import os\nos.makedirs('t/d', exist_ok=True)\nopen('t/d/f', 'w').write('x')\n"
@@ -139,10 +141,10 @@ def test_a_tree_that_changes_while_it_is_copied_stays_in_its_place(
                 assert os.path.realpath(directory).startswith(str(tmp_path)), name
         assert await pod.read("/etc/hosts")  # the agent was not led to remove what it was not asked to
 
-    run_in_pod(one_keeper, state, act)
+    run_in_pod(default_zygote, state, act)
 
 
-def test_a_file_that_grows_while_it_is_read_ends(one_keeper: str, state: Path, tmp_path: Path) -> None:
+def test_a_file_that_grows_while_it_is_read_ends(default_zygote: str, state: Path, tmp_path: Path) -> None:
     async def act(pod: Pod) -> None:
         job = await pod.spawn("while :; do head -c 100000 /dev/zero >> grow; done")
         while not (await pod.exec("test -s grow")).ok:
@@ -154,10 +156,10 @@ def test_a_file_that_grows_while_it_is_read_ends(one_keeper: str, state: Path, t
         await job.signal(9)
         assert await well(pod) == "well"
 
-    run_in_pod(one_keeper, state, act, Limits(memory=256 << 20, disk=64 << 20))
+    run_in_pod(default_zygote, state, act, Limits(memory=256 << 20, disk=64 << 20))
 
 
-def test_ten_thousand_directories_in_each_other_are_survived(one_keeper: str, state: Path, tmp_path: Path) -> None:
+def test_ten_thousand_directories_in_each_other_are_survived(default_zygote: str, state: Path, tmp_path: Path) -> None:
     deep = "import os\nfor _ in range(10000):\n    os.mkdir('d'); os.chdir('d')\nopen('end', 'w').close()"
 
     async def act(pod: Pod) -> None:
@@ -171,10 +173,10 @@ def test_ten_thousand_directories_in_each_other_are_survived(one_keeper: str, st
         await pod.remove("d")
         assert await pod.list(".") == []
 
-    run_in_pod(one_keeper, state, act)
+    run_in_pod(default_zygote, state, act)
 
 
-def test_a_directory_of_very_many_names_is_listed(one_keeper: str, state: Path) -> None:
+def test_a_directory_of_very_many_names_is_listed(default_zygote: str, state: Path) -> None:
     many = "import os\nos.mkdir('many')\nfor n in range(30000): os.close(os.open(f'many/{n}', os.O_CREAT))"
 
     async def act(pod: Pod) -> None:
@@ -182,10 +184,10 @@ def test_a_directory_of_very_many_names_is_listed(one_keeper: str, state: Path) 
         assert len(await pod.list("many")) == 30_000
         await pod.remove("many")
 
-    run_in_pod(one_keeper, state, act)
+    run_in_pod(default_zygote, state, act)
 
 
-def test_a_pod_full_of_deep_and_closed_trees_is_removed_with_nothing_left(one_keeper: str, state: Path) -> None:
+def test_a_pod_full_of_deep_and_closed_trees_is_removed_with_nothing_left(default_zygote: str, state: Path) -> None:
     mess = (
         "import os\nfor _ in range(300):\n    os.mkdir('d'); os.chdir('d')\n"
         "os.chdir('/work')\nfor n in range(50): os.makedirs(f'c{n}/x/y'); os.chmod(f'c{n}/x', 0)"
@@ -199,4 +201,4 @@ def test_a_pod_full_of_deep_and_closed_trees_is_removed_with_nothing_left(one_ke
         await disk.close()
         await child.close()
 
-    run_in_pod(one_keeper, state, act)
+    run_in_pod(default_zygote, state, act)

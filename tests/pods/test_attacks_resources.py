@@ -27,17 +27,17 @@ async def clear(pod: Pod) -> None:
         await asyncio.sleep(0.05)
 
 
-def test_a_fork_bomb_stays_inside(one_keeper: str, state: Path) -> None:
+def test_a_fork_bomb_stays_inside(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         result = await pod.exec(["bash", "-c", "bomb() { bomb | bomb & }; bomb; sleep 0.5"], timeout=3)
         assert (await pod.stats())["pids"] <= 64
         assert not result.ok or result.stderr is not None
         await clear(pod)
 
-    run_in_pod(one_keeper, state, act, SMALL)
+    run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_a_storm_of_zombies_is_reaped(one_keeper: str, state: Path) -> None:
+def test_a_storm_of_zombies_is_reaped(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         orphans = (
             "import os\nfor _ in range(1500):\n"
@@ -47,10 +47,10 @@ def test_a_storm_of_zombies_is_reaped(one_keeper: str, state: Path) -> None:
         assert await well(pod) == "well"
         assert (await pod.stats())["pids"] < 10
 
-    run_in_pod(one_keeper, state, act, SMALL)
+    run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_memory_that_is_not_there_ends_programs_and_not_the_pod(one_keeper: str, state: Path) -> None:
+def test_memory_that_is_not_there_ends_programs_and_not_the_pod(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         hog = "x = []\nwhile True: x.append(bytearray(b'z' * (4 << 20)))"
         for _ in range(3):
@@ -61,11 +61,11 @@ def test_memory_that_is_not_there_ends_programs_and_not_the_pod(one_keeper: str,
         await pod.exec(many, timeout=1)
         await clear(pod)
 
-    run_in_pod(one_keeper, state, act, SMALL)
+    run_in_pod(default_zygote, state, act, SMALL)
 
 
 @pytest.mark.parametrize("place", ["/work/fill", "/dev/shm/fill", "/tmp/fill", "/dev/fill", "/run/fill"])
-def test_space_runs_out_for_the_pod_alone(place: str, one_keeper: str, state: Path) -> None:
+def test_space_runs_out_for_the_pod_alone(place: str, default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         full = await pod.exec(f"dd if=/dev/zero of={place} bs=1M count=500; stat -c %s {place}", timeout=30)
         assert "No space left" in full.stderr, full
@@ -76,19 +76,19 @@ def test_space_runs_out_for_the_pod_alone(place: str, one_keeper: str, state: Pa
         await pod.exec(["rm", "-f", place])
         assert await well(pod) == "well"
 
-    run_in_pod(one_keeper, state, act, SMALL)
+    run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_all_places_together_leave_the_agent_alive(one_keeper: str, state: Path) -> None:
+def test_all_places_together_leave_the_agent_alive(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         fill = "; ".join(f"dd if=/dev/zero of={place} bs=64k 2>&-" for place in ("/work/f", "/dev/shm/f", "/dev/f"))
         await pod.exec(f"{fill}; true", timeout=30)
         assert await well(pod) == "well"
 
-    run_in_pod(one_keeper, state, act, SMALL)
+    run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_files_run_out_for_the_pod_alone(one_keeper: str, state: Path) -> None:
+def test_files_run_out_for_the_pod_alone(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         many = (
             "import os\nn = 0\ntry:\n    while True:\n        os.close(os.open(str(n), os.O_CREAT)); n += 1\n"
@@ -99,10 +99,10 @@ def test_files_run_out_for_the_pod_alone(one_keeper: str, state: Path) -> None:
         assert count <= 200_000
         assert await well(pod) == "well", result
 
-    run_in_pod(one_keeper, state, act, Limits(memory=64 * MIB, pids=64))
+    run_in_pod(default_zygote, state, act, Limits(memory=64 * MIB, pids=64))
 
 
-def test_a_flood_of_output_is_cut_and_costs_no_memory(one_keeper: str, state: Path) -> None:
+def test_a_flood_of_output_is_cut_and_costs_no_memory(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         results = await asyncio.gather(*(pod.exec("cat /dev/zero", timeout=1.0) for _ in range(4)))
@@ -112,10 +112,10 @@ def test_a_flood_of_output_is_cut_and_costs_no_memory(one_keeper: str, state: Pa
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
         assert await well(pod) == "well"
 
-    run_in_pod(one_keeper, state, act, SMALL)
+    run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_a_million_tiny_writes_arrive_or_are_cut(one_keeper: str, state: Path) -> None:
+def test_a_million_tiny_writes_arrive_or_are_cut(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         drip = "import os\nfor _ in range(300000): os.write(1, b'x')"
         result = await pod.exec(["python3", "-c", drip], timeout=60)
@@ -123,10 +123,10 @@ def test_a_million_tiny_writes_arrive_or_are_cut(one_keeper: str, state: Path) -
         job = await pod.spawn(["python3", "-c", drip.replace("300000", "100000")], timeout=60)
         assert sum([len(data) async for _, data in job.output()]) == 100_000
 
-    run_in_pod(one_keeper, state, act, SMALL)
+    run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_closing_a_pod_in_the_middle_of_everything_leaves_nothing(one_keeper: str, state: Path) -> None:
+def test_closing_a_pod_in_the_middle_of_everything_leaves_nothing(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         tasks = [asyncio.create_task(pod.exec("cat /dev/zero")) for _ in range(5)]
         tasks += [asyncio.create_task(pod.exec("setsid sleep 600 & sleep 600")) for _ in range(5)]
@@ -140,10 +140,10 @@ def test_closing_a_pod_in_the_middle_of_everything_leaves_nothing(one_keeper: st
         for ended in await asyncio.gather(*tasks, running, *waits, return_exceptions=True):
             assert isinstance(ended, PodError), ended
 
-    run_in_pod(one_keeper, state, act, SMALL)
+    run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_an_enormous_command_is_refused_and_the_pod_stays(one_keeper: str, state: Path) -> None:
+def test_an_enormous_command_is_refused_and_the_pod_stays(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         for command, env in ((["echo", *["x" * 1000] * 900], {}), (["env"], {f"V{n}": "y" * 1000 for n in range(900)})):
             assert (await pod.exec(command, env=env)).exit_code in (0, 126)
@@ -155,10 +155,10 @@ def test_an_enormous_command_is_refused_and_the_pod_stays(one_keeper: str, state
             await pod.exec(["x"] * 100_000)
         assert await well(pod) == "well"
 
-    run_in_pod(one_keeper, state, act, SMALL)
+    run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_many_jobs_at_once_run_or_say_why_not(one_keeper: str, state: Path) -> None:
+def test_many_jobs_at_once_run_or_say_why_not(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         made = await asyncio.gather(*(pod.spawn("sleep 2") for _ in range(200)), return_exceptions=True)
         refused = [job for job in made if isinstance(job, BaseException)]
@@ -166,4 +166,4 @@ def test_many_jobs_at_once_run_or_say_why_not(one_keeper: str, state: Path) -> N
         assert len(refused) >= 130  # 64 processes are allowed
         await clear(pod)
 
-    run_in_pod(one_keeper, state, act, SMALL)
+    run_in_pod(default_zygote, state, act, SMALL)

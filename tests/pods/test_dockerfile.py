@@ -1,6 +1,6 @@
-"""Dockerfiles: what is read, what variables mean, what COPY may take and where it goes, and when a step is new.
+"""Dockerfiles: parsing, variables, the sources and targets of COPY, and the build cache.
 
-RUN is done by a stand-in for pods here; `test_dockerfile_build.py` does it in real ones.
+RUN uses a fake pod here; `test_dockerfile_build.py` uses real ones.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ from etude.pods.images.records import Image
 from etude.pods.images.store import Store
 from etude.pods.pod import Egress, ExecResult, PodError, Snapshot
 
-# -- reading
+# -- parsing
 
 
 def test_instructions_comments_and_continuations() -> None:
-    recipe = parse(
+    parsed = parse(
         "# a comment\n\nARG V=1\nfrom base AS first\n  run a && \\\n# not this\n\n    b   \\\n  c\n"
         'CMD ["x", "y"]\nFROM first\nRUN <<EOF\n# kept\n  $x \\\nEOF\nCOPY --chown=1:2 --from=0 a b /c/\n'
     )
-    assert [line.text for line in recipe.arguments] == ["V=1"]
-    first, second = recipe.stages
+    assert [line.text for line in parsed.arguments] == ["V=1"]
+    first, second = parsed.stages
     assert (first.name, second.name) == ("first", "1")
     assert [(step.name, step.text, step.where) for step in first.steps] == [
         ("RUN", "a &&     b     c", "Dockerfile:5"),
@@ -45,7 +45,7 @@ def test_instructions_comments_and_continuations() -> None:
     assert (copied.flag("chown"), copied.flag("from"), copied.text) == ("1:2", "0", "a b /c/")
 
 
-def test_heredocs_strip_tabs_quote_and_follow_each_other() -> None:
+def test_heredocs_with_tabs_and_quotes_in_sequence() -> None:
     (step,) = parse("FROM x\nCOPY <<-'one' <<two /d/\n\tA $x\n\tone\nB\ntwo\n").stages[0].steps
     assert step.heredocs == (Heredoc("one", "A $x\n", False), Heredoc("two", "B\n", True))
 
@@ -66,11 +66,11 @@ def test_the_escape_directive_counts_only_at_the_top() -> None:
         ("FROM\n", r"f:1: FROM has no arguments"),
         ("FROM a b\n", r"f:1: FROM: expected"),
         ("FROM a AS x\nFROM b AS X\n", r"f:2: .*taken"),
-        ("FROM a\nRUN <<E\nb\n", r"f:2: the lines after <<E do not end"),
+        ("FROM a\nRUN <<E\nb\n", r"f:2: the heredoc <<E is not terminated"),
         ("# escape=x\nFROM a\n", r"f:1: escape=x"),
     ],
 )
-def test_mistakes_are_named_with_their_line(text: str, why: str) -> None:
+def test_syntax_errors_name_their_line(text: str, why: str) -> None:
     with pytest.raises(InputError, match=why):
         parse(text, "f")
 
@@ -95,7 +95,7 @@ def test_words_and_quotes() -> None:
     variables = {"S": "a b", "Q": "it's"}
     assert words("x $S 'y $S' \"z $S\" w\\ w $Q ''", variables) == ["x", "a b", "y $S", "z a b", "w w", "it's", ""]
     assert expand("/a b/'c'$S", variables) == "/a b/ca b"
-    with pytest.raises(InputError, match="does not end"):
+    with pytest.raises(InputError, match="is not closed"):
         words("'a", {})
     with pytest.raises(InputError, match="N is not set: why"):
         words("${N:?why}", {})
@@ -119,11 +119,11 @@ def test_ignore_rules() -> None:
     assert [path for path in kept if ignore.ignores(path)] == []
 
 
-# -- building, with a stand-in for pods
+# -- building, with fake pods
 
 
 class FakePod:
-    """Notes what it is told to run, and leaves a file for each command."""
+    """Records the commands it runs, and adds a file with each snapshot."""
 
     def __init__(self, fleet: "FakeFleet", image: Image) -> None:
         self.fleet, self.image, self.commands = fleet, image, []  # type: ignore[var-annotated]
@@ -157,7 +157,7 @@ class FakeFleet:
         return FakePod(self, image)
 
 
-class Bench:
+class Builder:
     """A store, a context and a base image."""
 
     def __init__(self, directory: Path) -> None:
@@ -183,23 +183,25 @@ class Bench:
     def build(self, text: str, **options: Any) -> Image:
         self.file.write_text(text)
         made = asyncio.run(
-            build(self.fleet, self.store, self.file, self.context, options.pop("table", {"base": "base"}), **options)
+            build(
+                self.fleet, self.store, self.file, self.context, options.pop("base_images", {"base": "base"}), **options
+            )
         )
         assert self.fleet.open == 0
         assert self.store.snapshots() == []
         return made
 
     def look(self, image: Image) -> LayerStack:
-        return LayerStack.of(self.store.parts(image.layers))
+        return LayerStack.of(self.store.layer_dirs(image.layers))
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
+def builder(tmp_path: Path) -> Builder:
+    return Builder(tmp_path)
 
 
-def test_run_sees_variables_user_shell_and_directory(bench: Bench) -> None:
-    image = bench.build(
+def test_run_sees_variables_user_shell_and_directory(builder: Builder) -> None:
+    image = builder.build(
         "ARG G=glob\nFROM base\nARG G\nARG A=1\nARG B=2\nENV B=env C=$A$B\nWORKDIR /src\nWORKDIR sub\nUSER app\n"
         'RUN echo $A\nRUN ["x", "$A"]\nSHELL ["/bin/bash", "-c"]\nRUN <<EOF\nlines\nEOF\n'
         "RUN cat <<'E' > f\n$x\nE\nLABEL k=$A\nENTRYPOINT go $A\nCMD [\"c\"]\nEXPOSE 80\nVOLUME /v\n"
@@ -208,79 +210,79 @@ def test_run_sees_variables_user_shell_and_directory(bench: Bench) -> None:
         egress=Egress.to("example.org"),
         name="built",
     )
-    commands = [command for command, _ in bench.fleet.runs]
+    commands = [command for command, _ in builder.fleet.runs]
     assert commands == [
         ["/bin/sh", "-c", "echo $A"],
         ["x", "$A"],
         ["/bin/bash", "-c", "lines\n"],
         ["/bin/bash", "-c", "cat <<'E' > f\n$x\nE\n"],
     ]
-    options = bench.fleet.runs[0][1]
+    options = builder.fleet.runs[0][1]
     assert options["env"] == {"G": "glob", "A": "9", "B": "env", "C": "92", "PATH": "/bin"}
     assert (options["cwd"], options["user"]) == ("/src/sub", "app")
-    assert set(bench.fleet.egress) == {Egress.to("example.org")}
+    assert set(builder.fleet.egress) == {Egress.to("example.org")}
     assert dict(image.env) == {"PATH": "/bin", "B": "env", "C": "92"}, "ARG is for the build only"
     assert (image.workdir, image.user, image.labels) == ("/src/sub", "app", {"k": "9"})
     assert (image.entrypoint, image.command) == (("/bin/bash", "-c", "go $A"), ("c",))
-    assert bench.store.image("built") == image
-    assert bench.look(image).locate("/src/sub")[1].directory
+    assert builder.store.image("built") == image
+    assert builder.look(image).locate("/src/sub")[1].is_directory
 
 
-def test_steps_are_done_again_only_when_what_decides_them_changes(bench: Bench) -> None:
-    (bench.context / "f").write_text("1")
+def test_steps_run_again_only_when_their_inputs_change(builder: Builder) -> None:
+    (builder.context / "f").write_text("1")
     text = "FROM base\nARG V=1\nRUN one\nCOPY f /f\nRUN two\nENV X=1\nRUN three\n"
 
     def done(**options: Any) -> list[str]:
-        bench.fleet.runs.clear()
-        bench.build(options.pop("text", text), **options)
-        return [command[-1] for command, _ in bench.fleet.runs]
+        builder.fleet.runs.clear()
+        builder.build(options.pop("text", text), **options)
+        return [command[-1] for command, _ in builder.fleet.runs]
 
     assert done() == ["one", "two", "three"]
-    first = bench.build(text)
+    first = builder.build(text)
     assert done() == []
-    os.utime(bench.context / "f", (1, 1))
-    assert done() == [], "a time is no change"
-    (bench.context / "f").write_text("2")
+    os.utime(builder.context / "f", (1, 1))
+    assert done() == [], "a changed time does not count"
+    (builder.context / "f").write_text("2")
     assert done() == ["two", "three"]
-    (bench.context / "f").write_text("1")
+    (builder.context / "f").write_text("1")
     assert done() == []
     assert done(text=text.replace("X=1", "X=2")) == ["three"]
     assert done(args={"V": "2"}) == ["one", "two", "three"]
     assert done(egress=Egress.to("example.org")) == ["one", "two", "three"]
-    assert bench.build(text) == first
-    os.chmod(bench.context / "f", 0o700)
+    assert builder.build(text) == first
+    os.chmod(builder.context / "f", 0o700)
     assert done() == ["two", "three"]
-    bench.store.remove_image(first.id)
-    for image in bench.store.images():
+    builder.store.remove_image(first.id)
+    for image in builder.store.images():
         if image.name != "base":
-            bench.store.remove_image(image.id)
-    bench.store.collect_garbage(grace=0)
+            builder.store.remove_image(image.id)
+    builder.store.collect_garbage(grace=0)
     assert done() == ["one", "two", "three"], "a cache keeps no layer alive"
 
 
-def test_a_failing_run_says_where_and_what(bench: Bench) -> None:
+def test_a_failing_run_reports_line_and_output(builder: Builder) -> None:
     with pytest.raises(PodError, match=r"Dockerfile:2: RUN failed with exit code 1:\noutbad"):
-        bench.build("FROM base\nRUN false\n")
-    assert bench.fleet.open == 0
-    assert os.listdir(bench.store.root / "pins") == []
+        builder.build("FROM base\nRUN false\n")
+    assert builder.fleet.open == 0
+    assert os.listdir(builder.store.root / "pins") == []
 
 
-def test_copy_goes_where_a_pod_would_put_it(bench: Bench) -> None:
-    (bench.context / "d/sub").mkdir(parents=True)
-    (bench.context / "d/sub/x").write_text("x")
-    (bench.context / "d/link").symlink_to("/etc/passwd")
-    (bench.context / "tool").write_text("#!")
-    os.chmod(bench.context / "tool", 0o755)
-    image = bench.build(
+def test_copy_resolves_its_target_as_a_pod_would(builder: Builder) -> None:
+    (builder.context / "d/sub").mkdir(parents=True)
+    (builder.context / "d/sub/x").write_text("x")
+    (builder.context / "d/link").symlink_to("/etc/passwd")
+    (builder.context / "tool").write_text("#!")
+    os.chmod(builder.context / "tool", 0o755)
+    image = builder.build(
         "FROM base\nWORKDIR /src\nCOPY tool /bin/\nCOPY tool d /tmp/new/\nCOPY d .\nCOPY tool rel\n"
         'COPY ["tool", "/with space"]\nCOPY <<EOF <<"RAW" /etc/\n$PATH\nEOF\n$PATH\nRAW\nCOPY too? /glob/\n'
     )
-    look = bench.look(image)
+    look = builder.look(image)
     assert look.locate("/bin/tool")[0] == "/usr/bin/tool"
     assert look.read("/usr/bin/tool") == b"#!"
     found = look.locate("/tmp")[1]
     assert found.info is not None
-    assert stat.S_IMODE(found.info.st_mode) == 0o1777, "directories on the way stay as they are"
+    assert stat.S_IMODE(found.info.st_mode) == 0o1777, "parent directories keep their mode"
     assert look.names(look.locate("/tmp/new")[1]) == ["link", "sub", "tool"]
     assert look.names(look.locate("/src")[1]) == ["link", "rel", "sub"]
     assert look.read("/src/sub/x") == b"x"
@@ -289,12 +291,12 @@ def test_copy_goes_where_a_pod_would_put_it(bench: Bench) -> None:
     assert look.names(look.locate("/etc")[1]) == ["EOF", "RAW", "group", "passwd"]
 
 
-def test_owners_and_modes(bench: Bench) -> None:
-    (bench.context / "f").write_text("x")
-    image = bench.build(
+def test_owners_and_modes(builder: Builder) -> None:
+    (builder.context / "f").write_text("x")
+    image = builder.build(
         "FROM base\nCOPY f /a\nCOPY --chown=app f /b\nCOPY --chown=7:staff --chmod=640 f /n/c\nADD --chown=8 f /d\n"
     )
-    look = bench.look(image)
+    look = builder.look(image)
     modes = [stat.S_IMODE(found.info.st_mode) for found in [look.locate("/n/c")[1]] if found.info]
     assert modes == [0o640]
     if trees.can_chown():
@@ -306,37 +308,37 @@ def test_owners_and_modes(bench: Bench) -> None:
         ("--parents", "not supported"),
     ):
         with pytest.raises(InputError, match=why):
-            bench.build(f"FROM base\nCOPY {flags} f /x\n")
+            builder.build(f"FROM base\nCOPY {flags} f /x\n")
 
 
-def test_add_unpacks_archives_and_copy_does_not(bench: Bench) -> None:
-    with tarfile.open(bench.context / "a.tar.gz", "w:gz") as tar:
+def test_add_unpacks_archives_and_copy_does_not(builder: Builder) -> None:
+    with tarfile.open(builder.context / "a.tar.gz", "w:gz") as tar:
         member = tarfile.TarInfo("in/file")
         member.size = 1
         tar.addfile(member, io.BytesIO(b"x"))
-    look = bench.look(bench.build("FROM base\nADD a.tar.gz /out\nCOPY a.tar.gz /raw/\n"))
+    look = builder.look(builder.build("FROM base\nADD a.tar.gz /out\nCOPY a.tar.gz /raw/\n"))
     assert look.read("/out/in/file") == b"x"
     assert look.names(look.locate("/raw")[1]) == ["a.tar.gz"]
     for address in ("https://example.org/x", "git@example.org:x"):
-        with pytest.raises(InputError, match="is an address"):
-            bench.build(f"FROM base\nADD {address} /x\n")
+        with pytest.raises(InputError, match="is a URL"):
+            builder.build(f"FROM base\nADD {address} /x\n")
 
 
-def test_sources_never_leave_the_context(bench: Bench, tmp_path: Path) -> None:
+def test_sources_never_leave_the_context(builder: Builder, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("s")
-    (bench.context / "out").symlink_to(tmp_path)
-    (bench.context / "file").symlink_to(tmp_path / "secret")
-    (bench.context / "d").mkdir()
-    (bench.context / "d/in").symlink_to("../real")
-    (bench.context / "real").write_text("r")
-    (bench.context / "alias").symlink_to("real")
+    (builder.context / "out").symlink_to(tmp_path)
+    (builder.context / "file").symlink_to(tmp_path / "secret")
+    (builder.context / "d").mkdir()
+    (builder.context / "d/in").symlink_to("../real")
+    (builder.context / "real").write_text("r")
+    (builder.context / "alias").symlink_to("real")
     for source in ("out/secret", "out", "file", "out/*", "fil?"):
-        with pytest.raises(InputError, match="leads out of the context"):
-            bench.build(f"FROM base\nCOPY {source} /x/\n")
+        with pytest.raises(InputError, match="leads outside the context"):
+            builder.build(f"FROM base\nCOPY {source} /x/\n")
     for source in ("../secret", "/../secret", "d/../../secret", "nothing", "*.none"):
         with pytest.raises(InputError, match="is not in the context"):
-            bench.build(f"FROM base\nCOPY {source} /x/\n")
-    look = bench.look(bench.build("FROM base\nCOPY . /all/\nCOPY alias /one\n"))
+            builder.build(f"FROM base\nCOPY {source} /x/\n")
+    look = builder.look(builder.build("FROM base\nCOPY . /all/\nCOPY alias /one\n"))
     assert look.read("/one") == b"r", "a link that is named is followed"
     _, found = look.locate("/all/d/in", follow=False)
     assert found.info is not None
@@ -346,67 +348,67 @@ def test_sources_never_leave_the_context(bench: Bench, tmp_path: Path) -> None:
     assert stat.S_ISLNK(found.info.st_mode), "a link in a tree is copied as a link, wherever it leads"
 
 
-def test_a_link_from_one_source_is_not_written_through_by_the_next(bench: Bench, tmp_path: Path) -> None:
+def test_a_link_from_one_source_is_not_written_through_by_the_next(builder: Builder, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     for name in ("one", "two", "three"):
-        (bench.context / name).mkdir()
-    (bench.context / "one/a").mkdir()
-    (bench.context / "one/a/f").write_text("1")
-    (bench.context / "two/a").symlink_to(victim)
-    (bench.context / "three/a").mkdir()
-    (bench.context / "three/a/evil").write_text("3")
-    look = bench.look(bench.build("FROM base\nCOPY one two three /x/\n"))
+        (builder.context / name).mkdir()
+    (builder.context / "one/a").mkdir()
+    (builder.context / "one/a/f").write_text("1")
+    (builder.context / "two/a").symlink_to(victim)
+    (builder.context / "three/a").mkdir()
+    (builder.context / "three/a/evil").write_text("3")
+    look = builder.look(builder.build("FROM base\nCOPY one two three /x/\n"))
     assert os.listdir(victim) == []
     assert look.read("/x/a/evil") == b"3"
 
 
-def test_dockerignore_leaves_out(bench: Bench) -> None:
-    (bench.context / ".dockerignore").write_text("*.log\nsub\n!sub/keep\n")
-    (bench.context / "sub").mkdir()
+def test_dockerignore_excludes_files(builder: Builder) -> None:
+    (builder.context / ".dockerignore").write_text("*.log\nsub\n!sub/keep\n")
+    (builder.context / "sub").mkdir()
     for name in ("a.log", "b", "sub/drop", "sub/keep"):
-        (bench.context / name).write_text(name)
-    image = bench.build("FROM base\nCOPY . /all/\n")
-    look = bench.look(image)
+        (builder.context / name).write_text(name)
+    image = builder.build("FROM base\nCOPY . /all/\n")
+    look = builder.look(image)
     assert look.names(look.locate("/all")[1]) == [".dockerignore", "b", "sub"]
     assert look.names(look.locate("/all/sub")[1]) == ["keep"]
-    (bench.context / "a.log").write_text("changed")
-    assert bench.build("FROM base\nCOPY . /all/\n") == image, "what is left out decides nothing"
-    with pytest.raises(InputError, match=r"\.dockerignore leaves it out"):
-        bench.build("FROM base\nCOPY a.log /x\n")
+    (builder.context / "a.log").write_text("changed")
+    assert builder.build("FROM base\nCOPY . /all/\n") == image, "an ignored file does not change the image"
+    with pytest.raises(InputError, match=r"\.dockerignore excludes it"):
+        builder.build("FROM base\nCOPY a.log /x\n")
 
 
-def test_stages_copy_from_each_other(bench: Bench) -> None:
-    (bench.context / "f").write_text("x")
-    (bench.context / "g").write_text("y")
+def test_stages_copy_from_each_other(builder: Builder) -> None:
+    (builder.context / "f").write_text("x")
+    (builder.context / "g").write_text("y")
     text = (
         "ARG BASE=base\nFROM $BASE AS one\nCOPY f g /out/\nFROM scratch AS two\nCOPY --from=one /out /got\n"
         "COPY --from=0 /out/? /single/\nCOPY --from=base /etc/passwd /p\nCOPY --from=one /bin/../out/f /f\nFROM two\n"
     )
-    look = bench.look(bench.build(text))
+    look = builder.look(builder.build(text))
     assert look.names(look.locate("/")[1]) == ["f", "got", "p", "single"]
     assert look.names(look.locate("/single")[1]) == ["f", "g"]
     assert look.read("/p").startswith(b"app")
-    assert bench.look(bench.build(text, target="one")).read("/out/g") == b"y"
-    for wrong, why in (("--from=none /x", "not in the table"), ("--from=one /none", "not in that stage")):
+    assert builder.look(builder.build(text, target="one")).read("/out/g") == b"y"
+    for wrong, why in (("--from=none /x", "not among the base images"), ("--from=one /none", "not in that stage")):
         with pytest.raises(InputError, match=why):
-            bench.build(f"{text}COPY {wrong} /y\n")
+            builder.build(f"{text}COPY {wrong} /y\n")
     with pytest.raises(InputError, match="no stage 'three'"):
-        bench.build(text, target="three")
+        builder.build(text, target="three")
 
 
-def test_what_the_machine_shows_is_neither_written_nor_copied(bench: Bench) -> None:
-    (bench.context / "f").write_text("x")
-    host = bench.base.with_(binds=("/usr",), name="host")
+def test_bind_mounts_of_the_host_are_neither_written_nor_copied(builder: Builder) -> None:
+    (builder.context / "f").write_text("x")
+    host = builder.base.with_(binds=("/usr",), name="host")
     for line in ("COPY f /usr/local/bin/", "COPY f /bin/f", "FROM host AS b\nCOPY --from=0 /bin/sh /sh"):
-        with pytest.raises(InputError, match="this machine"):
-            bench.build(f"FROM host\n{line}\n", table={"host": host})
+        with pytest.raises(InputError, match="bind mount of the host"):
+            builder.build(f"FROM host\n{line}\n", base_images={"host": host})
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("FROM other\n", "'other' is not in the table; there are: base, scratch"),
+        ("FROM other\n", "'other' is not among the base images; there are: base, scratch"),
         ("FROM base\nCOPY f\n", "at least one source"),
         ("FROM base\nCOPY f g /x\n", "2 sources need a directory"),
         ("FROM base\nCOPY f /etc/passwd/x\n", "is a file in the image"),
@@ -415,13 +417,13 @@ def test_what_the_machine_shows_is_neither_written_nor_copied(bench: Bench) -> N
         ("FROM base\nARG 1x\n", "not the name of a variable"),
     ],
 )
-def test_mistakes_while_building_are_named_with_their_line(bench: Bench, text: str, why: str) -> None:
-    (bench.context / "f").write_text("x")
-    (bench.context / "g").write_text("x")
+def test_build_errors_name_their_line(builder: Builder, text: str, why: str) -> None:
+    (builder.context / "f").write_text("x")
+    (builder.context / "g").write_text("x")
     with pytest.raises(InputError, match=rf"Dockerfile:\d: .*{why}"):
-        bench.build(text)
+        builder.build(text)
 
 
-def test_an_argument_that_nobody_declares_is_refused(bench: Bench) -> None:
+def test_an_undeclared_build_argument_is_refused(builder: Builder) -> None:
     with pytest.raises(InputError, match="no ARG declares TYPO"):
-        bench.build("FROM base\nARG A\n", args={"TYPO": "1"})
+        builder.build("FROM base\nARG A\n", args={"TYPO": "1"})

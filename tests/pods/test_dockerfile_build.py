@@ -1,4 +1,4 @@
-"""A Dockerfile built in real pods: what RUN wrote is in the image, and a second build runs nothing."""
+"""A Dockerfile built in real pods: the image contains what RUN wrote, and a second build is fully cached."""
 
 import asyncio
 from pathlib import Path
@@ -25,7 +25,7 @@ RUN grep -q QUIET final.txt && echo "$GREETING" > greeting && head -c 16 /dev/ur
 """
 
 
-def test_an_image_is_built_in_pods_once(tmp_path: Path) -> None:
+def test_an_image_is_built_in_pods_and_cached(tmp_path: Path) -> None:
     (tmp_path / "context").mkdir()
     (tmp_path / "context/words.txt").write_text("quiet\n")
     (tmp_path / "Dockerfile").write_text(TEXT)
@@ -34,11 +34,11 @@ def test_an_image_is_built_in_pods_once(tmp_path: Path) -> None:
         async with open_fleet() as fleet:
             assert fleet.local is not None
             store = fleet.local.store
-            table = {"host": host_image(store)}
-            recipe, context = tmp_path / "Dockerfile", tmp_path / "context"
-            first = await build(fleet, store, recipe, context, table, {"SUFFIX": "end"})
-            second = await build(fleet, store, recipe, context, table, {"SUFFIX": "end"})
-            assert first == second, "the random bytes of the first build are there: nothing ran again"
+            base_images = {"host": host_image(store)}
+            dockerfile, context = tmp_path / "Dockerfile", tmp_path / "context"
+            first = await build(fleet, store, dockerfile, context, base_images, {"SUFFIX": "end"})
+            second = await build(fleet, store, dockerfile, context, base_images, {"SUFFIX": "end"})
+            assert first == second, "the random bytes are those of the first build: nothing ran again"
             async with await fleet.create(image=first) as pod:
                 done = await pod.exec("cat final.txt greeting; ls -d /made 2>/dev/null; echo $GREETING; pwd")
                 assert done.stdout == "QUIET\nend\nhello\nhello\n/result\n", done.stderr

@@ -1,4 +1,4 @@
-"""Images from directories, tars, OCI layouts and this machine: what is in them, and what must never be."""
+"""Images from directories, tars, OCI layouts and this machine: their contents, and what they must not contain."""
 
 import gzip
 import hashlib
@@ -42,7 +42,7 @@ def root_of(store: Store, image: Image) -> Path:
 # -- directories and tars
 
 
-def test_a_directory_becomes_an_image_without_changing(store: Store, tmp_path: Path) -> None:
+def test_an_image_from_a_directory_is_independent_of_it(store: Store, tmp_path: Path) -> None:
     source = tmp_path / "root"
     (source / "bin").mkdir(parents=True)
     (source / "bin/sh").write_text("#!")
@@ -71,7 +71,7 @@ def tar_bytes(**files: bytes) -> bytes:
     return out.getvalue()
 
 
-def test_a_tar_becomes_an_image_once(store: Store, tmp_path: Path) -> None:
+def test_a_tar_is_unpacked_once(store: Store, tmp_path: Path) -> None:
     (tmp_path / "root.tar.gz").write_bytes(gzip.compress(tar_bytes(etc__conf=b"x")))
     image = image_from_tar(store, tmp_path / "root.tar.gz", "tarred")
     assert (root_of(store, image) / "etc/conf").read_bytes() == b"x"
@@ -82,7 +82,7 @@ def test_a_tar_becomes_an_image_once(store: Store, tmp_path: Path) -> None:
 
 def test_a_hostile_tar_leaves_nothing_behind(store: Store, tmp_path: Path) -> None:
     (tmp_path / "evil.tar").write_bytes(tar_bytes(good=b"x")[:1024] + tar_bytes(**{"..__..__evil": b"x"}))
-    with pytest.raises(InputError, match=r"evil.tar: member '\.\./\.\./evil' leads out"):
+    with pytest.raises(InputError, match=r"evil.tar: member '\.\./\.\./evil' leads outside"):
         image_from_tar(store, tmp_path / "evil.tar", "evil")
     assert os.listdir(store.root / "layers") == os.listdir(store.root / "staging") == store.images() == []
     with pytest.raises(InputError, match="no such file"):
@@ -130,9 +130,9 @@ def test_an_oci_layout_becomes_an_image(store: Store, tmp_path: Path) -> None:
     image = image_from_oci_layout(store, tmp_path / "layout", name="oci")
     assert (image.env["A"], image.env["PATH"], image.workdir, image.user) == ("b=c", "/x", "/src", "1000")
     assert (image.command, image.entrypoint, image.labels) == (("run",), ("/e",), {"k": "v"})
-    stack = LayerStack.of(store.parts(image.layers))
+    stack = LayerStack.of(store.layer_dirs(image.layers))
     assert stack.read("/etc/conf") == b"top"
-    assert not stack.locate("/gone")[1].there
+    assert not stack.locate("/gone")[1].exists
     assert stack.names(stack.locate("/d")[1]) == ["b"]
     with tarfile.open(tmp_path / "layout.tar", "w") as tar:
         tar.add(tmp_path / "layout", ".")
@@ -150,16 +150,16 @@ def test_the_manifest_for_this_machine_is_chosen(store: Store, tmp_path: Path) -
     second = {**writer.image([TOP]), "annotations": {ref: "second"}}
     writer.index({**nested, "annotations": {ref: "first"}}, second)
     first = image_from_oci_layout(store, tmp_path / "layout", "first")
-    assert LayerStack.of(store.parts(first.layers)).read("/etc/conf") == b"low"
+    assert LayerStack.of(store.layer_dirs(first.layers)).read("/etc/conf") == b"low"
     with pytest.raises(InputError, match=r"2 images .* name one of: first, second"):
         image_from_oci_layout(store, tmp_path / "layout")
     with pytest.raises(InputError, match="no image called third"):
         image_from_oci_layout(store, tmp_path / "layout", "third")
 
 
-def test_blobs_are_what_their_digests_say(store: Store, tmp_path: Path) -> None:
+def test_blobs_are_verified_by_digest(store: Store, tmp_path: Path) -> None:
     writer = LayoutWriter(tmp_path / "layout")
-    writer.index(writer.image([LOW], [gzip.compress(TOP)]))  # the blob is whole, but not the layer that was meant
+    writer.index(writer.image([LOW], [gzip.compress(TOP)]))  # the blob is intact, but not the layer of the diff_id
     with pytest.raises(InputError, match="another digest"):
         image_from_oci_layout(store, tmp_path / "layout")
     writer.index(writer.image([LOW]))
@@ -175,7 +175,7 @@ def test_blobs_are_what_their_digests_say(store: Store, tmp_path: Path) -> None:
         image_from_oci_layout(store, tmp_path)
 
 
-def test_directories_that_a_layer_does_not_describe_stay_as_below(store: Store, tmp_path: Path) -> None:
+def test_directories_that_a_layer_does_not_describe_keep_their_metadata(store: Store, tmp_path: Path) -> None:
     low = io.BytesIO()
     with tarfile.open(fileobj=low, mode="w") as tar:
         for name, mode in ((".", 0o750), ("tmp", 0o1777)):
@@ -189,7 +189,7 @@ def test_directories_that_a_layer_does_not_describe_stay_as_below(store: Store, 
     assert modes == [0o750, 0o1777, 0o755]
 
 
-def test_a_layer_that_hides_everything_below_ends_the_stack(store: Store, tmp_path: Path) -> None:
+def test_an_opaque_root_drops_the_layers_below(store: Store, tmp_path: Path) -> None:
     writer = LayoutWriter(tmp_path / "layout")
     writer.index(writer.image([LOW, tar_bytes(**{"WH_.wh..opq": b"", "only": b"x"})]))
     image = image_from_oci_layout(store, tmp_path / "layout")
@@ -197,7 +197,7 @@ def test_a_layer_that_hides_everything_below_ends_the_stack(store: Store, tmp_pa
     assert os.listdir(root_of(store, image)) == ["only"]
 
 
-def test_our_exports_are_layouts_that_this_reads(store: Store, tmp_path: Path) -> None:
+def test_exports_can_be_read_as_oci_layouts(store: Store, tmp_path: Path) -> None:
     writer = LayoutWriter(tmp_path / "layout")
     writer.index(writer.image([LOW, TOP], Env=["A=b"], WorkingDir="/w"))
     image = image_from_oci_layout(store, tmp_path / "layout", name="mine")
@@ -266,7 +266,7 @@ def machine(tmp_path: Path) -> Path:
     return root
 
 
-def test_the_host_image_holds_programs_and_no_secrets(store: Store, machine: Path) -> None:
+def test_the_host_image_contains_programs_and_no_secrets(store: Store, machine: Path) -> None:
     image = host_image(store, root=machine)
     root = root_of(store, image)
     assert image.binds == ("/usr", "/opt", "/lib64")
@@ -285,7 +285,7 @@ def test_the_host_image_holds_programs_and_no_secrets(store: Store, machine: Pat
     assert modes == {"tmp": 0o1777, "var/tmp": 0o1777, "root": 0o700, "work": 0o755, "usr": 0o755}
 
 
-def test_the_host_image_is_made_anew_when_its_sources_change(store: Store, machine: Path) -> None:
+def test_the_host_image_is_rebuilt_when_its_sources_change(store: Store, machine: Path) -> None:
     first = host_image(store, root=machine)
     assert host_image(store, root=machine) == first
     (machine / "etc/profile").write_text("other")
@@ -298,7 +298,7 @@ def test_the_host_image_is_made_anew_when_its_sources_change(store: Store, machi
     assert store.image("host") == host_image(store, root=machine)
 
 
-def test_the_host_image_of_this_machine_is_found_at_once(store: Store) -> None:
+def test_the_host_image_is_cached(store: Store) -> None:
     image = host_image(store)
     assert "/usr" in image.binds
     times = []
@@ -309,10 +309,10 @@ def test_the_host_image_of_this_machine_is_found_at_once(store: Store) -> None:
     assert min(times) < 0.005
     store.remove_image("host")
     store.collect_garbage(grace=0)
-    assert root_of(store, host_image(store)).is_dir(), "collected: made again"
+    assert root_of(store, host_image(store)).is_dir(), "collected, so built again"
 
 
-def test_the_umask_does_not_matter(tmp_path: Path, machine: Path) -> None:
+def test_the_host_image_is_independent_of_the_umask(tmp_path: Path, machine: Path) -> None:
     one = host_image(Store(tmp_path / "one"), root=machine)
     before = os.umask(0o077)
     try:
@@ -322,7 +322,7 @@ def test_the_umask_does_not_matter(tmp_path: Path, machine: Path) -> None:
     assert one == two
 
 
-def test_more_of_the_machine_can_be_shown(store: Store, tmp_path: Path) -> None:
+def test_more_host_paths_can_be_exposed(store: Store, tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     (tmp_path / "link").symlink_to("tools")
     image = host_image(store, [str(tmp_path / "tools"), "/usr/bin"])

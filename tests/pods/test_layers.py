@@ -1,4 +1,4 @@
-"""Layers on disk: merging is what the kernel shows, tars go round, hostile ones change nothing outside."""
+"""Layers on disk: merging equals an overlay mount, tars round-trip, hostile tars change nothing outside."""
 
 import bz2
 import gzip
@@ -26,7 +26,7 @@ from etude.pods.images.archive import UnpackLimits, pack, unpack
 from etude.pods.images.layers import LayerDir, LayerStack, copy, merge
 from etude.pods.pod import PodError
 
-# -- a kernel to compare with
+# -- real overlay mounts to compare with
 
 VIEWER = r"""
 import json, os, stat, subprocess, sys
@@ -62,7 +62,7 @@ View = Callable[[list[Path]], tuple[dict[str, list[object]], list[str]]]
 
 @pytest.fixture(scope="module")
 def view(tmp_path_factory: pytest.TempPathFactory) -> Iterator[View]:
-    """What a real overlay mount of layers, lowest first, shows; and names that it lists but cannot open."""
+    """Return what a real overlay mount of layers (lowest first) shows, and names that it lists but cannot open."""
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare, so no overlay can be mounted")
     at = tmp_path_factory.mktemp("mounted")
@@ -73,7 +73,7 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> Iterator[View]:
         assert process.stdout is not None
 
         def show(layers: list[Path]) -> tuple[dict[str, list[object]], list[str]]:
-            # a mount without an upper needs two lower ones
+            # a mount without an upper directory needs two lower ones
             asked = {"layers": [str(empty), *map(str, layers)], "at": str(at)}
             print(json.dumps(asked), file=process.stdin, flush=True)
             answer = json.loads(process.stdout.readline() or '{"error": "no user namespaces"}')
@@ -122,7 +122,7 @@ def parts(*paths: Path) -> list[LayerDir]:
 
 
 def shown(top: Path) -> dict[str, str]:
-    """A plain tree, by what is in it."""
+    """Return a tree's paths with their contents or types."""
     found = {}
     for path in sorted(top.rglob("*")):
         kind = stat.S_IFMT(path.lstat().st_mode)
@@ -159,7 +159,7 @@ def test_merged_layers_show_what_the_kernel_shows(
     seen, _ = view([lowest, *stack])
     flat, stray = view([lowest, work / "flat"])
     assert flat == seen
-    assert set(stray) <= set(view([lowest])[1]), "the merged layer brought whiteouts that the kernel lists"
+    assert set(stray) <= set(view([lowest])[1]), "the merged layer contains whiteouts that the kernel lists"
     whole, stray = view([work / "whole"])
     assert whole == seen
     assert not stray
@@ -175,7 +175,7 @@ def test_a_stack_finds_what_merging_it_would_show(tmp_path: Path, layers: list[T
     try:
         _, found = LayerStack.of(parts(*stack)).locate("/".join(path), follow=False)
     except InputError:
-        with pytest.raises(OSError, match="symbolic links"):  # it leads to itself for the kernel too
+        with pytest.raises(OSError, match="symbolic links"):  # a loop for the kernel too
             os.stat(work / "whole" / Path(*path))
         return
     there = work / "whole" / Path(*path[:-1])
@@ -184,7 +184,7 @@ def test_a_stack_finds_what_merging_it_would_show(tmp_path: Path, layers: list[T
         assert found.info is not None
         assert stat.S_IFMT(found.info.st_mode) == stat.S_IFMT(os.lstat(there / path[-1]).st_mode)
     else:
-        assert not found.there
+        assert not found.exists
 
 
 def test_links_in_a_stack_never_lead_above_its_root(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_tree_too_deep_to_walk_is_an_error_not_a_crash(tmp_path: Path) -> None
         copy(tmp_path / "in", tmp_path / "out")
 
 
-def test_what_its_owner_may_not_read_is_read(tmp_path: Path) -> None:
+def test_files_whose_mode_forbids_reading_are_copied(tmp_path: Path) -> None:
     low = write_tree(tmp_path / "low", {"etc": ("", {"shadow": "secret"})})
     os.chmod(low / "etc/shadow", 0)
     os.chmod(low / "etc", 0)
@@ -269,11 +269,11 @@ def test_what_its_owner_may_not_read_is_read(tmp_path: Path) -> None:
 
 @SETTINGS
 @given(layer=LAYER)
-def test_a_layer_survives_the_way_through_a_tar(tmp_path: Path, layer: Tree) -> None:
+def test_a_layer_survives_packing_and_unpacking(tmp_path: Path, layer: Tree) -> None:
     work = work_in(tmp_path)
     source = write_tree(work / "in", layer)
     (work / "tidy").mkdir()
-    # whiteouts in an opaque directory hide nothing, and a tar does not keep them
+    # whiteouts in an opaque directory have no effect, and a tar does not contain them
     packed = io.BytesIO()
     pack(source, packed)
     packed.seek(0)
@@ -305,10 +305,10 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", **facts: ob
     return info
 
 
-def test_every_compression_is_told_by_its_first_bytes(tmp_path: Path) -> None:
+def test_every_compression_is_detected_by_its_first_bytes(tmp_path: Path) -> None:
     plain = tar_of((member("d/file"), b"text"))
     forms = [plain, gzip.compress(plain), bz2.compress(plain), lzma.compress(plain), zstandard.compress(plain)]
-    # several streams one after the other are one
+    # concatenated streams are one
     forms.append(gzip.compress(plain[:700]) + gzip.compress(plain[700:]))
     forms.append(lzma.compress(plain[:700]) + lzma.compress(plain[700:]))
     for number, form in enumerate(forms):
@@ -318,7 +318,7 @@ def test_every_compression_is_told_by_its_first_bytes(tmp_path: Path) -> None:
         assert shown(target) == {"d": "40000", "d/file": "text"}
 
 
-def test_whiteouts_hide_lower_layers_only_wherever_they_stand(tmp_path: Path) -> None:
+def test_whiteouts_apply_to_lower_layers_only(tmp_path: Path) -> None:
     data = tar_of(
         (member("new/file"), b"x"),
         (member(".wh.new"), b""),
@@ -416,7 +416,7 @@ def test_later_members_replace_earlier_ones(tmp_path: Path) -> None:
     assert shown(tmp_path) == {"a": "22", "b": "4", "e": "40000", "e/f": "6"}
 
 
-def test_modes_that_forbid_writing_come_last(tmp_path: Path) -> None:
+def test_modes_that_forbid_writing_are_set_last(tmp_path: Path) -> None:
     data = tar_of((member("d", tarfile.DIRTYPE, mode=0o500), b""), (member("d/f", mode=0o4000), b"x"))
     unpack(io.BytesIO(data), tmp_path, "archive")
     assert stat.S_IMODE(os.lstat(tmp_path / "d").st_mode) == 0o500
@@ -430,12 +430,12 @@ def test_more_than_allowed_is_refused(tmp_path: Path) -> None:
     large = gzip.compress(tar_of((member("zeros"), bytes(1 << 20))))
     with pytest.raises(InputError, match="bytes allowed"):
         unpack(io.BytesIO(large), tmp_path, "large.tar.gz", UnpackLimits(size=1000))
-    bomb = gzip.compress(bytes(30 << 20))  # zeros, which are no members: the stream itself is counted
+    bomb = gzip.compress(bytes(30 << 20))  # zeros are not members: the stream itself is limited
     with pytest.raises(InputError, match=r"allowed|damaged"):
         unpack(io.BytesIO(tar_of((member("a"), b""))[:512] + bomb), tmp_path, "bomb", UnpackLimits(size=1, entries=1))
 
 
-def test_sparse_bombs_count_by_what_they_become(tmp_path: Path) -> None:
+def test_sparse_bombs_count_by_their_unpacked_size(tmp_path: Path) -> None:
     sparse = member("huge", tarfile.REGTYPE)
     sparse.pax_headers = {
         "GNU.sparse.major": "0",
@@ -451,7 +451,7 @@ def test_sparse_bombs_count_by_what_they_become(tmp_path: Path) -> None:
         unpack(io.BytesIO(out.getvalue()), tmp_path, "sparse.tar")
 
 
-def test_a_map_of_holes_that_is_cut_off_does_not_hang(tmp_path: Path) -> None:
+def test_a_truncated_sparse_map_does_not_hang(tmp_path: Path) -> None:
     info = member("f")
     info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "9"}
     info.size = 512
@@ -462,19 +462,19 @@ def test_a_map_of_holes_that_is_cut_off_does_not_hang(tmp_path: Path) -> None:
         unpack(io.BytesIO(out.getvalue()[: 512 * 5]), tmp_path, "cut.tar")
 
 
-def test_damage_is_an_error_never_a_shorter_tree(tmp_path: Path) -> None:
+def test_a_damaged_archive_is_an_error(tmp_path: Path) -> None:
     data = tar_of((member("a"), b"1" * 600), (member("b"), b"2" * 600))
     for cut in (100, 512 + 300, 512 + 1024 + 200, 512 + 1024 + 512 + 10):
         target = tmp_path / str(cut)
         target.mkdir()
-        with pytest.raises(InputError, match=r"damaged|cut off|cannot be made"):
+        with pytest.raises(InputError, match=r"damaged|truncated|cannot be created"):
             unpack(io.BytesIO(data[:cut]), target, "cut.tar")
     wrong = bytearray(data)
     wrong[512 + 1024 + 150] ^= 1  # the checksum of the second header
     with pytest.raises(InputError, match="damaged"):
         unpack(io.BytesIO(bytes(wrong)), tmp_path, "wrong.tar")
     for form in (gzip.compress(data)[:-20], zstandard.compress(data)[:-9], lzma.compress(data)[:-30], b"\x1f\x8bjunk"):
-        with pytest.raises(InputError, match=r"damaged|cannot be made"):
+        with pytest.raises(InputError, match=r"damaged|cannot be created"):
             unpack(io.BytesIO(form), tmp_path, "cut")
 
 
@@ -502,7 +502,7 @@ def test_any_bytes_are_an_archive_or_an_input_error(tmp_path: Path, changes: lis
     assert os.listdir(work) == ["in"]
 
 
-def test_a_name_that_a_tar_cannot_tell_from_a_deletion_is_not_exported(tmp_path: Path) -> None:
+def test_a_file_named_like_a_whiteout_is_not_exported(tmp_path: Path) -> None:
     (tmp_path / ".wh.file").write_text("mine")
     with pytest.raises(PodError, match="means a deletion"):
         pack(tmp_path, io.BytesIO())

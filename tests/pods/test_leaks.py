@@ -25,24 +25,24 @@ ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 
 
-def with_host(keeper: str, state: Path, act: Callable[[Host], Awaitable[None]], most: int = 1000) -> None:
+def with_host(zygote: str, state: Path, act: Callable[[Host], Awaitable[None]], most: int = 1000) -> None:
     """Run `act` on a host; afterwards everything is as before its first pod."""
 
     async def main() -> None:
         thresholds = Thresholds(max_pods=most, unseen_image_fraction=0.05)
-        host = await open_host("namespace", state, thresholds, compiled=keeper == "compiled")
+        host = await open_host("namespace", state, thresholds, compiled=zygote == "compiled")
         try:
             before = await inventory.baseline(host)
             await act(host)
             now = await asyncio.to_thread(inventory.settled, host, before)
             assert now.difference(before) == {}
-            assert now.keeper_memory - before.keeper_memory < 2 * MIB
+            assert now.zygote_memory - before.zygote_memory < 2 * MIB
             assert not host.layer_refs
         finally:
             await host.close()
             await host.backend.shutdown()
         async with asyncio.timeout(10):
-            while inventory.keeper_of(state):
+            while inventory.zygote_of(state):
                 await asyncio.sleep(0.01)
 
     asyncio.run(main())
@@ -60,11 +60,11 @@ async def cycles(host: Host, count: int, workers: int = 4) -> None:
     await asyncio.gather(*(work() for _ in range(workers)))
 
 
-def test_a_hundred_and_fifty_pods_come_and_go_and_nothing_stays(keeper: str, state: Path) -> None:
-    with_host(keeper, state, lambda host: cycles(host, 150))
+def test_a_hundred_and_fifty_pods_come_and_go_and_nothing_stays(zygote: str, state: Path) -> None:
+    with_host(zygote, state, lambda host: cycles(host, 150))
 
 
-def test_snapshots_and_forks_that_are_removed_leave_nothing(keeper: str, state: Path) -> None:
+def test_snapshots_and_forks_that_are_removed_leave_nothing(zygote: str, state: Path) -> None:
     async def act(host: Host) -> None:
         pod = await host.create()
         job = await pod.spawn("sleep 600")
@@ -88,20 +88,20 @@ def test_snapshots_and_forks_that_are_removed_leave_nothing(keeper: str, state: 
             while await host.backend.memory_layers():
                 await asyncio.sleep(0.05)
 
-    with_host(keeper, state, act)
+    with_host(zygote, state, act)
 
 
-def test_thousands_of_requests_at_once_do_not_lock_service_and_keeper(keeper: str, state: Path) -> None:
+def test_thousands_of_requests_at_once_do_not_lock_service_and_keeper(zygote: str, state: Path) -> None:
     """Both send blocking: unless there is a limit, each could wait for the other to read."""
 
     async def act(host: Host) -> None:
         async with asyncio.timeout(60):
             await asyncio.gather(*(host.backend.memory_layers() for _ in range(3000)))
 
-    with_host(keeper, state, act)
+    with_host(zygote, state, act)
 
 
-def test_creations_that_are_cancelled_leave_nothing(one_keeper: str, state: Path) -> None:
+def test_creations_that_are_cancelled_leave_nothing(default_zygote: str, state: Path) -> None:
     async def act(host: Host) -> None:
         for n in range(40):
             task = asyncio.create_task(host.create())
@@ -110,10 +110,10 @@ def test_creations_that_are_cancelled_leave_nothing(one_keeper: str, state: Path
             with contextlib.suppress(asyncio.CancelledError):
                 await (await task).close()
 
-    with_host(one_keeper, state, act)
+    with_host(default_zygote, state, act)
 
 
-def test_commands_and_jobs_that_are_cancelled_leave_nothing(one_keeper: str, state: Path) -> None:
+def test_commands_and_jobs_that_are_cancelled_leave_nothing(default_zygote: str, state: Path) -> None:
     async def act(host: Host) -> None:
         pod = await host.create()
         before = len(os.listdir("/proc/self/fd"))
@@ -134,32 +134,32 @@ def test_commands_and_jobs_that_are_cancelled_leave_nothing(one_keeper: str, sta
                 await asyncio.sleep(0.02)
         await pod.close()
 
-    with_host(one_keeper, state, act)
+    with_host(default_zygote, state, act)
 
 
 # -- deaths
 
 
 def start_service(
-    keeper: str, state: Path, attached: int, detached: int
+    zygote: str, state: Path, attached: int, detached: int
 ) -> tuple["subprocess.Popen[str]", dict[str, list[str]]]:
-    command = [sys.executable, "-m", "tests.pods.service_child", str(state), keeper, str(attached), str(detached)]
+    command = [sys.executable, "-m", "tests.pods.service_child", str(state), zygote, str(attached), str(detached)]
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert child.stdout
     with child.stdout as said:
         return child, json.loads(said.readline())
 
 
-def test_a_killed_service_takes_its_pods_along_and_leaves_the_detached(keeper: str, state: Path) -> None:
-    child, ids = start_service(keeper, state, attached=10, detached=3)
+def test_a_killed_service_takes_its_pods_along_and_leaves_the_detached(zygote: str, state: Path) -> None:
+    child, ids = start_service(zygote, state, attached=10, detached=3)
     time.sleep(0.3)  # in the middle of snapshots and forks
     child.send_signal(signal.SIGKILL)
     child.wait()
 
     async def main() -> None:
-        host = await open_host("namespace", state, compiled=keeper == "compiled")
+        host = await open_host("namespace", state, compiled=zygote == "compiled")
         try:
-            deadline = time.monotonic() + 5  # the dead service's last request may still be on its way to the keeper
+            deadline = time.monotonic() + 5  # the dead service's last request may still be on its way to the zygote
             while time.monotonic() < deadline:
                 left = {Path(group).name for group in inventory.take(host).groups}
                 if left == set(ids["detached"]):
@@ -192,14 +192,14 @@ def test_a_killed_service_takes_its_pods_along_and_leaves_the_detached(keeper: s
     asyncio.run(main())
 
 
-def test_a_paused_detached_pod_outlives_its_service(one_keeper: str, state: Path) -> None:
+def test_a_paused_detached_pod_outlives_its_service(default_zygote: str, state: Path) -> None:
     async def main() -> None:
-        host = await open_host("namespace", state, compiled=one_keeper == "compiled")
+        host = await open_host("namespace", state, compiled=default_zygote == "compiled")
         pod = await host.create(attached=False)
         await pod.write("kept", "x")
         await pod.pause()
         await host.close()
-        again = await open_host("namespace", state, compiled=one_keeper == "compiled")
+        again = await open_host("namespace", state, compiled=default_zygote == "compiled")
         try:
             found = await again.find(pod.id)
             with pytest.raises(TimeoutError):
@@ -214,17 +214,17 @@ def test_a_paused_detached_pod_outlives_its_service(one_keeper: str, state: Path
     asyncio.run(main())
 
 
-def test_a_killed_keeper_takes_every_pod_along_and_another_takes_its_place(keeper: str, state: Path) -> None:
+def test_a_killed_keeper_takes_every_pod_along_and_another_takes_its_place(zygote: str, state: Path) -> None:
     async def main() -> None:
-        host = await open_host("namespace", state, compiled=keeper == "compiled")
+        host = await open_host("namespace", state, compiled=zygote == "compiled")
         try:
             await inventory.baseline(host)
             pods = [await host.create() for _ in range(5)]
             job = await pods[0].spawn("sleep 600")
             snapshot = await pods[1].snapshot()
-            victims = list(inventory.descendants(inventory.keeper_of(state)))
+            victims = list(inventory.descendants(inventory.zygote_of(state)))
             assert len(victims) >= 6
-            os.kill(inventory.keeper_of(state), signal.SIGKILL)
+            os.kill(inventory.zygote_of(state), signal.SIGKILL)
             with pytest.raises(PodGone):
                 await job.wait(10)
             async with asyncio.timeout(10):
@@ -253,7 +253,7 @@ def alive(pid: int) -> bool:
     return inventory.read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"], ["X"])
 
 
-def test_a_killed_agent_ends_its_pod_only(keeper: str, state: Path) -> None:
+def test_a_killed_agent_ends_its_pod_only(zygote: str, state: Path) -> None:
     async def act(host: Host) -> None:
         pod, other = await host.create(), await host.create()
         await pod.spawn("sleep 600")
@@ -268,14 +268,14 @@ def test_a_killed_agent_ends_its_pod_only(keeper: str, state: Path) -> None:
         assert (await other.exec("echo well")).stdout == "well\n"
         await other.close()
 
-    with_host(keeper, state, act)
+    with_host(zygote, state, act)
 
 
-def test_a_service_that_opens_beside_another_harms_none_of_its_pods(one_keeper: str, state: Path) -> None:
+def test_a_service_that_opens_beside_another_harms_none_of_its_pods(default_zygote: str, state: Path) -> None:
     """A pod made while the newcomer looks for leftovers is not one."""
 
     async def main() -> None:
-        host = await open_host("namespace", state, compiled=one_keeper == "compiled")
+        host = await open_host("namespace", state, compiled=default_zygote == "compiled")
         stop = asyncio.Event()
 
         async def come_and_go() -> int:
@@ -291,7 +291,7 @@ def test_a_service_that_opens_beside_another_harms_none_of_its_pods(one_keeper: 
 
         async def newcomers() -> None:
             for _ in range(25):
-                other = await open_host("namespace", state, compiled=one_keeper == "compiled")
+                other = await open_host("namespace", state, compiled=default_zygote == "compiled")
                 await other.collect_garbage()
                 await other.close()
             stop.set()
@@ -310,7 +310,7 @@ def test_a_service_that_opens_beside_another_harms_none_of_its_pods(one_keeper: 
 
 
 @pytest.mark.slow
-def test_a_thousand_pods_live_at_once(keeper: str, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_pods_live_at_once(zygote: str, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def act(host: Host) -> None:
         free, started = available(), time.perf_counter()
         pods: list[LocalPod] = []
@@ -330,23 +330,23 @@ def test_a_thousand_pods_live_at_once(keeper: str, state: Path, capsys: pytest.C
         closed = time.perf_counter() - started
         with capsys.disabled():
             print(
-                f"\n1,000 pods on the {keeper} keeper: made in {made:.1f} s, {taken / 1000 / MIB:.2f} MiB each, "
+                f"\n1,000 pods on the {zygote} zygote: made in {made:.1f} s, {taken / 1000 / MIB:.2f} MiB each, "
                 f"a command in each in {ran:.1f} s, closed in {closed:.1f} s"
             )
 
-    with_host(keeper, state, act, most=2000)
+    with_host(zygote, state, act, most=2000)
 
 
 @pytest.mark.slow
-def test_ten_thousand_pods_come_and_go(keeper: str, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ten_thousand_pods_come_and_go(zygote: str, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def act(host: Host) -> None:
         started = time.perf_counter()
         await cycles(host, 10_000)
         took = time.perf_counter() - started
         with capsys.disabled():
-            print(f"\n10,000 pods on the {keeper} keeper: {took:.0f} s, {10_000 / took:.0f} a second, nothing left")
+            print(f"\n10,000 pods on the {zygote} zygote: {took:.0f} s, {10_000 / took:.0f} a second, nothing left")
 
-    with_host(keeper, state, act)
+    with_host(zygote, state, act)
 
 
 def available() -> int:

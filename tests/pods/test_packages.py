@@ -1,6 +1,6 @@
-"""A real package installed inside a pod through its allow-list, in both ways; and refused without one.
+"""A real package is installed in a pod through the egress proxy, explicit and transparent, and refused without a rule.
 
-Needs the package index that pip itself would use; where it cannot be reached the tests are skipped with pip's words.
+Needs the package index that pip itself would use; the tests are skipped with pip's message if it is unreachable.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ INSTALL = (
 
 
 def index_hosts() -> tuple[str, ...]:
-    """The hosts that pip's default index names, asked of pip itself."""
+    """Return the hosts of pip's default index, from pip itself."""
     code = "from pip._internal.models.index import PyPI as p; print(p.simple_url, p.file_storage_domain)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     return urlsplit(found[0]).netloc, found[1]
@@ -32,13 +32,13 @@ def index_hosts() -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def reachable() -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--retries", "0", "-qd", "/dev/null/no", PACKAGE]
-    words = subprocess.run(command, capture_output=True, text=True).stderr
-    if "Could not find a version" in words or "Max retries" in words:
-        pytest.skip(f"the package index cannot be reached: {words.strip().splitlines()[-1]}")
+    output = subprocess.run(command, capture_output=True, text=True).stderr
+    if "Could not find a version" in output or "Max retries" in output:
+        pytest.skip(f"the package index cannot be reached: {output.strip().splitlines()[-1]}")
 
 
 @pytest.mark.parametrize("transparent", [False, True])
-def test_pip_installs_through_the_allow_list_and_nothing_else_passes(
+def test_pip_installs_through_the_egress_proxy_and_other_hosts_are_refused(
     tmp_path: Path, reachable: None, transparent: bool
 ) -> None:
     async def act() -> None:
@@ -60,7 +60,7 @@ def test_pip_installs_through_the_allow_list_and_nothing_else_passes(
     asyncio.run(act())
 
 
-def test_without_permission_it_is_refused(tmp_path: Path) -> None:
+def test_pip_is_refused_without_a_rule_for_its_index(tmp_path: Path) -> None:
     async def act() -> None:
         host = await open_host("namespace", tmp_path / "state")
         try:

@@ -237,7 +237,7 @@ def test_a_refusal_counts_the_hosts_by_reason(clock: Clock) -> None:
 
 
 def test_no_hosts_at_all(clock: Clock) -> None:
-    with pytest.raises(NoHost, match="none of 0 hosts .*: no host has reported yet"):
+    with pytest.raises(NoHost, match=r"none of 0 hosts .*: no host has reported yet"):
         router(clock).place(ONE)
 
 

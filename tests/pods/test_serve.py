@@ -219,7 +219,7 @@ def test_a_cancelled_creation_leaves_no_pod() -> None:
         await asyncio.sleep(0.3)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        with pytest.raises(PodError, match="waited"):
+        with pytest.raises(PodError, match="not admitted within"):
             await client.create(timeout=0.3)
         await pod.close()
         await asyncio.sleep(0.5)

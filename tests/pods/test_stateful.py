@@ -1,7 +1,7 @@
 """A fleet does what a model of it says, whatever is asked in whatever order and whoever is killed in between.
 
 The model is a dictionary of files for every pod and snapshot. The fleet runs in a child process, so that it can be
-killed; detached pods outlive it, and nothing but durable snapshots outlives the keeper.
+killed; detached pods outlive it, and nothing but durable snapshots outlives the zygote.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.detached: set[str] = set()
         self.paused: set[str] = set()
         self.snapshots: dict[str, tuple[Files, bool]] = {}
-        self.orphaned = False  # the keeper was killed
+        self.orphaned = False  # the zygote was killed
 
     @initialize()
     def start(self) -> None:
@@ -92,12 +92,12 @@ class FleetMachine(RuleBasedStateMachine):
                 self.service.ask("call", id, "resume")
             for id in [*self.pods]:
                 self.service.ask("call", id, "close")
-            left = inventory.keeper_of(self.state)
+            left = inventory.zygote_of(self.state)
             self.service.end(0)
             deadline = time.monotonic() + 10
-            while left and inventory.keeper_of(self.state) and time.monotonic() < deadline:
+            while left and inventory.zygote_of(self.state) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            if self.orphaned:  # a service that ends at once may not have noticed which pods went with their keeper
+            if self.orphaned:  # a service that ends at once may not have noticed which pods went with their zygote
                 self.service = Service(self.state)
                 self.service.ask("gc")
                 self.service.end(0)
@@ -227,10 +227,10 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule()
     def kill_the_keeper(self) -> None:
-        if keeper := inventory.keeper_of(self.state):
-            os.kill(keeper, signal.SIGKILL)
+        if zygote := inventory.zygote_of(self.state):
+            os.kill(zygote, signal.SIGKILL)
             self.orphaned = True
-            while inventory.keeper_of(self.state) == keeper:
+            while inventory.zygote_of(self.state) == zygote:
                 time.sleep(0.005)
         for id in list(self.pods):
             self.gone(id)

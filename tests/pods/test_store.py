@@ -1,4 +1,4 @@
-"""The store: what is added stays whole, what nobody needs goes, and no moment of dying leaves a mess."""
+"""The store: layers stay intact, unreferenced ones are collected, and a process may be killed at any time."""
 
 import io
 import json
@@ -38,7 +38,7 @@ def snapshot_of(store: Store, id: str, image: Image, *deltas: Layer) -> None:
 
 
 def child(store: Store, script: str) -> "subprocess.Popen[str]":
-    """A process of its own with `store` in it, that prints a line when it is where the test wants it."""
+    """Start a process that runs `script` with `store`, and prints a line when it has reached the tested point."""
     head = "import os, sys, time; from pathlib import Path; from etude.pods.images.store import *"
     command = [sys.executable, "-c", f"{head}\nstore = Store(Path(sys.argv[1]))\n{script}", str(store.root)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -78,7 +78,7 @@ def test_every_difference_makes_another_layer(store: Store, change: str) -> None
     assert store.add_layer(lambda path: fill(path, False)) != store.add_layer(lambda path: fill(path, True))
 
 
-def test_a_key_is_built_once_and_again_when_its_layer_is_gone(store: Store) -> None:
+def test_a_key_is_built_once_and_again_when_its_layer_is_removed(store: Store) -> None:
     calls = []
 
     def fill(target: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_failing_fill_leaves_nothing(store: Store) -> None:
     assert os.listdir(store.root / "staging") == os.listdir(store.root / "layers") == []
 
 
-def test_sealing_is_a_rename_of_anything(store: Store, tmp_path: Path) -> None:
+def test_adopting_a_layer_is_a_rename(store: Store, tmp_path: Path) -> None:
     upper = tmp_path / "upper"
     upper.mkdir()
     (upper / "file").write_text("x")
@@ -117,7 +117,7 @@ def test_sealing_is_a_rename_of_anything(store: Store, tmp_path: Path) -> None:
     assert stat.S_IMODE(store.layer_path(layer).stat().st_mode) == 0o555
 
 
-def test_sealing_from_another_file_system_says_so(store: Store) -> None:
+def test_adopting_from_another_file_system_is_an_error(store: Store) -> None:
     shm = Path("/dev/shm")
     if not os.access(shm, os.W_OK) or shm.stat().st_dev == store.root.stat().st_dev:
         pytest.skip("there is no second file system to write to")
@@ -132,7 +132,7 @@ def test_sealing_from_another_file_system_says_so(store: Store) -> None:
         trees.remove_tree(upper)
 
 
-def test_an_open_directory_can_be_copied_by_its_place_in_proc(store: Store, tmp_path: Path) -> None:
+def test_an_open_directory_can_be_copied_by_its_path_in_proc(store: Store, tmp_path: Path) -> None:
     (tmp_path / "upper/d").mkdir(parents=True)
     trees.make_opaque(str(tmp_path / "upper/d"))
     handle = os.open(tmp_path / "upper", os.O_RDONLY)
@@ -212,7 +212,7 @@ def test_a_snapshot_can_be_used_like_an_image(store: Store) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "", ".", "a/b", "x\0y"])
-def test_no_id_leads_out_of_the_store(store: Store, name: str) -> None:
+def test_no_id_leads_outside_the_store(store: Store, name: str) -> None:
     with pytest.raises(InputError):
         store.snapshot(name)
     with pytest.raises(InputError):
@@ -222,13 +222,13 @@ def test_no_id_leads_out_of_the_store(store: Store, name: str) -> None:
         store.save_snapshot(Snapshot(name, "x"), Image.of(()))
 
 
-def test_a_damaged_record_names_the_file_and_stops_the_collection(store: Store) -> None:
+def test_a_damaged_record_names_the_file_and_stops_garbage_collection(store: Store) -> None:
     layer = text_layer(store, a="1")
     image = store.add_image(Image.of((layer,), "one"))
     file = store.root / "images" / f"{image.id}.json"
     for text in ("{", "[]", "{}", json.dumps({"format": 1, "id": "x", "name": "", "layers": [{"id": "../.."}]})):
         file.write_text(text)
-        with pytest.raises(PodError, match=f"{file}.*damaged.*make the image again"):
+        with pytest.raises(PodError, match=f"{file}.*damaged.*build the image again"):
             store.image("one")
         with pytest.raises(PodError, match="damaged"):
             store.collect_garbage(grace=0)
@@ -251,7 +251,7 @@ def test_a_missing_or_changed_layer_is_named(store: Store) -> None:
 # -- collection
 
 
-def test_only_what_nobody_needs_is_collected(store: Store) -> None:
+def test_only_unreferenced_layers_are_collected(store: Store) -> None:
     kept, snapped, used, pinned, loose = (text_layer(store, a=str(i)) for i in range(5))
     image = store.add_image(Image.of((kept,), "one"))
     snapshot_of(store, "snap", image, snapped)
@@ -266,11 +266,11 @@ def test_only_what_nobody_needs_is_collected(store: Store) -> None:
     assert sorted(store.collect_garbage(grace=0)) == sorted([kept.id, snapped.id])
 
 
-def test_a_young_layer_has_time_for_its_record(store: Store) -> None:
+def test_a_young_layer_is_not_collected(store: Store) -> None:
     layer = text_layer(store, a="1")
     assert store.collect_garbage() == []
     os.utime(store.layer_path(layer).parent, (1, 1))
-    text_layer(store, a="1")  # asked for again: young again
+    text_layer(store, a="1")  # added again: its grace period restarts
     assert store.collect_garbage() == []
     os.utime(store.layer_path(layer).parent, (1, 1))
     assert store.collect_garbage() == [layer.id]
@@ -306,14 +306,14 @@ store.add_layer(fill)
     assert process.stdout is not None
     assert process.stdout.readline() == "here\n"
     store.collect_garbage(grace=0)
-    assert len(os.listdir(store.root / "staging")) == 1, "a living builder keeps its directory"
+    assert len(os.listdir(store.root / "staging")) == 1, "a live builder keeps its directory"
     assert store.references() == {"some": 1}
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert store.references() == {}
     store.collect_garbage(grace=0)
-    for place in ("staging", "layers", "pins", "trash"):
-        assert os.listdir(store.root / place) == []
+    for name in ("staging", "layers", "pins", "trash"):
+        assert os.listdir(store.root / name) == []
 
 
 def test_killed_while_deleting_is_finished_by_the_next_collection(store: Store) -> None:
@@ -346,7 +346,7 @@ store.collect_garbage(grace=0)
     assert store.image("kept") == kept
 
 
-def test_records_are_whole_at_every_moment(store: Store) -> None:
+def test_records_are_written_atomically(store: Store) -> None:
     image = Image.of((text_layer(store, a="1"),), "one", env={f"V{i}": "x" * 50 for i in range(200)})
     store.add_image(image)
     script = """
@@ -395,13 +395,13 @@ def filled(store: Store) -> tuple[Image, str]:
     return image, "snap"
 
 
-def test_an_export_comes_in_as_it_went_out(store: Store, tmp_path: Path) -> None:
+def test_export_and_import_round_trip(store: Store, tmp_path: Path) -> None:
     image, snap = filled(store)
     store.export(snap, tmp_path / "snap.tar")
     store.export("base", tmp_path / "base.tar")
     other = Store(tmp_path / "other")
     assert other.import_(tmp_path / "snap.tar") == snap
-    assert other.import_(tmp_path / "snap.tar") == snap, "twice is fine"
+    assert other.import_(tmp_path / "snap.tar") == snap, "twice is allowed"
     mine, theirs = store.snapshot(snap), other.snapshot(snap)
     assert theirs.snapshot == mine.snapshot
     assert theirs.image == mine.image, "layers named by content keep their names"
@@ -412,7 +412,7 @@ def test_an_export_comes_in_as_it_went_out(store: Store, tmp_path: Path) -> None
     assert os.listdir(other.root / "staging") == os.listdir(other.root / "pins") == []
 
 
-def test_sealed_layers_travel_without_their_shift(store: Store, tmp_path: Path) -> None:
+def test_adopted_layers_are_exported_without_their_shift(store: Store, tmp_path: Path) -> None:
     image, _ = filled(store)
     upper = tmp_path / "upper"
     upper.mkdir()
@@ -432,23 +432,23 @@ def test_sealed_layers_travel_without_their_shift(store: Store, tmp_path: Path) 
         assert (info.st_uid, info.st_gid) == (5, 6)
 
 
-def test_a_part_needs_its_base(store: Store, tmp_path: Path) -> None:
+def test_a_partial_export_needs_its_base(store: Store, tmp_path: Path) -> None:
     _, snap = filled(store)
-    store.export(snap, tmp_path / "part.tar", whole=False)
+    store.export(snap, tmp_path / "part.tar", include_base=False)
     store.export("base", tmp_path / "base.tar")
     with tarfile.open(tmp_path / "part.tar") as tar:
         assert len([name for name in tar.getnames() if name.startswith("blobs/")]) == 3
     other = Store(tmp_path / "other")
-    with pytest.raises(InputError, match=r"leaves out layer .* of its image base, which is not here"):
+    with pytest.raises(InputError, match=r"leaves out layer .* of its image base, which is not in this store"):
         other.import_(tmp_path / "part.tar")
     other.import_(tmp_path / "base.tar")
     assert other.import_(tmp_path / "part.tar") == snap
     assert other.snapshot(snap).image == store.snapshot(snap).image
     with pytest.raises(InputError, match="no base to leave out"):
-        store.export("base", tmp_path / "x.tar", whole=False)
+        store.export("base", tmp_path / "x.tar", include_base=False)
 
 
-def test_an_import_takes_no_name_and_no_snapshot_of_others(store: Store, tmp_path: Path) -> None:
+def test_an_import_replaces_no_existing_name_or_snapshot(store: Store, tmp_path: Path) -> None:
     filled(store)
     store.export("base", tmp_path / "base.tar")
     store.export("snap", tmp_path / "snap.tar")
@@ -461,17 +461,17 @@ def test_an_import_takes_no_name_and_no_snapshot_of_others(store: Store, tmp_pat
     assert other.snapshot("snap").image.layers == mine.layers
 
 
-def test_an_import_shows_no_path_of_the_machine_unasked(store: Store, tmp_path: Path) -> None:
+def test_an_import_binds_no_host_path_without_permission(store: Store, tmp_path: Path) -> None:
     store.add_image(Image.of((text_layer(store, a="1"),), "evil", binds=("/usr", "/home/me")))
     store.export("evil", tmp_path / "evil.tar")
     other = Store(tmp_path / "other")
-    with pytest.raises(InputError, match="it wants to show /home/me of this machine"):
+    with pytest.raises(InputError, match="binds the host paths /home/me"):
         other.import_(tmp_path / "evil.tar")
     other.import_(tmp_path / "evil.tar", binds=["/home/me"])
 
 
 def rewrite(file: Path, change: "dict[str, bytes]") -> None:
-    """Replace members of a tar, found by how their names start."""
+    """Replace members of a tar, by the prefix of their names."""
     with tarfile.open(file) as tar:
         members = [(member, tar.extractfile(member)) for member in tar.getmembers()]
         contents = [(member, source.read() if source else b"") for member, source in members]
@@ -509,7 +509,7 @@ def test_a_changed_export_is_refused(store: Store, tmp_path: Path) -> None:
     assert os.listdir(other.root / "staging") == []
 
 
-def test_what_is_not_there_cannot_be_exported(store: Store, tmp_path: Path) -> None:
+def test_exporting_a_missing_image_is_an_error(store: Store, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no image and no snapshot"):
         store.export("nothing", tmp_path / "x.tar")
     filled(store)

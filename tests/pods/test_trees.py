@@ -1,4 +1,4 @@
-"""Deleting trees that nobody should trust: whatever is in them, nothing outside is touched."""
+"""Deleting untrusted trees never touches anything outside them."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 from etude.pods.images import trees
 
 
-def test_deletion_copes_with_any_mode_and_any_depth(tmp_path: Path) -> None:
+def test_deletion_handles_any_mode_and_depth(tmp_path: Path) -> None:
     top = tmp_path / "top"
     (top / "work/work").mkdir(parents=True)
     (top / "work/file").write_text("x")
@@ -76,11 +76,11 @@ def test_deletion_never_leaves_a_tree_that_changes_under_it(tmp_path: Path) -> N
 
 
 def test_deletion_stops_where_something_is_mounted(tmp_path: Path) -> None:
-    """A bind mount of the same file system, as a pod's machine directories are."""
+    """A bind mount of the same file system, like the host directories of a pod."""
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept/file").write_text("x")
     (tmp_path / "top/in").mkdir(parents=True)
-    script = "import sys, pathlib; from etude.pods import trees; trees.remove_tree(pathlib.Path(sys.argv[1]))"
+    script = "import sys, pathlib; from etude.pods.images import trees; trees.remove_tree(pathlib.Path(sys.argv[1]))"
     inside = f'mount --bind "$1/kept" "$1/top/in" || exit 77; exec "{sys.executable}" -c "{script}" "$1/top"'
     command = ["unshare", "-Urm", "sh", "-c", inside, "sh", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)

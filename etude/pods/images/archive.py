@@ -1,9 +1,9 @@
-"""A layer as a tar, in OCI form: `.wh.NAME` hides a name, `.wh..wh..opq` hides everything below a directory.
+"""Layers as tar archives in OCI form: `.wh.NAME` deletes a name, `.wh..wh..opq` makes a directory opaque.
 
-`unpack` takes archives from anybody. It writes by directory descriptors below the target only, follows no link, makes
-no device, and refuses (InputError naming the member) what tries: absolute names, `..`, names that pass through a link,
-hard links to what the archive does not hold, more data or entries than allowed. Whiteouts hide what is in lower
-layers only, wherever they stand in the archive. The caller throws the target away when it fails.
+`unpack` accepts untrusted archives. It writes by directory descriptors below the target only, follows no link, creates
+no device, and raises InputError, naming the member, for absolute names, `..`, names that pass through a link, hard
+links to anything outside the archive, and more data or entries than allowed. Whiteouts apply to lower layers only,
+wherever they stand in the archive. The caller removes the target when it fails.
 """
 
 import bz2
@@ -27,19 +27,19 @@ from etude.errors import InputError
 from etude.pods.images.trees import (
     MAX_ID,
     NOBODY,
-    attributes,
     can_chown,
     check_depth,
     components,
-    entered,
     is_opaque,
     is_portable_xattr,
     is_whiteout,
     make_opaque,
     make_whiteout,
     open_to_read,
-    pod_id,
+    portable_xattrs,
+    readable_directory,
     remove_at,
+    unshift_id,
 )
 from etude.pods.pod import PodError
 
@@ -47,9 +47,9 @@ WHITEOUT = ".wh."
 OPAQUE_NAME = ".wh..wh..opq"
 XATTR = "SCHILY.xattr."
 
-_MAX_HEADER = 1 << 20  # bytes of a pax or long-name header, which tarfile holds in memory
-_MAX_MEMORY = 256 << 20  # bytes an xz or zstd stream may make its reader hold
-_MAX_ENDS = 100  # reads after the end: tarfile asks for ever when a map of holes is cut off
+_MAX_HEADER = 1 << 20  # bytes of a pax or long-name header, which tarfile reads into memory
+_MAX_MEMORY = 256 << 20  # bytes an xz or zstd stream may make its decoder allocate
+_MAX_EOF_READS = 100  # tarfile reads for ever when a sparse map is truncated
 _BLOCK = 1 << 18
 _HEADERS = (
     tarfile.XHDTYPE,
@@ -64,7 +64,7 @@ _DAMAGE = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, zstandard.Zst
 
 @dataclass(frozen=True, slots=True)
 class UnpackLimits:
-    """How much an archive may be."""
+    """Limits on an archive's contents."""
 
     size: int = 64 << 30  # bytes of all files, holes included
     entries: int = 4_000_000
@@ -75,12 +75,12 @@ class UnpackLimits:
 
 
 class HashingReader(io.RawIOBase):
-    """Reads through to another stream, and knows the digest and the size of what passed; may refuse too much."""
+    """Reads from another stream, computing the digest and size of what was read; raises InputError over `limit`."""
 
-    def __init__(self, source: IO[bytes], limit: int | None = None, what: str = "", kind: str = "sha256") -> None:
-        self._source, self._limit, self._what = source, limit, what
-        self._running = hashlib.new(kind)
-        self._ends = 0
+    def __init__(self, source: IO[bytes], limit: int | None = None, label: str = "", kind: str = "sha256") -> None:
+        self._source, self._limit, self._label = source, limit, label
+        self._hash = hashlib.new(kind)
+        self._eof_reads = 0
         self.size = 0
 
     def readable(self) -> bool:
@@ -88,25 +88,25 @@ class HashingReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         data = self._source.read(len(buffer))
-        self._ends += not data
-        if self._ends > _MAX_ENDS:
-            raise EOFError("the archive is cut off")
+        self._eof_reads += not data
+        if self._eof_reads > _MAX_EOF_READS:
+            raise EOFError("the archive is truncated")
         buffer[: len(data)] = data
-        self._running.update(data)
+        self._hash.update(data)
         self.size += len(data)
         if self._limit is not None and self.size > self._limit:
-            raise InputError(f"{self._what}: more than the {self._limit} bytes allowed once unpacked")
+            raise InputError(f"{self._label}: more than the {self._limit} bytes allowed once unpacked")
         return len(data)
 
     def drain(self) -> str:
-        """Read to the end; the digest, in hex."""
+        """Read to the end and return the digest, in hex."""
         while self.read(_BLOCK):
             pass
-        return self._running.hexdigest()
+        return self._hash.hexdigest()
 
 
 class _XzReader(io.RawIOBase):
-    """lzma.open with a bound on memory: an xz stream may ask its reader for 4 GiB."""
+    """Like lzma.open with a memory limit: an xz stream may make its decoder allocate 4 GiB."""
 
     def __init__(self, source: IO[bytes]) -> None:
         self._source = source
@@ -125,15 +125,15 @@ class _XzReader(io.RawIOBase):
             else:
                 rest = self._source.read(_BLOCK) if self._decoder.needs_input else b""
                 if not rest and self._decoder.needs_input:
-                    raise EOFError("the compressed stream is cut off")
+                    raise EOFError("the compressed stream is truncated")
             data = self._decoder.decompress(rest, len(buffer))
             if data:
                 buffer[: len(data)] = data
                 return len(data)
 
 
-def decompressed(file: IO[bytes]) -> IO[bytes]:
-    """The contents of a plain, gzip, xz, bzip2 or zstd stream, told by its first bytes."""
+def decompress(file: IO[bytes]) -> IO[bytes]:
+    """Return a reader of a plain, gzip, xz, bzip2 or zstd stream, detected by its first bytes."""
     buffered = file if isinstance(file, io.BufferedReader) else io.BufferedReader(cast(io.RawIOBase, file), _BLOCK)
     magic = buffered.peek(6)[:6]
     if magic.startswith(b"\x1f\x8b"):
@@ -148,11 +148,11 @@ def decompressed(file: IO[bytes]) -> IO[bytes]:
     return buffered
 
 
-# -- out
+# -- packing
 
 
 def pack(layer: Path, file: IO[bytes], shift: int = 0) -> None:
-    """Write a layer as a tar: sorted, owners as a pod sees them, the same bytes for the same layer and times."""
+    """Write a layer as a tar: sorted, ids without `shift`, the same bytes for the same layer and times."""
     with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT, encoding="utf-8") as tar:
         _pack_directory(tar, str(layer), "", shift, {}, 0)
 
@@ -162,14 +162,14 @@ def _pack_directory(
 ) -> None:
     check_depth(path, depth)
     tar.addfile(_member(name or ".", os.lstat(path), path, shift))
-    with entered(path) as names:
+    with readable_directory(path) as names:
         if is_opaque(path):
-            tar.addfile(_mark(f"{name}/{OPAQUE_NAME}" if name else OPAQUE_NAME))
+            tar.addfile(_marker(f"{name}/{OPAQUE_NAME}" if name else OPAQUE_NAME))
         for child in names:
             inside, full = f"{name}/{child}" if name else child, f"{path}/{child}"
             info = os.lstat(full)
             if is_whiteout(info):
-                tar.addfile(_mark(f"{name}/{WHITEOUT}{child}" if name else WHITEOUT + child))
+                tar.addfile(_marker(f"{name}/{WHITEOUT}{child}" if name else WHITEOUT + child))
             elif child.startswith(WHITEOUT):
                 raise PodError(f"{inside}: a name that starts with {WHITEOUT} means a deletion in a tar; rename it")
             elif stat.S_ISDIR(info.st_mode):
@@ -195,14 +195,14 @@ def _pack_leaf(
     elif stat.S_ISLNK(info.st_mode) or stat.S_ISFIFO(info.st_mode):
         tar.addfile(member)
         links[inode] = name
-    # a socket means nothing once its process is gone, and layers hold no device
+    # a socket is useless without its process, and layers contain no devices
 
 
 def _member(name: str, info: os.stat_result, path: str, shift: int) -> tarfile.TarInfo:
     member = tarfile.TarInfo(name)
     member.mode, member.mtime = stat.S_IMODE(info.st_mode), int(info.st_mtime)
     if can_chown():
-        member.uid, member.gid = pod_id(info.st_uid, shift), pod_id(info.st_gid, shift)
+        member.uid, member.gid = unshift_id(info.st_uid, shift), unshift_id(info.st_gid, shift)
     if stat.S_ISDIR(info.st_mode):
         member.type = tarfile.DIRTYPE
     elif stat.S_ISLNK(info.st_mode):
@@ -212,22 +212,22 @@ def _member(name: str, info: os.stat_result, path: str, shift: int) -> tarfile.T
     else:
         member.size = info.st_size
     if not stat.S_ISLNK(info.st_mode):
-        found = attributes(path)
-        member.pax_headers = {XATTR + key: value.decode("utf-8", "surrogateescape") for key, value in found.items()}
+        xattrs = portable_xattrs(path)
+        member.pax_headers = {XATTR + key: value.decode("utf-8", "surrogateescape") for key, value in xattrs.items()}
     return member
 
 
-def _mark(name: str) -> tarfile.TarInfo:
+def _marker(name: str) -> tarfile.TarInfo:
     member = tarfile.TarInfo(name)
     member.mode = 0o600
     return member
 
 
-# -- in
+# -- unpacking
 
 
 class _CheckedInfo(tarfile.TarInfo):
-    """tarfile takes a damaged header for the end, and reads headers of any size into memory; this does neither."""
+    """TarInfo that refuses damaged headers, which tarfile takes for the end, and oversized ones."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
@@ -247,34 +247,34 @@ class _CheckedInfo(tarfile.TarInfo):
 
 
 def unpack(
-    source: IO[bytes], target: Path, what: str, allowance: UnpackLimits | None = None, lowest: bool = False
+    source: IO[bytes], target: Path, label: str, limits: UnpackLimits | None = None, lowest: bool = False
 ) -> list[str]:
-    """Unpack a tar (compressed or not) into the empty directory `target`; `what` names it in errors.
+    """Unpack a tar (compressed or not) into the empty directory `target`; `label` names it in errors.
 
-    In a `lowest` layer whiteouts hide nothing, and are left out. Returns the directories that no member describes.
+    In a `lowest` layer whiteouts have no effect and are skipped. Returns the directories that no member describes.
     """
-    allowance = allowance or UnpackLimits()
+    limits = limits or UnpackLimits()
     try:
-        # as in a tar, padding and headers come on top of what the files hold
-        counted = HashingReader(decompressed(source), allowance.size + 2048 * allowance.entries + _MAX_HEADER, what)
+        # padding and headers of the tar come on top of the file contents
+        counted = HashingReader(decompress(source), limits.size + 2048 * limits.entries + _MAX_HEADER, label)
         stream = io.BufferedReader(counted, _BLOCK)
-        with _Unpacker(target, what, allowance) as unpacker:
+        with _Unpacker(target, label, limits) as unpacker:
             with tarfile.open(fileobj=stream, mode="r|", bufsize=_BLOCK, tarinfo=_CheckedInfo, encoding="utf-8") as tar:
                 for member in tar:
                     unpacker.add(tar, member)
-                    tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every one it has read
+                    tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it has read
             unpacker.finish(lowest)
         while stream.read(_BLOCK):
-            pass  # what follows the end mark belongs to the digest of the layer
+            pass  # bytes after the end marker are part of the layer's digest
         return unpacker.implied
     except _DAMAGE as error:
-        raise InputError(f"{what}: the archive is damaged ({error}); get it again") from error
+        raise InputError(f"{label}: the archive is damaged ({error}); get it again") from error
     except OSError as error:
         if error.errno is not None:
             raise
-        raise InputError(f"{what}: the archive is damaged ({error}); get it again") from error  # gzip and bz2 say so
-    except RecursionError as error:  # pax and long-name headers that follow each other without an end
-        raise InputError(f"{what}: the archive is damaged (too many headers in a row)") from error
+        raise InputError(f"{label}: the archive is damaged ({error}); get it again") from error  # from gzip or bz2
+    except RecursionError as error:  # an endless sequence of pax or long-name headers
+        raise InputError(f"{label}: the archive is damaged (too many headers in a row)") from error
 
 
 @dataclass(slots=True)
@@ -282,16 +282,16 @@ class _Metadata:
     mode: int
     owner: tuple[int, int]
     time: float
-    attributes: dict[str, bytes]
+    xattrs: dict[str, bytes]
 
 
 class _Unpacker:
-    """One archive on its way into a directory. Modes and times of directories come last: a mode may forbid writing."""
+    """Writes one archive into a directory. Modes and times of directories are set last: a mode may forbid writing."""
 
-    def __init__(self, target: Path, what: str, allowance: UnpackLimits) -> None:
-        self._what, self._allowance = what, allowance
+    def __init__(self, target: Path, label: str, limits: UnpackLimits) -> None:
+        self._label, self._limits = label, limits
         self._top = os.open(target, _DIRECTORY)
-        self._near: tuple[str, int] = ("", os.dup(self._top))  # the directory of the last member
+        self._current: tuple[str, int] = ("", os.dup(self._top))  # the directory of the last member
         self._directories: dict[str, _Metadata] = {}
         self._whiteouts: list[tuple[str, str]] = []
         self._opaque: set[str] = set()
@@ -300,18 +300,18 @@ class _Unpacker:
 
     @property
     def implied(self) -> list[str]:
-        """Directories that exist only because of what is in them."""
+        """Return the directories that no member describes: they exist only because of their contents."""
         return sorted(self._implied - set(self._directories))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        os.close(self._near[1])
+        os.close(self._current[1])
         os.close(self._top)
 
     def _refuse(self, member: str, why: str) -> InputError:
-        return InputError(f"{self._what}: member {member!r} {why}; nothing was unpacked")
+        return InputError(f"{self._label}: member {member!r} {why}; nothing was unpacked")
 
     def add(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         """Unpack one member."""
@@ -320,40 +320,40 @@ class _Unpacker:
         try:
             self._put(tar, member, "/".join(parts[:-1]), parts[-1] if parts else "")
         except (OSError, UnicodeError) as error:
-            if isinstance(error, OSError) and error.errno in (28, 122, 5):  # ENOSPC, EDQUOT, EIO: not its fault
+            if isinstance(error, OSError) and error.errno in (28, 122, 5):  # ENOSPC, EDQUOT, EIO: of the disk
                 raise
-            raise self._refuse(member.name, f"cannot be made ({error})") from error
+            raise self._refuse(member.name, f"cannot be created ({error})") from error
 
     def _count(self, member: tarfile.TarInfo) -> None:
         self._entries += 1
         self._size += max(member.size, 0) if member.isreg() else 0
-        if self._entries > self._allowance.entries:
-            raise self._refuse(member.name, f"is one more than the {self._allowance.entries} entries allowed")
-        if self._size > self._allowance.size:
-            raise self._refuse(member.name, f"makes it more than the {self._allowance.size} bytes allowed")
+        if self._entries > self._limits.entries:
+            raise self._refuse(member.name, f"is one more than the {self._limits.entries} entries allowed")
+        if self._size > self._limits.size:
+            raise self._refuse(member.name, f"makes it more than the {self._limits.size} bytes allowed")
 
     def _parts(self, path: str, member: str) -> list[str]:
         parts = list(components(path))
         if path.startswith("/"):
             raise self._refuse(member, f"has the absolute path {path!r}")
         if ".." in parts:
-            raise self._refuse(member, f"leads out by {path!r}")
+            raise self._refuse(member, f"leads outside by {path!r}")
         if "\0" in path:
             raise self._refuse(member, "has a NUL in its name")
-        if len(parts) > self._allowance.depth:
-            raise self._refuse(member, f"is nested deeper than {self._allowance.depth} directories")
+        if len(parts) > self._limits.depth:
+            raise self._refuse(member, f"is nested deeper than {self._limits.depth} directories")
         return parts
 
     def _directory(self, path: str, member: str) -> int:
-        """The directory `path`, made if need be, reached without following a link; not to be closed."""
-        near, handle = self._near
-        if near == path:
+        """Return a descriptor of `path`, creating it if missing, without following links. It must not be closed."""
+        current, handle = self._current
+        if current == path:
             return handle
-        inside = bool(near) and path.startswith(near + "/")
+        inside = bool(current) and path.startswith(current + "/")
         at = os.dup(handle if inside else self._top)
         try:
-            reached = near if inside else ""
-            for name in components(path[len(near) :] if inside else path):
+            reached = current if inside else ""
+            for name in components(path[len(current) :] if inside else path):
                 reached = f"{reached}/{name}" if reached else name
                 with suppress(FileExistsError):
                     os.mkdir(name, 0o755, dir_fd=at)
@@ -368,22 +368,22 @@ class _Unpacker:
             os.close(at)
             raise
         os.close(handle)
-        self._near = (path, at)
+        self._current = (path, at)
         return at
 
-    def _forget(self) -> None:
-        """Something was removed: the open directory may be gone."""
-        os.close(self._near[1])
-        self._near = ("", os.dup(self._top))
+    def _reset_current(self) -> None:
+        """Close the current directory: it may have been removed."""
+        os.close(self._current[1])
+        self._current = ("", os.dup(self._top))
 
     def _put(self, tar: tarfile.TarFile, member: tarfile.TarInfo, parent: str, name: str) -> None:
         path = f"{parent}/{name}" if parent else name
         if name.startswith(WHITEOUT):
-            return self._mark(member, parent, name)
+            return self._add_marker(member, parent, name)
         if not name:
             if not member.isdir():
                 raise self._refuse(member.name, "has no name")
-            self._directories[""] = self._facts(member)
+            self._directories[""] = self._metadata(member)
             return None
         at = self._directory(parent, member.name)
         if member.ischr() and member.devmajor == member.devminor == 0:
@@ -391,28 +391,28 @@ class _Unpacker:
             return None
         if member.ischr() or member.isblk():
             return None  # a pod has its own /dev
-        if self._make_room(at, name, path, member.isdir()):
+        if self._replace_existing(at, name, path, member.isdir()):
             at = self._directory(parent, member.name)
         if member.isdir():
             with suppress(FileExistsError):
                 os.mkdir(name, 0o755, dir_fd=at)
-            self._directories[path] = self._facts(member)
+            self._directories[path] = self._metadata(member)
         elif member.isreg():
             self._write(tar, member, at, name)
         elif member.issym():
             os.symlink(member.linkname, name, dir_fd=at)
-            self._own(at, name, self._facts(member))
+            self._apply_at(at, name, self._metadata(member))
         elif member.islnk():
             self._link(member, parent, name)
         elif member.isfifo():
             os.mkfifo(name, dir_fd=at)
-            self._own(at, name, self._facts(member))
+            self._apply_at(at, name, self._metadata(member))
         else:
-            raise self._refuse(member.name, f"is of the unknown kind {member.type!r}")
+            raise self._refuse(member.name, f"has the unknown type {member.type!r}")
         return None
 
-    def _make_room(self, at: int, name: str, path: str, directory: bool) -> bool:
-        """A later member replaces an earlier one of its name. Whether directories went."""
+    def _replace_existing(self, at: int, name: str, path: str, directory: bool) -> bool:
+        """Remove an earlier member of the same name. Return whether directories were removed."""
         try:
             old = os.stat(name, dir_fd=at, follow_symlinks=False)
         except FileNotFoundError:
@@ -424,13 +424,13 @@ class _Unpacker:
             return False
         remove_at(at, name)
         self._directories = {
-            known: facts
-            for known, facts in self._directories.items()
+            known: metadata
+            for known, metadata in self._directories.items()
             if known != path and not known.startswith(path + "/")
         }
-        for marks in (self._opaque, self._implied):
-            marks -= {known for known in marks if known == path or known.startswith(path + "/")}
-        self._forget()
+        for paths in (self._opaque, self._implied):
+            paths -= {known for known in paths if known == path or known.startswith(path + "/")}
+        self._reset_current()
         return True
 
     def _write(self, tar: tarfile.TarFile, member: tarfile.TarInfo, at: int, name: str) -> None:
@@ -443,7 +443,7 @@ class _Unpacker:
             while left:
                 block = source.read(min(_BLOCK, left))
                 if not block:
-                    raise EOFError(f"member {member.name!r} is cut off")
+                    raise EOFError(f"member {member.name!r} is truncated")
                 left -= len(block)
                 if member.issparse() and not block.strip(b"\0"):
                     os.lseek(file, len(block), os.SEEK_CUR)
@@ -452,7 +452,7 @@ class _Unpacker:
                     while view:
                         view = view[os.write(file, view) :]
             os.ftruncate(file, member.size)
-            self._own_open(file, self._facts(member))
+            self._apply(file, self._metadata(member))
         finally:
             os.close(file)
 
@@ -473,21 +473,21 @@ class _Unpacker:
         finally:
             os.close(source)
 
-    def _mark(self, member: tarfile.TarInfo, parent: str, name: str) -> None:
+    def _add_marker(self, member: tarfile.TarInfo, parent: str, name: str) -> None:
         if name == OPAQUE_NAME:
             self._directory(parent, member.name)
             self._opaque.add(parent)
         elif name.startswith(WHITEOUT * 2):
-            return  # bookkeeping of aufs, where the form comes from
+            return  # metadata of aufs, where this format comes from
         elif name[len(WHITEOUT) :] in ("", ".", ".."):
-            raise self._refuse(member.name, "is a whiteout of no name")
+            raise self._refuse(member.name, "is a whiteout without a name")
         else:
             self._whiteouts.append((parent, name[len(WHITEOUT) :]))
 
-    # -- facts
+    # -- metadata
 
-    def _facts(self, member: tarfile.TarInfo) -> _Metadata:
-        found = {
+    def _metadata(self, member: tarfile.TarInfo) -> _Metadata:
+        xattrs = {
             key[len(XATTR) :]: value.encode("utf-8", "surrogateescape")
             for key, value in member.pax_headers.items()
             if key.startswith(XATTR) and is_portable_xattr(key[len(XATTR) :])
@@ -496,26 +496,26 @@ class _Unpacker:
         time = float(member.mtime)
         if not math.isfinite(time) or not 0 <= time < 1 << 33:
             time = 0.0
-        return _Metadata(member.mode & 0o7777, (uid, gid), time, found)
+        return _Metadata(member.mode & 0o7777, (uid, gid), time, xattrs)
 
-    def _own(self, at: int, name: str, facts: _Metadata) -> None:
-        """For links and pipes, which cannot be opened."""
+    def _apply_at(self, at: int, name: str, metadata: _Metadata) -> None:
+        """Set owner, mode and time of a link or a pipe, which cannot be opened."""
         if can_chown():
-            os.chown(name, *facts.owner, dir_fd=at, follow_symlinks=False)
+            os.chown(name, *metadata.owner, dir_fd=at, follow_symlinks=False)
         if not stat.S_ISLNK(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
-            os.chmod(name, facts.mode, dir_fd=at)
-        os.utime(name, (facts.time, facts.time), dir_fd=at, follow_symlinks=False)
+            os.chmod(name, metadata.mode, dir_fd=at)
+        os.utime(name, (metadata.time, metadata.time), dir_fd=at, follow_symlinks=False)
 
-    def _own_open(self, file: int, facts: _Metadata) -> None:
+    def _apply(self, file: int, metadata: _Metadata) -> None:
         if can_chown():
-            os.fchown(file, *facts.owner)
-        for name, value in facts.attributes.items():
+            os.fchown(file, *metadata.owner)
+        for name, value in metadata.xattrs.items():
             os.setxattr(file, name, value)
-        os.fchmod(file, facts.mode)
-        os.utime(file, (facts.time, facts.time))
+        os.fchmod(file, metadata.mode)
+        os.utime(file, (metadata.time, metadata.time))
 
     def finish(self, lowest: bool) -> None:
-        """Marks, then the facts of directories, deepest first."""
+        """Write whiteouts and opaque markers, then the metadata of directories, deepest first."""
         for parent, name in self._whiteouts:
             self._whiteout(parent, name, lowest)
         for path in self._opaque if not lowest else ():
@@ -523,13 +523,13 @@ class _Unpacker:
         plain = dict.fromkeys(self.implied, _Metadata(0o755, (0, 0), 0.0, {}))
         known = {**plain, **self._directories}
         for path in sorted(known, key=lambda path: path.count("/") + bool(path), reverse=True):
-            handle = os.dup(self._top) if not path else self._reach(path)
+            handle = os.dup(self._top) if not path else self._open_directory(path)
             try:
-                self._own_open(handle, known[path])
+                self._apply(handle, known[path])
             finally:
                 os.close(handle)
 
-    def _reach(self, path: str) -> int:
+    def _open_directory(self, path: str) -> int:
         parent, _, name = path.rpartition("/")
         return os.open(name, _DIRECTORY, dir_fd=self._directory(parent, path))
 
@@ -539,7 +539,7 @@ class _Unpacker:
         at = self._directory(parent, f"{parent}/{WHITEOUT}{name}")
         with suppress(FileNotFoundError):
             here = os.stat(name, dir_fd=at, follow_symlinks=False)
-            if stat.S_ISDIR(here.st_mode):  # deleted below and made anew here
+            if stat.S_ISDIR(here.st_mode):  # deleted in lower layers and created again here
                 self._opaque.add(f"{parent}/{name}" if parent else name)
             return
         if parent not in self._opaque:

@@ -1,8 +1,8 @@
-"""One file for an image or a snapshot: an OCI image layout in a tar, so that other tools can read it too.
+"""Export an image or a snapshot as one file and import it: an OCI image layout in a tar, readable by other tools.
 
-Our own record travels as an annotation of the manifest. On the way in nothing of it is believed: blobs are checked by
-digest, layers are unpacked like any stranger's archive and get ids of their own, a taken name stays with its owner,
-and paths of this machine are shown only if they are the system's own or the caller allows them.
+The store's own record is an annotation of the manifest. Imported files are untrusted: blobs are verified by digest,
+layers are unpacked like any untrusted archive and get new ids, a name in use stays with its image, and host paths are
+bound only if they are system directories or the caller allows them.
 """
 
 import hashlib
@@ -37,45 +37,45 @@ if TYPE_CHECKING:
     from etude.pods.images.store import Store
 
 RECORD = "org.etude.record"
-_OURS = "the file is not an export of a store, or damaged"
+_NOT_AN_EXPORT = "the file is not an export of a store, or damaged"
 
 
 class _HashingWriter(io.RawIOBase):
-    """Writes through to another stream, and knows the digest and size of what passed."""
+    """Writes to another stream, computing the digest and size of what was written."""
 
     def __init__(self, target: Any) -> None:
-        self._target, self._running, self.size = target, hashlib.sha256(), 0
+        self._target, self._hash, self.size = target, hashlib.sha256(), 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self._running.update(data)
+        self._hash.update(data)
         self.size += len(data)
         self._target.write(data)
         return len(data)
 
     @property
     def digest(self) -> str:
-        return f"sha256:{self._running.hexdigest()}"
+        return f"sha256:{self._hash.hexdigest()}"
 
 
-# -- out
+# -- export
 
 
-def export(store: "Store", id: str, file: Path, whole: bool = True) -> None:
-    """Write the image or snapshot `id` to `file`, which appears when it is complete."""
+def export(store: "Store", id: str, file: Path, include_base: bool = True) -> None:
+    """Write the image or snapshot `id` to `file`, atomically."""
     if file.exists() and not file.is_file():
-        raise InputError(f"{file}: is there and is no ordinary file; name another")
-    saved, image = _find(store, id)
-    left_out = set() if whole else _base(store, saved, id)
+        raise InputError(f"{file}: exists and is not a regular file; name another")
+    record, image = _find(store, id)
+    omitted = set() if include_base else _base_layers(store, record, id)
     with store.staging() as staging:
         blobs: dict[str, Path] = {}
-        along = [layer for layer in image.layers if layer.id not in left_out]
-        described = [_write_layer(store, layer, staging, blobs) for layer in along]
-        record = {
+        included = [layer for layer in image.layers if layer.id not in omitted]
+        described = [_write_layer(store, layer, staging, blobs) for layer in included]
+        annotation = {
             "image": image_to_json(image),
-            "snapshot": asdict(saved.snapshot) if saved else None,
+            "snapshot": asdict(record.snapshot) if record else None,
             "diff_ids": [[layer, diff_id] for layer, _, diff_id in described],
         }
         config = _write_blob(oci.CONFIG, _config(image, [diff_id for *_, diff_id in described]), staging, blobs)
@@ -84,7 +84,7 @@ def export(store: "Store", id: str, file: Path, whole: bool = True) -> None:
             "mediaType": oci.MANIFEST,
             "config": config,
             "layers": [descriptor for _, descriptor, _ in described],
-            "annotations": {RECORD: json.dumps(record, sort_keys=True)},
+            "annotations": {RECORD: json.dumps(annotation, sort_keys=True)},
         }
         entry = _write_blob(oci.MANIFEST, manifest, staging, blobs)
         entry["annotations"] = {oci.REF: image.name or id}
@@ -94,22 +94,22 @@ def export(store: "Store", id: str, file: Path, whole: bool = True) -> None:
 
 def _find(store: "Store", id: str) -> tuple[SnapshotRecord | None, Image]:
     try:
-        saved = store.snapshot(id)
+        record = store.snapshot(id)
     except InputError:
         try:
             return None, store.image(id)
         except InputError:
             raise InputError(f"there is no image and no snapshot {id!r} in {store.root}") from None
-    return saved, saved.image
+    return record, record.image
 
 
-def _base(store: "Store", saved: SnapshotRecord | None, id: str) -> set[str]:
-    """The layers that a snapshot shares with the image it grew from."""
-    if saved is None:
-        raise InputError(f"{id} is an image: it has no base to leave out; export it whole")
-    base = store.image(saved.snapshot.image)
+def _base_layers(store: "Store", record: SnapshotRecord | None, id: str) -> set[str]:
+    """Return the ids of the layers that a snapshot shares with the image it is based on."""
+    if record is None:
+        raise InputError(f"{id} is an image and has no base to leave out; export it whole")
+    base = store.image(record.snapshot.image)
     shared = set()
-    for mine, theirs in zip(saved.image.layers, base.layers, strict=False):
+    for mine, theirs in zip(record.image.layers, base.layers, strict=False):
         if mine != theirs:
             break
         shared.add(mine.id)
@@ -121,7 +121,7 @@ def _base(store: "Store", saved: SnapshotRecord | None, id: str) -> set[str]:
 def _write_layer(
     store: "Store", layer: Layer, staging: Path, blobs: dict[str, Path]
 ) -> tuple[str, dict[str, Any], str]:
-    """A layer as a compressed tar: its id, the descriptor of that, and the digest of the tar itself."""
+    """Write a layer as a compressed tar. Return its id, the blob's descriptor and the digest of the plain tar."""
     path = staging / f"{len(blobs)}.blob"
     with open(path, "xb") as file:
         packed = _HashingWriter(file)
@@ -188,36 +188,36 @@ def _add(tar: tarfile.TarFile, name: str, source: bytes | IO[bytes]) -> None:
     tar.addfile(member, source)
 
 
-# -- in
+# -- import
 
 
 def import_(store: "Store", file: Path, binds: Sequence[str] = ()) -> str:
-    """Take in what `export` wrote; the id of the image or snapshot."""
+    """Import a file that `export` wrote; return the id of the image or snapshot."""
     with store.staging() as staging, store.pin() as pin:
         layout = open_layout(file, staging)
         manifest = layout.manifest()
-        saved, image, blobs = _read_record(layout, manifest, file)
+        record, image, blobs = _read_record(layout, manifest, file)
         refused = sorted(set(image.binds) - {*SYSTEM_BINDS, *binds})
         if refused:
-            raise InputError(f"{file}: it wants to show {', '.join(refused)} of this machine; allow that to import it")
+            raise InputError(f"{file}: binds the host paths {', '.join(refused)}; allow these to import it")
         kept = []
         for at, layer in enumerate(image.layers):
             if layer.id in blobs:
-                kept.append(_take(store, layout, *blobs[layer.id], file, lowest=at == 0))
+                kept.append(_import_layer(store, layout, *blobs[layer.id], file, lowest=at == 0))
             elif not layer.memory and store.layer_path(layer).is_dir():
                 kept.append(layer)
             else:
-                grew = f" {saved.snapshot.image}" if saved else ""
+                base = f" {record.snapshot.image}" if record else ""
                 raise InputError(
-                    f"{file} leaves out layer {layer.id} of its image{grew}, which is not here; "
-                    "import or make that image first, or export the snapshot whole"
+                    f"{file} leaves out layer {layer.id} of its image{base}, which is not in this store; "
+                    "import or build that image first, or export the snapshot whole"
                 )
             pin(kept)
-        return _keep(store, saved, image.with_(layers=tuple(kept)))
+        return _add_to_store(store, record, image.with_(layers=tuple(kept)))
 
 
 def open_layout(file: Path, staging: Path) -> oci.OciLayout:
-    """A layout in a directory, or in a tar, which is unpacked into `staging`."""
+    """Open a layout in a directory, or in a tar, which is unpacked into `staging`."""
     if file.is_dir():
         return oci.OciLayout(file, str(file))
     directory = staging / "layout"
@@ -233,23 +233,23 @@ def open_layout(file: Path, staging: Path) -> oci.OciLayout:
 def _read_record(
     layout: oci.OciLayout, manifest: Mapping[str, Any], file: Path
 ) -> tuple[SnapshotRecord | None, Image, dict[str, tuple[Any, str]]]:
-    """The record, and for each layer that came along its blob's descriptor and the digest of its tar."""
+    """Return the record, and for each included layer its blob's descriptor and the digest of its tar."""
     try:
-        record = json.loads(manifest["annotations"][RECORD])
-        image = image_from_json(record["image"])
-        saved = None
-        if record["snapshot"] is not None:
-            saved = snapshot_from_json({"snapshot": record["snapshot"], "image": record["image"]})
-            check_id(saved.snapshot.id)
-        layout.json(manifest["config"])  # for other tools; damaged, it says that the file is
-        pairs = zip(record["diff_ids"], manifest["layers"], strict=True)
+        annotation = json.loads(manifest["annotations"][RECORD])
+        image = image_from_json(annotation["image"])
+        record = None
+        if annotation["snapshot"] is not None:
+            record = snapshot_from_json({"snapshot": annotation["snapshot"], "image": annotation["image"]})
+            check_id(record.snapshot.id)
+        layout.json(manifest["config"])  # only other tools use it; verify its digest
+        pairs = zip(annotation["diff_ids"], manifest["layers"], strict=True)
         blobs = {str(id): (dict(descriptor), str(diff_id)) for (id, diff_id), descriptor in pairs}
-        return saved, image, blobs
+        return record, image, blobs
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{file}: {_OURS} ({error!r})") from None
+        raise InputError(f"{file}: {_NOT_AN_EXPORT} ({error!r})") from None
 
 
-def _take(
+def _import_layer(
     store: "Store",
     layout: oci.OciLayout,
     descriptor: Mapping[str, Any],
@@ -263,12 +263,12 @@ def _take(
     return store.add_layer(fill, key=digest("import", diff_id, str(lowest)))
 
 
-def _keep(store: "Store", saved: SnapshotRecord | None, image: Image) -> str:
-    if saved is None:
+def _add_to_store(store: "Store", record: SnapshotRecord | None, image: Image) -> str:
+    if record is None:
         taken = {other.name: other.id for other in store.images()}
         free = taken.get(image.name, image.id) == image.id
         return store.add_image(image if free else image.named("")).id
-    snapshot = saved.snapshot
+    snapshot = record.snapshot
     for other in store.snapshots():
         if other.snapshot.id == snapshot.id:
             if other.image == replace(image, id=snapshot.id, name=""):

@@ -1,8 +1,8 @@
-"""What COPY and ADD take, and the layer they make: from a build's context directory, another stage, or a heredoc.
+"""COPY and ADD of a Dockerfile: find the sources in the context, another stage or a heredoc, and write the layer.
 
-Sources never leave the context: a link that leads out is refused, one inside is copied as a link, as is a tree. The
-layer is written here, without a pod: where the target lies is read from the layers below, following their links as
-a pod would, and directories on the way keep the owner and mode they have there.
+Sources never leave the context: a source that resolves outside is refused; links inside a copied tree are copied as
+links. The layer is written without a pod: the target path is resolved in the layers below, following their links as a
+pod would, and parent directories keep the owner and mode they have there.
 """
 
 import fnmatch
@@ -29,7 +29,7 @@ _ARCHIVES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
 
 @dataclass(frozen=True, slots=True)
 class DockerIgnore:
-    """The rules of a .dockerignore: the last one that matches a path, or a directory above it, decides."""
+    """The rules of a .dockerignore: the last one that matches a path or one of its parents decides."""
 
     rules: tuple[tuple[bool, re.Pattern[str]], ...] = ()
 
@@ -55,18 +55,18 @@ class DockerIgnore:
         return cls(tuple(rules))
 
     def ignores(self, path: str) -> bool:
-        """Whether a path of the context is left out."""
+        """Return whether a path of the context is ignored."""
         parts = path.split("/")
         above = ["/".join(parts[: i + 1]) for i in range(len(parts))]
-        verdict = False
-        for out, pattern in self.rules:
+        ignored = False
+        for ignore, pattern in self.rules:
             if any(pattern.fullmatch(each) for each in above):
-                verdict = out
-        return verdict
+                ignored = ignore
+        return ignored
 
 
 def _pattern(rule: str) -> str:
-    """A rule as an expression: `**` is any number of directories, `*` and `?` stay inside one name."""
+    """Translate a rule to a regular expression: `**` matches any number of directories, `*` and `?` within a name."""
     out, at = "", 0
     while at < len(rule):
         if rule.startswith("**/", at):
@@ -87,15 +87,15 @@ def _pattern(rule: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CopySource:
-    """One thing to copy: a tree or file on disk under the name it was asked for."""
+    """A file or tree on disk to copy, and the name it was requested by."""
 
     path: Path
     name: str
-    keep: frozenset[str] | None = None  # of a directory: the paths in it that are not ignored; None: all
+    keep: frozenset[str] | None = None  # of a directory: its paths that are not ignored; None: all
 
 
 def from_context(context: Path, pattern: str, ignore: DockerIgnore, where: str) -> list[CopySource]:
-    """What a source of COPY names in the context, which it cannot leave."""
+    """Return the sources that a COPY pattern matches in the context; raise InputError for one that leads outside."""
     top = context.resolve()
     parts = [part for part in os.path.normpath("/" + pattern).split("/") if part]
     if glob.has_magic(pattern):
@@ -107,20 +107,20 @@ def from_context(context: Path, pattern: str, ignore: DockerIgnore, where: str) 
         path = top / name
         if name != "." and ignore.ignores(name):
             continue
-        # the way to it, and it itself: what is named is followed, what lies in a directory is copied as it is
+        # links in a named path are followed; links inside a named directory are copied as they are
         real = path.resolve()
         if not real.is_relative_to(top):
-            raise InputError(f"{where}: {name} leads out of the context {context} to {real}; copy the file into it")
+            raise InputError(f"{where}: {name} leads outside the context {context} to {real}; copy the file into it")
         if not real.exists():
             continue
         inside = real.relative_to(top).as_posix()
-        found.append(CopySource(real, Path(name).name, _kept(top, inside, ignore) if real.is_dir() else None))
+        found.append(CopySource(real, Path(name).name, _not_ignored(top, inside, ignore) if real.is_dir() else None))
     if not found:
-        raise InputError(f"{where}: {pattern} is not in the context {context} (or .dockerignore leaves it out)")
+        raise InputError(f"{where}: {pattern} is not in the context {context} (or .dockerignore excludes it)")
     return found
 
 
-def _kept(top: Path, directory: str, ignore: DockerIgnore) -> frozenset[str] | None:
+def _not_ignored(top: Path, directory: str, ignore: DockerIgnore) -> frozenset[str] | None:
     if not ignore.rules:
         return None
     kept: set[str] = set()
@@ -130,18 +130,18 @@ def _kept(top: Path, directory: str, ignore: DockerIgnore) -> frozenset[str] | N
             full = os.path.join(path, name)
             if not ignore.ignores(os.path.relpath(full, top)):
                 inside = os.path.relpath(full, base)
-                while inside:  # a file that is kept needs the directories above it
+                while inside:  # a kept file needs its parent directories
                     kept.add(inside)
                     inside = os.path.dirname(inside)
     return frozenset(kept)
 
 
 def source_digest(sources: Sequence[CopySource]) -> str:
-    """What the sources are: names, kinds, modes, contents; not owners (COPY sets them) nor times."""
-    running = hashlib.sha256()
+    """Return a digest of the sources' names, types, modes and contents; not owners (COPY sets them) nor times."""
+    hasher = hashlib.sha256()
 
     def add(*values: str) -> None:
-        running.update(digest(*values).encode())
+        hasher.update(digest(*values).encode())
 
     def visit(path: str, name: str, inside: str, keep: frozenset[str] | None) -> None:
         info = os.lstat(path)
@@ -159,7 +159,7 @@ def source_digest(sources: Sequence[CopySource]) -> str:
 
     for source in sources:
         visit(str(source.path), source.name, "", source.keep)
-    return running.hexdigest()
+    return hasher.hexdigest()
 
 
 # -- the layer
@@ -167,7 +167,7 @@ def source_digest(sources: Sequence[CopySource]) -> str:
 
 @dataclass(slots=True)
 class CopyLayerWriter:
-    """A layer being written over `below`."""
+    """Writes a layer on top of `below`."""
 
     target: Path
     below: LayerStack
@@ -177,98 +177,101 @@ class CopyLayerWriter:
     binds: tuple[str, ...] = ()
 
     def directory(self, path: str) -> Path:
-        """A directory of the pod, in the layer, with those above it; links below are followed."""
+        """Create a directory and its parents in the layer, following links of the layers below; return its path."""
         place = self.target
         reached = ""
         for name in components(path):
             reached = f"{reached}/{name}"
             real, found = self.below.locate(reached)
-            if found.directory or not found.there:
+            if found.is_directory or not found.exists:
                 reached = real
-            self._check(reached)
+            self._check_writable(reached)
             place = self.target / reached[1:]
-            if found.there and not found.directory and not os.path.lexists(place):
+            if found.exists and not found.is_directory and not os.path.lexists(place):
                 raise InputError(f"{self.where}: {reached} is a file in the image; expected a directory")
             self._make(reached)
         return place
 
     def _make(self, path: str) -> None:
-        """Make a directory of the layer, and those above it, as they are below or as new ones."""
+        """Create a directory and its parents in the layer, with their metadata from below if they exist there."""
         parts = components(path)
         for depth in range(1, len(parts) + 1):
             inside = "/".join(parts[:depth])
             place = self.target / inside
             if place.is_dir() and not place.is_symlink():
                 continue
-            remove_tree(place)  # an earlier source may have put a link here: never write through it
+            remove_tree(place)  # an earlier source may have written a link here: never write through it
             place.mkdir()
             real, found = self.below.locate(f"/{inside}", follow=False)
-            if found.directory and found.info is not None and real == f"/{inside}":
-                copy_metadata(found.parts[0].path, str(place), found.info, found.parts[0].shift)
+            if found.is_directory and found.info is not None and real == f"/{inside}":
+                copy_metadata(found.dirs[0].path, str(place), found.info, found.dirs[0].shift)
             else:
-                self._own(place, 0o755)
+                self._set_owner_and_mode(place, 0o755)
 
-    def _check(self, path: str) -> None:
+    def _check_writable(self, path: str) -> None:
         for bind in self.binds:
             if path == bind or path.startswith(bind + "/"):
-                raise InputError(f"{self.where}: {path} is shown read-only from this machine; choose another place")
+                raise InputError(f"{self.where}: {path} is a read-only bind mount of the host; choose another target")
 
-    def _own(self, place: Path, mode: int | None) -> None:
+    def _set_owner_and_mode(self, place: Path, mode: int | None) -> None:
         if can_chown():
             os.lchown(place, *self.owner)
         if mode is not None and not place.is_symlink():
             os.chmod(place, mode)
 
-    def copy(self, sources: Sequence[CopySource], to: str, tidy: bool) -> None:
-        """Copy as COPY does: into a directory if `to` is one, or ends with a slash; a directory gives its contents.
+    def copy(self, sources: Sequence[CopySource], to: str, unpack_archives: bool) -> None:
+        """Copy as COPY does: into a directory if `to` is one or ends with a slash; of a directory, its contents.
 
-        With `tidy` (ADD) an archive among the sources is unpacked.
+        With `unpack_archives` (ADD), sources that are archives are unpacked.
         """
         _, found = self.below.locate(to)
-        into = to.endswith("/") or found.directory
+        into = to.endswith("/") or found.is_directory
         if len(sources) > 1 and not into:
-            raise InputError(f"{self.where}: {len(sources)} sources need a directory to go to; end {to!r} with a slash")
+            raise InputError(
+                f"{self.where}: {len(sources)} sources need a directory as target; end {to!r} with a slash"
+            )
         for source in sources:
             if source.path.is_dir():
-                self._tree(source.path, self.directory(to), source.keep, "")
-            elif tidy and _is_archive(source.path):
-                self._archive(source.path, to)
+                self._copy_tree(source.path, self.directory(to), source.keep, "")
+            elif unpack_archives and _is_archive(source.path):
+                self._copy_archive(source.path, to)
             elif into:
-                self._leaf(source.path, self.directory(to) / source.name)
+                self._copy_file(source.path, self.directory(to) / source.name)
             else:
                 parent, _, name = to.rpartition("/")
-                real, _ = self.below.locate(to)  # a link there is written through, as in a pod
-                parent, _, name = real.rpartition("/") if found.there else (parent, "", name)
-                self._leaf(source.path, self.directory(parent) / name)
+                real, _ = self.below.locate(to)  # a link as target is followed, as in a pod
+                parent, _, name = real.rpartition("/") if found.exists else (parent, "", name)
+                self._copy_file(source.path, self.directory(parent) / name)
 
-    def _tree(self, source: Path, place: Path, keep: frozenset[str] | None, inside: str) -> None:
+    def _copy_tree(self, source: Path, place: Path, keep: frozenset[str] | None, inside: str) -> None:
         for name in sorted(os.listdir(source)):
             below = f"{inside}/{name}" if inside else name
             if keep is not None and below not in keep:
                 continue
             here, to = source / name, place / name
             if stat.S_ISDIR(os.lstat(here).st_mode):
-                there = "/" + to.relative_to(self.target).as_posix()
-                made = self.directory(there)
-                self._own(made, self.mode if self.mode is not None else stat.S_IMODE(os.lstat(here).st_mode))
-                self._tree(here, made, keep, below)
+                made = self.directory("/" + to.relative_to(self.target).as_posix())
+                self._set_owner_and_mode(
+                    made, self.mode if self.mode is not None else stat.S_IMODE(os.lstat(here).st_mode)
+                )
+                self._copy_tree(here, made, keep, below)
             else:
-                self._leaf(here, to)
+                self._copy_file(here, to)
 
-    def _leaf(self, source: Path, place: Path) -> None:
-        self._check("/" + place.relative_to(self.target).as_posix())
+    def _copy_file(self, source: Path, place: Path) -> None:
+        self._check_writable("/" + place.relative_to(self.target).as_posix())
         remove_tree(place)
         info = os.lstat(source)
         if copy_leaf(str(source), str(place), info):
-            self._own(place, self.mode if self.mode is not None else stat.S_IMODE(info.st_mode))
+            self._set_owner_and_mode(place, self.mode if self.mode is not None else stat.S_IMODE(info.st_mode))
 
-    def _archive(self, source: Path, to: str) -> None:
+    def _copy_archive(self, source: Path, to: str) -> None:
         place = self.directory(to)
         unpacked = self.target.with_name("unpacked")
         unpacked.mkdir()
         with open(source, "rb") as file:
             unpack(file, unpacked, str(source), lowest=True)
-        self._tree(unpacked, place, None, "")
+        self._copy_tree(unpacked, place, None, "")
         remove_tree(unpacked)
 
 
@@ -279,16 +282,16 @@ def _is_archive(path: Path) -> bool:
 
 
 def owner_of(spec: str | None, below: LayerStack, where: str) -> tuple[int, int]:
-    """`user:group` of --chown, by number or by the image's own passwd and group."""
+    """Return the uid and gid of `user:group` of --chown, by number or from the image's passwd and group."""
     if not spec:
         return 0, 0
     user, _, group = spec.partition(":")
-    uid, its_group = _account(user, below.read("/etc/passwd"), where, "user")
-    return uid, _account(group, below.read("/etc/group"), where, "group")[0] if group else its_group
+    uid, primary_gid = _account(user, below.read("/etc/passwd"), where, "user")
+    return uid, _account(group, below.read("/etc/group"), where, "group")[0] if group else primary_gid
 
 
 def _account(name: str, table: bytes, where: str, what: str) -> tuple[int, int]:
-    """The id of an account, and its group if it is a user; a number without an entry is its own group."""
+    """Return an account's id, and a user's primary group; a number without an entry is its own group."""
     for line in table.decode(errors="replace").splitlines():
         fields = line.split(":")
         if len(fields) > 3 and name in (fields[0], fields[2]) and fields[2].isdecimal():
@@ -299,25 +302,27 @@ def _account(name: str, table: bytes, where: str, what: str) -> tuple[int, int]:
 
 
 def from_stack(stack: LayerStack, pattern: str, staging: Path, where: str, binds: Sequence[str]) -> list[CopySource]:
-    """What a source of COPY --from names in another stage: copied out of its layers into `staging`."""
+    """Return the sources that a COPY --from pattern matches in another stage, copied from its layers to `staging`."""
     found: list[CopySource] = []
     parent, _, last = os.path.normpath("/" + pattern).rpartition("/")
     _, above = stack.locate(parent or "/")
     names = [last]
-    if glob.has_magic(last) and above.directory:
+    if glob.has_magic(last) and above.is_directory:
         names = fnmatch.filter(stack.names(above), last)
     for number, name in enumerate(names):
-        real, there = stack.locate(f"{parent}/{name}")
+        real, entry = stack.locate(f"{parent}/{name}")
         if any(real == bind or real.startswith(bind + "/") for bind in binds):
-            raise InputError(f"{where}: {real} is this machine's, not a file of that stage; copy it from the context")
-        if there.info is None:
+            raise InputError(
+                f"{where}: {real} is a bind mount of the host, not a file of that stage; copy it from the context"
+            )
+        if entry.info is None:
             continue
         place = staging / f"{len(os.listdir(staging))}-{number}"
-        if there.directory:
+        if entry.is_directory:
             place.mkdir()
-            layers.merge(tuple(reversed(there.parts)), (), place)
+            layers.merge(tuple(reversed(entry.dirs)), (), place)
         else:
-            copy_leaf(there.parts[0].path, str(place), there.info, there.parts[0].shift)
+            copy_leaf(entry.dirs[0].path, str(place), entry.info, entry.dirs[0].shift)
         found.append(CopySource(place, name or "root"))
     if not found:
         raise InputError(f"{where}: {pattern} is not in that stage")
@@ -325,7 +330,7 @@ def from_stack(stack: LayerStack, pattern: str, staging: Path, where: str, binds
 
 
 def heredoc_source(name: str, body: str, staging: Path) -> CopySource:
-    """A heredoc of COPY as a file."""
+    """Write a heredoc of COPY to a file and return it as a source."""
     directory = staging / f"heredoc-{len(os.listdir(staging))}"
     directory.mkdir()
     (directory / "file").write_text(body)
@@ -333,6 +338,6 @@ def heredoc_source(name: str, body: str, staging: Path) -> CopySource:
     return CopySource(directory / "file", name)
 
 
-def visible(given: Mapping[str, str]) -> list[str]:
-    """Variables as parts of a key."""
-    return [f"{key}={value}" for key, value in sorted(given.items())]
+def variable_key_parts(variables: Mapping[str, str]) -> list[str]:
+    """Return variables in the form in which they enter a cache key."""
+    return [f"{key}={value}" for key, value in sorted(variables.items())]

@@ -1,9 +1,8 @@
-"""Build an image from a Dockerfile: RUN in a pod made from the image so far, COPY and the rest without one.
+"""Build an image from a Dockerfile: RUN executes in a pod of the image so far, COPY and the rest without one.
 
-Every step that changes files is a layer, cached by what decides it: the image before, the instruction, the variables
-it can see and the digests of what it copies. EXPOSE, VOLUME, STOPSIGNAL, HEALTHCHECK and MAINTAINER are accepted and
-mean nothing to a pod; CMD, ENTRYPOINT and LABEL are recorded in the image. ADD takes no addresses: a build has only
-the network it was given.
+Every step that changes files makes a layer, cached by the image before it, the instruction, the variables it can see
+and the digests of what it copies. EXPOSE, VOLUME, STOPSIGNAL, HEALTHCHECK and MAINTAINER are accepted without effect;
+CMD, ENTRYPOINT and LABEL are recorded in the image. ADD takes no URLs: a build has only the network it was given.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from etude.pods.images.context import (
     heredoc_source,
     owner_of,
     source_digest,
-    visible,
+    variable_key_parts,
 )
 from etude.pods.images.instructions import BuildStage, Dockerfile, Instruction, expand, pairs, parse, substitute, words
 from etude.pods.images.layers import LayerStack
@@ -36,30 +35,30 @@ from etude.pods.pod import Egress, Pod, PodError
 __all__ = ["build", "parse"]
 
 _SHELL = ("/bin/sh", "-c")
-_RECORDED_NOT = ("EXPOSE", "VOLUME", "STOPSIGNAL", "HEALTHCHECK", "MAINTAINER")
+_IGNORED = ("EXPOSE", "VOLUME", "STOPSIGNAL", "HEALTHCHECK", "MAINTAINER")
 _FLAGS = {"COPY": {"chown", "chmod", "from", "link"}, "ADD": {"chown", "chmod", "link"}, "FROM": {"platform"}}
 _HEREDOC_ONLY = re.compile(r"<<-?(['\"]?)[A-Za-z_][A-Za-z0-9_]*\1")
 
 
 class PodFactory(Protocol):
-    """What a build needs of the fleet."""
+    """The part of the fleet that a build uses."""
 
     async def create(self, *, image: Image, storage: str, egress: Egress) -> Pod: ...
 
 
 @dataclass(slots=True)
 class _StageState:
-    """A stage as far as it is built."""
+    """A stage during its build."""
 
     image: Image
     globals: Mapping[str, str]  # ARGs before the first FROM
-    given: Mapping[str, str]  # the caller's
+    build_args: Mapping[str, str]  # given by the caller
     arguments: dict[str, str] = field(default_factory=dict)
     shell: tuple[str, ...] = _SHELL
 
     @property
     def variables(self) -> dict[str, str]:
-        """What `$X` means: ENV wins over ARG."""
+        """Return the variables for substitution: ENV overrides ARG."""
         return {**self.arguments, **self.image.env}
 
     def change(self, **config: Any) -> None:
@@ -72,13 +71,13 @@ class _ImageBuild:
     store: Store
     context: Path
     ignore: DockerIgnore
-    table: Mapping[str, str | Image]
+    base_images: Mapping[str, str | Image]
     egress: Egress
     pin: Any
     stages: dict[str, Image] = field(default_factory=dict)
 
     def base(self, stage: BuildStage, variables: Mapping[str, str]) -> Image:
-        """The image of a FROM: an earlier stage, or what the table says."""
+        """Return the image of a FROM: an earlier stage, or one of `base_images`."""
         name = expand(stage.base.text.split()[0], variables, stage.base.escape, stage.base.where)
         return self._image(name, stage.base)
 
@@ -88,17 +87,17 @@ class _ImageBuild:
         if name == "scratch":
             empty = self.store.add_layer(lambda target: None, key="empty")
             return Image.of((empty,), workdir="/")
-        found = self.table.get(name)
+        found = self.base_images.get(name)
         if found is None:
-            known = ", ".join(sorted((*self.stages, *self.table, "scratch")))
-            raise instruction.error(f"the image {name!r} is not in the table; there are: {known}")
+            known = ", ".join(sorted((*self.stages, *self.base_images, "scratch")))
+            raise instruction.error(f"the image {name!r} is not among the base images; there are: {known}")
         return self.store.image(found) if isinstance(found, str) else found
 
     def stack(self, image: Image) -> LayerStack:
-        return LayerStack.of(self.store.parts(image.layers))
+        return LayerStack.of(self.store.layer_dirs(image.layers))
 
     async def step(self, state: _StageState, step: Instruction) -> None:
-        """Do one instruction."""
+        """Execute one instruction."""
         _check_flags(step)
         if step.name == "RUN":
             await self._run(state, step)
@@ -114,9 +113,9 @@ class _ImageBuild:
 
     async def _run(self, state: _StageState, step: Instruction) -> None:
         command = run_command(step, state.shell)
-        key = step_key(state.image, step, [*command, *visible(state.variables), repr(self.egress)])
-        if (known := self.store.recall(key)) is not None:
-            state.image = known
+        key = step_key(state.image, step, [*command, *variable_key_parts(state.variables), repr(self.egress)])
+        if (cached := self.store.cached_image(key)) is not None:
+            state.image = cached
             return
         pod = await self.fleet.create(image=state.image, storage="disk", egress=self.egress)
         try:
@@ -132,7 +131,7 @@ class _ImageBuild:
         self.pin(made)
         self.store.remove_snapshot(snapshot.id)
         state.change(layers=made)
-        self.store.remember(key, state.image)
+        self.store.cache_image(key, state.image)
 
     # -- COPY, ADD, WORKDIR
 
@@ -144,14 +143,14 @@ class _ImageBuild:
         below = self.stack(state.image)
         with self.store.staging() as staging:
             sources = self._sources(state, step, names, staging)
-            facts = [to, step.flag("chown") or "", step.flag("chmod") or "", source_digest(sources)]
+            inputs = [to, step.flag("chown") or "", step.flag("chmod") or "", source_digest(sources)]
             owner = owner_of(_flag(state, step, "chown"), below, step.where)
 
             def write(layer: CopyLayerWriter) -> None:
                 layer.owner, layer.mode = owner, _mode(_flag(state, step, "chmod"), step)
-                layer.copy(sources, to, tidy=step.name == "ADD")
+                layer.copy(sources, to, unpack_archives=step.name == "ADD")
 
-            self._write(state, step, facts, write, below)
+            self._write_layer(state, step, inputs, write, below)
 
     def _words(self, state: _StageState, step: Instruction) -> list[str]:
         if step.json is not None:
@@ -170,7 +169,7 @@ class _ImageBuild:
                 text = substitute(body, state.variables, step.escape, step.where) if bodies[mark].expand else body
                 found.append(heredoc_source(mark, text, staging))
             elif re.match(r"[a-z]+://|git@", name):
-                raise step.error(f"{name} is an address; fetch it in a RUN with the network it needs, or before")
+                raise step.error(f"{name} is a URL; fetch it in a RUN with the network it needs, or before the build")
             elif other is not None:
                 found += from_stack(self.stack(other), name, staging, step.where, other.binds)
             else:
@@ -181,20 +180,20 @@ class _ImageBuild:
         path = expand(step.text, state.variables, step.escape, step.where)
         path = path if path.startswith("/") else f"{state.image.workdir.rstrip('/')}/{path}"
         below = self.stack(state.image)
-        if not below.locate(path)[1].directory and not any(path.startswith(bind) for bind in state.image.binds):
-            self._write(state, step, [path], lambda layer: layer.directory(path) and None, below)
+        if not below.locate(path)[1].is_directory and not any(path.startswith(bind) for bind in state.image.binds):
+            self._write_layer(state, step, [path], lambda layer: layer.directory(path) and None, below)
         state.change(workdir=path)
 
-    def _write(
-        self, state: _StageState, step: Instruction, facts: Sequence[str], write: Any, below: LayerStack
+    def _write_layer(
+        self, state: _StageState, step: Instruction, inputs: Sequence[str], write: Any, below: LayerStack
     ) -> None:
-        """Put a layer that `write` fills on the image, or the one that was made before."""
-        key = step_key(state.image, step, facts)
+        """Add a layer that `write` fills to the image, or the cached one."""
+        key = step_key(state.image, step, inputs)
 
         def fill(target: Path) -> None:
             _, root = below.locate("/")
             if root.info is not None:
-                copy_metadata(root.parts[0].path, str(target), root.info, root.parts[0].shift)
+                copy_metadata(root.dirs[0].path, str(target), root.info, root.dirs[0].shift)
             write(CopyLayerWriter(target, below, step.where, binds=state.image.binds))
 
         state.change(layers=(*state.image.layers, self.store.add_layer(fill, key=key)))
@@ -205,36 +204,36 @@ async def build(
     store: Store,
     dockerfile: Path,
     context: Path,
-    table: Mapping[str, str | Image],
+    base_images: Mapping[str, str | Image],
     args: Mapping[str, str] | None = None,
     egress: Egress | None = None,
     *,
     name: str = "",
     target: str | None = None,
 ) -> Image:
-    """Build the last stage of a Dockerfile, or the stage `target`, and keep it in the store under `name`.
+    """Build the last stage of a Dockerfile, or the stage `target`, and add it to the store under `name`.
 
-    `table` says which image a name after FROM means: an `Image`, or the name of one in the store. `args` are values
-    for ARG. RUN has the network that `egress` allows; none by default.
+    `base_images` maps a name after FROM to an `Image` or to the name of one in the store. `args` are values for ARG.
+    RUN has the network that `egress` allows; none by default.
     """
     try:
-        recipe = parse(dockerfile.read_text(encoding="utf-8-sig"), str(dockerfile))
+        parsed = parse(dockerfile.read_text(encoding="utf-8-sig"), str(dockerfile))
     except (OSError, UnicodeError) as error:
         raise InputError(f"{dockerfile}: cannot be read ({error})") from None
     if not context.is_dir():
         raise InputError(f"context {context}: not a directory")
-    given = dict(args or {})
-    _check_args(recipe, given, dockerfile)
-    wanted = recipe.stages if target is None else _until(recipe.stages, target, dockerfile)
-    before: dict[str, str] = {}
-    for argument in recipe.arguments:
-        before.update(declare(argument, before, {}, given))
+    build_args = dict(args or {})
+    _check_args(parsed, build_args, dockerfile)
+    stages = parsed.stages if target is None else _until(parsed.stages, target, dockerfile)
+    global_args: dict[str, str] = {}
+    for argument in parsed.arguments:
+        global_args.update(declare(argument, global_args, {}, build_args))
     with ExitStack() as stack:
         pin = stack.enter_context(store.pin())
-        work = _ImageBuild(fleet, store, context, DockerIgnore.read(context), table, egress or Egress(), pin)
-        for number, stage in enumerate(wanted):
+        work = _ImageBuild(fleet, store, context, DockerIgnore.read(context), base_images, egress or Egress(), pin)
+        for number, stage in enumerate(stages):
             _check_flags(stage.base)
-            state = _StageState(work.base(stage, before), before, given)
+            state = _StageState(work.base(stage, global_args), global_args, build_args)
             pin(state.image.layers)
             for step in stage.steps:
                 await work.step(state, step)
@@ -253,10 +252,10 @@ def _until(stages: Sequence[BuildStage], target: str, file: Path) -> Sequence[Bu
 
 
 def configure(state: _StageState, step: Instruction) -> None:
-    """ARG, ENV, USER, SHELL, LABEL, CMD, ENTRYPOINT, and those that mean nothing here."""
+    """Apply ARG, ENV, USER, SHELL, LABEL, CMD or ENTRYPOINT; accept the ignored instructions."""
     text, where = step.text, step.where
     if step.name == "ARG":
-        state.arguments.update(declare(step, state.variables, state.globals, state.given))
+        state.arguments.update(declare(step, state.variables, state.globals, state.build_args))
     elif step.name == "ENV":
         state.change(env={**state.image.env, **pairs(step, state.variables)})
     elif step.name == "LABEL":
@@ -270,30 +269,30 @@ def configure(state: _StageState, step: Instruction) -> None:
     elif step.name in ("CMD", "ENTRYPOINT"):
         command = step.json if step.json is not None else (*state.shell, text)
         state.change(**{"command" if step.name == "CMD" else "entrypoint": command})
-    elif step.name not in _RECORDED_NOT:
+    elif step.name not in _IGNORED:
         raise step.error("cannot be used here")
 
 
 def declare(
-    step: Instruction, variables: Mapping[str, str], before: Mapping[str, str], given: Mapping[str, str]
+    step: Instruction, variables: Mapping[str, str], global_args: Mapping[str, str], build_args: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables of an ARG: the caller's value, else its default, else the one from before the first FROM."""
+    """Return the variables of an ARG: the caller's value, else its default, else the one from before the first FROM."""
     found: dict[str, str] = {}
     for word in words(step.text, {**variables, **found}, step.escape, step.where):
         name, equals, default = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise step.error(f"{name!r} is not the name of a variable")
-        if name in given:
-            found[name] = given[name]
+        if name in build_args:
+            found[name] = build_args[name]
         elif equals:
             found[name] = default
-        elif name in before:
-            found[name] = before[name]
+        elif name in global_args:
+            found[name] = global_args[name]
     return found
 
 
 def run_command(step: Instruction, shell: Sequence[str]) -> list[str]:
-    """What RUN executes. A heredoc alone is a script for the shell; after a command it is for the shell to read."""
+    """Return the argv of RUN. A heredoc alone is a script for the shell; after a command it is left to the shell."""
     if step.json is not None and not step.heredocs:
         if not step.json:
             raise step.error("an empty list is no command")
@@ -303,15 +302,15 @@ def run_command(step: Instruction, shell: Sequence[str]) -> list[str]:
     text = step.text
     for heredoc in step.heredocs:
         text = f"{text}\n{heredoc.body}{heredoc.name}"
-    # the tabs of <<- are gone already
+    # the tabs of <<- were removed by the parser
     return [*shell, f"{text}\n" if step.heredocs else text]
 
 
-def step_key(image: Image, step: Instruction, facts: Sequence[str]) -> str:
-    """What decides a step: the image before it (layers and configuration), its text, and what it sees."""
+def step_key(image: Image, step: Instruction, inputs: Sequence[str]) -> str:
+    """Return the cache key of a step: the image before it (layers and configuration), its text, and its inputs."""
     bodies = [part for heredoc in step.heredocs for part in (heredoc.name, heredoc.body)]
     flags = [f"{name}={value}" for name, value in step.flags]
-    return digest("dockerfile 1", image.id, step.name, *flags, step.text, *bodies, "|", *facts)
+    return digest("dockerfile 1", image.id, step.name, *flags, step.text, *bodies, "|", *inputs)
 
 
 def _check_flags(step: Instruction) -> None:
@@ -320,10 +319,13 @@ def _check_flags(step: Instruction) -> None:
             raise step.error(f"--{flag} is not supported")
 
 
-def _check_args(recipe: Dockerfile, given: Mapping[str, str], file: Path) -> None:
-    lines = [*recipe.arguments, *(step for stage in recipe.stages for step in stage.steps if step.name == "ARG")]
+def _check_args(dockerfile: Dockerfile, build_args: Mapping[str, str], file: Path) -> None:
+    lines = [
+        *dockerfile.arguments,
+        *(step for stage in dockerfile.stages for step in stage.steps if step.name == "ARG"),
+    ]
     declared = {word.partition("=")[0] for line in lines for word in line.text.split()}
-    if unknown := sorted(set(given) - declared):
+    if unknown := sorted(set(build_args) - declared):
         raise InputError(f"{file}: no ARG declares {', '.join(unknown)}; remove it or declare it")
 
 

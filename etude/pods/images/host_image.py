@@ -1,9 +1,9 @@
-"""The `host` image: the programs of this machine, and nothing of its secrets, for machines that have no image.
+"""The `host` image: this machine's programs without its secrets, for machines that have no other image.
 
 It is not the machine's root. It is a small skeleton layer (links such as bin -> usr/bin, empty directories, and the
-part of /etc that programs need, by an allow-list) with /usr, /opt and the like shown read-only over it. Accounts are
-generated: system ones only. Nothing that is not readable by everybody is copied. The skeleton is made anew only when
-what it was made from has changed, which is told by `lstat` alone.
+part of /etc that programs need, by an allow-list) with /usr, /opt and the like bind-mounted read-only. Accounts are
+generated: system ones only. Only world-readable files are copied. The skeleton is rebuilt only when its sources have
+changed, which `lstat` alone detects.
 """
 
 import fnmatch
@@ -22,8 +22,8 @@ from etude.pods.pod import PodError
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 WORKDIR = "/work"
 
-# what of /etc programs need; a name without a match here stays out
-_ETC = (
+# allow-list of names in /etc
+_ALLOWED = (
     *("nsswitch.conf", "host.conf", "gai.conf", "services", "protocols", "rpc", "networks", "ethertypes", "netconfig"),
     *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld-musl-*", "alternatives", "localtime", "timezone"),
     *("ssl", "pki", "ca-certificates", "ca-certificates.conf", "crypto-policies"),
@@ -33,8 +33,8 @@ _ETC = (
     *("python", "python2*", "python3*", "perl", "java*", "fonts", "groff", "vim", "sgml", "xml", "glvnd", "OpenCL"),
     *("ImageMagick-*", "texmf", "R", "ghc", "octave.conf", "manpath.config", "gprofng.rc", "bindresvport.blacklist"),
 )
-# what stays out wherever it is
-_NEVER = (
+# deny-list of names at any depth
+_DENIED = (
     *("shadow*", "gshadow*", "ssh*", "sudoers*", "machine-id", "gitconfig", "pip.conf", "netrc", ".netrc", "docker"),
     *("kubernetes", "private", "*.key", "*.p12", "*.pfx", "*password*", "*secret*", "*credential*", "*token*", ".*"),
     *("*-", "*~", "*.bak"),
@@ -49,42 +49,42 @@ _LINKS: Mapping[str, str] = {"var/run": "/run", "var/lock": "/run/lock", "etc/mt
 _FILES: Mapping[str, str] = {
     "etc/hosts": "127.0.0.1 localhost pod\n::1 localhost\n",
     "etc/hostname": "pod\n",
-    "etc/resolv.conf": "",  # a regular file: pods with a network have theirs mounted over it
+    "etc/resolv.conf": "",  # a regular file: pods with network have theirs mounted over it
 }
-_HIDDEN = ("/", "/proc", "/sys", "/dev", "/run", "/etc", "/root", "/tmp", "/var")
+_NOT_EXPOSABLE = ("/", "/proc", "/sys", "/dev", "/run", "/etc", "/root", "/tmp", "/var")
 
 
 def host_image(store: Store, expose: Sequence[str] = (), *, root: Path = Path("/")) -> Image:
-    """The image `host`. `expose` are more paths of this machine, shown read-only at the same place."""
-    note = store.root / "keys" / f"{digest('host', str(root), *expose)}.host"
-    if (known := _unchanged(store, note)) is not None and all(map(os.path.exists, expose)):
+    """Return the image `host`. `expose` are more host paths, mounted read-only at the same path."""
+    cache_file = store.root / "keys" / f"{digest('host', str(root), *expose)}.host"
+    if (known := _unchanged(store, cache_file)) is not None and all(map(os.path.exists, expose)):
         return known
     links, binds = _top(root)
     binds += _exposed(expose, binds)
-    stamps = _stamps(root)  # before the copy: a change during it is seen next time
+    stamps = _stamps(root)  # before the copy, so that a change during it is detected next time
     layer = store.add_layer(lambda target: _skeleton(target, root, links, binds))
     env = {"PATH": PATH, "LANG": "C.UTF-8", "HOME": "/root"}
-    name = "host" if not expose else ""  # the name means the plain one, whatever others were made
+    name = "host" if not expose else ""  # only the image without exposed paths has the name
     image = store.add_image(Image.of((layer,), name, binds=tuple(binds), env=env, workdir=WORKDIR))
-    store.write_note(note, {"image": image.id, "name": name, "stamps": stamps})
+    store.write_cache_file(cache_file, {"image": image.id, "name": name, "stamps": stamps})
     return image
 
 
-# -- has anything changed?
+# -- change detection
 
 
-def _unchanged(store: Store, note: Path) -> Image | None:
+def _unchanged(store: Store, cache_file: Path) -> Image | None:
     try:
-        given = json.loads(note.read_bytes())
+        given = json.loads(cache_file.read_bytes())
         if any(_stamp(path) != stamp for path, stamp in given["stamps"].items()):
             return None
         return store.image(given["image"]).named(given["name"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, PodError, InputError):
-        return None  # no note, or one of an image that is gone
+        return None  # not cached, or the image was removed
 
 
 def _stamps(root: Path) -> dict[str, str]:
-    """What the image is made of: directories (with their links) and files."""
+    """Return the stamps of the image's source directories (which cover their links) and files."""
     etc = str(root / "etc")
     paths = [str(root), etc, f"{etc}/passwd", f"{etc}/group"]
     for path, info in _allowed(etc, 0):
@@ -102,16 +102,16 @@ def _stamp(path: str) -> str:
 
 
 def _allowed(directory: str, depth: int) -> Iterator[tuple[str, os.stat_result]]:
-    """What may be copied of a directory, each directory before what is in it: by name, and readable by everybody."""
+    """Yield the entries of a directory to copy, parents first: allowed by name, and world-readable."""
     check_depth(directory, depth)
     try:
         names = sorted(os.listdir(directory))
     except OSError:
         return
     for name in names:
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in _NEVER):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in _DENIED):
             continue
-        if depth == 0 and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _ETC):
+        if depth == 0 and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _ALLOWED):
             continue
         path = f"{directory}/{name}"
         try:
@@ -129,7 +129,7 @@ def _allowed(directory: str, depth: int) -> Iterator[tuple[str, os.stat_result]]
 
 
 def _top(root: Path) -> tuple[dict[str, str], list[str]]:
-    """The links at the top of this machine's tree (bin -> usr/bin), and the directories to show."""
+    """Return the links in the machine's root directory (bin -> usr/bin), and the directories to bind."""
     links: dict[str, str] = {}
     binds: list[str] = []
     for path in SYSTEM_BINDS:
@@ -146,7 +146,7 @@ def _exposed(expose: Sequence[str], binds: Sequence[str]) -> list[str]:
     for path in expose:
         if not path.startswith("/") or path != os.path.normpath(path):
             raise InputError(f"expose {path!r}: expected an absolute path without dots")
-        if path in _HIDDEN:
+        if path in _NOT_EXPOSABLE:
             raise InputError(f"expose {path!r}: a pod has its own; name a directory inside")
         if os.path.realpath(path) != path:
             raise InputError(f"expose {path!r}: it leads through a link; name {os.path.realpath(path)!r}")
@@ -173,7 +173,7 @@ def _skeleton(target: Path, root: Path, links: Mapping[str, str], binds: Sequenc
     (target / "etc/group").write_text("".join(":".join(_group(fields, names)) + "\n" for fields in groups))
     for bind in binds:
         _mount_point(target, bind[1:], (root / bind[1:]).is_dir())
-    for path, directories, files in os.walk(target):  # whatever the umask of this process is
+    for path, directories, files in os.walk(target):  # independent of the umask of this process
         for name in (*directories, *files):
             info = os.lstat(f"{path}/{name}")
             if f"{path}/{name}"[len(str(target)) + 1 :] not in _DIRECTORIES and not stat.S_ISLNK(info.st_mode):
@@ -195,7 +195,7 @@ def _copy_etc(etc: Path, target: Path) -> None:
 
 
 def _accounts(file: Path, width: int) -> list[list[str]]:
-    """The system's entries of passwd or group; root and nobody even if the file has none."""
+    """Return the system entries of passwd or group, with root and nobody even if the file has none."""
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError:

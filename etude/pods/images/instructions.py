@@ -1,6 +1,6 @@
-"""A Dockerfile as data: its instructions with their places, and the substitution of variables. Pure functions.
+"""Parse a Dockerfile into instructions with their line numbers, and substitute variables. Pure functions.
 
-The subset: FROM, ARG, ENV, WORKDIR, USER, COPY, ADD, RUN, SHELL, LABEL, CMD, ENTRYPOINT, EXPOSE, VOLUME, STOPSIGNAL,
+Supported: FROM, ARG, ENV, WORKDIR, USER, COPY, ADD, RUN, SHELL, LABEL, CMD, ENTRYPOINT, EXPOSE, VOLUME, STOPSIGNAL,
 HEALTHCHECK, MAINTAINER; line continuations, comments, the escape directive, heredocs, JSON (exec) form. Anything
 else is an InputError with file and line.
 """
@@ -28,7 +28,7 @@ class Heredoc:
 
     name: str
     body: str
-    expand: bool  # False: the name was quoted, so variables are left as they are
+    expand: bool  # False: the name was quoted, so variables are not substituted
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class Instruction:
 
     @property
     def json(self) -> tuple[str, ...] | None:
-        """The words of the JSON form `["a", "b"]`; None if it is not one."""
+        """Return the words of the JSON form `["a", "b"]`; None if the text is not one."""
         if not self.text.startswith("["):
             return None
         try:
             words = json.loads(self.text)
         except ValueError:
-            return None  # as everywhere: what is not JSON is a shell command
+            return None  # text that is not JSON is a shell command, as in Docker
         return tuple(words) if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
 
     def error(self, why: str) -> InputError:
@@ -62,10 +62,10 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class BuildStage:
-    """From one FROM to the next."""
+    """The instructions from one FROM to the next."""
 
     base: Instruction
-    name: str  # of `AS name`, in lower case, or its number
+    name: str  # of `AS name`, in lower case, or the stage's number
     steps: tuple[Instruction, ...]
 
 
@@ -77,11 +77,11 @@ class Dockerfile:
     stages: tuple[BuildStage, ...]
 
 
-# -- reading
+# -- parsing
 
 
 def parse(text: str, file: str = "Dockerfile") -> Dockerfile:
-    """Read a Dockerfile; `file` names it in messages."""
+    """Parse a Dockerfile; `file` names it in messages."""
     instructions = list(_instructions(text.replace("\r\n", "\n").split("\n"), file))
     at = next((i for i, each in enumerate(instructions) if each.name == "FROM"), len(instructions))
     for each in instructions[:at]:
@@ -107,7 +107,7 @@ def _stage_name(base: Instruction, number: int, known: Sequence[BuildStage]) -> 
         raise base.error(f"expected `FROM image` or `FROM image AS name`, found {base.text!r}")
     name = words[2].lower()
     if not re.fullmatch(r"[a-z][a-z0-9._-]*", name) or name in {stage.name for stage in known}:
-        raise base.error(f"the stage name {name!r} is not a name, or taken")
+        raise base.error(f"the stage name {name!r} is not a name, or is taken")
     return name
 
 
@@ -124,7 +124,7 @@ def _instructions(lines: Sequence[str], file: str) -> Iterator[Instruction]:
         parts = [line]
         while continued.search(parts[-1]):
             parts[-1] = continued.sub("", parts[-1])
-            # a comment or an empty line inside a continued one is no part of it
+            # comments and empty lines inside a continued line are skipped
             while at < len(lines) and (not lines[at].strip() or lines[at].lstrip().startswith("#")):
                 at += 1
             if at == len(lines):
@@ -142,7 +142,7 @@ def _instructions(lines: Sequence[str], file: str) -> Iterator[Instruction]:
 
 
 def _escape(lines: Sequence[str], file: str) -> str:
-    """The directive `# escape=`, which counts only above everything else."""
+    """Return the character of the `# escape=` directive, which must precede everything else."""
     for number, line in enumerate(lines, 1):
         found = _DIRECTIVE.fullmatch(line.strip())
         if found is None:
@@ -179,21 +179,21 @@ def _heredoc(mark: re.Match[str], lines: Sequence[str], at: int, where: str) -> 
         if line == mark[3]:
             return Heredoc(mark[3], "".join(f"{line}\n" for line in body), not mark[2]), end + 1
         body.append(line)
-    raise InputError(f"{where}: the lines after <<{mark[3]} do not end; expected a line {mark[3]!r}")
+    raise InputError(f"{where}: the heredoc <<{mark[3]} is not terminated; expected a line {mark[3]!r}")
 
 
 # -- words and variables
 
 
 def substitute(text: str, variables: Mapping[str, str], escape: str = "\\", where: str = "") -> str:
-    """Replace `$X`, `${X}`, `${X:-d}`, `${X-d}`, `${X:+d}`, `${X+d}` and `${X:?why}`; quotes mean nothing."""
+    """Replace `$X`, `${X}`, `${X:-d}`, `${X-d}`, `${X:+d}`, `${X+d}` and `${X:?why}`; quotes have no effect."""
     out: list[str] = []
     at = 0
     while at < len(text):
         if text[at] == escape and text[at + 1 : at + 2] == "$":
             value, at = "$", at + 2
         elif text[at] == escape and text[at + 1 : at + 2] == escape:
-            value, at = escape * 2, at + 2  # an escaped escape protects nothing after it
+            value, at = escape * 2, at + 2  # an escaped escape does not escape what follows
         elif text[at] == "$":
             value, at = _variable(text, at, variables, escape, where)
         else:
@@ -203,7 +203,7 @@ def substitute(text: str, variables: Mapping[str, str], escape: str = "\\", wher
 
 
 def _variable(text: str, at: int, variables: Mapping[str, str], escape: str, where: str) -> tuple[str, int]:
-    """The value of the variable at `at`, and where the text goes on."""
+    """Return the value of the variable at `at`, and the position after it."""
     if not text.startswith("${", at):
         found = _NAME.match(text, at + 1)
         return (variables.get(found[0], ""), found.end()) if found else ("$", at + 1)
@@ -219,22 +219,22 @@ def _variable(text: str, at: int, variables: Mapping[str, str], escape: str, whe
     value = variables.get(name)
     if not rest:
         return value or "", end
-    how = re.match(r":?[-+?]", rest)
-    if how is None:
+    operator = re.match(r":?[-+?]", rest)
+    if operator is None:
         raise InputError(f"{where}: {text[at:end]!r}: expected :-, :+ or :? after the name")
-    there = value is not None and (value != "" or not how[0].startswith(":"))
-    other = substitute(rest[how.end() :], variables, escape, where)
-    if how[0].endswith("+"):
-        return other if there else "", end
-    if not there and how[0].endswith("?"):
+    is_set = value is not None and (value != "" or not operator[0].startswith(":"))
+    other = substitute(rest[operator.end() :], variables, escape, where)
+    if operator[0].endswith("+"):
+        return other if is_set else "", end
+    if not is_set and operator[0].endswith("?"):
         raise InputError(f"{where}: {name} is not set{': ' + other if other else ''}")
-    return (value or "") if there else other, end
+    return (value or "") if is_set else other, end
 
 
 def words(
     text: str, variables: Mapping[str, str], escape: str = "\\", where: str = "", split: bool = True
 ) -> list[str]:
-    """Words as a shell would split them: quotes and escapes taken off, variables replaced, their values never split."""
+    """Split text as a shell would: quotes and escapes removed, variables substituted, their values not split."""
     found: list[str] = []
     word: str | None = None
     quote, at = "", 0
@@ -255,17 +255,17 @@ def words(
         else:
             word, at = (word or "") + char, at + 1
     if quote:
-        raise InputError(f"{where}: the quote {quote} does not end in {text!r}")
+        raise InputError(f"{where}: the quote {quote} is not closed in {text!r}")
     return found if word is None else [*found, word]
 
 
 def expand(text: str, variables: Mapping[str, str], escape: str = "\\", where: str = "") -> str:
-    """A text with spaces as one word."""
+    """Expand text as one word, spaces included."""
     return "".join(words(text, variables, escape, where, split=False))
 
 
 def pairs(instruction: Instruction, variables: Mapping[str, str]) -> dict[str, str]:
-    """`a=b c="d e"`, or the old form `a the rest`, of ENV and LABEL; all see the variables as they were before."""
+    """Parse `a=b c="d e"`, or the old form `a the rest`, of ENV and LABEL; all see the variables from before."""
     text, escape, where = instruction.text, instruction.escape, instruction.where
     name, *rest = text.split(None, 1)
     if "=" not in name:

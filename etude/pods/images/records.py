@@ -1,6 +1,6 @@
-"""What the store keeps records of: layers, images and snapshots, and their form as JSON.
+"""The store's record types (layers, images, snapshots) and their JSON form.
 
-A record is written once, whole, and never changed; one that cannot be read is an error that names the file.
+A record is written once, atomically, and never changed; one that cannot be read is an error that names the file.
 """
 
 import json
@@ -13,27 +13,27 @@ from etude.pods.images.trees import digest
 from etude.pods.pod import PodError, Snapshot
 
 FORMAT = 1
-# where a machine keeps its programs: what an image may show of it without being asked
+# directories of programs: an imported image may bind these host paths without permission
 SYSTEM_BINDS = ("/usr", "/opt", "/nix", "/gnu", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One read-only directory tree in overlay form. On disk its ids start at `shift`."""
+    """One read-only directory tree in overlayfs form. On disk its uids and gids are shifted by `shift`."""
 
     id: str
     shift: int = 0
-    memory: bool = False  # in the keeper of the pods (a tmpfs there), not in the store's directory
+    memory: bool = False  # in a tmpfs of the zygote, not in the store's directory
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What a pod can be made from: layers, lowest first, and how programs are started in it."""
+    """A pod's root file system: layers, lowest first, and the configuration of its processes."""
 
     id: str
     name: str
     layers: tuple[Layer, ...]
-    binds: tuple[str, ...] = ()  # paths of this machine, shown read-only at the same path
+    binds: tuple[str, ...] = ()  # host paths, mounted read-only at the same path
     env: Mapping[str, str] = field(default_factory=dict, hash=False)
     workdir: str = "/root"
     user: str = ""
@@ -43,16 +43,16 @@ class Image:
 
     @classmethod
     def of(cls, layers: tuple[Layer, ...], name: str = "", **config: Any) -> "Image":
-        """An image named by what it is: the same layers and configuration have the same id."""
+        """Return an image with a content-derived id: the same layers and configuration have the same id."""
         made = cls("", name, layers, **config)
         return replace(made, id=digest(json.dumps({**_image_json(made), "id": "", "name": ""}, sort_keys=True)))
 
     def named(self, name: str) -> "Image":
-        """The same image under another name."""
+        """Return the same image under another name."""
         return replace(self, name=name)
 
     def with_(self, **changes: Any) -> "Image":
-        """An image that differs in layers or configuration, with the id that goes with it."""
+        """Return an image with other layers or configuration, and the matching id."""
         config = {key: value for key, value in _fields(self).items() if key not in ("id", "name", "layers")}
         layers = changes.pop("layers", self.layers)
         return Image.of(layers, changes.pop("name", self.name), **{**config, **changes})
@@ -60,7 +60,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRecord:
-    """A snapshot as the store keeps it: `image` is what a pod is made from to start where the snapshot was taken."""
+    """A snapshot in the store: a pod created from `image` starts in the snapshot's state."""
 
     snapshot: Snapshot
     image: Image
@@ -71,7 +71,7 @@ def _fields(image: Image) -> dict[str, Any]:
 
 
 def _image_json(image: Image) -> dict[str, Any]:
-    # not asdict: it cannot copy every Mapping
+    # asdict cannot copy every Mapping
     return {
         **_fields(image),
         "layers": [asdict(layer) for layer in image.layers],
@@ -84,17 +84,17 @@ def _image_json(image: Image) -> dict[str, Any]:
 
 
 def image_to_json(image: Image) -> dict[str, Any]:
-    """An image as a JSON object."""
+    """Return an image as a JSON object."""
     return {"format": FORMAT, **_image_json(image)}
 
 
-def snapshot_to_json(saved: SnapshotRecord) -> dict[str, Any]:
-    """A snapshot's record as a JSON object."""
-    return {"format": FORMAT, "snapshot": asdict(saved.snapshot), "image": image_to_json(saved.image)}
+def snapshot_to_json(record: SnapshotRecord) -> dict[str, Any]:
+    """Return a snapshot record as a JSON object."""
+    return {"format": FORMAT, "snapshot": asdict(record.snapshot), "image": image_to_json(record.image)}
 
 
 def image_from_json(value: Any) -> Image:
-    """The image in a JSON object; ValueError says what is wrong with it."""
+    """Return the image in a JSON object; raise ValueError if it is invalid."""
     given = dict(_object(value, "an image"))
     if given.pop("format", None) != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")
@@ -115,7 +115,7 @@ def image_from_json(value: Any) -> Image:
 
 
 def snapshot_from_json(value: Any) -> SnapshotRecord:
-    """The snapshot's record in a JSON object; ValueError says what is wrong with it."""
+    """Return the snapshot record in a JSON object; raise ValueError if it is invalid."""
     given = _object(value, "a snapshot")
     try:
         snapshot = Snapshot(**_object(given.get("snapshot"), "snapshot"))
@@ -137,7 +137,7 @@ def _layer(value: Any) -> Layer:
 
 
 def check_id(name: str) -> str:
-    """An id is one name of a file: letters, digits, `-`, `_` and `.`, not starting with a dot."""
+    """Return an id if it is a valid file name of letters, digits, `-`, `_` and `.`, not starting with a dot."""
     ok = isinstance(name, str) and 0 < len(name) <= 128 and name.isascii() and name[0] != "."
     if not ok or not all(c.isalnum() or c in "-_." for c in name):
         raise ValueError(f"{name!r} is not an id")
@@ -153,20 +153,20 @@ def _object(value: Any, what: str) -> dict[str, Any]:
 def _strings(values: Any, what: str) -> list[str]:
     found = list(values)
     if not all(isinstance(value, str) for value in found):
-        raise ValueError(f"{what}: expected text")
+        raise ValueError(f"{what}: expected strings")
     return found
 
 
 def read_json(file: Path, what: str, remedy: str) -> Any:
-    """The JSON in a record's file; None if there is no such file."""
+    """Return the JSON in a record's file; None if there is no such file."""
     try:
         return json.loads(file.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise damaged(file, what, error, remedy) from None
+        raise damaged_record(file, what, error, remedy) from None
 
 
-def damaged(file: Path, what: str, why: object, remedy: str) -> PodError:
-    """The error for a record that cannot be used."""
+def damaged_record(file: Path, what: str, why: object, remedy: str) -> PodError:
+    """Return the error for a record that cannot be used."""
     return PodError(f"{what} {file} is damaged ({why}); {remedy}")

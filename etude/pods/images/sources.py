@@ -1,7 +1,6 @@
-"""Images from what people have: a directory, a tar, an OCI layout, a Debian mirror, or nothing but this machine.
+"""Make images from a directory, a tar, an OCI layout, a Debian mirror, or this machine (`host_image.py`).
 
-Each function leaves the image in the store and returns it; the same source gives the same layers. `host_image` is in
-`hostimage.py`.
+Each function adds the image to the store and returns it; the same source gives the same layers.
 """
 
 import re
@@ -33,9 +32,9 @@ _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_:-]*")
 
 
 def image_from_directory(store: Store, directory: Path, name: str = "", *, workdir: str = "/root") -> Image:
-    """A copy of a root file system in a directory. Devices and sockets are left out."""
+    """Make an image from a directory that contains a root file system. Devices and sockets are skipped."""
     if not directory.is_dir():
-        raise InputError(f"{directory}: not a directory; expected one that holds a root file system")
+        raise InputError(f"{directory}: not a directory; expected one that contains a root file system")
 
     def fill(target: Path) -> None:
         try:
@@ -47,39 +46,39 @@ def image_from_directory(store: Store, directory: Path, name: str = "", *, workd
 
 
 def image_from_tar(
-    store: Store, file: Path, name: str = "", *, workdir: str = "/root", allowance: UnpackLimits | None = None
+    store: Store, file: Path, name: str = "", *, workdir: str = "/root", limits: UnpackLimits | None = None
 ) -> Image:
-    """A root file system in a tar: plain, gzip, xz, zstd or bzip2."""
+    """Make an image from a tar of a root file system: plain, gzip, xz, zstd or bzip2."""
     if not file.is_file():
         raise InputError(f"{file}: there is no such file")
 
     def fill(target: Path) -> None:
         with open(file, "rb") as source:
-            unpack(source, target, str(file), allowance, lowest=True)
+            unpack(source, target, str(file), limits, lowest=True)
 
     layer = store.add_layer(fill, key=f"tar {file_digest(str(file.resolve())).hex()}")
     return store.add_image(Image.of((layer,), name, env=dict(ENV), workdir=workdir))
 
 
 def image_from_oci_layout(
-    store: Store, source: Path, ref: str | None = None, name: str = "", *, allowance: UnpackLimits | None = None
+    store: Store, source: Path, ref: str | None = None, name: str = "", *, limits: UnpackLimits | None = None
 ) -> Image:
-    """An image of an OCI layout, a directory or a tar: the one called `ref`, or the only one, for this machine."""
+    """Make an image from an OCI layout (directory or tar): the one named `ref`, or the only one for this platform."""
     if not source.exists():
         raise InputError(f"{source}: there is no such file or directory")
-    what = str(source)
+    label = str(source)
     with store.staging() as staging, store.pin() as pin:
         layout = open_layout(source, staging)
         manifest = layout.manifest(ref)
         if not isinstance(manifest.get("config"), dict) or not isinstance(manifest.get("layers"), list):
-            raise InputError(f"{what}: the manifest has no config or no layers; only images can be used")
+            raise InputError(f"{label}: the manifest has no config or no layers; only images can be used")
         config = layout.json(manifest["config"])
         diff_ids = (config.get("rootfs") or {}).get("diff_ids") or []
-        taken = oci.take_layers(store, layout, manifest["layers"], diff_ids, what, allowance or UnpackLimits())
-        pin(taken)
-        started = oci.configuration(config, what)
-        started["env"] = {**ENV, **started["env"]}
-        return store.add_image(Image.of(taken, name, **started))
+        imported = oci.import_layers(store, layout, manifest["layers"], diff_ids, label, limits or UnpackLimits())
+        pin(imported)
+        fields = oci.parse_config(config, label)
+        fields["env"] = {**ENV, **fields["env"]}
+        return store.add_image(Image.of(imported, name, **fields))
 
 
 def image_from_debootstrap(
@@ -91,7 +90,7 @@ def image_from_debootstrap(
     mirrors: Sequence[str] = (),
     timeout: float = 1800.0,
 ) -> Image:
-    """A minimal Debian with the packages `include`, made by `mmdebstrap` from its mirror (or `mirrors`)."""
+    """Make a minimal Debian image with the packages `include`, by `mmdebstrap` from its mirror (or `mirrors`)."""
     for word in (suite, *include):
         if not _WORD.fullmatch(word):
             raise InputError(f"{word!r} is not the name of a Debian suite or package")
@@ -100,7 +99,7 @@ def image_from_debootstrap(
     program = shutil.which("mmdebstrap")
     if program is None:
         raise InputError(
-            "there is no mmdebstrap on PATH, which makes Debian images; install it, "
+            "there is no mmdebstrap on PATH, which builds Debian images; install it, "
             "or use image_from_tar, image_from_oci_layout or host_image"
         )
     with store.staging() as staging:
@@ -112,7 +111,7 @@ def image_from_debootstrap(
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout)
         except subprocess.TimeoutExpired:
-            raise PodError(f"mmdebstrap {suite}: not done after {timeout:g} s; is the mirror reachable?") from None
+            raise PodError(f"mmdebstrap {suite}: not finished after {timeout:g} s; is the mirror reachable?") from None
         if done.returncode != 0:
             last = "\n".join(done.stderr.strip().splitlines()[-5:])
             raise PodError(f"mmdebstrap {suite} failed with exit code {done.returncode}:\n{last}")

@@ -1,14 +1,14 @@
-"""The store: immutable layers, and the records of images and snapshots that refer to them. Any number of processes.
+"""The store: immutable layers, and image and snapshot records that refer to them, shared by any number of processes.
 
-    layers/<id>/fs        a tree in overlay form; built in staging/, moved in by one rename, never changed again
+    layers/<id>/fs        a tree in overlayfs form; built in staging/, committed by one rename, never changed again
     images/<id>.json      names/<digest of a name>.json    snapshots/<id>.json
-    keys/<digest>.json    what a key made; forgotten when its layers are gone
-    pins/<id>.json        layers that a living process needs though no record has them yet
-    staging/  trash/      unfinished; what a killed process left there is removed by `collect`
+    keys/<digest>.json    build cache: the image that a key produced; dropped when its layers are gone
+    pins/<id>.json        layers that a live process needs before a record refers to them
+    staging/  trash/      work in progress; `collect_garbage` removes what killed processes left there
 
-The records are the only truth about what is needed: references are counted by reading them, so no crash can leave a
-count wrong. A record refers to layers that exist; `lock` (shared to add, exclusive to collect) keeps it so. Killed
-processes cost nothing; against power loss images are synced, snapshots (made in milliseconds) are not.
+References are counted by reading the records, so no crash can leave a wrong count. Records refer to existing layers
+only; `lock` (shared to add, exclusive to collect) ensures that. Killing a process at any time is safe; images are
+synced against power loss, snapshots (taken in milliseconds) are not.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from etude.pods.images.records import (
     Layer,
     SnapshotRecord,
     check_id,
-    damaged,
+    damaged_record,
     image_from_json,
     image_to_json,
     read_json,
@@ -45,106 +45,106 @@ from etude.pods.pod import PodError, Snapshot
 
 __all__ = ["Image", "Layer", "SnapshotRecord", "Store"]
 
-GRACE_S = 3600.0  # how long a layer lives that no record has yet: its maker is about to write one
-_START_S = 60.0  # what is younger may be about to take its lock
-_REMAKE = "delete the file and make the image again"
-_PLACES = ("layers", "images", "names", "snapshots", "keys", "pins", "staging", "trash")
+GRACE_S = 3600.0  # minimum age of unreferenced layers to collect: their creator may be about to write a record
+_LOCK_GRACE_S = 60.0  # minimum age of unlocked directories to collect: their creator may be about to lock them
+_REBUILD = "delete the file and build the image again"
+_DIRECTORIES = ("layers", "images", "names", "snapshots", "keys", "pins", "staging", "trash")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Store:
-    """Layers, images and snapshots in one directory, which should be on a local file system of its user's own."""
+    """Layers, images and snapshots in one directory, which should be on a local file system and private to its user."""
 
     def __init__(self, root: Path, memory: Path | None = None) -> None:
         self.root = Path(os.path.abspath(root))
-        self.memory = memory  # where layers that live in memory can be seen by this process, if anywhere
+        self.memory = memory  # directory of the in-memory layers, if this process can access them
         try:
-            for place in _PLACES:
-                (self.root / place).mkdir(parents=True, exist_ok=True)
-            os.chmod(self.root, 0o700)  # layers hold set-id programs of unknown origin: no other user gets in
+            for name in _DIRECTORIES:
+                (self.root / name).mkdir(parents=True, exist_ok=True)
+            os.chmod(self.root, 0o700)  # layers contain untrusted set-uid programs: no access for other users
         except OSError as error:
             raise InputError(f"store {self.root}: {error.strerror}; name a directory that can be written") from None
 
     # -- layers
 
     def layer_path(self, layer: Layer) -> Path:
-        """The directory of a layer; whether it is there is checked where records are read."""
+        """Return the directory of a layer. Its existence is checked where records are read."""
         if not layer.memory:
             return self.root / "layers" / layer.id / "fs"
         if self.memory is None:
-            raise PodError(f"layer {layer.id} is in the memory of the pods' keeper; copy it to disk to use it here")
+            raise PodError(f"layer {layer.id} is in the zygote's memory; persist it to disk to use it here")
         return self.memory / layer.id / "fs"
 
-    def parts(self, stack: Iterable[Layer]) -> list[layers.LayerDir]:
-        """Layers as `layers.merge` and `layers.LayerStack` take them."""
+    def layer_dirs(self, stack: Iterable[Layer]) -> list[layers.LayerDir]:
+        """Return layers in the form that `layers.merge` and `layers.LayerStack` take."""
         return [layers.LayerDir(str(self.layer_path(layer)), layer.shift) for layer in stack]
 
     def add_layer(self, fill: Callable[[Path], None], key: str | None = None) -> Layer:
-        """The layer that `fill` writes into an empty directory, named by its content.
+        """Add the layer that `fill` writes into an empty directory, with a content-derived id.
 
-        With a `key` (anything that decides the content), `fill` is not called when the key's layer is here already.
+        With a `key` (anything that determines the content), `fill` is not called if the key's layer is in the store.
         """
         with self._shared():
-            known = self._recall(key) if key is not None else None
-        if known is not None:
-            return known.layers[0]
+            cached = self._cached_image(key) if key is not None else None
+        if cached is not None:
+            return cached.layers[0]
         with self.staging() as staging:
             made = staging / "fs"
             made.mkdir(mode=0o755)
             os.chmod(made, 0o755)
             fill(made)
             layer = Layer(tree_digest(made))
-            self._move_in(made, layer)
+            self._commit_layer(made, layer)
         if key is not None:
-            self.remember(key, Image.of((layer,)))
+            self.cache_image(key, Image.of((layer,)))
         return layer
 
     def adopt_layer(self, directory: Path, shift: int = 0) -> Layer:
-        """Take a pod's upper directory as it is: one rename, whatever its size. Nothing may write to it any more."""
+        """Commit a pod's upper directory by one rename, whatever its size. Nothing may write to it any more."""
         layer = Layer(f"up-{secrets.token_hex(16)}", shift)
-        self._move_in(directory, layer)
+        self._commit_layer(directory, layer)
         return layer
 
     def copy_layer(self, directory: Path, shift: int = 0) -> Layer:
-        """Take a copy of an upper directory, or of a layer in memory; the original stays."""
+        """Copy an upper directory or an in-memory layer into the store."""
         layer = Layer(f"up-{secrets.token_hex(16)}", shift if can_chown() else 0)
         with self.staging() as staging:
             made = staging / "fs"
             made.mkdir()
             layers.copy(directory, made, shift, keep_shift=True)
-            self._move_in(made, layer)
+            self._commit_layer(made, layer)
         return layer
 
     def flatten(self, stack: Sequence[Layer], below: Sequence[Layer]) -> Layer:
-        """One layer that over `below` shows what `stack` over `below` shows; both lowest first.
+        """Merge `stack` into one layer that looks the same on top of `below`; both are lowest first.
 
-        Files are shared with the merged layers when these have one shift and one file system: no data is copied.
+        Files are hard-linked to the merged layers if these have the same shift and file system: no data is copied.
         """
         if not stack:
             raise InputError("flatten: no layers to merge")
         shifts = {layer.shift for layer in stack}
         link = len(shifts) == 1 and not any(layer.memory for layer in stack)
-        marks = [f"{layer.id} {layer.shift}" for layer in (*stack, *below)]
-        layer = Layer("flat-" + digest(str(len(stack)), *marks)[:36], shifts.pop() if link else 0)
+        identity = [f"{layer.id} {layer.shift}" for layer in (*stack, *below)]
+        layer = Layer("flat-" + digest(str(len(stack)), *identity)[:36], shifts.pop() if link else 0)
         with self._shared():
             if self._present(layer):
                 return layer
         with self.staging() as staging:
             made = staging / "fs"
             made.mkdir()
-            layers.merge(self.parts(stack), self.parts(below), made, link=link)
-            self._move_in(made, layer)
+            layers.merge(self.layer_dirs(stack), self.layer_dirs(below), made, link=link)
+            self._commit_layer(made, layer)
         return layer
 
     def verify(self, layer: Layer) -> None:
-        """Raise unless a layer is whole: there, and what its name says if it is named by its content."""
+        """Raise unless a layer exists and, if its id is content-derived, has that content."""
         path = self._require(layer)
         if not layer.id.startswith(("up-", "flat-")) and tree_digest(path) != layer.id:
-            raise PodError(f"layer {path} is damaged (its content has changed); remove what uses it and make it again")
+            raise PodError(f"layer {path} is damaged (its content has changed); remove what uses it and build it again")
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
-        """A directory to build in, gone afterwards; while its process lives nobody else removes it."""
+        """Yield a directory to build in, removed afterwards; no other process removes it while this one lives."""
         path = self.root / "staging" / f"{os.getpid()}-{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
         lock = take_lock(path / "lock", f"staging {path}")
@@ -154,8 +154,8 @@ class Store:
             remove_tree(path)
             os.close(lock)
 
-    def _move_in(self, directory: Path, layer: Layer) -> None:
-        """Give a finished tree its place. A layer that is there already stays, and counts as new."""
+    def _commit_layer(self, directory: Path, layer: Layer) -> None:
+        """Move a finished tree to its place. A layer that exists already stays, with a new grace period."""
         place = self.root / "layers" / layer.id
         with self._shared():
             if self._present(layer):
@@ -170,52 +170,52 @@ class Store:
             except OSError as error:
                 if error.errno == errno.EXDEV:
                     raise PodError(
-                        f"{directory} is on another file system than the store {self.root}, so it cannot be sealed "
-                        "by renaming; copy it, or put both on one"
+                        f"{directory} is on another file system than the store {self.root}, so it cannot be committed "
+                        "by a rename; copy it, or put both on one"
                     ) from None
-                # somebody else moved the same layer in first
+                # another process committed the same layer first
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self._present(layer):
                     raise
 
     def _present(self, layer: Layer) -> bool:
-        """Whether a layer is here; if so its grace starts anew. Under the shared lock."""
+        """Return whether a layer exists, and restart its grace period. Call under the shared lock."""
         place = self.root / "layers" / layer.id
         if not (place / "fs").is_dir():
             return False
         os.utime(place)
         return True
 
-    def _require(self, layer: Layer, whose: str = "") -> Path:
+    def _require(self, layer: Layer, user: str = "") -> Path:
         path = self.layer_path(layer)
         if not path.is_dir():
             raise PodError(
-                f"{whose + ': ' if whose else ''}layer {path} is missing; "
-                "remove what was made from it and make it again, or import it"
+                f"{user + ': ' if user else ''}layer {path} is missing; "
+                "remove what was built from it and build it again, or import it"
             )
         return path
 
-    # -- keys: what was made before, for as long as its layers are here
+    # -- build cache: the images that keys produced, while their layers exist
 
-    def remember(self, key: str, image: Image) -> None:
-        """Note that `key` made `image`. The note alone keeps no layer alive."""
+    def cache_image(self, key: str, image: Image) -> None:
+        """Record that `key` produced `image`. The cache entry alone keeps no layer alive."""
         self._write(self._key_file(key), image_to_json(image))
 
-    def write_note(self, file: Path, value: Any) -> None:
-        """Replace a file of `keys` at once; losing it costs only time."""
+    def write_cache_file(self, file: Path, value: Any) -> None:
+        """Replace a file of `keys` atomically; losing it costs only time."""
         self._write(file, value)
 
-    def recall(self, key: str) -> Image | None:
-        """What `key` made, if all of it is still here; it then has the grace of something new."""
+    def cached_image(self, key: str) -> Image | None:
+        """Return the image that `key` produced if all its layers exist, and restart their grace period."""
         with self._shared():
-            return self._recall(key)
+            return self._cached_image(key)
 
-    def _recall(self, key: str) -> Image | None:
+    def _cached_image(self, key: str) -> Image | None:
         try:
             image = image_from_json(json.loads(self._key_file(key).read_bytes()))
         except (FileNotFoundError, ValueError):
-            return None  # a note is no record: without it the thing is made again
-        here = [self._present(layer) for layer in image.layers]  # all of them: being asked for renews their grace
-        return image if all(here) else None
+            return None  # a lost cache entry only means that the image is built again
+        present = [self._present(layer) for layer in image.layers]  # a list: restarts the grace period of all
+        return image if all(present) else None
 
     def _key_file(self, key: str) -> Path:
         return self.root / "keys" / f"{digest('owners' if can_chown() else 'mine', key)}.json"
@@ -223,16 +223,16 @@ class Store:
     # -- images
 
     def add_image(self, image: Image) -> Image:
-        """Keep an image, under its name if it has one; a name that was another image's moves to this one."""
+        """Add an image, under its name if it has one; a name in use moves to this image."""
         self._sync()
         what = f"image {image.name or image.id}"
-        self._keep("images", image.id, image_to_json(image.named("")), image, what, durable=True)
+        self._write_record("images", image.id, image_to_json(image.named("")), image, what, durable=True)
         if image.name:
             self._write(self._name_file(image.name), {"name": image.name, "image": image.id}, durable=True)
         return image
 
     def image(self, name: str) -> Image:
-        """An image by its name or id."""
+        """Return an image by its name or id."""
         found = self._find_image(name)
         if found is None:
             known = ", ".join(sorted(image.name or image.id for image in self.images())) or "none"
@@ -242,43 +242,43 @@ class Store:
         return found
 
     def _find_image(self, name: str) -> Image | None:
-        link = self._name_file(name)
-        given = read_json(link, "image name", _REMAKE)
+        file = self._name_file(name)
+        given = read_json(file, "image name", _REBUILD)
         if given is None:
             return self._read_image(name, "") if _is_id(name) else None
         try:
             found = self._read_image(check_id(given["image"]), name)
         except (ValueError, KeyError, TypeError) as error:
-            raise damaged(link, "image name", error, _REMAKE) from None
+            raise damaged_record(file, "image name", error, _REBUILD) from None
         if found is None:
-            raise damaged(link, "image name", "its image is gone", _REMAKE)
+            raise damaged_record(file, "image name", "its image is missing", _REBUILD)
         return found
 
     def _read_image(self, id: str, name: str) -> Image | None:
         file = self.root / "images" / f"{id}.json"
-        value = read_json(file, "image record", _REMAKE)
+        value = read_json(file, "image record", _REBUILD)
         try:
             return None if value is None else image_from_json(value).named(name)
         except ValueError as error:
-            raise damaged(file, "image record", error, _REMAKE) from None
+            raise damaged_record(file, "image record", error, _REBUILD) from None
 
     def images(self) -> list[Image]:
-        """Every image, once for each of its names."""
+        """Return every image, once for each of its names."""
         names: dict[str, list[str]] = {}
         for file in sorted((self.root / "names").glob("*.json")):
-            given = read_json(file, "image name", _REMAKE)
+            given = read_json(file, "image name", _REBUILD)
             try:
                 if given is not None:
                     names.setdefault(check_id(given["image"]), []).append(given["name"])
             except (ValueError, KeyError, TypeError) as error:
-                raise damaged(file, "image name", error, _REMAKE) from None
+                raise damaged_record(file, "image name", error, _REBUILD) from None
         found = []
         for file in sorted((self.root / "images").glob("*.json")):
             found += [self._read_image(file.stem, name) for name in names.get(file.stem, [""])]
         return [image for image in found if image is not None]
 
     def remove_image(self, name: str) -> None:
-        """Forget an image: by a name, that name, and the image with its last one; by its id, all of it."""
+        """Remove a name, and the image with its last name; by id, remove the image and all its names."""
         image = self._find_image(name)
         if image is None:
             raise InputError(f"there is no image {name!r} in {self.root}")
@@ -294,48 +294,48 @@ class Store:
     # -- snapshots
 
     def save_snapshot(self, snapshot: Snapshot, image: Image) -> SnapshotRecord:
-        """Keep a snapshot; `image` is what a pod that starts from it is made of, all layers and configuration.
+        """Add a snapshot; `image` has all layers and the configuration of a pod that starts from it.
 
-        One with layers in memory may be kept too (`snapshot.durable` false): its record outlives what it stands for.
+        A snapshot with in-memory layers may be saved too (`snapshot.durable` false); its record outlives the layers.
         """
-        saved = SnapshotRecord(snapshot, replace(image, id=check_id(snapshot.id), name=""))
-        self._keep("snapshots", snapshot.id, snapshot_to_json(saved), saved.image, f"snapshot {snapshot.id}")
-        return saved
+        record = SnapshotRecord(snapshot, replace(image, id=check_id(snapshot.id), name=""))
+        self._write_record("snapshots", snapshot.id, snapshot_to_json(record), record.image, f"snapshot {snapshot.id}")
+        return record
 
     def snapshot(self, id: str) -> SnapshotRecord:
-        """A snapshot by its id."""
-        saved = self._read_snapshot(id) if _is_id(id) else None
-        if saved is None:
+        """Return a snapshot by its id."""
+        record = self._read_snapshot(id) if _is_id(id) else None
+        if record is None:
             raise InputError(f"there is no snapshot {id!r} in {self.root}")
-        for layer in saved.image.layers:
+        for layer in record.image.layers:
             if not layer.memory:
                 self._require(layer, f"snapshot {id}")
-        return saved
+        return record
 
     def _read_snapshot(self, id: str) -> SnapshotRecord | None:
         file = self.root / "snapshots" / f"{id}.json"
-        remedy = "delete the file; what it stood for cannot be restored"
+        remedy = "delete the file; the snapshot cannot be restored"
         value = read_json(file, "snapshot record", remedy)
         try:
             return None if value is None else snapshot_from_json(value)
         except ValueError as error:
-            raise damaged(file, "snapshot record", error, remedy) from None
+            raise damaged_record(file, "snapshot record", error, remedy) from None
 
     def snapshots(self) -> list[SnapshotRecord]:
-        """Every snapshot."""
+        """Return every snapshot."""
         found = [self._read_snapshot(file.stem) for file in sorted((self.root / "snapshots").glob("*.json"))]
-        return [saved for saved in found if saved is not None]
+        return [record for record in found if record is not None]
 
     def remove_snapshot(self, id: str) -> None:
-        """Forget a snapshot; its layers go with the next collection. One that is not there is fine."""
+        """Remove a snapshot, if it exists; the next garbage collection removes its layers."""
         if _is_id(id):
             (self.root / "snapshots" / f"{id}.json").unlink(missing_ok=True)
 
-    # -- what is needed, and what is not
+    # -- garbage collection
 
     @contextlib.contextmanager
     def pin(self) -> Iterator[Callable[[Iterable[Layer]], None]]:
-        """Inside the block, the layers given to the function are needed, record or not."""
+        """Yield a function that protects the layers given to it from garbage collection, for this block."""
         file = self.root / "pins" / f"{os.getpid()}-{secrets.token_hex(8)}.json"
         pinned: dict[str, Layer] = {}
         lock = take_lock(file.with_suffix(".lock"), f"pin {file}")
@@ -352,9 +352,9 @@ class Store:
             os.close(lock)
 
     def references(self, in_use: Iterable[Layer] = ()) -> Counter[str]:
-        """How many records, pins and uses of `in_use` need each layer, by its id."""
+        """Return the reference count of each layer id, from records, pins and `in_use`."""
         stacks = [image.layers for image in {image.id: image for image in self.images()}.values()]
-        stacks += [saved.image.layers for saved in self.snapshots()]
+        stacks += [record.image.layers for record in self.snapshots()]
         for file in (self.root / "pins").glob("*.json"):
             value = read_json(file, "pin", "delete the file")
             if value is not None and not _abandoned(file.with_suffix(".lock")):
@@ -364,72 +364,72 @@ class Store:
             needed.update({layer.id for layer in stack})
         return needed
 
-    def collect(self, in_use: Iterable[Layer] = (), grace: float = GRACE_S) -> list[str]:
-        """Remove the layers that nobody needs, and what killed processes left. Returns the layers' ids.
+    def collect_garbage(self, in_use: Iterable[Layer] = (), grace: float = GRACE_S) -> list[str]:
+        """Remove unreferenced layers and what killed processes left. Return the removed layers' ids.
 
-        A layer younger than `grace` seconds stays: its maker has yet to write the record. Damaged records stop the
-        collection, for what they need is not known.
+        A layer younger than `grace` seconds stays: its creator has yet to write the record. A damaged record raises,
+        because the layers it refers to are unknown.
         """
-        gone = []
+        removed = []
         with self._locked(fcntl.LOCK_EX):
             needed = self.references(in_use)
-            for place in (self.root / "layers").iterdir():
-                if place.name not in needed and time.time() - place.stat().st_mtime >= grace:
-                    os.rename(place, self.root / "trash" / f"{place.name}-{secrets.token_hex(4)}")
-                    gone.append(place.name)
+            for directory in (self.root / "layers").iterdir():
+                if directory.name not in needed and time.time() - directory.stat().st_mtime >= grace:
+                    os.rename(directory, self.root / "trash" / f"{directory.name}-{secrets.token_hex(4)}")
+                    removed.append(directory.name)
         for staging in (self.root / "staging").iterdir():
-            if _abandoned(staging / "lock", min(grace, _START_S)):
+            if _abandoned(staging / "lock", min(grace, _LOCK_GRACE_S)):
                 remove_tree(staging)
         for lock in (self.root / "pins").glob("*.lock"):
-            if _abandoned(lock, min(grace, _START_S)):
+            if _abandoned(lock, min(grace, _LOCK_GRACE_S)):
                 lock.with_suffix(".json").unlink(missing_ok=True)
                 lock.unlink(missing_ok=True)
-        for note in (self.root / "keys").glob("*.json"):
+        for entry in (self.root / "keys").glob("*.json"):
             with contextlib.suppress(ValueError, FileNotFoundError):
-                if {layer.id for layer in image_from_json(json.loads(note.read_bytes())).layers}.isdisjoint(gone):
+                if {layer.id for layer in image_from_json(json.loads(entry.read_bytes())).layers}.isdisjoint(removed):
                     continue
-            note.unlink(missing_ok=True)
+            entry.unlink(missing_ok=True)
         for left in (self.root / "trash").iterdir():
             remove_tree(left)
         self._remove_temporaries()
-        return sorted(gone)
+        return sorted(removed)
 
     def _remove_temporaries(self) -> None:
-        for place in ("images", "names", "snapshots", "keys", "pins"):
-            for file in (self.root / place).glob(".*.part"):
+        for name in ("images", "names", "snapshots", "keys", "pins"):
+            for file in (self.root / name).glob(".*.part"):
                 with contextlib.suppress(FileNotFoundError):
-                    if time.time() - file.stat().st_mtime > 60:  # a record is written in less
+                    if time.time() - file.stat().st_mtime > 60:  # writing a record takes less
                         file.unlink()
 
-    # -- one file in, one file out
+    # -- export and import
 
-    def export(self, id: str, file: Path, whole: bool = True) -> None:
+    def export(self, id: str, file: Path, include_base: bool = True) -> None:
         """Write an image or a snapshot as one file, an OCI image layout in a tar.
 
-        With `whole` false the layers of the image a snapshot grew from stay out; who imports it must have them.
+        Without `include_base` the layers of a snapshot's image are omitted; the importing store must have them.
         """
-        bundle.export(self, id, file, whole)
+        bundle.export(self, id, file, include_base)
 
     def import_(self, file: Path, binds: Sequence[str] = ()) -> str:
-        """Take in what `export` wrote; every digest is checked. The id of the image or snapshot.
+        """Import a file that `export` wrote, verifying every digest. Return the id of the image or snapshot.
 
-        `binds` are paths of this machine that it may show, beside the system's own such as /usr.
+        `binds` are host paths that it may bind besides system directories such as /usr.
         """
         return bundle.import_(self, file, binds)
 
     # -- records
 
-    def _keep(self, place: str, id: str, value: Any, image: Image, what: str, durable: bool = False) -> None:
-        """Write a record whose layers are all here, and stay."""
+    def _write_record(self, kind: str, id: str, value: Any, image: Image, what: str, durable: bool = False) -> None:
+        """Write a record after checking that its layers exist."""
         check_id(id)
         with self._shared():
             for layer in image.layers:
                 if not layer.memory:
                     self._require(layer, what)
-            self._write(self.root / place / f"{id}.json", value, durable)
+            self._write(self.root / kind / f"{id}.json", value, durable)
 
     def _write(self, file: Path, value: Any, durable: bool = False) -> None:
-        """Replace a file at once: a reader sees the old or the new, whole."""
+        """Replace a file atomically."""
         part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
         try:
             with open(part, "x", encoding="utf-8") as out:
@@ -451,16 +451,16 @@ class Store:
         return self._locked(fcntl.LOCK_SH)
 
     @contextlib.contextmanager
-    def _locked(self, how: int) -> Iterator[None]:
+    def _locked(self, mode: int) -> Iterator[None]:
         lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, how)
+            fcntl.flock(lock, mode)
             yield
         finally:
             os.close(lock)
 
     def _sync(self) -> None:
-        """The data of layers is on disk before a record says so."""
+        """Sync the file system: layer data must be on disk before a record refers to it."""
         directory = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
         try:
             if _libc.syncfs(directory) != 0:
@@ -478,7 +478,7 @@ def _is_id(name: str) -> bool:
 
 
 def _abandoned(lock: Path, after: float = 0.0) -> bool:
-    """Whether nobody holds a lock any more. One younger than `after` may be on its way to being taken."""
+    """Return whether no process holds a lock file. One younger than `after` may be about to be locked."""
     try:
         held = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""File trees that nobody should trust: delete them, copy their leaves, and give them a digest.
+"""Operations on untrusted file trees: delete them, copy single files, compute digests.
 
-Deletion walks by directory descriptors and never follows a link, so a tree that changes under it cannot lead it out;
-it copes with directories of mode 000 and with any depth. A tree here may be in overlay form: a whiteout is a
-character device 0:0, an opaque directory carries `user.overlay.opaque`.
+Deletion walks by directory descriptors and never follows a link, so a tree that changes meanwhile cannot lead it
+outside; it handles directories of mode 000 and any depth. A tree may be in overlayfs form: a whiteout is a character
+device 0:0, an opaque directory has the attribute `user.overlay.opaque`.
 """
 
 import ctypes
@@ -23,11 +23,11 @@ from etude.pods.pod import PodError
 T = TypeVar("T")
 
 OPAQUE = "user.overlay.opaque"
-MAX_ID = 65535  # owners a pod can have; any other is shown as nobody
+MAX_ID = 65535  # largest uid or gid in a pod; any other is shown as NOBODY
 NOBODY = 65534
-MAX_DEPTH = 200  # directories in each other; real trees stay under 100, and every level is a frame of ours
+MAX_DEPTH = 200  # nested directories; real trees stay under 100, and every level takes a stack frame
 
-_HOIST_DEPTH = 32  # deletion moves what is deeper to the top of the tree, so depth costs neither frames nor files
+_HOIST_DEPTH = 32  # deletion moves deeper directories to the top, so depth costs neither frames nor descriptors
 _OPENAT2, _RESOLVE_NO_XDEV = 437, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _CAPABILITY = "security.capability"
@@ -36,7 +36,7 @@ _BLOCK = 1 << 20
 
 @functools.cache
 def can_chown() -> bool:
-    """Whether this process may give files to any owner a pod has: root, with 65536 ids, allowed to chown."""
+    """Return whether this process may chown files to every id of a pod: root, with 65536 ids and CAP_CHOWN."""
     if os.geteuid() != 0:
         return False
     ids = sum(int(line.split()[2]) for line in Path("/proc/self/uid_map").read_text().splitlines())
@@ -44,18 +44,18 @@ def can_chown() -> bool:
     return ids > MAX_ID and int(status["CapEff"], 16) & 1 == 1
 
 
-# -- overlay marks
+# -- overlayfs whiteouts and opaque directories
 
 
 def is_whiteout(info: os.stat_result) -> bool:
-    """Whether this is overlay's mark for "a name that is gone"."""
+    """Return whether this is an overlayfs whiteout, which marks a deleted name."""
     return stat.S_ISCHR(info.st_mode) and info.st_rdev == 0
 
 
 def is_opaque(directory: str) -> bool:
-    """Whether a directory hides those of the same name below it."""
+    """Return whether a directory hides those of the same name in lower layers."""
     try:
-        return reading(directory, lambda: os.getxattr(directory, OPAQUE, follow_symlinks=False)) == b"y"
+        return with_read_access(directory, lambda: os.getxattr(directory, OPAQUE, follow_symlinks=False)) == b"y"
     except OSError as error:
         if error.errno in (errno.ENODATA, errno.ENOTSUP):
             return False
@@ -63,7 +63,7 @@ def is_opaque(directory: str) -> bool:
 
 
 def make_whiteout(path: str, at: int | None = None) -> None:
-    """Put a whiteout; allowed to every user, unlike other devices."""
+    """Create a whiteout; allowed to every user, unlike other devices."""
     os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(0, 0), dir_fd=at)
 
 
@@ -74,7 +74,7 @@ def make_opaque(directory: str | int) -> None:
     except OSError as error:
         if error.errno == errno.ENOTSUP:
             raise PodError(
-                f"{directory}: the file system keeps no user.* attributes, which layers need; "
+                f"{directory}: the file system has no user.* extended attributes, which layers need; "
                 "put the store on ext4, xfs, btrfs, or tmpfs of Linux 6.6 or later"
             ) from None
         raise
@@ -84,7 +84,7 @@ def make_opaque(directory: str | int) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file or a tree. One that is not there, or that another process removes meanwhile, is fine."""
+    """Remove a file or a tree. It may be missing, or be removed by another process meanwhile."""
     try:
         parent = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -96,7 +96,7 @@ def remove_tree(path: Path) -> None:
 
 
 def remove_at(parent: int, name: str) -> None:
-    """Remove `name` in the directory `parent`, with all below it."""
+    """Remove `name` in the directory `parent`, with its contents."""
     if _unlinked(parent, name):
         return
     with suppress(FileNotFoundError):
@@ -120,7 +120,7 @@ def remove_at(parent: int, name: str) -> None:
 def _remove_below(parent: int, name: str, depth: int, hoist: Callable[[int, str], None]) -> None:
     if _unlinked(parent, name):
         return
-    with suppress(FileNotFoundError, NotADirectoryError):  # it changes meanwhile: the loop at the top comes back
+    with suppress(FileNotFoundError, NotADirectoryError):  # it changed meanwhile: the loop at the top retries
         directory = _open_to_empty(parent, name)
         try:
             if depth > _HOIST_DEPTH:
@@ -138,13 +138,13 @@ def _remove_below(parent: int, name: str, depth: int, hoist: Callable[[int, str]
 
 
 def _unlinked(parent: int, name: str) -> bool:
-    """Whether `name` is gone now; False for a directory."""
+    """Unlink `name` and return whether it is gone now; False for a directory."""
     try:
         os.unlink(name, dir_fd=parent)
     except FileNotFoundError:
         return True
     except OSError as error:
-        # EISDIR is Linux's answer for a directory, EPERM the one of POSIX
+        # for a directory Linux returns EISDIR, POSIX specifies EPERM
         if error.errno not in (errno.EISDIR, errno.EPERM):
             raise
         return False
@@ -152,11 +152,11 @@ def _unlinked(parent: int, name: str) -> bool:
 
 
 def _open_to_empty(parent: int, name: str) -> int:
-    """A directory opened such that its entries can be removed, whatever its mode was."""
+    """Open a directory so that its entries can be removed, whatever its mode."""
     handle = _open_inside(parent, name)
     try:
         if os.fstat(handle).st_mode & 0o700 != 0o700:
-            with suppress(PermissionError):  # not ours: opening it will say so, unless root needs no mode
+            with suppress(PermissionError):  # another user's: the open below fails, unless this is root
                 os.chmod(f"/proc/self/fd/{handle}", 0o700)
         return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     finally:
@@ -164,10 +164,10 @@ def _open_to_empty(parent: int, name: str) -> int:
 
 
 def _open_inside(parent: int, name: str) -> int:
-    """A directory as a place (O_PATH), never by a link; an error if something is mounted there.
+    """Open a directory with O_PATH, not following links; fail if something is mounted there.
 
-    A mount that was left in a tree, of the machine's own /usr say, must not be emptied with it. Only openat2 can tell
-    that a directory of the same file system is mounted there.
+    A leftover mount in a tree, such as the machine's own /usr, must not be emptied with it. Only openat2 detects a bind
+    mount of the same file system.
     """
     flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     how = struct.pack("<3Q", flags, 0, _RESOLVE_NO_XDEV)
@@ -175,22 +175,22 @@ def _open_inside(parent: int, name: str) -> int:
     if handle >= 0:
         return handle
     number = ctypes.get_errno()
-    if number in (errno.ENOSYS, errno.EPERM):  # before Linux 5.6, or a filter that does not know it
+    if number in (errno.ENOSYS, errno.EPERM):  # before Linux 5.6, or denied by a seccomp filter
         return os.open(name, flags, dir_fd=parent)
     if number == errno.EXDEV:
         raise PodError(f"{name}: something is mounted there, so it is not deleted; unmount it and try again")
     raise OSError(number, os.strerror(number), name)
 
 
-# -- reading what its own mode forbids
+# -- reading files whose mode forbids it
 
 
 @contextmanager
-def entered(directory: str) -> Iterator[list[str]]:
-    """The names in a directory, sorted as bytes; inside the block its entries can be reached even if its mode forbids.
+def readable_directory(directory: str) -> Iterator[list[str]]:
+    """Yield the names in a directory, sorted as bytes; inside the block its entries are accessible despite its mode.
 
-    A user's own layers hold directories and files that he may not read (root's, in the image); he owns them, so the
-    mode is widened for as long as needed. Root never needs to.
+    Layers of an unprivileged user contain files and directories whose mode forbids reading (root's, in the image). The
+    user owns them, so the mode is widened while needed. Root does not need this.
     """
     mode = stat.S_IMODE(os.lstat(directory).st_mode)
     widen = os.geteuid() != 0 and mode & 0o700 != 0o700 and os.lstat(directory).st_uid == os.geteuid()
@@ -203,31 +203,31 @@ def entered(directory: str) -> Iterator[list[str]]:
             os.chmod(directory, mode)
 
 
-def reading(path: str, do: Callable[[], T]) -> T:
-    """What `do` reads of a file or directory of our own, even if its mode forbids; a link is never touched."""
+def with_read_access(path: str, read: Callable[[], T]) -> T:
+    """Call `read` on a file or directory; if its mode forbids that and this user owns it, widen the mode meanwhile."""
     try:
-        return do()
+        return read()
     except PermissionError:
         info = os.lstat(path)
         if info.st_uid != os.geteuid() or stat.S_ISLNK(info.st_mode):
             raise
         os.chmod(path, stat.S_IMODE(info.st_mode) | 0o400)
         try:
-            return do()
+            return read()
         finally:
             os.chmod(path, stat.S_IMODE(info.st_mode))
 
 
 def open_to_read(path: str) -> int:
-    """A file opened for reading; a link is refused, a pipe does not block."""
-    return reading(path, lambda: os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK))
+    """Open a file for reading; a link is refused, a pipe does not block."""
+    return with_read_access(path, lambda: os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK))
 
 
-# -- attributes
+# -- extended attributes
 
 
-def attributes(path: str, plain: bool = True) -> dict[str, bytes]:
-    """The extended attributes that travel with a file: the user's own, and capabilities, if `plain` in plain form."""
+def portable_xattrs(path: str, plain: bool = True) -> dict[str, bytes]:
+    """Return the attributes copied with a file: user.* and capabilities; `plain` converts those to version 2."""
     kept: dict[str, bytes] = {}
     try:
         names = os.listxattr(path, follow_symlinks=False)
@@ -236,37 +236,37 @@ def attributes(path: str, plain: bool = True) -> dict[str, bytes]:
             return kept
         raise
     for name in filter(is_portable_xattr, names):
-        kept[name] = reading(path, partial(os.getxattr, path, name, follow_symlinks=False))
+        kept[name] = with_read_access(path, partial(os.getxattr, path, name, follow_symlinks=False))
     if plain and _CAPABILITY in kept:
         kept[_CAPABILITY] = _plain_capability(kept[_CAPABILITY])
     return kept
 
 
 def is_portable_xattr(name: str) -> bool:
-    """Whether an attribute belongs to the file, not to overlay's bookkeeping or to this machine."""
+    """Return whether an attribute belongs to the file, not to overlayfs or to this machine."""
     if name.startswith("user.overlay."):
-        return name.startswith("user.overlay.overlay.")  # how overlay itself writes one that a pod's program set
+        return name.startswith("user.overlay.overlay.")  # overlayfs's escape of one set inside a pod
     return name.startswith("user.") or (name == _CAPABILITY and can_chown())
 
 
 def _plain_capability(value: bytes) -> bytes:
-    """A capability given inside a user namespace (version 3, with the namespace's root) as version 2."""
+    """Convert a capability set inside a user namespace (version 3, with the namespace's root uid) to version 2."""
     if len(value) != 24:
         return value
     magic, *rest = struct.unpack("<6I", value)
     return struct.pack("<5I", (magic & 0x00FFFFFF) | 0x02000000, *rest[:4])
 
 
-def pod_id(owner: int, shift: int) -> int:
-    """The owner as a pod sees it, of one on disk in a layer whose ids start at `shift`."""
+def unshift_id(owner: int, shift: int) -> int:
+    """Return the uid or gid a pod sees for one on disk in a layer whose ids start at `shift`."""
     return owner - shift if 0 <= owner - shift <= MAX_ID else NOBODY
 
 
-# -- one file
+# -- copying one file
 
 
 def copy_leaf(source: str, target: str, info: os.stat_result, shift: int | None = 0) -> bool:
-    """Copy what is not a directory. False: it is a device or a socket, which layers do not hold."""
+    """Copy anything but a directory. Return False for a device or a socket, which layers do not contain."""
     if stat.S_ISREG(info.st_mode):
         _copy_contents(source, target)
     elif stat.S_ISLNK(info.st_mode):
@@ -280,14 +280,14 @@ def copy_leaf(source: str, target: str, info: os.stat_result, shift: int | None 
 
 
 def copy_metadata(source: str, target: str, info: os.stat_result, shift: int | None = 0) -> None:
-    """Owner, mode, attributes and times. Ids lose `shift`; None keeps them as they are on disk."""
+    """Copy owner, mode, attributes and times. `shift` is subtracted from ids; None keeps them as they are on disk."""
     if can_chown():
         if shift is None:
             os.lchown(target, info.st_uid, info.st_gid)
         else:
-            os.lchown(target, pod_id(info.st_uid, shift), pod_id(info.st_gid, shift))
+            os.lchown(target, unshift_id(info.st_uid, shift), unshift_id(info.st_gid, shift))
     if not stat.S_ISLNK(info.st_mode):
-        for name, value in attributes(source, plain=shift is not None).items():
+        for name, value in portable_xattrs(source, plain=shift is not None).items():
             os.setxattr(target, name, value)
         os.chmod(target, stat.S_IMODE(info.st_mode))  # after chown, which clears the set-id bits
     os.utime(target, ns=(info.st_atime_ns, info.st_mtime_ns), follow_symlinks=False)
@@ -309,7 +309,7 @@ def _copy_contents(source: str, target: str) -> None:
 
 
 def _extents(file: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where a file has data: a hole costs nothing, so a sparse terabyte that a pod left is copied at once."""
+    """Yield the ranges of a file that contain data: holes are skipped, so a sparse terabyte is copied at once."""
     at = 0
     while at < size:
         try:
@@ -318,7 +318,7 @@ def _extents(file: int, size: int) -> Iterator[tuple[int, int]]:
         except OSError as error:
             if error.errno == errno.ENXIO:
                 return
-            start, at = at, size  # a file system that cannot tell
+            start, at = at, size  # the file system does not support it
         yield start, at
 
 
@@ -329,7 +329,7 @@ def _copy_range(reader: int, writer: int, start: int, end: int) -> None:
         except OSError:
             moved = os.pwrite(writer, os.pread(reader, min(_BLOCK, end - start), start), start)
         if moved == 0:
-            return  # it shrank meanwhile
+            return  # the file shrank meanwhile
         start += moved
 
 
@@ -337,7 +337,7 @@ def _copy_range(reader: int, writer: int, start: int, end: int) -> None:
 
 
 def digest(*parts: str) -> str:
-    """A name made of what it stands for: 40 hex digits, short enough for the 255 bytes a mount option may have."""
+    """Return a digest of the parts: 40 hex digits, short enough for the 255 bytes of a mount option."""
     running = hashlib.sha256()
     for part in parts:
         data = os.fsencode(part)
@@ -346,7 +346,7 @@ def digest(*parts: str) -> str:
 
 
 def tree_digest(root: Path) -> str:
-    """What a tree is, apart from when: names, kinds, modes, owners, contents, links, attributes, whiteouts."""
+    """Return a digest of a tree's names, types, modes, owners, contents, links, attributes and whiteouts; not times."""
     running = hashlib.sha256()
     links: dict[tuple[int, int], str] = {}
 
@@ -356,17 +356,17 @@ def tree_digest(root: Path) -> str:
 
     def visit(path: str, relative: str, depth: int) -> None:
         info = os.lstat(path)
-        add(os.fsencode(relative), _facts(info))
+        add(os.fsencode(relative), _metadata_bytes(info))
         if stat.S_ISDIR(info.st_mode):
             check_depth(path, depth)
-            add(b"opaque" if is_opaque(path) else b"", _attribute_bytes(path))
-            with entered(path) as names:
+            add(b"opaque" if is_opaque(path) else b"", _xattr_bytes(path))
+            with readable_directory(path) as names:
                 for name in names:
                     visit(f"{path}/{name}", f"{relative}/{name}", depth + 1)
         elif stat.S_ISREG(info.st_mode):
             first = links.setdefault((info.st_dev, info.st_ino), relative)
             if first == relative:
-                add(_attribute_bytes(path), file_digest(path))
+                add(_xattr_bytes(path), file_digest(path))
             else:
                 add(b"link", os.fsencode(first))
         elif stat.S_ISLNK(info.st_mode):
@@ -376,37 +376,37 @@ def tree_digest(root: Path) -> str:
     return running.hexdigest()[:40]
 
 
-def _facts(info: os.stat_result) -> bytes:
-    owners = (pod_id(info.st_uid, 0), pod_id(info.st_gid, 0)) if can_chown() else (0, 0)
+def _metadata_bytes(info: os.stat_result) -> bytes:
+    owners = (unshift_id(info.st_uid, 0), unshift_id(info.st_gid, 0)) if can_chown() else (0, 0)
     mode = info.st_mode
-    # the mode of a link means nothing and differs by file system; that of a whiteout is overlay's own
+    # the mode of a link has no meaning and differs by file system; that of a whiteout is set by overlayfs
     shown = stat.S_IFMT(mode) if stat.S_ISLNK(mode) or is_whiteout(info) else mode
     return f"{shown:o} {owners[0]} {owners[1]}".encode()
 
 
-def _attribute_bytes(path: str) -> bytes:
+def _xattr_bytes(path: str) -> bytes:
     return b"".join(
         len(part).to_bytes(4, "little") + part
-        for name, value in sorted(attributes(path).items())
+        for name, value in sorted(portable_xattrs(path).items())
         for part in (os.fsencode(name), value)
     )
 
 
 def file_digest(path: str) -> bytes:
-    """SHA-256 of a file's contents."""
+    """Return the SHA-256 of a file's contents."""
     with os.fdopen(open_to_read(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
 
 
 def check_depth(path: str, depth: int) -> None:
-    """Refuse a directory too deep to walk."""
+    """Raise PodError for a directory nested too deep to walk."""
     if depth > MAX_DEPTH:
         raise PodError(f"{path[:200]}...: directories are nested deeper than {MAX_DEPTH}; remove them and try again")
 
 
-# -- where a path leads
+# -- paths
 
 
 def components(path: str) -> Sequence[str]:
-    """The names in a path, without empty ones and dots."""
+    """Return the names in a path, without empty ones and dots."""
     return [part for part in path.split("/") if part not in ("", ".")]

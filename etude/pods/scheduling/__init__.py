@@ -1,0 +1,63 @@
+"""Decide when and where pods start.
+
+`admission` admits pods on one host by live `pressure` and queues them fairly between tenants; `pools` holds pods
+started in advance; `router` chooses a host of a fleet; `simulate` compares the router with baselines. The names below
+are imported when first used, because the router loads numpy.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etude.pods.scheduling.admission import (
+        Admission,
+        FairQueue,
+        NeverFits,
+        Reservation,
+        ResourceRequest,
+        Thresholds,
+        WaitedTooLong,
+    )
+    from etude.pods.scheduling.pressure import Pressure, read_pressure
+    from etude.pods.scheduling.router import HostReport, NoHost, Placement, PlacementPolicy, PlacementRequest, PodRouter
+
+_HOMES = {
+    "Admission": "etude.pods.scheduling.admission",
+    "FairQueue": "etude.pods.scheduling.admission",
+    "HostReport": "etude.pods.scheduling.router",
+    "NeverFits": "etude.pods.scheduling.admission",
+    "NoHost": "etude.pods.scheduling.router",
+    "Placement": "etude.pods.scheduling.router",
+    "PlacementPolicy": "etude.pods.scheduling.router",
+    "PlacementRequest": "etude.pods.scheduling.router",
+    "PodRouter": "etude.pods.scheduling.router",
+    "Pressure": "etude.pods.scheduling.pressure",
+    "Reservation": "etude.pods.scheduling.admission",
+    "ResourceRequest": "etude.pods.scheduling.admission",
+    "Thresholds": "etude.pods.scheduling.admission",
+    "WaitedTooLong": "etude.pods.scheduling.admission",
+    "read_pressure": "etude.pods.scheduling.pressure",
+}
+__all__ = [
+    "Admission",
+    "FairQueue",
+    "HostReport",
+    "NeverFits",
+    "NoHost",
+    "Placement",
+    "PlacementPolicy",
+    "PlacementRequest",
+    "PodRouter",
+    "Pressure",
+    "Reservation",
+    "ResourceRequest",
+    "Thresholds",
+    "WaitedTooLong",
+    "read_pressure",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'etude.pods.scheduling' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""Warm pods: what makes one as good as another, and how many are kept ready. The host fills them."""
+"""Warm pools: pods started in advance, by the attributes a request must match. The host fills them."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from etude.pods.runtime.backend import LocalPod, PodSpec, Storage
 
 @dataclass(frozen=True)
 class WarmPoolKey:
-    """What makes one warm pod as good as another."""
+    """The attributes in which a warm pod must equal a request."""
 
     image: str
     limits: Limits
@@ -20,14 +20,14 @@ class WarmPoolKey:
 
 @dataclass
 class WarmPool:
-    """Pods started in advance."""
+    """Pods of one kind, started in advance."""
 
     size: int
     spec: Callable[[], PodSpec]
     ready: list[LocalPod]
-    filling: asyncio.Task[None] | None = None
+    refill_task: asyncio.Task[None] | None = None
 
 
 def warm_pool_key(spec: PodSpec) -> WarmPoolKey:
-    """The kind of warm pod that serves `spec`."""
+    """Return the key of the warm pool that serves `spec`."""
     return WarmPoolKey(spec.image.id, spec.limits, spec.egress, spec.storage)

@@ -1,9 +1,9 @@
-"""How hard this machine is pressed right now: stalls, memory, disk, load. Kernel files in, one frozen reading out.
+"""Read the current pressure on this machine from the kernel: stalls, memory, disk, load.
 
-The reading is what a pod could really get: in a container the tightest of the machine's numbers and the limits of the
-control groups we live in (version 1 and 2), because MemAvailable is the machine's and the limit is ours. Stalls are
-the kernel's PSI, averaged over ten seconds, in per cent of the time; None where the kernel does not measure them. A
-reading costs well under a millisecond and is kept for a tenth of a second, so that a burst of questions costs one.
+A reading gives what a pod could really get: the minimum of the machine's numbers and the limits of this process's
+cgroups (version 1 and 2), because MemAvailable ignores cgroup limits. Stalls are the kernel's PSI, averaged over ten
+seconds, in per cent of the time; None where the kernel does not measure them. A reading costs well under a millisecond
+and is cached for a tenth of a second, so that a burst of calls costs one.
 """
 
 import os
@@ -15,8 +15,8 @@ from pathlib import Path
 from etude.pods.pod import PodError
 from etude.system.cores import core_limit, kernel_text, own_groups
 
-MAX_AGE = 0.1  # seconds: PSI averages move over ten, memory by what one creation can touch in this time
-UNLIMITED = 1 << 60  # version 1 writes "no limit" as the largest page-aligned number
+MAX_AGE = 0.1  # seconds; PSI averages over ten, and memory changes by what one creation can touch in this time
+UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest page-aligned number
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +24,20 @@ class Pressure:
     """One reading. Stalls are PSI avg10 (0 to 100, None where not measured); sizes are bytes."""
 
     cpu_some: float | None  # time in which some process waited for a core
-    memory_some: float | None  # ... for memory
-    memory_full: float | None  # time in which every process did
+    memory_some: float | None  # time in which some process waited for memory
+    memory_full: float | None  # time in which all processes waited for memory
     io_full: float | None
     memory_available: int
     memory_total: int
-    disk_free: int  # of the file system the pods are kept on, as an ordinary user may use it
+    disk_free: int  # of the state directory's file system, for an unprivileged user
     disk_total: int
-    inodes_free: int | None  # None: this file system makes them as it needs them
+    inodes_free: int | None  # None: the file system allocates them dynamically
     load: float  # processes running or waiting, averaged over a minute
-    cores: float  # that we may use: 0.5 is half of one
+    cores: float  # usable by this process: 0.5 is half of one
 
     @property
     def fill(self) -> float:
-        """The share of memory in use, 0 to 1."""
+        """Return the fraction of memory in use, 0 to 1."""
         return 1 - self.memory_available / self.memory_total
 
 
@@ -51,14 +51,14 @@ def read_pressure(
     max_age: float = MAX_AGE,
     clock: Callable[[], float] = time.monotonic,
 ) -> Pressure:
-    """Read the pressure on this machine, and on the disk that holds `state_dir`; at most `max_age` seconds old.
+    """Return the pressure on this machine and on the disk that holds `state_dir`, at most `max_age` seconds old.
 
-    `root` is where the kernel's `proc` and `sys` are found.
+    `root` is the directory that contains `proc` and `sys`.
     """
     key, now = (os.fspath(state_dir), os.fspath(root)), clock()
-    kept = _readings.get(key)
-    if kept is not None and 0 <= now - kept[0] < max_age:
-        return kept[1]
+    cached = _readings.get(key)
+    if cached is not None and 0 <= now - cached[0] < max_age:
+        return cached[1]
     reading = _read(Path(state_dir), os.path.join(root, "proc"), os.path.join(root, "sys/fs/cgroup"))
     _readings[key] = (now, reading)
     return reading
@@ -80,14 +80,14 @@ def _read(state_dir: Path, proc: str, cgroup: str) -> Pressure:
         memory_total=total,
         disk_free=disk.f_bavail * disk.f_frsize,
         disk_total=disk.f_blocks * disk.f_frsize,
-        inodes_free=disk.f_favail if disk.f_files else None,  # btrfs and friends say 0 of 0
+        inodes_free=disk.f_favail if disk.f_files else None,  # btrfs and others report 0 of 0
         load=float((kernel_text(f"{proc}/loadavg") or "0").split()[0]),
         cores=core_limit(groups),
     )
 
 
 def _fields(text: str) -> dict[str, int]:
-    """`name 123` or `name: 123 kB` on every line, as the kernel writes it."""
+    """Parse lines of the form `name 123` or `name: 123 kB`."""
     pairs = (line.split() for line in text.splitlines())
     return {pair[0].rstrip(":"): int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdigit()}
 
@@ -96,16 +96,15 @@ def _machine_memory(proc: str) -> tuple[int, int]:
     memory = _fields(kernel_text(f"{proc}/meminfo") or "")
     if "MemTotal" not in memory or "MemAvailable" not in memory:
         raise PodError(
-            f"pressure: {proc}/meminfo does not say MemTotal and MemAvailable; admission by live pressure needs Linux"
+            f"pressure: {proc}/meminfo has no MemTotal and MemAvailable; admission by live pressure needs Linux"
         )
     return memory["MemTotal"] * 1024, memory["MemAvailable"] * 1024
 
 
 def _group_memory(directory: str) -> tuple[int, int]:
-    """(limit, free below it) of one group; UNLIMITED twice when it does not bind.
+    """Return (limit, free memory below it) of one cgroup; UNLIMITED twice when it sets no limit.
 
-    Free counts file pages nobody has used lately as free, as MemAvailable does: they go when asked for. Files in
-    memory (tmpfs) are not among them.
+    Inactive file pages count as free, as in MemAvailable: they are reclaimed on demand. Files in tmpfs do not.
     """
     limits = [kernel_text(f"{directory}/{name}") for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
     limit = min((int(text) for text in limits if text and text.strip().isdigit()), default=UNLIMITED)
@@ -120,7 +119,7 @@ def _group_memory(directory: str) -> tuple[int, int]:
 
 
 def _stall(proc: str, groups: list[str], resource: str, kind: str) -> float | None:
-    """The worst avg10 of the machine and of the groups we live in: a group at its limit stalls alone."""
+    """Return the worst avg10 of the machine and of this process's cgroups: a cgroup at its limit stalls alone."""
     files = [f"{proc}/pressure/{resource}", *(f"{directory}/{resource}.pressure" for directory in groups)]
     found = [value for path in files if (value := _avg10(kernel_text(path), kind)) is not None]
     return max(found, default=None)
@@ -137,4 +136,6 @@ def _disk(directory: Path) -> os.statvfs_result:
     try:
         return os.statvfs(directory)
     except OSError as error:
-        raise PodError(f"pressure: no disk to measure at {directory}: {error.strerror}; make the directory") from error
+        raise PodError(
+            f"pressure: cannot measure the disk at {directory}: {error.strerror}; create the directory"
+        ) from error

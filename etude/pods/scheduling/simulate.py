@@ -1,9 +1,9 @@
-"""A cluster that does not exist, to judge a router by: hosts, groups of pods, forks, deaths, late reports. No waiting.
+"""Discrete-event simulation of a cluster, to evaluate routers: hosts, groups of pods, forks, host deaths, late reports.
 
-The world (`make_world`) is drawn once from a seed and played by discrete events against any placer: the real PodRouter, or
-the two it is compared with. Pods take more while they start than after, groups of one image come in bursts, images
-must be fetched, hosts die in silence and are noticed late. Hosts obey: nothing refuses or kills on a pressed host, so
-that what a placer did wrong shows as time over the ceiling instead of vanishing into a queue.
+The world (`make_world`) is drawn once from a seed and run against any placer: the real PodRouter or the two baselines.
+Pods use more memory while they start than afterwards, groups of one image arrive in bursts, images must be pulled, and
+hosts die silently and are noticed late. Hosts accept every pod and kill none, so that a placer's mistakes show as time
+over the pressure ceilings instead of disappearing in a queue.
 """
 
 import heapq
@@ -22,30 +22,30 @@ from etude.pods.scheduling.admission import GIB, MIB, Thresholds
 from etude.pods.scheduling.pressure import Pressure
 from etude.pods.scheduling.router import HostReport, NoHost, Placement, PlacementPolicy, PlacementRequest, PodRouter
 
-LINES, POLICY = Thresholds(), PlacementPolicy()
-CONNECT_S = 1.0  # until a host that is dead is known not to answer
-TRANSFER_S = 5.0  # to bring a fork's files to another host
-RETRY_S = 1.0  # between two tries for what nobody could take
-STEADY_CORES = 0.1  # of a core that a pod takes once started: agents wait for their model most of the time
+THRESHOLDS, POLICY = Thresholds(), PlacementPolicy()
+CONNECT_S = 1.0  # until a connection to a dead host fails
+TRANSFER_S = 5.0  # to transfer a fork's files to another host
+RETRY_S = 1.0  # between attempts to place pods that no host could take
+STEADY_CORES = 0.1  # cores a started pod uses: agents wait for their model most of the time
 MAX_PODS = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """How large and how rough the simulated cluster is."""
+    """Size and failure rates of the simulated cluster."""
 
     hosts: int = 1000
     pods: int = 40_000
     images: int = 300
     group: int = 16  # rollouts of one prompt: the same image at once
     arrivals_s: float = 600.0
-    bursts: int = 10  # half of all groups come in so many moments
-    life_s: float = 200.0  # median
-    fork_share: float = 0.1  # of pods fork once in mid-life
-    deaths: float = 0.01  # of the hosts die, and as many join
-    beat_s: float = 5.0
-    delay_s: float = 1.0  # of a report on its way, at most
-    cache: int = 60 * GIB  # of images a host keeps
+    bursts: int = 10  # half of all groups arrive in this many bursts
+    life_s: float = 200.0  # median lifetime
+    fork_share: float = 0.1  # fraction of pods that fork once, in mid-life
+    deaths: float = 0.01  # fraction of the hosts that die; as many join
+    report_interval_s: float = 5.0
+    max_report_delay_s: float = 1.0
+    image_cache: int = 60 * GIB  # bytes of images a host keeps
     seed: int = 0
 
 
@@ -60,7 +60,7 @@ class SimulatedHostSpec:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPodSpec:
-    """One pod's life: `expected` is what the request says, `peak` what it takes while it starts, `steady` after."""
+    """One pod: `expected` memory is in its request, it uses `peak` while it starts and `steady` afterwards."""
 
     arrives: float
     image: int
@@ -74,7 +74,7 @@ class SimulatedPodSpec:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    scene: Scenario
+    scenario: Scenario
     hosts: tuple[SimulatedHostSpec, ...]
     pods: tuple[SimulatedPodSpec, ...]
     image_sizes: tuple[int, ...]
@@ -82,21 +82,21 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What one placer made of the world."""
+    """Measurements of one placer's run."""
 
     name: str
     placed: int
     per_second: float  # placements a second, counting only the time inside `place`
     hosts_used: int  # at the busiest moment
-    hosts_bound: int  # that could have held the same pods: by volume, nobody can do with less
-    hosts_first_fit: int  # the same by first-fit-decreasing with everything known
-    utilisation: float  # memory in use of the hosts in use, at the busiest moment
-    image_local: float  # share of pods, forks aside, whose image was there
-    fork_local: float  # share of forks on their parent's host
+    hosts_bound: int  # lower bound for the same pods, by total memory
+    hosts_first_fit: int  # hosts that first-fit-decreasing needs for them, with everything known
+    utilisation: float  # fraction of memory used on the hosts in use, at the busiest moment
+    image_local: float  # fraction of pods, except forks, whose image was already on the host
+    fork_local: float  # fraction of forks on their parent's host
     memory_over_s: float  # host-seconds over the memory ceiling
     cpu_over_s: float
     lost: int  # pods that died with their host
-    replaced: int  # of them, that ran again
+    replaced: int  # of those, the pods that were started again
     unfinished: int
     wait_p99_s: float  # from arrival to placement
     ready_p50_s: float  # from arrival to started
@@ -104,16 +104,17 @@ class SimulationResult:
 
 
 class Placer(Protocol):
-    """What the simulation asks of a router."""
+    """The part of the router's interface that the simulation uses."""
 
     def report(self, report: HostReport) -> None: ...
     def forget(self, host: str) -> None: ...
-    def failed(self, host: str) -> None: ...
+    def mark_failed(self, host: str) -> None: ...
     def place(self, request: PlacementRequest, exclude: Collection[str] = ()) -> Placement: ...
 
 
 class _BaselinePlacer:
-    """What both baselines share: they know who lives, how many pods each has, and what they placed since."""
+    """Common part of both baselines: they know which hosts are alive and how many pods each has, counting their own
+    placements since the last report."""
 
     def __init__(self, seed: int, clock: Callable[[], float], stale_s: float = POLICY.stale_s) -> None:
         self._clock, self._stale_s = clock, stale_s
@@ -136,7 +137,7 @@ class _BaselinePlacer:
         if host in self._rows:
             self._seen[self._rows[host]] = -math.inf
 
-    def failed(self, host: str) -> None:
+    def mark_failed(self, host: str) -> None:
         self.forget(host)  # until its next report
 
     def place(self, request: PlacementRequest, exclude: Collection[str] = ()) -> Placement:
@@ -146,7 +147,7 @@ class _BaselinePlacer:
                 fits[self._rows[name]] = False
         rows = np.flatnonzero(fits)
         if not len(rows):
-            raise NoHost("no host lives and has a seat", {}, ever=True)
+            raise NoHost("no live host is below its max_pods", {}, retryable=True)
         row = self._choose(rows)
         self._pods[row] += 1
         return Placement(self._names[row], "", 0.0, "")
@@ -156,42 +157,42 @@ class _BaselinePlacer:
 
 
 class RandomPlacer(_BaselinePlacer):
-    """Any host that lives and has a seat."""
+    """Chooses any live host below its max_pods."""
 
     def _choose(self, rows: "np.typing.NDArray[np.intp]") -> int:
         return int(rows[self._rng.integers(len(rows))])
 
 
 class LeastLoadedPlacer(_BaselinePlacer):
-    """The host with the fewest pods for its cores, its own placements counted at once."""
+    """Chooses the host with the fewest pods per core, counting its own placements at once."""
 
     def _choose(self, rows: "np.typing.NDArray[np.intp]") -> int:
         return int(rows[np.argmin(self._pods[rows] / self._cores[rows])])
 
 
-def make_world(scene: Scenario) -> World:
-    """Draw hosts, images and pods; the same scene gives the same world."""
-    rng = np.random.default_rng(scene.seed)
+def make_world(scenario: Scenario) -> World:
+    """Draw hosts, images and pods; the same scenario gives the same world."""
+    rng = np.random.default_rng(scenario.seed)
     kinds = [(4, 16), (8, 32), (16, 64)]
-    doomed = round(scene.deaths * scene.hosts)
+    doomed = round(scenario.deaths * scenario.hosts)
     hosts = []
-    for i in range(scene.hosts + doomed):
+    for i in range(scenario.hosts + doomed):
         cores, gib = kinds[rng.choice(3, p=[0.4, 0.4, 0.2])]
-        dies = rng.uniform(0.2, 0.9) * scene.arrivals_s if i < doomed else math.inf
-        joins = rng.uniform(0.1, 0.5) * scene.arrivals_s if i >= scene.hosts else 0.0
+        dies = rng.uniform(0.2, 0.9) * scenario.arrivals_s if i < doomed else math.inf
+        joins = rng.uniform(0.1, 0.5) * scenario.arrivals_s if i >= scenario.hosts else 0.0
         hosts.append(SimulatedHostSpec(f"host-{i}", cores, gib * GIB, joins, dies))
-    popularity = 1 / np.arange(1, scene.images + 1) ** 0.8
+    popularity = 1 / np.arange(1, scenario.images + 1) ** 0.8
     popularity /= popularity.sum()
-    sizes = tuple(int(size) for size in rng.lognormal(math.log(2e9), 0.6, scene.images))
-    typical = rng.lognormal(math.log(600 * MIB), 0.5, scene.images)  # steady use is mostly the image's
-    peaks = rng.uniform(2.0, 4.0, scene.images)
+    sizes = tuple(int(size) for size in rng.lognormal(math.log(2e9), 0.6, scenario.images))
+    typical = rng.lognormal(math.log(600 * MIB), 0.5, scenario.images)  # steady use depends mostly on the image
+    peaks = rng.uniform(2.0, 4.0, scenario.images)
     pods: list[SimulatedPodSpec] = []
-    moments = (np.arange(scene.bursts) + 0.5) * scene.arrivals_s / max(1, scene.bursts)
-    while len(pods) < scene.pods:
-        image = int(rng.choice(scene.images, p=popularity))
-        in_burst = scene.bursts and rng.random() < 0.5
-        at = rng.choice(moments) + rng.uniform(0, 1) if in_burst else rng.uniform(0, scene.arrivals_s)
-        for _ in range(min(scene.group, scene.pods - len(pods))):
+    moments = (np.arange(scenario.bursts) + 0.5) * scenario.arrivals_s / max(1, scenario.bursts)
+    while len(pods) < scenario.pods:
+        image = int(rng.choice(scenario.images, p=popularity))
+        in_burst = scenario.bursts and rng.random() < 0.5
+        at = rng.choice(moments) + rng.uniform(0, 1) if in_burst else rng.uniform(0, scenario.arrivals_s)
+        for _ in range(min(scenario.group, scenario.pods - len(pods))):
             steady = typical[image] * rng.lognormal(0, 0.2)
             pods.append(
                 SimulatedPodSpec(
@@ -201,20 +202,20 @@ def make_world(scene: Scenario) -> World:
                     peak=int(steady * peaks[image]),
                     steady=int(steady),
                     startup_s=float(rng.uniform(2, 10)),
-                    life_s=float(rng.lognormal(math.log(scene.life_s), 0.5)),
-                    forks=int(rng.integers(1, 5)) if rng.random() < scene.fork_share else 0,
+                    life_s=float(rng.lognormal(math.log(scenario.life_s), 0.5)),
+                    forks=int(rng.integers(1, 5)) if rng.random() < scenario.fork_share else 0,
                 )
             )
-    return World(scene, tuple(hosts), tuple(pods), sizes)
+    return World(scenario, tuple(hosts), tuple(pods), sizes)
 
 
 class _SimulatedPod:
-    def __init__(self, spec: SimulatedPodSpec, arrived: float, origin: str | None = None) -> None:
-        self.spec, self.arrived, self.origin = spec, arrived, origin
+    def __init__(self, spec: SimulatedPodSpec, arrived: float, parent_host: str | None = None) -> None:
+        self.spec, self.arrived, self.parent_host = spec, arrived, parent_host
         self.exclude: set[str] = set()
         self.host: _SimulatedHost | None = None
-        self.uses = 0  # bytes now
-        self.lives = 0  # goes up when its host dies: what was planned for it before is void
+        self.memory = 0  # bytes in use now
+        self.generation = 0  # incremented when its host dies: events scheduled for it before are void
         self.lost = False
         self.starting = False
 
@@ -224,31 +225,31 @@ class _SimulatedHost:
     spec: SimulatedHostSpec
     alive: bool = True
     used: int = 0
-    promised: int = 0  # to pods that wait for their image
+    reserved: int = 0  # for pods that wait for their image
     starting: int = 0
     pods: dict[_SimulatedPod, None] = field(default_factory=dict)
     images: "OrderedDict[int, int]" = field(default_factory=OrderedDict)
-    fetching: dict[int, float] = field(default_factory=dict)
-    names: frozenset[str] = frozenset()  # of the images, kept because every report has them
-    since: float = 0.0
+    pulling: dict[int, float] = field(default_factory=dict)
+    image_names: frozenset[str] = frozenset()  # cached because every report has them
+    accounted_until: float = 0.0
     memory_over_s: float = 0.0
     cpu_over_s: float = 0.0
 
     def pressure(self) -> tuple[float, float]:
-        """(memory_some, cpu_some): memory stalls at the ceiling when half of what is kept back is gone."""
-        line = LINES.memory_line(self.spec.memory)
+        """Return (memory_some, cpu_some); memory pressure reaches its ceiling when half of the headroom is used."""
+        reserve = THRESHOLDS.memory_reserve(self.spec.memory)
         free = self.spec.memory - self.used
-        memory = 100.0 if free < 0 else max(0.0, LINES.memory_some * (line - free) / (line / 2))
+        memory = 100.0 if free < 0 else max(0.0, THRESHOLDS.memory_some * (reserve - free) / (reserve / 2))
         demand = self.starting + STEADY_CORES * (len(self.pods) - self.starting)
         return memory, min(100.0, max(0.0, 100 * (demand / self.spec.cores - 0.5)))
 
     def account(self, now: float) -> None:
-        """Add the time since the last change to what was over its ceiling."""
-        if self.alive and now > self.since:
+        """Add the time since the last change to the time over each exceeded ceiling."""
+        if self.alive and now > self.accounted_until:
             memory, cpu = self.pressure()
-            self.memory_over_s += (now - self.since) * (memory > LINES.memory_some)
-            self.cpu_over_s += (now - self.since) * (cpu > LINES.cpu_some)
-        self.since = now
+            self.memory_over_s += (now - self.accounted_until) * (memory > THRESHOLDS.memory_some)
+            self.cpu_over_s += (now - self.accounted_until) * (cpu > THRESHOLDS.cpu_some)
+        self.accounted_until = now
 
     def report(self, now: float) -> HostReport:
         spec, (memory, cpu) = self.spec, self.pressure()
@@ -261,8 +262,8 @@ class _SimulatedHost:
             pressure=reading,
             pods=len(self.pods),
             max_pods=MAX_PODS,
-            memory_free=max(0, available - LINES.memory_line(spec.memory) - self.promised),
-            images=self.names,
+            memory_free=max(0, available - THRESHOLDS.memory_reserve(spec.memory) - self.reserved),
+            images=self.image_names,
             cores=spec.cores,
             starting=self.starting,
             time=now,
@@ -270,78 +271,81 @@ class _SimulatedHost:
 
 
 class Simulation:
-    """Plays one world against one placer. `placer` is made with the simulation's clock."""
+    """Runs one world against one placer. `placer` builds it from the simulation's clock."""
 
     def __init__(self, world: World, name: str, placer: Callable[[Callable[[], float]], Placer]) -> None:
         self.world, self.name, self.now = world, name, 0.0
         self.placer = placer(lambda: self.now)
-        self.rng = np.random.default_rng(world.scene.seed + 1)
+        self.rng = np.random.default_rng(world.scenario.seed + 1)
         self.hosts: dict[str, _SimulatedHost] = {}
         self.outstanding = 0
         self.waiting: deque[_SimulatedPod] = deque()
-        self.inside = 0.0  # seconds spent in `place`
-        self.placed = self.images_asked = self.images_local = self.forks = self.forks_local = 0
+        self.place_s = 0.0  # seconds spent in `place`
+        self.placed = self.image_requests = self.images_local = self.forks = self.forks_local = 0
         self.lost = self.replaced = 0
         self.waits: list[float] = []
         self.ready: list[float] = []
-        self.busiest: tuple[int, int, int, list[int]] = (0, 0, 0, [])  # pods, hosts used, their memory, what pods use
+        # at the busiest moment: pods, hosts used, memory of those hosts, memory of each pod
+        self.busiest: tuple[int, int, int, list[int]] = (0, 0, 0, [])
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._count = itertools.count()
 
     def run(self) -> SimulationResult:
-        """Play to the end: every pod done, or an hour after the last arrival."""
-        scene = self.world.scene
+        """Run until every pod has ended, or an hour after the last arrival."""
+        scenario = self.world.scenario
         for host in self.world.hosts:
             self._at(host.joins, partial(self._join, host))
         self.outstanding = len(self.world.pods)
         for spec in self.world.pods:
             self._at(spec.arrives, partial(self._place, _SimulatedPod(spec, spec.arrives)))
         self._at(1.0, self._retry)
-        self._at(10.0, self._sample)
-        while self._events and self.outstanding and self.now < scene.arrivals_s + 3600:
+        self._at(10.0, self._sample_load)
+        while self._events and self.outstanding and self.now < scenario.arrivals_s + 3600:
             self.now, _, event = heapq.heappop(self._events)
             event()
         for each in self.hosts.values():
             each.account(self.now)
-        return self._outcome()
+        return self._result()
 
     def _at(self, when: float, event: Callable[[], object]) -> None:
         heapq.heappush(self._events, (when, next(self._count), event))
 
     def _after(self, pod: _SimulatedPod, delay: float, step: Callable[[_SimulatedPod], None]) -> None:
-        """Do `step` later, unless the pod's host died in between."""
-        lives = pod.lives
-        self._at(self.now + delay, lambda: step(pod) if pod.lives == lives else None)
+        """Run `step` later, unless the pod's host dies in between."""
+        generation = pod.generation
+        self._at(self.now + delay, lambda: step(pod) if pod.generation == generation else None)
 
     # -- hosts
 
     def _join(self, spec: SimulatedHostSpec) -> None:
-        host = self.hosts[spec.name] = _SimulatedHost(spec, since=self.now)
+        host = self.hosts[spec.name] = _SimulatedHost(spec, accounted_until=self.now)
         if math.isfinite(spec.dies):
             self._at(spec.dies, lambda: self._die(host))
-        first = 0.0 if self.now == 0 else float(self.rng.uniform(0, self.world.scene.beat_s))
-        self._at(self.now + first, lambda: self._beat(host))
+        first = 0.0 if self.now == 0 else float(self.rng.uniform(0, self.world.scenario.report_interval_s))
+        self._at(self.now + first, lambda: self._send_report(host))
 
-    def _beat(self, host: _SimulatedHost) -> None:
+    def _send_report(self, host: _SimulatedHost) -> None:
         if host.alive:
-            report, delay = host.report(self.now), float(self.rng.uniform(0, self.world.scene.delay_s))
+            scenario = self.world.scenario
+            report, delay = host.report(self.now), float(self.rng.uniform(0, scenario.max_report_delay_s))
             self._at(self.now + (delay if self.now else 0.0), lambda: self.placer.report(report))
-            self._at(self.now + self.world.scene.beat_s * float(self.rng.uniform(0.9, 1.1)), lambda: self._beat(host))
+            interval = scenario.report_interval_s * float(self.rng.uniform(0.9, 1.1))
+            self._at(self.now + interval, lambda: self._send_report(host))
 
     def _die(self, host: _SimulatedHost) -> None:
-        """In silence: its pods are missed, and the host given up, when its reports have been missing for long."""
+        """Kill a host silently: its pods count as lost once its reports have been missing for `stale_s`."""
         host.account(self.now)
         host.alive = False
         lost = list(host.pods)
         host.pods.clear()
         for pod in lost:
-            pod.lives += 1
+            pod.generation += 1
 
         def notice() -> None:
             self.placer.forget(host.spec.name)
             for pod in lost:
-                self.lost += not pod.lost  # twice before it ran again is once
-                pod.arrived, pod.origin, pod.lost, pod.uses = self.now, None, True, 0
+                self.lost += not pod.lost  # lost twice before it ran again counts once
+                pod.arrived, pod.parent_host, pod.lost, pod.memory = self.now, None, True, 0
                 self._place(pod)
 
         self._at(self.now + POLICY.stale_s, notice)
@@ -351,77 +355,80 @@ class Simulation:
     def _place(self, pod: _SimulatedPod) -> bool:
         spec = pod.spec
         request = PlacementRequest(
-            f"image-{spec.image}", spec.expected, origin=pod.origin, image_size=self.world.image_sizes[spec.image]
+            f"image-{spec.image}",
+            spec.expected,
+            parent_host=pod.parent_host,
+            image_size=self.world.image_sizes[spec.image],
         )
         start = time.perf_counter()
         try:
             placement = self.placer.place(request, pod.exclude)
         except NoHost:
-            self.inside += time.perf_counter() - start
+            self.place_s += time.perf_counter() - start
             pod.exclude.clear()
             self.waiting.append(pod)
             return False
-        self.inside += time.perf_counter() - start
+        self.place_s += time.perf_counter() - start
         self.placed += 1
         host = self.hosts[placement.host]
         if host.alive:
             self._begin(pod, host)
         else:
-            self._after(pod, CONNECT_S, lambda pod: self._refused(pod, host.spec.name))
+            self._after(pod, CONNECT_S, lambda pod: self._connect_failed(pod, host.spec.name))
         return True
 
-    def _refused(self, pod: _SimulatedPod, host: str) -> None:
-        self.placer.failed(host)
+    def _connect_failed(self, pod: _SimulatedPod, host: str) -> None:
+        self.placer.mark_failed(host)
         pod.exclude.add(host)
         self._place(pod)
 
     def _begin(self, pod: _SimulatedPod, host: _SimulatedHost) -> None:
-        """The host has it: fetch what is missing, then start."""
+        """Assign the pod to a host: pull what is missing, then start it."""
         self.waits.append(self.now - pod.arrived)
         host.account(self.now)
         pod.host = host
         host.pods[pod] = None
-        host.promised += pod.spec.expected
+        host.reserved += pod.spec.expected
         delay = 0.0
-        if pod.origin is not None:
+        if pod.parent_host is not None:
             self.forks += 1
-            self.forks_local += pod.origin == host.spec.name
-            delay = 0.0 if pod.origin == host.spec.name else TRANSFER_S
-        if pod.origin != host.spec.name:
-            self.images_asked += pod.origin is None
-            self.images_local += pod.origin is None and pod.spec.image in host.images
-            delay += self._fetch(host, pod.spec.image)
+            self.forks_local += pod.parent_host == host.spec.name
+            delay = 0.0 if pod.parent_host == host.spec.name else TRANSFER_S
+        if pod.parent_host != host.spec.name:
+            self.image_requests += pod.parent_host is None
+            self.images_local += pod.parent_host is None and pod.spec.image in host.images
+            delay += self._pull(host, pod.spec.image)
         self._after(pod, delay, self._start)
 
-    def _fetch(self, host: _SimulatedHost, image: int) -> float:
-        """Seconds until the image is there; pods of one image wait for the same fetch."""
+    def _pull(self, host: _SimulatedHost, image: int) -> float:
+        """Return the seconds until the image is there; pods of one image wait for the same pull."""
         if image in host.images:
             host.images.move_to_end(image)
             return 0.0
-        if image not in host.fetching:
+        if image not in host.pulling:
             seconds = self.world.image_sizes[image] / POLICY.pull_rate * float(self.rng.uniform(0.7, 1.5))
-            host.fetching[image] = self.now + seconds
-            self._at(self.now + seconds, lambda: self._fetched(host, image))
-        return host.fetching[image] - self.now
+            host.pulling[image] = self.now + seconds
+            self._at(self.now + seconds, lambda: self._pulled(host, image))
+        return host.pulling[image] - self.now
 
-    def _fetched(self, host: _SimulatedHost, image: int) -> None:
-        del host.fetching[image]
+    def _pulled(self, host: _SimulatedHost, image: int) -> None:
+        del host.pulling[image]
         host.images[image] = self.world.image_sizes[image]
-        while sum(host.images.values()) > self.world.scene.cache and len(host.images) > 1:
+        while sum(host.images.values()) > self.world.scenario.image_cache and len(host.images) > 1:
             host.images.popitem(last=False)
-        host.names = frozenset(f"image-{each}" for each in host.images)
+        host.image_names = frozenset(f"image-{each}" for each in host.images)
 
     def _start(self, pod: _SimulatedPod) -> None:
         host = self._host(pod)
-        host.promised -= pod.spec.expected
+        host.reserved -= pod.spec.expected
         host.starting += 1
         pod.starting = True
-        self._use(pod, pod.spec.peak)
+        self._set_memory(pod, pod.spec.peak)
         slowed = max(1.0, host.starting / host.spec.cores)
         self._after(pod, pod.spec.startup_s * slowed, self._settle)
 
     def _settle(self, pod: _SimulatedPod) -> None:
-        self._use(pod, pod.spec.steady)
+        self._set_memory(pod, pod.spec.steady)
         self._host(pod).starting -= 1
         pod.starting = False
         self.ready.append(self.now - pod.arrived)
@@ -432,15 +439,15 @@ class Simulation:
         self._after(pod, pod.spec.life_s, self._end)
 
     def _fork(self, pod: _SimulatedPod) -> None:
-        """Children start from files and pages that are there: a lower peak, a shorter start, half a life."""
+        """Fork a pod. Its files are present: children have a lower peak, a shorter start and half the lifetime."""
         s, peak = pod.spec, int(1.3 * pod.spec.steady)
         for _ in range(s.forks):
             child = SimulatedPodSpec(self.now, s.image, peak, peak, s.steady, 0.5, s.life_s / 2, 0)
             self.outstanding += 1
-            self._place(_SimulatedPod(child, self.now, origin=self._host(pod).spec.name))
+            self._place(_SimulatedPod(child, self.now, parent_host=self._host(pod).spec.name))
 
     def _end(self, pod: _SimulatedPod) -> None:
-        self._use(pod, 0)
+        self._set_memory(pod, 0)
         self._host(pod).pods.pop(pod)
         self.outstanding -= 1
 
@@ -448,45 +455,45 @@ class Simulation:
         assert pod.host is not None
         return pod.host
 
-    def _use(self, pod: _SimulatedPod, uses: int) -> None:
+    def _set_memory(self, pod: _SimulatedPod, memory: int) -> None:
         host = self._host(pod)
         host.account(self.now)
-        host.used += uses - pod.uses
-        pod.uses = uses
+        host.used += memory - pod.memory
+        pod.memory = memory
 
     def _retry(self) -> None:
         failures = 0
         for _ in range(len(self.waiting)):
             failures += not self._place(self.waiting.popleft())
-            if failures >= 20:  # nobody will take the rest either: they keep their place
+            if failures >= 20:  # no host will take the rest either: they stay queued in order
                 break
         self.waiting.rotate(min(failures, 20))
         self._at(self.now + RETRY_S, self._retry)
 
-    # -- what came of it
+    # -- results
 
-    def _sample(self) -> None:
+    def _sample_load(self) -> None:
         pods = sum(len(host.pods) for host in self.hosts.values())
         if pods > self.busiest[0]:
             used = [host for host in self.hosts.values() if host.pods]
-            sizes = [pod.uses for host in used for pod in host.pods]
+            sizes = [pod.memory for host in used for pod in host.pods]
             self.busiest = (pods, len(used), sum(host.spec.memory for host in used), sizes)
-        self._at(self.now + 10.0, self._sample)
+        self._at(self.now + 10.0, self._sample_load)
 
-    def _outcome(self) -> SimulationResult:
+    def _result(self) -> SimulationResult:
         _, used, memory, sizes = self.busiest
-        usable = [host.memory - LINES.memory_line(host.memory) for host in self.world.hosts]
+        usable = [host.memory - THRESHOLDS.memory_reserve(host.memory) for host in self.world.hosts]
         ready, waits = np.array(self.ready or [math.nan]), np.array(self.waits or [math.nan])
         hosts = self.hosts.values()
         return SimulationResult(
             name=self.name,
             placed=self.placed,
-            per_second=self.placed / max(self.inside, 1e-9),
+            per_second=self.placed / max(self.place_s, 1e-9),
             hosts_used=used,
             hosts_bound=volume_bound(sizes, usable),
             hosts_first_fit=first_fit_decreasing(sizes, usable),
             utilisation=sum(sizes) / max(1, memory),
-            image_local=self.images_local / max(1, self.images_asked),
+            image_local=self.images_local / max(1, self.image_requests),
             fork_local=self.forks_local / max(1, self.forks),
             memory_over_s=sum(host.memory_over_s for host in hosts),
             cpu_over_s=sum(host.cpu_over_s for host in hosts),
@@ -500,7 +507,7 @@ class Simulation:
 
 
 def volume_bound(sizes: Iterable[int], hosts: Iterable[int]) -> int:
-    """The fewest hosts, largest first, whose memory adds up to what the pods use."""
+    """Return the fewest hosts, largest first, whose total memory covers the pods' use."""
     need, count = sum(sizes), 0
     for host in sorted(hosts, reverse=True):
         if need <= 0:
@@ -510,7 +517,7 @@ def volume_bound(sizes: Iterable[int], hosts: Iterable[int]) -> int:
 
 
 def first_fit_decreasing(sizes: Iterable[int], hosts: Iterable[int]) -> int:
-    """Hosts that first-fit-decreasing uses: largest pod first, largest host first; what fits nowhere is left out."""
+    """Return how many hosts first-fit-decreasing uses, largest pods and hosts first; skip pods that fit nowhere."""
     free = np.array(sorted(hosts, reverse=True), dtype=np.float64)
     last = 0
     for size in sorted(sizes, reverse=True):
@@ -523,8 +530,8 @@ def first_fit_decreasing(sizes: Iterable[int], hosts: Iterable[int]) -> int:
 
 
 def compare(world: World) -> list[SimulationResult]:
-    """The real PodRouter and both baselines on the same world."""
-    seed = world.scene.seed
+    """Run the real PodRouter and both baselines on the same world."""
+    seed = world.scenario.seed
     placers: dict[str, Callable[[Callable[[], float]], Placer]] = {
         "etude router": lambda clock: PodRouter(seed=seed, clock=clock),
         "least loaded": lambda clock: LeastLoadedPlacer(seed, clock),
