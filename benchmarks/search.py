@@ -26,8 +26,8 @@ from rich.table import Table
 from etude.harness.search import bm25, index
 from etude.harness.search.cache import default_directory
 from etude.harness.search.chunks import chunk_text
-from etude.harness.search.index import CodeIndex, Ranked
-from etude.harness.search.searcher import Searcher, open_searcher
+from etude.harness.search.index import CodeIndex, RankedChunk
+from etude.harness.search.searcher import CodebaseSearcher, open_searcher
 from etude.harness.search.source import FileEntry, LocalFiles
 
 Questions = Sequence[tuple[str, str]]  # the question; places that answer it: `path:Class.method path:function`
@@ -245,7 +245,7 @@ def installed(package: str) -> Path:
 # ------------------------------------------------------------------------------------------------- recall
 
 
-async def recall(searcher: Searcher, root: Path, questions: Questions) -> tuple[list[str], list[str]]:
+async def recall(searcher: CodebaseSearcher, root: Path, questions: Questions) -> tuple[list[str], list[str]]:
     """Share answered and mean reciprocal rank of each way of searching; the questions that both together missed."""
     assert searcher.embedder is not None
     whole = await searcher.prepare(LocalFiles(root))
@@ -254,7 +254,7 @@ async def recall(searcher: Searcher, root: Path, questions: Questions) -> tuple[
     for question, answers in questions:
         places = [place_of(root, answer) for answer in answers.split()]
         words = bm25.question_words(question)
-        vector = await searcher.embedder.question(question)
+        vector = await searcher.embedder.embed_question(question)
         ranks["semantic"].append(rank_of(whole.rank([], vector, limit=50), places))
         ranks["lexical"].append(rank_of(whole.rank(words, None, limit=50), places))
         ranks["fused"].append(rank_of(whole.rank(words, vector, limit=50), places))
@@ -283,7 +283,7 @@ def place_of(root: Path, answer: str) -> tuple[str, int, int]:
     return path, min(lines), max(lines)
 
 
-def rank_of(found: Sequence[Ranked], places: Sequence[tuple[str, int, int]]) -> int:
+def rank_of(found: Sequence[RankedChunk], places: Sequence[tuple[str, int, int]]) -> int:
     """The rank of the first chunk that is in one of the places; 0 when none is."""
     for rank, item in enumerate(found, start=1):
         chunk = item.chunk
@@ -317,7 +317,7 @@ class Edited(LocalFiles):
         return found
 
 
-async def cost(warm: Searcher, root: Path, cache: Path) -> Table:
+async def cost(warm: CodebaseSearcher, root: Path, cache: Path) -> Table:
     """Seconds of every step, on a new searcher where the old one would remember."""
     assert warm.embedder is not None
     table = Table(title="what it costs")
@@ -326,7 +326,7 @@ async def cost(warm: Searcher, root: Path, cache: Path) -> Table:
 
     fresh = open_searcher(cache=cache)
     started = time.perf_counter()
-    whole = await Searcher(None).prepare(LocalFiles(root))
+    whole = await CodebaseSearcher(None).prepare(LocalFiles(root))
     lines = sum(len(file.lines) for file in whole.files)
     seconds = time.perf_counter() - started
     table.add_row(
@@ -371,7 +371,7 @@ async def cost(warm: Searcher, root: Path, cache: Path) -> Table:
     return table
 
 
-async def embedding_rate(searcher: Searcher, whole: CodeIndex) -> tuple[float, int]:
+async def embedding_rate(searcher: CodebaseSearcher, whole: CodeIndex) -> tuple[float, int]:
     """Chunks a second through the model alone, over an even sample."""
     assert searcher.embedder is not None
     texts = [text for file in whole.files for text in file.texts()]

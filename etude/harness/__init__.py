@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from etude.harness.atif import from_atif, to_atif
     from etude.harness.model_client import ChatModelClient, ModelClient, TokenModelClient
-    from etude.harness.session_factory import open_session
     from etude.harness.prompt import SessionRequest
     from etude.harness.session import Budget, Session
+    from etude.harness.session_factory import open_session
     from etude.harness.summary import SummarySettings
     from etude.harness.tool_set import ToolSet
     from etude.harness.trace import Segment, Step, Trace

@@ -1,9 +1,9 @@
-"""Traces in the AtifAgent Trajectory Interchange Format 1.8, for tools that are not ours; and such documents as traces.
+"""Export and import of traces in the Agent Trajectory Interchange Format (ATIF) 1.8.
 
-Whatever the format has a place for stands there, where any reader finds it: messages, thoughts, calls and results,
-counts of tokens, the ids and log-probabilities of what the model made. What it has no place for is in its `extra`
-fields, and the arrays of the segments, compressed, in `extra.etude` of the document: `from_atif(to_atif(trace))` is the
-trace, to the bit. A document of another tool has no such arrays: it gives the conversation, and nothing to train on.
+Messages, thinking, calls, results, token counts, and ids and log-probabilities of sampled tokens use the fields of the
+format. Everything else is in its `extra` fields, and the segment arrays, compressed, in `extra.etude` of the document:
+`from_atif(to_atif(trace))` returns the identical trace. Documents of other tools have no such arrays: they give a
+conversation that cannot be trained on.
 """
 
 import base64
@@ -23,29 +23,20 @@ from etude.chat.messages import Message, Role, ToolCall
 from etude.errors import InputError
 from etude.harness.tools.tool import ToolOutcome
 from etude.harness.trace import Cost, SegmentBuilder, SessionEnding, Step, Trace
-from etude.harness.trace_store import (
-    DAMAGE,
-    Array,
-    compress_bytes,
-    decompress_bytes,
-    from_json,
-    read_segment,
-    to_json,
-    write_segment,
-)
+from etude.harness.trace_store import DAMAGE, Array, deflate, from_json, inflate, read_segment, to_json, write_segment
 
 VERSION = "ATIF-v1.8"
-FORMAT = 1  # of what is ours in it
+FORMAT = 1  # version of the `extra.etude` object
 AGENT = "etude"
 
 Json = Mapping[str, Any]
-Lost = tuple[list[str | int], Any]  # the place of a value that JSON cannot hold, and the value
+Lost = tuple[list[str | int], Any]  # path and value of something JSON cannot represent
 SOURCES: dict[Role, str] = {"system": "system", "user": "user", "assistant": "agent", "tool": "system"}
 ROLES: dict[str, Role] = {"system": "system", "user": "user", "agent": "assistant"}
-HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs: no UTF-8 has them, so no document may
+SURROGATES = re.compile("[\ud800-\udfff]")  # lone surrogates: not valid in UTF-8
 
 
-# ------------------------------------------------------------------------------------------- the format
+# ------------------------------------------------------------------------------------------- format
 
 
 @dataclass(frozen=True)
@@ -153,11 +144,11 @@ class Trajectory:
     subagent_trajectories: "Sequence[Trajectory] | None" = None
 
 
-AGENTS_OWN = ("model_name", "reasoning_effort", "reasoning_content", "tool_calls", "metrics")
+AGENT_ONLY = ("model_name", "reasoning_effort", "reasoning_content", "tool_calls", "metrics")
 
 
 def _check(document: Trajectory, where: str) -> None:
-    """What the types do not say; InputError names the place."""
+    """Check the rules that the types do not express; InputError names the place."""
     if not re.fullmatch(r"ATIF-v1\.[0-8]", document.schema_version):
         raise InputError(f"{where}.schema_version: {document.schema_version!r}; expected ATIF-v1.0 to {VERSION}")
     if not document.steps:
@@ -174,21 +165,21 @@ def _check(document: Trajectory, where: str) -> None:
     for index, inner in enumerate(document.subagent_trajectories or ()):
         place = f"{where}.subagent_trajectories[{index}]"
         if inner.trajectory_id is None or inner.trajectory_id in names:
-            raise InputError(f"{place}.trajectory_id: {inner.trajectory_id!r}; expected one that no other has")
+            raise InputError(f"{place}.trajectory_id: {inner.trajectory_id!r}; expected a unique id")
         names.add(inner.trajectory_id)
         _check(inner, place)
 
 
 def _check_step(step: TrajectoryStep, where: str) -> None:
     no_model = step.source == "agent" and step.llm_call_count == 0
-    absent = ("reasoning_content", "metrics") if no_model else () if step.source == "agent" else AGENTS_OWN
+    absent = ("reasoning_content", "metrics") if no_model else () if step.source == "agent" else AGENT_ONLY
     for name in absent:
         if getattr(step, name) is not None:
             why = "llm_call_count is 0" if no_model else f"source is {step.source}"
-            raise InputError(f"{where}.{name}: has no place where {why}")
+            raise InputError(f"{where}.{name}: is not allowed where {why}")
     if step.llm_call_count is not None and step.llm_call_count < 0:
         raise InputError(f"{where}.llm_call_count: {step.llm_call_count}; expected 0 or more")
-    _moment(step, where)
+    _timestamp(step, where)
     _check_parts(step.message, f"{where}.message")
     ids = {call.tool_call_id for call in step.tool_calls or ()}
     for index, result in enumerate(step.observation.results if step.observation else ()):
@@ -203,56 +194,56 @@ def _check_step(step: TrajectoryStep, where: str) -> None:
 
 def _check_parts(content: str | Sequence[AtifContentPart] | None, where: str) -> None:
     for index, part in enumerate(() if content is None or isinstance(content, str) else content):
-        written = part.type == "text"
-        if (part.text is not None) is not written or (part.source is not None) is written:
-            needed = "text and no source" if written else "a source and no text"
-            raise InputError(f"{where}[{index}]: a part of type {part.type} needs {needed}")
+        is_text = part.type == "text"
+        if (part.text is not None) is not is_text or (part.source is not None) is is_text:
+            expected = "text and no source" if is_text else "a source and no text"
+            raise InputError(f"{where}[{index}]: a part of type {part.type} needs {expected}")
 
 
-def _moment(step: TrajectoryStep, where: str) -> datetime | None:
+def _timestamp(step: TrajectoryStep, where: str) -> datetime | None:
     try:
         return None if step.timestamp is None else datetime.fromisoformat(step.timestamp)
     except ValueError:
         raise InputError(f"{where}.timestamp: {step.timestamp!r} is not ISO 8601") from None
 
 
-# ------------------------------------------------------------------------------------------- a trace as a document
+# ------------------------------------------------------------------------------------------- export
 
 
 def to_atif(trace: Trace, *, prompts: bool = False, started: datetime | None = None) -> dict[str, Any]:
-    """The document of a trace: strict JSON, valid under ATIF 1.8.
+    """Return the ATIF 1.8 document of a trace, as strict JSON.
 
-    `prompts` adds the ids of every prompt, which take the square of the session's length; `started` is when it began,
-    for steps with timestamps.
+    `prompts` adds the token ids of every prompt, which grow with the square of the session's length; `started` is the
+    start time, for timestamps of steps.
     """
     if not trace.steps:
-        raise InputError(f"trace {trace.id} has no steps, and an ATIF document needs one")
+        raise InputError(f"trace {trace.id} has no steps, but an ATIF document needs at least one")
     name = f"trace {trace.id}"
     lost: list[Lost] = []
     try:
-        document: dict[str, Any] = _clean(_show(trace, name), [], lost)
+        document: dict[str, Any] = _clean(_export(trace, name), [], lost)
     except RecursionError:
         raise InputError(f"{name}: nested too deeply for a document") from None
     if lost:
-        document["extra"][AGENT]["restore"] = [[place, _encoded(value)] for place, value in lost]
-    for step, shown in zip(trace.steps, document["steps"], strict=True):
-        if _spoken(step) and (metrics := _metrics(trace, step, prompts)):
-            shown["metrics"] = metrics
+        document["extra"][AGENT]["restore"] = [[path, _encode(value)] for path, value in lost]
+    for step, exported in zip(trace.steps, document["steps"], strict=True):
+        if _is_sampled(step) and (metrics := _metrics(trace, step, prompts)):
+            exported["metrics"] = metrics
         if started is not None:
-            shown["timestamp"] = (started + timedelta(seconds=step.time)).isoformat()
+            exported["timestamp"] = (started + timedelta(seconds=step.time)).isoformat()
     return document
 
 
-def _show(trace: Trace, name: str) -> dict[str, Any]:
+def _export(trace: Trace, name: str) -> dict[str, Any]:
     tools, cost, facts = (to_json(getattr(trace, key), f"{name}.{key}") for key in ("tools", "cost", "facts"))
-    segments = [write_segment(part, _put, f"{name}.segments[{i}]") for i, part in enumerate(trace.segments)]
+    segments = [write_segment(part, _export_array, f"{name}.segments[{i}]") for i, part in enumerate(trace.segments)]
     return {
         "schema_version": VERSION,
         "session_id": trace.id,
-        "agent": _given(
+        "agent": _without_none(
             name=AGENT, version=__version__, model_name=trace.model or None, tool_definitions=tools or None
         ),
-        "steps": [_show_step(step, i + 1, f"{name}.steps[{i}]") for i, step in enumerate(trace.steps)],
+        "steps": [_export_step(step, i + 1, f"{name}.steps[{i}]") for i, step in enumerate(trace.steps)],
         "final_metrics": {
             "total_prompt_tokens": trace.cost.prompt,
             "total_completion_tokens": trace.cost.sampled,
@@ -274,39 +265,39 @@ def _show(trace: Trace, name: str) -> dict[str, Any]:
     }
 
 
-def _spoken(step: Step) -> bool:
-    """The model said it, in this session."""
+def _is_sampled(step: Step) -> bool:
+    """Return whether the model sampled this step in this session."""
     return step.kind in ("turn", "summary") and step.message.role == "assistant"
 
 
-def _show_step(step: Step, number: int, where: str) -> dict[str, Any]:
+def _export_step(step: Step, number: int, where: str) -> dict[str, Any]:
     extra = to_json(step, where)
     message, outcomes = extra.pop("message"), extra.pop("outcomes")
     source = SOURCES[step.message.role]
-    agents = source == "agent"
-    calls = message["calls"] if agents else []
-    homeless = {"call", "name"} if agents else {"call", "name", "thinking", "calls"}
+    is_agent = source == "agent"
+    calls = message["calls"] if is_agent else []
+    extra_keys = {"call", "name"} if is_agent else {"call", "name", "thinking", "calls"}
     if message["role"] != ROLES[source]:
-        homeless.add("role")
-    if unshown := {key: value for key, value in message.items() if key in homeless and value}:
-        extra["message"] = unshown
-    results = [_show_outcome(outcome, calls[i : i + 1]) for i, outcome in enumerate(outcomes)]
-    return _given(
+        extra_keys.add("role")
+    if rest := {key: value for key, value in message.items() if key in extra_keys and value}:
+        extra["message"] = rest
+    results = [_export_outcome(outcome, calls[i : i + 1]) for i, outcome in enumerate(outcomes)]
+    return _without_none(
         step_id=number,
         source=source,
         message=message["content"],
-        reasoning_content=message["thinking"] or None if agents else None,
-        tool_calls=[_show_call(call) for call in calls] or None,
+        reasoning_content=message["thinking"] or None if is_agent else None,
+        tool_calls=[_export_call(call) for call in calls] or None,
         observation={"results": results} if results else None,
-        # What an assistant said in an earlier session is context here, as what stands before a summary is.
-        is_copied_context=step.copied or (agents and not _spoken(step)) or None,
-        llm_call_count=1 if _spoken(step) else None,
+        # An assistant message of an earlier session is context, like messages repeated after a summary.
+        is_copied_context=step.copied or (is_agent and not _is_sampled(step)) or None,
+        llm_call_count=1 if _is_sampled(step) else None,
         extra=extra,
     )
 
 
-def _show_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call in its JSON form as the format has it; one that could not be read has no arguments, and says so."""
+def _export_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Export a call from its JSON form; a call that could not be parsed has no arguments and is marked `unread`."""
     extra = {key: call[key] for key in ("status", "raw", "span", "problem") if call[key]}
     if call["arguments"] is None:
         extra["unread"] = True
@@ -318,10 +309,10 @@ def _show_call(call: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _show_outcome(outcome: dict[str, Any], call: Sequence[Json]) -> dict[str, Any]:
+def _export_outcome(outcome: dict[str, Any], call: Sequence[Json]) -> dict[str, Any]:
     extra = {key: outcome[key] for key in ("error", "facts") if outcome[key]} | {"seconds": outcome["seconds"]}
-    answered = call[0]["id"] if call else None
-    return _given(source_call_id=answered, content=outcome["text"], extra=extra)
+    call_id = call[0]["id"] if call else None
+    return _without_none(source_call_id=call_id, content=outcome["text"], extra=extra)
 
 
 def _metrics(trace: Trace, step: Step, prompts: bool) -> dict[str, Any]:
@@ -337,48 +328,48 @@ def _metrics(trace: Trace, step: Step, prompts: bool) -> dict[str, Any]:
     metrics["completion_token_ids"] = segment.tokens[start:end].tolist()
     logprobs = segment.logprobs[start:end]
     if np.isfinite(logprobs).all():
-        # Not by tolist: the digits that tell a float64 from its neighbours mean nothing here, and are half of the text.
+        # Not tolist: the extra float64 digits mean nothing and would be half of the text.
         metrics["logprobs"] = [float(str(value)) for value in logprobs]
     return metrics
 
 
-def _given(**values: Any) -> dict[str, Any]:
+def _without_none(**values: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _put(array: Array) -> dict[str, Any]:
-    data = base64.b64encode(compress_bytes(array.tobytes())).decode()
+def _export_array(array: Array) -> dict[str, Any]:
+    data = base64.b64encode(deflate(array.tobytes())).decode()
     return {"dtype": array.dtype.str, "shape": list(array.shape), "zstd": data}
 
 
-def _clean(value: Any, place: list[str | int], lost: list[Lost]) -> Any:
-    """The value as any reader of JSON takes it; `lost` gets the place and the value of what had to be changed."""
-    if isinstance(value, str) and HALVES.search(value):
-        lost.append((place, value))
-        return HALVES.sub("\ufffd", value)
+def _clean(value: Any, path: list[str | int], lost: list[Lost]) -> Any:
+    """Return the value as strict JSON; append path and original of every changed value to `lost`."""
+    if isinstance(value, str) and SURROGATES.search(value):
+        lost.append((path, value))
+        return SURROGATES.sub("\ufffd", value)
     if isinstance(value, float) and not math.isfinite(value):
-        lost.append((place, value))
+        lost.append((path, value))
         return json.dumps(value)
     if isinstance(value, list):
-        return [_clean(item, [*place, index], lost) for index, item in enumerate(value)]
+        return [_clean(item, [*path, index], lost) for index, item in enumerate(value)]
     if isinstance(value, dict):
-        if any(HALVES.search(key) for key in value):
-            lost.append((place, value))
-            return {HALVES.sub("\ufffd", key): _clean(item, [], []) for key, item in value.items()}
-        return {key: _clean(item, [*place, key], lost) for key, item in value.items()}
+        if any(SURROGATES.search(key) for key in value):
+            lost.append((path, value))
+            return {SURROGATES.sub("\ufffd", key): _clean(item, [], []) for key, item in value.items()}
+        return {key: _clean(item, [*path, key], lost) for key, item in value.items()}
     return value
 
 
-def _encoded(value: Any) -> str:
+def _encode(value: Any) -> str:
     return base64.b64encode(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")).decode()
 
 
-# ------------------------------------------------------------------------------------------- a document as a trace
+# ------------------------------------------------------------------------------------------- import
 
 
 @dataclass(frozen=True)
 class EtudeExtra:
-    """What a document of ours keeps in `extra.etude`."""
+    """The object `extra.etude` of an exported document."""
 
     format: int
     task: str
@@ -392,7 +383,7 @@ class EtudeExtra:
 
 @dataclass(frozen=True)
 class PackedArray:
-    """An array there."""
+    """An array in `extra.etude`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -400,20 +391,20 @@ class PackedArray:
 
 
 def from_atif(document: Mapping[str, Any], name: str = "document") -> Trace:
-    """The trace of a document: exactly what was exported, or, of another tool's, the conversation.
+    """Return the trace of a document: the exported trace, or the conversation of another tool's document.
 
-    InputError names the place, beginning with `name`, where the document is not valid.
+    InputError names the place, starting with `name`, where the document is invalid.
     """
     try:
         extra = document.get("extra") if isinstance(document, dict) else None
-        ours = extra.get(AGENT) if isinstance(extra, dict) else None
-        if ours is None:
-            return _adopt(_read_document(document, name), name)
+        etude = extra.get(AGENT) if isinstance(extra, dict) else None
+        if etude is None:
+            return _import_foreign(_read_document(document, name), name)
         place = f"{name}.extra.{AGENT}"
-        if isinstance(ours, dict) and ours.get("format") != FORMAT:
-            raise InputError(f"{place}.format: {ours.get('format')!r}; this program reads {FORMAT}")
-        kept: EtudeExtra = from_json(EtudeExtra, ours, place)
-        return _restore(_read_document(_with_lost(document, kept, f"{place}.restore"), name), name)
+        if isinstance(etude, dict) and etude.get("format") != FORMAT:
+            raise InputError(f"{place}.format: {etude.get('format')!r}; this program reads {FORMAT}")
+        kept: EtudeExtra = from_json(EtudeExtra, etude, place)
+        return _restore(_read_document(_put_back_lost(document, kept, f"{place}.restore"), name), name)
     except (RecursionError, MemoryError):
         raise InputError(f"{name}: too large or nested too deeply to be read") from None
 
@@ -424,25 +415,25 @@ def _read_document(document: Any, name: str) -> Trajectory:
     return trajectory
 
 
-def _with_lost(document: Any, kept: EtudeExtra, where: str) -> Any:
-    """The document with the values that could not be shown in it."""
+def _put_back_lost(document: Any, kept: EtudeExtra, where: str) -> Any:
+    """Return the document with the values that strict JSON could not represent."""
     if not kept.restore:
         return document
     document = copy.deepcopy(document)
-    for index, (place, text) in enumerate(kept.restore):
+    for index, (path, text) in enumerate(kept.restore):
         try:
             value = json.loads(base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass"))
             holder = document
-            for key in place[:-1]:
+            for key in path[:-1]:
                 holder = holder[key]
-            holder[place[-1]], _ = value, holder[place[-1]]
+            holder[path[-1]], _ = value, holder[path[-1]]
         except DAMAGE as error:
             raise InputError(f"{where}[{index}]: damaged: {error}") from error
     return document
 
 
 def _restore(document: Trajectory, name: str) -> Trace:
-    """A document of ours."""
+    """Return the trace of an exported document."""
     place = f"{name}.extra.{AGENT}"
     kept: EtudeExtra = from_json(EtudeExtra, (document.extra or {})[AGENT], place)
     spent = (document.final_metrics.extra if document.final_metrics else None) or {}
@@ -452,7 +443,9 @@ def _restore(document: Trajectory, name: str) -> Trace:
         dialect=kept.dialect,
         model=document.agent.model_name or "",
         tools=tuple(document.agent.tool_definitions or ()),
-        segments=tuple(read_segment(part, _take, f"{place}.segments[{i}]") for i, part in enumerate(kept.segments)),
+        segments=tuple(
+            read_segment(part, _import_array, f"{place}.segments[{i}]") for i, part in enumerate(kept.segments)
+        ),
         steps=tuple(_restore_step(step, f"{name}.steps[{i}]") for i, step in enumerate(document.steps)),
         ending=kept.ending,
         cost=from_json(Cost, spent, f"{name}.final_metrics.extra"),
@@ -463,13 +456,13 @@ def _restore(document: Trajectory, name: str) -> Trace:
 
 def _restore_step(step: TrajectoryStep, where: str) -> Step:
     extra = step.extra or {}
-    unshown = from_json(Mapping[str, Any], extra.get("message", {}), f"{where}.extra.message")
+    rest = from_json(Mapping[str, Any], extra.get("message", {}), f"{where}.extra.message")
     calls = [
         {
             "id": call.tool_call_id,
             "name": call.function_name,
             "arguments": None if (call.extra or {}).get("unread") else call.arguments,
-            **_chosen(call.extra, "status", "raw", "span", "problem"),
+            **_select(call.extra, "status", "raw", "span", "problem"),
         }
         for call in step.tool_calls or ()
     ]
@@ -481,46 +474,46 @@ def _restore_step(step: TrajectoryStep, where: str) -> Step:
         "calls": calls,
     }
     form = {
-        **_chosen(extra, "kind", "segment", "span", "closed", "time", "copied"),
-        "message": message | dict(unshown),
+        **_select(extra, "kind", "segment", "span", "closed", "time", "copied"),
+        "message": message | dict(rest),
         "outcomes": [
-            {"text": _text(result.content), **_chosen(result.extra, "error", "facts", "seconds")} for result in results
+            {"text": _text(result.content), **_select(result.extra, "error", "facts", "seconds")} for result in results
         ],
     }
     restored: Step = from_json(Step, form, where)
     return restored
 
 
-def _chosen(extra: Json | None, *names: str) -> dict[str, Any]:
-    """What is ours in an `extra`, to which others may have added."""
+def _select(extra: Json | None, *names: str) -> dict[str, Any]:
+    """Return the named keys of an `extra`; other tools may have added more."""
     return {name: extra[name] for name in names if name in extra} if extra else {}
 
 
-def _take(form: Json) -> Array:
+def _import_array(form: Json) -> Array:
     packed: PackedArray = from_json(PackedArray, form, "array")
-    data = decompress_bytes(base64.b64decode(packed.zstd, validate=True))
+    data = inflate(base64.b64decode(packed.zstd, validate=True))
     return np.frombuffer(data, packed.dtype).reshape(packed.shape)
 
 
-# ------------------------------------------------------------------------------------------- another tool's
+# ------------------------------------------------------------------------------------------- documents of other tools
 
 
-def _adopt(document: Trajectory, name: str) -> Trace:
-    """A document of another tool, as if it had been a session at a chat API."""
-    moments = [_moment(step, name) for step in document.steps]
-    started = next(filter(None, moments), None)
+def _import_foreign(document: Trajectory, name: str) -> Trace:
+    """Convert a document of another tool to a trace, as if from a chat API."""
+    timestamps = [_timestamp(step, name) for step in document.steps]
+    started = next(filter(None, timestamps), None)
     steps: list[Step] = []
-    cost, segment, spoke, now = Cost(), 0, False, 0.0
-    for step, moment in zip(document.steps, moments, strict=True):
+    cost, segment, replied, now = Cost(), 0, False, 0.0
+    for step, timestamp in zip(document.steps, timestamps, strict=True):
         copied = bool(step.is_copied_context)
         if copied and steps and not steps[-1].copied:
-            segment, spoke = segment + 1, False
-        now = _seconds(started, moment) if started and moment else now
-        adopted = _adopt_step(step, segment, now, spoke)
-        steps += adopted
-        spoke = spoke or step.source == "agent"
+            segment, replied = segment + 1, False
+        now = _seconds(started, timestamp) if started and timestamp else now
+        imported = _import_foreign_step(step, segment, now, replied)
+        steps += imported
+        replied = replied or step.source == "agent"
         if step.source == "agent" and not copied:
-            cost = _with_step(cost, adopted[0], step.metrics or Metrics())
+            cost = _with_step(cost, imported[0], step.metrics or Metrics())
     last = steps[-1]
     final, facts = document.final_metrics, {"agent": document.agent.name, "agent_version": document.agent.version}
     if final is not None:
@@ -542,15 +535,15 @@ def _adopt(document: Trajectory, name: str) -> Trace:
     )
 
 
-def _adopt_step(step: TrajectoryStep, segment: int, now: float, spoke: bool) -> list[Step]:
-    """The step; then what was observed without having been called for, which is somebody else's message."""
+def _import_foreign_step(step: TrajectoryStep, segment: int, now: float, replied: bool) -> list[Step]:
+    """Convert a step; observations without a call become a separate user message."""
     copied, calls = bool(step.is_copied_context), step.tool_calls or ()
     found: list[list[AtifResult]] = [[] for _ in calls]
     loose = []
     for result in step.observation.results if step.observation else ():
-        fitting = [index for index, call in enumerate(calls) if call.tool_call_id == result.source_call_id]
-        if fitting:  # of calls with one id, the first that has no result yet
-            found[next((index for index in fitting if not found[index]), fitting[-1])].append(result)
+        matching = [index for index, call in enumerate(calls) if call.tool_call_id == result.source_call_id]
+        if matching:  # of calls with the same id, the first without a result
+            found[next((index for index in matching if not found[index]), matching[-1])].append(result)
         else:
             loose.append(result)
     used = step.metrics or Metrics()
@@ -558,7 +551,7 @@ def _adopt_step(step: TrajectoryStep, segment: int, now: float, spoke: bool) -> 
     message = Message(ROLES[step.source], _text(step.message), step.reasoning_content or "", tuple(map(_call, calls)))
     steps = [
         Step(
-            kind="turn" if step.source == "agent" else "message" if spoke else "prompt",
+            kind="turn" if step.source == "agent" else "message" if replied else "prompt",
             message=message,
             segment=segment,
             span=(start, start + (used.completion_tokens or 0)),
@@ -567,9 +560,9 @@ def _adopt_step(step: TrajectoryStep, segment: int, now: float, spoke: bool) -> 
             copied=copied,
         )
     ]
-    told = [text for result in loose if (text := _text(result.content))]
-    if told:
-        steps.append(Step("message", Message("user", "\n".join(told)), segment, (0, 0), time=now, copied=copied))
+    texts = [text for result in loose if (text := _text(result.content))]
+    if texts:
+        steps.append(Step("message", Message("user", "\n".join(texts)), segment, (0, 0), time=now, copied=copied))
     return steps
 
 
@@ -590,8 +583,8 @@ def _outcome(results: Sequence[AtifResult]) -> ToolOutcome:
 def _with_step(cost: Cost, step: Step, used: Metrics) -> Cost:
     calls = len(step.message.calls)
     kind = "call" if calls else "final"
-    made = {kind: used.completion_tokens or 0}
-    return cost.plus(turns=1, calls=calls, prompt=used.prompt_tokens or 0, cached=used.cached_tokens or 0, **made)
+    tokens = {kind: used.completion_tokens or 0}
+    return cost.plus(turns=1, calls=calls, prompt=used.prompt_tokens or 0, cached=used.cached_tokens or 0, **tokens)
 
 
 def _text(content: str | Sequence[AtifContentPart] | None) -> str:
@@ -601,6 +594,6 @@ def _text(content: str | Sequence[AtifContentPart] | None) -> str:
 
 
 def _seconds(start: datetime, end: datetime) -> float:
-    if (start.tzinfo is None) is not (end.tzinfo is None):  # one of them does not say where it was that late
+    if (start.tzinfo is None) is not (end.tzinfo is None):  # one of them has no time zone
         start, end = start.replace(tzinfo=None), end.replace(tzinfo=None)
     return (end - start).total_seconds()

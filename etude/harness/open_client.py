@@ -20,7 +20,7 @@ from etude.inference.sampling import Sampling
 from etude.model.config import ModelConfig
 
 CHAT_WINDOW = 128_000  # tokens, for an endpoint that reports no limit
-PATIENCE = RetryPolicy(timeout=900.0, attempts=4)  # interactive use
+RETRY = RetryPolicy(timeout=900.0, attempts=4)  # interactive use
 PAGE = 16
 
 
@@ -63,9 +63,11 @@ async def _local_checkpoint(model: Model, session: str) -> AsyncIterator[ModelCl
     network = load(directory, device=usable_device(model.device))
     check_vocabulary(tokenizer, network.config.vocab_size, str(directory))
     window = _window(model, network.config.max_length)
-    options = EngineOptions(tokens=-(-window // PAGE) * PAGE + 2 * PAGE, page=PAGE, max_streams=1)
+    options = EngineOptions(cache_tokens=-(-window // PAGE) * PAGE + 2 * PAGE, page_size=PAGE, max_sequences=1)
     async with EngineService(Engine(network, options, tokenizer=tokenizer)) as service:
-        yield _token_client(model, InProcessPolicy(service), tokenizer, min(window, service.room), session)
+        yield _token_client(
+            model, InProcessPolicy(service), tokenizer, min(window, service.max_sequence_tokens), session
+        )
 
 
 @asynccontextmanager
@@ -73,7 +75,7 @@ async def _served_checkpoint(model: Model, session: str) -> AsyncIterator[ModelC
     """Use an Etude server by token ids; the tokenizer is loaded from the model directory."""
     directory = model.directory
     assert directory is not None
-    chat = OpenAIChat(model.endpoint, model.key(), model="", patience=PATIENCE)
+    chat = OpenAIChat(model.endpoint, model.key(), model="", retry=RETRY)
     try:
         served = await chat.models()
     finally:
@@ -82,7 +84,7 @@ async def _served_checkpoint(model: Model, session: str) -> AsyncIterator[ModelC
         raise InputError(
             f"--model {model.name}: {model.endpoint} is not an Etude server and takes no token ids; give a model's name"
         )
-    policy = HttpPolicy(model.endpoint.rstrip("/").removesuffix("/v1"), model.key(), patience=PATIENCE)
+    policy = HttpPolicy(model.endpoint.rstrip("/").removesuffix("/v1"), model.key(), retry=RETRY)
     try:
         window = _window(model, ModelConfig.load(directory).max_length)
         yield _token_client(model, policy, Tokenizer.load(directory), window, session)
@@ -104,7 +106,7 @@ async def _chat_endpoint(model: Model) -> AsyncIterator[ModelClient]:
         raise InputError(f"--endpoint {model.endpoint}: expected a URL such as http://127.0.0.1:8000/v1")
     # OpenAI's newer models reject the older name.
     limit = "max_completion_tokens" if url.hostname == "api.openai.com" else "max_tokens"
-    client = OpenAIChat(model.endpoint, model.key(), model=model.name, limit=limit, patience=PATIENCE)
+    client = OpenAIChat(model.endpoint, model.key(), model=model.name, limit=limit, retry=RETRY)
     try:
         served = await _list_models(client, model)
         client.model = client.model or _only_model(served, model)

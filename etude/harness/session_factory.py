@@ -10,7 +10,7 @@ from typing import Any
 from etude.errors import EtudeError, InputError
 from etude.harness.model_client import ModelClient, TokenModelClient
 from etude.harness.prompt import SessionRequest, opening_messages
-from etude.harness.search.render import show
+from etude.harness.search.render import render_result
 from etude.harness.search.searcher import CodebaseSearcher
 from etude.harness.search.source import FileSource
 from etude.harness.session import MIN_TURN_TOKENS, Budget, Session
@@ -34,7 +34,7 @@ class CodebaseSearchProvider:
 
     async def search(self, files: FileSource, query: str, directories: Sequence[str], limit: int) -> str:
         try:
-            return show(await self.searcher.search(files, query, directories, limit))
+            return render_result(await self.searcher.search(files, query, directories, limit))
         except InputError as error:
             raise ToolError("bad_arguments", str(error)) from None
         except EtudeError as error:
@@ -103,5 +103,5 @@ def check_prompt_fits(
     if size >= room:
         raise InputError(
             f"the prompt has {size:,} tokens, but only {room:,} of the window of {client.window:,} are free for it: "
-            "show fewer tools, use the short system prompt or shorten the request"
+            "render_result fewer tools, use the short system prompt or shorten the request"
         )

@@ -95,13 +95,13 @@ def pack_trace(trace: Trace) -> bytes:
     whole = b"".join((MAGIC, VERSION, struct.pack("<Q", len(text)), text, *arrays))
     if len(whole) > MAX_BYTES:
         raise InputError(f"{name}: cannot be stored: it has {len(whole)} bytes; expected at most {MAX_BYTES}")
-    return compress_bytes(whole)
+    return deflate(whole)
 
 
 def unpack_trace(data: bytes, name: str = "trace") -> Trace:
     """Return the trace from the output of `pack_trace`; raise InputError, starting with `name`, if it is damaged."""
     try:
-        whole = decompress_bytes(data)
+        whole = inflate(data)
         start = len(MAGIC) + len(VERSION)
         if not whole.startswith(MAGIC):
             raise ValueError("it does not begin with the magic of a trace")
@@ -131,12 +131,12 @@ def unpack_trace(data: bytes, name: str = "trace") -> Trace:
 # ------------------------------------------------------------------------------------------- compression
 
 
-def compress_bytes(data: bytes) -> bytes:
+def deflate(data: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=6, write_checksum=True).compress(data)
 
 
-def decompress_bytes(data: bytes) -> bytes:
-    """Undo `compress_bytes`; raise ValueError or ZstdError for anything else."""
+def inflate(data: bytes) -> bytes:
+    """Undo `deflate`; raise ValueError or ZstdError for anything else."""
     claimed = zstandard.get_frame_parameters(data).content_size  # allocated in full before a byte is checked
     if claimed > MAX_BYTES:
         raise ValueError(f"it claims to hold {claimed} bytes; expected at most {MAX_BYTES}")

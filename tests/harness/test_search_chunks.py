@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from etude.harness.search.chunk_text import embedded_text, headline
-from etude.harness.search.chunks import MAX_CHARS, MAX_LINES, Chunk, chunk_text, cut, read_lines
+from etude.harness.search.chunks import MAX_CHARS, MAX_LINES, Chunk, chunk_text, cut_chunks, read_lines
 
 MODULE = '''\
 """A module."""
@@ -59,7 +59,7 @@ def assert_whole(lines: Sequence[str], chunks: Sequence[Chunk]) -> None:
 
 
 def test_definitions_have_their_exact_lines_with_the_comments_and_decorators_above() -> None:
-    chunks = cut("m.py", lines_of(MODULE))
+    chunks = cut_chunks("m.py", lines_of(MODULE))
     assert places(chunks) == [(1, 5, ""), (8, 12, "f"), (15, 19, "Small")]
     assert chunk_text(chunks[1], lines_of(MODULE)).startswith("# About f.\n@decorator")
 
@@ -68,12 +68,12 @@ def test_a_long_class_is_its_head_and_its_methods() -> None:
     body = "".join(f"\n    def m{n}(self):\n        x = {n}\n        y = x\n        return y\n" for n in range(5))
     text = f'class Big(Base):\n    """Head."""\n\n    field: int = 0\n{body}\n\nBig.tail = 1\n'
     expected = [(1, 4, "Big"), *((6 + 5 * n, 9 + 5 * n, f"Big.m{n}") for n in range(5)), (32, 32, "")]
-    assert places(cut("m.py", lines_of(text))) == expected
+    assert places(cut_chunks("m.py", lines_of(text))) == expected
 
 
 def test_a_giant_function_is_cut_into_pieces_that_overlap_and_keep_its_name() -> None:
     text = "def giant():\n" + "".join(f"    step_{n}()\n" for n in range(150))
-    chunks = cut("m.py", lines_of(text))
+    chunks = cut_chunks("m.py", lines_of(text))
     assert_whole(lines_of(text), chunks)
     assert {chunk.name for chunk in chunks} == {"giant"}
     assert all(after.first <= before.last for before, after in itertools.pairwise(chunks))
@@ -82,7 +82,7 @@ def test_a_giant_function_is_cut_into_pieces_that_overlap_and_keep_its_name() ->
 def test_every_line_of_the_standard_librarys_json_is_in_a_chunk() -> None:
     for path in Path(json.decoder.__file__).parent.glob("*.py"):
         lines = lines_of(path.read_text(encoding="utf-8"))
-        assert_whole(lines, cut(path.name, lines))
+        assert_whole(lines, cut_chunks(path.name, lines))
 
 
 STATEMENTS = [
@@ -106,7 +106,7 @@ STATEMENTS = [
 def test_all_lines_of_any_python_file_are_in_its_chunks(statements: list[str], end: str, closed: bool) -> None:
     text = end.join(statements).replace("\n", end).replace("\r\r", "\r") + (end if closed else "")
     lines = lines_of(text)
-    assert_whole(lines, cut("m.py", lines))
+    assert_whole(lines, cut_chunks("m.py", lines))
 
 
 @given(
@@ -118,7 +118,7 @@ def test_all_lines_of_any_python_file_are_in_its_chunks(statements: list[str], e
 @example("a\rdef f():\r  pass\n", "m.py")
 def test_any_text_at_all_is_cut_without_loss(text: str, path: str) -> None:
     lines = lines_of(text)
-    chunks = cut(path, lines)
+    chunks = cut_chunks(path, lines)
     assert_whole(lines, chunks)
     for chunk in chunks:
         assert len(embedded_text(chunk, lines, headline(path, lines))) < 2_000
@@ -139,7 +139,7 @@ def test_any_text_at_all_is_cut_without_loss(text: str, path: str) -> None:
 )
 def test_files_made_to_break_a_parser_are_cut_all_the_same(text: str) -> None:
     lines = lines_of(text)
-    assert_whole(lines, cut("m.py", lines))
+    assert_whole(lines, cut_chunks("m.py", lines))
 
 
 def test_a_binary_file_has_no_lines() -> None:
@@ -171,7 +171,7 @@ def test_a_file_of_another_language_is_cut_at_its_margin() -> None:
           six();
         }
     """)
-    chunks = cut("m.c", lines_of(text))
+    chunks = cut_chunks("m.c", lines_of(text))
     assert_whole(lines_of(text), chunks)
     assert places(chunks)[-1] == (13, 20, "writeAll")
     assert headline("m.c", lines_of(text)) == "Reads the configuration."
@@ -180,7 +180,7 @@ def test_a_file_of_another_language_is_cut_at_its_margin() -> None:
 def test_prose_is_cut_at_its_headings() -> None:
     section = "word word.\n" * 8
     text = f"# Title\n\n{section}\n## First part\n\n{section}\n## Second part\n\n{section}"
-    assert [chunk.name for chunk in cut("doc.md", lines_of(text))] == ["Title", "First part", "Second part"]
+    assert [chunk.name for chunk in cut_chunks("doc.md", lines_of(text))] == ["Title", "First part", "Second part"]
 
 
 def test_a_licence_is_not_what_a_file_says_of_itself() -> None:

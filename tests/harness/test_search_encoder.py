@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModel
 
 from etude.errors import InputError
-from etude.harness.search.encoder import Encoder
+from etude.harness.search.encoder import BertEncoder
 from etude.harness.search.model_package import PACKAGE, find_model
 
 TEXTS = [
@@ -31,11 +31,11 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="module")
-def encoder(model: Path) -> Encoder:
-    return Encoder(model, device="cpu")
+def encoder(model: Path) -> BertEncoder:
+    return BertEncoder(model, device="cpu")
 
 
-def test_hidden_states_equal_those_of_transformers(model: Path, encoder: Encoder) -> None:
+def test_hidden_states_equal_those_of_transformers(model: Path, encoder: BertEncoder) -> None:
     oracle = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
     rows = [encoding.ids for encoding in encoder.tokenizer.encode_batch(TEXTS)]
     width = max(map(len, rows))
@@ -48,20 +48,20 @@ def test_hidden_states_equal_those_of_transformers(model: Path, encoder: Encoder
     assert (ours - expected)[real.bool()].abs().max() < 1e-5
 
 
-def test_a_vector_does_not_depend_on_its_batch(encoder: Encoder) -> None:
+def test_a_vector_does_not_depend_on_its_batch(encoder: BertEncoder) -> None:
     together = encoder.encode(TEXTS)
     alone = np.concatenate([encoder.encode([text]) for text in TEXTS])
     assert np.abs(together - alone).max() < 1e-5
     assert np.allclose(np.linalg.norm(together, axis=1), 1.0, atol=1e-5)
 
 
-def test_what_means_the_same_is_near(encoder: Encoder) -> None:
+def test_what_means_the_same_is_near(encoder: BertEncoder) -> None:
     code, question, weather, *_ = encoder.encode(TEXTS)
     assert code @ question > 0.4
     assert code @ weather < 0.2
 
 
-def test_a_control_token_in_a_text_is_text(encoder: Encoder) -> None:
+def test_a_control_token_in_a_text_is_text(encoder: BertEncoder) -> None:
     ids = encoder.tokenizer.encode("a [SEP] b [CLS]").ids
     separator, start = encoder.tokenizer.token_to_id("[SEP]"), encoder.tokenizer.token_to_id("[CLS]")
     assert ids.count(separator) == 1
@@ -72,9 +72,9 @@ def test_a_control_token_in_a_text_is_text(encoder: Encoder) -> None:
 
 def test_a_model_this_forward_would_get_wrong_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no config\.json, model\.safetensors, tokenizer\.json"):
-        Encoder(tmp_path)
+        BertEncoder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "roberta"}))
     (tmp_path / "tokenizer.json").write_text("{}")
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match="model_type is 'roberta'"):
-        Encoder(tmp_path)
+        BertEncoder(tmp_path)

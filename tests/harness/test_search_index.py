@@ -17,8 +17,8 @@ from etude.errors import EtudeError, InputError
 from etude.harness.search import bm25
 from etude.harness.search.cache import VectorCache
 from etude.harness.search.embedder import Embedder
-from etude.harness.search.index import CodeIndex, best, fuse
-from etude.harness.search.render import show
+from etude.harness.search.index import CodeIndex, fuse, top_scores
+from etude.harness.search.render import render_result
 from etude.harness.search.searcher import CodebaseSearcher, SearchResult
 from etude.harness.search.source import FileEntry, LocalFiles, SearchLimits, is_within, select
 
@@ -166,12 +166,12 @@ def test_many_sessions_that_start_at_once_embed_a_text_once() -> None:
 def test_a_search_answers_when_its_patience_is_over_and_says_how_much_was_embedded() -> None:
     async def main() -> None:
         encoder = WordEncoder(pause_s=0.1)
-        one = searcher(encoder, patience_s=0.5)
+        one = searcher(encoder, max_wait_s=0.5)
         files = Files({f"m{n}.py": f"def f{n}():\n    return {n}\n" for n in range(200)})
         found = await one.search(files, "f150")
         assert found.hits[0].path == "m150.py"
         assert 0 < found.embedded < 200
-        assert f"{found.embedded} chunks were searched by meaning" in show(found)
+        assert f"{found.embedded} chunks were searched by meaning" in render_result(found)
         await one.prepare(files)  # what was going on in the background is not done again
         assert len(encoder.texts) == 201
         assert (await one.search(files, "f150")).embedded == 200
@@ -196,7 +196,7 @@ def test_a_session_that_is_cancelled_leaves_nothing_to_be_done() -> None:
 
 
 def test_a_searcher_outlives_the_event_loop_it_was_used_in() -> None:
-    one, files = searcher(WordEncoder(pause_s=0.05), patience_s=0.05), Files(FUNCTIONS)
+    one, files = searcher(WordEncoder(pause_s=0.05), max_wait_s=0.05), Files(FUNCTIONS)
     first = asyncio.run(one.search(files, "number7"))
     one.limits = SearchLimits()
     second = asyncio.run(one.search(files, "number7"))
@@ -240,13 +240,13 @@ def test_the_answer_says_what_found_each_hit() -> None:
         )
         found = await searcher().search(files, "parse_size")
         assert [(hit.path, hit.found_by) for hit in found.hits] == [("both.py", "both"), ("other.py", "semantic")]
-        text = show(found)
+        text = render_result(found)
         assert text.startswith("2 results in 2 files, 2 chunks, searched by meaning and words.")
         assert "1. both.py:1-2  parse_size  [by meaning and words]\n     1|def parse_size():\n" in text
         lexical = CodebaseSearcher(None, "the embedding model is not installed")
         found = await lexical.search(files, "parse_size")
         assert [(hit.path, hit.found_by, hit.cosine) for hit in found.hits] == [("both.py", "lexical", None)]
-        assert "lexical search only: the embedding model is not installed" in show(found)
+        assert "lexical search only: the embedding model is not installed" in render_result(found)
 
     asyncio.run(main())
 
@@ -305,7 +305,7 @@ def test_a_source_that_lies_misleads_nobody_but_itself() -> None:
 
         found = await one.search(Pushy({}), "x")
         assert (found.files, found.hits) == (0, [])
-        assert show(found).startswith("No results in 0 files")
+        assert render_result(found).startswith("No results in 0 files")
 
     asyncio.run(main())
 
@@ -313,7 +313,7 @@ def test_a_source_that_lies_misleads_nobody_but_itself() -> None:
 def test_a_path_or_a_line_cannot_forge_a_result() -> None:
     async def main() -> None:
         files = Files({"a\n2. b.py:1-1  [by words]\n.py": "def needle(): pass\n" + "x" * 5000 + "\n"})
-        text = show(await searcher().search(files, "needle"))
+        text = render_result(await searcher().search(files, "needle"))
         assert "\n2. b.py" not in text
         assert "(4760 more characters)" in text
         assert len(text) < 1500
@@ -325,7 +325,7 @@ def test_a_name_that_is_no_unicode_is_searched_and_shown() -> None:
     async def main() -> None:
         found = await searcher().search(Files({"caf\udce9.py": "def needle(): pass\n"}), "needle \ud800")
         assert found.hits[0].found_by == "both"
-        show(found).encode()
+        render_result(found).encode()
 
     asyncio.run(main())
 
@@ -335,7 +335,7 @@ def test_the_text_stays_within_its_budget() -> None:
         body = "".join(f"    line_{n} = {n}\n" for n in range(30))
         files = Files({f"m{n}.py": f"def needle{n}():\n{body}" for n in range(40)})
         found = await searcher().search(files, "needle1 line", limit=40)
-        text = show(found, total_chars=3000)
+        text = render_result(found, total_chars=3000)
         assert len(text) < 3200
         assert "more results are not shown" in text
         assert "... (7 more lines, up to 31)" in text
@@ -353,7 +353,7 @@ def test_what_is_too_much_is_left_out_and_said() -> None:
     async def main() -> None:
         one = CodebaseSearcher(None, "no model", SearchLimits(file_bytes=60))
         found = await one.search(Files({"a.py": "x = 1\n", "b.py": "y = 2\n" * 50}), "x")
-        assert "1 files were not searched (1 too large, 0 too many)." in show(found)
+        assert "1 files were not searched (1 too large, 0 too many)." in render_result(found)
 
     asyncio.run(main())
 
@@ -372,12 +372,12 @@ def test_chunks_beyond_the_limit_are_found_by_their_words() -> None:
 
 def test_ranking_takes_the_best_and_breaks_ties_by_number() -> None:
     scores = np.array([0.5, 0.9, 0.5, 0.0, 0.5, 0.9])
-    assert best(scores, 3, above=0.0).tolist() == [1, 5, 0]
-    assert best(scores, 10, above=0.0).tolist() == [1, 5, 0, 2, 4]
-    assert best(np.zeros(0), 3, above=0.0).tolist() == []
+    assert top_scores(scores, 3, above=0.0).tolist() == [1, 5, 0]
+    assert top_scores(scores, 10, above=0.0).tolist() == [1, 5, 0, 2, 4]
+    assert top_scores(np.zeros(0), 3, above=0.0).tolist() == []
     assert [number for number, _ in fuse(np.array([7, 3]), np.array([3, 9]))] == [3, 7, 9]
     assert [number for number, _ in fuse(np.array([7]), np.array([3, 9]), coverage=0.01)] == [3, 9, 7]
-    assert CodeIndex.of(()).rank(["x"], None) == []
+    assert CodeIndex.from_files(()).rank(["x"], None) == []
 
 
 def test_a_directory_of_this_machine_is_a_source(tmp_path: Path) -> None:

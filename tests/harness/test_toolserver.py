@@ -186,7 +186,7 @@ def test_nonsense_from_a_server_that_was_replaced_is_an_error_of_the_environment
 
 def test_a_bug_inside_the_server_is_ours_and_loud(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
     async def check(box: Box) -> None:
-        with pytest.raises(client.ServerBug, match="KeyError"):
+        with pytest.raises(client.ToolServerBug, match="KeyError"):
             await box.toolbox.context.request("read_file", {})
         assert await box.text("read_file", target_file="a") == "1|x"
 
@@ -353,9 +353,9 @@ from etude.harness.toolserver.inside.paths import ToolWorkspace
 from etude.harness.toolserver.inside.server import ToolServerProcess
 
 class Busy(ToolServerProcess):
-    def _be_child(self, work, pipe, kept):
+    def _run_child(self, work, pipe, kept):
         time.sleep(0.3)  # a machine with much to do
-        super()._be_child(work, pipe, kept)
+        super()._run_child(work, pipe, kept)
 
 root, state = sys.argv[1:]
 server = Busy(ToolWorkspace(root, state, {}), 1)

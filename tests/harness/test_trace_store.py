@@ -21,7 +21,7 @@ from etude.errors import EtudeError, InputError
 from etude.harness import trace_store as store
 from etude.harness.tools.tool import ToolOutcome
 from etude.harness.trace import Cost, SegmentBuilder, Step, Trace
-from etude.harness.trace_store import decompress_bytes, load_trace, pack_trace, save_trace, unpack_trace
+from etude.harness.trace_store import inflate, load_trace, pack_trace, save_trace, unpack_trace
 
 
 def small(facts: dict[str, Any] | None = None) -> Trace:
@@ -94,7 +94,7 @@ def test_what_is_nested_too_deeply_is_refused() -> None:
         pack_trace(small({"deep": deep}))
     text = b'{"a":' * 100_000
     with pytest.raises(InputError, match="nested too deeply"):
-        unpack_trace(store.compress_bytes(store.MAGIC + store.VERSION + struct.pack("<Q", len(text)) + text))
+        unpack_trace(store.deflate(store.MAGIC + store.VERSION + struct.pack("<Q", len(text)) + text))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_no_bytes_make_reading_fail_in_another_way(data: bytes, seed: int) -> No
     packed, luck = bytearray(pack_trace(small())), np.random.default_rng(seed)
     place = luck.integers(len(packed))
     packed[place : place + len(data)] = data
-    for damaged in (data, bytes(packed), store.compress_bytes(data), store.compress_bytes(store.MAGIC + store.VERSION + data)):
+    for damaged in (data, bytes(packed), store.deflate(data), store.deflate(store.MAGIC + store.VERSION + data)):
         with contextlib.suppress(InputError):
             assert equal(unpack_trace(damaged), small())
 
@@ -165,22 +165,22 @@ def test_a_file_cannot_claim_more_memory_than_a_trace_may_have(monkeypatch: pyte
 
 
 def test_a_trace_of_another_version_says_which() -> None:
-    whole = decompress_bytes(pack_trace(small()))
+    whole = inflate(pack_trace(small()))
     newer = whole.replace(store.MAGIC + store.VERSION, store.MAGIC + b"\x09\n")
     with pytest.raises(InputError, match="x: a trace of version 9; this program reads 1"):
-        unpack_trace(store.compress_bytes(newer), "x")
+        unpack_trace(store.deflate(newer), "x")
     with pytest.raises(InputError, match="does not begin as a trace does"):
-        unpack_trace(store.compress_bytes(b"something else"))
+        unpack_trace(store.deflate(b"something else"))
 
 
 def written(change: Any) -> bytes:
     """A file whose header was changed by somebody."""
-    whole = decompress_bytes(pack_trace(small()))
+    whole = inflate(pack_trace(small()))
     start = len(store.MAGIC + store.VERSION) + 8
     (size,) = struct.unpack_from("<Q", whole, start - 8)
     header = json.loads(whole[start : start + size])
     text = json.dumps(change(header) or header).encode()
-    return store.compress_bytes(whole[: start - 8] + struct.pack("<Q", len(text)) + text + whole[start + size :])
+    return store.deflate(whole[: start - 8] + struct.pack("<Q", len(text)) + text + whole[start + size :])
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Search in a workspace by meaning and by words, outside the pod. The door is `searcher.open_searcher`."""
+"""Code search in a workspace by embeddings and BM25, outside the pod. `searcher.open_searcher` opens it."""

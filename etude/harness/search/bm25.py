@@ -1,7 +1,7 @@
-"""Search by words: BM25 over chunks, with identifiers taken apart as people read them.
+"""BM25 over chunks, with identifiers split into words.
 
-Word counts belong to a file and are made once; scores are summed over any set of files, so an index that changes
-needs no rebuilding. Pure functions over arrays.
+Word counts belong to a file and are computed once; scores are computed over any set of files, so a changed index needs
+no rebuild. Pure functions over arrays.
 """
 
 import re
@@ -14,13 +14,13 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-K1 = 1.2  # how soon more of the same word stops helping
-B = 0.75  # how much a long chunk has to pay for its length
+K1 = 1.2  # term frequency saturation
+B = 0.75  # length normalization
 
 _WORD = re.compile(r"\w+")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")  # HTTPServer2 -> HTTP, Server, 2
-_MAX_WORD = 64  # longer ones are hashes and data
-# Questions are sentences: these words say nothing of the code, and in code some of them are rare enough to outweigh it.
+_MAX_WORD = 64  # longer words are hashes and data
+# Stop words of questions: they say nothing about the code, and some are rare enough in code to outweigh the rest.
 _STOP = """
 a about an and any are as at be been but by can code could did do does file for from function get had has have how i if
 in into is it its line make me method not of on or our out should so some that the their them then there these they this
@@ -29,8 +29,8 @@ to up use used uses using was we were what when where which while who why will w
 
 
 @dataclass(frozen=True)
-class Counts:
-    """How often each word is in each chunk of one file: for the word of row r, entries starts[r] to starts[r + 1]."""
+class WordCounts:
+    """Word counts of the chunks of one file: the word of row r has the entries starts[r] to starts[r + 1]."""
 
     rows: Mapping[str, int]
     starts: npt.NDArray[np.int32]
@@ -40,12 +40,12 @@ class Counts:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text: each identifier, and if it has parts, those too; lower case, plurals and endings cut."""
-    return [word for identifier in _WORD.findall(text) for word in _taken_apart(identifier)]
+    """Return the words of a text: each identifier and its parts, in lower case, stemmed."""
+    return [word for identifier in _WORD.findall(text) for word in _split_identifier(identifier)]
 
 
-@lru_cache(maxsize=1 << 16)  # code says the same words over and over
-def _taken_apart(identifier: str) -> tuple[str, ...]:
+@lru_cache(maxsize=1 << 16)  # code repeats the same words
+def _split_identifier(identifier: str) -> tuple[str, ...]:
     word = identifier.strip("_")
     if not word or len(word) > _MAX_WORD:
         return ()
@@ -55,13 +55,13 @@ def _taken_apart(identifier: str) -> tuple[str, ...]:
 
 
 def question_words(text: str) -> list[str]:
-    """The words of a question that can tell chunks apart, each once; all of them if none can."""
+    """Return the distinct words of a question without stop words; all of them if only stop words remain."""
     found = list(dict.fromkeys(words(text)))
     return [word for word in found if word not in _STOPPED] or found
 
 
 def stem(word: str) -> str:
-    """A word without its commonest endings: enough for `caches`, `cached` and `caching` to meet."""
+    """Strip common endings: `caches`, `cached` and `caching` get the same stem."""
     if len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")):
         word = word[:-3] + "y" if word.endswith("ies") and len(word) > 4 else word[:-1]
     for ending in ("ing", "ed"):
@@ -76,8 +76,8 @@ def stem(word: str) -> str:
 _STOPPED = frozenset(stem(word) for word in _STOP.split())
 
 
-def count_words(texts: Sequence[str]) -> Counts:
-    """The word counts of the chunks of one file."""
+def count_words(texts: Sequence[str]) -> WordCounts:
+    """Count the words of the chunks of one file."""
     entries: dict[str, list[tuple[int, int]]] = {}
     lengths = np.zeros(len(texts), dtype=np.int32)
     for chunk, text in enumerate(texts):
@@ -88,11 +88,11 @@ def count_words(texts: Sequence[str]) -> Counts:
     flat = np.array([entry for found in entries.values() for entry in found], dtype=np.int32).reshape(-1, 2)
     starts = np.cumsum([0, *(len(found) for found in entries.values())], dtype=np.int32)
     rows = {sys.intern(word): row for row, word in enumerate(entries)}
-    return Counts(rows, starts, flat[:, 0].copy(), flat[:, 1].copy(), lengths)
+    return WordCounts(rows, starts, flat[:, 0].copy(), flat[:, 1].copy(), lengths)
 
 
-def score(files: Sequence[Counts], query: Sequence[str]) -> npt.NDArray[np.float32]:
-    """The BM25 score of every chunk of the files, in order, for distinct words; 0 where there is none of them."""
+def score(files: Sequence[WordCounts], query: Sequence[str]) -> npt.NDArray[np.float32]:
+    """Return the BM25 score of every chunk of the files, in order, for distinct words; 0 where none occurs."""
     lengths = np.concatenate([np.zeros(0, np.int32), *(file.lengths for file in files)])
     total = np.zeros(len(lengths), dtype=np.float32)
     if not len(lengths):
@@ -108,9 +108,9 @@ def score(files: Sequence[Counts], query: Sequence[str]) -> npt.NDArray[np.float
 
 
 def _entries(
-    files: Sequence[Counts], offsets: npt.NDArray[np.int64], word: str
+    files: Sequence[WordCounts], offsets: npt.NDArray[np.int64], word: str
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Which chunks of all files hold a word, and how often."""
+    """Return the chunks of all files that contain a word, and how often."""
     chunks: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)]
     times: list[npt.NDArray[np.int32]] = [np.zeros(0, np.int32)]
     for file, offset in zip(files, offsets, strict=False):

@@ -1,7 +1,7 @@
-"""Files cut into the pieces that search finds: functions, classes, runs of module level; blocks in other languages.
+"""Splits files into chunks: functions, classes and runs of module-level code in Python, blocks in other languages.
 
-Every chunk knows its lines; together the chunks of a file hold every line that is not blank. The text is data that
-anybody may have written: it is parsed, never run, and whatever cannot be parsed is cut by its indentation instead.
+Together the chunks of a file contain every line that is not blank. The text is untrusted: it is parsed, never run, and
+a file that cannot be parsed is split by its indentation.
 """
 
 import ast
@@ -10,14 +10,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-# A screenful. The embedding model reads about 25 lines of code; what is longer is found by its head and by its words.
+# A screenful. The embedding model reads about 25 lines of code; longer chunks are found by their head and their words.
 MAX_LINES = 40
 MAX_CHARS = 3_000
-MIN_LINES = 8  # blocks of unknown languages are joined until there is something to recognise
-OVERLAP = 4  # lines that two pieces of one long definition share
-LINE_CHARS = 400  # of a longer line, minified or data, only the beginning is looked at
+MIN_LINES = 8  # shorter blocks of unknown languages are joined
+OVERLAP = 4  # lines shared by two parts of one long definition
+LINE_CHARS = 400  # the rest of a longer line, minified or data, is ignored
 
-# A file's own warnings (an invalid escape) are about code that is not ours. They carry this name of a module.
+# Suppress warnings about searched code (such as invalid escapes); they carry this module name.
 _SOURCE = "<searched>"
 warnings.filterwarnings("ignore", module=re.escape(_SOURCE))
 
@@ -33,7 +33,7 @@ PROSE = (".md", ".markdown", ".mdx")
 
 @dataclass(frozen=True)
 class Chunk:
-    """Lines `first` to `last` of a file, from 1, and what they define: `Class.method`, a heading, or nothing."""
+    """Lines `first` to `last` of a file (1-based), and the name they define: `Class.method`, a heading, or empty."""
 
     path: str
     first: int
@@ -49,7 +49,7 @@ class _Span:
 
 
 def read_lines(data: bytes) -> list[str] | None:
-    """The lines of a text file, as editors count them; None when it is not text."""
+    """Return the lines of a text file as editors number them; None if it is not text."""
     if b"\0" in data:
         return None
     lines = data.decode("utf-8", errors="replace").split("\n")
@@ -58,17 +58,17 @@ def read_lines(data: bytes) -> list[str] | None:
     return lines
 
 
-def cut(path: str, lines: Sequence[str]) -> list[Chunk]:
-    """The chunks of a file in order of their lines."""
+def cut_chunks(path: str, lines: Sequence[str]) -> list[Chunk]:
+    """Return the chunks of a file, ordered by line."""
     spans = _python_spans(lines) if path.endswith((".py", ".pyi")) else None
     if spans is None:
         spans = _block_spans(lines, prose=path.endswith(PROSE))
-    pieces = (piece for span in spans for piece in _bounded(lines, span))
-    return [Chunk(path, span.first, span.last, span.name) for span in pieces]
+    parts = (part for span in spans for part in _split_long(lines, span))
+    return [Chunk(path, part.first, part.last, part.name) for part in parts]
 
 
 def chunk_text(chunk: Chunk, lines: Sequence[str]) -> str:
-    """What is looked at of a chunk's lines."""
+    """Return the text of a chunk, with long lines cut."""
     return "\n".join(line[:LINE_CHARS].rstrip() for line in lines[chunk.first - 1 : chunk.last])
 
 
@@ -76,9 +76,9 @@ def chunk_text(chunk: Chunk, lines: Sequence[str]) -> str:
 
 
 def _python_spans(lines: Sequence[str]) -> list[_Span] | None:
-    """By the syntax tree; None for what is not Python of our version."""
+    """Return spans from the syntax tree; None if the file does not parse with this Python."""
     if any("\r" in line[:-1] for line in lines):
-        return None  # Python counts a lone carriage return as the end of a line; editors do not
+        return None  # Python treats a lone carriage return as a line end; editors do not
     try:
         tree = ast.parse("\n".join(lines).lstrip("\ufeff"), filename=_SOURCE)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -87,8 +87,8 @@ def _python_spans(lines: Sequence[str]) -> list[_Span] | None:
 
 
 def _tile(body: Sequence[ast.stmt], first: int, last: int, owner: str) -> Iterator[_Span]:
-    """Lines `first` to `last` without gaps: each definition with the comments above it, and the runs in between."""
-    start = end = first - 1  # of the run: its lines are start + 1 .. end
+    """Yield spans over lines `first` to `last`: each definition with the comments above it, and the runs between."""
+    start = end = first - 1  # the current run has lines start + 1 .. end
     for node in body:
         stop = node.end_lineno or node.lineno
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -117,7 +117,7 @@ def _definition(
 
 
 def _block_spans(lines: Sequence[str], prose: bool) -> list[_Span]:
-    """Blocks that start at the margin after a blank line (in prose, at headings), the short ones joined."""
+    """Return blocks that start unindented after a blank line (in prose, at headings), short ones joined."""
     starts = [
         number
         for number, line in enumerate(lines)
@@ -134,7 +134,7 @@ def _block_spans(lines: Sequence[str], prose: bool) -> list[_Span]:
 
 
 def _opens(lines: Sequence[str], number: int) -> bool:
-    """Whether a block starts here: at the margin, after a blank line, and not with what ends one."""
+    """Return whether a block starts here: unindented, after a blank line, and not with a closing token."""
     line = lines[number]
     at_margin = line[:1].strip() != "" and not line.startswith(_CLOSES)
     return at_margin and lines[number - 1].strip() == ""
@@ -149,8 +149,8 @@ def _name(lines: Sequence[str], prose: bool) -> str:
 # ------------------------------------------------------------------------------------------------- size
 
 
-def _bounded(lines: Sequence[str], span: _Span) -> Iterator[_Span]:
-    """The span without blank lines around it, in overlapping pieces when it is long."""
+def _split_long(lines: Sequence[str], span: _Span) -> Iterator[_Span]:
+    """Yield the span without surrounding blank lines, in overlapping parts if it is long."""
     first, last = span.first, span.last
     while last >= first and not lines[last - 1].strip():
         last -= 1
@@ -158,17 +158,17 @@ def _bounded(lines: Sequence[str], span: _Span) -> Iterator[_Span]:
         if not lines[first - 1].strip():
             first += 1
             continue
-        stop = _fitting(lines, first, last)
+        stop = _last_fitting_line(lines, first, last)
         if stop < last:
-            stop = _break(lines, first, stop)
+            stop = _break_line(lines, first, stop)
         yield _Span(first, stop, span.name)
         if stop == last:
             return
         first = max(first + 1, stop + 1 - OVERLAP)
 
 
-def _fitting(lines: Sequence[str], first: int, last: int) -> int:
-    """The last line of a piece that starts at `first` and is within bounds; at least one line."""
+def _last_fitting_line(lines: Sequence[str], first: int, last: int) -> int:
+    """Return the last line of a part that starts at `first` and is within the limits; at least one line."""
     chars = 0
     stop = first
     for number in range(first, min(last, first + MAX_LINES - 1) + 1):
@@ -179,8 +179,8 @@ def _fitting(lines: Sequence[str], first: int, last: int) -> int:
     return stop
 
 
-def _break(lines: Sequence[str], first: int, stop: int) -> int:
-    """Where to end a piece that could go on to `stop`: before the least indented line, rather after a blank one."""
+def _break_line(lines: Sequence[str], first: int, stop: int) -> int:
+    """Return where to end a part that may extend to `stop`: before the least indented line, best after a blank."""
     best, least = stop, (len(lines), True)
     for number in range(first + (stop - first) * 2 // 3, stop):
         following = lines[number]

@@ -1,7 +1,7 @@
-"""The embedding model: texts in, unit vectors out. A BERT encoder with mean pooling, as all-MiniLM-L6-v2 is one.
+"""The embedding model: a BERT encoder with mean pooling, such as all-MiniLM-L6-v2, that returns unit vectors.
 
-Our own forward pass, because the harness must not need transformers, and thirty lines are enough; transformers is the
-oracle in the tests. Weights and tokenizer are files of an installed package: nothing is ever downloaded here.
+It has its own forward pass of thirty lines, because the harness must not depend on transformers; tests compare the two.
+Weights and tokenizer are files of an installed package: nothing is downloaded.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ from tokenizers import Tokenizer
 
 from etude.errors import InputError
 
-MAX_TOKENS = 128  # as it was trained; reading 256 found no more, at twice the time
-BATCH = {"cpu": 32, "cuda": 2048}  # texts at a time: half a second on two cores
-BATCH_TOKENS = {"cpu": 2048, "cuda": 65_536}  # of one forward, padding included; a CPU's caches like small ones
+MAX_TOKENS = 128  # as in its training; 256 found no more, at twice the time
+BATCH = {"cpu": 32, "cuda": 2048}  # texts per batch: half a second on two cores
+BATCH_TOKENS = {"cpu": 2048, "cuda": 65_536}  # of one forward pass, with padding; small batches fit a CPU's caches
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
-class Encoder:
-    """The model in memory. Not for two threads at once: its owner takes care of that."""
+class BertEncoder:
+    """The loaded model. Not thread-safe: `Embedder` calls it from one thread."""
 
     def __init__(self, directory: Path, device: str | None = None) -> None:
         missing = [name for name in FILES if not (directory / name).is_file()]
@@ -47,11 +47,11 @@ class Encoder:
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self.tokenizer.no_padding()  # the file pads everything to 128
         self.tokenizer.enable_truncation(self.max_tokens)
-        self.tokenizer.encode_special_tokens = True  # "[SEP]" in a file is five characters
+        self.tokenizer.encode_special_tokens = True  # "[SEP]" in a file is plain text
         self.id = _identity(directory, self.max_tokens)
 
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """One unit vector per text, in order. Texts of like length share a batch, so that little of it is padding."""
+        """Return one unit vector per text, in order. Texts of similar length share a batch to reduce padding."""
         rows = [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
         out = np.empty((len(rows), self.dimensions), dtype=np.float32)
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
@@ -67,7 +67,7 @@ class Encoder:
 
     @torch.inference_mode()
     def pooled(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """The mean of the last hidden states of each row of token ids, at length one."""
+        """Return the normalized mean of the last hidden states of each row of token ids."""
         width = max(len(row) for row in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         real = torch.zeros(len(rows), width, dtype=torch.bool)
@@ -81,7 +81,7 @@ class Encoder:
 
     @torch.inference_mode()
     def hidden(self, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """The last hidden states of `ids` (rows, width), where `real` marks what is not padding."""
+        """Return the last hidden states of `ids` (rows, width); `real` is False for padding."""
         w = self.weights
         B, T = ids.shape
         x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.token_type_embeddings.weight"][0]
@@ -110,7 +110,7 @@ class Encoder:
 
 
 def _check(config: dict[str, Any], directory: Path) -> None:
-    """Refuse what this forward pass would compute wrongly."""
+    """Raise InputError for a configuration that this forward pass does not support."""
     expected = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
     for key, value in expected.items():
         if config.get(key, value) != value:
@@ -118,7 +118,7 @@ def _check(config: dict[str, Any], directory: Path) -> None:
 
 
 def _identity(directory: Path, max_tokens: int) -> str:
-    """A name for what the vectors depend on, so that those of two models never meet in a cache."""
+    """Return an id of everything the vectors depend on, so that vectors of two models never mix in a cache."""
     digest = hashlib.sha256()
     for name in FILES:
         with open(directory / name, "rb") as file:

@@ -1,7 +1,7 @@
-"""Where the files that are searched come from: a listing that is cheap to ask for, and contents of what changed.
+"""The files to search: a cheap listing, and the contents of changed files.
 
-Searching happens outside the pod, so everything a source gives is data from a stranger: paths are names to show and to
-compare, never opened here; sizes are bounded; a digest is believed only for the source it came from.
+Search runs outside the pod, so data from a source is untrusted: paths are only shown and compared, never opened; sizes
+are bounded; a digest is trusted only for the source that gave it.
 """
 
 import asyncio
@@ -16,54 +16,54 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file below the workspace: its path from there with `/`, its bytes, and what changes when its content does."""
+    """A file of the workspace: its relative path with `/`, its size, and a digest that changes with its content."""
 
     path: str
     size: int
-    digest: str  # any string: a hash of the content, or size, inode and time of change where hashing costs too much
+    digest: str  # any string: a content hash, or size, inode and mtime where hashing is too expensive
 
 
 class FileSource(Protocol):
-    """The files of one workspace. The same object each time: what was fetched from it is remembered by it."""
+    """The files of one workspace. Use the same object each time: the searcher caches by object."""
 
     async def listing(self) -> Sequence[FileEntry]:
-        """Every regular file that may be searched, in any order; directories such as .git need not be in it."""
+        """Return every regular file that may be searched, in any order; directories such as .git may be left out."""
         ...
 
     async def contents(self, paths: Sequence[str]) -> Mapping[str, bytes]:
-        """The bytes of these files; one that is gone or cannot be read is left out."""
+        """Return the content of these files; missing or unreadable ones are left out."""
         ...
 
 
-# Nobody's own code, and often more of it than of that.
-_FOREIGN = """
+# Third-party code and caches, often larger than the project itself.
+_SKIPPED_DIRECTORIES = """
 .git .hg .svn .venv venv node_modules bower_components site-packages __pycache__ .mypy_cache .ruff_cache .pytest_cache
 .hypothesis .tox .nox .eggs .idea .gradle
 """
-# Not written by people, or not text.
-_UNREADABLE = """
+# Generated files, or not text.
+_SKIPPED_SUFFIXES = """
 .lock .min.js .min.css .map .svg .ipynb .csv .tsv .jsonl .parquet .png .jpg .jpeg .gif .webp .ico .pdf .zip .gz .xz .zst
 .bz2 .tar .whl .jar .so .o .a .dll .exe .bin .pyc .pyo .class .wasm .woff .woff2 .ttf .otf .mp3 .mp4 .safetensors .gguf
 .onnx .pt .npz .npy .pkl .db .sqlite package-lock.json pnpm-lock.yaml go.sum
 """
-FOREIGN = frozenset(_FOREIGN.split())
-UNREADABLE = tuple(_UNREADABLE.split())
+SKIPPED_DIRECTORIES = frozenset(_SKIPPED_DIRECTORIES.split())
+SKIPPED_SUFFIXES = tuple(_SKIPPED_SUFFIXES.split())
 
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """How much of a workspace is searched, and how long a search may wait for the embedding model."""
+    """How much of a workspace is searched, and how long a search waits for the embedding model."""
 
     files: int = 20_000
     file_bytes: int = 512 << 10
     total_bytes: int = 64 << 20
-    embedded_chunks: int = 60_000  # the rest is found by its words only
-    patience_s: float = 30.0  # the first search of a large repository answers with what is embedded by then
+    embedded_chunks: int = 60_000  # the rest is searched by words only
+    max_wait_s: float = 30.0  # then the first search of a large repository uses what is embedded so far
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What will be searched, by path, and how many files were left out because there was too much."""
+    """The files to search by path, and how many were left out by the limits."""
 
     entries: Mapping[str, FileEntry]
     too_large: int = 0
@@ -71,11 +71,11 @@ class Selection:
 
 
 def select(listing: Iterable[FileEntry], limits: SearchLimits) -> Selection:
-    """The files worth searching, in the order of their paths, within the limits."""
+    """Select the files to search, ordered by path, within the limits."""
     chosen: dict[str, FileEntry] = {}
     too_large = too_many = total = 0
     for entry in sorted(listing, key=lambda entry: entry.path):
-        if entry.size <= 0 or not is_readable(entry.path):
+        if entry.size <= 0 or not is_searchable(entry.path):
             continue
         if entry.size > limits.file_bytes:
             too_large += 1
@@ -87,14 +87,16 @@ def select(listing: Iterable[FileEntry], limits: SearchLimits) -> Selection:
     return Selection(chosen, too_large, too_many)
 
 
-def is_readable(path: str) -> bool:
-    """Whether a file is likely to be text that somebody of this project wrote, by its name."""
+def is_searchable(path: str) -> bool:
+    """Return whether a file name suggests text written for this project."""
     *directories, name = path.split("/")
-    return bool(name) and not FOREIGN.intersection(directories) and not name.lower().endswith(UNREADABLE)
+    return (
+        bool(name) and not SKIPPED_DIRECTORIES.intersection(directories) and not name.lower().endswith(SKIPPED_SUFFIXES)
+    )
 
 
 def is_within(path: str, directories: Collection[str]) -> bool:
-    """Whether a path is one of these, or below one; each may be a pattern such as `src/*/tests`. None means all."""
+    """Return whether a path is one of these or below one (patterns such as `src/*/tests` too); all paths if empty."""
     if not directories:
         return True
     parts = path.split("/")
@@ -107,7 +109,7 @@ def is_within(path: str, directories: Collection[str]) -> bool:
 
 
 class LocalFiles:
-    """The files of a directory of this machine; links are not followed."""
+    """The files of a local directory; links are not followed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -121,7 +123,7 @@ class LocalFiles:
     def _walk(self) -> list[FileEntry]:
         entries: list[FileEntry] = []
         for directory, below, names in os.walk(self.root):
-            below[:] = sorted(name for name in below if name not in FOREIGN)
+            below[:] = sorted(name for name in below if name not in SKIPPED_DIRECTORIES)
             for name in names:
                 path = Path(directory, name)
                 try:
@@ -139,5 +141,5 @@ class LocalFiles:
             try:
                 found[path] = (self.root / path).read_bytes()
             except OSError:
-                continue  # gone since the listing, as the contract allows
+                continue  # deleted since the listing
         return found

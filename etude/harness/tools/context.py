@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from etude.harness.search.source import FileEntry, FileSource
 from etude.harness.tool_set import ToolSet
 from etude.harness.tools.tool import ToolError, ToolOutcome
-from etude.harness.toolserver.client import ToolServer, readable
+from etude.harness.toolserver.client import ToolServer, sanitize_text
 
 LIMIT_S = 30.0  # of a request to the tool server
 MAX_FACT = 4096  # characters of a fact
@@ -110,10 +110,12 @@ def outcome_of(result: Mapping[str, Any]) -> ToolOutcome:
     text, facts = result.get("text"), result.get("facts", {})
     if not isinstance(text, str) or not isinstance(facts, dict):
         raise ToolError("environment", "the tool server gave an answer that makes no sense")
-    return ToolOutcome(readable(text), facts={str(key): value for key, value in facts.items() if _is_storable(value)})
+    return ToolOutcome(
+        sanitize_text(text), facts={str(key): value for key, value in facts.items() if _is_storable(value)}
+    )
 
 
 def _is_storable(value: object) -> bool:
     if isinstance(value, str):
-        return len(value) <= MAX_FACT and readable(value) == value
+        return len(value) <= MAX_FACT and sanitize_text(value) == value
     return value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))

@@ -6,7 +6,7 @@ from typing import Any
 
 from etude.harness.tools.context import ToolContext
 from etude.harness.tools.tool import Tool, ToolError, ToolOutcome
-from etude.harness.toolserver.client import readable
+from etude.harness.toolserver.client import sanitize_text
 
 SEARCH_S = 300.0  # the first search of a large repository builds its index
 MAX_RESULTS = 10
@@ -21,7 +21,7 @@ async def _codebase_search(context: ToolContext, arguments: Mapping[str, Any]) -
             found = await context.searcher.search(context, arguments["query"], directories, MAX_RESULTS)
     except TimeoutError:
         raise ToolError("timeout", f"the search was not done after {SEARCH_S:g} seconds") from None
-    return ToolOutcome(readable(found))
+    return ToolOutcome(sanitize_text(found))
 
 
 CODEBASE_SEARCH = Tool(

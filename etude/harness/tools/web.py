@@ -6,7 +6,7 @@ from typing import Any
 
 from etude.harness.tools.context import ToolContext, WebProvider
 from etude.harness.tools.tool import Tool, ToolError, ToolOutcome
-from etude.harness.toolserver.client import readable
+from etude.harness.toolserver.client import sanitize_text
 
 FETCH_S = 60.0
 
@@ -20,7 +20,7 @@ def _provider(context: ToolContext) -> WebProvider:
 async def _with_timeout(work: Awaitable[str]) -> ToolOutcome:
     try:
         async with asyncio.timeout(FETCH_S):
-            return ToolOutcome(readable(await work))
+            return ToolOutcome(sanitize_text(await work))
     except TimeoutError:
         raise ToolError("timeout", f"there was no answer within {FETCH_S:g} seconds") from None
 

@@ -1,7 +1,7 @@
-"""The tool server as one file: what is in `inside/`, as a zip that Python runs.
+"""Packs the tool server in `inside/` into one zip file that Python runs.
 
-Beside each source lies its bytecode for the Python that packs: compiling them took two thirds of the time that a pod's
-tools needed to start. A pod with another version of Python passes over it and compiles the sources.
+The zip also contains bytecode for the packing Python: compiling the sources took two thirds of the start time of a
+pod's tools. A pod with another Python version ignores it and compiles the sources.
 """
 
 import hashlib
@@ -25,17 +25,17 @@ main()
 
 @cache
 def pack() -> bytes:
-    """The file. Not compressed: a pod's Python may lack zlib."""
+    """Return the zip file. Not compressed: a pod's Python may lack zlib."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         for name, source in sources().items():
             for entry, data in ((name, source), (f"{name}c", bytecode(source, name))):
-                archive.writestr(zipfile.ZipInfo(entry), data)  # dated 1980, whenever it is packed
+                archive.writestr(zipfile.ZipInfo(entry), data)  # dated 1980: the same bytes at any time
     return out.getvalue()
 
 
 def sources() -> dict[str, bytes]:
-    """Its files by their names in the zip, in order."""
+    """Return the source files by their names in the zip, sorted."""
     files = {f"{package}/__init__.py": b"" for package in PACKAGES}
     files["__main__.py"] = START.encode()
     for source in sorted((Path(__file__).parent / "inside").glob("*.py")):
@@ -44,17 +44,17 @@ def sources() -> dict[str, bytes]:
 
 
 def bytecode(source: bytes, name: str) -> bytes:
-    """A .pyc that is believed without a look at times or hashes: both come out of one zip."""
+    """Return an unchecked .pyc: Python does not compare times or hashes, as both files come from one zip."""
     code = compile(source, name, "exec", dont_inherit=True)
     unchecked = (1).to_bytes(4, "little")
-    # version 2 has no references, which would depend on what else is in memory: same sources, same bytes
+    # marshal version 2 has no references, which depend on interpreter state: same sources, same bytes
     return importlib.util.MAGIC_NUMBER + unchecked + importlib.util.source_hash(source) + marshal.dumps(code, 2)
 
 
 @cache
 def digest() -> str:
-    """What distinguishes this version of the file: its sources, and the Python it is compiled for."""
-    running = hashlib.sha256(importlib.util.MAGIC_NUMBER)
+    """Return the digest of this version: its sources, and the Python it is compiled for."""
+    hasher = hashlib.sha256(importlib.util.MAGIC_NUMBER)
     for name, source in sources().items():
-        running.update(b"%b %d\0%b" % (name.encode(), len(source), source))
-    return running.hexdigest()[:16]
+        hasher.update(b"%b %d\0%b" % (name.encode(), len(source), source))
+    return hasher.hexdigest()[:16]

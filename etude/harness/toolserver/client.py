@@ -1,8 +1,7 @@
-"""Our line to the tool server of one pod: starts it, asks it, starts it again when something in the pod has ended it.
+"""Client of the tool server in one pod: starts it, sends requests, restarts it if something in the pod ended it.
 
-What comes back is a stranger's: lines are bounded, answers are checked to have the shape they should. A server that
-dies fails the calls that were with it, as something that happened in the environment; a pod that is gone is not that,
-and is raised as it is.
+Responses are untrusted: lines are bounded and the shape of every response is checked. If the server dies, its pending
+calls fail with an `environment` error; a lost pod is raised as it is.
 """
 
 import asyncio
@@ -19,16 +18,16 @@ from etude.harness.tools.tool import ErrorClass, ToolError
 from etude.harness.toolserver.bundle import digest, pack
 from etude.pods.pod import Job, Pod, PodError, PodFileError, PodGone
 
-START_S = 60.0  # on a machine that is drowning
-GRACE_S = 10.0  # beyond what the server itself allows a request
-MAX_LINE = 16 << 20  # bytes of an answer
-MAX_TEXT = 200_000  # characters that a model may be given to read
-MAX_STRAYS = 1000  # answers that nobody waits for, before it is taken to be spamming us
-MAX_ERRORS = 4 << 10  # bytes of what the server printed before it died
-MAX_NOISE = 8 << 20  # bytes that it may print at all
-BATCH = 2 << 20  # bytes of files fetched at once
+START_S = 60.0  # on an overloaded machine
+GRACE_S = 10.0  # beyond the server's own time limit of a request
+MAX_LINE = 16 << 20  # bytes of a response
+MAX_TEXT = 200_000  # characters shown to a model
+MAX_STRAYS = 1000  # responses without a request before the connection is closed
+MAX_ERRORS = 4 << 10  # bytes of stderr kept for error messages
+MAX_NOISE = 8 << 20  # bytes of stderr in total
+BATCH = 2 << 20  # bytes of files per request
 
-# Writes the server beside the state that is to outlive it; says where, and whether Python is there.
+# Writes the server next to its persistent state; prints the directory, and exits with 4 if python3 is missing.
 INSTALL = """\
 umask 077; d="${TMPDIR:-/tmp}/.etude"; f="$d/server-%s.pyz"
 mkdir -p "$d" && cat > "$f.new" && mv -f "$f.new" "$f" || exit 3
@@ -37,16 +36,16 @@ printf '%%s\\n' "$d"
 """
 
 
-class ServerBug(EtudeError):
-    """Something in the tool server failed that should not; the message holds its traceback."""
+class ToolServerBug(EtudeError):
+    """A defect in the tool server; the message contains its traceback."""
 
 
-class ServerDied(EtudeError):
-    """The server is not there any more, or does not speak as it should."""
+class ToolServerDied(EtudeError):
+    """The server ended or violated the protocol."""
 
 
-class NotStarted(PodError):
-    """The server ended before it said anything."""
+class ToolServerNotStarted(PodError):
+    """The server ended before its first message."""
 
 
 class ToolServer:
@@ -55,39 +54,39 @@ class ToolServer:
     def __init__(self, pod: Pod, root: str = "", names: Mapping[str, str] | None = None) -> None:
         self.pod, self.root = pod, root or pod.workdir
         self.names = dict(names or {})
-        self.state = ""  # the server's own directory in the pod
+        self.state = ""  # the server's state directory in the pod
         self.starts = 0
-        self.seconds = 0.0  # that the pod was busy with requests
-        self._busy = 0
-        self._since = 0.0
-        self._line: _Line | None = None
+        self.seconds = 0.0  # in which at least one request was active
+        self._active = 0
+        self._active_since = 0.0
+        self._connection: _ServerConnection | None = None
         self._starting = asyncio.Lock()
 
-    # -- its life
+    # -- lifetime
 
-    async def start(self) -> "_Line":
-        """The line to a server that answers."""
+    async def start(self) -> "_ServerConnection":
+        """Return the connection to the running server; start it if necessary."""
         async with self._starting:
-            if self._line is not None and self._line.over is None:
-                return self._line
+            if self._connection is not None and self._connection.closed is None:
+                return self._connection
             if not self.state:
                 await self._install()
-            plan = json.dumps({"root": self.root, "state": self.state, "names": self.names})
+            config = json.dumps({"root": self.root, "state": self.state, "names": self.names})
             job = await self.pod.spawn(["python3", "-I", "-S", f"{self.state}/server-{digest()}.pyz"])
-            self._line = line = _Line(job)
+            self._connection = connection = _ServerConnection(job)
             try:
-                hello = await line.hello(plan, START_S)
-            except ServerDied as error:
-                self._line = None
-                self.state = ""  # install it anew next time: somebody may have damaged it
-                raise NotStarted(f"pod {self.pod.id}: the tool server did not start: {error}") from None
+                hello = await connection.hello(config, START_S)
+            except ToolServerDied as error:
+                self._connection = None
+                self.state = ""  # install it again next time: the pod may have damaged it
+                raise ToolServerNotStarted(f"pod {self.pod.id}: the tool server did not start: {error}") from None
             except BaseException:
-                self._line = None
-                await line.kill()
+                self._connection = None
+                await connection.kill()
                 raise
             self.root = str(hello.get("root", self.root))
             self.starts += 1
-            return line
+            return connection
 
     async def _install(self) -> None:
         done = await self.pod.exec(["sh", "-c", INSTALL % digest()], stdin=pack(), timeout=START_S)
@@ -100,59 +99,61 @@ class ToolServer:
         self.state = where
 
     async def stop(self) -> None:
-        """End the server. Jobs go on; the next request starts another. A pod at rest is snapshotted at no cost."""
+        """Stop the server. Jobs keep running; the next request restarts it. A snapshot of an idle pod costs nothing."""
         async with self._starting:
-            line, self._line = self._line, None
-            if line is not None:
-                await line.kill()
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                await connection.kill()
 
-    # -- asking
+    # -- requests
 
-    async def ask(self, do: str, given: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Have it do something; `limit_s` is what the work itself may take. ToolError says what went wrong."""
-        self._busy += 1
-        if self._busy == 1:
-            self._since = time.monotonic()
+    async def request(self, operation: str, arguments: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        """Send a request and return its result; `limit_s` limits the work itself. Raise ToolError if it fails."""
+        self._active += 1
+        if self._active == 1:
+            self._active_since = time.monotonic()
         try:
-            return await self._ask(do, given, limit_s)
+            return await self._request(operation, arguments, limit_s)
         finally:
-            self._busy -= 1
-            if not self._busy:
-                self.seconds += time.monotonic() - self._since
+            self._active -= 1
+            if not self._active:
+                self.seconds += time.monotonic() - self._active_since
 
-    async def _ask(self, do: str, given: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    async def _request(self, operation: str, arguments: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         try:
-            line = await self.start()
+            connection = await self.start()
         except PodGone:
             raise
         except PodError as error:
-            # One that ran before and cannot be started now is the environment's doing: no room for a process, say.
-            ours = isinstance(error, (NotStarted, PodFileError)) or isinstance(error.__cause__, PodFileError)
-            if not ours or not self.starts:
+            # A server that ran before and cannot be started now is the environment's fault, such as a process limit.
+            in_pod = isinstance(error, (ToolServerNotStarted, PodFileError)) or isinstance(
+                error.__cause__, PodFileError
+            )
+            if not in_pod or not self.starts:
                 raise
             raise ToolError("environment", f"the tool server cannot be started again: {error}") from error
         try:
-            answer = await line.ask(do, given, limit_s)
+            response = await connection.request(operation, arguments, limit_s)
         except TimeoutError:
-            await line.kill()
+            await connection.kill()
             text = f"the tool server did not answer within {limit_s + GRACE_S:g} s and was started again"
             raise ToolError("timeout", f"{text}; whether the call did anything is not known") from None
-        except (ServerDied, PodGone) as error:
-            if isinstance(error, PodGone) and not await self._pod_lives():
+        except (ToolServerDied, PodGone) as error:
+            if isinstance(error, PodGone) and not await self._pod_is_alive():
                 raise
-            await line.kill()
+            await connection.kill()
             text = f"the tool server stopped while the call ran ({error}) and is started again"
             raise ToolError("environment", f"{text}; whether the call did anything is not known") from None
-        if "error" in answer:
-            raise _failure(answer["error"])
-        result = answer.get("ok")
+        if "error" in response:
+            raise _failure(response["error"])
+        result = response.get("ok")
         if not isinstance(result, dict):
-            await line.kill()
+            await connection.kill()
             raise ToolError("environment", "the tool server gave an answer that makes no sense and was started again")
         return result
 
-    async def _pod_lives(self) -> bool:
-        """Whether it was only the server's line that broke, as when somebody seals the pod's files for a snapshot."""
+    async def _pod_is_alive(self) -> bool:
+        """Return whether only the connection broke, as when the pod's files are sealed for a snapshot."""
         try:
             await self.pod.stat("/")
         except PodError:
@@ -160,11 +161,11 @@ class ToolServer:
         return True
 
     async def contents(self, paths: Sequence[str]) -> dict[str, bytes]:
-        """Files of the workspace by path; those that cannot be read any more are left out."""
-        found: dict[str, bytes] = {}
+        """Return files of the workspace by path; unreadable ones are left out."""
+        contents: dict[str, bytes] = {}
         wanted = list(paths)
         while wanted:
-            result = await self.ask("contents", {"paths": wanted, "most": BATCH}, 60.0)
+            result = await self.request("contents", {"paths": wanted, "most": BATCH}, 60.0)
             try:
                 taken = min(max(1, int(result["taken"])), len(wanted))
                 files = {
@@ -172,57 +173,57 @@ class ToolServer:
                 }
             except (KeyError, TypeError, ValueError, AttributeError):
                 raise ToolError("environment", "the tool server gave files that cannot be read") from None
-            found |= files
+            contents |= files
             wanted = wanted[taken:]
-        return found
+        return contents
 
 
 def _failure(error: Any) -> EtudeError:
     if not isinstance(error, dict) or error.get("kind") not in get_args(ErrorClass):
         return ToolError("environment", "the tool server gave an error that makes no sense")
     if error["kind"] == "bug":
-        return ServerBug(f"{error.get('message')}\n{error.get('trace')}")
-    return ToolError(cast(ErrorClass, error["kind"]), readable(str(error.get("message"))))
+        return ToolServerBug(f"{error.get('message')}\n{error.get('trace')}")
+    return ToolError(cast(ErrorClass, error["kind"]), sanitize_text(str(error.get("message"))))
 
 
-def readable(text: str) -> str:
-    """Text that can be encoded, and is not endless."""
+def sanitize_text(text: str) -> str:
+    """Return text that can be encoded in UTF-8, cut to MAX_TEXT characters."""
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}\n[cut: {len(text) - MAX_TEXT:,} more characters]"
     return text.encode("utf-8", "replace").decode()
 
 
-class _Line:
-    """One run of the server: its job, and who waits for which answer."""
+class _ServerConnection:
+    """One run of the server: its process, and the pending requests."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.over: ServerDied | PodError | None = None
-        self.errors = bytearray()
-        self.noise = self.strays = 0
-        self.waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.closed: ToolServerDied | PodError | None = None
+        self.stderr = bytearray()
+        self.stderr_bytes = self.strays = 0
+        self.pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.numbers = itertools.count(1)
-        self.writing = asyncio.Lock()  # a long line goes in parts, and nothing may come between
-        self.waiting[0] = asyncio.get_running_loop().create_future()  # its greeting
+        self.writing = asyncio.Lock()  # a long line is written in parts
+        self.pending[0] = asyncio.get_running_loop().create_future()  # the hello message
         self.reader = asyncio.create_task(self._read())
 
-    async def hello(self, plan: str, timeout: float) -> dict[str, Any]:
-        """Tell it where to work, and wait until it does."""
+    async def hello(self, config: str, timeout: float) -> dict[str, Any]:
+        """Send the configuration and wait for the hello message."""
         try:
-            with contextlib.suppress(ServerDied):  # it ended before it read that; the reader knows why
-                await self._write(plan.encode() + b"\n")
-            answer = await asyncio.wait_for(self.waiting[0], timeout)
+            with contextlib.suppress(ToolServerDied):  # it ended before reading; the reader has the reason
+                await self._write(config.encode() + b"\n")
+            response = await asyncio.wait_for(self.pending[0], timeout)
         except TimeoutError:
             await self.kill()
-            raise ServerDied(f"it said nothing for {timeout:g} s") from None
-        hello = answer.get("hello")
+            raise ToolServerDied(f"it said nothing for {timeout:g} s") from None
+        hello = response.get("hello")
         return hello if isinstance(hello, dict) else {}
 
-    async def ask(self, do: str, given: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    async def request(self, operation: str, arguments: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         number = next(self.numbers)
-        line = json.dumps({"id": number, "do": do, "with": given, "limit_s": limit_s}) + "\n"
+        line = json.dumps({"id": number, "do": operation, "with": arguments, "limit_s": limit_s}) + "\n"
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self.waiting[number] = future
+        self.pending[number] = future
         written = False
         try:
             async with asyncio.timeout(limit_s + GRACE_S):
@@ -234,81 +235,81 @@ class _Line:
                 with contextlib.suppress(EtudeError):
                     await self._write(json.dumps({"cancel": number}).encode() + b"\n")
             else:
-                await self.kill()  # half a line is with it
+                await self.kill()  # it received half a line
             raise
         finally:
-            self.waiting.pop(number, None)
+            self.pending.pop(number, None)
 
     async def _write(self, data: bytes) -> None:
         try:
             async with self.writing:
-                if self.over is None:
+                if self.closed is None:
                     await self.job.write(data)
                     return
         except PodGone:
             raise
-        except PodError as error:  # it has ended, or closed its input
-            self.over = self.over or ServerDied(str(error))
-        assert self.over is not None
-        raise self.over
+        except PodError as error:  # the process ended or closed its input
+            self.closed = self.closed or ToolServerDied(str(error))
+        assert self.closed is not None
+        raise self.closed
 
     async def _read(self) -> None:
         buffer = bytearray()
-        reason: ServerDied | PodError = ServerDied("it ended")
+        reason: ToolServerDied | PodError = ToolServerDied("it ended")
         try:
             async for stream, data in self.job.output():
                 if stream == "stderr":
-                    self.noise += len(data)
-                    if self.noise > MAX_NOISE:
-                        raise ServerDied("it prints without end")
-                    self.errors += data
-                    del self.errors[:-MAX_ERRORS]
+                    self.stderr_bytes += len(data)
+                    if self.stderr_bytes > MAX_NOISE:
+                        raise ToolServerDied("it prints without end")
+                    self.stderr += data
+                    del self.stderr[:-MAX_ERRORS]
                     continue
                 buffer += data
                 if b"\n" in data:
                     *lines, rest = bytes(buffer).split(b"\n")
                     buffer[:] = rest
                     for line in lines:
-                        self._take(line)
+                        self._receive(line)
                 elif len(buffer) > MAX_LINE:
-                    raise ServerDied("it gave more than can be carried")
+                    raise ToolServerDied("it gave more than can be carried")
             result = await self.job.wait()
-            said = self.errors.decode("utf-8", "replace").strip()
-            last = said.splitlines()[-1] if said else f"exit code {result.exit_code}"
-            reason = ServerDied(last[:300])
-        except (ServerDied, PodError) as error:
+            printed = self.stderr.decode("utf-8", "replace").strip()
+            last = printed.splitlines()[-1] if printed else f"exit code {result.exit_code}"
+            reason = ToolServerDied(last[:300])
+        except (ToolServerDied, PodError) as error:
             reason = error
         except (ValueError, RecursionError):  # not JSON
-            reason = ServerDied("it does not speak as it should")
-        self._end(reason)
+            reason = ToolServerDied("it does not speak as it should")
+        self._close(reason)
         with contextlib.suppress(PodError):
-            await self.job.signal(9)  # one that went wrong may go on talking
+            await self.job.signal(9)  # a faulty server may keep writing
 
-    def _take(self, line: bytes) -> None:
-        answer = json.loads(line)
-        if not isinstance(answer, dict):
-            raise ServerDied("it does not speak as it should")
-        number = answer.get("id", 0)
-        future = self.waiting.get(number) if isinstance(number, int) else None
+    def _receive(self, line: bytes) -> None:
+        response = json.loads(line)
+        if not isinstance(response, dict):
+            raise ToolServerDied("it does not speak as it should")
+        number = response.get("id", 0)
+        future = self.pending.get(number) if isinstance(number, int) else None
         if future is not None and not future.done():
-            future.set_result(answer)
+            future.set_result(response)
         else:
             self.strays += 1
             if self.strays > MAX_STRAYS:
-                raise ServerDied("it speaks without being asked")
+                raise ToolServerDied("it speaks without being asked")
 
-    def _end(self, reason: "ServerDied | PodError") -> None:
-        self.over = self.over or reason
-        for future in self.waiting.values():
+    def _close(self, reason: "ToolServerDied | PodError") -> None:
+        self.closed = self.closed or reason
+        for future in self.pending.values():
             if not future.done():
                 future.set_exception(reason)
                 future.exception()  # may never be awaited
 
     async def kill(self) -> None:
-        """End it, and do not wait for long."""
-        self._end(ServerDied("it was ended"))
+        """Kill the server and wait briefly for its end."""
+        self._close(ToolServerDied("it was ended"))
         with contextlib.suppress(PodError, TimeoutError):
-            if not isinstance(self.over, PodGone):
+            if not isinstance(self.closed, PodGone):
                 await self.job.signal(9)
                 await self.job.wait(GRACE_S)
         self.reader.cancel()

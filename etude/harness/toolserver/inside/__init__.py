@@ -1,1 +1,1 @@
-"""What runs in the pod. Nothing in here may import anything but the standard library and its own neighbours."""
+"""The tool server as it runs in the pod. Modules here import only the standard library and each other."""

@@ -1,8 +1,8 @@
-"""Changing files: exact replacement, writing and deleting, inside the workspace only, each change whole or not at all.
+"""Exact replacement, writing and deleting of files inside the workspace; each change is atomic.
 
-Text is compared as bytes, so whatever else is in the file stays as it is, valid UTF-8 or not. Only the ends of lines
-are forgiven: "\\n" in what the model wrote stands for "\\r\\n" in a file that has those. Before the first change of a
-file its original is kept, for comparing lints; the copies are by name from the root, so that they hold in a fork.
+Text is compared as bytes, so the rest of the file stays unchanged, valid UTF-8 or not. Only line ends are flexible:
+"\\n" from the model matches "\\r\\n" in the file. Before the first change of a file its original is saved, to compare
+lints; the copies are named by path relative to the root, so that they are valid in a fork.
 """
 
 from __future__ import annotations
@@ -14,19 +14,26 @@ import re
 from typing import Any
 
 from etude.harness.toolserver.inside import nearest
-from etude.harness.toolserver.inside.paths import Refusal, ToolWorkspace, check_text, read_bytes, refused, replace_file
+from etude.harness.toolserver.inside.paths import (
+    Refusal,
+    ToolWorkspace,
+    check_text,
+    read_bytes,
+    refusal_for,
+    replace_file,
+)
 
-MAX_ORIGINAL = 1 << 20  # bytes of a file whose original is kept
+MAX_ORIGINAL = 1 << 20  # bytes of a file whose original is saved
 
 
-def search_replace(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
-    """Replace the one place where `old_string` stands, or with `replace_all` every one."""
-    old, new = given["old_string"], given["new_string"]
-    path = workspace.resolve(given["file_path"])
-    shown = workspace.shown(path)
+def search_replace(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Replace the only occurrence of `old_string`, or with `replace_all` every one."""
+    old, new = arguments["old_string"], arguments["new_string"]
+    path = workspace.resolve(arguments["file_path"])
+    shown = workspace.display(path)
     if old == "":
         return _create(workspace, path, new)
-    real = workspace.owned(path)
+    real = workspace.writable(path)
     data, _ = read_bytes(workspace, path)
     check_text(workspace, path, data)
     if old == new:
@@ -36,7 +43,7 @@ def search_replace(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str,
     places = list(_expression(old).finditer(data))
     if not places:
         raise Refusal("environment", f"old_string was not found in {shown}.\n{nearest.explain(data, old)}")
-    if len(places) > 1 and not given.get("replace_all"):
+    if len(places) > 1 and not arguments.get("replace_all"):
         raise Refusal("environment", _several(shown, data, [place.start() for place in places]))
     replacement = _lines_as_in(new, data)
     parts, at = [], 0
@@ -46,81 +53,81 @@ def search_replace(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str,
     changed = b"".join([*parts, data[at:]])
     if changed == data:
         raise Refusal("bad_arguments", "old_string and new_string differ only in line ends; nothing was changed")
-    _keep_and_write(workspace, real, changed, data, existed=True)
+    _save_and_write(workspace, real, changed, data, existed=True)
     removed = sum(_line_count(place.group()) for place in places)
     added = _line_count(replacement) * len(places)
     first = data.count(b"\n", 0, places[0].start()) + 1
     where = f"at line {first}" if len(places) == 1 else f"in {len(places)} places, the first at line {first}"
-    facts = {"path": workspace.shown(real), "lines_added": added, "lines_removed": removed, "places": len(places)}
+    facts = {"path": workspace.display(real), "lines_added": added, "lines_removed": removed, "places": len(places)}
     return {"text": f"Edited {shown} {where}.", "facts": facts}
 
 
 def _create(workspace: ToolWorkspace, path: str, text: str) -> dict[str, Any]:
-    """With an empty `old_string`: a new file."""
+    """Create a new file (an empty `old_string`)."""
     if os.path.exists(path) and os.stat(path).st_size:
-        message = f"{workspace.shown(path)} exists and is not empty; an empty old_string only makes a new file"
+        message = f"{workspace.display(path)} exists and is not empty; an empty old_string only makes a new file"
         raise Refusal("bad_arguments", f"{message}. To change it, give the text to replace as old_string")
     return _put(workspace, path, text.encode(), "Created")
 
 
-def write(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
-    """Write a whole file. With `only_new`, one that is there and was never read is left alone."""
-    path = workspace.resolve(given["file_path"])
-    unread = given.get("only_new") and workspace.shown(os.path.realpath(path)) not in given.get("seen", ())
+def write(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Write a complete file. With `only_new`, refuse to replace a file that was not read before."""
+    path = workspace.resolve(arguments["file_path"])
+    unread = arguments.get("only_new") and workspace.display(os.path.realpath(path)) not in arguments.get("seen", ())
     if unread and os.path.exists(path):
         hint = workspace.hint("read_file", "Read it with {} first.")
-        raise Refusal("environment", f"{workspace.shown(path)} exists and has not been read in this session.{hint}")
-    return _put(workspace, path, given["contents"].encode(), "Wrote")
+        raise Refusal("environment", f"{workspace.display(path)} exists and has not been read in this session.{hint}")
+    return _put(workspace, path, arguments["contents"].encode(), "Wrote")
 
 
 def _put(workspace: ToolWorkspace, path: str, data: bytes, verb: str) -> dict[str, Any]:
-    shown = workspace.shown(path)
-    real = workspace.owned(path)
+    shown = workspace.display(path)
+    real = workspace.writable(path)
     if os.path.isdir(real):
         raise Refusal("environment", f"{shown} is a directory, not a file")
     if os.path.lexists(real) and not os.path.isfile(real):
         raise Refusal("environment", f"{shown} is not a regular file (a pipe, a socket or a device)")
     existed = os.path.exists(real)
     old = _small(workspace, real) if existed else None
-    _keep_and_write(workspace, real, data, old, existed)
+    _save_and_write(workspace, real, data, old, existed)
     added, removed = _line_count(data), _line_count(old or b"")
-    facts = {"path": workspace.shown(real), "lines_added": added, "lines_removed": removed}
+    facts = {"path": workspace.display(real), "lines_added": added, "lines_removed": removed}
     return {"text": f"{verb} {shown} ({added} line{'s' if added != 1 else ''}).", "facts": facts}
 
 
-def delete_file(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
-    """Remove a file or a link; the link itself, whatever it leads to."""
-    path = workspace.resolve(given["target_file"])
-    shown = workspace.shown(path)
+def delete_file(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Delete a file or a link (the link itself, not its target)."""
+    path = workspace.resolve(arguments["target_file"])
+    shown = workspace.display(path)
     directory, name = os.path.split(os.path.normpath(path))
-    real = os.path.join(workspace.owned(directory), name)
+    real = os.path.join(workspace.writable(directory), name)
     try:
         if os.path.isdir(real) and not os.path.islink(real):
             hint = workspace.hint("run_terminal_cmd", "Remove it with {}.")
             raise Refusal("environment", f"{shown} is a directory; only files are deleted.{hint}")
         old = None if os.path.islink(real) or not os.path.isfile(real) else _small(workspace, real)
-        keep_original(workspace, real, old, existed=True)
+        save_original(workspace, real, old, existed=True)
         os.unlink(real)
     except OSError as error:
-        raise refused(workspace, real, error) from None
-    facts = {"path": workspace.shown(real), "lines_removed": _line_count(old or b"")}
+        raise refusal_for(workspace, real, error) from None
+    facts = {"path": workspace.display(real), "lines_removed": _line_count(old or b"")}
     return {"text": f"Deleted {shown}.", "facts": facts}
 
 
 def _small(workspace: ToolWorkspace, real: str) -> bytes | None:
-    """A file's contents if they are worth keeping."""
+    """Return the content of a file if it is small enough to save."""
     return read_bytes(workspace, real)[0] if os.path.getsize(real) <= MAX_ORIGINAL else None
 
 
-def _keep_and_write(workspace: ToolWorkspace, real: str, data: bytes, old: bytes | None, existed: bool) -> None:
+def _save_and_write(workspace: ToolWorkspace, real: str, data: bytes, old: bytes | None, existed: bool) -> None:
     try:
-        keep_original(workspace, real, old, existed)
+        save_original(workspace, real, old, existed)
         os.makedirs(os.path.dirname(real), exist_ok=True)
         replace_file(real, data)
     except FileExistsError:
-        raise Refusal("environment", f"{workspace.shown(os.path.dirname(real))} is not a directory") from None
+        raise Refusal("environment", f"{workspace.display(os.path.dirname(real))} is not a directory") from None
     except OSError as error:
-        raise refused(workspace, real, error) from None
+        raise refusal_for(workspace, real, error) from None
 
 
 def _line_count(data: bytes) -> int:
@@ -128,13 +135,13 @@ def _line_count(data: bytes) -> int:
 
 
 def _expression(old: str) -> re.Pattern[bytes]:
-    """Where `old` stands in a file, whichever way its lines end. Only characters as they are: it cannot run away."""
+    """Return a pattern for `old` with any line ends. It has only literal characters, so it cannot backtrack."""
     lines = old.replace("\r\n", "\n").encode().split(b"\n")
     return re.compile(rb"\r?\n".join(map(re.escape, lines)))
 
 
 def _lines_as_in(text: str, data: bytes) -> bytes:
-    """The text with the line ends that most lines of the file have."""
+    """Return the text with the line ends that most lines of the file have."""
     lines = text.replace("\r\n", "\n").encode()
     crlf = data.count(b"\r\n")
     return lines.replace(b"\n", b"\r\n") if crlf > data.count(b"\n") - crlf else lines
@@ -150,8 +157,8 @@ def _several(shown: str, data: bytes, starts: list[int]) -> str:
 # -- originals
 
 
-def keep_original(workspace: ToolWorkspace, real: str, data: bytes | None, existed: bool) -> None:
-    """Remember a file as it was before its first change, if there was one. A full disk does not stop an edit."""
+def save_original(workspace: ToolWorkspace, real: str, data: bytes | None, existed: bool) -> None:
+    """Save a file before its first change. A full disk does not prevent the edit."""
     name = workspace.relative(real)
     place = os.path.join(workspace.state, "originals")
     note = os.path.join(place, hashlib.sha256(os.fsencode(name)).hexdigest()[:32])
@@ -168,7 +175,7 @@ def keep_original(workspace: ToolWorkspace, real: str, data: bytes | None, exist
 
 
 def originals(workspace: ToolWorkspace) -> dict[str, bytes | None]:
-    """The files changed so far, from the root, with what they were: nothing if new, None if that was not kept."""
+    """Return the changed files (relative to the root) with their originals: empty if new, None if not saved."""
     found: dict[str, bytes | None] = {}
     place = os.path.join(workspace.state, "originals")
     try:
@@ -187,5 +194,5 @@ def originals(workspace: ToolWorkspace) -> dict[str, bytes | None]:
                     data = file.read()
             found[str(note["path"])] = data
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # whoever is in the pod can write here too
+            continue  # other processes in the pod can write here too
     return found

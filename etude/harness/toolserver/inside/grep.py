@@ -1,4 +1,4 @@
-"""Searching text files for a regular expression, the way ripgrep shows it: `N:` for a match, `N-` for its context."""
+"""Search text files for a regular expression, with output as ripgrep's: `N:` for a match, `N-` for its context."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from etude.harness.toolserver.inside.ignore import GitGlobs, walk
-from etude.harness.toolserver.inside.paths import SAMPLE, Refusal, ToolWorkspace, quoted, read_bytes, refused
+from etude.harness.toolserver.inside.paths import SAMPLE, Refusal, ToolWorkspace, quote_name, read_bytes, refusal_for
 from etude.harness.toolserver.inside.regex import compile_pattern
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MATCHES = 100  # shown unless told otherwise: matching lines, or files
-MOST_MATCHES = 1000
-COUNTED = 10  # times what is shown is counted on, then it is "at least"
+DEFAULT_LIMIT = 100  # matching lines, or files
+MAX_LIMIT = 1000
+COUNT_FACTOR = 10  # matches are counted up to this multiple of the limit, then reported as "at least"
 MAX_TEXT = 50 << 10  # characters of a result
 MAX_LINE = 500  # characters of a line
 MAX_FILE = 16 << 20  # bytes of a file that is searched
-CONTEXT = 50  # lines at most around a match
+MAX_CONTEXT = 50  # lines on either side of a match
 
 TYPES = {
     "c": "*.c *.h",
@@ -61,36 +61,36 @@ TYPES = {
 
 
 class GrepSearch:
-    """One search: what is looked for, how it is shown, and what was found so far."""
+    """One search: its pattern and options, and the results so far."""
 
-    def __init__(self, workspace: ToolWorkspace, given: dict[str, Any]) -> None:
+    def __init__(self, workspace: ToolWorkspace, arguments: dict[str, Any]) -> None:
         self.workspace = workspace
-        self.mode = given.get("output_mode") or "content"
-        self.multiline = bool(given.get("multiline"))
-        self.ignore_case = bool(given.get("-i"))
-        self.text = given["pattern"]
+        self.mode = arguments.get("output_mode") or "content"
+        self.multiline = bool(arguments.get("multiline"))
+        self.ignore_case = bool(arguments.get("-i"))
+        self.text = arguments["pattern"]
         self.pattern = compile_pattern(self.text, ignore_case=self.ignore_case, multiline=self.multiline)
-        around = given.get("-C") or 0
-        self.before = min(given.get("-B") or around, CONTEXT)
-        self.after = min(given.get("-A") or around, CONTEXT)
-        self.limit = min(given.get("head_limit") or MATCHES, MOST_MATCHES)
+        around = arguments.get("-C") or 0
+        self.before = min(arguments.get("-B") or around, MAX_CONTEXT)
+        self.after = min(arguments.get("-A") or around, MAX_CONTEXT)
+        self.limit = min(arguments.get("head_limit") or DEFAULT_LIMIT, MAX_LIMIT)
         self.shown: list[str] = []  # blocks of lines, one per file
         self.size = 0
         self.matches = self.files = self.listed = 0
-        self.full = False  # nothing more fits, only counting goes on
-        self.skipped = 0  # files too large to be searched
+        self.full = False  # the output is full; matches are only counted
+        self.skipped = 0  # files too large to search
 
     def done(self) -> bool:
-        """Whether even counting has gone on for long enough."""
-        return (self.matches if self.mode == "content" else self.files) >= self.limit * COUNTED
+        """Return whether enough matches have been counted."""
+        return (self.matches if self.mode == "content" else self.files) >= self.limit * COUNT_FACTOR
 
-    # What a whole text does not match, no line of it does; not so for expressions that look at what is not there.
+    # If the whole text does not match, no line does, except for negative lookarounds and anchors.
     def may_match(self, data: bytes, text: str) -> bool:
         special = any(mark in self.text for mark in ("(?!", "(?<!", "\\A", "\\z", "\\Z"))
         return special or self.pattern.search(text) is not None
 
-    def look_into(self, path: str, data: bytes) -> None:
-        """GrepSearch one file."""
+    def search_file(self, path: str, data: bytes) -> None:
+        """Search one file."""
         plain = self.text.isalnum() and self.text.isascii() and not self.ignore_case
         if plain and self.text.encode() not in data:
             return
@@ -100,14 +100,14 @@ class GrepSearch:
         lines = text.split("\n")
         if lines and not lines[-1]:
             lines.pop()
-        hits = self.spanned(text, lines) if self.multiline else self.matching(lines)
+        hits = self.multiline_hits(text, lines) if self.multiline else self.matching_lines(lines)
         if not hits:
             return
         self.files += 1
         self.matches += len(hits)
         if self.full:
             return
-        name = self.workspace.shown(path)
+        name = self.workspace.display(path)
         if self.mode == "files_with_matches":
             self.add(name)
         elif self.mode == "count":
@@ -115,15 +115,15 @@ class GrepSearch:
         else:
             self.add_content(name, lines, hits)
 
-    def matching(self, lines: list[str]) -> dict[int, int]:
-        """The lines that match, each with where in it."""
+    def matching_lines(self, lines: list[str]) -> dict[int, int]:
+        """Return the matching lines, each with the position of its match."""
         search = self.pattern.search
         return {at: found.start() for at, line in enumerate(lines) if (found := search(line.rstrip("\r"))) is not None}
 
-    def spanned(self, text: str, lines: list[str]) -> dict[int, int]:
-        """The lines that matches over several lines lie on."""
+    def multiline_hits(self, text: str, lines: list[str]) -> dict[int, int]:
+        """Return the lines covered by matches that span lines."""
         hits: dict[int, int] = {}
-        line = start = 0  # the line we are at, and where it begins
+        line = start = 0  # the current line and its offset
         for found in self.pattern.finditer(text):
             while line + 1 < len(lines) and start + len(lines[line]) < found.start():
                 start += len(lines[line]) + 1
@@ -135,12 +135,12 @@ class GrepSearch:
             hits.setdefault(line, max(0, found.start() - start))
             for each in range(line + 1, last + 1):
                 hits.setdefault(each, 0)
-            if len(hits) > MOST_MATCHES * COUNTED:
+            if len(hits) > MAX_LIMIT * COUNT_FACTOR:
                 break
         return hits
 
     def add(self, entry: str) -> None:
-        """A file in the list."""
+        """Add a file to the list."""
         if self.listed >= self.limit or self.size + len(entry) > MAX_TEXT:
             self.full = True
             return
@@ -149,7 +149,7 @@ class GrepSearch:
         self.size += len(entry) + 1
 
     def add_content(self, name: str, lines: list[str], hits: dict[int, int]) -> None:
-        """The matching lines of a file with what is around them."""
+        """Add the matching lines of a file with their context."""
         block, previous = [name], -1
         taken = 0
         for at in hits:
@@ -158,7 +158,7 @@ class GrepSearch:
                 break
             for number in range(max(previous + 1, at - self.before), min(len(lines), at + self.after + 1)):
                 if number > at and number in hits:
-                    break  # it comes in its own turn
+                    break  # printed as a match of its own
                 if previous >= 0 and number > previous + 1:
                     block.append("--")
                 mark = ":" if number in hits else "-"
@@ -189,7 +189,7 @@ class GrepSearch:
 
 
 def _cut(line: str, at: int) -> str:
-    """A line of bearable length, with the match in it."""
+    """Cut a long line to MAX_LINE characters around the match."""
     if len(line) <= MAX_LINE:
         return line
     start = max(0, at - 100) if at > MAX_LINE - 100 else 0
@@ -198,25 +198,25 @@ def _cut(line: str, at: int) -> str:
     return f"{head}{line[start : start + MAX_LINE]}{tail}"
 
 
-def grep(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
-    """GrepSearch the files below a path; those .gitignore names, hidden ones and binary ones are left out."""
-    search = GrepSearch(workspace, given)
-    start = workspace.resolve(given.get("path") or ".")
-    kind = given.get("type")
+def grep(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Search the files below a path, except ignored, hidden and binary ones."""
+    search = GrepSearch(workspace, arguments)
+    start = workspace.resolve(arguments.get("path") or ".")
+    kind = arguments.get("type")
     if kind and kind not in TYPES:
         raise Refusal("bad_arguments", f"type {kind!r} is not known; expected one of {', '.join(TYPES)}")
     types = GitGlobs(TYPES[kind].split()) if kind else None
     if not os.path.isdir(start):
         data, _ = read_bytes(workspace, start, MAX_FILE)
         if b"\0" in data[:SAMPLE]:
-            raise Refusal("environment", f"{workspace.shown(start)} is a binary file; it was not searched")
-        search.look_into(start, data)
+            raise Refusal("environment", f"{workspace.display(start)} is a binary file; it was not searched")
+        search.search_file(start, data)
         return search.result()
     try:
         os.listdir(start)
     except OSError as error:
-        raise refused(workspace, start, error) from None
-    glob = given.get("glob") or ""
+        raise refusal_for(workspace, start, error) from None
+    glob = arguments.get("glob") or ""
     globs = GitGlobs([glob] if glob else [])
     start = os.path.normpath(start)
     below = len(start.rstrip("/")) + 1
@@ -229,26 +229,26 @@ def grep(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
         if found is None:
             search.skipped += 1
         elif b"\0" not in found[:SAMPLE]:
-            search.look_into(path, found)
+            search.search_file(path, found)
             if search.done():
                 break
     return search.result()
 
 
 def is_hidden(pattern: str) -> bool:
-    """Whether a path or glob asks for names that begin with a dot."""
+    """Return whether a path or glob contains a name that begins with a dot."""
     return any(part.startswith(".") and part not in (".", "..") for part in pattern.split("/"))
 
 
 def files_below(start: str, root: str, hidden: bool) -> Iterator[str]:
-    """The regular files below a directory of the workspace."""
+    """Yield the regular files below a directory of the workspace."""
     for entry in walk(start, root, hidden=hidden):
         if entry.is_file(follow_symlinks=False):
             yield entry.path
 
 
 def contents(path: str) -> bytes | None:
-    """A file's bytes; nothing if it cannot be read, None if it is too large."""
+    """Return the content of a file, empty if it cannot be read, None if it is too large."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -266,17 +266,16 @@ def contents(path: str) -> bytes | None:
         os.close(file)
 
 
-def glob_file_search(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
-    """Files whose path matches a glob: those changed since the session began first, the rest after, each by path.
+def glob_file_search(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str, Any]:
+    """List files whose path matches a glob: first those changed since the session began, each group sorted by path.
 
-    The exact times of files are another in every run, and with them an order by time; which files a session has
-    changed is not.
+    Exact file times differ between runs, so sorting by time would; the set of changed files does not.
     """
-    start = workspace.resolve(given.get("target_directory") or ".")
+    start = workspace.resolve(arguments.get("target_directory") or ".")
     if not os.path.isdir(start):
-        raise refused(workspace, start, FileNotFoundError(2, "no such directory"))
+        raise refusal_for(workspace, start, FileNotFoundError(2, "no such directory"))
     start = os.path.normpath(start)
-    pattern = given["glob_pattern"].strip()
+    pattern = arguments["glob_pattern"].strip()
     if pattern.startswith(start.rstrip("/") + "/"):
         pattern = pattern[len(start.rstrip("/")) + 1 :]
     pattern = pattern[2:] if pattern.startswith("./") else pattern
@@ -291,9 +290,9 @@ def glob_file_search(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[st
             recent = entry.stat(follow_symlinks=False).st_mtime_ns > workspace.began
             (changed if recent else others).append(path)
     found = sorted(changed) + sorted(others)
-    lines = [quoted(workspace.relative(path)) for path in found[:MOST_MATCHES]]
+    lines = [quote_name(workspace.relative(path)) for path in found[:MAX_LIMIT]]
     if not found:
         lines.append("No files match.")
-    if len(found) > MOST_MATCHES:
-        lines.append(f"[the first {MOST_MATCHES} of {len(found):,} files]")
+    if len(found) > MAX_LIMIT:
+        lines.append(f"[the first {MAX_LIMIT} of {len(found):,} files]")
     return {"text": "\n".join(lines), "facts": {"files": len(found)}}

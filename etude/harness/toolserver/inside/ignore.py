@@ -1,7 +1,7 @@
-"""GitGlobs as git reads them, and the .gitignore files of a tree.
+"""Globs as in git, and the .gitignore rules of a directory tree.
 
-Matching takes time in proportion to pattern and name, whatever they are: a repository brings its own patterns, and one
-made of stars must not hang a search. Hence the matcher of our own beside simple regular expressions.
+Matching time is bounded by pattern length times name length: patterns come from the repository, and one made of stars
+must not hang a search. Hence the custom matcher for patterns that are not simple regular expressions.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     Match = Callable[[str], bool]
 
 MAX_IGNORE = 1 << 20  # bytes of a .gitignore that are read
-MAX_BRACES = 256  # patterns that one with braces may stand for
+MAX_BRACES = 256  # patterns that one pattern with braces may expand to
 
 
 def _tokens(pattern: str) -> list[tuple[str, str]]:
-    """One name's pattern in parts: a star, any one character, a class (as in a regular expression), or a character."""
+    """Split the pattern of one name into stars, single wildcards, classes (as regular expressions) and characters."""
     parts: list[tuple[str, str]] = []
     at = 0
     while at < len(pattern):
@@ -33,7 +33,7 @@ def _tokens(pattern: str) -> list[tuple[str, str]]:
             parts.append(("any", ""))
         elif char == "[":
             if (found := _class(pattern, at)) is None:
-                return [("class", r"[^\W\w]")]  # never closed: means nothing, as in git
+                return [("class", r"[^\W\w]")]  # never closed: matches nothing, as in git
             text, at = found
             parts.append(("class", text))
         elif char == "\\" and at + 1 < len(pattern):
@@ -46,7 +46,7 @@ def _tokens(pattern: str) -> list[tuple[str, str]]:
 
 
 def _class(pattern: str, at: int) -> tuple[str, int] | None:
-    """A bracket expression as a regular expression, and where it ends; None if the bracket is never closed."""
+    """Convert a bracket expression to a regular expression; return it and its end, None if it is never closed."""
     end = at + 1
     negated = pattern[end : end + 1] in ("!", "^")
     end += negated
@@ -62,7 +62,7 @@ def _class(pattern: str, at: int) -> tuple[str, int] | None:
             high, end = _literal(pattern, end + 1)
         if not low or not high:
             return None
-        if low <= high:  # a range the other way round is empty
+        if low <= high:  # a reversed range is empty
             items.append(re.escape(low) if low == high else f"{re.escape(low)}-{re.escape(high)}")
     if not items:
         return ("." if negated else r"[^\W\w]"), end
@@ -70,13 +70,13 @@ def _class(pattern: str, at: int) -> tuple[str, int] | None:
 
 
 def _literal(pattern: str, at: int) -> tuple[str, int]:
-    """One character of a bracket expression, and where it ends."""
+    """Return one character of a bracket expression and its end."""
     at += pattern[at : at + 1] == "\\"
     return pattern[at : at + 1], at + 1
 
 
 def _segments(pattern: str) -> list[str]:
-    """The names of a path pattern; a slash in brackets does not divide."""
+    """Split a path pattern at slashes, except inside brackets."""
     parts, start, at = [], 0, 0
     while at < len(pattern):
         if pattern[at] == "/":
@@ -108,12 +108,12 @@ _POSIX = {
 
 
 def posix_classes(text: str) -> str:
-    """The inside of a bracket expression with [:alpha:] and the like written out."""
+    """Expand [:alpha:] and other POSIX classes inside a bracket expression."""
     return re.sub(r"\[:(\w+):\]", lambda found: _POSIX.get(found.group(1), found.group(0)), text)
 
 
 def compile_name(pattern: str) -> Match:
-    """A function that tells whether a single name matches."""
+    """Compile the pattern of a single name to a predicate."""
     parts = _tokens(pattern)
     kinds = [kind for kind, _ in parts]
     literal = "".join(text for kind, text in parts if kind == "char")
@@ -129,7 +129,7 @@ def compile_name(pattern: str) -> Match:
         matches = re.compile(expression, re.DOTALL).fullmatch
         return lambda name: matches(name) is not None
     tests = [None if kind == "star" else _test(kind, text) for kind, text in parts]
-    return lambda name: _follows(tests, name)
+    return lambda name: _match_sequence(tests, name)
 
 
 def _test(kind: str, text: str) -> Match:
@@ -141,10 +141,10 @@ def _test(kind: str, text: str) -> Match:
     return lambda char: matches(char) is not None
 
 
-def _follows(tests: Sequence[Match | None], items: Sequence[str]) -> bool:
-    """Whether the items pass the tests in order, None standing for any run of items.
+def _match_sequence(tests: Sequence[Match | None], items: Sequence[str]) -> bool:
+    """Return whether the items pass the tests in order; a None test matches any run of items.
 
-    Only the last run is ever tried again, one item longer: the work is at most len(tests) x len(items).
+    Backtracking extends only the last run: the work is at most len(tests) x len(items).
     """
     test = item = 0
     run, resumed = -1, 0
@@ -164,7 +164,7 @@ def _follows(tests: Sequence[Match | None], items: Sequence[str]) -> bool:
     return all(left is None for left in tests[test:])
 
 
-class Pattern:
+class GitignorePattern:
     """One line of a .gitignore."""
 
     def __init__(self, text: str) -> None:
@@ -187,53 +187,53 @@ class Pattern:
             elif not self.tests or self.tests[-1] is not None:
                 self.tests.append(None)
         if segments and segments[-1] == "**":
-            self.tests.append(lambda name: True)  # "a/**" is all inside a, not a itself
+            self.tests.append(lambda name: True)  # "a/**" matches everything inside a, not a itself
 
     def match(self, path: str, directory: bool) -> bool:
-        """Whether a path, from where the pattern stands, is meant."""
+        """Return whether a path, relative to the directory of the pattern, matches."""
         if self.directories_only and not directory:
             return False
         if self.name is not None:
             return self.name(path[path.rfind("/") + 1 :])
-        return _follows(self.tests, path.split("/"))
+        return _match_sequence(self.tests, path.split("/"))
 
 
-def parse_lines(lines: Iterable[str]) -> list[Pattern]:
-    """The patterns of a .gitignore."""
+def parse_lines(lines: Iterable[str]) -> list[GitignorePattern]:
+    """Parse the lines of a .gitignore."""
     patterns = []
     for line in lines:
         text = line.rstrip("\r\n")
         while text.endswith(" ") and not text.endswith("\\ "):
             text = text[:-1]
         if text and not text.startswith("#"):
-            patterns.append(Pattern(text))
+            patterns.append(GitignorePattern(text))
     return patterns
 
 
 class GitGlobs:
-    """Patterns of a caller, as `rg --glob` takes them: with braces; one with `!` takes out."""
+    """Globs as in `rg --glob`: with braces; a pattern with `!` excludes."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
-        self.patterns = [Pattern(text) for pattern in patterns for text in expand_braces(pattern.lstrip(" "))]
-        self.only = any(not pattern.negated for pattern in self.patterns)
+        self.patterns = [GitignorePattern(text) for pattern in patterns for text in expand_braces(pattern.lstrip(" "))]
+        self.has_includes = any(not pattern.negated for pattern in self.patterns)
 
     def match(self, path: str, directory: bool = False) -> bool:
-        """Whether the last pattern that means the path takes it in."""
+        """Return whether the last matching pattern includes the path."""
         for pattern in reversed(self.patterns):
             if pattern.match(path, directory):
                 return not pattern.negated
         return False
 
     def admits(self, path: str) -> bool:
-        """As a filter: without a pattern that takes in, all is in that none takes out."""
+        """Return whether the path passes as a filter: without including patterns, everything not excluded passes."""
         for pattern in reversed(self.patterns):
             if pattern.match(path, False):
                 return not pattern.negated
-        return not self.only
+        return not self.has_includes
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """`*.{ts,tsx}` as `*.ts` and `*.tsx`; at most a few hundred."""
+    """Expand `*.{ts,tsx}` to `*.ts` and `*.tsx`, up to MAX_BRACES patterns."""
     done: list[str] = []
     todo = [pattern]
     while todo and len(done) + len(todo) <= MAX_BRACES:
@@ -247,7 +247,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _braces(text: str) -> tuple[int, int, list[str]] | None:
-    """The first pair of braces with a comma: where it begins and ends, and the choices in it."""
+    """Return start, end and choices of the first pair of braces that contains a comma."""
     depth, start, at = 0, -1, 0
     commas: list[int] = []
     while at < len(text):
@@ -269,17 +269,17 @@ def _braces(text: str) -> tuple[int, int, list[str]] | None:
     return None
 
 
-class Ignored:
-    """The ignore rules that hold in one directory: its own .gitignore, over those of the directories above."""
+class IgnoreRules:
+    """The ignore rules of one directory: its own .gitignore, then those of its parents."""
 
-    def __init__(self, patterns: list[Pattern], base: str, above: Ignored | None) -> None:
+    def __init__(self, patterns: list[GitignorePattern], base: str, above: IgnoreRules | None) -> None:
         self.patterns = list(reversed(patterns))  # the last one that matches decides
         self.base = base  # absolute, ends with "/"
         self.above = above
 
     def covers(self, path: str, directory: bool) -> bool:
-        """Whether an absolute path is ignored."""
-        rules: Ignored | None = self
+        """Return whether an absolute path is ignored."""
+        rules: IgnoreRules | None = self
         while rules is not None:
             relative = path[len(rules.base) :]
             for pattern in rules.patterns:
@@ -288,28 +288,28 @@ class Ignored:
             rules = rules.above
         return False
 
-    def below(self, directory: str) -> Ignored:
-        """The rules in a directory below: these, and those of its own file."""
+    def below(self, directory: str) -> IgnoreRules:
+        """Return the rules of a subdirectory: these and its own .gitignore."""
         patterns = read_patterns(directory + "/.gitignore")
-        return Ignored(patterns, directory.rstrip("/") + "/", self) if patterns else self
+        return IgnoreRules(patterns, directory.rstrip("/") + "/", self) if patterns else self
 
 
-def rules_at(directory: str, root: str) -> Ignored:
-    """The rules that hold in a directory, from the top of its repository down, or from `root` if there is none."""
+def rules_at(directory: str, root: str) -> IgnoreRules:
+    """Return the rules of a directory, from the top of its repository down, or from `root` if there is none."""
     tops = [directory]
     while tops[-1] != "/" and not os.path.lexists(tops[-1] + "/.git"):
         tops.append(os.path.dirname(tops[-1]))
     if not os.path.lexists(tops[-1] + "/.git"):
         tops = tops[: tops.index(root) + 1] if root in tops else tops[:1]
     top = tops[-1].rstrip("/")
-    rules = Ignored(read_patterns(top + "/.git/info/exclude"), top + "/", None)
+    rules = IgnoreRules(read_patterns(top + "/.git/info/exclude"), top + "/", None)
     for each in reversed(tops):
         rules = rules.below(each)
     return rules
 
 
-def read_patterns(path: str) -> list[Pattern]:
-    """The patterns of a file, if it is one: not a link, as in git, and not a pipe on which we would wait."""
+def read_patterns(path: str) -> list[GitignorePattern]:
+    """Read the patterns of a regular file; links (as in git) and pipes (which would block) have none."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -326,9 +326,9 @@ def read_patterns(path: str) -> list[Pattern]:
 
 
 def walk(start: str, root: str, *, hidden: bool = False) -> Iterator[os.DirEntry[str]]:
-    """The files and links below a directory that are not ignored, sorted; links are not followed.
+    """Yield the files and links below a directory that are not ignored, sorted; links are not followed.
 
-    Names that begin with a dot are left out unless `hidden`; `.git` always is.
+    Names that begin with a dot are skipped unless `hidden`; `.git` is always skipped.
     """
     stack = [(start.rstrip("/"), rules_at(start.rstrip("/") or "/", root))]
     while stack:

@@ -1,6 +1,6 @@
-"""The commands of a session: each is a job with a number and a log, waited for as long as the caller cares to.
+"""The shell commands of a session as jobs: each has a number, a log and a supervisor process.
 
-A job that is not over in time goes on in the background. ShellJobs are found again from their files by the next server.
+A command that does not end in time continues in the background. A restarted server finds jobs again by their files.
 """
 
 from __future__ import annotations
@@ -21,37 +21,39 @@ if TYPE_CHECKING:
 
     from etude.harness.toolserver.inside.server import ToolServerProcess
 
-    Answer = Callable[[Callable[[], dict[str, Any]]], None]
+    Respond = Callable[[Callable[[], dict[str, Any]]], None]
 
-LOOK_AGAIN_S = 0.1  # at a job of an earlier server, of whose end nobody tells us
-KILL_S = 4.0  # for a job to be gone that was told to end, by force after a second
-MAX_LOGS = 256 << 20  # bytes of all logs together; then those of the oldest jobs go
+POLL_S = 0.1  # interval for jobs of an earlier server, whose end is not reported to this one
+KILL_S = 4.0  # to wait for a terminated job; it is killed by force after a second
+MAX_LOGS = 256 << 20  # bytes of all logs together; beyond that, the oldest are removed
 
 
 class ShellJob:
-    """One command that was started."""
+    """One started command."""
 
     def __init__(self, directory: str, number: int) -> None:
         self.number = number
         self.base = os.path.join(directory, str(number))
         self.log = self.base + ".log"
-        self.pid = 0  # of its supervisor
-        self.ours = False  # started by this server, which is told of its end
+        self.pid = 0  # of the supervisor
+        self.started_here = False  # by this server, to which its end is reported
         self.foreground = False
         self.shown = 0  # bytes of the log that the model has seen
         self.ended: dict[str, Any] | None = None
-        self.waiting: list[Callable[[], None]] = []  # to be told of its end
-        self.kept = ""  # where the shell was before it
+        self.on_end: list[Callable[[], None]] = []  # called at its end
+        self.cwd_before = ""  # of the shell
 
     def size(self, at_end: bool = False) -> int:
-        """Bytes of the log: now, or when the command itself was over, whatever it left running has printed since."""
+        """Return the size of the log: now, or `at_end` of the command (its background processes may still print)."""
         return int(self.ended["size"]) if at_end and self.ended and "size" in self.ended else output.size_of(self.log)
 
-    def look(self) -> None:
-        """Learn from its files whether it is over; for jobs of an earlier server."""
-        if self.ours or self.ended is not None:
+    def refresh(self) -> None:
+        """Read from its files whether it has ended; for jobs of an earlier server."""
+        if self.started_here or self.ended is not None:
             return
-        alive = held(self.base + ".lock")  # first: who lets go of it has written the other file before
+        alive = is_locked(
+            self.base + ".lock"
+        )  # checked first: the supervisor writes the other file before it releases the lock
         try:
             with open(self.base + ".done", encoding="utf-8") as file:
                 found = json.load(file)
@@ -59,15 +61,15 @@ class ShellJob:
         except (OSError, ValueError, KeyError, TypeError):
             self.ended = None if alive else {"lost": True}
 
-    def note_shown(self, end: int) -> None:
-        """Remember how much of the log was shown."""
+    def mark_shown(self, end: int) -> None:
+        """Remember how much of the log the model has seen."""
         self.shown = end
         with contextlib.suppress(OSError), open(self.base + ".shown", "w") as file:
             file.write(str(self.shown))
 
 
-def held(path: str) -> bool:
-    """Whether a living process holds the lock: the supervisor of a job, in this very pod."""
+def is_locked(path: str) -> bool:
+    """Return whether a living process in this pod, the supervisor of a job, holds the lock."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -82,7 +84,7 @@ def held(path: str) -> bool:
 
 
 class ShellJobs:
-    """All of them, and the shell they share."""
+    """All jobs, and the state of the shell they share."""
 
     def __init__(self, workspace: ToolWorkspace, server: ToolServerProcess) -> None:
         self.workspace, self.server = workspace, server
@@ -95,30 +97,30 @@ class ShellJobs:
 
     # -- starting
 
-    def run(self, given: dict[str, Any], answer: Answer) -> Callable[[], None]:
-        """Start a command and answer when it is over, or after `block_s`; what is returned ends it."""
-        if reason := shell.missing():
+    def run(self, arguments: dict[str, Any], respond: Respond) -> Callable[[], None]:
+        """Start a command and respond when it ends or after `block_s`; return its cancel function."""
+        if reason := shell.missing_reason():
             raise Refusal("environment", reason)
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
-        self.make_room()
-        job, lock = self.new()
-        block_s = float(given["block_s"])
+        self.prune_logs()
+        job, lock = self.create()
+        block_s = float(arguments["block_s"])
         job.foreground = block_s > 0
-        job.kept = self.shell.directory()
-        self.start(job, lock, given["command"], float(given["timeout_s"]))
+        job.cwd_before = self.shell.directory()
+        self.start(job, lock, arguments["command"], float(arguments["timeout_s"]))
         if not job.foreground:
-            answer(lambda: self.report(job, "run"))
+            respond(lambda: self.report(job, "run"))
             return lambda: None
-        waiting = PendingWait(self, job, block_s, lambda reason: answer(lambda: self.report(job, "run")))
+        waiting = PendingWait(self, job, block_s, lambda reason: respond(lambda: self.report(job, "run")))
 
         def cancel() -> None:
-            waiting.over("cancelled", silent=True)
-            self.end(job)
+            waiting.finish("cancelled", silent=True)
+            self.terminate(job)
 
         return cancel
 
-    def new(self) -> tuple[ShellJob, int]:
-        """A job with the next number that is free, and its lock: another server may use this directory too."""
+    def create(self) -> tuple[ShellJob, int]:
+        """Create a job with the next free number, and its lock; another server may use the directory too."""
         while True:
             self.last += 1
             job = ShellJob(self.directory, self.last)
@@ -129,25 +131,25 @@ class ShellJobs:
                 return job, lock
 
     def start(self, job: ShellJob, lock: int, command: str, timeout_s: float) -> None:
-        """Fork the supervisor, which holds the lock while it lives, and listen to it."""
+        """Fork the supervisor, which holds the lock while it lives, and read its report."""
         from etude.harness.toolserver.inside.supervise import Supervisor
 
         argv, environment = self.shell.command(job.base + ".state", command)
-        plan = {"argv": argv, "env": environment, "cwd": job.kept, "log": job.log, "done": job.base + ".done"}
-        supervisor = Supervisor({**plan, "timeout_s": timeout_s})
-        # Somebody may end the job before its supervisor can hear it: until then the signal waits.
-        known = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        spec = {"argv": argv, "env": environment, "cwd": job.cwd_before, "log": job.log, "done": job.base + ".done"}
+        supervisor = Supervisor({**spec, "timeout_s": timeout_s})
+        # The job may be terminated before its supervisor handles signals: until then SIGTERM stays blocked.
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
-            job.pid = self.server.fork(supervisor.run, lambda data: self.heard(job, data), lock)
+            job.pid = self.server.fork(supervisor.run, lambda data: self.on_supervisor_exit(job, data), lock)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, known)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
             os.close(lock)
-        job.ours = True
+        job.started_here = True
         with contextlib.suppress(OSError), open(job.base + ".pid", "w") as file:
             file.write(str(job.pid))
 
-    def make_room(self) -> None:
-        """Remove the logs of the oldest jobs when all together are too large."""
+    def prune_logs(self) -> None:
+        """Remove the oldest logs when all together are too large."""
         numbers = sorted(int(name[:-4]) for name in os.listdir(self.directory) if name.endswith(".log"))
         sizes = {number: output.size_of(os.path.join(self.directory, f"{number}.log")) for number in numbers}
         total = sum(sizes.values())
@@ -158,23 +160,23 @@ class ShellJobs:
                 os.unlink(os.path.join(self.directory, f"{number}.log"))
                 total -= size
 
-    def heard(self, job: ShellJob, data: bytes) -> None:
-        """The supervisor said how it ended, or was killed before it could."""
+    def on_supervisor_exit(self, job: ShellJob, data: bytes) -> None:
+        """Store how the command ended as reported by the supervisor, or that the supervisor was killed."""
         try:
             job.ended = json.loads(data) if data else {"lost": True}
         except ValueError:
             job.ended = {"lost": True}
         if job.foreground and "code" in (job.ended or {}):
-            self.shell.take(job.base + ".state")
-        shell.forget(job.base + ".state")
-        for each in list(job.waiting):
-            each()
+            self.shell.adopt(job.base + ".state")
+        shell.remove_state(job.base + ".state")
+        for callback in list(job.on_end):
+            callback()
 
-    # -- waiting and ending
+    # -- wait and kill
 
-    def find(self, given: dict[str, Any]) -> ShellJob:
-        """The job that is meant."""
-        text = str(given["job_id"]).strip()
+    def find(self, arguments: dict[str, Any]) -> ShellJob:
+        """Return the job with the requested number."""
+        text = str(arguments["job_id"]).strip()
         number = int(text) if text.isdigit() and len(text) < 10 else 0
         if number in self.jobs:
             return self.jobs[number]
@@ -188,65 +190,65 @@ class ShellJobs:
             job.pid = int(file.read(20))
         return job
 
-    def wait(self, given: dict[str, Any], answer: Answer) -> Callable[[], None]:
-        """Answer when the job is over, has printed what `pattern` matches, or `block_s` have passed."""
-        job = self.find(given)
-        job.look()
+    def wait(self, arguments: dict[str, Any], respond: Respond) -> Callable[[], None]:
+        """Respond when the job ends, prints a line that matches `pattern`, or `block_s` have passed."""
+        job = self.find(arguments)
+        job.refresh()
         if job.ended is not None:
-            answer(lambda: self.report(job, "await"))
+            respond(lambda: self.report(job, "await"))
             return lambda: None
         watcher = 0
-        if pattern := given.get("pattern"):
+        if pattern := arguments.get("pattern"):
             from etude.harness.toolserver.inside.watch import watch
 
-            watcher = watch(self.server, job.log, job.shown, pattern, lambda: waiting.over("matched"))
+            watcher = watch(self.server, job.log, job.shown, pattern, lambda: waiting.finish("matched"))
 
         def done(reason: str) -> None:
             if watcher:
                 self.server.kill(watcher)
-            answer(lambda: self.report(job, "await", matched=reason == "matched"))
+            respond(lambda: self.report(job, "await", matched=reason == "matched"))
 
-        waiting = PendingWait(self, job, float(given["block_s"]), done)
+        waiting = PendingWait(self, job, float(arguments["block_s"]), done)
 
         def cancel() -> None:
-            waiting.over("cancelled", silent=True)
+            waiting.finish("cancelled", silent=True)
             if watcher:
                 self.server.kill(watcher)
 
         return cancel
 
-    def kill(self, given: dict[str, Any], answer: Answer) -> Callable[[], None]:
+    def kill(self, arguments: dict[str, Any], respond: Respond) -> Callable[[], None]:
         """End a job with all its processes."""
-        job = self.find(given)
-        job.look()
-        if job.ended is not None and not held(job.base + ".lock"):
-            answer(lambda: self.report(job, "kill"))
+        job = self.find(arguments)
+        job.refresh()
+        if job.ended is not None and not is_locked(job.base + ".lock"):
+            respond(lambda: self.report(job, "kill"))
             return lambda: None
-        self.end(job)
+        self.terminate(job)
         if job.ended is None:
-            waiting = PendingWait(self, job, KILL_S, lambda reason: answer(lambda: self.report(job, "kill")))
-            return lambda: waiting.over("cancelled", silent=True)
+            waiting = PendingWait(self, job, KILL_S, lambda reason: respond(lambda: self.report(job, "kill")))
+            return lambda: waiting.finish("cancelled", silent=True)
         until = time.monotonic() + KILL_S
 
-        def look() -> None:  # it is over, but not all that it left running
-            if held(job.base + ".lock") and time.monotonic() < until:
-                self.server.at(time.monotonic() + LOOK_AGAIN_S, look)
+        def poll() -> None:  # the command ended, but not its background processes
+            if is_locked(job.base + ".lock") and time.monotonic() < until:
+                self.server.call_at(time.monotonic() + POLL_S, poll)
             else:
-                answer(lambda: self.report(job, "kill"))
+                respond(lambda: self.report(job, "kill"))
 
-        look()
+        poll()
         return lambda: None
 
-    def end(self, job: ShellJob) -> None:
-        """Have the supervisor end it, if there is one: the lock tells that the number is still its own."""
-        if job.pid and held(job.base + ".lock"):
+    def terminate(self, job: ShellJob) -> None:
+        """Signal the supervisor to end the job, if it lives: the lock shows that the pid is still its own."""
+        if job.pid and is_locked(job.base + ".lock"):
             self.server.kill(job.pid, signal.SIGTERM)
 
-    # -- telling
+    # -- reports
 
     def report(self, job: ShellJob, verb: str, matched: bool = False) -> dict[str, Any]:
-        """What the model reads of a job now, and the facts of it."""
-        job.look()
+        """Return the current state of a job as text for the model, and its facts."""
+        job.refresh()
         running = job.ended is None
         where = self.shell.directory()
         facts: dict[str, Any] = {"job": str(job.number), "log": job.log, "running": running, "matched": matched}
@@ -254,24 +256,24 @@ class ShellJobs:
         if verb != "run" or job.foreground:
             end = job.size(at_end=verb == "run")
             text, cut = output.excerpt(job.log, min(job.shown, end), end, job.log)
-            job.note_shown(end)
+            job.mark_shown(end)
             text += (job.ended or {}).pop("unsaved", "")
         notes = []
         if running:
-            job.foreground = False  # from now on it does not touch the shell any more
-            notes.append(self.still_running(job, verb, matched))
+            job.foreground = False  # from now on it does not change the shell state
+            notes.append(self.describe_running(job, verb, matched))
         else:
             assert job.ended is not None
             facts.update((key, job.ended[key]) for key in ("timed_out", "killed", "lost", "failed") if key in job.ended)
             facts["exit_code"] = job.ended.get("code")
-            notes.append(self.how_it_ended(job.ended, bool(text), verb))
-        if verb == "run" and not running and where != job.kept:
-            notes.append(f"[the shell is now in {self.workspace.shown(where)}]")
+            notes.append(self.describe_end(job.ended, bool(text), verb))
+        if verb == "run" and not running and where != job.cwd_before:
+            notes.append(f"[the shell is now in {self.workspace.display(where)}]")
         if text and not text.endswith("\n"):
             text += "\n"
-        return {"text": text + "\n".join(notes), "facts": {**facts, "cut": cut, "cwd": self.workspace.shown(where)}}
+        return {"text": text + "\n".join(notes), "facts": {**facts, "cut": cut, "cwd": self.workspace.display(where)}}
 
-    def still_running(self, job: ShellJob, verb: str, matched: bool) -> str:
+    def describe_running(self, job: ShellJob, verb: str, matched: bool) -> str:
         if matched:
             return f"[the pattern was found; job {job.number} is still running]"
         if verb != "run":
@@ -281,7 +283,7 @@ class ShellJobs:
         how = f" {', '.join(ways)}." if ways else ""
         return f"[running in the background as job {job.number}; its output goes to {job.log}.{how}]"
 
-    def how_it_ended(self, ended: dict[str, Any], printed: bool, verb: str) -> str:
+    def describe_end(self, ended: dict[str, Any], printed: bool, verb: str) -> str:
         if "failed" in ended:
             return f"[the command could not be started: {ended['failed']}]"
         if ended.get("lost"):
@@ -298,34 +300,34 @@ class ShellJobs:
 
 
 class PendingWait:
-    """Somebody waits for a job: until it ends, the time is over, or something else happens first. Told once."""
+    """A request that waits for the end of a job or a timeout; `done` is called once."""
 
     def __init__(self, jobs: ShellJobs, job: ShellJob, block_s: float, done: Callable[[str], None]) -> None:
         self.jobs, self.job, self.done = jobs, job, done
-        self.until = time.monotonic() + block_s
-        self.told = False
-        job.waiting.append(self.look)
-        jobs.server.at(self.until, self.time_over)
-        if not job.ours:
-            self.look_again()
+        self.deadline = time.monotonic() + block_s
+        self.finished = False
+        job.on_end.append(self.check)
+        jobs.server.call_at(self.deadline, self.on_timeout)
+        if not job.started_here:
+            self.poll()
 
-    def look(self) -> None:
+    def check(self) -> None:
         if self.job.ended is not None:
-            self.over("ended")
+            self.finish("ended")
 
-    def look_again(self) -> None:
-        if not self.told:
-            self.job.look()
-            self.look()
-            self.jobs.server.at(time.monotonic() + LOOK_AGAIN_S, self.look_again)
+    def poll(self) -> None:
+        if not self.finished:
+            self.job.refresh()
+            self.check()
+            self.jobs.server.call_at(time.monotonic() + POLL_S, self.poll)
 
-    def time_over(self) -> None:
-        self.over("time")
+    def on_timeout(self) -> None:
+        self.finish("time")
 
-    def over(self, reason: str, silent: bool = False) -> None:
-        if self.told:
+    def finish(self, reason: str, silent: bool = False) -> None:
+        if self.finished:
             return
-        self.told = True
-        self.job.waiting.remove(self.look)
+        self.finished = True
+        self.job.on_end.remove(self.check)
         if not silent:
             self.done(reason)

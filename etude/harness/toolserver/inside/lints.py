@@ -1,7 +1,7 @@
-"""Problems in Python files, by ruff or, where there is none, by the compiler; and which of them are new.
+"""Linter errors of Python files, by ruff or, without it, by the compiler; new ones are marked.
 
-New is what was not there before the first edit: in the original that was kept, or in the last commit for a file that
-was changed by a command. Problems are matched by what they say about which text, for lines move.
+An error is new if it was not there before the first edit: in the saved original, or in the last commit for a file that
+was changed by a command. Errors are matched by message and line text, because line numbers shift.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import TYPE_CHECKING, Any
 
 from etude.harness.toolserver.inside.editing import originals
 from etude.harness.toolserver.inside.grep import files_below
-from etude.harness.toolserver.inside.paths import Refusal, ToolWorkspace, quoted, refused
+from etude.harness.toolserver.inside.paths import Refusal, ToolWorkspace, quote_name, refusal_for
 
-SHOWN = 100
+MAX_SHOWN = 100
 MAX_FILES = 200
 MAX_FILE = 1 << 20
 PROGRAM_S = 30.0
-# A project's configuration may turn fixing on; nothing here may change a file.
+# A project's configuration may enable fixes; linting must not change files.
 RUFF = ("check", "--no-cache", "--no-fix", "--no-fix-only", "--exit-zero", "--quiet", "--output-format", "json")
 
 if TYPE_CHECKING:
     Problem = tuple[int, int, str, str]  # line, column, code, message
 
 
-def lints(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
-    """The problems of some files, or of those that were edited. `need` in the answer asks for ruff first."""
+def lints(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Lint the given files, or the edited ones. `need` in the result asks the host to upload ruff."""
     before = originals(workspace)
-    files = _chosen(workspace, given.get("paths") or [], before)
+    files = _chosen(workspace, arguments.get("paths") or [], before)
     if not files:
         return {"text": "No Python files have been edited; name the files to check.", "facts": {"problems": 0}}
-    program = shutil.which("ruff") or _own(workspace)
-    if program is None and not given.get("without_ruff"):
+    program = shutil.which("ruff") or _uploaded_ruff(workspace)
+    if program is None and not arguments.get("without_ruff"):
         return {"need": "ruff"}
     checker = Checker(workspace, program)
     found = checker.problems({name: _contents(workspace, name) for name in files})
@@ -55,7 +55,7 @@ def lints(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
             if text in known:
                 known.remove(text)
             rows.append((new, name, problem))
-    return {"text": _shown(rows, files, checker.notes, unknown), "facts": _facts(rows, files)}
+    return {"text": _format(rows, files, checker.notes, unknown), "facts": _facts(rows, files)}
 
 
 def _chosen(workspace: ToolWorkspace, paths: list[str], before: dict[str, bytes | None]) -> list[str]:
@@ -68,11 +68,11 @@ def _chosen(workspace: ToolWorkspace, paths: list[str], before: dict[str, bytes 
             below = files_below(os.path.normpath(path), workspace.root, hidden=False)
             found += [workspace.relative(each) for each in below if _is_python(each)]
         elif not os.path.isfile(path):
-            raise refused(workspace, path, FileNotFoundError(2, "no such file"))
+            raise refusal_for(workspace, path, FileNotFoundError(2, "no such file"))
         elif _is_python(path):
             found.append(workspace.relative(path))
         else:
-            raise Refusal("environment", f"{workspace.shown(path)}: only Python files can be checked here")
+            raise Refusal("environment", f"{workspace.display(path)}: only Python files can be checked here")
     return sorted(set(found))[:MAX_FILES]
 
 
@@ -80,7 +80,7 @@ def _is_python(name: str) -> bool:
     return name.endswith((".py", ".pyi"))
 
 
-def _own(workspace: ToolWorkspace) -> str | None:
+def _uploaded_ruff(workspace: ToolWorkspace) -> str | None:
     path = os.path.join(workspace.state, "ruff")
     return path if os.access(path, os.X_OK) else None
 
@@ -94,7 +94,7 @@ def _contents(workspace: ToolWorkspace, name: str) -> bytes:
 
 
 class Checker:
-    """ruff, or the compiler where ruff cannot run; says in `notes` what it had to do without."""
+    """Runs ruff, or the compiler where ruff cannot run; `notes` says which checks are missing."""
 
     def __init__(self, workspace: ToolWorkspace, program: str | None) -> None:
         self.workspace, self.program = workspace, program
@@ -108,7 +108,7 @@ class Checker:
             self.notes.append(text)
 
     def problems(self, files: dict[str, bytes]) -> dict[str, list[Problem]]:
-        """By file, in the order of lines."""
+        """Return the problems of each file, sorted by line."""
         return {name: sorted(self.check(name, data)) for name, data in files.items()}
 
     def check(self, name: str, data: bytes) -> list[Problem]:
@@ -122,10 +122,10 @@ class Checker:
                 return found
             self.program = None
             self.note(f"ruff could not run ({reason}): only syntax errors are found")
-        return compiled(name, data)
+        return syntax_errors(name, data)
 
     def ruff(self, name: str, data: bytes) -> tuple[list[Problem] | None, str]:
-        """What ruff finds in a text, as if it stood in the file; or why it could not look."""
+        """Lint a text as if it were the file's content; return the problems, or None and the reason of a failure."""
         assert self.program is not None
         path = os.path.join(self.workspace.root, name)
         command = [self.program, *RUFF, *self.isolated, "--stdin-filename", path, "-"]
@@ -146,12 +146,12 @@ class Checker:
                 for row in json.loads(done.stdout)
             ], ""
         except (ValueError, KeyError, TypeError):
-            said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-            return None, said[-1].strip()[:200] if said else f"exit code {done.returncode}"
+            errors = done.stderr.decode("utf-8", "replace").strip().splitlines()
+            return None, errors[-1].strip()[:200] if errors else f"exit code {done.returncode}"
 
 
-def compiled(name: str, data: bytes) -> list[Problem]:
-    """The first syntax error, if there is one."""
+def syntax_errors(name: str, data: bytes) -> list[Problem]:
+    """Return the first syntax error, if there is one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -164,13 +164,15 @@ def compiled(name: str, data: bytes) -> list[Problem]:
 
 
 def committed(workspace: ToolWorkspace, name: str) -> bytes | None:
-    """The file in the last commit; nothing if it is not in it, None where there is no commit."""
+    """Return the file in the last commit, empty if it is not in it, None if there is no commit."""
     git = shutil.which("git")
     if git is None:
         return None
     directory, base = os.path.split(os.path.join(workspace.root, name))
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_NOSYSTEM": "1"}
-    environment["GIT_ALLOW_PROTOCOL"] = "none"  # what a partial clone lacks it would fetch, by any program it names
+    environment["GIT_ALLOW_PROTOCOL"] = (
+        "none"  # a partial clone would fetch missing objects, through any program it configures
+    )
     start = [git, "-c", "core.fsmonitor=false", "-C", directory]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         command = [*start, "cat-file", "blob", f"HEAD:./{base}"]
@@ -184,7 +186,7 @@ def committed(workspace: ToolWorkspace, name: str) -> bytes | None:
 
 
 def zip_texts(problems: list[Problem], data: bytes) -> list[tuple[Problem, tuple[str, str, bytes]]]:
-    """Each problem with what it says about which text."""
+    """Pair each problem with its code, message and line text."""
     lines = data.split(b"\n")
     return [(p, (p[2], p[3], lines[p[0] - 1].strip() if 0 < p[0] <= len(lines) else b"")) for p in problems]
 
@@ -193,12 +195,14 @@ def _texts(problems: list[Problem], data: bytes) -> list[tuple[str, str, bytes]]
     return [text for _, text in zip_texts(problems, data)]
 
 
-def _shown(rows: list[tuple[bool, str, Problem]], files: list[str], notes: list[str], unknown: list[str]) -> str:
+def _format(rows: list[tuple[bool, str, Problem]], files: list[str], notes: list[str], unknown: list[str]) -> str:
     lines: list[str] = []
-    chosen = rows if len(rows) <= SHOWN else [*(r for r in rows if r[0]), *(r for r in rows if not r[0])][:SHOWN]
+    chosen = (
+        rows if len(rows) <= MAX_SHOWN else [*(r for r in rows if r[0]), *(r for r in rows if not r[0])][:MAX_SHOWN]
+    )
     for name in files:
         if mine := sorted((problem, new) for new, other, problem in chosen if other == name):
-            lines.append(quoted(name))
+            lines.append(quote_name(name))
             lines += [f"  {p[0]}:{p[1]} {p[2]} {p[3]}{' (new)' if new else ''}" for p, new in mine]
     count = f"{len(files)} file{'s' if len(files) != 1 else ''}"
     if not rows:

@@ -1,7 +1,6 @@
-"""The text files of the workspace for an index outside the pod: what there is, by digest, and what is in it.
+"""Lists the text files of the workspace with digests, and returns their contents, for an index outside the pod.
 
-Digests of files that did not change since the last time are taken from a file of ours, so that listing again is cheap;
-that holds in a fork as well.
+Digests of unchanged files are cached in the state directory, so that listing again is cheap, in a fork too.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ import os
 from typing import Any
 
 from etude.harness.toolserver.inside.ignore import walk
-from etude.harness.toolserver.inside.paths import SAMPLE, ToolWorkspace, quoted, replace_file
+from etude.harness.toolserver.inside.paths import SAMPLE, ToolWorkspace, quote_name, replace_file
 
 MAX_FILE = 1 << 20
-MOST = 50_000  # files
+MAX_FILES = 50_000
 
 
-def listing(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
-    """Path, size and digest of every text file that is not ignored, sorted by path."""
-    place = os.path.join(workspace.state, "digests.json")
-    before = _known(place)
+def listing(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return path, size and digest of every text file that is not ignored, sorted by path."""
+    cache = os.path.join(workspace.state, "digests.json")
+    before = _load_cache(cache)
     after: dict[str, list[Any]] = {}
     files: list[list[Any]] = []
     below = len(workspace.root.rstrip("/")) + 1
@@ -35,24 +34,24 @@ def listing(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
         except OSError:
             continue
         path = entry.path[below:]
-        if quoted(path) != path:
-            continue  # a name that would break whatever it is shown in
+        if quote_name(path) != path:
+            continue  # a name that needs quoting
         stamp = [info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino]
         known = before.get(path)
         digest = known[4] if known and known[:4] == stamp else _digest(entry.path)
         after[path] = [*stamp, digest]
         if digest:
             files.append([path, info.st_size, digest])
-        if len(files) >= MOST:
+        if len(files) >= MAX_FILES:
             break
     with contextlib.suppress(OSError):
-        replace_file(place, json.dumps(after).encode())
+        replace_file(cache, json.dumps(after).encode())
     return {"files": sorted(files)}
 
 
-def _known(place: str) -> dict[str, list[Any]]:
+def _load_cache(path: str) -> dict[str, list[Any]]:
     try:
-        with open(place, encoding="utf-8") as file:
+        with open(path, encoding="utf-8") as file:
             found = json.load(file)
         return {path: row for path, row in found.items() if len(row) == 5 and isinstance(row[4], str)}
     except (OSError, ValueError, AttributeError, TypeError):
@@ -60,7 +59,7 @@ def _known(place: str) -> dict[str, list[Any]]:
 
 
 def _digest(path: str) -> str:
-    """Of a text file; nothing for one that is binary or cannot be read."""
+    """Return the digest of a text file, empty if it is binary or unreadable."""
     data = _read(path)
     if data is None or b"\0" in data[:SAMPLE]:
         return ""
@@ -79,14 +78,14 @@ def _read(path: str) -> bytes | None:
             return None
 
 
-def contents(workspace: ToolWorkspace, given: dict[str, Any]) -> dict[str, Any]:
-    """The first of these files, until they are `most` bytes together; `taken` says how many were looked at."""
+def contents(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the first of these files, up to `most` bytes together; `taken` is how many were processed."""
     files: dict[str, str] = {}
     taken = size = 0
-    for path in given["paths"]:
+    for path in arguments["paths"]:
         real = os.path.join(workspace.root, path)
         data = _read(real) if os.path.isfile(real) else None
-        if data is not None and size and size + len(data) > given["most"]:
+        if data is not None and size and size + len(data) > arguments["most"]:
             break
         taken += 1
         if data is not None:

@@ -1,7 +1,7 @@
-"""Why a text was not found in a file: what it almost matches, where, and in what they differ.
+"""Explains why a text was not found in a file: the nearest match, its place and the difference.
 
-The answer is what a model learns from, so it names one cause where there is one: indentation, line numbers copied
-along, line breaks written as "\\n", letter case. Otherwise it shows the lines that are most alike. It repairs nothing.
+The message names a single cause if there is one: indentation, copied line numbers, line breaks written as "\\n", letter
+case. Otherwise it shows the most similar lines. Nothing is corrected automatically.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SHOWN = 12  # lines of the file
-LOOKED_AT = 20_000  # lines of the file that are compared
+MAX_SHOWN = 12  # lines of the file
+MAX_LINES = 20_000  # lines of the file that are compared
 WIDTH = 200  # characters of a line that are shown or compared
-COMPARED = 5000  # lines that are compared character by character, of which few in full: a file may be made to be slow
-COMPARED_FULLY = 200
+MAX_COMPARED = 5000  # lines compared by character, few of them fully: a file may be adversarial
+MAX_FULLY_COMPARED = 200
 
 
 def explain(data: bytes, old: str) -> str:
-    """A few lines for the model: the cause, and the nearest text with its line numbers."""
+    """Return a few lines for the model: the cause, and the nearest text with its line numbers."""
     text = data.decode("utf-8", "replace").replace("\r\n", "\n")
-    lines = text.split("\n")[:LOOKED_AT]
+    lines = text.split("\n")[:MAX_LINES]
     wanted = old.replace("\r\n", "\n").split("\n")
     if not text:
         return "The file is empty."
@@ -36,19 +36,19 @@ def explain(data: bytes, old: str) -> str:
             at = text.count("\n", 0, text.index(plain))
             cause = f"It has {written} as a backslash and a letter where the file has the character itself."
             return _found(cause, lines, at, plain.count("\n") + 1)
-    if (at := _place(lines, wanted, str.rstrip)) >= 0:
+    if (at := _find(lines, wanted, str.rstrip)) >= 0:
         return _found("It differs in white space at the end of lines.", lines, at, len(wanted), wanted)
-    if (at := _place(lines, wanted, str.strip)) >= 0:
+    if (at := _find(lines, wanted, str.strip)) >= 0:
         return _found(_indentation(lines, wanted, at), lines, at, len(wanted), wanted)
-    if (at := _place(lines, wanted, lambda line: re.sub(r"\s+", "", line))) >= 0:
+    if (at := _find(lines, wanted, lambda line: re.sub(r"\s+", "", line))) >= 0:
         return _found("It differs in white space inside lines.", lines, at, len(wanted), wanted)
-    if (at := _place(lines, wanted, lambda line: line.strip().lower())) >= 0:
+    if (at := _find(lines, wanted, lambda line: line.strip().lower())) >= 0:
         return _found("It differs in upper and lower case.", lines, at, len(wanted), wanted)
     return _most_alike(lines, wanted)
 
 
-def _place(lines: list[str], wanted: list[str], key: Callable[[str], str]) -> int:
-    """Where the wanted lines stand if each is compared by `key`; the ends of the first and last line may be missing."""
+def _find(lines: list[str], wanted: list[str], key: Callable[[str], str]) -> int:
+    """Return the position of the wanted lines, compared by `key`; the first and last line may be partial."""
     keys = [key(line) for line in wanted]
     while len(keys) > 1 and not keys[-1]:
         keys.pop()
@@ -72,15 +72,16 @@ def _indentation(lines: list[str], wanted: list[str], at: int) -> str:
     for offset, line in enumerate(wanted):
         if at + offset >= len(lines) or not line.strip():
             continue
-        theirs, ours = (text[: len(text) - len(text.lstrip())] for text in (lines[at + offset], line))
-        if theirs != ours:
-            place = f"line {at + offset + 1} begins with {_white(theirs)}, in old_string with {_white(ours)}"
+        in_file, in_old = (text[: len(text) - len(text.lstrip())] for text in (lines[at + offset], line))
+        if in_file != in_old:
+            have, wants = _describe_space(in_file), _describe_space(in_old)
+            place = f"line {at + offset + 1} begins with {have}, in old_string with {wants}"
             return f"It differs in indentation: {place}."
     return "It differs in white space at the beginning or end of lines."
 
 
-def _white(text: str) -> str:
-    """White space in words."""
+def _describe_space(text: str) -> str:
+    """Describe white space in words."""
     if not text:
         return "nothing"
     parts = []
@@ -93,11 +94,11 @@ def _white(text: str) -> str:
 
 def _found(cause: str, lines: list[str], at: int, count: int, wanted: list[str] | None = None) -> str:
     first = at
-    for offset, line in enumerate(wanted or []):  # begin where they differ, if the place is long
-        if count > SHOWN and at + offset < len(lines) and lines[at + offset] != line:
+    for offset, line in enumerate(wanted or []):  # start at the first difference if the match is long
+        if count > MAX_SHOWN and at + offset < len(lines) and lines[at + offset] != line:
             first = max(at, at + offset - 2)
             break
-    return f"{cause} The file has:\n{_numbered(lines, first, min(SHOWN, at + count - first))}"
+    return f"{cause} The file has:\n{_numbered(lines, first, min(MAX_SHOWN, at + count - first))}"
 
 
 def _numbered(lines: list[str], at: int, count: int) -> str:
@@ -105,7 +106,7 @@ def _numbered(lines: list[str], at: int, count: int) -> str:
 
 
 def _most_alike(lines: list[str], wanted: list[str]) -> str:
-    """The region that shares most lines, exactly or nearly, with what was wanted."""
+    """Show the region that shares most lines, exactly or nearly, with the wanted text."""
     keys = [line.strip()[:WIDTH] for line in wanted]
     have = [line.strip()[:WIDTH] for line in lines]
     at = _by_equal_lines(have, keys)
@@ -113,7 +114,7 @@ def _most_alike(lines: list[str], wanted: list[str]) -> str:
         at = _by_similar_line(have, keys)
     if at is None:
         return "Nothing in the file is like it. Read the file again before the next attempt."
-    count = min(len(wanted), SHOWN)
+    count = min(len(wanted), MAX_SHOWN)
     text = f"The nearest text is:\n{_numbered(lines, at, count)}"
     for offset, key in enumerate(keys[:count]):
         if at + offset < len(have) and have[at + offset] != key:
@@ -122,7 +123,7 @@ def _most_alike(lines: list[str], wanted: list[str]) -> str:
 
 
 def _by_equal_lines(have: list[str], keys: list[str]) -> int | None:
-    """Where the region begins that has most of the lines in their places; lines that occur often count little."""
+    """Return the start of the region with most wanted lines in place; frequent lines count less."""
     places: dict[str, list[int]] = {}
     for at, line in enumerate(have):
         if len(line) > 2:
@@ -136,18 +137,18 @@ def _by_equal_lines(have: list[str], keys: list[str]) -> int | None:
 
 
 def _by_similar_line(have: list[str], keys: list[str]) -> int | None:
-    """Where the line most like the longest wanted one is, if any is like it at all."""
+    """Return the start of the region around the line most similar to the longest wanted line, if any is similar."""
     offset = max(range(len(keys)), key=lambda index: len(keys[index]))
     matcher = difflib.SequenceMatcher(autojunk=False)
     matcher.set_seq2(keys[offset])
     best, found, compared = 0.55, None, 0
-    for at, line in enumerate(have[:COMPARED]):
+    for at, line in enumerate(have[:MAX_COMPARED]):
         matcher.set_seq1(line)
         if matcher.real_quick_ratio() <= best or matcher.quick_ratio() <= best:
             continue
         if (ratio := matcher.ratio()) > best:
             best, found = ratio, at
         compared += 1
-        if compared == COMPARED_FULLY:
+        if compared == MAX_FULLY_COMPARED:
             break
     return None if found is None else max(0, found - offset)

@@ -1,4 +1,4 @@
-"""What a command printed, as a model reads it: without control sequences, and of bearable length."""
+"""Formats command output for the model: without control sequences, and cut to head and tail."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 
 HEAD = 5_000  # characters
 TAIL = 10_000
-WINDOW = 64 << 10  # bytes read at either end for that: enough for any characters, and for sequences that are dropped
+WINDOW = 64 << 10  # bytes read at either end: enough for any characters and for removed sequences
 
 _SEQUENCES = re.compile(
-    r"\x1b(?:\[[0-?]*[ -/]*[@-~]"  # colours, and moving about
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]"  # colours and cursor movement
     r"|\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)"  # titles and links
     r"|[PX^_][^\x1b]{0,512}\x1b\\"
     r"|[ -/]*[0-~])"
@@ -19,7 +19,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 def clean(text: str) -> str:
-    """The text as it would stand on a terminal at the end: no colours, and of a progress bar only its last state."""
+    """Return the text as a terminal would finally show it: no colours, and only the last state of a progress bar."""
     text = _SEQUENCES.sub("", text).replace("\r\n", "\n")
     if "\r" in text:
         text = "\n".join(_overwritten(line) for line in text.split("\n"))
@@ -32,7 +32,7 @@ def _overwritten(line: str) -> str:
 
 
 def excerpt(path: str, start: int, end: int, log: str) -> tuple[str, bool]:
-    """Bytes `start` to `end` of a log as text, head and tail if it is long; and whether anything was left out."""
+    """Return bytes `start` to `end` of a log as text, head and tail if it is long; and whether it was cut."""
     if end - start <= 2 * WINDOW:
         text = clean(_decode(_read(path, start, end)))
         if len(text) <= HEAD + TAIL:
@@ -52,11 +52,11 @@ def _read(path: str, start: int, end: int) -> bytes:
             file.seek(start)
             return file.read(max(0, end - start))
     except OSError:
-        return b""  # whoever is in the pod may have removed it
+        return b""  # a process in the pod may have removed it
 
 
 def _decode(data: bytes) -> str:
-    """Text of a window: a character that the window cuts is dropped, other bytes that are not UTF-8 are marked."""
+    """Decode a window: a character cut by its edge is dropped, other invalid bytes become U+FFFD."""
     for _ in range(3):
         if data and 0x80 <= data[0] < 0xC0:
             data = data[1:]
@@ -71,7 +71,7 @@ def _decode(data: bytes) -> str:
 
 
 def size_of(path: str) -> int:
-    """The size of a file, 0 if it is gone."""
+    """Return the size of a file, 0 if it does not exist."""
     try:
         return os.path.getsize(path)
     except OSError:

@@ -1,7 +1,7 @@
-"""Paths and files in the pod: where a name leads, how it is shown, reads that cannot hang and writes that cannot tear.
+"""Paths and files in the pod: resolution, display, reads that cannot block and atomic writes.
 
-A file name may hold anything but "/" and NUL. One that would break a line, or is not UTF-8, is shown quoted with
-escapes, and is understood when it comes back so.
+A file name may contain anything but "/" and NUL. A name that would break a line or is not UTF-8 is displayed quoted
+with escapes, and is accepted in that form.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 import re
 import stat
 
-MAX_FILE = 64 << 20  # bytes of a file that is read whole
-SAMPLE = 8192  # bytes in which a NUL means binary, as in git
+MAX_FILE = 64 << 20  # bytes of a file that is read completely
+SAMPLE = 8192  # first bytes, in which a NUL means binary, as in git
 
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\ufeff]")
 _ESCAPED = re.compile(r'\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|([ntr\\"]))')
@@ -33,15 +33,15 @@ _MAGIC = (
 
 
 class Refusal(Exception):
-    """It cannot be done: `kind` is the class of the error, the message is for the model."""
+    """A failed operation: `kind` is the error class, the message is for the model."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
 
 
-def quoted(name: str) -> str:
-    """A name on one line: as it is, or quoted with escapes if it could be misread."""
+def quote_name(name: str) -> str:
+    """Return a name on one line: as it is, or quoted with escapes if it is ambiguous."""
     if not _UNSAFE.search(name) and not name.startswith('"'):
         return name
     parts = []
@@ -49,7 +49,7 @@ def quoted(name: str) -> str:
         code = ord(char)
         if char in _SHORT:
             parts.append(_SHORT[char])
-        elif 0xDC80 <= code <= 0xDCFF:  # a byte that is not UTF-8, as the file system module decodes it
+        elif 0xDC80 <= code <= 0xDCFF:  # a byte that is not UTF-8, decoded with surrogateescape
             parts.append(f"\\x{code - 0xDC00:02x}")
         elif code < 0x80 and _UNSAFE.match(char):
             parts.append(f"\\x{code:02x}")
@@ -60,8 +60,8 @@ def quoted(name: str) -> str:
     return '"' + "".join(parts) + '"'
 
 
-def unquoted(text: str) -> str:
-    """The name that `quoted` showed as `text`."""
+def unquote_name(text: str) -> str:
+    """Undo `quote_name`."""
 
     def char(found: re.Match[str]) -> str:
         byte, code, letter = found.groups()
@@ -73,8 +73,8 @@ def unquoted(text: str) -> str:
     return _ESCAPED.sub(char, text[1:-1])
 
 
-def began(state: str) -> int:
-    """The time of a file that the first server made."""
+def session_start_ns(state: str) -> int:
+    """Return the mtime of a file that the first server of the session created."""
     os.makedirs(state, mode=0o700, exist_ok=True)
     file = os.open(os.path.join(state, "began"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -84,61 +84,62 @@ def began(state: str) -> int:
 
 
 class ToolWorkspace:
-    """The directory a session works in, and what the model calls its tools."""
+    """The workspace of a session, and the tool names shown to the model."""
 
     def __init__(self, root: str, state: str, names: dict[str, str]) -> None:
         self.root = os.path.realpath(root)
-        self.state = state  # a directory of our own, outside
+        self.state = state  # the server's own directory, outside the workspace
         self.names = names
-        self.began = began(state)  # when the session did, by the clock of the file system
+        self.began = session_start_ns(state)  # by the clock of the file system
 
     def hint(self, tool: str, text: str) -> str:
-        """A sentence that sends the model to another tool, if it has that tool; `{}` stands for its name."""
+        """Return a sentence that refers to another tool (`{}` is its name), empty if the model does not have it."""
         return " " + text.format(self.names[tool]) if tool in self.names else ""
 
     def resolve(self, text: str) -> str:
-        """The path a name means. Relative names start at the root; links are not followed."""
+        """Return the path of a name. Relative names start at the root; links are not followed."""
         if "\0" in text:
             raise Refusal("bad_arguments", "a path cannot contain a NUL character")
         path = os.path.join(self.root, text)
         if os.path.lexists(path):
             return path
         if len(text) > 1 and text[0] == text[-1] == '"':
-            return os.path.join(self.root, unquoted(text))
+            return os.path.join(self.root, unquote_name(text))
         if text == "~" or text.startswith("~/"):
             return os.path.expanduser(text)
         return path
 
     def relative(self, path: str) -> str:
-        """The path from the root if it is inside, else as it is."""
+        """Return the path relative to the root if it is inside, else unchanged."""
         path = os.path.normpath(path)
         if path == self.root:
             return "."
         inside = self.root.rstrip("/") + "/"
         return path[len(inside) :] if path.startswith(inside) else path
 
-    def shown(self, path: str) -> str:
-        """The path as the model reads it."""
-        return quoted(self.relative(path))
+    def display(self, path: str) -> str:
+        """Return the path as shown to the model."""
+        return quote_name(self.relative(path))
 
-    def owned(self, path: str) -> str:
-        """The real path of a file that is to be changed; links that lead out of the workspace are refused."""
+    def writable(self, path: str) -> str:
+        """Return the real path of a file to change; refuse paths and links outside the workspace."""
         real = os.path.realpath(path)
         if real != self.root and not real.startswith(self.root.rstrip("/") + "/"):
-            where = "" if real == os.path.normpath(path) else f" (it leads to {quoted(real)})"
+            where = "" if real == os.path.normpath(path) else f" (it leads to {quote_name(real)})"
             raise Refusal(
-                "denied", f"{self.shown(path)} is outside the workspace {quoted(self.root)}{where}; nothing was changed"
+                "denied",
+                f"{self.display(path)} is outside the workspace {quote_name(self.root)}{where}; nothing was changed",
             )
         return real
 
 
 def read_bytes(workspace: ToolWorkspace, path: str, most: int = MAX_FILE) -> tuple[bytes, os.stat_result]:
-    """A regular file, whole. Never waits: a pipe or a device is refused before anything is read."""
-    shown = workspace.shown(path)
+    """Read a regular file completely. Never blocks: a pipe or device is refused before reading."""
+    shown = workspace.display(path)
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as error:
-        raise refused(workspace, path, error) from None
+        raise refusal_for(workspace, path, error) from None
     try:
         info = os.fstat(file)
         if stat.S_ISDIR(info.st_mode):
@@ -155,26 +156,26 @@ def read_bytes(workspace: ToolWorkspace, path: str, most: int = MAX_FILE) -> tup
                 hint = workspace.hint("run_terminal_cmd", "Look at a part of it with {} (sed -n, tail, grep).")
                 raise Refusal("environment", f"{shown} is too large to be read: {at_least}.{hint}")
         return b"".join(parts), info
-    except OSError as error:  # /proc has files that open and then refuse
-        raise refused(workspace, path, error) from None
+    except OSError as error:  # some files in /proc open but fail to read
+        raise refusal_for(workspace, path, error) from None
     finally:
         os.close(file)
 
 
 def check_text(workspace: ToolWorkspace, path: str, data: bytes) -> None:
-    """Refuse what is not text."""
+    """Raise Refusal if the data is not text."""
     if b"\0" in data[:SAMPLE]:
         kind = next((name for magic, name in _MAGIC if data.startswith(magic)), "contains NUL bytes")
         what = f"a binary file ({kind}, {len(data):,} bytes), not text"
-        raise Refusal("environment", f"{workspace.shown(path)} is {what}")
+        raise Refusal("environment", f"{workspace.display(path)} is {what}")
 
 
-def refused(workspace: ToolWorkspace, path: str, error: OSError) -> Refusal:
-    """What the kernel said, in words, and for a missing file what may have been meant."""
-    shown = workspace.shown(path)
+def refusal_for(workspace: ToolWorkspace, path: str, error: OSError) -> Refusal:
+    """Convert an OSError to a refusal; for a missing file, suggest similar names."""
+    shown = workspace.display(path)
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         if os.path.islink(path):
-            target = quoted(os.readlink(path))
+            target = quote_name(os.readlink(path))
             return Refusal("environment", f"{shown} is a symbolic link to {target}, which does not exist")
         return Refusal("environment", f"{shown} does not exist.{_suggestion(workspace, path)}")
     if error.errno in (errno.EACCES, errno.EPERM):
@@ -190,13 +191,13 @@ def _suggestion(workspace: ToolWorkspace, path: str) -> str:
         while directory and not os.path.isdir(directory):
             directory, name = os.path.split(directory)
         found = [] if not directory else difflib.get_close_matches(name, sorted(_names(directory)), 1)
-        near = f" Did you mean {workspace.shown(os.path.join(directory, found[0]))}/...?" if found else ""
-        return f" There is no directory {workspace.shown(os.path.join(directory, name))}.{near}"
+        near = f" Did you mean {workspace.display(os.path.join(directory, found[0]))}/...?" if found else ""
+        return f" There is no directory {workspace.display(os.path.join(directory, name))}.{near}"
     close = difflib.get_close_matches(name, sorted(_names(directory)), 3)
     if same := [other for other in _names(directory) if other.lower() == name.lower()]:
         close = [*same, *(other for other in close if other not in same)][:3]
     found = [os.path.join(directory, other) for other in close] or _elsewhere(workspace, name)
-    return f" Did you mean {' or '.join(map(workspace.shown, found))}?" if found else ""
+    return f" Did you mean {' or '.join(map(workspace.display, found))}?" if found else ""
 
 
 def _names(directory: str) -> list[str]:
@@ -207,7 +208,7 @@ def _names(directory: str) -> list[str]:
 
 
 def _elsewhere(workspace: ToolWorkspace, name: str) -> list[str]:
-    """Files of the same name, in the first few thousand of the workspace."""
+    """Return files of the same name among the first few thousand of the workspace."""
     found, count = [], 0
     for directory, directories, files in os.walk(workspace.root):
         directories[:] = sorted(other for other in directories if other not in (".git", "node_modules"))
@@ -220,24 +221,24 @@ def _elsewhere(workspace: ToolWorkspace, name: str) -> list[str]:
 
 
 def replace_file(path: str, data: bytes, mode: int | None = None) -> None:
-    """Put a file in the place of another at once, or make it; with the old one's mode, or `mode` if there is none."""
+    """Replace or create a file atomically; it keeps the old mode, or gets `mode` if it is new."""
     try:
         old = os.stat(path)
     except FileNotFoundError:
         old = None
     if old is not None and not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, "permission denied", path)
-    if old is not None and old.st_nlink > 1:  # another name of it must stay one
+    if old is not None and old.st_nlink > 1:  # keep hard links
         write_through(path, data)
         return
     directory, name = os.path.split(path)
-    beside = os.path.join(directory, f".{name[:80]}.{os.getpid()}.new")
+    temporary = os.path.join(directory, f".{name[:80]}.{os.getpid()}.new")
     try:
-        file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except PermissionError:
         if old is None:
             raise
-        write_through(path, data)  # a file we may write in a directory we may not
+        write_through(path, data)  # a writable file in a read-only directory
         return
     try:
         with os.fdopen(file, "wb") as out:
@@ -248,23 +249,23 @@ def replace_file(path: str, data: bytes, mode: int | None = None) -> None:
                     keep_owner(file, old)
             elif mode is not None:
                 os.fchmod(file, mode)
-        os.rename(beside, path)
+        os.rename(temporary, path)
     except BaseException:
-        os.unlink(beside)
+        os.unlink(temporary)
         raise
 
 
 def keep_owner(file: int, old: os.stat_result) -> None:
-    """Give the new file the old one's owner, where we may."""
+    """Give the new file the owner of the old one, if permitted."""
     try:
         os.fchown(file, old.st_uid, old.st_gid)
-        os.fchmod(file, stat.S_IMODE(old.st_mode))  # changing the owner drops the set-user bits
+        os.fchmod(file, stat.S_IMODE(old.st_mode))  # chown clears the setuid bits
     except PermissionError:
-        return  # as an ordinary user every file we write is ours
+        return  # an ordinary user cannot change owners
 
 
 def write_through(path: str, data: bytes) -> None:
-    """Write into the file that is there."""
+    """Overwrite the existing file in place."""
     file = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
     with os.fdopen(file, "wb") as out:
         out.write(data)

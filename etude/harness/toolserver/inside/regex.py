@@ -1,4 +1,4 @@
-"""Regular expressions as ripgrep takes them, for Python's `re`: what is written differently is translated."""
+"""Translates ripgrep's regular expressions to Python's `re`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from etude.harness.toolserver.inside.paths import Refusal
 
 MAX_PATTERN = 10_000  # characters
 
-# Inside brackets. Python has no Unicode properties; those that code searches use are these.
+# Contents of brackets. Python has no Unicode properties; these are the ones code searches use.
 _PROPERTIES = {
     **dict.fromkeys(("L", "Letter", "Alphabetic"), "^\\W\\d_"),
     **dict.fromkeys(("Lu", "Uppercase"), "A-ZÀ-ÖØ-ÞΑ-ΡΣ-ΫА-Я"),
@@ -25,7 +25,7 @@ _PROPERTIES = {
 
 
 def compile_pattern(pattern: str, *, ignore_case: bool, multiline: bool) -> re.Pattern[str]:
-    """The expression; one that is wrong is refused with what is wrong and where."""
+    """Compile a pattern; refuse an invalid one with its error and position."""
     if len(pattern) > MAX_PATTERN:
         raise Refusal("bad_arguments", f"the pattern has {len(pattern):,} characters; expected at most {MAX_PATTERN:,}")
     flags = re.MULTILINE | (re.IGNORECASE if ignore_case else 0) | (re.DOTALL if multiline else 0)
@@ -40,7 +40,7 @@ def compile_pattern(pattern: str, *, ignore_case: bool, multiline: bool) -> re.P
 
 
 def translate(pattern: str) -> str:
-    """A pattern of ripgrep's as one of Python's that means the same."""
+    """Convert a ripgrep pattern to an equivalent Python pattern."""
     out: list[str] = []
     at, in_class = 0, False
     while at < len(pattern):
@@ -70,7 +70,7 @@ def translate(pattern: str) -> str:
 
 
 def _escape(pattern: str, at: int, in_class: bool) -> tuple[str, int]:
-    """What begins with a backslash, and where it ends."""
+    """Translate an escape; return the result and its end."""
     if found := re.compile(r"\\[xuU]\{([0-9A-Fa-f]{1,6})\}").match(pattern, at):
         code = int(found.group(1), 16)
         if code > 0x10FFFF or 0xD800 <= code < 0xE000:

@@ -1,8 +1,8 @@
-"""The tool server's loop: requests come as lines of JSON, answers go out as such, in whatever order they are ready.
+"""The event loop of the tool server: JSON lines in, JSON lines out, in the order in which results are ready.
 
-One thread. What is quick is done at once; what may take long, or for ever, is done by a forked child with a deadline,
-so that no expression, however bad, stops anything else: threads could not do that, for matching holds Python's lock. A
-fork is safe because there are no threads. A request is cancelled by ending whatever works on it.
+Single-threaded. Quick requests run in the loop; slow ones run in a forked child with a deadline, so that no regular
+expression can block anything else (a thread could not do that: matching holds the GIL). Forking is safe because there
+are no threads. Cancelling a request kills its child.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
     Cancel = Callable[[], None]
 
-MAX_REQUEST = 64 << 20  # bytes of a line
-MAX_ANSWER = 12 << 20
+MAX_REQUEST = 64 << 20  # bytes of a request line
+MAX_RESPONSE = 12 << 20
 MAX_MEMORY = 1 << 30  # bytes of address space of a child
-QUICK_READ = 4 << 20  # bytes of a file that is read at once
-LOAD_S = 0.02  # after which the rest of the program is loaded, if there is time
+QUICK_READ = 4 << 20  # bytes of a file that is read in the loop
+LOAD_S = 0.02  # after which the remaining modules are imported between requests
 
-# what does it -> module and function; imported when first asked for
+# operation -> module and function; imported on first use
 QUICK = {
     "read_file": ("reading", "read_file"),
     "list_dir": ("reading", "list_dir"),
@@ -50,30 +50,30 @@ SLOW = {
     "contents": ("listing", "contents"),
     "lints": ("lints", "lints"),
 }
-LATER = ("reading", "editing", "jobs", "supervise", "grep", "listing", "lints", "watch")
+PRELOADED = ("reading", "editing", "jobs", "supervise", "grep", "listing", "lints", "watch")
 JOBS = {"run": "run", "await": "wait", "kill": "kill"}
 
 
 class ToolServerProcess:
-    """Everything that is going on."""
+    """The state of the event loop."""
 
-    def __init__(self, workspace: ToolWorkspace, answers: int) -> None:
-        self.workspace, self.answers = workspace, answers
+    def __init__(self, workspace: ToolWorkspace, responses: int) -> None:
+        self.workspace, self.responses = workspace, responses
         self.selector = selectors.DefaultSelector()
         self.timers: list[tuple[float, int, Callable[[], None]]] = []
         self.count = 0
-        self.working: dict[int, Cancel] = {}  # request -> how to stop it
-        self.all_jobs: ShellJobs | None = None
+        self.active: dict[int, Cancel] = {}  # request -> its cancel function
+        self._jobs: ShellJobs | None = None
 
-    # -- what its parts use
+    # -- event loop
 
-    def at(self, when: float, call: Callable[[], None]) -> None:
-        """Call it then."""
+    def call_at(self, when: float, call: Callable[[], None]) -> None:
+        """Run `call` at a monotonic time."""
         self.count += 1
         heapq.heappush(self.timers, (when, self.count, call))
 
-    def listen(self, fd: int, done: Callable[[bytes], None]) -> None:
-        """Read a pipe to its end, then hand over what came."""
+    def read_to_end(self, fd: int, done: Callable[[bytes], None]) -> None:
+        """Read a pipe to its end, then pass its data to `done`."""
         os.set_blocking(fd, False)
         parts: list[bytes] = []
 
@@ -83,43 +83,43 @@ class ToolServerProcess:
             except BlockingIOError:
                 return
             parts.append(data)
-            if not data or sum(map(len, parts)) > MAX_ANSWER:
+            if not data or sum(map(len, parts)) > MAX_RESPONSE:
                 self.selector.unregister(fd)
                 os.close(fd)
                 done(b"".join(parts))
 
         self.selector.register(fd, selectors.EVENT_READ, readable)
 
-    def fork(self, work: Callable[[int], None], done: Callable[[bytes], None], kept: int = -1) -> int:
-        """Do it in a child, which may write to the pipe it is given; then hand over what it wrote.
+    def fork(self, work: Callable[[int], None], done: Callable[[bytes], None], kept_fd: int = -1) -> int:
+        """Run `work` in a child process with a pipe to write to; then pass what it wrote to `done`.
 
-        Of our descriptors it has none but `kept`, if that is given: then it is also to outlive us.
+        The child keeps no other descriptor but `kept_fd`. If one is given, the child outlives the server.
         """
-        ours, theirs = os.pipe()
+        parent_end, child_end = os.pipe()
         try:
             pid = os.fork()
         except OSError:
-            os.close(ours)
-            os.close(theirs)
+            os.close(parent_end)
+            os.close(child_end)
             raise
         if not pid:
-            self._be_child(work, theirs, kept)
-        os.close(theirs)
-        if kept >= 0:  # here too, so that it is done before anybody ends our group
+            self._run_child(work, child_end, kept_fd)
+        os.close(child_end)
+        if kept_fd >= 0:  # in the parent too, so that it happens before our process group can be killed
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
-        self.listen(ours, done)
+        self.read_to_end(parent_end, done)
         return pid
 
-    def _be_child(self, work: Callable[[int], None], pipe: int, kept: int) -> None:
+    def _run_child(self, work: Callable[[int], None], pipe: int, kept_fd: int) -> None:
         code = 1
         try:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             null = os.open("/dev/null", os.O_RDWR)
             os.dup2(null, 0)
             os.dup2(null, 1)
-            close_others((pipe, kept))
-            if kept >= 0:
+            close_others((pipe, kept_fd))
+            if kept_fd >= 0:
                 os.setpgid(0, 0)
                 os.dup2(0, 2)
             work(pipe)
@@ -136,25 +136,25 @@ class ToolServerProcess:
 
     @property
     def jobs(self) -> ShellJobs:
-        if self.all_jobs is None:
+        if self._jobs is None:
             from etude.harness.toolserver.inside.jobs import ShellJobs
 
-            self.all_jobs = ShellJobs(self.workspace, self)
-        return self.all_jobs
+            self._jobs = ShellJobs(self.workspace, self)
+        return self._jobs
 
     def load(self) -> None:
-        """Import what is not needed yet, a part at a time between requests: the file it comes from may be removed."""
-        for module in LATER:
+        """Import the remaining modules one by one between requests: the zip file may be removed later."""
+        for module in PRELOADED:
             name = f"etude.harness.toolserver.inside.{module}"
             if name not in sys.modules:
                 import_module(name)
-                self.at(time.monotonic() + 0.001, self.load)
+                self.call_at(time.monotonic() + 0.001, self.load)
                 return
 
     # -- requests
 
     def serve(self, requests: int) -> None:
-        """Until nobody can ask any more."""
+        """Serve until the request pipe closes."""
         os.set_blocking(requests, False)
         buffer = bytearray()
         more = True
@@ -168,12 +168,12 @@ class ToolServerProcess:
                 *lines, rest = bytes(buffer).split(b"\n")
                 buffer[:] = rest
                 for line in lines:
-                    self.take(line)
+                    self.handle(line)
             elif len(buffer) > MAX_REQUEST:
                 raise SystemExit("a request is too long")
 
         self.selector.register(requests, selectors.EVENT_READ, readable)
-        self.at(time.monotonic() + LOAD_S, self.load)
+        self.call_at(time.monotonic() + LOAD_S, self.load)
         while more:
             wait = max(0.0, self.timers[0][0] - time.monotonic()) if self.timers else None
             due = [key.data for key, _ in self.selector.select(wait)]
@@ -182,45 +182,45 @@ class ToolServerProcess:
             for call in due:
                 try:
                     call()
-                except Exception:  # whatever it was for, the rest goes on; the caller's time limit answers
+                except Exception:  # other requests continue; this one ends with the client's time limit
                     traceback.print_exc()
 
-    def take(self, line: bytes) -> None:
-        """Begin what a request asks for."""
+    def handle(self, line: bytes) -> None:
+        """Start a request."""
         request = json.loads(line)
         if "cancel" in request:
-            if cancel := self.working.pop(request["cancel"], None):
+            if cancel := self.active.pop(request["cancel"], None):
                 cancel()
             return
-        number, do, given = request["id"], request["do"], request["with"]
+        number, operation, arguments = request["id"], request["do"], request["with"]
         try:
-            if do in JOBS:
-                self.working[number] = lambda: None
-                cancel = getattr(self.jobs, JOBS[do])(given, lambda result: self.conclude(number, result))
-                if number in self.working:
-                    self.working[number] = cancel
-            elif do in SLOW or (do == "read_file" and self.is_large(given)):
-                self.delegate(number, do, given, float(request["limit_s"]))
+            if operation in JOBS:
+                self.active[number] = lambda: None
+                cancel = getattr(self.jobs, JOBS[operation])(arguments, lambda result: self.respond(number, result))
+                if number in self.active:
+                    self.active[number] = cancel
+            elif operation in SLOW or (operation == "read_file" and self.is_large(arguments)):
+                self.run_in_child(number, operation, arguments, float(request["limit_s"]))
             else:
-                self.conclude(number, lambda: handler(QUICK, do)(self.workspace, given))
+                self.respond(number, lambda: handler(QUICK, operation)(self.workspace, arguments))
         except Exception as error:
             self.send(number, failure(error))
 
-    def is_large(self, given: dict[str, Any]) -> bool:
+    def is_large(self, arguments: dict[str, Any]) -> bool:
         try:
-            return os.stat(self.workspace.resolve(given["target_file"])).st_size > QUICK_READ
+            return os.stat(self.workspace.resolve(arguments["target_file"])).st_size > QUICK_READ
         except (OSError, Refusal):
             return False
 
-    def delegate(self, number: int, do: str, given: dict[str, Any], limit_s: float) -> None:
-        """Have a child do it, and kill the child when it takes too long."""
-        work = handler({**QUICK, **SLOW}, do)
+    def run_in_child(self, number: int, operation: str, arguments: dict[str, Any], limit_s: float) -> None:
+        """Run the operation in a child process, and kill the child at the time limit."""
+        work = handler({**QUICK, **SLOW}, operation)
 
         def child(pipe: int) -> None:
-            if do != "lints":  # which starts a program that takes as much as it likes
+            if operation != "lints":  # which starts ruff, whose address space is not limited
                 resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
             try:
-                body = {"ok": work(self.workspace, given)}
+                body = {"ok": work(self.workspace, arguments)}
             except Exception as error:
                 body = failure(error)
             data = json.dumps(body).encode()
@@ -228,26 +228,26 @@ class ToolServerProcess:
                 data = data[os.write(pipe, data) :]
 
         def done(data: bytes) -> None:
-            if self.working.pop(number, None) is None:
+            if self.active.pop(number, None) is None:
                 return
-            if len(data) > MAX_ANSWER or not data.endswith(b"}"):
-                what = "gave more than can be carried" if len(data) > MAX_ANSWER else "ended before it was done"
+            if len(data) > MAX_RESPONSE or not data.endswith(b"}"):
+                what = "gave more than can be carried" if len(data) > MAX_RESPONSE else "ended before it was done"
                 self.send(number, failure(Refusal("environment", f"the search {what}; narrow it")))
             else:
                 self.write(b'{"id":%d,' % number + data[1:] + b"\n")
 
         def stop() -> None:
-            if self.working.pop(number, None) is not None:
+            if self.active.pop(number, None) is not None:
                 self.kill(pid)
                 text = f"it was not done after {limit_s:g} seconds; narrow it, or use a simpler expression"
                 self.send(number, failure(Refusal("timeout", text)))
 
         pid = self.fork(child, done)
-        self.working[number] = lambda: self.kill(pid)
-        self.at(time.monotonic() + limit_s, stop)
+        self.active[number] = lambda: self.kill(pid)
+        self.call_at(time.monotonic() + limit_s, stop)
 
-    def conclude(self, number: int, result: Callable[[], dict[str, Any]]) -> None:
-        """Answer with what `result` gives."""
+    def respond(self, number: int, result: Callable[[], dict[str, Any]]) -> None:
+        """Send the return value of `result`, or its error."""
         try:
             body = {"ok": result()}
         except Exception as error:
@@ -255,13 +255,13 @@ class ToolServerProcess:
         self.send(number, body)
 
     def send(self, number: int, body: dict[str, Any]) -> None:
-        self.working.pop(number, None)
+        self.active.pop(number, None)
         self.write(json.dumps({"id": number, **body}).encode() + b"\n")
 
     def write(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
-            view = view[os.write(self.answers, view) :]
+            view = view[os.write(self.responses, view) :]
 
 
 def close_others(kept: Iterable[int]) -> None:
@@ -276,16 +276,18 @@ def close_others(kept: Iterable[int]) -> None:
                 os.close(fd)
 
 
-def handler(table: dict[str, tuple[str, str]], do: str) -> Callable[[ToolWorkspace, dict[str, Any]], dict[str, Any]]:
-    """The function that does it."""
-    module, name = table[do]
+def handler(
+    table: dict[str, tuple[str, str]], operation: str
+) -> Callable[[ToolWorkspace, dict[str, Any]], dict[str, Any]]:
+    """Return the function that implements an operation."""
+    module, name = table[operation]
     function: Callable[[ToolWorkspace, dict[str, Any]], dict[str, Any]]
     function = getattr(import_module(f"etude.harness.toolserver.inside.{module}"), name)
     return function
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """An error as an answer: what the model may read, or a bug of ours with where it is."""
+    """Return an error as a response: a message for the model, or a bug with its traceback."""
     if isinstance(error, Refusal):
         return {"error": {"kind": error.kind, "message": str(error)}}
     if isinstance(error, MemoryError):
@@ -297,26 +299,26 @@ def failure(error: Exception) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Start: the first line we are given says where we work, the first we write that we do.
+    """Start the server: read the configuration from the first line of stdin, write the hello message, serve.
 
-    Nothing of it is in our command line: a `pkill -f` of whatever a session is about must not find us.
+    The configuration is not in the command line: a `pkill -f` in a session must not match the server.
     """
-    answers = os.dup(1)
+    responses = os.dup(1)
     requests = os.dup(0)
     with open(requests, "rb", buffering=0, closefd=False) as first:
-        plan = json.loads(first.readline())
+        config = json.loads(first.readline())
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 0)
-    os.dup2(2, 1)  # whatever prints by mistake does not speak for us
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    os.dup2(2, 1)  # stray prints go to stderr, not into the protocol
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
-        file.write("etude-tools")  # not among what `pkill python` means
-    if not os.path.isdir(plan["root"]):
-        raise SystemExit(f"the workspace {plan['root']} is not a directory")
-    workspace = ToolWorkspace(plan["root"], plan["state"], plan["names"])
-    os.chdir("/")  # wherever we stand cannot be removed
-    server = ToolServerProcess(workspace, answers)
+        file.write("etude-tools")  # so that `pkill python` does not match
+    if not os.path.isdir(config["root"]):
+        raise SystemExit(f"the workspace {config['root']} is not a directory")
+    workspace = ToolWorkspace(config["root"], config["state"], config["names"])
+    os.chdir("/")  # the current directory must not be one that can be removed
+    server = ToolServerProcess(workspace, responses)
     version = ".".join(map(str, sys.version_info[:3]))
     server.write(json.dumps({"hello": {"root": workspace.root, "python": version}}).encode() + b"\n")
     server.serve(requests)

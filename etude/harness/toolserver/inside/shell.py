@@ -1,9 +1,8 @@
-"""A shell that remembers, made of shells that do not stay: each command has a bash of its own, which begins with what
-the last one left and writes down what it leaves.
+"""A persistent shell made of one bash process per command, each of which loads the saved state and saves its own.
 
-What lasts: the directory, variables, functions, aliases, `shopt` and harmless `set` options, the umask. What ends with
-its command: `set -e`, `-u`, `-x` and the like, traps, file descriptors. So a command can go on in the background, be
-killed or end its shell without taking the shell from the model; and a fork of the pod begins where its parent was.
+Kept between commands: directory, variables, functions, aliases, `shopt` and harmless `set` options, umask. Not kept:
+`set -e`, `-u`, `-x` and similar, traps, file descriptors. So a command can run in the background, be killed or exit
+without ending the model's shell, and a fork of the pod continues with the state of its parent.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import re
 import shutil
 
-# Nothing may wait for a key, draw bars or colours, or speak another language than the tests of a project expect.
+# Programs must not wait for a key, draw progress bars or colours, or use another locale than tests expect.
 SETTINGS = {
     "PAGER": "cat",
     "GIT_PAGER": "cat",
@@ -24,17 +23,17 @@ SETTINGS = {
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     "PIP_NO_INPUT": "1",
     "TQDM_DISABLE": "1",
-    "PYTHONUNBUFFERED": "1",  # otherwise prints come after all errors, and a job in the background seems silent
-    "PYTHONDONTWRITEBYTECODE": "1",  # an edit within the second of a run, of the same size, would not be seen
+    "PYTHONUNBUFFERED": "1",  # else prints come after all errors, and a background job seems silent
+    "PYTHONDONTWRITEBYTECODE": "1",  # an edit of the same size within a second of a run would be missed
     "TERM": "dumb",
     "COLUMNS": "120",
     "TZ": "UTC",
 }
 END = ": etude end of state"
-MAX_VARIABLE = 100_000  # bytes; the kernel takes 128 KiB
+MAX_VARIABLE = 100_000  # bytes; the kernel's limit is 128 KiB
 
-# In parts of bash itself, so that saving starts no process; as `builtin`, for there may be functions and aliases of the
-# same names. `__etude_state` is the state to begin with, `__etude_left` the one to leave.
+# Uses only bash builtins, so that saving starts no process; with `builtin`, as functions and aliases may have the same
+# names. `__etude_state` is the state to load, `__etude_left` the file to save to.
 _SAVE = r"""
 {
 builtin shopt -p autocd cdable_vars cdspell dotglob expand_aliases extglob failglob globstar
@@ -62,7 +61,7 @@ builtin echo "{end}"
 } >| "$__etude_left"
 builtin printf %s "$PWD" >| "$__etude_left.cwd"
 """.replace("{end}", END)
-# Parsed as a whole before any alias or option is set; in one line, so that those of the command are counted from 1.
+# Parsed as a whole before any alias or option is set; one line, so that line numbers of the command start at 1.
 _DRIVER = r"""{
 export -n "${!__etude@}"; declare -A __etude_base=();
 for __etude_name in $__etude_names; do __etude_base[$__etude_name]=${!__etude_name}; done;
@@ -77,7 +76,7 @@ builtin exit "$__etude_code";
 
 
 class ShellState:
-    """Where the shell is between commands: files of ours that every bash begins with."""
+    """The saved state of the shell between commands, in files that every bash loads."""
 
     def __init__(self, root: str, directory: str) -> None:
         self.root = root
@@ -88,22 +87,22 @@ class ShellState:
             self.environment.pop(name, None)
 
     def directory(self) -> str:
-        """Where the next command begins; the root if that is gone."""
+        """Return the directory of the next command; the root if it no longer exists."""
         try:
             with open(self.file + ".cwd", "rb") as file:
                 root, _, relative = os.fsdecode(file.read(1 << 16)).partition("\0")
         except OSError:
             return self.root
-        # A fork may have another root: what was inside the old one is inside the new one.
+        # A fork may have another root: map paths inside the old root to the new one.
         inside = relative == root or relative.startswith(root.rstrip("/") + "/")
         path = self.root + relative[len(root) :] if inside and root else relative
         return path if os.path.isabs(path) and os.path.isdir(path) and os.access(path, os.X_OK) else self.root
 
     def command(self, left: str, command: str) -> tuple[list[str], dict[str, str]]:
-        """The program that runs the command, and leaves its state in file `left`; and its environment.
+        """Return argv and environment of a bash that runs the command and saves its state to file `left`.
 
-        All that differs is in the environment: what is in a command line is what `pkill -f` looks at, and a command
-        that ends processes by their names must not find its own.
+        The command is passed in the environment: `pkill -f` matches command lines, and a command that kills processes
+        by name must not match itself.
         """
         given = {"driver": _DRIVER, "save": _SAVE, "state": self.file, "left": left, "command": command, "file": ""}
         given["names"] = " ".join(n for n in self.environment if re.fullmatch(r"[A-Za-z_]\w*", n, re.ASCII))
@@ -115,8 +114,8 @@ class ShellState:
         environment.update((f"__etude_{name}", text) for name, text in given.items())
         return ["bash", "--noprofile", "--norc", "-c", 'eval "$__etude_driver"'], environment
 
-    def take(self, left: str) -> None:
-        """Go on from what a command left, if it left all of it."""
+    def adopt(self, left: str) -> None:
+        """Adopt the state that a command saved, if it is complete."""
         try:
             with open(left, "rb") as file:
                 file.seek(max(0, os.path.getsize(left) - len(END) - 1))
@@ -129,11 +128,11 @@ class ShellState:
                 os.rename(left, self.file)
                 os.rename(self.file + ".cwd.new", self.file + ".cwd")
         except OSError:
-            return  # a command that was killed, or a full disk: the shell stays where it was
+            return  # the command was killed, or the disk is full: keep the previous state
 
 
-def forget(left: str) -> None:
-    """Remove what a command left."""
+def remove_state(left: str) -> None:
+    """Remove the state files of a command."""
     for suffix in ("", ".cwd", ".names", ".command"):
         try:
             os.unlink(left + suffix)
@@ -142,7 +141,7 @@ def forget(left: str) -> None:
 
 
 def usable_locale() -> str:
-    """UTF-8 without a language, where the system has it; otherwise bash would complain before every command."""
+    """Return C.UTF-8 if the system has it; otherwise bash would print a warning before every command."""
     import locale
 
     before = locale.setlocale(locale.LC_CTYPE)
@@ -155,13 +154,13 @@ def usable_locale() -> str:
         locale.setlocale(locale.LC_CTYPE, before)
 
 
-def missing() -> str:
-    """Why there can be no shell here; nothing if there can."""
+def missing_reason() -> str:
+    """Return why there is no shell, empty if there is one."""
     return "" if shutil.which("bash") else "there is no bash in this image, which the terminal needs"
 
 
 def describe(code: int) -> str:
-    """An exit code in words."""
+    """Describe an exit code in words."""
     import signal
 
     if code > 128:

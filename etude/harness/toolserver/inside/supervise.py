@@ -1,7 +1,7 @@
-"""One process beside each command: keeps its log within bounds, ends it in time, and writes down how it ended.
+"""The supervisor process of one command: limits its log, enforces its timeout and records its exit.
 
-It is not the tool server, so a command, and what a command leaves running, outlives the server: nobody's output breaks
-because a session ended. It stays until nothing holds the command's output any more.
+It is separate from the tool server, so a command and its background processes outlive the server and never get a
+broken pipe when a session ends. It exits when no process holds the command's output any more.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from types import FrameType
 
-LOG_CAP = 64 << 20  # bytes of a log; of what comes after only the end is kept
+LOG_CAP = 64 << 20  # bytes of a log; beyond that only the end is kept
 LOG_TAIL = 64 << 10
-UNSAVED = 8 << 10  # bytes that are told when there was no room for the log
+UNSAVED = 8 << 10  # bytes reported when the disk had no room for the log
 READ = 64 << 10
-GRACE_S = 1.0  # between asking a command to end and ending it
-DRAIN = 1 << 20  # bytes taken at the end of a command that may be another's
+GRACE_S = 1.0  # between SIGTERM and SIGKILL
+DRAIN = 1 << 20  # bytes read after the exit; background processes may print more
 
 
 class Log:
-    """The output of one command in a file that cannot grow for ever."""
+    """The output of one command in a file of bounded size."""
 
     def __init__(self, path: str) -> None:
         self.file = -1
-        with contextlib.suppress(OSError):  # on a full disk there is no log
+        with contextlib.suppress(OSError):  # a full disk: no log
             self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self.written = 0
         self.dropped = 0
-        self.tail = bytearray()  # of what is not in the file
+        self.tail = bytearray()  # of the output that is not in the file
 
     def add(self, data: bytes) -> None:
         room = 0 if self.dropped else LOG_CAP - self.written
@@ -54,7 +54,7 @@ class Log:
             del self.tail[:-LOG_TAIL]
 
     def finish(self) -> int:
-        """The size of the log, after the end of what did not fit has been added."""
+        """Append the end of the output that did not fit; return the size of the log."""
         if self.dropped > len(self.tail):
             mark = f"\n[... {self.dropped - len(self.tail):,} bytes were not kept ...]\n".encode()
             self.tail[:0] = mark
@@ -66,7 +66,7 @@ class Log:
 
 
 def kill_session(leader: int, number: int) -> None:
-    """Signal every process of a session: its first group, and those that a shell's job control made."""
+    """Signal all process groups of a session: that of the leader, and those made by a shell's job control."""
     groups = {leader}
     for name in _listed("/proc"):
         if name.isdigit():
@@ -92,83 +92,83 @@ def _listed(directory: str) -> list[str]:
 
 
 class Supervisor:
-    """The life of one command."""
+    """Runs and watches one command."""
 
-    def __init__(self, plan: dict[str, Any]) -> None:
-        self.plan = plan
-        self.asked_to_end = False
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        self.end_requested = False
         self.timed_out = self.killed = False
-        self.stop = time.monotonic() + plan["timeout_s"]  # when something has to be done: 0 is never
-        self.asked = False  # it has been sent a signal that it may heed
+        self.stop = time.monotonic() + spec["timeout_s"]  # time of the next signal; 0: none
+        self.signalled = False  # SIGTERM was sent
 
     def run(self, status: int) -> None:
-        """Start the command and stay with it; tell `status`, a pipe, how it ended."""
-        ours, theirs = os.pipe()
+        """Run the command to its end and report to `status`, a pipe."""
+        output, child_output = os.pipe()
         wake, waker = os.pipe()
-        for fd in (ours, wake, waker):
+        for fd in (output, wake, waker):
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGTERM, self._end)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked since before we were forked
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is ignored would be so in the command too
-        log = Log(self.plan["log"])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked before the fork
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an ignored signal would be ignored in the command too
+        log = Log(self.spec["log"])
         try:
             process = subprocess.Popen(
-                self.plan["argv"],
+                self.spec["argv"],
                 stdin=subprocess.DEVNULL,
-                stdout=theirs,
-                stderr=theirs,
-                env=self.plan["env"],
-                cwd=self.plan["cwd"],
+                stdout=child_output,
+                stderr=child_output,
+                env=self.spec["env"],
+                cwd=self.spec["cwd"],
                 start_new_session=True,
             )
         except OSError as error:
-            self.tell(status, {"failed": f"{self.plan['argv'][0]}: {error.strerror}"})
+            self.report(status, {"failed": f"{self.spec['argv'][0]}: {error.strerror}"})
             return
-        os.close(theirs)
+        os.close(child_output)
         poll = select.poll()
-        poll.register(ours, select.POLLIN)
+        poll.register(output, select.POLLIN)
         poll.register(wake, select.POLLIN)
         open_ended, reported = True, False
         while open_ended or not reported:
             poll.poll(max(0.0, self.stop - time.monotonic()) * 1000 + 1 if self.stop else None)
             drain(wake, 4096)
-            if open_ended and not self.take(ours, log):
+            if open_ended and not self.copy_output(output, log):
                 open_ended = False
-                poll.unregister(ours)
+                poll.unregister(output)
             self.end_if_due(process.pid, reported)
             if not reported and process.poll() is not None:
                 taken = 0
-                while open_ended and taken < DRAIN and (data := drain(ours, READ)):
+                while open_ended and taken < DRAIN and (data := drain(output, READ)):
                     log.add(data)
                     taken += len(data)
                 code = process.returncode
                 ended: dict[str, Any] = {"code": code if code >= 0 else 128 - code, "size": log.finish()}
                 if log.tail:
                     ended["unsaved"] = log.tail[-UNSAVED:].decode("utf-8", "replace")
-                ended["limit_s"] = self.plan["timeout_s"]
-                self.tell(status, {**ended, "timed_out": self.timed_out, "killed": self.killed})
+                ended["limit_s"] = self.spec["timeout_s"]
+                self.report(status, {**ended, "timed_out": self.timed_out, "killed": self.killed})
                 reported = True
-                self.stop = self.stop if self.asked else 0.0  # what it leaves running may go on
+                self.stop = self.stop if self.signalled else 0.0  # its background processes may continue
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        self.asked_to_end = True
+        self.end_requested = True
 
     def end_if_due(self, leader: int, reported: bool) -> None:
-        """Ask the command to end when its time is over or somebody wants it, and a little later end it."""
+        """Send SIGTERM at the timeout or on request, and SIGKILL after a grace period."""
         due = self.stop and time.monotonic() > self.stop
-        if not self.asked and (due or self.asked_to_end):
-            self.asked = True
-            self.killed, self.timed_out = self.asked_to_end, not self.asked_to_end
+        if not self.signalled and (due or self.end_requested):
+            self.signalled = True
+            self.killed, self.timed_out = self.end_requested, not self.end_requested
             self.stop = time.monotonic() + GRACE_S
             kill_session(leader, signal.SIGTERM)
-        elif self.asked and due:
+        elif self.signalled and due:
             kill_session(leader, signal.SIGKILL)
             self.stop = 0.0 if reported else time.monotonic() + GRACE_S
 
-    def take(self, pipe: int, log: Log) -> bool:
-        """Move what is in the pipe to the log; False when nobody can write to it any more."""
+    def copy_output(self, pipe: int, log: Log) -> bool:
+        """Copy available output to the log; return False when all writers have closed the pipe."""
         try:
             data = os.read(pipe, READ)
         except BlockingIOError:
@@ -176,20 +176,20 @@ class Supervisor:
         log.add(data)
         return bool(data)
 
-    def tell(self, status: int, facts: dict[str, Any]) -> None:
-        """Write down how it ended, then say so."""
+    def report(self, status: int, facts: dict[str, Any]) -> None:
+        """Write the exit report to a file and to the status pipe."""
         text = json.dumps(facts).encode()
-        with contextlib.suppress(OSError):  # a full disk: whoever listens is told all the same
-            with open(self.plan["done"] + ".new", "wb") as file:
+        with contextlib.suppress(OSError):  # a full disk: the pipe still gets the report
+            with open(self.spec["done"] + ".new", "wb") as file:
                 file.write(text)
-            os.rename(self.plan["done"] + ".new", self.plan["done"])
-        with contextlib.suppress(OSError):  # the server is gone; the next one reads the file
+            os.rename(self.spec["done"] + ".new", self.spec["done"])
+        with contextlib.suppress(OSError):  # the server is gone; the next server reads the file
             os.write(status, text + b"\n")
         os.close(status)
 
 
 def drain(fd: int, most: int) -> bytes:
-    """What can be read now."""
+    """Read what is available now."""
     try:
         return os.read(fd, most)
     except OSError:

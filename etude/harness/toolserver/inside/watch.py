@@ -1,4 +1,4 @@
-"""Waiting for a line of a log to match, in a process that can be killed: an expression may run for ever."""
+"""Waits for a log line that matches, in a process that can be killed: an expression may backtrack without end."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ if TYPE_CHECKING:
 
     from etude.harness.toolserver.inside.server import ToolServerProcess
 
-EVERY_S = 0.05
-MAX_LINE = 1 << 20  # bytes without a line break that are looked at together
+POLL_S = 0.05
+MAX_LINE = 1 << 20  # bytes without a line break that are matched together
 
 
 def watch(server: ToolServerProcess, log: str, start: int, pattern: str, matched: Callable[[], None]) -> int:
-    """Call `matched` once a line of the log, from byte `start` on, matches. The process that looks; kill it after."""
+    """Call `matched` once when a line of the log after byte `start` matches; return the pid of the watcher to kill."""
     search = compile_pattern(pattern, ignore_case=False, multiline=False).search
 
-    def look(told: int) -> None:
+    def watch_log(pipe: int) -> None:
         rest = b""
         with open(log, "rb") as file:
             file.seek(start)
             while True:
                 data = file.read(1 << 16)
                 if not data:
-                    time.sleep(EVERY_S)
+                    time.sleep(POLL_S)
                     continue
                 *lines, rest = (rest + data).split(b"\n")
                 for line in (*lines, rest):
                     if search(line.decode("utf-8", "replace")):
-                        os.write(told, b"1")
+                        os.write(pipe, b"1")
                         return
                 rest = rest[-MAX_LINE:]
 
-    return server.fork(look, lambda data: matched() if data else None)
+    return server.fork(watch_log, lambda data: matched() if data else None)
