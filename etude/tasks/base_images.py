@@ -1,11 +1,11 @@
-"""Which image stands for the name of a public one: nothing is pulled, so FROM means something that pods can make here.
+"""Resolve the image named by FROM. No image is pulled; public names map to images that can be made on this host:
 
-    python:3.11, python:3.11-slim, ...   this machine's programs and its Python of that version, as an environment of
-                                         its own with `python`, `pip` and `pytest` on PATH and room to install
-    debian:*, ubuntu:*, host             this machine's programs, when it is a Debian or Ubuntu
-    anything else                        an image of the store, by `--map NAME=IMAGE`
+    python:3.11, python:3.11-slim, ...   the host's programs and its Python of that version, in a writable virtual
+                                         environment with `python`, `pip` and `pytest` on PATH
+    debian:*, ubuntu:*, host             the host's programs, if the host is Debian or Ubuntu
+    anything else                        an image of the store, chosen with `--map NAME=IMAGE`
 
-The machine's /usr is read-only in all of these: a Dockerfile that installs Debian packages needs an image of its own.
+The host's /usr is read-only in all of these: a Dockerfile that installs Debian packages needs a real image.
 """
 
 import fnmatch
@@ -27,35 +27,35 @@ from etude.pods.images.records import Image
 from etude.pods.images.trees import digest
 from etude.pods.pod import Egress
 
-PYTHON = "/srv/python"  # not below /usr or /opt, which are the machine's
+PYTHON_PREFIX = "/srv/python"  # not below /usr or /opt, which belong to the host
 PACKAGES = ("pip", "pytest")
-NOWHERE = Egress()
+NO_EGRESS = Egress()
 _PYTHON_NAME = re.compile(r"python(?::(3(?:\.\d+)?)(?:\.\d+)?(?:[.-].*)?)?")
 
 
 @dataclass(frozen=True)
-class Provision:
-    """What whoever runs tasks gives to them; a task itself takes nothing.
+class HostSettings:
+    """Resources that the caller grants to tasks; a task cannot grant itself any of them.
 
-    `images` maps names after FROM (globs too) to images of the store; `build` is the network of RUN, `egress` that of
-    the phases of tasks whose network is "public"; `variables` are those that `${NAME}` in task.toml may mean.
+    `images` maps names or globs after FROM to images of the store. `build_egress` applies to RUN, `egress` to phases of
+    tasks whose network is "public". `variables` are the values of `${NAME}` in task.toml.
     """
 
     images: Mapping[str, str] = field(default_factory=dict)
-    build: Egress = NOWHERE
-    egress: Egress = NOWHERE
+    build_egress: Egress = NO_EGRESS
+    egress: Egress = NO_EGRESS
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def plain_name(name: str) -> str:
-    """A public image's name without its digest, and an official one's without where it is mirrored."""
+def short_image_name(name: str) -> str:
+    """Return an image name without digest and, for official images, without the registry mirror."""
     name = name.partition("@")[0]
     return name.rpartition("/library/")[2].removeprefix("library/")
 
 
-def mapped(name: str, images: Mapping[str, str]) -> str | None:
-    """What the caller's table says of a name: exactly it first, then the first glob that fits."""
-    for each in (name, plain_name(name)):
+def mapped_image(name: str, images: Mapping[str, str]) -> str | None:
+    """Return the image mapped to a name: an exact match first, then the first matching glob, else None."""
+    for each in (name, short_image_name(name)):
         if each in images:
             return images[each]
         for pattern, image in images.items():
@@ -64,43 +64,43 @@ def mapped(name: str, images: Mapping[str, str]) -> str | None:
     return None
 
 
-async def base_image(fleet: Fleet, name: str, provision: Provision, where: str) -> Image | str:
-    """The image that a FROM means; the name of one where pods are made by other hosts."""
-    chosen = mapped(name, provision.images)
+async def resolve_base_image(fleet: Fleet, name: str, host_settings: HostSettings, where: str) -> Image | str:
+    """Return the image that a FROM names, or just a name if the fleet has only remote hosts."""
+    chosen = mapped_image(name, host_settings.images)
     local = fleet.local
     if local is None:
-        return chosen or ("host" if _host_serves(plain_name(name)) else _refuse(name, where))
+        return chosen or ("host" if _host_provides(short_image_name(name)) else _reject_image(name, where))
     if chosen is not None:
         return local.resolve(chosen)
-    plain = plain_name(name)
-    if plain == "host" or _host_serves(plain):
+    short_name = short_image_name(name)
+    if short_name == "host" or _host_provides(short_name):
         return local.resolve("host")
-    if (found := _PYTHON_NAME.fullmatch(plain)) is not None:
+    if (found := _PYTHON_NAME.fullmatch(short_name)) is not None:
         version = host_python()
         if version and found[1] in (None, "3", version):
             return await python_image(fleet)
         has = f"Python {version}" if version else "no Python"
         raise InputError(
-            f"{where}: FROM {name}: this machine has {has}; make an image with that Python "
-            f"(`etude pods image add NAME ...`) and say --map {name}=NAME"
+            f"{where}: FROM {name}: this host has {has}; make an image with that Python "
+            f"(`etude pods image add NAME ...`) and pass --map {name}=NAME"
         )
-    return _refuse(name, where)
+    return _reject_image(name, where)
 
 
-def _refuse(name: str, where: str) -> str:
+def _reject_image(name: str, where: str) -> str:
     raise InputError(
-        f"{where}: FROM {name}: there is no such image here, and none is pulled; make one "
-        f"(`etude pods image add NAME ...`) and say --map {name}=NAME"
+        f"{where}: FROM {name}: unknown image, and images are not pulled; make one "
+        f"(`etude pods image add NAME ...`) and pass --map {name}=NAME"
     )
 
 
-def _host_serves(plain: str) -> bool:
-    return plain.partition(":")[0] in ("debian", "ubuntu") and bool({"debian", "ubuntu"} & _distribution())
+def _host_provides(short_name: str) -> bool:
+    return short_name.partition(":")[0] in ("debian", "ubuntu") and bool({"debian", "ubuntu"} & _host_distributions())
 
 
 @cache
-def _distribution() -> frozenset[str]:
-    """What this machine is, and is like."""
+def _host_distributions() -> frozenset[str]:
+    """Return ID and ID_LIKE of the host's /etc/os-release."""
     try:
         text = Path("/etc/os-release").read_text()
     except OSError:
@@ -111,7 +111,7 @@ def _distribution() -> frozenset[str]:
 
 @cache
 def host_python() -> str:
-    """The version (3.11) of the Python that pods of the host image have; "" if there is none."""
+    """Return the version (such as 3.11) of Python in the host image, or "" if it has none."""
     program = "/usr/bin/python3"
     if not os.path.exists(program):
         return ""
@@ -120,21 +120,21 @@ def host_python() -> str:
     return done.stdout.strip()
 
 
-# ------------------------------------------------------------------------------------------------- Python
+# ------------------------------------------------------------------------------------------------- Python image
 
 
 async def python_image(fleet: Fleet, packages: tuple[str, ...] = PACKAGES) -> Image:
-    """The host's programs with a Python environment over them, which holds copies of packages installed here.
+    """Return the host image plus a Python environment with copies of packages installed on this host.
 
-    Made once: afterwards the store has it under a name that says what is in it.
+    It is built once and stored under a name derived from its contents.
     """
     if fleet.local is None:
-        raise InputError("images are made where pods are: this fleet's hosts are elsewhere; make it there")
+        raise InputError("images are built on the host that runs the pods, and this fleet has only remote hosts")
     store = fleet.local.store
     host = fleet.local.resolve("host")
-    found = _closure(packages)
+    found = _with_dependencies(packages)
     name = f"python-{host_python()}-{digest('python image 2', host.id, *found)[:16]}"
-    known = _remembered.get((str(store.root), name))
+    known = _python_images.get((str(store.root), name))
     if known is not None:
         return known
     try:
@@ -142,22 +142,22 @@ async def python_image(fleet: Fleet, packages: tuple[str, ...] = PACKAGES) -> Im
     except InputError:
         with tempfile.TemporaryDirectory(prefix="etude-python-") as directory:
             context = Path(directory)
-            _lay_out(context, found.values())
+            _write_build_context(context, found.values())
             image = await build(fleet, store, context / "Dockerfile", context, {"host": host}, name=name)  # type: ignore[arg-type]
-    _remembered[str(store.root), name] = image
+    _python_images[str(store.root), name] = image
     return image
 
 
-_remembered: dict[tuple[str, str], Image] = {}
+_python_images: dict[tuple[str, str], Image] = {}
 
 
 @cache
-def _closure(names: tuple[str, ...]) -> dict[str, metadata.Distribution]:
-    """Packages installed here and what they need, by name and version; one that is not installed is left out."""
+def _with_dependencies(names: tuple[str, ...]) -> dict[str, metadata.Distribution]:
+    """Return installed packages and their dependencies as "name==version"; those not installed are left out."""
     found: dict[str, metadata.Distribution] = {}
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop().lower().replace("_", "-")
+    pending = list(names)
+    while pending:
+        name = pending.pop().lower().replace("_", "-")
         if name in found:
             continue
         try:
@@ -165,14 +165,14 @@ def _closure(names: tuple[str, ...]) -> dict[str, metadata.Distribution]:
         except metadata.PackageNotFoundError:
             continue
         for line in found[name].requires or ():
-            needed, _, marker = line.partition(";")
-            if "extra" not in marker:  # those for other systems or versions are not installed here
-                waiting.append(re.split(r"[^A-Za-z0-9._-]", needed.strip())[0])
+            requirement, _, marker = line.partition(";")
+            if "extra" not in marker:  # requirements of other systems or versions are simply not installed
+                pending.append(re.split(r"[^A-Za-z0-9._-]", requirement.strip())[0])
     return {f"{name}=={found[name].version}": found[name] for name in sorted(found)}
 
 
-def _lay_out(context: Path, found: Collection[metadata.Distribution]) -> None:
-    """The files of the environment, and the Dockerfile that puts them into an image."""
+def _write_build_context(context: Path, distributions: Collection[metadata.Distribution]) -> None:
+    """Write the files of the Python environment and the Dockerfile that copies them into an image."""
     version = host_python()
     top = context / "python"
     packages = top / f"lib/python{version}/site-packages"
@@ -181,25 +181,25 @@ def _lay_out(context: Path, found: Collection[metadata.Distribution]) -> None:
     for program in ("python", "python3", f"python{version}"):
         os.symlink("/usr/bin/python3", top / "bin" / program)
     (top / "pyvenv.cfg").write_text(f"home = /usr/bin\ninclude-system-site-packages = false\nversion = {version}\n")
-    for item in found:
-        _copy(item, packages)
+    for each in distributions:
+        _copy(each, packages)
     for name, module in (("pip", "pip"), ("pip3", "pip"), ("pytest", "pytest")):
-        if any(item.name == module for item in found):
+        if any(each.name == module for each in distributions):
             script = top / "bin" / name
-            script.write_text(f'#!/bin/sh\nexec {PYTHON}/bin/python3 -m {module} "$@"\n')
+            script.write_text(f'#!/bin/sh\nexec {PYTHON_PREFIX}/bin/python3 -m {module} "$@"\n')
             script.chmod(0o755)
     (context / "Dockerfile").write_text(
-        f"FROM host\nCOPY python {PYTHON}\nENV PATH={PYTHON}/bin:$PATH\n"
-        # by their contents, not by times that copying changes
-        f"RUN python3 -m compileall -q --invalidation-mode unchecked-hash {PYTHON}/lib\n"
+        f"FROM host\nCOPY python {PYTHON_PREFIX}\nENV PATH={PYTHON_PREFIX}/bin:$PATH\n"
+        # unchecked-hash: copying changes the modification times that .pyc files are checked by otherwise
+        f"RUN python3 -m compileall -q --invalidation-mode unchecked-hash {PYTHON_PREFIX}/lib\n"
     )
 
 
-def _copy(item: metadata.Distribution, packages: Path) -> None:
-    here = Path(str(item.locate_file(""))).resolve()
-    for file in item.files or ():
-        source = Path(str(item.locate_file(file))).resolve()
-        if source.is_relative_to(here) and source.suffix != ".pyc" and source.is_file():
-            target = packages / source.relative_to(here)
+def _copy(distribution: metadata.Distribution, packages: Path) -> None:
+    top = Path(str(distribution.locate_file(""))).resolve()
+    for file in distribution.files or ():
+        source = Path(str(distribution.locate_file(file))).resolve()
+        if source.is_relative_to(top) and source.suffix != ".pyc" and source.is_file():
+            target = packages / source.relative_to(top)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)

@@ -143,7 +143,7 @@ class TaskEnvironment:
 
 
 def carried_paths(task: Task) -> tuple[str, ...]:
-    """Return the paths outside the workspace (or its `.git`) whose changes reach the verifier: `carry` and artifacts."""
+    """Return paths outside the workspace (or its `.git`) whose changes reach the verifier: `carry` and artifacts."""
     found = task.metadata.get("carry", ())
     if not isinstance(found, list | tuple) or not all(isinstance(path, str) and path for path in found):
         raise InputError(f"{task.directory}/task.toml: metadata.carry is {found!r}; expected a list of paths")

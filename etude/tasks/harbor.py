@@ -1,8 +1,8 @@
-"""Task directories in the Harbor format: read, written, found, and told apart by a digest.
+"""Read, write, find and hash task directories in the Harbor format.
 
-read_task(directory) -> Task            what is wrong is one InputError that names file and key
-write_task(directory, files) -> Task    whole or not at all; checked by reading it back
-find_tasks(root) -> Iterator[Path]      every directory with a task.toml, in order
+read_task(directory) -> Task            raises one InputError that names the file and key
+write_task(directory, files) -> Task    atomic; validated by reading it back
+find_tasks(root) -> Iterator[Path]      every directory with a task.toml, in path order
 """
 
 import hashlib
@@ -17,29 +17,29 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etude.errors import InputError
-from etude.harness.toolserver.inside.ignore import Pattern, read_patterns
+from etude.harness.toolserver.inside.ignore import GitignorePattern, read_patterns
 from etude.tasks import schema
-from etude.tasks.task import Machine, Phase, Task, TaskStep
+from etude.tasks.task import MachineSpec, Task, TaskPhase, TaskStep
 
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
-_UPLOADED = re.compile(r"(steps/[^/]+/)?(tests|solution)/")  # where .harborignore counts
+_UPLOADED = re.compile(r"(steps/[^/]+/)?(tests|solution)/")  # where .harborignore applies
 
 
 def read_task(directory: Path | str) -> Task:
-    """The task in a directory."""
+    """Read and validate the task in a directory."""
     top = Path(directory)
     config = _read_config(top)
-    table = schema.Table(config, str(top / "task.toml"))
+    table = schema.TomlTable(config, str(top / "task.toml"))
     schema.read_version(table)
     machine = schema.read_machine(table.table("environment"))
     if not machine.image and not (top / "environment").is_dir():
-        raise InputError(f"{top}: there is neither environment/ nor environment.docker_image; expected one of them")
+        raise InputError(f"{top}: has neither environment/ nor environment.docker_image; expected one of them")
     _check_links(top)
     verifier, own = schema.read_verifier(table.table("verifier"))
     steps = _read_steps(top, table)
     if not steps:
         _require_test(top, "tests")
-    separate = table.table("verifier").text("environment_mode") == "separate" or own is not None
+    separate = table.table("verifier").string("environment_mode") == "separate" or own is not None
     return Task(
         directory=top,
         name=schema.read_name(table, top.name),
@@ -47,10 +47,10 @@ def read_task(directory: Path | str) -> Task:
         machine=machine,
         agent=schema.read_agent(table.table("agent")),
         verifier=verifier,
-        solution=Phase(env=table.table("solution").env()),
+        solution=TaskPhase(env=table.table("solution").env()),
         steps=steps,
-        step_rewards=schema.read_strategy(table),
-        separate=(own or machine) if separate else None,
+        step_reward_strategy=schema.read_step_reward_strategy(table),
+        verifier_machine=(own or machine) if separate else None,
         artifacts=schema.read_artifacts(table),
         metadata=table.table("metadata").values,
         config=config,
@@ -62,21 +62,21 @@ def _read_config(top: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{top}: there is no task.toml; expected a task directory in the Harbor format") from None
+        raise InputError(f"{top}: has no task.toml; expected a task directory in the Harbor format") from None
     except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"{file}: cannot be read ({error})") from None
 
 
 def read_instruction(file: Path) -> str:
-    """An instruction as the agent is shown it: without the canary lines at its head."""
+    """Return an instruction as the agent sees it, without the leading canary lines."""
     try:
         return strip_canary(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeError) as error:
-        raise InputError(f"{file}: cannot be read ({error}); a task needs its instruction") from None
+        raise InputError(f"{file}: cannot be read ({error}); every task needs an instruction") from None
 
 
 def strip_canary(text: str) -> str:
-    """Without the leading lines that mark a benchmark's files, and the blank ones after them."""
+    """Remove the leading benchmark canary lines and the blank lines after them."""
     lines = text.split("\n")
     while lines and _CANARY.fullmatch(lines[0].strip()):
         lines.pop(0)
@@ -85,103 +85,104 @@ def strip_canary(text: str) -> str:
     return "\n".join(lines)
 
 
-def _read_steps(top: Path, config: schema.Table) -> tuple[TaskStep, ...]:
+def _read_steps(top: Path, config: schema.TomlTable) -> tuple[TaskStep, ...]:
     steps, seen = [], set[str]()
     for table in config.tables("steps"):
         name = schema.read_step_name(table, seen)
-        place = f"steps/{name}"
-        if not (top / place / "tests/test.sh").is_file():
-            _require_test(top, "tests", f"{place}/tests")
+        directory = f"steps/{name}"
+        if not (top / directory / "tests/test.sh").is_file():
+            _require_test(top, "tests", f"{directory}/tests")
         verifier, _ = schema.read_verifier(table.table("verifier"), None)
         schema.read_artifacts(table)
         steps.append(
             TaskStep(
                 name=name,
-                instruction=read_instruction(top / place / "instruction.md"),
+                instruction=read_instruction(top / directory / "instruction.md"),
                 agent=schema.read_agent(table.table("agent")),
                 verifier=verifier,
-                least=schema.read_least(table),
+                min_rewards=schema.read_min_rewards(table),
             )
         )
     return tuple(steps)
 
 
-def _require_test(top: Path, *places: str) -> None:
-    if any((top / place / "test.sh").is_file() for place in places):
+def _require_test(top: Path, *directories: str) -> None:
+    if any((top / directory / "test.sh").is_file() for directory in directories):
         return
-    if any((top / place / "test.bat").is_file() for place in places):
-        raise InputError(f"{top}: its tests are test.bat, for Windows; pods run test.sh only")
-    raise InputError(f"{top}: there is no {' or '.join(f'{place}/test.sh' for place in places)}; expected the verifier")
+    if any((top / directory / "test.bat").is_file() for directory in directories):
+        raise InputError(f"{top}: has a test.bat for Windows; pods run test.sh only")
+    scripts = " or ".join(f"{directory}/test.sh" for directory in directories)
+    raise InputError(f"{top}: has no {scripts}; expected the verifier there")
 
 
 def _check_links(top: Path) -> None:
-    """A symbolic link may not leave the task."""
+    """Raise InputError for a symbolic link that leads out of the task."""
     real = top.resolve()
     for directory, names, files in os.walk(top):
         for name in (*names, *files):
             path = Path(directory, name)
             if path.is_symlink() and not path.resolve().is_relative_to(real):
-                raise InputError(f"{path}: the link leads out of the task to {path.resolve()}; copy the file into it")
+                raise InputError(f"{path}: link leads out of the task to {path.resolve()}; copy the file into the task")
 
 
-def separate_machine(task: Task, step: TaskStep | None = None) -> Machine | None:
-    """The verifier's own machine in a step (or the task): a step's word counts before the task's."""
+def verifier_machine(task: Task, step: TaskStep | None = None) -> MachineSpec | None:
+    """Return the machine of a separate verifier, or None; a step's setting overrides the task's."""
     if step is None:
-        return task.separate
+        return task.verifier_machine
     tables = {str(table.get("name")): table for table in task.config.get("steps", [])}
-    verifier = schema.Table(tables[step.name].get("verifier", {}), f"{task.directory}/task.toml: steps.{step.name}")
+    verifier = schema.TomlTable(tables[step.name].get("verifier", {}), f"{task.directory}/task.toml: steps.{step.name}")
     _, own = schema.read_verifier(verifier)
-    mode = verifier.text("environment_mode")
+    mode = verifier.string("environment_mode")
     if mode == "shared":
         return None
     if own is not None:
         return own
-    return task.separate or task.machine if mode == "separate" else task.separate
+    return task.verifier_machine or task.machine if mode == "separate" else task.verifier_machine
 
 
 # ------------------------------------------------------------------------------------------------- files
 
 
-def uploads(task: Task, place: str) -> dict[str, Path]:
-    """The files below `place` (tests, solution, steps/x/tests) that go into a pod; .harborignore says which do not."""
+def files_to_upload(task: Task, subdirectory: str) -> dict[str, Path]:
+    """Return the files below a subdirectory (tests, solution, steps/x/tests), less those .harborignore excludes."""
     top = task.directory
     rules = read_patterns(str(top / ".harborignore"))
     found: dict[str, Path] = {}
-    for directory, names, files in os.walk(top / place):
+    for directory, names, files in os.walk(top / subdirectory):
         names.sort()
         for name in sorted(files) + [name for name in names if Path(directory, name).is_symlink()]:
             path = Path(directory, name)
             if not _ignored(rules, path.relative_to(top).as_posix()):
-                found[path.relative_to(top / place).as_posix()] = path
+                found[path.relative_to(top / subdirectory).as_posix()] = path
     return found
 
 
-def _ignored(rules: list[Pattern], path: str) -> bool:
-    """Whether a file of tests/ or solution/ is left out: the last rule that means it, or a directory above, decides."""
+def _ignored(rules: list[GitignorePattern], path: str) -> bool:
+    """Whether .harborignore excludes a file of tests/ or solution/; the last rule that matches it or a parent wins."""
     if not rules or not _UPLOADED.match(path):
         return False
     parts = path.split("/")
     for depth in range(1, len(parts) + 1):
         above, directory = "/".join(parts[:depth]), depth < len(parts)
-        verdicts = [not rule.negated for rule in rules if rule.match(above, directory)]
-        if verdicts and verdicts[-1]:
+        ignored = [not rule.negated for rule in rules if rule.match(above, directory)]
+        if ignored and ignored[-1]:
             return True
     return False
 
 
 def task_digest(directory: Path | str) -> str:
-    """What a task is: a digest over the names, kinds, executable bits and contents of its files."""
+    """Return a digest over the names, kinds, executable bits and contents of a task's files."""
     top = Path(directory)
-    running = hashlib.sha256(b"etude task 1\0")
+    hasher = hashlib.sha256(b"etude task 1\0")
     for path in sorted(_files(top), key=lambda path: path.relative_to(top).as_posix()):
         info = path.lstat()
         link = stat.S_ISLNK(info.st_mode)
         data = os.fsencode(os.readlink(path)) if link else path.read_bytes()
         kind = b"l" if link else b"x" if info.st_mode & 0o100 else b"f"
         name = os.fsencode(path.relative_to(top).as_posix())
-        running.update(b"%d %b %b %d\0" % (len(name), name, kind, len(data)))
-        running.update(data)
-    return running.hexdigest()
+        hasher.update(b"%d %b %b %d\0" % (len(name), name, kind, len(data)))
+        hasher.update(data)
+    return hasher.hexdigest()
 
 
 def _files(top: Path) -> Iterator[Path]:
@@ -191,7 +192,7 @@ def _files(top: Path) -> Iterator[Path]:
 
 
 def find_tasks(root: Path | str) -> Iterator[Path]:
-    """The task directories at and below a directory, in order of their paths; nothing inside a task is one."""
+    """Yield the task directories at and below a directory in path order; tasks do not nest."""
     top = Path(root)
     if not top.is_dir():
         raise InputError(f"{top}: not a directory; expected a task or a directory of tasks")
@@ -203,9 +204,9 @@ def find_tasks(root: Path | str) -> Iterator[Path]:
 
 
 def write_task(directory: Path | str, files: Mapping[str, str | bytes]) -> Task:
-    """Write a task directory from its files and read it back. One that is there and differs is replaced.
+    """Write a task directory from its files, replacing an existing one, and read it back.
 
-    A name that ends in `.sh` becomes executable. What fails leaves nothing behind.
+    Files whose name ends in `.sh` become executable. A failure leaves nothing behind.
     """
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +216,9 @@ def write_task(directory: Path | str, files: Mapping[str, str | bytes]) -> Task:
         for name, data in files.items():
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts:
-                raise InputError(f"{target}: {name!r} is not a path inside a task")
+                raise InputError(
+                    f"{target}: {name!r} is not a path inside the task; expected a relative one without .."
+                )
             file = staging / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(data.encode() if isinstance(data, str) else data)

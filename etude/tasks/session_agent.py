@@ -1,69 +1,68 @@
-"""A session of the harness as an actor on a task's ground: the same code that training and people run."""
+"""A session of the harness as the agent of a trial; training, evaluation and `etude tasks run` share it."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from etude.harness.model_client import Speaker
-from etude.harness.open_session import open_session
-from etude.harness.prompt import Request
-from etude.harness.search.searcher import Searcher
+from etude.harness.model_client import ModelClient
+from etude.harness.prompt import SessionRequest
+from etude.harness.search.searcher import CodebaseSearcher
 from etude.harness.session import Budget, Session
-from etude.harness.summary import Summaries
+from etude.harness.session_factory import open_session
+from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
-from etude.harness.tools.executor import Toolbox
+from etude.harness.tools.executor import ToolExecutor
 from etude.harness.trace import Step, Trace
-from etude.tasks.environment import Ground
+from etude.tasks.environment import TaskEnvironment
 from etude.tasks.task import TaskStep
-from etude.tasks.trial import Actor
+from etude.tasks.trial import TrialAgent
 
-Speaking = Callable[[str], AbstractAsyncContextManager[Speaker]]  # of a session's id
+OpenModelClient = Callable[[str], AbstractAsyncContextManager[ModelClient]]  # called with the session's id
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A session to go on with: what had happened, and what of its tools was not in the pod."""
+class ResumedSession:
+    """An interrupted session to continue: its trace, and the tool state that is not in the pod."""
 
     trace: Trace
     tools: Mapping[str, Any]
 
 
-def in_session(
-    speaking: Speaking,
+def session_agent(
+    open_client: OpenModelClient,
     *,
-    environment: ToolSet | None = None,
+    tool_set: ToolSet | None = None,
     budget: Budget | None = None,
-    summaries: Summaries | None = None,
-    searcher: Searcher | None = None,
+    summaries: SummarySettings | None = None,
+    searcher: CodebaseSearcher | None = None,
     session_id: str = "",
     facts: Mapping[str, Any] | None = None,
-    begun: Begun | None = None,
-    on_open: Callable[[Ground, Session, Toolbox], None] = lambda ground, session, tools: None,
+    resume_from: ResumedSession | None = None,
+    on_open: Callable[[TaskEnvironment, Session, ToolExecutor], None] = lambda environment, session, tools: None,
     on_step: Callable[[Step], None] = lambda step: None,
     on_trace: Callable[[Trace], None] = lambda trace: None,
-) -> Actor:
-    """Whoever speaks works on the task until it is over; the final message is left where verifiers look for it.
+) -> TrialAgent:
+    """Return an agent that runs one session and writes its final message where verifiers read it.
 
-    The task's own time limit counts where the budget has none. `begun` is an earlier session of the same task, on a
-    ground that is as it left it.
+    The task's time limit applies if the budget has none. `resume_from` continues a session in its restored environment.
     """
 
-    async def act(ground: Ground, step: TaskStep | None) -> None:
-        task = ground.task
+    async def run(environment: TaskEnvironment, step: TaskStep | None) -> None:
+        task = environment.task
         id = f"{task.name}/{step.name}" if step else task.name
         limit = (step.agent.timeout_s if step else None) or task.agent.timeout_s
-        spent = budget or Budget()
-        spent = spent if spent.seconds is not None else replace(spent, seconds=limit)
-        where = replace(environment or ToolSet(), root=ground.workspace)
-        request = Request(step.instruction if step else task.instruction, id=id)
-        async with speaking(id) as speaker:
+        session_budget = budget or Budget()
+        if session_budget.seconds is None:
+            session_budget = session_budget.model_copy(update={"seconds": limit})
+        request = SessionRequest(step.instruction if step else task.instruction, id=id)
+        async with open_client(id) as client:
             opened = open_session(
                 request,
-                speaker,
-                ground.pod,
-                environment=where,
-                budget=spent,
+                client,
+                environment.pod,
+                tool_set=(tool_set or ToolSet()).model_copy(update={"root": environment.workspace}),
+                budget=session_budget,
                 summaries=summaries,
                 searcher=searcher,
                 id=session_id,
@@ -71,12 +70,12 @@ def in_session(
                 on_step=on_step,
             )
             async with opened as (session, tools):
-                if begun is not None:
-                    session.restore(begun.trace)
-                    tools.restore(begun.tools)
-                on_open(ground, session, tools)
+                if resume_from is not None:
+                    session.restore(resume_from.trace)
+                    tools.restore(resume_from.tools)
+                on_open(environment, session, tools)
                 trace = await session.run()
-        await ground.leave_message(trace.final)
+        await environment.write_final_message(trace.final)
         on_trace(trace)
 
-    return act
+    return run

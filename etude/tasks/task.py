@@ -1,9 +1,9 @@
-"""What an agent is asked to do: a directory in the Harbor task format (schema 1.4), read into frozen data.
+"""A task: a directory in the Harbor format (schema 1.4), read into frozen data.
 
     <task>/task.toml  instruction.md  environment/Dockerfile  tests/test.sh  solution/solve.sh  [steps/<name>/...]
 
-Public task sets run here unmodified and ours run elsewhere. What is ours alone stands in `[metadata]`, which the format
-leaves free. This file is the contract; `harbor.py` reads and writes it, `lint.py` says what is doubtful in one.
+Etude's own settings are in `[metadata]`, which the format leaves free, so public task sets run here unmodified and ours
+run elsewhere. This module is the contract; `harbor.py` reads and writes tasks, `lint.py` checks them.
 """
 
 from collections.abc import Mapping
@@ -16,66 +16,66 @@ NetworkMode = Literal["public", "no-network", "allowlist"]
 
 
 @dataclass(frozen=True)
-class Network:
-    """Where the machine of a phase may connect to; `hosts` count in allowlist mode only."""
+class NetworkAccess:
+    """Network access of a phase; `hosts` applies in allowlist mode only."""
 
     mode: NetworkMode = "public"
     hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The environment a task runs in."""
+class MachineSpec:
+    """Image, resources and network of the machine a phase runs on: an [environment] table of task.toml."""
 
     image: str = ""  # `docker_image`; "" builds environment/Dockerfile
     build_timeout_s: float = 600.0
     cpus: float | None = None
     memory_mb: int | None = None
     storage_mb: int | None = None
-    network: Network = field(default_factory=Network)
+    network: NetworkAccess = field(default_factory=NetworkAccess)
     env: Mapping[str, str] = field(default_factory=dict)
-    workdir: str = ""  # over the image's own
+    workdir: str = ""  # overrides the image's
     healthcheck: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Phase:
-    """How the agent, the verifier or the solution runs. None takes the machine's."""
+class TaskPhase:
+    """How the agent, the verifier or the solution runs. None means the machine's default."""
 
     timeout_s: float | None = None
     user: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    network: Network | None = None
+    network: NetworkAccess | None = None
 
 
 @dataclass(frozen=True)
 class TaskStep:
-    """One step of a task of several; its files are in steps/<name>."""
+    """One step of a multi-step task; its files are in steps/<name>."""
 
     name: str
     instruction: str
-    agent: Phase
-    verifier: Phase
-    least: Mapping[str, float] = field(default_factory=dict)  # rewards below which the rest is not tried
+    agent: TaskPhase
+    verifier: TaskPhase
+    min_rewards: Mapping[str, float] = field(default_factory=dict)  # a lower reward ends the trial after this step
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task. `metadata` is free; the properties below read what ours say there."""
+    """One task. `metadata` is free-form; the properties below read Etude's keys in it."""
 
     directory: Path
     name: str
     instruction: str
-    machine: Machine
-    agent: Phase
-    verifier: Phase
-    solution: Phase
+    machine: MachineSpec
+    agent: TaskPhase
+    verifier: TaskPhase
+    solution: TaskPhase
     steps: tuple[TaskStep, ...] = ()
-    step_rewards: Literal["mean", "final"] = "mean"
-    separate: Machine | None = None  # the verifier's own machine, where it has one
+    step_reward_strategy: Literal["mean", "final"] = "mean"
+    verifier_machine: MachineSpec | None = None  # of a separate verifier
     artifacts: tuple[Mapping[str, Any], ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)  # task.toml as it was read
+    config: Mapping[str, Any] = field(default_factory=dict)  # parsed task.toml
 
     @property
     def category(self) -> str:
@@ -83,17 +83,17 @@ class Task:
 
     @property
     def may_edit(self) -> bool:
-        """False for questions and for code that is right as it is: any change is one too many."""
+        """Whether files may be changed; False for questions and for requests about code that is already correct."""
         return bool(self.metadata.get("may_edit", True))
 
     @property
     def protected(self) -> tuple[str, ...]:
-        """Globs, from the workspace, of files that the agent has no business to change: tests, as a rule."""
+        """Globs, relative to the workspace, of files the agent must not change; usually the tests."""
         return tuple(self.metadata.get("protected", ()))
 
     @property
-    def passing(self) -> float:
-        """The score from which on it counts as solved."""
+    def passing_score(self) -> float:
+        """The lowest score that counts as solved."""
         return float(self.metadata.get("passing", 1.0))
 
     @property

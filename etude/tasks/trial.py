@@ -1,7 +1,7 @@
-"""One attempt at a task: somebody acts on its ground, then it is graded. With steps, both for each step.
+"""One trial of a task: an agent works in the environment, then the verifier runs; for multi-step tasks, once per step.
 
-An actor is an async function of the ground and the step. `nothing` and `solution` are the two that prove a task;
-`commands` runs a script; a session of the harness is one too.
+An agent is an async function of the environment and the step. `nop_agent` and `oracle_agent` validate a task,
+`commands_agent` runs a script, `etude.tasks.session_agent` runs a session of the harness.
 """
 
 from collections.abc import Awaitable, Callable
@@ -10,61 +10,62 @@ from pathlib import Path
 
 from etude.errors import InputError
 from etude.pods.fleet import Fleet
-from etude.tasks.base_images import Provision
-from etude.tasks.environment import Ground, Origin, fill, open_ground
-from etude.tasks.harbor import uploads
-from etude.tasks.image import Put
+from etude.tasks.base_images import HostSettings
+from etude.tasks.environment import EnvironmentCheckpoint, TaskEnvironment, copy_files, open_environment
+from etude.tasks.harbor import files_to_upload
+from etude.tasks.image import FileToCopy
 from etude.tasks.schema import resolve_env
 from etude.tasks.task import Task, TaskStep
 from etude.tasks.verifier import (
-    combine_steps,
-    failures,
-    falls_short,
-    grade_changes,
-    grade_ground,
-    grade_in_place,
-    graded_in_place,
+    below_min_reward,
+    combine_step_results,
+    infrastructure_failures,
+    verified_in_place,
+    verify_changes,
+    verify_environment,
+    verify_in_place,
 )
-from etude.tasks.verifier_result import Grade
+from etude.tasks.verifier_result import VerifierResult
 
-Actor = Callable[[Ground, TaskStep | None], Awaitable[None]]
-SOLUTION_S = 3600.0  # for a solution where the task gives its agent no limit
-
-
-async def nothing(ground: Ground, step: TaskStep | None) -> None:
-    """Leave everything as it is."""
+TrialAgent = Callable[[TaskEnvironment, TaskStep | None], Awaitable[None]]
+DEFAULT_AGENT_TIMEOUT_S = 3600.0  # for scripts, if the task sets no agent timeout
 
 
-async def solution(ground: Ground, step: TaskStep | None) -> None:
-    """Run the task's own solution, as the agent."""
-    task = ground.task
-    place = "solution" if step is None else f"steps/{step.name}/solution"
+async def nop_agent(environment: TaskEnvironment, step: TaskStep | None) -> None:
+    """Change nothing."""
+
+
+async def oracle_agent(environment: TaskEnvironment, step: TaskStep | None) -> None:
+    """Run the task's own solution with the agent's user and timeout."""
+    task = environment.task
+    directory = "solution" if step is None else f"steps/{step.name}/solution"
     if not has_solution(task, step):
-        raise InputError(f"{task.directory}: there is no {place}/solve.sh")
-    puts = [Put(path, f"/solution/{name}", _mode(path, name)) for name, path in uploads(task, place).items()]
-    await fill(ground.pod, puts, "/solution")
+        raise InputError(f"{task.directory}: has no {directory}/solve.sh")
+    uploads = files_to_upload(task, directory)
+    files = [FileToCopy(path, f"/solution/{name}", _mode(path, name)) for name, path in uploads.items()]
+    await copy_files(environment.pod, files, "/solution")
     phase = task.agent if step is None else step.agent
-    env = resolve_env(task.solution.env, ground.provision.variables, f"{task.directory}/task.toml: solution")
-    done = await ground.pod.exec(
+    env = resolve_env(task.solution.env, environment.host_settings.variables, f"{task.directory}/task.toml: solution")
+    done = await environment.pod.exec(
         ["/solution/solve.sh"],
-        cwd=ground.workspace,
+        cwd=environment.workspace,
         env=env,
         user=phase.user or task.agent.user,
-        timeout=phase.timeout_s or task.agent.timeout_s or SOLUTION_S,
+        timeout=phase.timeout_s or task.agent.timeout_s or DEFAULT_AGENT_TIMEOUT_S,
     )
     if not done.ok:
-        why = "ran out of time" if done.timed_out else f"ended with exit code {done.exit_code}"
-        raise SolutionFailed(f"{task.name}: {place}/solve.sh {why}:\n{(done.stdout + done.stderr)[-2000:]}")
-    await ground.pod.remove("/solution")
+        why = "timed out" if done.timed_out else f"ended with exit code {done.exit_code}"
+        raise SolutionFailed(f"{task.name}: {directory}/solve.sh {why}:\n{(done.stdout + done.stderr)[-2000:]}")
+    await environment.pod.remove("/solution")
 
 
 class SolutionFailed(InputError):
-    """solve.sh itself failed."""
+    """The task's solve.sh failed."""
 
 
 def has_solution(task: Task, step: TaskStep | None = None) -> bool:
-    place = "solution" if step is None else f"steps/{step.name}/solution"
-    return (task.directory / place / "solve.sh").is_file()
+    directory = "solution" if step is None else f"steps/{step.name}/solution"
+    return (task.directory / directory / "solve.sh").is_file()
 
 
 def _mode(path: Path, name: str) -> int:
@@ -72,58 +73,63 @@ def _mode(path: Path, name: str) -> int:
     return mode | 0o111 if name == "solve.sh" else mode
 
 
-def commands(*lines: str) -> Actor:
-    """Run shell commands one after the other; that one fails is the task's business."""
+def commands_agent(*lines: str) -> TrialAgent:
+    """Return an agent that runs shell commands in order and ignores their exit codes."""
 
-    async def act(ground: Ground, step: TaskStep | None) -> None:
+    async def run(environment: TaskEnvironment, step: TaskStep | None) -> None:
         for line in lines:
-            await ground.pod.exec(["bash", "-c", line], cwd=ground.workspace, timeout=SOLUTION_S)
+            await environment.pod.exec(["bash", "-c", line], cwd=environment.workspace, timeout=DEFAULT_AGENT_TIMEOUT_S)
 
-    return act
+    return run
 
 
-async def attempt(
+async def run_trial(
     fleet: Fleet,
     task: Task,
-    actor: Actor,
+    agent: TrialAgent,
     *,
-    provision: Provision | None = None,
+    host_settings: HostSettings | None = None,
     in_place: bool = False,
     artifacts: Path | None = None,
-    origin: Origin | None = None,
-) -> Grade:
-    """Let somebody act on a task, and grade what came of it. GradingFailed when there is no grade.
+    checkpoint: EnvironmentCheckpoint | None = None,
+) -> VerifierResult:
+    """Run an agent on a task and verify the outcome. Raise VerifierFailed if there is no result.
 
-    With an `origin` the ground is as it was left there; tasks with steps cannot be taken up in the middle.
+    With a `checkpoint` the trial continues in the restored environment; multi-step tasks cannot be resumed.
     """
     if task.steps:
-        if origin is not None:
-            raise InputError(f"{task.name} has steps; a session in one of them cannot be taken up again")
-        with failures(task):
-            return await _attempt_steps(fleet, task, actor, provision, in_place, artifacts)
-    with failures(task):
-        async with open_ground(fleet, task, provision=provision, origin=origin) as ground:
-            await actor(ground, None)
-            if in_place or graded_in_place(task):
-                return await grade_in_place(ground, artifacts=artifacts)
-            changes = await ground.changes()
-        # Its pod is closed by now: many who hold one and wait for a second could wait for each other.
-        return await grade_changes(ground, changes, artifacts=artifacts)
+        if checkpoint is not None:
+            raise InputError(f"{task.name} has steps; a trial of it cannot be resumed from a checkpoint")
+        with infrastructure_failures(task):
+            return await _run_steps(fleet, task, agent, host_settings, in_place, artifacts)
+    with infrastructure_failures(task):
+        async with open_environment(fleet, task, host_settings=host_settings, checkpoint=checkpoint) as environment:
+            await agent(environment, None)
+            if in_place or verified_in_place(task):
+                return await verify_in_place(environment, artifacts=artifacts)
+            changes = await environment.changes()
+        # The agent's pod is closed first: trials that hold one pod while waiting for a second could deadlock.
+        return await verify_changes(environment, changes, artifacts=artifacts)
 
 
-async def _attempt_steps(
-    fleet: Fleet, task: Task, actor: Actor, provision: Provision | None, in_place: bool, artifacts: Path | None
-) -> Grade:
-    grades: list[Grade] = []
-    short = ""
-    async with open_ground(fleet, task, provision=provision) as ground:
+async def _run_steps(
+    fleet: Fleet,
+    task: Task,
+    agent: TrialAgent,
+    host_settings: HostSettings | None,
+    in_place: bool,
+    artifacts: Path | None,
+) -> VerifierResult:
+    results: list[VerifierResult] = []
+    stopped = ""
+    async with open_environment(fleet, task, host_settings=host_settings) as environment:
         for step in task.steps:
-            place = artifacts / step.name if artifacts else None
-            await ground.begin_step(step)
-            await actor(ground, step)
-            judge = grade_in_place if in_place else grade_ground
-            grades.append(await judge(ground, step=step, artifacts=place))
-            if short := falls_short(step, grades[-1].rewards):
+            step_artifacts = artifacts / step.name if artifacts else None
+            await environment.begin_step(step)
+            await agent(environment, step)
+            verify = verify_in_place if in_place else verify_environment
+            results.append(await verify(environment, step=step, artifacts=step_artifacts))
+            if stopped := below_min_reward(step, results[-1].rewards):
                 break
-    whole = combine_steps(task, grades)
-    return replace(whole, facts={**whole.facts, "stopped": short}) if short else whole
+    combined = combine_step_results(task, results)
+    return replace(combined, facts={**combined.facts, "stopped": stopped}) if stopped else combined

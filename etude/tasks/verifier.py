@@ -1,11 +1,11 @@
-"""Grading with Harbor's semantics, in a clean copy of the environment: what the agent left behind is not there.
+"""Run a task's verifier with Harbor's semantics, in a clean copy of the environment.
 
-A new pod is made from the task, the session's changes are applied to it (not those to protected files), then tests/ is
-brought and test.sh run. Result files, edited tests, replaced programs and processes of the agent's pod do not exist in
-it. A task may say otherwise: `metadata.grading = "in-place"` grades in the agent's own pod, as Harbor does it.
+A new pod is made from the task, the agent's changes are applied to it (except those to protected files), then tests/ is
+uploaded and test.sh runs. Reward files, edited tests, replaced programs and processes of the agent's pod do not exist
+there. `metadata.grading = "in-place"` verifies in the agent's own pod instead, as Harbor does.
 
-The exit code of test.sh means nothing. reward.json counts before reward.txt. No reward, one that cannot be read, a time
-that is over or a machine that broke raise GradingFailed: there is no grade, and the agent is not to blame.
+The exit code of test.sh is ignored; reward.json takes precedence over reward.txt. A missing or unreadable reward, a
+timeout or a pod failure raises VerifierFailed: there is no result, and the agent is not at fault.
 """
 
 import json
@@ -23,204 +23,230 @@ from typing import Any
 from etude.errors import InputError
 from etude.pods.fleet import Fleet
 from etude.pods.pod import Pod, PodError
-from etude.tasks.artifacts import collect
-from etude.tasks.base_images import Provision
-from etude.tasks.environment import Ground, fill, open_ground
-from etude.tasks.harbor import separate_machine, uploads
-from etude.tasks.image import BuildFailed, Plan, Put
-from etude.tasks.reward_file import REWARD_JSON, REWARD_TXT, Rewards, read_if_there, read_rewards
-from etude.tasks.schema import VERIFIER_S, resolve_env
-from etude.tasks.task import Machine, Phase, Task, TaskStep
-from etude.tasks.verifier_result import FileChange, Grade, GradingFailed
-from etude.tasks.workspace import Globs, applicable, apply_changes, remove_if_there
+from etude.tasks.artifacts import collect_artifacts
+from etude.tasks.base_images import HostSettings
+from etude.tasks.environment import TaskEnvironment, copy_files, open_environment
+from etude.tasks.harbor import files_to_upload, verifier_machine
+from etude.tasks.image import BuildFailed, FileToCopy, ImagePlan
+from etude.tasks.reward_file import REWARD_JSON, REWARD_TXT, Rewards, read_if_exists, read_rewards
+from etude.tasks.schema import DEFAULT_VERIFIER_TIMEOUT_S, resolve_env
+from etude.tasks.task import MachineSpec, Task, TaskPhase, TaskStep
+from etude.tasks.verifier_result import FileChange, VerifierFailed, VerifierResult
+from etude.tasks.workspace import WorkspaceGlobs, apply_changes, remove_if_exists, split_changes
 
 STDOUT = "/logs/verifier/test-stdout.txt"
 SEAL = "/logs/verifier/seal"
-MAX_LOG = 16 << 10  # bytes of the verifier's output that a grade keeps
+MAX_LOG = 16 << 10  # bytes of the verifier's output kept in the result
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a verifier came to. `forged`: there is a reward, but our verifier did not write it."""
+class VerifierOutput:
+    """Rewards and log of one verifier run. `forged` means that our verifier did not write the reward it left."""
 
     rewards: Rewards
     log: str
     forged: bool = False
 
-    def grade(self, changes: Sequence[FileChange], started: float, facts: Mapping[str, Any]) -> Grade:
-        """As a grade: a forged reward is worth nothing, whatever it says. Its changes are those of the workspace."""
+    def result(self, changes: Sequence[FileChange], started: float, facts: Mapping[str, Any]) -> VerifierResult:
+        """Return the result with the changes inside the workspace; forged rewards become 0."""
         rewards = dict.fromkeys(self.rewards, 0.0) if self.forged else self.rewards
         facts = {**facts, "forged": True} if self.forged else facts
-        mine = tuple(change for change in changes if not change.path.startswith("/"))
-        return Grade(rewards, mine, time.monotonic() - started, self.log, facts)
+        in_workspace = tuple(change for change in changes if not change.path.startswith("/"))
+        return VerifierResult(rewards, in_workspace, time.monotonic() - started, self.log, facts)
 
 
 @dataclass
-class Clock:
-    """Seconds by what they were spent on."""
+class PhaseTimes:
+    """Wall-clock seconds per phase of a verification."""
 
-    spent: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def on(self, name: str) -> Iterator[None]:
+    def measure(self, name: str) -> Iterator[None]:
         started = time.monotonic()
         try:
             yield
         finally:
-            self.spent[name] = self.spent.get(name, 0.0) + time.monotonic() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
 
 
-# ------------------------------------------------------------------------------------------------- grading
+# ------------------------------------------------------------------------------------------------- verification
 
 
-async def grade(
+async def verify(
     fleet: Fleet,
     task: Task,
     changes: Sequence[FileChange],
     *,
     step: TaskStep | None = None,
-    provision: Provision | None = None,
+    host_settings: HostSettings | None = None,
     artifacts: Path | None = None,
-    plan: Plan | None = None,
-) -> Grade:
-    """Grade a session's changes in a clean copy; of a task with steps, one step.
+    plan: ImagePlan | None = None,
+) -> VerifierResult:
+    """Verify an agent's changes in a clean copy of the environment; for a multi-step task, one step.
 
-    `artifacts` is a directory, made here, for what the task says to collect; `plan` is how its ground was made.
+    `artifacts` is a directory, created here, for collected artifacts. `plan` reuses the agent environment's image plan.
     """
     if task.steps and step is None:
-        raise InputError(f"{task.name} has steps; grade each of them, then combine_steps")
-    given, clock, started = provision or Provision(), Clock(), time.monotonic()
-    with failures(task):
-        async with open_ground(fleet, task, provision=given, phase=_phase(task, step), plan=plan) as ground:
-            clock.spent.update(ground.seconds)
-            with clock.on("apply"):
-                for earlier in _until(task, step):
-                    await ground.begin_step(earlier)
-                mine, refused = applicable(changes, ground.before, Globs(task.protected), ground.carry)
-                await apply_changes(ground.pod, ground.workspace, ground.before, mine)
-            verdict = await _verify(ground, step, given, clock, artifacts)
-    facts: dict[str, Any] = {"seconds": clock.spent}
+        raise InputError(f"{task.name} has steps; verify each of them, then call combine_step_results")
+    settings, times, started = host_settings or HostSettings(), PhaseTimes(), time.monotonic()
+    phase = _verifier_phase(task, step)
+    with infrastructure_failures(task):
+        async with open_environment(fleet, task, host_settings=settings, phase=phase, plan=plan) as environment:
+            times.seconds.update(environment.seconds)
+            with times.measure("apply"):
+                for earlier in _steps_through(task, step):
+                    await environment.begin_step(earlier)
+                protected = WorkspaceGlobs(task.protected)
+                allowed, refused = split_changes(changes, environment.baseline, protected, environment.carry)
+                await apply_changes(environment.pod, environment.workspace, environment.baseline, allowed)
+            output = await _verify(environment, step, settings, times, artifacts)
+    facts: dict[str, Any] = {"seconds": times.seconds}
     if refused:
         facts["protected"] = sorted({change.path for change in refused})
-    return verdict.grade(changes, started, facts)
+    return output.result(changes, started, facts)
 
 
-async def grade_in_place(ground: Ground, *, step: TaskStep | None = None, artifacts: Path | None = None) -> Grade:
-    """Grade in the agent's own pod: Harbor's shared mode, for tasks whose result is more than files."""
-    clock, started = Clock(), time.monotonic()
-    changes = await ground.changes()
-    with failures(ground.task):
-        verdict = await _verify(ground, step, ground.provision, clock, artifacts)
-    return verdict.grade(changes, started, {"seconds": clock.spent, "in_place": True})
+async def verify_in_place(
+    environment: TaskEnvironment, *, step: TaskStep | None = None, artifacts: Path | None = None
+) -> VerifierResult:
+    """Verify in the agent's own pod: Harbor's shared mode, for tasks whose result is more than files."""
+    times, started = PhaseTimes(), time.monotonic()
+    changes = await environment.changes()
+    with infrastructure_failures(environment.task):
+        output = await _verify(environment, step, environment.host_settings, times, artifacts)
+    return output.result(changes, started, {"seconds": times.seconds, "in_place": True})
 
 
-async def grade_ground(ground: Ground, *, step: TaskStep | None = None, artifacts: Path | None = None) -> Grade:
-    """Grade what is in a ground now, the way its task says."""
-    if graded_in_place(ground.task):
-        return await grade_in_place(ground, step=step, artifacts=artifacts)
-    return await grade_changes(ground, await ground.changes(), step=step, artifacts=artifacts)
+async def verify_environment(
+    environment: TaskEnvironment, *, step: TaskStep | None = None, artifacts: Path | None = None
+) -> VerifierResult:
+    """Verify the current state of an environment in the mode its task sets."""
+    if verified_in_place(environment.task):
+        return await verify_in_place(environment, step=step, artifacts=artifacts)
+    return await verify_changes(environment, await environment.changes(), step=step, artifacts=artifacts)
 
 
-async def grade_changes(
-    ground: Ground, changes: Sequence[FileChange], *, step: TaskStep | None = None, artifacts: Path | None = None
-) -> Grade:
-    """Grade what was found on a ground, whose pod may be closed by now."""
-    options: dict[str, Any] = {"step": step, "provision": ground.provision, "artifacts": artifacts, "plan": ground.plan}
-    made = await grade(ground.fleet, ground.task, changes, **options)
-    if not ground.left_out:
-        return made
-    return replace(made, facts={**made.facts, "left_out": list(ground.left_out[:100])})
+async def verify_changes(
+    environment: TaskEnvironment,
+    changes: Sequence[FileChange],
+    *,
+    step: TaskStep | None = None,
+    artifacts: Path | None = None,
+) -> VerifierResult:
+    """Verify changes that were taken from an environment whose pod may be closed by now."""
+    settings, plan = environment.host_settings, environment.plan
+    result = await verify(
+        environment.fleet, environment.task, changes, step=step, host_settings=settings, artifacts=artifacts, plan=plan
+    )
+    if not environment.left_out:
+        return result
+    return replace(result, facts={**result.facts, "left_out": list(environment.left_out[:100])})
 
 
-def graded_in_place(task: Task) -> bool:
-    how = task.metadata.get("grading", "clean")
-    if how not in ("clean", "in-place"):
-        raise InputError(f'{task.directory}/task.toml: metadata.grading is {how!r}; expected "clean" or "in-place"')
-    return bool(how == "in-place")
+def verified_in_place(task: Task) -> bool:
+    mode = task.metadata.get("grading", "clean")
+    if mode not in ("clean", "in-place"):
+        raise InputError(f'{task.directory}/task.toml: metadata.grading is {mode!r}; expected "clean" or "in-place"')
+    return bool(mode == "in-place")
 
 
 @contextmanager
-def failures(task: Task) -> Iterator[None]:
-    """What breaks underneath becomes a GradingFailed with its cause."""
+def infrastructure_failures(task: Task) -> Iterator[None]:
+    """Turn build, pod and I/O errors into VerifierFailed with a cause."""
     try:
         yield
     except BuildFailed as error:
-        raise GradingFailed("build", f"{task.name}: {error}") from error
+        raise VerifierFailed("build", f"{task.name}: {error}") from error
     except (PodError, OSError) as error:
-        raise GradingFailed("sandbox", f"{task.name}: {error}") from error
+        raise VerifierFailed("sandbox", f"{task.name}: {error}") from error
 
 
-# ------------------------------------------------------------------------------------------------- the verifier
+# ------------------------------------------------------------------------------------------------- running test.sh
 
 
-def _phase(task: Task, step: TaskStep | None) -> Phase:
-    """How the verifier runs: a step's word first, then the task's."""
+def _verifier_phase(task: Task, step: TaskStep | None) -> TaskPhase:
+    """Return the verifier's settings; a step's override the task's."""
     own, general = (step.verifier if step else task.verifier), task.verifier
-    return Phase(
-        timeout_s=own.timeout_s or general.timeout_s or VERIFIER_S,
+    return TaskPhase(
+        timeout_s=own.timeout_s or general.timeout_s or DEFAULT_VERIFIER_TIMEOUT_S,
         user=own.user or general.user,
         env={**general.env, **own.env},
         network=own.network or general.network,
     )
 
 
-def _until(task: Task, step: TaskStep | None) -> tuple[TaskStep, ...]:
-    """The steps up to and with this one."""
+def _steps_through(task: Task, step: TaskStep | None) -> tuple[TaskStep, ...]:
+    """Return the steps up to and including this one."""
     return () if step is None else task.steps[: task.steps.index(step) + 1]
 
 
 async def _verify(
-    ground: Ground, step: TaskStep | None, provision: Provision, clock: Clock, artifacts: Path | None
-) -> Verdict:
-    """Run the verifier on a ground, or on a machine of its own with what the task says to bring there."""
-    task, phase = ground.task, _phase(ground.task, step)
-    own = separate_machine(task, step)
+    environment: TaskEnvironment,
+    step: TaskStep | None,
+    host_settings: HostSettings,
+    times: PhaseTimes,
+    artifacts: Path | None,
+) -> VerifierOutput:
+    """Run the verifier in the environment, or in a separate one with the collected artifacts."""
+    task, phase = environment.task, _verifier_phase(environment.task, step)
+    own = verifier_machine(task, step)
     if own is None:
-        seal = await bring_tests(ground.pod, task, step, clock)
-        seal = seal if phase.user in (None, "root", "0") else ""  # a user's verifier shares it with what it tests
+        seal = await upload_tests(environment.pod, task, step, times)
+        # a verifier without root runs as the same user as the tested code, which could read the seal
+        seal = seal if phase.user in (None, "root", "0") else ""
         try:
-            return await _run(ground.pod, ground.workspace, phase, task, provision, clock, seal)
+            return await _run(environment.pod, environment.workspace, phase, task, host_settings, times, seal)
         finally:
             if artifacts is not None:
-                await collect(ground, step, artifacts)
+                await collect_artifacts(environment, step, artifacts)
     with tempfile.TemporaryDirectory(prefix="etude-artifacts-") as directory:
-        place = artifacts or Path(directory) / "artifacts"
-        with clock.on("artifacts"):
-            await collect(ground, step, place)
-        return await _run_apart(ground, own, step, place, phase, provision, clock)
+        collected = artifacts or Path(directory) / "artifacts"
+        with times.measure("artifacts"):
+            await collect_artifacts(environment, step, collected)
+        return await _run_separate(environment, own, step, collected, phase, host_settings, times)
 
 
-async def _run_apart(
-    ground: Ground, own: Machine, step: TaskStep | None, place: Path, phase: Phase, provision: Provision, clock: Clock
-) -> Verdict:
-    """A separate verifier: its image is built from tests/, and it sees the collected artifacts and nothing else."""
-    task = ground.task
+async def _run_separate(
+    environment: TaskEnvironment,
+    own: MachineSpec,
+    step: TaskStep | None,
+    collected: Path,
+    phase: TaskPhase,
+    host_settings: HostSettings,
+    times: PhaseTimes,
+) -> VerifierOutput:
+    """Run a separate verifier: its image is built from tests/, and it sees only the collected artifacts."""
+    task = environment.task
     context = task.directory / "tests"
     if step is not None and (task.directory / "steps" / step.name / "tests/Dockerfile").exists():
         context = task.directory / "steps" / step.name / "tests"
     if not own.image and not (context / "Dockerfile").exists():
         raise InputError(
-            f"{context}: a separate verifier needs a Dockerfile there, or verifier.environment.docker_image"
+            f"{context}: a separate verifier needs a Dockerfile there or verifier.environment.docker_image"
         )
-    options: dict[str, Any] = {"provision": provision, "phase": phase, "machine": own, "context": context}
-    async with open_ground(ground.fleet, task, **options) as apart:
-        clock.spent["pod"] = clock.spent.get("pod", 0.0) + apart.seconds["pod"]
-        with clock.on("artifacts"):
-            for entry in json.loads((place / "manifest.json").read_text()):
-                await apart.pod.upload(place / entry["destination"], entry["source"])
-        return await _run(apart.pod, apart.workspace, phase, task, provision, clock, "")
+    options: dict[str, Any] = {"host_settings": host_settings, "phase": phase, "machine": own, "context": context}
+    async with open_environment(environment.fleet, task, **options) as separate:
+        times.seconds["pod"] = times.seconds.get("pod", 0.0) + separate.seconds["pod"]
+        with times.measure("artifacts"):
+            for entry in json.loads((collected / "manifest.json").read_text()):
+                await separate.pod.upload(collected / entry["destination"], entry["source"])
+        return await _run(separate.pod, separate.workspace, phase, task, host_settings, times, "")
 
 
-async def bring_tests(pod: Pod, task: Task, step: TaskStep | None, clock: Clock) -> str:
-    """Upload tests/, the step's own over the task's; the seal that a verifier of ours must give back, if it is one."""
-    with clock.on("upload"):
-        files = uploads(task, "tests")
+async def upload_tests(pod: Pod, task: Task, step: TaskStep | None, times: PhaseTimes) -> str:
+    """Upload tests/, a step's over the task's. Return the seal, a random token that `tests/.seal` requests and that the
+    verifier must write beside its reward; "" if the task does not use one."""
+    with times.measure("upload"):
+        files = files_to_upload(task, "tests")
         if step is not None:
-            files |= uploads(task, f"steps/{step.name}/tests")
+            files |= files_to_upload(task, f"steps/{step.name}/tests")
         seal = secrets.token_hex(16) if ".seal" in files else ""
-        puts = [Put(path, f"/tests/{name}", _mode(path, name)) for name, path in files.items() if name != ".seal"]
+        tests = [
+            FileToCopy(path, f"/tests/{name}", _mode(path, name)) for name, path in files.items() if name != ".seal"
+        ]
         await pod.make_directory("/tests", 0o755)
-        await fill(pod, puts, "/tests")
+        await copy_files(pod, tests, "/tests")
         if seal:
             await pod.write("/tests/.seal", seal, mode=0o600)
     return seal
@@ -232,47 +258,47 @@ def _mode(path: Path, name: str) -> int:
 
 
 async def _run(
-    pod: Pod, workspace: str, phase: Phase, task: Task, provision: Provision, clock: Clock, seal: str
-) -> Verdict:
-    """Run test.sh exactly as the format says, and read what it left."""
-    with clock.on("run"):
+    pod: Pod, workspace: str, phase: TaskPhase, task: Task, host_settings: HostSettings, times: PhaseTimes, seal: str
+) -> VerifierOutput:
+    """Run test.sh as the format specifies and read its rewards and log."""
+    with times.measure("run"):
         for path in (REWARD_TXT, REWARD_JSON, SEAL):
-            await remove_if_there(pod, path)
-        env = resolve_env(phase.env, provision.variables, f"{task.directory}/task.toml: verifier")
+            await remove_if_exists(pod, path)
+        env = resolve_env(phase.env, host_settings.variables, f"{task.directory}/task.toml: verifier")
         command = f"/tests/test.sh > {shlex.quote(STDOUT)} 2>&1"
         done = await pod.exec(command, cwd=workspace, env=env, timeout=phase.timeout_s, user=phase.user)
-    with clock.on("read"):
-        log = (await read_if_there(pod, STDOUT, MAX_LOG) or b"").decode("utf-8", "replace")
+    with times.measure("read"):
+        log = (await read_if_exists(pod, STDOUT, MAX_LOG) or b"").decode("utf-8", "replace")
         if done.timed_out:
-            message = f"{task.name}: test.sh ran over {phase.timeout_s:g} s\n{log[-1000:]}"
-            raise GradingFailed("verifier-timeout", message)
+            message = f"{task.name}: test.sh timed out after {phase.timeout_s:g} s\n{log[-1000:]}"
+            raise VerifierFailed("verifier-timeout", message)
         rewards = await read_rewards(pod, task.name, log)
-        forged = bool(seal) and await read_if_there(pod, SEAL) != seal.encode()
-    return Verdict(rewards, log, forged)
+        forged = bool(seal) and await read_if_exists(pod, SEAL) != seal.encode()
+    return VerifierOutput(rewards, log, forged)
 
 
 # ------------------------------------------------------------------------------------------------- steps
 
 
-def falls_short(step: TaskStep, rewards: Rewards) -> str:
-    """Why the steps after this one are not tried; "" if they are. A reward that is missing is below everything."""
-    for key, least in step.least.items():
-        if (found := rewards.get(key, -math.inf)) < least:
-            return f"step {step.name}: {key} is {found:g}, below {least:g}"
+def below_min_reward(step: TaskStep, rewards: Rewards) -> str:
+    """Return why no further step runs, or "" if min_reward is met. A missing reward is below every minimum."""
+    for key, minimum in step.min_rewards.items():
+        if (found := rewards.get(key, -math.inf)) < minimum:
+            return f"step {step.name}: {key} is {found:g}, below {minimum:g}"
     return ""
 
 
-def combine_steps(task: Task, grades: Sequence[Grade]) -> Grade:
-    """The grade of a task from those of the steps that were tried: key by key the mean, or the last one's."""
-    if not grades:
-        raise InputError(f"{task.name}: no step was graded")
-    last = grades[-1]
-    names = {name for each in grades for name in each.rewards}
-    mean = {name: sum(each.rewards.get(name, 0.0) for each in grades) / len(grades) for name in sorted(names)}
-    return Grade(
-        rewards=last.rewards if task.step_rewards == "final" else mean,
+def combine_step_results(task: Task, results: Sequence[VerifierResult]) -> VerifierResult:
+    """Combine the results of the steps that ran: for each key the mean, or the last step's value."""
+    if not results:
+        raise InputError(f"{task.name}: no step was verified")
+    last = results[-1]
+    names = {name for each in results for name in each.rewards}
+    mean = {name: sum(each.rewards.get(name, 0.0) for each in results) / len(results) for name in sorted(names)}
+    return VerifierResult(
+        rewards=last.rewards if task.step_reward_strategy == "final" else mean,
         changes=last.changes,
-        seconds=sum(each.seconds for each in grades),
+        seconds=sum(each.seconds for each in results),
         log=last.log,
-        facts={"steps": {step.name: dict(each.rewards) for step, each in zip(task.steps, grades, strict=False)}},
+        facts={"steps": {step.name: dict(each.rewards) for step, each in zip(task.steps, results, strict=False)}},
     )

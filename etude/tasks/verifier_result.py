@@ -1,6 +1,6 @@
-"""What grading finds: the verifier's rewards, and what the session changed. An infrastructure failure is no grade.
+"""The result of a verifier: its rewards and the changes the agent made. `verifier.py` creates it.
 
-The types only; `verify.py` makes them.
+An infrastructure failure is VerifierFailed, never a result.
 """
 
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from etude.errors import EtudeError
 
-# The causes of Harbor's taxonomy under which there is no reward. A spent budget or a refusal is not among them.
+# The causes of Harbor's taxonomy that yield no reward. An exhausted budget or a refusal is not among them.
 FailureCause = Literal["sandbox", "verifier-timeout", "no-reward", "bad-reward", "build", "bug"]
 
 
-class GradingFailed(EtudeError):
-    """There is no reward: the machine or the verifier failed, not the agent. The slot is tried again."""
+class VerifierFailed(EtudeError):
+    """There is no reward because the infrastructure or the verifier failed, not the agent. The trial can be retried."""
 
     def __init__(self, cause: FailureCause, message: str) -> None:
         super().__init__(message)
@@ -23,32 +23,32 @@ class GradingFailed(EtudeError):
 
 @dataclass(frozen=True)
 class FileChange:
-    """One file of the workspace that is not as the task left it. None: it is not there."""
+    """One file that differs from the initial workspace. None means that the file does not exist on that side."""
 
-    path: str  # from the workspace
+    path: str  # relative to the workspace
     before: bytes | None
     after: bytes | None
     kind: Literal["file", "symlink", "mode"] = "file"
 
     def lines(self, which: Literal["before", "after"]) -> list[str]:
-        """The text of one side, in lines; nothing for what is not there."""
+        """Return the lines of one side; none if the file does not exist there."""
         data = self.before if which == "before" else self.after
         return (data or b"").decode("utf-8", "replace").splitlines()
 
 
 @dataclass(frozen=True)
-class Grade:
-    """How a session's final state does."""
+class VerifierResult:
+    """Rewards for the final state of a trial."""
 
-    rewards: Mapping[str, float]  # as the verifier wrote them; `reward` is the score
+    rewards: Mapping[str, float]  # as written by the verifier; `reward` is the score
     changes: tuple[FileChange, ...] = ()
     seconds: float = 0.0
-    log: str = ""  # the end of what the verifier printed
+    log: str = ""  # the end of the verifier's output
     facts: Mapping[str, Any] = field(default_factory=dict)  # JSON
 
     @property
     def score(self) -> float:
-        """`reward` or, where the verifier wrote others only, their mean."""
+        """Return `reward`, or the mean of all rewards if that key is missing."""
         if "reward" in self.rewards:
             return self.rewards["reward"]
         return sum(self.rewards.values()) / len(self.rewards) if self.rewards else 0.0
