@@ -1,4 +1,4 @@
-"""`etude tasks ...`: one short function per verb. Results on standard output, the rest on standard error."""
+"""The `etude tasks` commands. Results go to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.table import Table
 from etude.errors import EtudeError, InputError, Interrupted
 from etude.pods.fleet import Fleet, open_fleet
 from etude.pods.pod import Egress
-from etude.tasks.base_images import Provision
+from etude.tasks.base_images import HostSettings
 from etude.tasks.generators.cli import mount as mount_generate
 from etude.tasks.harbor import find_tasks, read_task, task_digest
 from etude.tasks.task import Task
@@ -30,34 +30,38 @@ T = TypeVar("T")
 Directories = Annotated[
     list[Path], typer.Argument(metavar="DIR...", help="Tasks, or directories of tasks.", show_default=False)
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 State = Annotated[
-    Path | None, typer.Option(help="Where pods live; $ETUDE_PODS or one in your home if not given.", show_default=False)
+    Path | None,
+    typer.Option(help="State directory of pods. Default: $ETUDE_PODS, else one in your home.", show_default=False),
 ]
 Maps = Annotated[
     list[str] | None,
-    typer.Option("--map", metavar="FROM=IMAGE", help="Which image of the store a name after FROM means; repeatable."),
+    typer.Option("--map", metavar="FROM=IMAGE", help="Use this image of the store for a name after FROM; repeatable."),
 ]
 BuildAllow = Annotated[
-    list[str] | None, typer.Option("--build-allow", metavar="HOST[:PORT]", help="Let RUN connect there; repeatable.")
+    list[str] | None,
+    typer.Option("--build-allow", metavar="HOST[:PORT]", help="Allow RUN to connect to this host; repeatable."),
 ]
 Allow = Annotated[
     list[str] | None,
-    typer.Option("--allow", metavar="HOST[:PORT]", help="Let tasks with a public network connect there; repeatable."),
+    typer.Option(
+        "--allow", metavar="HOST[:PORT]", help="Allow tasks with a public network to connect to this host; repeatable."
+    ),
 ]
 Variables = Annotated[
-    list[str] | None, typer.Option("--env", metavar="K=V", help="What ${K} in task.toml means; repeatable.")
+    list[str] | None, typer.Option("--env", metavar="K=V", help="Value of ${K} in task.toml; repeatable.")
 ]
-AtOnce = Annotated[int | None, typer.Option("--at-once", "-j", min=1, help="Tasks at once; by default one a core.")]
+AtOnce = Annotated[int | None, typer.Option("--at-once", "-j", min=1, help="Concurrent tasks. Default: one per core.")]
 
 
-def provision_of(
+def host_settings_from_options(
     maps: list[str] | None, build: list[str] | None, allow: list[str] | None, env: list[str] | None
-) -> Provision:
-    """What the caller gives to tasks."""
-    return Provision(
+) -> HostSettings:
+    """Return the host settings that the command-line options describe."""
+    return HostSettings(
         images=_pairs(maps, "--map", "FROM=IMAGE"),
-        build=Egress.to(*build or (), transparent=True, private=True),
+        build_egress=Egress.to(*build or (), transparent=True, private=True),
         egress=Egress.to(*allow or (), transparent=True),
         variables=_pairs(env, "--env", "K=V"),
     )
@@ -73,16 +77,16 @@ def _pairs(given: list[str] | None, option: str, form: str) -> dict[str, str]:
     return found
 
 
-def tasks_in(directories: list[Path]) -> list[Path]:
-    """The task directories that were meant; none is an error."""
+def find_all_tasks(directories: list[Path]) -> list[Path]:
+    """Return all task directories at and below these; raise InputError if there is none."""
     found = [task for directory in directories for task in find_tasks(directory)]
     if not found:
-        raise InputError(f"{', '.join(map(str, directories))}: no task there (a directory with a task.toml)")
+        raise InputError(f"{', '.join(map(str, directories))}: no task found (a directory with a task.toml)")
     return found
 
 
 def with_fleet(state: Path | None, work: Callable[[Fleet], Coroutine[Any, Any, T]]) -> T:
-    """Do something with pods on this machine."""
+    """Run an async function with a fleet of pods on this host."""
 
     async def inside() -> T:
         async with open_fleet(state=state) as fleet:
@@ -91,26 +95,26 @@ def with_fleet(state: Path | None, work: Callable[[Fleet], Coroutine[Any, Any, T
     return asyncio.run(inside())
 
 
-# ------------------------------------------------------------------------------------------------- looking
+# ------------------------------------------------------------------------------------------------- reading
 
 
 @app.command(epilog="Example:  etude tasks lint my-tasks/")
 def lint(directories: Directories, as_json: AsJson = False) -> None:
-    """Say what is doubtful in tasks, without running anything. Exit code 1 when there are errors."""
-    from etude.tasks.lint import doubt_json, lint_task
+    """Lint tasks without running anything. Exit code 1 if there are errors."""
+    from etude.tasks.lint import finding_json, lint_task
 
-    found = {str(directory): lint_task(directory) for directory in tasks_in(directories)}
+    found = {str(directory): lint_task(directory) for directory in find_all_tasks(directories)}
     if as_json:
-        print(json.dumps({name: [doubt_json(doubt) for doubt in doubts] for name, doubts in found.items()}))
+        print(json.dumps({name: [finding_json(finding) for finding in findings] for name, findings in found.items()}))
     else:
-        for name, doubts in found.items():
-            for doubt in doubts:
-                where = doubt.where if doubt.where.startswith(name) else f"{name}/{doubt.where}"
-                print(f"{where}: {doubt.level}: {doubt.message} [{doubt.rule}]")
-        levels = Counter(doubt.level for doubts in found.values() for doubt in doubts)
+        for name, findings in found.items():
+            for finding in findings:
+                where = finding.where if finding.where.startswith(name) else f"{name}/{finding.where}"
+                print(f"{where}: {finding.level}: {finding.message} [{finding.rule}]")
+        levels = Counter(finding.level for findings in found.values() for finding in findings)
         counted = ", ".join(f"{levels[level]} {level}s" for level in ("error", "warning", "note"))
         print(f"{len(found)} tasks: {counted}", file=sys.stderr)
-    if any(doubt.level == "error" for doubts in found.values() for doubt in doubts):
+    if any(finding.level == "error" for findings in found.values() for finding in findings):
         raise typer.Exit(1)
 
 
@@ -118,7 +122,7 @@ def lint(directories: Directories, as_json: AsJson = False) -> None:
 def show(
     directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)], as_json: AsJson = False
 ) -> None:
-    """Show a task: what the agent is told, where it works, how it is graded."""
+    """Show a task: its instruction, machine, agent and verifier settings."""
     task = read_task(directory)
     facts = _facts(task)
     if as_json:
@@ -151,34 +155,10 @@ def _facts(task: Task) -> dict[str, Any]:
         "machine": {key: value for key, value in vars(task.machine).items() if value and key != "network"},
         "agent": {key: value for key, value in vars(task.agent).items() if value and key != "network"},
         "verifier": {key: value for key, value in vars(task.verifier).items() if value and key != "network"},
-        "separate": task.separate is not None,
+        "separate": task.verifier_machine is not None,
         "metadata": dict(task.metadata),
         "files": [path.relative_to(task.directory).as_posix() for path in files][:200],
     }
-
-
-@app.command("nano-base", epilog="Example:  etude tasks nano-base runs/nano-data --from stdlib --from site-packages")
-def nano_base(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that is not there yet.", show_default=False)],
-    sources: Annotated[
-        list[str] | None,
-        typer.Option("--from", help="Python code: a directory, stdlib, site-packages or a part of it; repeatable."),
-    ] = None,
-    practice: Annotated[int, typer.Option(min=0, help="Practice sessions.")] = 160_000,
-    sessions: Annotated[int, typer.Option(min=0, help="Expert sessions of training tasks.")] = 0,
-    drills: Annotated[int, typer.Option(min=0, help="Drills in copying.")] = 40_000,
-    code: Annotated[float, typer.Option(min=0.1, help="Megabytes of code.")] = 60.0,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    processes: Annotated[int | None, typer.Option("--at-once", "-j", min=1, help="By default one a core.")] = None,
-) -> None:
-    """Make the tokenizer and the corpora of a nano base model; recipes/nano-base.toml trains on them."""
-    from etude.system.progress import progress_bars, progress_line
-    from etude_nano.base_data import Amounts, make_base_data
-
-    amounts = Amounts(practice=practice, sessions=sessions, drills=drills, code=code, seed=seed)
-    with progress_bars() as bars, progress_line("nano-base", bars) as report:
-        made = make_base_data(out, sources or ["stdlib", "site-packages"], amounts, report, processes)
-    print(json.dumps(made))
 
 
 # ------------------------------------------------------------------------------------------------- running
@@ -191,16 +171,18 @@ def nano_base(
 )
 def run(
     directories: Directories,
-    who: Annotated[
-        str, typer.Option("--as", metavar="WHO", help="nothing, solution, or a file of shell commands.")
+    agent_name: Annotated[
+        str, typer.Option("--as", metavar="AGENT", help="nothing, solution, or a file of shell commands.")
     ] = "solution",
-    model: Annotated[str, typer.Option(help="A checkpoint's directory, or a model of --endpoint.")] = "",
-    endpoint: Annotated[str, typer.Option(help="An OpenAI-compatible server; the model works on the tasks.")] = "",
-    key_env: Annotated[str, typer.Option(help="The variable that holds the endpoint's key.")] = "",
-    turns: Annotated[int, typer.Option(min=1, help="Turns of a session at most.")] = 50,
-    out: Annotated[Path | None, typer.Option(help="Keep traces, logs and artifacts here.", show_default=False)] = None,
+    model: Annotated[str, typer.Option(help="A checkpoint directory, or a model of --endpoint, to run as agent.")] = "",
+    endpoint: Annotated[str, typer.Option(help="An OpenAI-compatible server whose model runs as agent.")] = "",
+    key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = "",
+    turns: Annotated[int, typer.Option(min=1, help="Maximum turns of a session.")] = 50,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for traces, logs and artifacts.", show_default=False)
+    ] = None,
     in_place: Annotated[
-        bool, typer.Option("--in-place", help="Grade in the agent's own pod, as Harbor's shared mode does.")
+        bool, typer.Option("--in-place", help="Run the verifier in the agent's own pod, like Harbor's shared mode.")
     ] = False,
     maps: Maps = None,
     build_allow: BuildAllow = None,
@@ -210,14 +192,14 @@ def run(
     state: State = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let somebody work on tasks, grade what came of it, and show the rewards."""
-    from etude.tasks.run import Runner, actor_for, model_actor
+    """Run one trial of each task and show the rewards."""
+    from etude.tasks.run import TrialRunner, agent_by_name, model_agent
 
-    provision = provision_of(maps, build_allow, allow, env)
-    runner = Runner(provision, in_place, out, at_once)
-    paths = tasks_in(directories)
-    act = model_actor(model, endpoint, key_env, turns, out) if model or endpoint else actor_for(who)
-    rows = with_fleet(state, lambda fleet: runner.run(fleet, paths, act))
+    host_settings = host_settings_from_options(maps, build_allow, allow, env)
+    runner = TrialRunner(host_settings, in_place, out, at_once)
+    paths = find_all_tasks(directories)
+    agent = model_agent(model, endpoint, key_env, turns, out) if model or endpoint else agent_by_name(agent_name)
+    rows = with_fleet(state, lambda fleet: runner.run(fleet, paths, agent))
     if as_json:
         print(json.dumps(rows))
         return
@@ -235,8 +217,8 @@ def run(
 @app.command(epilog="Example:  etude tasks validate my-tasks/ --json > report.json")
 def validate(
     directories: Directories,
-    reruns: Annotated[int, typer.Option(min=1, help="How often nothing and the solution are graded.")] = 3,
-    again: Annotated[bool, typer.Option("--again", help="Do not use results that are known.")] = False,
+    reruns: Annotated[int, typer.Option(min=1, help="Verifier runs each for doing nothing and the solution.")] = 3,
+    again: Annotated[bool, typer.Option("--again", help="Ignore cached reports.")] = False,
     maps: Maps = None,
     build_allow: BuildAllow = None,
     allow: Allow = None,
@@ -245,36 +227,39 @@ def validate(
     state: State = None,
     as_json: AsJson = False,
 ) -> None:
-    """Admit tasks: nothing fails, the solution passes, reruns agree, no answer to be found. Exit code 1 if not all."""
+    """Admit tasks for which doing nothing fails, the solution passes, reruns agree and nothing leaks the solution.
+
+    Exit code 1 if a task is not admitted.
+    """
     from etude.system.progress import progress_line
-    from etude.tasks.validate import Report, Shelf, default_shelf, validate_all
+    from etude.tasks.validate import ValidationCache, ValidationReport, default_validation_cache, validate_all
 
-    provision = provision_of(maps, build_allow, allow, env)
-    paths = tasks_in(directories)
-    shelf = Shelf(default_shelf())
+    host_settings = host_settings_from_options(maps, build_allow, allow, env)
+    paths = find_all_tasks(directories)
+    cache = ValidationCache(default_validation_cache())
 
-    async def work(fleet: Fleet) -> list[Report]:
+    async def work(fleet: Fleet) -> list[ValidationReport]:
         with progress_line("validate") as progress:
-            done: list[Report] = []
+            done: list[ValidationReport] = []
 
-            def note(report: Report) -> None:
+            def note(report: ValidationReport) -> None:
                 done.append(report)
                 progress(len(done), len(paths), f"{sum(each.admitted for each in done)} admitted")
 
             return await validate_all(
                 fleet,
                 paths,
-                provision=provision,
+                host_settings=host_settings,
                 reruns=reruns,
                 at_once=at_once,
-                shelf=None if again else shelf,
+                cache=None if again else cache,
                 on_report=note,
             )
 
     try:
         reports = with_fleet(state, work)
     except KeyboardInterrupt:
-        raise Interrupted("interrupted; the same command goes on where it was") from None
+        raise Interrupted("interrupted; run the same command again to resume") from None
     if as_json:
         print(json.dumps([{**asdict(report), "admitted": report.admitted} for report in reports]))
     else:
@@ -287,16 +272,16 @@ def _show_reports(reports: list[Any]) -> None:
     from etude.tasks.validate import REASONS
 
     table = Table(box=None, header_style="bold")
-    for column in ("task", "nothing", "solution", "seconds", "verdict", "evidence"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("verdict",))
+    for column in ("task", "nothing", "solution", "seconds", "result", "evidence"):
+        table.add_column(column, overflow="fold", no_wrap=column == "result")
     for report in reports:
         scores = {name: ",".join(f"{score:g}" for score in found) or "-" for name, found in report.scores.items()}
         codes = [reason.code for reason in report.reasons]
-        verdict = "[green]admitted[/green]" if report.admitted else "[red]" + escape(", ".join(codes)) + "[/red]"
+        result = "[green]admitted[/green]" if report.admitted else "[red]" + escape(", ".join(codes)) + "[/red]"
         evidence = " ".join((report.reasons[0].evidence if report.reasons else "").split())[:200]
-        seconds = f"{report.seconds:.1f}" + (" (known)" if report.cached else "")
+        seconds = f"{report.seconds:.1f}" + (" (cached)" if report.cached else "")
         row = (report.task, scores.get("noop", "-"), scores.get("solution", "-"), seconds)
-        table.add_row(*map(escape, row), verdict, escape(evidence))
+        table.add_row(*map(escape, row), result, escape(evidence))
     Console().print(table)
     counted = Counter(reason.code for report in reports for reason in report.reasons)
     print(f"{sum(report.admitted for report in reports)} of {len(reports)} admitted")
@@ -304,34 +289,34 @@ def _show_reports(reports: list[Any]) -> None:
         print(f"  {count:4d}  {code}: {REASONS.get(code, '')}")
 
 
-# ------------------------------------------------------------------------------------------------- sets
+# ------------------------------------------------------------------------------------------------- task sets
 
 
 @app.command(epilog="Example:  etude tasks export my-tasks/ --out set/ --name ours/fixes")
 def export(
     directories: Directories,
-    out: Annotated[Path, typer.Option(help="The directory of the set; must not exist.", show_default=False)],
-    name: Annotated[str, typer.Option(metavar="ORG/NAME", help="The set's name.", show_default=False)],
-    description: Annotated[str, typer.Option(help="One line about it.")] = "",
-    admitted: Annotated[bool, typer.Option("--admitted", help="Only tasks that `validate` has admitted.")] = False,
+    out: Annotated[Path, typer.Option(help="Directory of the set; must not exist.", show_default=False)],
+    name: Annotated[str, typer.Option(metavar="ORG/NAME", help="Name of the set.", show_default=False)],
+    description: Annotated[str, typer.Option(help="One-line description.")] = "",
+    admitted: Annotated[bool, typer.Option("--admitted", help="Export only tasks that `validate` admitted.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy tasks as a clean set in the Harbor format, with a dataset.toml."""
     from etude.tasks.export import export_tasks
-    from etude.tasks.validate import Shelf, default_shelf
+    from etude.tasks.validate import ValidationCache, default_validation_cache
 
-    paths = tasks_in(directories)
+    paths = find_all_tasks(directories)
     if admitted:
-        shelf = Shelf(default_shelf())
-        known = {path: shelf.recall(task_digest(path)) for path in paths}
-        paths = [path for path, report in known.items() if report is not None and report.admitted]
+        cache = ValidationCache(default_validation_cache())
+        reports = {path: cache.load(task_digest(path)) for path in paths}
+        paths = [path for path, report in reports.items() if report is not None and report.admitted]
         if not paths:
             raise InputError("--admitted: none of these tasks was admitted; run `etude tasks validate` on them first")
-    made = export_tasks(paths, out, name=name, description=description)
+    exported = export_tasks(paths, out, name=name, description=description)
     if as_json:
-        print(json.dumps([{**asdict(each), "directory": str(each.directory)} for each in made]))
+        print(json.dumps([{**asdict(each), "directory": str(each.directory)} for each in exported]))
     else:
-        print(f"{out}: {len(made)} tasks")
+        print(f"{out}: {len(exported)} tasks")
 
 
 @app.command(
@@ -342,11 +327,12 @@ def export(
 def import_(
     kind: Annotated[str, typer.Argument(metavar="KIND", help="swebench, swe-smith, swe-gym or swe-rebench.")],
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Task directories, or rows (JSON lines, Parquet).")],
-    out: Annotated[Path, typer.Option(help="Directory of the tasks that are made.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Directory for the new tasks.", show_default=False)],
     repositories: Annotated[
-        Path | None, typer.Option(help="Clones, as OWNER__NAME or OWNER/NAME; without, images are used.")
+        Path | None,
+        typer.Option(help="Directory of clones, as OWNER__NAME or OWNER/NAME. Default: use the rows' images."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most this many.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of tasks.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make Harbor tasks from SWE-bench task directories, or from rows of SWE-smith, SWE-Gym or SWE-rebench."""
@@ -358,9 +344,9 @@ def import_(
         return
     for instance, why in failed.items():
         print(f"{instance}: {why}", file=sys.stderr)
-    print(f"{out}: {len(made)} tasks" + (f", {len(failed)} could not be made" if failed else ""))
+    print(f"{out}: {len(made)} tasks" + (f", {len(failed)} failed" if failed else ""))
     if not made:
-        raise EtudeError(f"{source}: no task could be made of it")
+        raise EtudeError(f"{source}: no task could be imported; the reasons are listed above")
 
 
 mount_generate(app)

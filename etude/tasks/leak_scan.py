@@ -1,10 +1,11 @@
-"""Looks through a pod for a task's answer, as an agent would. Run inside the pod by `reach.py`; standard library only.
+"""Search a pod for a task's solution. `leak_check.py` runs this program inside the pod; standard library only.
 
-Reads a request in JSON on standard input and prints findings: {"code": ..., "evidence": ...}.
+Reads a JSON request from standard input and prints a list of findings: {"code": ..., "evidence": ...}.
 
     workspace   the directory the agent works in
-    files       what the solution makes of each file: path, the lines only it has, the git ids of the whole
+    files       each file the solution changes: path, lines only the solution has, git ids of the whole file
     names       identifiers that only the solution defines
+    seconds     time limit of the search
 """
 
 from __future__ import annotations
@@ -25,15 +26,26 @@ from typing import Any
 
 MAX_FILE = 4 << 20
 MAX_FINDINGS = 20
-ENOUGH = 0.6  # of the lines only the solution has, in what is a version of the same file
-ALL_BUT = 0.9  # of them, and several, in any other
-SEVERAL = 5
-ELSEWHERE = ("/root", "/home", "/tmp", "/var/tmp", "/var/cache", "/opt", "/srv", "/mnt", "/usr/local", "/usr/share/pip")
+VERSION_SHARE = 0.6  # share of the solution's lines that makes another version of the same file a leak
+COPY_SHARE = 0.9  # the same for any other file, with at least MIN_COPIED_LINES
+MIN_COPIED_LINES = 5
+OTHER_ROOTS = (
+    "/root",
+    "/home",
+    "/tmp",
+    "/var/tmp",
+    "/var/cache",
+    "/opt",
+    "/srv",
+    "/mnt",
+    "/usr/local",
+    "/usr/share/pip",
+)
 CACHES = (".cache", "pip", "uv", "wheels", "http", "http-v2")
 ARCHIVES = (".whl", ".zip", ".egg", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
-class Search:
+class LeakScan:
     def __init__(self, request: dict[str, Any], deadline: float) -> None:
         self.workspace = request["workspace"].rstrip("/")
         self.files: list[dict[str, Any]] = [file for file in request["files"] if file["lines"]]
@@ -41,56 +53,58 @@ class Search:
         self.names: set[str] = set(request["names"])
         self.changed = {os.path.join(self.workspace, file["path"]) for file in request["files"]}
         self.basenames = {os.path.basename(path) for path in self.changed}
-        self.parts = {plain(part) for file in request["files"] for part in file["path"].split("/")}
-        self.now: dict[str, set[str]] = {}
+        self.parts = {normalized(part) for file in request["files"] for part in file["path"].split("/")}
+        self.current_lines: dict[str, set[str]] = {}  # by changed path
         self.deadline = deadline
         self.findings: list[dict[str, str]] = []
 
-    def found(self, code: str, evidence: str) -> None:
+    def report(self, code: str, evidence: str) -> None:
         if len(self.findings) < MAX_FINDINGS:
             self.findings.append({"code": code, "evidence": evidence})
 
-    def holds(self, text: str, name: str) -> str:
-        """The changed file whose answer a text has: as another version of that file, or as a copy of the lines."""
+    def leaked_file(self, text: str, name: str) -> str:
+        """Return the changed file whose solution a text contains, as another version of it or as copied lines."""
         lines = {line.strip() for line in text.splitlines()} - {""}
         for file in self.files:
             own = set(file["lines"])
             common = len(own & lines)
             version = (
-                os.path.basename(file["path"]) == os.path.basename(name) or self.likeness(file["path"], lines) > 0.5
+                os.path.basename(file["path"]) == os.path.basename(name) or self.similarity(file["path"], lines) > 0.5
             )
-            if common >= ENOUGH * len(own) and (version or (common >= SEVERAL and common >= ALL_BUT * len(own))):
+            copied = common >= MIN_COPIED_LINES and common >= COPY_SHARE * len(own)
+            if common >= VERSION_SHARE * len(own) and (version or copied):
                 return str(file["path"])
         return ""
 
-    def likeness(self, path: str, lines: set[str]) -> float:
-        """How much of a file as it is now is in these lines, and of them in it."""
-        if path not in self.now:
+    def similarity(self, path: str, lines: set[str]) -> float:
+        """Return the Jaccard similarity of these lines and those of a file as it is now."""
+        if path not in self.current_lines:
             data = read(os.path.join(self.workspace, path)) or b""
-            self.now[path] = {line.strip() for line in data.decode("utf-8", "replace").splitlines()} - {""}
-        return len(self.now[path] & lines) / max(1, len(self.now[path] | lines))
+            self.current_lines[path] = {line.strip() for line in data.decode("utf-8", "replace").splitlines()} - {""}
+        current = self.current_lines[path]
+        return len(current & lines) / max(1, len(current | lines))
 
     # -- git
 
-    def history(self) -> None:
-        """Every object of every repository in the workspace, reachable or not."""
+    def scan_repositories(self) -> None:
+        """Search every object, reachable or not, of every repository in the workspace."""
         for directory, names, files in os.walk(self.workspace):
             if ".git" in names or ".git" in files:
-                self.repository(directory)
+                self.scan_repository(directory)
             names[:] = [name for name in names if name != ".git"]
 
-    def repository(self, directory: str) -> None:
+    def scan_repository(self, directory: str) -> None:
         git = ["git", "-c", "safe.directory=*", "-C", directory]
         listing = run(
             [*git, "cat-file", "--batch-all-objects", "--batch-check=%(objectname) %(objecttype) %(objectsize)"]
         )
         if listing is None:
-            self.found("git-unreadable", f"{directory}: git cannot list its objects")
+            self.report("git-unreadable", f"{directory}: git cannot list its objects")
             return
         objects = [line.split() for line in listing.decode().splitlines()]
         for id, _, _ in objects:
             if id in self.ids:
-                self.found("answer-in-history", f"{directory}: object {id[:12]} is the solution's {self.ids[id]}")
+                self.report("answer-in-history", f"{directory}: object {id[:12]} is the solution's {self.ids[id]}")
                 return
         blobs = [id for id, kind, size in objects if kind == "blob" and int(size) <= MAX_FILE]
         contents = run([*git, "cat-file", "--batch"], "".join(f"{id}\n" for id in blobs).encode()) or b""
@@ -98,12 +112,12 @@ class Search:
         while head := stream.readline().split():
             data = stream.read(int(head[2]))
             stream.read(1)
-            if (path := self.holds(data.decode("utf-8", "replace"), "")) and not self.current(data):
-                self.found("answer-in-history", f"{directory}: object {head[0].decode()[:12]} has the lines of {path}")
+            if (path := self.leaked_file(data.decode("utf-8", "replace"), "")) and not self.is_current(data):
+                self.report("answer-in-history", f"{directory}: object {head[0].decode()[:12]} has the lines of {path}")
                 return
 
-    def current(self, data: bytes) -> bool:
-        """Whether these are the contents of a file that is there anyway."""
+    def is_current(self, data: bytes) -> bool:
+        """Whether these are the current contents of a file to be changed."""
         for path in self.changed:
             with contextlib.suppress(OSError), open(path, "rb") as file:
                 if file.read() == data:
@@ -112,26 +126,26 @@ class Search:
 
     # -- files
 
-    def everywhere(self) -> None:
+    def scan_files(self) -> None:
         seen: set[str] = set()
-        for place in (self.workspace, *ELSEWHERE, *python_places()):
-            for path in walk(place, seen, self.deadline):
-                self.file(path)
+        for top in (self.workspace, *OTHER_ROOTS, *python_directories()):
+            for path in walk(top, seen, self.deadline):
+                self.scan_file(path)
 
-    def file(self, path: str) -> None:
+    def scan_file(self, path: str) -> None:
         inside = path.startswith(self.workspace + "/")
         if path.endswith((".pyc", ".pyo")):
-            self.bytecode(path, inside)
+            self.scan_bytecode(path, inside)
         elif path.endswith(ARCHIVES):
-            # there may be thousands of others: those of this package, by their names
-            if inside or plain(os.path.basename(path).split("-")[0]) in self.parts:
-                self.archive(path)
+            # outside the workspace there may be thousands of archives: only those named like this package
+            if inside or normalized(os.path.basename(path).split("-")[0]) in self.parts:
+                self.scan_archive(path)
         elif path not in self.changed and (inside or os.path.basename(path) in self.basenames):
             data = read(path)
-            if data is not None and (of := self.holds(data.decode("utf-8", "replace"), path)):
-                self.found(self.code(path, inside), f"{path} has the lines of the solution's {of}")
+            if data is not None and (leaked := self.leaked_file(data.decode("utf-8", "replace"), path)):
+                self.report(self.reason_code(path, inside), f"{path} has the lines of the solution's {leaked}")
 
-    def code(self, path: str, inside: bool) -> str:
+    def reason_code(self, path: str, inside: bool) -> str:
         parts = path.split("/")
         if any(part in CACHES for part in parts):
             return "answer-in-cache"
@@ -140,19 +154,19 @@ class Search:
         build = any(part in ("build", "dist") or part.endswith(".egg-info") for part in parts)
         return "answer-in-build" if build else "answer-in-workspace"
 
-    def archive(self, path: str) -> None:
-        """Wheels and source archives: the answer may be packed."""
+    def scan_archive(self, path: str) -> None:
+        """Search a wheel or source archive."""
         with contextlib.suppress(Exception):
             for name, data in members(path, self.basenames):
-                if of := self.holds(data.decode("utf-8", "replace"), name):
+                if leaked := self.leaked_file(data.decode("utf-8", "replace"), name):
                     cached = any(part in CACHES for part in path.split("/"))
-                    evidence = f"{path}: {name} has the lines of the solution's {of}"
-                    self.found("answer-in-cache" if cached else "answer-in-archive", evidence)
+                    evidence = f"{path}: {name} has the lines of the solution's {leaked}"
+                    self.report("answer-in-cache" if cached else "answer-in-archive", evidence)
                     return
 
-    def bytecode(self, path: str, inside: bool) -> None:
-        """A compiled file says what its source said when it was made."""
-        source = source_of(path)
+    def scan_bytecode(self, path: str, inside: bool) -> None:
+        """Report bytecode that does not match its source: it may have been compiled from the solution."""
+        source = source_path(path)
         if os.path.basename(source) not in self.basenames:
             return
         data = read(path)
@@ -162,20 +176,21 @@ class Search:
             code = marshal.loads(data[16:])
         except (ValueError, EOFError, TypeError):
             if inside:
-                self.found("answer-in-bytecode", f"{path}: made by another Python, of a file that is to be changed")
+                message = f"{path}: bytecode of another Python version, of a file that the solution changes"
+                self.report("answer-in-bytecode", message)
             return
         text = read(source) if inside else None
         if text is not None:
             with contextlib.suppress(SyntaxError, ValueError):
-                if shape(compile(text, source, "exec")) != shape(code):
-                    self.found("answer-in-bytecode", f"{path} is not what {source} compiles to")
+                if code_key(compile(text, source, "exec")) != code_key(code):
+                    self.report("answer-in-bytecode", f"{path} is not what {source} compiles to")
         elif inside or self.names & set(names_in(code)):
-            self.found("answer-in-bytecode", f"{path}: compiled from a file that is not there")
+            self.report("answer-in-bytecode", f"{path}: compiled from a file that does not exist")
 
 
-def walk(place: str, seen: set[str], deadline: float) -> Iterator[str]:
-    """Files below a directory that were not seen, as long as there is time; links are not followed."""
-    for directory, names, files in os.walk(os.path.realpath(place)):
+def walk(top: str, seen: set[str], deadline: float) -> Iterator[str]:
+    """Yield the files below a directory until the deadline; skip seen directories and links."""
+    for directory, names, files in os.walk(os.path.realpath(top)):
         if time.monotonic() > deadline or directory in seen:
             names.clear()
             continue
@@ -198,7 +213,7 @@ def read(path: str) -> bytes | None:
 
 
 def members(path: str, names: set[str]) -> Iterator[tuple[str, bytes]]:
-    """The files of these names in an archive."""
+    """Yield the files with these base names in an archive."""
     if path.endswith((".whl", ".zip", ".egg")):
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
@@ -216,21 +231,21 @@ def same_name(one: str, other: str) -> bool:
     return os.path.basename(one) == os.path.basename(other)
 
 
-def plain(name: str) -> str:
-    """A package's name as archives and directories spell it, in one spelling."""
+def normalized(name: str) -> str:
+    """Return a package name in one spelling, for archives and directories alike."""
     return name.lower().replace("-", "_").replace(".", "_")
 
 
-def source_of(path: str) -> str:
+def source_path(path: str) -> str:
     directory, name = os.path.split(path)
     if os.path.basename(directory) == "__pycache__":
         directory = os.path.dirname(directory)
     return os.path.join(directory, name.split(".")[0] + ".py")
 
 
-def shape(code: types.CodeType) -> Any:
-    """What code does, without where it stood and what it was called from."""
-    constants = tuple(shape(item) if isinstance(item, types.CodeType) else repr(item) for item in code.co_consts)
+def code_key(code: types.CodeType) -> Any:
+    """Return the parts of a code object that determine its behaviour, without file name and line numbers."""
+    constants = tuple(code_key(item) if isinstance(item, types.CodeType) else repr(item) for item in code.co_consts)
     return code.co_code, code.co_names, code.co_varnames, constants
 
 
@@ -241,8 +256,8 @@ def names_in(code: types.CodeType) -> Iterator[str]:
             yield from names_in(item)
 
 
-def python_places() -> list[str]:
-    """Where every Python here looks for packages."""
+def python_directories() -> list[str]:
+    """Return the package directories of every Python on PATH."""
     found = []
     for program in {os.path.realpath(path) for path in pythons()}:
         code = "import sys, site; print('\\n'.join(sys.path + site.getsitepackages() + [site.getusersitepackages()]))"
@@ -271,13 +286,13 @@ def run(command: list[str], stdin: bytes = b"") -> bytes | None:
 
 def main() -> None:
     request = json.load(sys.stdin)
-    search = Search(request, time.monotonic() + request["seconds"])
-    for place in ("/tests", "/solution"):
-        if os.path.isdir(place) and os.listdir(place):
-            search.found("answer-in-image", f"{place} is there while the agent works")
-    search.history()
-    search.everywhere()
-    print(json.dumps(search.findings))
+    scan = LeakScan(request, time.monotonic() + request["seconds"])
+    for directory in ("/tests", "/solution"):
+        if os.path.isdir(directory) and os.listdir(directory):
+            scan.report("answer-in-image", f"{directory} exists while the agent works")
+    scan.scan_repositories()
+    scan.scan_files()
+    print(json.dumps(scan.findings))
 
 
 if __name__ == "__main__":

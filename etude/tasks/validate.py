@@ -1,8 +1,7 @@
-"""Proof before use: a task is admitted only if doing nothing fails, its solution passes, reruns agree, and the answer
-cannot be found from inside. What is not admitted carries reason codes and evidence.
+"""Validate tasks before use. A task is admitted only if doing nothing fails, its solution passes, reruns agree, and the
+leak check finds nothing; otherwise its report has reason codes and evidence.
 
-Results are kept by the task's digest, so a run that was stopped goes on where it was, and a task that did not change is
-not tried again.
+Reports are cached by task digest, so an interrupted validation resumes and unchanged tasks are not validated again.
 """
 
 import asyncio
@@ -16,42 +15,42 @@ from pathlib import Path
 from etude.errors import InputError
 from etude.pods.fleet import Fleet
 from etude.system.cores import usable_cores
-from etude.tasks.base_images import Provision
-from etude.tasks.environment import open_ground
+from etude.tasks.base_images import HostSettings
+from etude.tasks.environment import open_environment
 from etude.tasks.harbor import read_task, task_digest
-from etude.tasks.leak_check import find_answer
+from etude.tasks.leak_check import find_leaks
 from etude.tasks.task import Task
-from etude.tasks.trial import Actor, SolutionFailed, attempt, has_solution, nothing, solution
-from etude.tasks.verifier import failures, grade, graded_in_place
-from etude.tasks.verifier_result import FileChange, Grade, GradingFailed
+from etude.tasks.trial import SolutionFailed, TrialAgent, has_solution, nop_agent, oracle_agent, run_trial
+from etude.tasks.verifier import infrastructure_failures, verified_in_place, verify
+from etude.tasks.verifier_result import FileChange, VerifierFailed, VerifierResult
 
 RERUNS = 3
-CHANCES = 2  # for a machine that fails under a task
-FORMAT = 2  # of what is kept; another number makes earlier results forgotten
+MAX_TRIES = 2  # for sandbox failures
+CACHE_FORMAT = 2  # a new number invalidates cached reports
 
-# Why a task is not admitted, and what that means.
+# Reason codes for not admitting a task, with explanations.
 REASONS: Mapping[str, str] = {
     "invalid": "the directory is not a task",
-    "build-failed": "its environment cannot be made",
-    "verifier-broken": "the verifier gives no reward",
+    "build-failed": "its environment cannot be built",
+    "verifier-broken": "the verifier writes no valid reward",
     "noop-passes": "doing nothing passes",
-    "no-solution": "there is no solution to prove it with",
+    "no-solution": "there is no solution to validate it with",
     "solution-broken": "solve.sh itself fails",
     "solution-fails": "the solution does not pass",
-    "outside-workspace": "the solution passes only with what it changed outside the workspace",
+    "outside-workspace": "the solution passes only with its changes outside the workspace",
     "flaky": "reruns do not agree",
-    "answer-in-history": "git has the answer",
-    "answer-in-bytecode": "compiled files have the answer",
-    "answer-installed": "an installed copy has the answer",
-    "answer-in-cache": "a package cache has the answer",
-    "answer-in-build": "build leftovers have the answer",
-    "answer-in-archive": "a package's archive has the answer",
-    "answer-in-workspace": "another file of the workspace has the answer",
+    "answer-in-history": "a git object contains the solution",
+    "answer-in-bytecode": "bytecode contains the solution",
+    "answer-installed": "an installed copy contains the solution",
+    "answer-in-cache": "a package cache contains the solution",
+    "answer-in-build": "build leftovers contain the solution",
+    "answer-in-archive": "a package archive contains the solution",
+    "answer-in-workspace": "another file of the workspace contains the solution",
     "answer-in-image": "tests or solution are in the image",
     "git-unreadable": "its repository cannot be searched",
-    "network": "the agent has a network to find the answer on",
-    "not-searched": "the answer could not be looked for",
-    "sandbox": "the machine failed, not the task: try again",
+    "network": "the agent has network access and could find the solution there",
+    "not-searched": "the leak check could not run",
+    "sandbox": "the sandbox failed, not the task; validate it again",
 }
 
 
@@ -64,8 +63,8 @@ class Reason:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What validation found of a task."""
+class ValidationReport:
+    """The result of validating a task."""
 
     task: str
     directory: str
@@ -74,7 +73,7 @@ class Report:
     scores: Mapping[str, Sequence[float]] = field(default_factory=dict)  # noop, solution
     changed: tuple[str, ...] = ()  # files that the solution changes
     seconds: float = 0.0
-    setting: str = ""  # what it was given: images, network, number of reruns
+    setting: str = ""  # host settings and number of reruns; see settings_key
     cached: bool = False
 
     @property
@@ -89,20 +88,25 @@ class _Rejected(Exception):
 
 
 async def validate(
-    fleet: Fleet, directory: Path, *, provision: Provision | None = None, reruns: int = RERUNS, search: bool = True
-) -> Report:
-    """Try a task in pods."""
+    fleet: Fleet,
+    directory: Path,
+    *,
+    host_settings: HostSettings | None = None,
+    reruns: int = RERUNS,
+    search: bool = True,
+) -> ValidationReport:
+    """Validate one task in pods."""
     started = time.monotonic()
     digest = task_digest(directory)
     scores: dict[str, list[float]] = {"noop": [], "solution": []}
-    report = Report(directory.name, str(directory), digest, setting=setting_of(provision, reruns))
+    report = ValidationReport(directory.name, str(directory), digest, setting=settings_key(host_settings, reruns))
     try:
         task = _read(directory)
         report = replace(report, task=task.name)
-        changes = await _try(fleet, task, provision or Provision(), max(1, reruns), scores)
+        changes = await _check_agents(fleet, task, host_settings or HostSettings(), max(1, reruns), scores)
         report = replace(report, changed=tuple(sorted({change.path for change in changes})))
         if search:
-            found = await find_answer(fleet, task, changes, provision)
+            found = await find_leaks(fleet, task, changes, host_settings)
             report = replace(report, reasons=tuple(Reason(each.code, each.evidence) for each in found))
     except _Rejected as rejected:
         report = replace(report, reasons=(rejected.reason,))
@@ -115,121 +119,129 @@ def _read(directory: Path) -> Task:
     except InputError as error:
         raise _Rejected("invalid", str(error)) from None
     if not all(has_solution(task, step) for step in task.steps or (None,)):
-        raise _Rejected("no-solution", f"{directory}: there is no solve.sh")
+        raise _Rejected("no-solution", f"{directory}: has no solve.sh")
     return task
 
 
-async def _try(
-    fleet: Fleet, task: Task, provision: Provision, reruns: int, scores: dict[str, list[float]]
+async def _check_agents(
+    fleet: Fleet, task: Task, host_settings: HostSettings, reruns: int, scores: dict[str, list[float]]
 ) -> tuple[FileChange, ...]:
-    """Nothing and the solution, as often as asked; the solution's changes."""
-    passing = task.passing
-    clean = not task.steps and not graded_in_place(task)
+    """Run the nop and the oracle agent, each verified `reruns` times; return the solution's changes."""
+    passing = task.passing_score
+    clean = not task.steps and not verified_in_place(task)
 
-    async def rerun(name: str, actor: Actor) -> Once:
-        """Once, and again; of a task graded in a clean copy only the grading, for that is what could differ."""
-        first = await _once(fleet, task, actor, provision, clean, None)
-        scores[name].append(first.grade.score)
+    async def rerun(name: str, agent: TrialAgent) -> VerifiedChanges:
+        """Run the agent and verify it `reruns` times. In clean mode the agent runs once: only verifying may vary."""
+        first = await _run_and_verify(fleet, task, agent, host_settings, clean, None)
+        scores[name].append(first.result.score)
         for _ in range(reruns - 1):
-            more = await _once(fleet, task, actor, provision, clean, first.changes)
-            scores[name].append(more.grade.score)
+            more = await _run_and_verify(fleet, task, agent, host_settings, clean, first.changes)
+            scores[name].append(more.result.score)
         if len(set(scores[name])) > 1:
             raise _Rejected("flaky", f"{name}: rewards {', '.join(f'{score:g}' for score in scores[name])}")
         return first
 
-    idle = await rerun("noop", nothing)
-    if idle.grade.score >= passing:
-        raise _Rejected("noop-passes", f"reward {idle.grade.score:g} for doing nothing; {idle.grade.log[-500:]}")
-    solved = await rerun("solution", solution)
-    if solved.grade.score < passing:
-        await _explain(fleet, task, provision, passing, solved.grade, clean)
-    return solved.changes
+    nop = (await rerun("noop", nop_agent)).result
+    if nop.score >= passing:
+        raise _Rejected("noop-passes", f"reward {nop.score:g} for doing nothing; {nop.log[-500:]}")
+    oracle = await rerun("solution", oracle_agent)
+    if oracle.result.score < passing:
+        await _reject_failed_solution(fleet, task, host_settings, passing, oracle.result, clean)
+    return oracle.changes
 
 
 @dataclass(frozen=True)
-class Once:
-    """One try: its grade, and everything that was changed for it."""
+class VerifiedChanges:
+    """One verified trial: its result and all changes, including those outside the workspace."""
 
-    grade: Grade
+    result: VerifierResult
     changes: tuple[FileChange, ...]
 
 
-async def _once(
-    fleet: Fleet, task: Task, actor: Actor, provision: Provision, clean: bool, changes: tuple[FileChange, ...] | None
-) -> Once:
-    """Act and grade, or grade `changes` again. A machine that failed is given another chance."""
-    for chance in range(CHANCES):
+async def _run_and_verify(
+    fleet: Fleet,
+    task: Task,
+    agent: TrialAgent,
+    host_settings: HostSettings,
+    clean: bool,
+    changes: tuple[FileChange, ...] | None,
+) -> VerifiedChanges:
+    """Run a trial and verify it, or verify `changes` again. Sandbox failures are retried."""
+    for number in range(MAX_TRIES):
         try:
             if not clean:
-                made = await attempt(fleet, task, actor, provision=provision)
-                return Once(made, made.changes)
+                result = await run_trial(fleet, task, agent, host_settings=host_settings)
+                return VerifiedChanges(result, result.changes)
             if changes is None:
-                with failures(task):
-                    async with open_ground(fleet, task, provision=provision) as ground:
-                        await actor(ground, None)
-                        changes = await ground.changes()
-            return Once(await grade(fleet, task, changes, provision=provision), changes)
+                with infrastructure_failures(task):
+                    async with open_environment(fleet, task, host_settings=host_settings) as environment:
+                        await agent(environment, None)
+                        changes = await environment.changes()
+            return VerifiedChanges(await verify(fleet, task, changes, host_settings=host_settings), changes)
         except SolutionFailed as error:
             raise _Rejected("solution-broken", str(error)) from None
-        except GradingFailed as error:
-            if error.cause == "sandbox" and chance + 1 < CHANCES:
+        except VerifierFailed as error:
+            if error.cause == "sandbox" and number + 1 < MAX_TRIES:
                 continue
             code = {"build": "build-failed", "sandbox": "sandbox"}.get(error.cause, "verifier-broken")
             raise _Rejected(code, str(error)) from None
         except InputError as error:
             raise _Rejected("build-failed", str(error)) from None
-    raise AssertionError("a last chance ends in a result")
+    raise AssertionError("unreachable: the last try returns or raises")
 
 
-async def _explain(fleet: Fleet, task: Task, provision: Provision, passing: float, solved: Grade, clean: bool) -> None:
-    """A solution that fails may have done its work where the clean copy does not see it."""
+async def _reject_failed_solution(
+    fleet: Fleet, task: Task, host_settings: HostSettings, passing: float, failed: VerifierResult, clean: bool
+) -> None:
+    """Reject a failing solution; verify it in place to find out whether it changed files outside the workspace."""
     if clean:
         try:
-            there = await attempt(fleet, task, solution, provision=provision, in_place=True)
-        except GradingFailed as error:
-            there = Grade({"reward": 0.0}, log=str(error))
-        if there.score >= passing:
+            in_place = await run_trial(fleet, task, oracle_agent, host_settings=host_settings, in_place=True)
+        except VerifierFailed as error:
+            in_place = VerifierResult({"reward": 0.0}, log=str(error))
+        if in_place.score >= passing:
             message = 'name the paths in metadata.carry, or set metadata.grading = "in-place"'
             raise _Rejected("outside-workspace", message)
-    raise _Rejected("solution-fails", f"reward {solved.score:g} for the solution; {solved.log[-1500:]}")
+    raise _Rejected("solution-fails", f"reward {failed.score:g} for the solution; {failed.log[-1500:]}")
 
 
-# ------------------------------------------------------------------------------------------------- many
+# ------------------------------------------------------------------------------------------------- many tasks
 
 
 @dataclass(frozen=True)
-class Shelf:
-    """Results that were found before, one file for each task's digest."""
+class ValidationCache:
+    """Validation reports on disk, one file per task digest."""
 
     directory: Path
 
-    def recall(self, digest: str, setting: str | None = None) -> Report | None:
-        """What was found of a task; with `setting`, only if it was found under the same."""
+    def load(self, digest: str, setting: str | None = None) -> ValidationReport | None:
+        """Return the report of a task, or None; with `setting`, only a report made under the same settings."""
         try:
             found = json.loads((self.directory / f"{digest}.json").read_text())
-            if found.pop("format") != FORMAT or setting not in (None, found["setting"]):
+            if found.pop("format") != CACHE_FORMAT or setting not in (None, found["setting"]):
                 return None
             reasons = tuple(Reason(**each) for each in found.pop("reasons"))
-            return Report(**{**found, "reasons": reasons, "changed": tuple(found["changed"]), "cached": True})
+            return ValidationReport(**{**found, "reasons": reasons, "changed": tuple(found["changed"]), "cached": True})
         except (OSError, ValueError, KeyError, TypeError):
-            return None  # none, or of another time: it is found anew
+            return None  # missing, or of an older format
 
-    def keep(self, report: Report) -> None:
+    def save(self, report: ValidationReport) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         file = self.directory / f"{report.digest}.json"
         staging = file.with_suffix(f".{os.getpid()}")
-        staging.write_text(json.dumps({"format": FORMAT, **asdict(report)}))
+        staging.write_text(json.dumps({"format": CACHE_FORMAT, **asdict(report)}))
         staging.replace(file)
 
 
-def setting_of(provision: Provision | None, reruns: int) -> str:
-    """What may make a difference to a result, besides the task."""
-    given = provision or Provision()
-    return json.dumps([dict(given.images), given.build.allow, given.egress.allow, sorted(given.variables), reruns])
+def settings_key(host_settings: HostSettings | None, reruns: int) -> str:
+    """Return everything besides the task that may affect its report, as JSON."""
+    given = host_settings or HostSettings()
+    allowed = given.build_egress.allow, given.egress.allow
+    return json.dumps([dict(given.images), *allowed, sorted(given.variables), reruns])
 
 
-def default_shelf() -> Path:
-    """Where results are kept: the cache directory of the desktop's convention."""
+def default_validation_cache() -> Path:
+    """Return the directory of cached reports, below $XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "etude" / "validated"
 
@@ -238,22 +250,22 @@ async def validate_all(
     fleet: Fleet,
     directories: Sequence[Path],
     *,
-    provision: Provision | None = None,
+    host_settings: HostSettings | None = None,
     reruns: int = RERUNS,
     at_once: int | None = None,
-    shelf: Shelf | None = None,
-    on_report: Callable[[Report], None] = lambda report: None,
-) -> list[Report]:
-    """Validate tasks in parallel, in their order; those whose result is known are not tried again."""
-    gate = asyncio.Semaphore(at_once or max(2, usable_cores()))
+    cache: ValidationCache | None = None,
+    on_report: Callable[[ValidationReport], None] = lambda report: None,
+) -> list[ValidationReport]:
+    """Validate tasks concurrently, skipping those with a cached report; return reports in the given order."""
+    semaphore = asyncio.Semaphore(at_once or max(2, usable_cores()))
 
-    async def one(directory: Path) -> Report:
-        async with gate:
-            known = shelf.recall(task_digest(directory), setting_of(provision, reruns)) if shelf else None
-            report = known or await validate(fleet, directory, provision=provision, reruns=reruns)
+    async def one(directory: Path) -> ValidationReport:
+        async with semaphore:
+            cached = cache.load(task_digest(directory), settings_key(host_settings, reruns)) if cache else None
+            report = cached or await validate(fleet, directory, host_settings=host_settings, reruns=reruns)
             report = replace(report, directory=str(directory))
-            if shelf and known is None and not any(reason.code == "sandbox" for reason in report.reasons):
-                shelf.keep(report)
+            if cache and cached is None and not any(reason.code == "sandbox" for reason in report.reasons):
+                cache.save(report)
             on_report(report)
             return report
 
