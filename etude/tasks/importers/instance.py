@@ -1,4 +1,4 @@
-"""An issue of a real repository with its tests, whatever set it comes from, and the Harbor task made of it."""
+"""An instance (an issue of a repository with its tests) of any supported set, and its conversion to a Harbor task."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import tomli_w
 
 from etude.errors import InputError
 
-EVALUATE = Path(__file__).with_name("evaluate_inside.py")
+EVALUATE_PROGRAM = Path(__file__).with_name("evaluate_inside.py")
 WORKSPACE = "/testbed"
 TIMEOUT_S = 1800.0
 _PATH = re.compile(r"^\+\+\+ b/(.+?)\s*$|^--- a/(.+?)\s*$", re.MULTILINE)
@@ -22,7 +22,7 @@ _PATH = re.compile(r"^\+\+\+ b/(.+?)\s*$|^--- a/(.+?)\s*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Instance:
-    """One issue. `bug` is a patch that breaks what is there; `gold` one that solves it, or undoes the bug."""
+    """One instance. `bug` is a patch that introduces the bug; `gold` is a patch that solves the issue."""
 
     id: str
     source: str  # swebench, swe-smith, ...
@@ -35,18 +35,18 @@ class Instance:
     pass_to_pass: tuple[str, ...] = ()
     base_commit: str = ""
     image: str = ""
-    dockerfile: str = ""  # as the set gives it
-    context: Mapping[str, bytes] = field(default_factory=dict)  # files that it needs
-    eval_script: str = ""  # as the set gives it
+    dockerfile: str = ""  # from the set, unmodified
+    context: Mapping[str, bytes] = field(default_factory=dict)  # files of its build context
+    eval_script: str = ""  # from the set, unmodified
     test_command: str = "pytest -rA"
-    install: tuple[str, ...] = ()  # RUN lines, where it is installed from a clone
+    install: tuple[str, ...] = ()  # RUN lines for an installation from a clone
     python: str = ""
     parser: str = "pytest"
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def test_files(self) -> tuple[str, ...]:
-        """Files that hold the tests: those of the test patch, else those that the ids name."""
+        """Return the test files: those of the test patch, else those named by the test ids."""
         if self.test_patch:
             return patched_paths(self.test_patch)
         ids = (*self.fail_to_pass, *self.pass_to_pass)
@@ -54,34 +54,34 @@ class Instance:
 
 
 def patched_paths(patch: str) -> tuple[str, ...]:
-    """The files that a patch touches."""
+    """Return the files that a patch changes."""
     found = {one or other for one, other in _PATH.findall(patch)} - {"/dev/null"}
     return tuple(sorted(path for path in found if not path.startswith("/") and ".." not in path.split("/")))
 
 
 def parser_for(name: str) -> str:
-    """Which of our parsers reads what a set's own is called; an InputError if none does."""
-    plain = name.lower().removeprefix("parse_log_")
-    if "django" in plain:
+    """Return the log parser of evaluate.py that replaces a set's own parser; raise InputError if there is none."""
+    short_name = name.lower().removeprefix("parse_log_")
+    if "django" in short_name:
         return "django"
-    if "sympy" in plain:
+    if "sympy" in short_name:
         return "sympy"
     pytest = ("pytest", "flask", "requests", "astropy", "xarray", "pylint", "scikit", "sphinx", "seaborn", "matplotlib")
-    if not plain or any(word in plain for word in pytest):
+    if not short_name or any(word in short_name for word in pytest):
         return "pytest"
-    raise InputError(f"its log parser {name} is not known here; pytest, django and sympy are")
+    raise InputError(f"unknown log parser {name}; pytest, django and sympy are supported")
 
 
 def task_files(instance: Instance, clone: Path | None) -> dict[str, str | bytes]:
-    """The files of the task's directory; with a clone its files stand in environment/, else its image is used."""
+    """Return the files of the task directory: a copy of the clone in environment/ if given, else the set's image."""
     files: dict[str, str | bytes] = {
         "task.toml": tomli_w.dumps(_config(instance)),
         "instruction.md": instance.statement.strip() + "\n",
         "tests/test.sh": "#!/bin/sh\nexec python3 /tests/evaluate.py\n",
-        "tests/evaluate.py": EVALUATE.read_text(),
+        "tests/evaluate.py": EVALUATE_PROGRAM.read_text(),
     }
     if not instance.fail_to_pass:
-        raise InputError("it names no test that should pass afterwards")
+        raise InputError("FAIL_TO_PASS is empty; expected at least one test that the solution makes pass")
     files |= _environment(instance, clone)
     files |= _tests(instance, clone)
     files |= _solution(instance)
@@ -110,7 +110,7 @@ def _config(instance: Instance) -> dict[str, Any]:
 
 def _environment(instance: Instance, clone: Path | None) -> dict[str, str | bytes]:
     if clone is not None:
-        tree = exported(clone, instance.base_commit, [instance.bug] if instance.bug else [])
+        tree = export_tree(clone, instance.base_commit, [instance.bug] if instance.bug else [])
         lines = [f"FROM python:{instance.python or '3'}-slim", f"WORKDIR {WORKSPACE}", f"COPY repo/ {WORKSPACE}/"]
         lines += [f"RUN {line}" for line in instance.install]
         found: dict[str, str | bytes] = {f"environment/repo/{path}": data for path, data in tree.items()}
@@ -122,24 +122,24 @@ def _environment(instance: Instance, clone: Path | None) -> dict[str, str | byte
         found = {"environment/Dockerfile": instance.dockerfile}
         return {**found, **{f"environment/{path}": data for path, data in instance.context.items()}}
     if not instance.image:
-        raise InputError("it has neither an image nor a Dockerfile; give its repository with --repositories")
+        raise InputError("has neither an image nor a Dockerfile; give a clone of its repository with --repositories")
     lines = [f"FROM {instance.image}", f"WORKDIR {WORKSPACE}"]
     found = {}
     if instance.bug:
         found["environment/bug.patch"] = instance.bug
         lines += ["COPY bug.patch /bug.patch", "RUN git apply /bug.patch && rm /bug.patch"]
-    lines.append("RUN " + SEALING)
+    lines.append("RUN " + SINGLE_COMMIT)
     return {**found, "environment/Dockerfile": "\n".join(lines) + "\n"}
 
 
-# One commit and no way back: a history that has the answer is no task.
-SEALING = (
+# Replaces the history, which may contain the solution, by a single commit.
+SINGLE_COMMIT = (
     "rm -rf .git && git init -q && git add -A && git -c user.name=task -c user.email=task@localhost commit -q -m start"
 )
 
 
-def exported(clone: Path, commit: str, patches: Sequence[str]) -> dict[str, bytes]:
-    """The files of a clone at a commit, with patches applied."""
+def export_tree(clone: Path, commit: str, patches: Sequence[str]) -> dict[str, bytes]:
+    """Return the files of a clone at a commit, with patches applied."""
     with tempfile.TemporaryDirectory(prefix="etude-export-") as directory:
         top = Path(directory)
         packed = _git(clone, "archive", "--format=tar", commit or "HEAD")
@@ -151,13 +151,13 @@ def exported(clone: Path, commit: str, patches: Sequence[str]) -> dict[str, byte
 
 
 def apply_patch(top: Path, patch: str, reverse: bool = False) -> None:
-    """Apply a patch to a tree that is no repository; git refuses what leaves it."""
+    """Apply a patch to a directory that is not a repository; git refuses paths that leave it."""
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(top.parent), "GIT_CONFIG_GLOBAL": "/dev/null"}
     command = ["git", "apply", "--whitespace=nowarn", *(["-R"] if reverse else []), "-"]
     text = patch if patch.endswith("\n") else patch + "\n"
     done = subprocess.run(command, cwd=top, input=text.encode(), capture_output=True, env=environment)
     if done.returncode != 0:
-        raise InputError(f"its patch does not apply: {done.stderr.decode('utf-8', 'replace').strip()[:300]}")
+        raise InputError(f"the patch does not apply: {done.stderr.decode('utf-8', 'replace').strip()[:300]}")
 
 
 def _git(clone: Path, *arguments: str) -> bytes:
@@ -171,7 +171,7 @@ def _git(clone: Path, *arguments: str) -> bytes:
 
 
 def _tests(instance: Instance, clone: Path | None) -> dict[str, str | bytes]:
-    """eval.sh and what it must come to."""
+    """Return eval.sh, the expected test results, and the test files or test patch."""
     expected = {
         "parser": instance.parser,
         "workspace": WORKSPACE,
@@ -182,7 +182,7 @@ def _tests(instance: Instance, clone: Path | None) -> dict[str, str | bytes]:
     if instance.eval_script:
         return {**found, "tests/eval.sh": instance.eval_script}
     if clone is not None:
-        tree = exported(clone, instance.base_commit, [instance.test_patch] if instance.test_patch else [])
+        tree = export_tree(clone, instance.base_commit, [instance.test_patch] if instance.test_patch else [])
         found |= {f"tests/suite/{path}": tree[path] for path in instance.test_files if path in tree}
         prepare = ""
     else:

@@ -1,4 +1,4 @@
-"""Where issues come from: SWE-bench task directories, and rows of SWE-smith, SWE-Gym and SWE-rebench."""
+"""Read instances from SWE-bench task directories and from rows of SWE-smith, SWE-Gym and SWE-rebench."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -11,20 +11,20 @@ from etude.data.rows import read_rows
 from etude.errors import EtudeError, InputError
 from etude.tasks.importers.instance import Instance, parser_for
 
-MAX_ROW = 64 << 20  # bytes of a row
+MAX_ROW = 64 << 20  # bytes
 SMITH_COMMAND = "pytest --disable-warnings --color=no --tb=no --verbose"
-# the issues of a source: the id of each, and how to read it, which may fail for one without ending the rest
-Read = Callable[[Path], Iterator[tuple[str, Callable[[], Instance]]]]
+# yields the id of each instance and a function that reads it, so that one may fail without ending the rest
+ReadInstances = Callable[[Path], Iterator[tuple[str, Callable[[], Instance]]]]
 
 
 def read_swebench(source: Path) -> Iterator[tuple[str, Callable[[], Instance]]]:
-    """Task directories of SWE-bench 5: source/tasks/<id>/, or source/<id>/, or one of them."""
+    """Read task directories of SWE-bench 5: source/tasks/<id>/, source/<id>/, or a single one."""
     tops = [source / "tasks"] if (source / "tasks").is_dir() else [source]
     directories = [path.parent for top in tops for path in sorted(top.glob("*/task.yaml"))]
     if (source / "task.yaml").is_file():
         directories = [source]
     if not directories:
-        raise InputError(f"{source}: no task.yaml there; expected task directories of SWE-bench 5")
+        raise InputError(f"{source}: has no task.yaml; expected task directories of SWE-bench 5")
     for directory in directories:
         yield directory.name, lambda directory=directory: _from_directory(directory)  # type: ignore[misc]
 
@@ -63,7 +63,7 @@ def _yaml(file: Path) -> dict[str, Any]:
         yaml = import_module("yaml")
     except ModuleNotFoundError:
         raise EtudeError(
-            "task.yaml of SWE-bench needs the Python module yaml (PyYAML), which is not installed"
+            "reading task.yaml of SWE-bench needs PyYAML, which is not installed; install the package PyYAML"
         ) from None
     try:
         found = yaml.safe_load(_text(file))
@@ -80,24 +80,24 @@ def _text(file: Path, default: str | None = None) -> str:
     except FileNotFoundError:
         if default is not None:
             return default
-        raise InputError(f"{file}: is not there") from None
+        raise InputError(f"{file}: does not exist") from None
 
 
 # ------------------------------------------------------------------------------------------------- rows
 
 
 def read_smith(source: Path) -> Iterator[tuple[str, Callable[[], Instance]]]:
-    """SWE-smith: the patch is the bug, and undoing it the answer."""
+    """Read SWE-smith rows: the patch introduces the bug, and reverting it is the solution."""
     return _rows(source, _smith)
 
 
 def read_gym(source: Path) -> Iterator[tuple[str, Callable[[], Instance]]]:
-    """SWE-Gym: SWE-bench's row form."""
+    """Read SWE-Gym rows, which have the form of SWE-bench rows."""
     return _rows(source, _gym)
 
 
 def read_rebench(source: Path) -> Iterator[tuple[str, Callable[[], Instance]]]:
-    """SWE-rebench: the same, and how to install it."""
+    """Read SWE-rebench rows: SWE-bench rows with installation instructions."""
     return _rows(source, _rebench)
 
 
@@ -111,81 +111,81 @@ def _rows(source: Path, read: Callable[[Mapping[str, Any]], Instance]) -> Iterat
         yield name, lambda row=row: read(row)  # type: ignore[misc]
 
 
-def _listed(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """A list of test ids, which some sets keep as JSON in a string."""
+def _test_ids(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return a list of test ids, which some sets store as a JSON string."""
     value = row.get(key, row.get(key.lower()))
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError:
-            raise InputError(f"{key} is neither a list nor JSON") from None
+            raise InputError(f"{key} is neither a list nor a JSON string") from None
     if value is None:
         return ()
     return tuple(str(item) for item in value)
 
 
-def _said(row: Mapping[str, Any], key: str, needed: bool = False) -> str:
+def _string(row: Mapping[str, Any], key: str, required: bool = False) -> str:
     value = row.get(key)
-    if needed and not isinstance(value, str):
-        raise InputError(f"{key} is {type(value).__name__}; expected text")
+    if required and not isinstance(value, str):
+        raise InputError(f"{key} is {type(value).__name__}; expected a string")
     return value if isinstance(value, str) else ""
 
 
 def _common(row: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {
-        "id": _said(row, "instance_id", needed=True),
+        "id": _string(row, "instance_id", required=True),
         "source": source,
-        "repo": _said(row, "repo", needed=True),
-        "statement": _said(row, "problem_statement"),
-        "fail_to_pass": _listed(row, "FAIL_TO_PASS"),
-        "pass_to_pass": _listed(row, "PASS_TO_PASS"),
-        "base_commit": _said(row, "base_commit"),
-        "image": _said(row, "image_name") or _said(row, "docker_image"),
+        "repo": _string(row, "repo", required=True),
+        "statement": _string(row, "problem_statement"),
+        "fail_to_pass": _test_ids(row, "FAIL_TO_PASS"),
+        "pass_to_pass": _test_ids(row, "PASS_TO_PASS"),
+        "base_commit": _string(row, "base_commit"),
+        "image": _string(row, "image_name") or _string(row, "docker_image"),
     }
 
 
 def _smith(row: Mapping[str, Any]) -> Instance:
     common = _common(row, "swe-smith")
     if not common["fail_to_pass"] or not common["pass_to_pass"]:
-        raise InputError("it has no FAIL_TO_PASS or no PASS_TO_PASS; such rows are not valid in SWE-smith either")
+        raise InputError("has no FAIL_TO_PASS or no PASS_TO_PASS; such rows are invalid in SWE-smith too")
     if not common["statement"].strip():
-        raise InputError("it has no problem_statement")
-    return Instance(**common, bug=_said(row, "patch", needed=True), test_command=SMITH_COMMAND)
+        raise InputError("has no problem_statement")
+    return Instance(**common, bug=_string(row, "patch", required=True), test_command=SMITH_COMMAND)
 
 
 def _gym(row: Mapping[str, Any]) -> Instance:
     return Instance(
         **_common(row, "swe-gym"),
-        gold=_said(row, "patch", needed=True),
-        test_patch=_said(row, "test_patch", needed=True),
-        metadata={"version": _said(row, "version")},
+        gold=_string(row, "patch", required=True),
+        test_patch=_string(row, "test_patch", required=True),
+        metadata={"version": _string(row, "version")},
     )
 
 
 def _rebench(row: Mapping[str, Any]) -> Instance:
-    how = row.get("install_config") or {}
-    if isinstance(how, str):
-        how = json.loads(how)
-    install: list[str] = [str(line) for line in how.get("pre_install") or []]
-    if packages := how.get("pip_packages"):
+    config = row.get("install_config") or {}
+    if isinstance(config, str):
+        config = json.loads(config)
+    install: list[str] = [str(line) for line in config.get("pre_install") or []]
+    if packages := config.get("pip_packages"):
         install.append("pip install " + " ".join(f"'{package}'" for package in packages))
-    if how.get("install"):
-        install.append(str(how["install"]))
+    if config.get("install"):
+        install.append(str(config["install"]))
     context = {"requirements": row["requirements"].encode()} if isinstance(row.get("requirements"), str) else {}
     return Instance(
         **_common(row, "swe-rebench"),
-        gold=_said(row, "patch", needed=True),
-        test_patch=_said(row, "test_patch", needed=True),
+        gold=_string(row, "patch", required=True),
+        test_patch=_string(row, "test_patch", required=True),
         install=tuple(install),
         context=context,
-        python=str(how.get("python") or ""),
-        test_command=str(how.get("test_cmd") or "pytest -rA"),
-        parser=parser_for(str(how.get("log_parser") or "")),
+        python=str(config.get("python") or ""),
+        test_command=str(config.get("test_cmd") or "pytest -rA"),
+        parser=parser_for(str(config.get("log_parser") or "")),
         metadata={"meta": json.dumps(row["meta"], default=str)} if row.get("meta") else {},
     )
 
 
-SOURCES: Mapping[str, Read] = {
+SOURCES: Mapping[str, ReadInstances] = {
     "swebench": read_swebench,
     "swe-smith": read_smith,
     "swe-gym": read_gym,

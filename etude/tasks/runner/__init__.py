@@ -1,7 +1,7 @@
-"""The verifier of our own tasks: what a generator puts into `tests/` so that only right code is paid.
+"""The verifier that task generators put into `tests/`, hardened against code that attacks the verifier itself.
 
-`verifier_files` gives those files; `guard.py` and `inside.py` are the programs, and run in the pod. What they withstand
-is in docs/tasks.md; tests/tasks/test_cheating.py shows it.
+`pytest_files`, `cases_files` and `guard_files` return its files; `guard.py` and `inside.py` are the programs that run
+in the pod. docs/tasks.md lists the attacks they withstand, and tests/tasks/test_cheating.py tests them.
 """
 
 import json
@@ -9,16 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+__all__ = ["cases_files", "guard_files", "pytest_files"]
 HERE = Path(__file__).parent
 
-# nothing of the image's environment but PATH: a variable must not decide what Python loads
+# Only PATH is kept of the image's environment: a variable must not decide which code Python loads.
 TEST_SH = """#!/bin/sh
 exec env -i PATH="$PATH" HOME=/root LANG=C.UTF-8 PYTHONHASHSEED=0 python3 -B -s -S /tests/runner.py
 """
 
 
 def guard_files() -> dict[str, str]:
-    """`tests/guard.py` alone, for a verifier of another kind; and the placeholder that asks the grader for a seal."""
+    """Return `tests/guard.py` for verifiers of another kind, and the `.seal` file that requests a seal."""
     return {"tests/guard.py": (HERE / "guard.py").read_text(), "tests/.seal": "sealed\n"}
 
 
@@ -36,11 +37,11 @@ def pytest_files(
     timeout: float = 120.0,
     exact: bool = True,
 ) -> dict[str, str | bytes]:
-    """The files of `tests/` that run pytest on `run` (paths or ids, from the workspace).
+    """Return a `tests/` directory that runs pytest on `run` (paths or test ids, relative to the workspace).
 
-    `expected` is every test id with the status it must have (passed, failed, skipped, error, xfailed, xpassed); with
-    `exact` there may be no other. `suite` is put into the workspace before: the tests and what they need. Every
-    conftest.py on the way to a test that is not of the suite is removed. `ini` is the whole of pytest's configuration.
+    `expected` maps test ids to required statuses (passed, failed, skipped, error, xfailed, xpassed); with `exact` no
+    other test may run. `suite` (the tests and their helpers) is copied into the workspace first. A conftest.py that
+    pytest would load and that is not in the suite is removed. `ini` is pytest's entire configuration.
     """
     spec = {
         "kind": "pytest",
@@ -66,21 +67,21 @@ def cases_files(
     env: Mapping[str, str] | None = None,
     timeout: float = 20.0,
 ) -> dict[str, str | bytes]:
-    """The files of `tests/` that compare what code computes. Each case has an `id`, a way and an end.
+    """Return a `tests/` directory that compares computed values. Each case has an `id`, an action and an expectation.
 
-        way   call="module:name", args="(1, 2)", kwargs="{}"   or  code="...; result = ..."
-              or  run=["python3", "x.py"], stdin=""
-        end   returns="[1, 2]" (and within=1e-9), raises="ValueError", prints="...\\n", exit=0
+        action        call="module:name", args="(1, 2)", kwargs="{}"   or  code="...; result = ..."
+                      or  run=["python3", "x.py"], stdin=""
+        expectation   returns="[1, 2]" (and within=1e-9), raises="ValueError", prints="...\\n", exit=0
 
-    Python literals are written as text. Only plain values compare equal, and of exactly their type.
+    Values are Python literals as text. Only built-in types compare equal, and only if the type is exactly the same.
     """
-    ends = ("returns", "within", "raises", "prints", "exit")
-    asked = [{key: value for key, value in case.items() if key not in ends} for case in cases]
-    expected = {case["id"]: {key: value for key, value in case.items() if key in ends} for case in cases}
+    expectation_keys = ("returns", "within", "raises", "prints", "exit")
+    actions = [{key: value for key, value in case.items() if key not in expectation_keys} for case in cases]
+    expected = {case["id"]: {key: value for key, value in case.items() if key in expectation_keys} for case in cases}
     spec = {
         "kind": "cases",
         "workspace": workspace,
-        "cases": asked,
+        "cases": actions,
         "paths": list(paths),
         "env": dict(env or {}),
         "timeout": timeout,

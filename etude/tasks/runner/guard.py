@@ -1,9 +1,9 @@
-"""Runs code nobody trusts and says what came of it. Placed in a task's tests/ as it is; standard library only.
+"""Runs untrusted code in a child process and returns its results. Placed in a task's tests/; standard library only.
 
-The tested code runs in a child, as a user of its own: it cannot read the verifier's files, signal it, or write where
-the reward goes. `guarded` returns when every process of the child is dead. What the child wants to tell goes through a
-pipe, each message behind a word that the tested code was not told. Where a machine has no other users (pods made
-without root) the child stays ours, and the seal that the grader left is what makes a forged reward worthless.
+The tested code runs under its own user: it cannot read the verifier's files, signal the verifier, or write rewards.
+`run_guarded` returns when every process of the child is dead. Results come through a pipe, and each message starts with
+a secret that the tested code is not told. If the pod has no other users (pods made without root), the child keeps our
+user, and only the seal exposes a forged reward.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from typing import Any, NoReturn
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 LOGS = "/logs/verifier"
-TESTER = 54321  # user and group of the tested code; nobody else's
-OUTPUT = 32 << 10  # bytes of the child's output that are kept
-MESSAGES = 64 << 20  # bytes of messages that are read
+TESTER = 54321  # user and group id of the tested code only
+MAX_OUTPUT = 32 << 10  # bytes kept of the child's output
+MAX_MESSAGES = 64 << 20  # bytes read of the child's messages
 PATH = os.environ.get("PATH", "/usr/local/bin:/usr/bin:/bin")
-Message = dict[str, Any]
-Send = Callable[[Message], None]
+JsonObject = dict[str, Any]
+Send = Callable[[JsonObject], None]
 
 
-class Broken(Exception):
-    """The verifier cannot do its work: there is no reward, and the agent is not to blame."""
+class VerifierBroken(Exception):
+    """The verifier cannot run: there is no reward, and the agent is not at fault."""
 
 
-class Outcome:
-    """What came out of a child: its messages, the end of its output, how it ended."""
+class ChildResult:
+    """Messages, end of the output and exit status of a child process."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self.messages: list[JsonObject] = []
         self.output = b""
         self.errors = b""
         self.timed_out = False
@@ -46,71 +46,72 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """What it printed, for people."""
+        """Return standard output and standard error as text."""
         return b"\n".join(part for part in (self.output, self.errors) if part).decode("utf-8", "replace")
 
 
-def guarded(
+def run_guarded(
     work: Callable[[Send], None],
     *,
     timeout: float,
     cwd: str,
     env: dict[str, str] | None = None,
     stdin: bytes = b"",
-    most: int = OUTPUT,
-) -> Outcome:
-    """Do `work` in a child of another user; when this returns, no process of the child is left.
+    max_output: int = MAX_OUTPUT,
+) -> ChildResult:
+    """Call `work` in a child process of another user; on return no process of the child is left.
 
-    `work` is given a function that sends a message to us. It is a copy of this process: what the tested code may not
-    know must not have been read before.
+    `work` gets a function that sends a message to the parent. The child is a fork of this process, so anything that the
+    tested code must not know must not have been read before.
     """
-    word = os.urandom(24).hex()
+    secret = os.urandom(24).hex()
     pipes = [os.pipe() for _ in range(3)]
     home = private_directory("home", owner=TESTER)
-    given = _input(stdin)
-    if not can_switch():
+    stdin_fd = _open_input(stdin)
+    if not can_switch_user():
         _adopt_orphans()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _be_tested(work, word, [write for _, write in pipes], given, cwd, env or {}, home)
-    for number in (given, *(write for _, write in pipes)):
-        os.close(number)
-    outcome = Outcome()
+        _run_child(work, secret, [write for _, write in pipes], stdin_fd, cwd, env or {}, home)
+    for fd in (stdin_fd, *(write for _, write in pipes)):
+        os.close(fd)
+    result = ChildResult()
+    reads = [read for read, _ in pipes]
     try:
-        _listen(outcome, [read for read, _ in pipes], pid, time.monotonic() + timeout, word.encode(), most)
+        _read_child(result, reads, pid, time.monotonic() + timeout, secret.encode(), max_output)
     finally:
-        end_all(pid)
-        for read, _ in pipes:
-            os.close(read)
+        kill_all(pid)
+        for fd in reads:
+            os.close(fd)
         shutil.rmtree(home, ignore_errors=True)
-    return outcome
+    return result
 
 
-def _be_tested(
-    work: Callable[[Send], None], word: str, ends: list[int], stdin: int, cwd: str, env: dict[str, str], home: str
+def _run_child(
+    work: Callable[[Send], None], secret: str, writes: list[int], stdin: int, cwd: str, env: dict[str, str], home: str
 ) -> NoReturn:
-    """The child: give up what can be given up, then work."""
-    messages, output, errors = ends
+    """Drop privileges, descriptors and environment variables, then call `work`. Runs in the child."""
+    messages, output, errors = writes
     try:
         os.setsid()
-        _prefer_to_be_killed()
-        for number, target in ((stdin, 0), (output, 1), (errors, 2)):
-            os.dup2(number, target)
-        for number in range(3, 256):
-            if number != messages:
+        _raise_oom_score()
+        for fd, target in ((stdin, 0), (output, 1), (errors, 2)):
+            os.dup2(fd, target)
+        for fd in range(3, 256):
+            if fd != messages:
                 with contextlib.suppress(OSError):
-                    os.close(number)
-        if can_switch():
+                    os.close(fd)
+        if can_switch_user():
             _become_tester()
         os.umask(0o022)
         os.environ.clear()
         os.environ.update({"PATH": PATH, "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home, **env})
         os.chdir(cwd)
 
-        def send(message: Message) -> None:
-            line = (word + json.dumps(message) + "\n").encode()
+        def send(message: JsonObject) -> None:
+            line = (secret + json.dumps(message) + "\n").encode()
             while line:
                 line = line[os.write(messages, line) :]
 
@@ -120,15 +121,15 @@ def _be_tested(
     except FileNotFoundError as error:
         os.write(2, f"{error}\n".encode("utf-8", "replace"))
         os._exit(127)
-    except BaseException as error:  # whatever it is, this process must not go on as its parent's copy
+    except BaseException as error:  # this fork must never return into the parent's code
         with contextlib.suppress(BaseException):
             os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
         os._exit(1)
     os._exit(0)
 
 
-def can_switch() -> bool:
-    """Whether there are other users here. A pod made without root maps one id only."""
+def can_switch_user() -> bool:
+    """Whether the tester's user id exists here. A pod made without root maps only one id."""
     if os.geteuid() != 0:
         return False
     try:
@@ -144,101 +145,104 @@ def _become_tester() -> None:
     os.setuid(TESTER)
 
 
-def _prefer_to_be_killed() -> None:
-    """When memory runs out it is the child that goes, not who judges it."""
+def _raise_oom_score() -> None:
+    """Make the OOM killer choose the child, not the verifier."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
 
-def _input(data: bytes) -> int:
-    """A descriptor to read these bytes from, and nothing else."""
+def _open_input(data: bytes) -> int:
+    """Return a descriptor that reads exactly these bytes."""
     if not data:
         return os.open("/dev/null", os.O_RDONLY)
     directory = private_directory("input")
     with open(os.path.join(directory, "data"), "wb") as file:
         file.write(data)
-    number = os.open(file.name, os.O_RDONLY)
+    fd = os.open(file.name, os.O_RDONLY)
     shutil.rmtree(directory)
-    return number
+    return fd
 
 
-def _listen(outcome: Outcome, reads: list[int], pid: int, deadline: float, word: bytes, most: int) -> None:
-    """Take what comes until the child ends or its time is over; then what is left in the pipes."""
+def _read_child(
+    result: ChildResult, reads: list[int], pid: int, deadline: float, secret: bytes, max_output: int
+) -> None:
+    """Read the child's pipes until it exits or the deadline passes, then the remaining data."""
     _, output, errors = reads
-    rest, taken, ended = b"", 0, False
-    waiting = set(reads)
-    while waiting or not ended:
-        if not ended and time.monotonic() > deadline:
-            outcome.timed_out = True
+    rest, received, exited = b"", 0, False
+    open_fds = set(reads)
+    while open_fds or not exited:
+        if not exited and time.monotonic() > deadline:
+            result.timed_out = True
             return
-        pause = 0.0 if ended else 0.05 if waiting else 0.001
-        ready = select.select(list(waiting), [], [], pause)[0]
+        timeout = 0.0 if exited else 0.05 if open_fds else 0.001
+        ready = select.select(list(open_fds), [], [], timeout)[0]
         if not ready:
-            if ended:
-                return  # a process it left holds the other ends
+            if exited:
+                return  # a process that the child left behind holds the write ends
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                ended = True
-                outcome.status = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+                exited = True
+                result.status = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
             continue
-        for end in ready:
-            data = os.read(end, 1 << 16)
+        for fd in ready:
+            data = os.read(fd, 1 << 16)
             if not data:
-                waiting.discard(end)
-            elif end == output:
-                outcome.output = (outcome.output + data)[-most:]
-            elif end == errors:
-                outcome.errors = (outcome.errors + data)[-most:]
-            elif taken < MESSAGES:
-                taken += len(data)
+                open_fds.discard(fd)
+            elif fd == output:
+                result.output = (result.output + data)[-max_output:]
+            elif fd == errors:
+                result.errors = (result.errors + data)[-max_output:]
+            elif received < MAX_MESSAGES:
+                received += len(data)
                 *lines, rest = (rest + data).split(b"\n")
-                outcome.messages += _told(lines, word)
+                result.messages += _authentic_messages(lines, secret)
 
 
-def _told(lines: list[bytes], word: bytes) -> list[Message]:
+def _authentic_messages(lines: list[bytes], secret: bytes) -> list[JsonObject]:
+    """Return the messages that start with the secret."""
     found = []
     for line in lines:
-        if line.startswith(word):
+        if line.startswith(secret):
             with contextlib.suppress(ValueError):
-                found.append(json.loads(line[len(word) :]))
+                found.append(json.loads(line[len(secret) :]))
     return found
 
 
-# ------------------------------------------------------------------------------------------------- the end
+# ------------------------------------------------------------------------------------------------- killing
 
 
-def end_all(group: int) -> None:
-    """Kill every process the tested code has started, whatever session it hid in, and see that none is left."""
+def kill_all(group: int) -> None:
+    """Kill every process that the tested code started, in any session, and wait until none is left."""
     for _ in range(300):
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
-        switch = can_switch()
-        if switch:
+        own_user = can_switch_user()
+        if own_user:
             _kill_as_tester()
-        left = _testers() if switch else _descendants()
-        for pid in left if not switch else ():
+        left = _tester_processes() if own_user else _descendants()
+        for pid in left if not own_user else ():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         _reap()
         if not left:
             return
         time.sleep(0.01)
-    raise Broken("processes of the tested code cannot be ended")
+    raise VerifierBroken("processes of the tested code cannot be killed")
 
 
 def _kill_as_tester() -> None:
-    """As that user, kill all one may: nothing can be missed between listing and killing."""
+    """Send SIGKILL to all processes of the tester's user at once, so that none escapes between listing and killing."""
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(OSError):
             _become_tester()
-            os.kill(-1, signal.SIGKILL)  # all but this very process
+            os.kill(-1, signal.SIGKILL)  # every process of this user except this one
         os._exit(0)
     os.waitpid(pid, 0)
 
 
 def _adopt_orphans() -> None:
-    """Processes whose parent ends become ours, and so can be found."""
+    """Become the parent of orphaned descendants, so that `_descendants` finds them."""
     import ctypes
 
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
@@ -250,8 +254,8 @@ def _reap() -> None:
             pass
 
 
-def _alive() -> dict[int, tuple[int, int]]:
-    """Living processes: who owns them, and their parents."""
+def _live_processes() -> dict[int, tuple[int, int]]:
+    """Return owner and parent of every live process."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -262,14 +266,14 @@ def _alive() -> dict[int, tuple[int, int]]:
     return found
 
 
-def _testers() -> list[int]:
-    return [pid for pid, (owner, _) in _alive().items() if owner == TESTER]
+def _tester_processes() -> list[int]:
+    return [pid for pid, (owner, _) in _live_processes().items() if owner == TESTER]
 
 
 def _descendants() -> list[int]:
-    """Processes below this one."""
-    alive, found = _alive(), [os.getpid()]
-    for pid in found:  # grows while it is read
+    """Return the descendants of this process."""
+    alive, found = _live_processes(), [os.getpid()]
+    for pid in found:  # grows during the iteration
         found += [child for child, (_, parent) in alive.items() if parent == pid and child not in found]
     return found[1:]
 
@@ -278,20 +282,20 @@ def _descendants() -> list[int]:
 
 
 def private_directory(name: str, owner: int | None = None) -> str:
-    """A new directory that nobody had a name for; ours, or the tested code's."""
+    """Create a directory with an unguessable name, owned by this user or by `owner`."""
     for top in ("/", "/var/tmp", "/tmp"):
         path = os.path.join(top, f"{name}-{os.urandom(8).hex()}")
         with contextlib.suppress(OSError):
             os.mkdir(path, 0o755)
-            if owner is not None and can_switch():
+            if owner is not None and can_switch_user():
                 os.chown(path, owner, owner)
             return path
-    raise Broken("there is no place for a directory")
+    raise VerifierBroken("cannot create a directory in /, /var/tmp or /tmp")
 
 
-def restore(suite: str, workspace: str) -> set[str]:
-    """Put the files of `suite` at their places in the workspace, through no link; their paths."""
-    placed = set()
+def restore_suite(suite: str, workspace: str) -> set[str]:
+    """Copy the files of `suite` into the workspace without following links; return their paths."""
+    copied = set()
     for directory, _, files in os.walk(suite):
         for name in files:
             source = os.path.join(directory, name)
@@ -301,12 +305,12 @@ def restore(suite: str, workspace: str) -> set[str]:
             remove(target)
             shutil.copyfile(source, target)
             os.chmod(target, 0o755 if os.stat(source).st_mode & 0o100 else 0o644)
-            placed.add(inside)
-    return placed
+            copied.add(inside)
+    return copied
 
 
 def remove(path: str) -> bool:
-    """Remove a file, a link or a tree; whether there was one."""
+    """Remove a file, link or directory; return whether it existed."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
         return True
@@ -317,7 +321,7 @@ def remove(path: str) -> bool:
 
 
 def _real_directories(workspace: str, inside: str) -> None:
-    """Make directories; what stands in their way goes."""
+    """Create directories, removing links and files in their way."""
     path = workspace
     for name in [part for part in inside.split("/") if part]:
         path = os.path.join(path, name)
@@ -327,9 +331,9 @@ def _real_directories(workspace: str, inside: str) -> None:
             os.mkdir(path, 0o755)
 
 
-def prepare(workspace: str) -> None:
-    """No compiled files: one made to fit its source could say something else. And room for new files: directories are
-    sticky and ours, so the tested code can write beside what is there, but not over it."""
+def prepare_workspace(workspace: str) -> None:
+    """Remove bytecode, which could differ from its source, and let the tested code create files: directories become
+    sticky and keep their owner, so it can add files but not replace existing ones."""
     for directory, names, files in os.walk(workspace):
         for name in [name for name in names if name == "__pycache__"]:
             remove(os.path.join(directory, name))
@@ -341,10 +345,10 @@ def prepare(workspace: str) -> None:
             os.chmod(directory, stat.S_ISVTX | 0o777)
 
 
-def site_packages() -> None:
-    """The image's packages, without what runs by itself when Python starts: no sitecustomize, no user's site.
+def use_site_packages() -> None:
+    """Add the image's packages to sys.path without running sitecustomize or adding the user's site directory.
 
-    And without this verifier: a module of the workspace may have the name of one of ours.
+    Also remove the verifier's own modules: a module of the workspace may have the same name.
     """
     import site
 
@@ -356,34 +360,34 @@ def site_packages() -> None:
     sys.dont_write_bytecode = True
 
 
-# ------------------------------------------------------------------------------------------------- the reward
+# ------------------------------------------------------------------------------------------------- rewards
 
 
-def lock_up() -> str:
-    """Close the verifier's files and the reward's directory to the tested code; the seal, if there is one."""
+def restrict_verifier_files() -> str:
+    """Deny the tested code access to the verifier's files and the reward directory; return the seal, or ""."""
     seal = ""
     path = os.path.join(HERE, ".seal")
-    with contextlib.suppress(FileNotFoundError, PermissionError):  # none, or it is not ours: then none is asked for
+    with contextlib.suppress(FileNotFoundError, PermissionError):  # no seal is required then
         with open(path) as file:
             seal = file.read()
         os.unlink(path)
     os.makedirs(LOGS, exist_ok=True)
-    for place in (HERE, LOGS):
+    for directory in (HERE, LOGS):
         with contextlib.suppress(PermissionError):
-            os.chmod(place, 0o700)
+            os.chmod(directory, 0o700)
     return seal
 
 
-def settle(rewards: dict[str, float], seal: str = "", report: Message | None = None) -> None:
-    """Write the reward. Last of all: nothing of the tested code may be running."""
+def write_rewards(rewards: dict[str, float], seal: str = "", report: JsonObject | None = None) -> None:
+    """Write the rewards, the seal and an optional report. Call when no process of the tested code is left."""
     if report is not None:
-        _put("report.json", json.dumps(report, indent=1, sort_keys=True))
-    _put("reward.json", json.dumps(rewards))
+        _write_log_file("report.json", json.dumps(report, indent=1, sort_keys=True))
+    _write_log_file("reward.json", json.dumps(rewards))
     if seal:
-        _put("seal", seal)
+        _write_log_file("seal", seal)
 
 
-def _put(name: str, text: str) -> None:
+def _write_log_file(name: str, text: str) -> None:
     path = os.path.join(LOGS, name)
     remove(path)
     remove(f"{path}.new")
