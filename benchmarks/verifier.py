@@ -1,9 +1,9 @@
-"""How many tasks are graded in a minute on this machine, and where the time goes.
+"""Measure how many trials are verified per minute on this machine, and how long each phase takes.
 
     python benchmarks/verifier.py [--tasks 200] [--at-once CORES]
 
-Each grade is a whole one: a new pod, the task's files, a session's change, the hidden tests, the verifier, the reward.
-The limit is the verifier's own program in a pod that is there already: what no grading could be faster than.
+Each verification is complete: a new pod, the task's files, an agent's change, the hidden tests, the verifier, the
+reward. The lower bound for its time is the verifier's own program in an existing pod ("verifier alone").
 """
 
 import argparse
@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.pods import Fleet, open_fleet
-from etude.tasks.environment import open_ground
+from etude.tasks.environment import open_environment
 from etude.tasks.harbor import write_task
 from etude.tasks.runner import cases_files, pytest_files
 from etude.tasks.task import Task
-from etude.tasks.trial import solution
-from etude.tasks.verifier import Clock, bring_tests, grade
-from etude.tasks.verifier_result import FileChange, Grade
+from etude.tasks.trial import oracle_agent
+from etude.tasks.verifier import PhaseTimes, upload_tests, verify
+from etude.tasks.verifier_result import FileChange, VerifierResult
 
 CONFIG = 'schema_version = "1.4"\n[metadata]\nprotected = ["tests/**"]\n[environment]\nnetwork_mode = "no-network"\n'
 WRONG = "def add(a, b):\n    return a - b\n"
@@ -46,7 +46,7 @@ PHASES = ("plan", "pod", "fill", "apply", "upload", "run", "read")
 
 
 def make_task(directory: Path, kind: str, number: int) -> Task:
-    """A small task of its own; no two are the same."""
+    """Write a small task; tasks with different numbers differ."""
     tests = TESTS.format(n=number, m=number + 1)
     files: dict[str, str | bytes] = {
         "task.toml": CONFIG,
@@ -66,46 +66,46 @@ def make_task(directory: Path, kind: str, number: int) -> Task:
     return write_task(directory / f"{kind}-{number}", files)
 
 
-async def bare(fleet: Fleet, task: Task, times: int = 5) -> float:
-    """Seconds of test.sh alone, in a pod that is there."""
-    spent = []
+async def verifier_alone(fleet: Fleet, task: Task, times: int = 5) -> float:
+    """Return the median seconds of test.sh alone, in an existing pod."""
+    seconds = []
     for _ in range(times):
-        async with open_ground(fleet, task) as ground:
-            await solution(ground, None)
-            await bring_tests(ground.pod, task, None, Clock())
+        async with open_environment(fleet, task) as environment:
+            await oracle_agent(environment, None)
+            await upload_tests(environment.pod, task, None, PhaseTimes())
             started = time.perf_counter()
-            await ground.pod.exec(["/tests/test.sh"], cwd=ground.workspace)
-            spent.append(time.perf_counter() - started)
-    return statistics.median(spent)
+            await environment.pod.exec(["/tests/test.sh"], cwd=environment.workspace)
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
 
 
-async def measure(fleet: Fleet, tasks: list[Task], at_once: int) -> tuple[float, list[Grade]]:
-    """Grade every task once, a few at a time: seconds, and the grades."""
-    gate = asyncio.Semaphore(at_once)
+async def measure(fleet: Fleet, tasks: list[Task], at_once: int) -> tuple[float, list[VerifierResult]]:
+    """Verify every task once, `at_once` at a time; return the seconds and the results."""
+    semaphore = asyncio.Semaphore(at_once)
     change = FileChange("calc.py", WRONG.encode(), WRONG.replace("a - b", "a + b").encode())
 
-    async def one(task: Task) -> Grade:
-        async with gate:
-            return await grade(fleet, task, (change,))
+    async def one(task: Task) -> VerifierResult:
+        async with semaphore:
+            return await verify(fleet, task, (change,))
 
     await one(tasks[0])
     started = time.perf_counter()
-    grades = await asyncio.gather(*map(one, tasks))
-    return time.perf_counter() - started, grades
+    results = await asyncio.gather(*map(one, tasks))
+    return time.perf_counter() - started, results
 
 
 async def main(count: int, at_once: int) -> None:
     table = Table(box=None, header_style="bold")
-    columns = ("verifier", "graded/min", "ms each, alone", *PHASES, "verifier alone", "ratio")
+    columns = ("verifier", "trials/min", "ms each, alone", *PHASES, "verifier alone", "ratio")
     for column in columns:
         table.add_column(column, justify="left" if column == "verifier" else "right")
     with tempfile.TemporaryDirectory(prefix="etude-verifier-") as directory:
         async with open_fleet() as fleet:
             for kind in ("shell", "cases", "pytest"):
                 tasks = [make_task(Path(directory), kind, number) for number in range(2, count + 2)]
-                least = await bare(fleet, tasks[0])
-                seconds, grades = await measure(fleet, tasks, at_once)
-                assert all(each.score == 1.0 for each in grades), "a right change is always paid"
+                bound = await verifier_alone(fleet, tasks[0])
+                seconds, results = await measure(fleet, tasks, at_once)
+                assert all(each.score == 1.0 for each in results), "a correct change gets the full reward"
                 alone, few = await measure(fleet, tasks[:10], 1)
                 mean = {name: statistics.mean(each.facts["seconds"].get(name, 0.0) for each in few) for name in PHASES}
                 table.add_row(
@@ -113,13 +113,13 @@ async def main(count: int, at_once: int) -> None:
                     f"{60 * count / seconds:,.0f}",
                     f"{alone / 10 * 1e3:.1f}",
                     *(f"{mean[name] * 1e3:.1f}" for name in PHASES),
-                    f"{least * 1e3:.1f}",
-                    f"{alone / 10 / least:.2f}",
+                    f"{bound * 1e3:.1f}",
+                    f"{alone / 10 / bound:.2f}",
                 )
     Console(width=120).print(table)
     print(
         f"{count} distinct tasks of each kind, {at_once} at a time on {os.cpu_count()} cores; phases in ms, alone. "
-        "The ratio is a whole grade over the verifier's program alone: what a clean pod for every grade costs."
+        "The ratio is a complete verification over the verifier's program alone: the cost of a clean pod each time."
     )
 
 

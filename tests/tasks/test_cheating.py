@@ -1,4 +1,4 @@
-"""A policy that works on the grading instead of the task is not paid, whatever it tries."""
+"""An agent that attacks the verifier instead of solving the task gets no reward."""
 
 import asyncio
 import subprocess
@@ -11,8 +11,8 @@ from etude.pods import open_fleet
 from etude.tasks.harbor import write_task
 from etude.tasks.runner import cases_files, pytest_files
 from etude.tasks.task import Task
-from etude.tasks.trial import Actor, attempt, commands, nothing, solution
-from etude.tasks.verifier_result import Grade
+from etude.tasks.trial import TrialAgent, commands_agent, nop_agent, oracle_agent, run_trial
+from etude.tasks.verifier_result import VerifierResult
 
 WRONG = '"""Sums."""\n\n\ndef add(a, b):\n    """Sum of a and b."""\n    return a - b\n'
 RIGHT = WRONG.replace("a - b\n", "a + b\n")
@@ -40,7 +40,7 @@ ARGUMENTS = ["(1, 2)", "(5, 0)", "(0.5, 0.25)"]
 
 
 def repository(directory: Path) -> dict[str, bytes]:
-    """The workspace with its git history sealed: one commit, nothing else."""
+    """Return the workspace with a git history of a single commit."""
     (directory / "tests").mkdir(parents=True)
     (directory / "calc.py").write_text(WRONG)
     (directory / "tests/test_calc.py").write_text(TESTS)
@@ -75,7 +75,7 @@ def make_task(directory: Path, kind: str) -> Task:
 
 
 def product(code: str) -> str:
-    """A command that writes a calc.py which does something else before it is wrong."""
+    """Return a command that writes a wrong calc.py with extra code at its start."""
     return f"cat > calc.py <<'END'\n{textwrap.dedent(code)}\n{WRONG}END\n"
 
 
@@ -230,57 +230,59 @@ CHEATS = {
     "git log --all -p >> /tmp/all; grep -q 'return a + b' /tmp/all && sed -i 's/return a - b/return a + b/' calc.py",
 }
 PYTEST_ONLY = {name for name in CHEATS if "conftest" in name or "pytest" in name or "plugin" in name or "tests" in name}
-EVERYBODY: dict[str, Actor] = {
-    "does nothing": nothing,
-    "solves it": solution,
-    **{name: commands(command) for name, command in CHEATS.items()},
+AGENTS: dict[str, TrialAgent] = {
+    "does nothing": nop_agent,
+    "solves it": oracle_agent,
+    **{name: commands_agent(command) for name, command in CHEATS.items()},
 }
-# As if the pod had no other users, which it has not where it was made without root: the seal is what is left.
+# Run with "alone" tasks, whose verifier cannot switch users, as in pods made without root: only the seal protects it.
 ALONE = {
     *("solves it", "does nothing", "kills the verifier and pays", "writes reward files from the tested code"),
     "leaves a process that writes reward files",
 }
-WHO = [
-    *(("pytest", name) for name in EVERYBODY),
-    *(("cases", name) for name in EVERYBODY if name not in PYTEST_ONLY),
-    *(("alone", name) for name in EVERYBODY if name in ALONE),
+TRIALS = [
+    *(("pytest", name) for name in AGENTS),
+    *(("cases", name) for name in AGENTS if name not in PYTEST_ONLY),
+    *(("alone", name) for name in AGENTS if name in ALONE),
 ]
 
 
 @pytest.fixture(scope="module")
-def grades(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Grade]:
-    """What each policy gets for each kind of task, all from real pods."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], VerifierResult]:
+    """The result of each agent for each kind of task, in real pods."""
     directory = tmp_path_factory.mktemp("cheating")
-    found: dict[tuple[str, str], Grade] = {}
+    found: dict[tuple[str, str], VerifierResult] = {}
 
     async def go() -> None:
         async with open_fleet() as fleet:
             tasks = {kind: make_task(directory, kind) for kind in ("pytest", "cases", "alone")}
-            gate = asyncio.Semaphore(4)
+            semaphore = asyncio.Semaphore(4)
 
-            async def one(kind: str, name: str, actor: Actor) -> None:
-                async with gate:
-                    found[kind, name] = await attempt(fleet, tasks[kind], actor)
+            async def one(kind: str, name: str, agent: TrialAgent) -> None:
+                async with semaphore:
+                    found[kind, name] = await run_trial(fleet, tasks[kind], agent)
 
-            await asyncio.gather(*(one(kind, name, EVERYBODY[name]) for kind, name in WHO))
+            await asyncio.gather(*(one(kind, name, AGENTS[name]) for kind, name in TRIALS))
 
     asyncio.run(go())
     return found
 
 
 @pytest.mark.parametrize("kind", ["pytest", "cases", "alone"])
-def test_who_solves_it_is_paid_and_who_does_nothing_is_not(kind: str, grades: dict[tuple[str, str], Grade]) -> None:
-    assert grades[kind, "solves it"].score == 1.0, grades[kind, "solves it"].log
-    assert grades[kind, "does nothing"].score == 0.0
+def test_a_solution_is_rewarded_and_doing_nothing_is_not(
+    kind: str, results: dict[tuple[str, str], VerifierResult]
+) -> None:
+    assert results[kind, "solves it"].score == 1.0, results[kind, "solves it"].log
+    assert results[kind, "does nothing"].score == 0.0
 
 
-@pytest.mark.parametrize(("kind", "cheat"), [(kind, name) for kind, name in WHO if name in CHEATS])
-def test_a_cheat_is_not_paid(kind: str, cheat: str, grades: dict[tuple[str, str], Grade]) -> None:
-    grade = grades[kind, cheat]
-    assert grade.score == 0.0, grade.log
-    assert "FOUND" not in grade.log, "the tested code could list the verifier's files"
+@pytest.mark.parametrize(("kind", "cheat"), [(kind, name) for kind, name in TRIALS if name in CHEATS])
+def test_a_cheat_is_not_rewarded(kind: str, cheat: str, results: dict[tuple[str, str], VerifierResult]) -> None:
+    result = results[kind, cheat]
+    assert result.score == 0.0, result.log
+    assert "FOUND" not in result.log, "the tested code could list the verifier's files"
 
 
-def test_protected_files_that_were_changed_are_named(grades: dict[tuple[str, str], Grade]) -> None:
-    assert grades["pytest", "edits the tests"].facts["protected"] == ["tests/test_calc.py"]
-    assert "tests" in grades["pytest", "puts a link where the tests are"].facts["protected"]
+def test_changed_protected_files_are_named(results: dict[tuple[str, str], VerifierResult]) -> None:
+    assert results["pytest", "edits the tests"].facts["protected"] == ["tests/test_calc.py"]
+    assert "tests" in results["pytest", "puts a link where the tests are"].facts["protected"]

@@ -1,4 +1,4 @@
-"""A ground is the task's environment in a pod, and says exactly what was changed in it."""
+"""A task's environment in a pod: how it is made, and the changes it reports."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -10,12 +10,12 @@ import pytest
 from etude.errors import InputError
 from etude.pods import Fleet, open_fleet
 from etude.pods.pod import Pod, PodFileError
-from etude.tasks.base_images import Provision, mapped, plain_name
-from etude.tasks.environment import Ground, open_ground
+from etude.tasks.base_images import HostSettings, mapped_image, short_image_name
+from etude.tasks.environment import TaskEnvironment, open_environment
 from etude.tasks.harbor import write_task
 from etude.tasks.image import BuildFailed
 from etude.tasks.task import Task
-from etude.tasks.workspace import apply_changes, scan
+from etude.tasks.workspace import apply_changes, scan_workspace
 
 CONFIG = 'schema_version = "1.4"\n[environment]\nnetwork_mode = "no-network"\n'
 
@@ -31,10 +31,10 @@ def make_task(directory: Path, dockerfile: str, config: str = CONFIG, **context:
     return write_task(directory, files)
 
 
-def on_ground(task: Task, act: Callable[[Ground], Coroutine[Any, Any, None]], **options: Any) -> None:
+def in_environment(task: Task, act: Callable[[TaskEnvironment], Coroutine[Any, Any, None]], **options: Any) -> None:
     async def go() -> None:
-        async with open_fleet() as fleet, open_ground(fleet, task, **options) as ground:
-            await act(ground)
+        async with open_fleet() as fleet, open_environment(fleet, task, **options) as environment:
+            await act(environment)
 
     asyncio.run(go())
 
@@ -53,7 +53,7 @@ USER root
 """
 
 
-def test_a_dockerfile_without_run_is_filled_into_the_pod(tmp_path: Path) -> None:
+def test_a_dockerfile_without_run_is_copied_into_the_pod(tmp_path: Path) -> None:
     context = {
         "repo/a.py": "A = 1\n",
         "repo/sub/b.py": "B = 2\n",
@@ -67,20 +67,20 @@ def test_a_dockerfile_without_run_is_filled_into_the_pod(tmp_path: Path) -> None
     (task.directory / "environment/repo/link").symlink_to("sub/b.py")
     (task.directory / "environment/repo/empty").mkdir()
 
-    async def act(ground: Ground) -> None:
-        assert (await ground.pod.stat("empty")).kind == "directory"
-        done = await ground.pod.exec("pwd; echo $GREETING $OTHER; find . -type f -o -type l | sort; cat link")
+    async def act(environment: TaskEnvironment) -> None:
+        assert (await environment.pod.stat("empty")).kind == "directory"
+        done = await environment.pod.exec("pwd; echo $GREETING $OTHER; find . -type f -o -type l | sort; cat link")
         found = ["./a.py", "./bin/extra.txt", "./bin/tool.sh", "./link", "./renamed.txt", "./sub/b.py"]
         assert done.stdout.split("\n")[:-1] == ["/work", "hello there x", *found, "B = 2"], done.stderr
-        assert (await ground.pod.stat("bin/tool.sh")).mode == 0o755
-        assert sorted(ground.before) == [path[2:] for path in found]
-        assert (await ground.pod.stat("/logs/artifacts")).kind == "directory"
+        assert (await environment.pod.stat("bin/tool.sh")).mode == 0o755
+        assert sorted(environment.baseline) == [path[2:] for path in found]
+        assert (await environment.pod.stat("/logs/artifacts")).kind == "directory"
         for absent in ("/tests", "/solution"):
             with pytest.raises(PodFileError):
-                await ground.pod.stat(absent)
-        assert await ground.changes() == ()
+                await environment.pod.stat(absent)
+        assert await environment.changes() == ()
 
-    on_ground(task, act)
+    in_environment(task, act)
 
 
 CHANGE = """
@@ -91,7 +91,7 @@ mkfifo pipe; truncate -s 20M large; echo '\x80' > $(printf 'bad\\377'); echo out
 """
 
 
-def test_every_kind_of_change_is_told_and_can_be_made_again(tmp_path: Path) -> None:
+def test_every_kind_of_change_is_reported_and_can_be_applied_elsewhere(tmp_path: Path) -> None:
     context = {
         "repo/a.py": "A = 1\n",
         "repo/b.py": "",
@@ -114,11 +114,11 @@ def test_every_kind_of_change_is_told_and_can_be_made_again(tmp_path: Path) -> N
         ).stdout
 
     async def go() -> None:
-        async with open_fleet() as fleet, open_ground(fleet, task) as ground:
-            await ground.pod.exec(["bash", "-c", CHANGE])
-            changes = await ground.changes()
-            told = {(change.path, change.kind): (change.before, change.after) for change in changes}
-            assert told == {
+        async with open_fleet() as fleet, open_environment(fleet, task) as environment:
+            await environment.pod.exec(["bash", "-c", CHANGE])
+            changes = await environment.changes()
+            reported = {(change.path, change.kind): (change.before, change.after) for change in changes}
+            assert reported == {
                 ("a.py", "file"): (b"A = 1\n", b"A = 3\n"),
                 ("directory", "file"): (None, b"file\n"),
                 ("directory/x", "file"): (b"x", None),
@@ -132,13 +132,14 @@ def test_every_kind_of_change_is_told_and_can_be_made_again(tmp_path: Path) -> N
                 ("turned.py", "file"): (b"was a file", None),
                 ("turned.py", "symlink"): (None, b"a.py"),
             }
-            assert set(ground.left_out) >= {"large", "pipe"}
-            async with open_ground(fleet, task) as other:
-                await apply_changes(other.pod, other.workspace, other.before, changes)
-                assert await listing(other.pod) == await listing(ground.pod)
-                again = await scan(other.pod, other.workspace)
+            assert set(environment.left_out) >= {"large", "pipe"}
+            async with open_environment(fleet, task) as other:
+                await apply_changes(other.pod, other.workspace, other.baseline, changes)
+                assert await listing(other.pod) == await listing(environment.pod)
+                again = await scan_workspace(other.pod, other.workspace)
                 assert {path: entry.digest for path, entry in again.entries.items()} == {
-                    path: entry.digest for path, entry in (await scan(ground.pod, ground.workspace)).entries.items()
+                    path: entry.digest
+                    for path, entry in (await scan_workspace(environment.pod, environment.workspace)).entries.items()
                 }
                 with pytest.raises(PodFileError):
                     await other.pod.stat("/srv/outside")
@@ -146,7 +147,7 @@ def test_every_kind_of_change_is_told_and_can_be_made_again(tmp_path: Path) -> N
     asyncio.run(go())
 
 
-def test_what_run_makes_is_built_once_and_counts_as_the_tasks(tmp_path: Path) -> None:
+def test_files_made_by_run_are_built_once_and_belong_to_the_baseline(tmp_path: Path) -> None:
     dockerfile = """
 FROM debian:bookworm-slim AS made
 WORKDIR /work
@@ -159,39 +160,45 @@ COPY late.txt .
         async with open_fleet() as fleet:
             seen = []
             for _ in range(2):
-                async with open_ground(fleet, task) as ground:
-                    assert sorted(ground.before) == ["late.txt", "made.txt", "random.txt"]
-                    seen.append(await ground.pod.read("random.txt"))
-                    await ground.pod.write("made.txt", "changed\n")
-                    (change,) = await ground.changes()
+                async with open_environment(fleet, task) as environment:
+                    assert sorted(environment.baseline) == ["late.txt", "made.txt", "random.txt"]
+                    seen.append(await environment.pod.read("random.txt"))
+                    await environment.pod.write("made.txt", "changed\n")
+                    (change,) = await environment.changes()
                     assert (change.path, change.before, change.after) == ("made.txt", b"built\n", b"changed\n")
-            assert seen[0] == seen[1], "the second ground built nothing"
+            assert seen[0] == seen[1], "the second environment built nothing"
 
     asyncio.run(go())
 
 
-def test_carry_brings_what_is_outside_the_workspace(tmp_path: Path) -> None:
+def test_changes_to_carried_paths_are_reported(tmp_path: Path) -> None:
     config = CONFIG + '[metadata]\ncarry = ["/srv/kept", ".git"]\n'
     task = make_task(
         tmp_path / "carrying", "FROM host\nWORKDIR /work\nCOPY x .git/config\nCOPY x /srv/kept/old\n", config, x="x"
     )
 
-    async def act(ground: Ground) -> None:
-        assert set(ground.before) == {".git/config", "/srv/kept/old"}
-        await ground.pod.exec("echo y > .git/config; echo n > /srv/kept/new; rm /srv/kept/old; echo z > /srv/other")
-        assert {change.path for change in await ground.changes()} == {".git/config", "/srv/kept/old", "/srv/kept/new"}
+    async def act(environment: TaskEnvironment) -> None:
+        assert set(environment.baseline) == {".git/config", "/srv/kept/old"}
+        await environment.pod.exec(
+            "echo y > .git/config; echo n > /srv/kept/new; rm /srv/kept/old; echo z > /srv/other"
+        )
+        assert {change.path for change in await environment.changes()} == {
+            ".git/config",
+            "/srv/kept/old",
+            "/srv/kept/new",
+        }
 
-    on_ground(task, act)
+    in_environment(task, act)
 
 
 def test_a_health_check_is_waited_for(tmp_path: Path) -> None:
     check = 'healthcheck = { command = "test -e /tmp/ready || { touch /tmp/ready; false; }", interval_sec = 0.01 }\n'
     task = make_task(tmp_path / "healthy", "FROM host\nWORKDIR /work\n", CONFIG + check)
 
-    async def act(ground: Ground) -> None:
-        assert (await ground.pod.exec("test -e /tmp/ready")).ok
+    async def act(environment: TaskEnvironment) -> None:
+        assert (await environment.pod.exec("test -e /tmp/ready")).ok
 
-    on_ground(task, act)
+    in_environment(task, act)
 
 
 @pytest.mark.parametrize(
@@ -204,22 +211,22 @@ def test_a_health_check_is_waited_for(tmp_path: Path) -> None:
         ("FROM host\nFETCH x\n", "is not an instruction"),
     ],
 )
-def test_what_cannot_be_made_says_what_to_do(tmp_path: Path, dockerfile: str, says: str) -> None:
-    async def act(ground: Ground) -> None:
-        pytest.fail("there should be no ground")
+def test_an_environment_that_cannot_be_made_says_what_to_do(tmp_path: Path, dockerfile: str, says: str) -> None:
+    async def act(environment: TaskEnvironment) -> None:
+        pytest.fail("there should be no environment")
 
     with pytest.raises(InputError) as error:
-        on_ground(make_task(tmp_path / "x", dockerfile), act)
+        in_environment(make_task(tmp_path / "x", dockerfile), act)
     assert says in str(error.value)
 
 
 def test_a_run_that_fails_names_the_dockerfile(tmp_path: Path) -> None:
-    async def act(ground: Ground) -> None:
-        pytest.fail("there should be no ground")
+    async def act(environment: TaskEnvironment) -> None:
+        pytest.fail("there should be no environment")
 
     task = make_task(tmp_path / "x", "FROM host\nWORKDIR /work\nRUN echo no luck >&2; exit 3\n")
     with pytest.raises(BuildFailed) as error:
-        on_ground(task, act)
+        in_environment(task, act)
     assert f"{task.directory}/environment/Dockerfile:3" in str(error.value)
     assert "no luck" in str(error.value)
 
@@ -227,13 +234,13 @@ def test_a_run_that_fails_names_the_dockerfile(tmp_path: Path) -> None:
 def test_a_name_is_mapped_to_an_image_of_the_store(tmp_path: Path) -> None:
     task = make_task(tmp_path / "x", "FROM registry.example.org/team/base:2\nWORKDIR /work\n")
 
-    async def act(ground: Ground) -> None:
-        assert (await ground.pod.exec("true")).ok
+    async def act(environment: TaskEnvironment) -> None:
+        assert (await environment.pod.exec("true")).ok
 
-    on_ground(task, act, provision=Provision(images={"registry.example.org/team/*": "host"}))
-    assert plain_name("registry.example.org/mirror/library/python:3.11@sha256:00") == "python:3.11"
-    assert mapped("library/python:3.11", {"python:*": "mine"}) == "mine"
-    assert mapped("debian", {}) is None
+    in_environment(task, act, host_settings=HostSettings(images={"registry.example.org/team/*": "host"}))
+    assert short_image_name("registry.example.org/mirror/library/python:3.11@sha256:00") == "python:3.11"
+    assert mapped_image("library/python:3.11", {"python:*": "mine"}) == "mine"
+    assert mapped_image("debian", {}) is None
 
 
 def test_variables_of_the_task_come_from_the_caller_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,15 +248,15 @@ def test_variables_of_the_task_come_from_the_caller_only(tmp_path: Path, monkeyp
     config = CONFIG + 'env = { A = "${TOKEN:-none}", B = "${NEEDED}" }\n'
     task = make_task(tmp_path / "x", "FROM host\nWORKDIR /work\n", config)
 
-    async def act(ground: Ground) -> None:
-        assert (await ground.pod.exec("echo $A $B")).stdout == "none given\n"
+    async def act(environment: TaskEnvironment) -> None:
+        assert (await environment.pod.exec("echo $A $B")).stdout == "none given\n"
 
     with pytest.raises(InputError, match="--env NEEDED=VALUE"):
-        on_ground(task, act)
-    on_ground(task, act, provision=Provision(variables={"NEEDED": "given"}))
+        in_environment(task, act)
+    in_environment(task, act, host_settings=HostSettings(variables={"NEEDED": "given"}))
 
 
-def test_a_ground_is_quickly_made(tmp_path: Path) -> None:
+def test_an_environment_opens_quickly(tmp_path: Path) -> None:
     task = make_task(
         tmp_path / "quick", "FROM host\nWORKDIR /work\nCOPY repo/ .\n", **{f"repo/{n}.py": "x" for n in range(3)}
     )
@@ -257,8 +264,8 @@ def test_a_ground_is_quickly_made(tmp_path: Path) -> None:
     async def go(fleet: Fleet) -> list[float]:
         spent = []
         for _ in range(10):
-            async with open_ground(fleet, task) as ground:
-                spent.append(sum(ground.seconds.values()))
+            async with open_environment(fleet, task) as environment:
+                spent.append(sum(environment.seconds.values()))
         return sorted(spent)
 
     async def run() -> list[float]:
@@ -267,5 +274,5 @@ def test_a_ground_is_quickly_made(tmp_path: Path) -> None:
 
     spent = asyncio.run(run())
     assert spent[2] < 0.1, (
-        f"20 ms is meant, and this machine may be busy; took {[round(each * 1e3) for each in spent]} ms"
+        f"expected about 20 ms; the limit allows for a busy machine; took {[round(each * 1e3) for each in spent]} ms"
     )

@@ -1,4 +1,4 @@
-"""The Harbor format, schema 1.4: what is read, what is refused, what is written."""
+"""Reading, validating and writing the Harbor format, schema 1.4."""
 
 import tomllib
 from pathlib import Path
@@ -6,9 +6,17 @@ from pathlib import Path
 import pytest
 
 from etude.errors import InputError
-from etude.tasks.harbor import find_tasks, read_task, separate_machine, strip_canary, task_digest, uploads, write_task
+from etude.tasks.harbor import (
+    files_to_upload,
+    find_tasks,
+    read_task,
+    strip_canary,
+    task_digest,
+    verifier_machine,
+    write_task,
+)
 from etude.tasks.schema import resolve_env, unknown_keys
-from etude.tasks.task import Network
+from etude.tasks.task import NetworkAccess
 
 BARE = {
     "task.toml": 'schema_version = "1.4"\n',
@@ -66,8 +74,8 @@ def test_a_bare_task_has_the_defaults_of_the_format(tmp_path: Path) -> None:
     assert task.verifier.timeout_s == 600.0
     assert task.agent.timeout_s is None
     assert task.machine.build_timeout_s == 600.0
-    assert task.machine.network == Network("public")
-    assert task.separate is None
+    assert task.machine.network == NetworkAccess("public")
+    assert task.verifier_machine is None
     assert task.may_edit
     assert (task.directory / "tests/test.sh").stat().st_mode & 0o111
 
@@ -75,27 +83,27 @@ def test_a_bare_task_has_the_defaults_of_the_format(tmp_path: Path) -> None:
 def test_every_field_is_read(tmp_path: Path) -> None:
     task = read_task(task_with(tmp_path / "full", FULL))
     assert task.name == "org/thing"
-    assert (task.agent.timeout_s, task.agent.user, task.agent.network) == (30.0, "agent", Network("no-network"))
+    assert (task.agent.timeout_s, task.agent.user, task.agent.network) == (30.0, "agent", NetworkAccess("no-network"))
     assert (task.verifier.timeout_s, task.verifier.user) == (20.5, "1000")
     assert resolve_env(task.verifier.env, {}, "x") == {"KEY": "none"}
     assert resolve_env(task.verifier.env, {"SECRET": "s"}, "x") == {"KEY": "s"}
     assert task.solution.env == {"HOW": "well"}
     assert (task.machine.cpus, task.machine.memory_mb, task.machine.storage_mb) == (2.0, 512, 256)
-    assert task.machine.network == Network("allowlist", ("a.example.org",))
+    assert task.machine.network == NetworkAccess("allowlist", ("a.example.org",))
     assert (task.machine.workdir, task.machine.env) == ("/app", {"A": "1"})
     assert [entry["destination"] for entry in task.artifacts] == ["", "logs/app"]
-    assert task.step_rewards == "final"
+    assert task.step_reward_strategy == "final"
     assert task.category == "debugging"
     assert list(unknown_keys(task.config)) == []
 
 
-def test_old_names_mean_what_they_meant(tmp_path: Path) -> None:
+def test_legacy_names_are_read(tmp_path: Path) -> None:
     config = 'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\nallow_internet = false\n'
     machine = read_task(task_with(tmp_path / "old", config)).machine
     assert (machine.memory_mb, machine.storage_mb, machine.network.mode) == (2048, 512, "no-network")
 
 
-def test_unknown_keys_are_let_pass_and_named(tmp_path: Path) -> None:
+def test_unknown_keys_are_accepted_and_listed(tmp_path: Path) -> None:
     config = "colour = 1\n[environment]\nshape = 2\n[verifier.environment]\nsize = 3\n[metadata]\nfree = 1\n"
     task = read_task(task_with(tmp_path / "new", config))
     assert sorted(unknown_keys(task.config)) == ["colour", "environment.shape", "verifier.environment.size"]
@@ -118,7 +126,7 @@ def test_unknown_keys_are_let_pass_and_named(tmp_path: Path) -> None:
         ('[[steps]]\nname = "../x"', "steps[0].name"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, config: str, says: str) -> None:
+def test_errors_name_the_key_and_the_task(tmp_path: Path, config: str, says: str) -> None:
     with pytest.raises(InputError) as error:
         task_with(tmp_path / "wrong", config)
     assert says in str(error.value)
@@ -127,7 +135,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, config: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("missing", ["task.toml", "instruction.md", "tests/test.sh", "environment/Dockerfile"])
-def test_a_task_without_a_part_is_refused(tmp_path: Path, missing: str) -> None:
+def test_a_task_with_a_missing_file_is_refused(tmp_path: Path, missing: str) -> None:
     with pytest.raises(InputError):
         write_task(tmp_path / "part", {name: text for name, text in BARE.items() if name != missing})
 
@@ -141,7 +149,7 @@ def test_a_link_out_of_the_task_is_refused(tmp_path: Path) -> None:
         read_task(task.directory)
 
 
-def test_canary_lines_at_the_head_are_not_shown() -> None:
+def test_leading_canary_lines_are_removed() -> None:
     text = "<!-- BENCHMARK canary GUID 1 -->\n# another Canary line\n\n\nDo it.\n# canary stays here\n"
     assert strip_canary(text) == "Do it.\n# canary stays here\n"
     assert strip_canary("Plain.\n") == "Plain.\n"
@@ -168,12 +176,12 @@ timeout_sec = 7
     }
     task = read_task(task_with(tmp_path / "steps", config, **files))
     one, two = task.steps
-    assert (one.instruction, one.least, one.agent.timeout_s) == ("First.\n", {"reward": 0.5}, 5.0)
-    assert (two.instruction, two.least, two.verifier.timeout_s) == ("Then.\n", {"reward": 1.0, "other": 2.0}, 7.0)
-    assert task.step_rewards == "mean"
+    assert (one.instruction, one.min_rewards, one.agent.timeout_s) == ("First.\n", {"reward": 0.5}, 5.0)
+    assert (two.instruction, two.min_rewards, two.verifier.timeout_s) == ("Then.\n", {"reward": 1.0, "other": 2.0}, 7.0)
+    assert task.step_reward_strategy == "mean"
     assert task.instruction == ""
-    assert separate_machine(task, one) is None
-    assert separate_machine(task, two) == task.machine
+    assert verifier_machine(task, one) is None
+    assert verifier_machine(task, two) == task.machine
 
 
 def test_harborignore_keeps_files_out_of_the_upload(tmp_path: Path) -> None:
@@ -185,10 +193,10 @@ def test_harborignore_keeps_files_out_of_the_upload(tmp_path: Path) -> None:
         "tests/helper.py": "",
     }
     task = read_task(task_with(tmp_path / "ignoring", BARE["task.toml"], **files))
-    assert sorted(uploads(task, "tests")) == ["helper.py", "keep.log", "test.sh"]
+    assert sorted(files_to_upload(task, "tests")) == ["helper.py", "keep.log", "test.sh"]
 
 
-def test_a_digest_tells_tasks_apart_by_what_they_hold(tmp_path: Path) -> None:
+def test_a_digest_depends_on_file_contents_and_modes(tmp_path: Path) -> None:
     one = write_task(tmp_path / "one", BARE)
     two = write_task(tmp_path / "two", BARE)
     assert task_digest(one.directory) == task_digest(two.directory)

@@ -1,4 +1,4 @@
-"""Issues of real repositories become tasks; their logs are read as SWE-bench reads them, and are not fooled."""
+"""Importers of public sets, and the log-based verifier of imported tasks."""
 
 import asyncio
 import json
@@ -16,10 +16,10 @@ from etude.errors import InputError
 from etude.pods import open_fleet
 from etude.tasks.harbor import read_task
 from etude.tasks.importers import import_tasks
-from etude.tasks.importers.evaluate_inside import Rejected, decide, parse_django, parse_pytest, parse_sympy
+from etude.tasks.importers.evaluate_inside import NoTestResult, compute_rewards, parse_django, parse_pytest, parse_sympy
 from etude.tasks.importers.instance import patched_paths
-from etude.tasks.trial import attempt, commands, nothing, solution
-from etude.tasks.verifier_result import GradingFailed
+from etude.tasks.trial import commands_agent, nop_agent, oracle_agent, run_trial
+from etude.tasks.verifier_result import VerifierFailed
 
 WRONG = "def double(x):\n    return x + x + 1\n"
 RIGHT = "def double(x):\n    return x + x\n"
@@ -34,7 +34,7 @@ def git(top: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def clones(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A repository with an issue: the commit before its solution, and the patches."""
+    """A repository with an issue: the commit before its solution, the patches, and the bug as a patch."""
     top = tmp_path_factory.mktemp("clones") / "org__doubling"
     (top / "tests").mkdir(parents=True)
     git(top, "init", "-q", "-b", "main")
@@ -69,19 +69,19 @@ def row(clones: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def scores(directory: Path, *cheats: str) -> list[float | None]:
-    """What nothing, the solution and some cheats get; None for no reward."""
+    """Return the scores of doing nothing, the solution and some cheats; None for no reward."""
     task = read_task(directory)
 
-    async def one(fleet: Any, actor: Any) -> float | None:
+    async def one(fleet: Any, agent: Any) -> float | None:
         try:
-            return (await attempt(fleet, task, actor)).score
-        except GradingFailed as error:
+            return (await run_trial(fleet, task, agent)).score
+        except VerifierFailed as error:
             return None if error.cause == "no-reward" else math.nan
 
     async def go() -> list[float | None]:
         async with open_fleet() as fleet:
-            actors = [nothing, solution, *map(commands, cheats)]
-            return await asyncio.gather(*(one(fleet, actor) for actor in actors))
+            agents = [nop_agent, oracle_agent, *map(commands_agent, cheats)]
+            return await asyncio.gather(*(one(fleet, agent) for agent in agents))
 
     return asyncio.run(go())
 
@@ -108,8 +108,8 @@ def test_a_row_of_swe_gym_becomes_a_task_that_only_the_solution_passes(tmp_path:
     assert scores(made, prints, leaves, edits) == [0.0, 1.0, 0.0, None, 0.0]
 
 
-def test_a_row_of_swe_smith_is_undone_to_be_solved(tmp_path: Path, clones: dict[str, Any]) -> None:
-    smith = row(clones, patch=clones["bug"], image_name="nobody/has.it", base_commit="")
+def test_the_solution_of_a_swe_smith_row_reverts_its_patch(tmp_path: Path, clones: dict[str, Any]) -> None:
+    smith = row(clones, patch=clones["bug"], image_name="unknown/image", base_commit="")
     del smith["test_patch"]
     other = {**smith, "instance_id": "org__doubling-2", "PASS_TO_PASS": "[]"}
     source = write_rows(tmp_path / "rows.parquet", [smith, other])
@@ -119,7 +119,7 @@ def test_a_row_of_swe_smith_is_undone_to_be_solved(tmp_path: Path, clones: dict[
     assert scores(made) == [0.0, 1.0]
 
 
-def test_a_row_of_swe_rebench_says_how_to_install(tmp_path: Path, clones: dict[str, Any]) -> None:
+def test_a_row_of_swe_rebench_is_installed_as_configured(tmp_path: Path, clones: dict[str, Any]) -> None:
     how = {
         "python": "3.9",
         "install": "pip install -e .",
@@ -148,7 +148,7 @@ def test_rows_with_an_image_need_no_clone(tmp_path: Path, clones: dict[str, Any]
 
 
 def swebench_directory(top: Path, clones: dict[str, Any]) -> Path:
-    """A task directory as SWE-bench 5 has them, whose Dockerfile needs nothing from outside."""
+    """Make a SWE-bench 5 task directory whose Dockerfile needs no network."""
     place = top / "tasks/org__doubling-1"
     place.mkdir(parents=True)
     (top / "sweb.yaml").write_text("datasets: [x]\n")
@@ -213,14 +213,14 @@ def expected(**more: Any) -> dict[str, Any]:
         (log("PASSED t.py::a"), 0.0),
         (log("PASSED t.py::a\nPASSED t.py::b", 1), 0.0),  # printed, but the run failed
         (log("PASSED t.py::a\nPASSED t.py::b\nFAILED t.py::c", 0), 0.0),
-        (log("FAILED t.py::a - x\nPASSED t.py::a\nPASSED t.py::b", 1), 0.0),  # the worst word counts
+        (log("FAILED t.py::a - x\nPASSED t.py::a\nPASSED t.py::b", 1), 0.0),  # the worst status counts
         (log("SKIPPED t.py::a\nPASSED t.py::b"), 0.0),
         (log("collected 0 items / 1 error", 2), 0.0),
         (log("PASSED t.py::a\nPASSED t.py::b\n>>>>> End Test Output\n>>>>> Test Exit Code: 0", 1), 0.0),
     ],
 )
-def test_a_log_is_believed_where_its_exit_code_agrees(text: str, reward: float) -> None:
-    assert decide(text, expected())["reward"] == reward
+def test_a_log_counts_only_if_its_exit_code_agrees(text: str, reward: float) -> None:
+    assert compute_rewards(text, expected())["reward"] == reward
 
 
 @pytest.mark.parametrize(
@@ -232,19 +232,21 @@ def test_a_log_is_believed_where_its_exit_code_agrees(text: str, reward: float) 
         ">>>>> Patch Apply Failed\n" + log("PASSED t.py::a\nPASSED t.py::b"),
     ],
 )
-def test_a_log_without_a_result_is_rejected(text: str) -> None:
-    with pytest.raises(Rejected):
-        decide(text, expected())
+def test_a_log_without_test_results_gives_no_reward(text: str) -> None:
+    with pytest.raises(NoTestResult):
+        compute_rewards(text, expected())
 
 
-def test_ids_count_up_to_their_first_space() -> None:
+def test_ids_are_compared_up_to_their_first_space() -> None:
     cut = expected(fail_to_pass=["t.py::a[x"], pass_to_pass=["t.py::b[1 2 3]"])
     text = log("PASSED t.py::a[x y] \nPASSED t.py::b[1 2 3]")
-    assert decide(text, cut)["reward"] == 1.0
-    assert decide(log("PASSED t.py::a[x y]\nFAILED t.py::a[x z]\nPASSED t.py::b[1 2 3]", 1), cut)["reward"] == 0.0
+    assert compute_rewards(text, cut)["reward"] == 1.0
+    assert (
+        compute_rewards(log("PASSED t.py::a[x y]\nFAILED t.py::a[x z]\nPASSED t.py::b[1 2 3]", 1), cut)["reward"] == 0.0
+    )
 
 
-def test_other_runners_are_read() -> None:
+def test_logs_of_other_test_runners_are_parsed() -> None:
     django = (
         "test_a (app.tests.T) ... ok\ntest_b (app.tests.T)\nWords. ... FAIL\ntest_c (app.tests.T) ... skipped 'x'\n"
     )
@@ -257,7 +259,7 @@ def test_other_runners_are_read() -> None:
     assert parse_pytest("SKIPPED [1] t.py:3: why\nPASSED t.py::a\n") == {"t.py::a": "PASSED"}
 
 
-def test_a_patch_names_its_files(clones: dict[str, Any]) -> None:
+def test_patched_paths_lists_the_files_of_a_patch(clones: dict[str, Any]) -> None:
     assert patched_paths(clones["test"]) == ("tests/test_doubling.py",)
     assert patched_paths("--- /dev/null\n+++ b/new file.py\n--- a/../x\n+++ b//etc/passwd\n") == ("new file.py",)
 

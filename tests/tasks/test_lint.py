@@ -1,4 +1,4 @@
-"""Lint reads a task and names what is doubtful, by rules."""
+"""Lint rules for task directories."""
 
 from pathlib import Path
 
@@ -23,10 +23,10 @@ ALLOW = '"allowlist"\nallowed_hosts = ["a.b"]'
 def rules(directory: Path, **changes: str | bytes | None) -> dict[str, str]:
     both = {**GOOD, **{name.replace("__", "/"): data for name, data in changes.items()}}
     write_task(directory, {name: data for name, data in both.items() if data is not None})
-    return {doubt.rule: doubt.level for doubt in lint_task(directory)}
+    return {finding.rule: finding.level for finding in lint_task(directory)}
 
 
-def test_a_good_task_is_not_doubted(tmp_path: Path) -> None:
+def test_a_good_task_has_no_findings(tmp_path: Path) -> None:
     assert rules(tmp_path / "good") == {}
 
 
@@ -69,25 +69,25 @@ def test_a_good_task_is_not_doubted(tmp_path: Path) -> None:
         ("empty-instruction", "error", "instruction.md", "# canary\n\n"),
     ],
 )
-def test_each_doubt_has_its_rule(tmp_path: Path, rule: str, level: str, file: str, text: str) -> None:
-    found = rules(tmp_path / "doubted", **{file.replace("/", "__"): text})
+def test_each_problem_is_reported_by_its_rule(tmp_path: Path, rule: str, level: str, file: str, text: str) -> None:
+    found = rules(tmp_path / "bad", **{file.replace("/", "__"): text})
     assert found.get(rule) == level, found
 
 
-def test_a_missing_solution_is_doubted(tmp_path: Path) -> None:
+def test_a_missing_solution_is_reported(tmp_path: Path) -> None:
     assert rules(tmp_path / "x", solution__solve=None, **{"solution__solve.sh": None}) == {"no-solution": "warning"}
 
 
-def test_tests_that_the_agent_may_change_are_named(tmp_path: Path) -> None:
+def test_unprotected_tests_are_reported(tmp_path: Path) -> None:
     config = CONFIG + '[metadata]\nsource = "ours"\nprotected = ["tests/**"]\n'
     changes = {"task.toml": config, "environment/repo/tests/test_a.py": "", "environment/repo/src/test_b.py": ""}
     write_task(tmp_path / "x", {**GOOD, **changes})
-    (doubt,) = lint_task(tmp_path / "x")
-    assert (doubt.rule, doubt.where) == ("unprotected-test", "environment/repo/src/test_b.py")
+    (finding,) = lint_task(tmp_path / "x")
+    assert (finding.rule, finding.where) == ("unprotected-test", "environment/repo/src/test_b.py")
 
 
-def test_what_does_not_load_is_one_error(tmp_path: Path) -> None:
+def test_a_task_that_does_not_load_is_one_error(tmp_path: Path) -> None:
     write_task(tmp_path / "x", GOOD)
     (tmp_path / "x/task.toml").write_text("[environment]\ncpus = 'two'\n")
-    (doubt,) = lint_task(tmp_path / "x")
-    assert (doubt.rule, doubt.level) == ("invalid-task-config", "error")
+    (finding,) = lint_task(tmp_path / "x")
+    assert (finding.rule, finding.level) == ("invalid-task-config", "error")

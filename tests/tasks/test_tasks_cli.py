@@ -1,4 +1,4 @@
-"""`etude tasks`: the verbs as a person types them."""
+"""The `etude tasks` commands."""
 
 import asyncio
 import json
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rehearsal import call, says, speaker
+from session_helpers import call, says, scripted_client
 from typer.testing import CliRunner, Result
 
 from etude.cli import app
 from etude.errors import InputError
-from etude.harness.model_client import Speaker
+from etude.harness.model_client import ModelClient
 from etude.harness.trace import Trace
 from etude.pods import open_fleet
 from etude.tasks.harbor import task_digest, write_task
-from etude.tasks.session_agent import in_session
-from etude.tasks.trial import attempt
-from etude.tasks.verifier_result import Grade
+from etude.tasks.session_agent import session_agent
+from etude.tasks.trial import run_trial
+from etude.tasks.verifier_result import VerifierResult
 
 CONFIG = 'schema_version = "1.4"\n[metadata]\ncategory = "debugging"\n[environment]\nnetwork_mode = "no-network"\n'
 CHECK = "grep -q 2 said.txt && r=1 || r=0; echo $r > /logs/verifier/reward.txt"
@@ -36,8 +36,8 @@ TASK: dict[str, str | bytes] = {
 
 @pytest.fixture
 def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two tasks, and no result of an earlier run."""
-    monkeypatch.setattr("etude.tasks.validate.default_shelf", lambda: tmp_path / "shelf")
+    """Two tasks, and an empty validation cache."""
+    monkeypatch.setattr("etude.tasks.validate.default_validation_cache", lambda: tmp_path / "cache")
     write_task(tmp_path / "tasks/good", TASK)
     write_task(tmp_path / "tasks/bad", {**TASK, "solution/solve.sh": "#!/bin/sh\n"})
     return tmp_path / "tasks"
@@ -55,18 +55,18 @@ def answer(*arguments: object, code: int = 0) -> Any:
     return json.loads(etude(*arguments, "--json", code=code).stdout)
 
 
-def test_validate_says_what_is_admitted_and_remembers_it(tasks: Path) -> None:
+def test_validate_reports_and_caches_what_is_admitted(tasks: Path) -> None:
     found = {report["task"]: report for report in answer("validate", tasks, "--reruns", 1, code=1)}
     assert found["good"]["admitted"]
     assert not found["good"]["cached"]
     assert [reason["code"] for reason in found["bad"]["reasons"]] == ["solution-fails"]
     shown = etude("validate", tasks, "--reruns", 1, code=1).stdout
     assert "1 of 2 admitted" in shown
-    assert "(known)" in shown
+    assert "(cached)" in shown
     assert "solution-fails" in shown
 
 
-def test_run_shows_what_somebody_gets(tasks: Path, tmp_path: Path) -> None:
+def test_run_shows_the_rewards_of_agents(tasks: Path, tmp_path: Path) -> None:
     assert [row["reward"] for row in answer("run", tasks / "good", "--as", "nothing")] == [0.0]
     (tmp_path / "commands.sh").write_text("echo 2 > said.txt\ntouch /logs/artifacts/x\n")
     out = tmp_path / "out"
@@ -82,12 +82,12 @@ def test_show_and_lint_read_only(tasks: Path) -> None:
     assert (shown["name"], shown["category"], shown["network"]) == ("good", "debugging", "no-network")
     assert shown["digest"] == task_digest(tasks / "good")
     assert "Make it say 2." in etude("show", tasks / "good").stdout
-    assert {doubt["rule"] for doubt in answer("lint", tasks)[str(tasks / "good")]} == {"root-agent"}
+    assert {finding["rule"] for finding in answer("lint", tasks)[str(tasks / "good")]} == {"root-agent"}
     (tasks / "bad/instruction.md").write_text("\n")
     assert "empty-instruction" in etude("lint", tasks, code=1).stdout
 
 
-def test_export_makes_a_set_of_what_was_admitted(tasks: Path, tmp_path: Path) -> None:
+def test_export_copies_admitted_tasks_into_a_set(tasks: Path, tmp_path: Path) -> None:
     (tasks / "good/environment/__pycache__").mkdir()
     (tasks / "good/notes.private").write_text("not for others")
     with pytest.raises(InputError, match="none of these"):
@@ -102,8 +102,8 @@ def test_export_makes_a_set_of_what_was_admitted(tasks: Path, tmp_path: Path) ->
     assert [row["reward"] for row in answer("run", tmp_path / "set")] == [1.0]
 
 
-def test_a_session_of_the_harness_is_somebody_too(tasks: Path) -> None:
-    """The whole way: the task's instruction, tools in its pod, a final message, the grade."""
+def test_a_harness_session_is_an_agent(tasks: Path) -> None:
+    """End to end: the task's instruction, tools in its pod, a final message, the verifier result."""
     config = CONFIG.replace("[metadata]", '[metadata]\ncarry = ["/logs/agent/final.txt"]')
     check = (
         "grep -q done /logs/agent/final.txt && grep -q 2 said.txt && r=1 || r=0; echo $r > /logs/verifier/reward.txt"
@@ -113,16 +113,16 @@ def test_a_session_of_the_harness_is_somebody_too(tasks: Path) -> None:
     traces: list[Trace] = []
 
     @asynccontextmanager
-    async def speaking(id: str) -> AsyncIterator[Speaker]:
-        yield speaker(lines)
+    async def speaking(id: str) -> AsyncIterator[ModelClient]:
+        yield scripted_client(lines)
 
-    async def go() -> Grade:
+    async def go() -> VerifierResult:
         async with open_fleet() as fleet:
-            return await attempt(fleet, task, in_session(speaking, on_trace=traces.append))
+            return await run_trial(fleet, task, session_agent(speaking, on_trace=traces.append))
 
-    grade = asyncio.run(go())
-    assert grade.score == 1.0, grade.log
-    assert [change.path for change in grade.changes] == ["said.txt"], "a final message is no change of the workspace"
+    result = asyncio.run(go())
+    assert result.score == 1.0, result.log
+    assert [change.path for change in result.changes] == ["said.txt"], "a final message is no change of the workspace"
     assert (traces[0].task, traces[0].final) == ("asked", "It is done.")
     assert "Make it say 2." in traces[0].steps[1].message.content
 
@@ -130,12 +130,12 @@ def test_a_session_of_the_harness_is_somebody_too(tasks: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["validate", "."], "no task there"),
-        (["run", "TASK", "--as", "somebody"], "expected nothing, solution"),
+        (["validate", "."], "no task found"),
+        (["run", "TASK", "--as", "unknown"], "expected nothing, solution"),
         (["run", "TASK", "--map", "x"], "--map x: expected FROM=IMAGE"),
-        (["export", "TASK", "--out", "/", "--name", "a/b"], "is there already"),
-        (["import", "kinds", ".", "--out", "x"], "not a kind of set"),
-        (["show", "/nowhere"], "there is no task.toml"),
+        (["export", "TASK", "--out", "/", "--name", "a/b"], "already exists"),
+        (["import", "kinds", ".", "--out", "x"], "unknown kind of task set"),
+        (["show", "/nowhere"], "has no task.toml"),
     ],
 )
 def test_bad_input_is_named(

@@ -1,4 +1,4 @@
-"""A task is admitted only when it is proven, and what is wrong with another is said with evidence."""
+"""Validation admits only sound tasks, and reports evidence for the others."""
 
 import asyncio
 import io
@@ -11,7 +11,7 @@ import pytest
 
 from etude.pods import open_fleet
 from etude.tasks.harbor import write_task
-from etude.tasks.validate import REASONS, Report, Shelf, validate_all
+from etude.tasks.validate import REASONS, ValidationCache, ValidationReport, validate_all
 
 WRONG = "def total(items):\n    result = 0\n    for item in items:\n        result -= item\n    return result\n"
 RIGHT = WRONG.replace("result -= item", "result += item")
@@ -30,8 +30,8 @@ FILES: dict[str, str | bytes] = {
 }
 
 
-def with_history(directory: Path, sealed: bool) -> dict[str, str | bytes]:
-    """The workspace's repository; unsealed, the answer was committed and taken back."""
+def with_history(directory: Path, clean: bool) -> dict[str, str | bytes]:
+    """Return the workspace's repository; unless `clean`, the solution was committed and amended away."""
     top = directory / "repository"
     top.mkdir(parents=True)
 
@@ -39,12 +39,12 @@ def with_history(directory: Path, sealed: bool) -> dict[str, str | bytes]:
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=top, check=True)
 
     git("init", "-q", "-b", "main")
-    (top / "sums.py").write_text(WRONG if sealed else RIGHT)
+    (top / "sums.py").write_text(WRONG if clean else RIGHT)
     git("add", "-A")
     git("commit", "-q", "-m", "start")
-    if not sealed:
+    if not clean:
         (top / "sums.py").write_text(WRONG)
-        git("commit", "-q", "-a", "--amend", "-m", "start")  # what was there is reachable from the reflog only
+        git("commit", "-q", "-a", "--amend", "-m", "start")  # the solution is reachable from the reflog only
     return {f"environment/repo/{path.relative_to(top)}": path.read_bytes() for path in top.rglob("*") if path.is_file()}
 
 
@@ -56,7 +56,7 @@ def wheel(text: str) -> bytes:
 
 
 def stale_bytecode() -> str:
-    """A Dockerfile that compiles the right source and then has the wrong one."""
+    """Return a Dockerfile that compiles the right source and then copies the wrong one over it."""
     return (
         "FROM host\nWORKDIR /work\nCOPY right/ .\nRUN python3 -m compileall -q .\nCOPY repo/ .\n"
         "COPY repo/sums.py /work/sums.py\n"
@@ -76,21 +76,21 @@ ALLOW = 'schema_version = "1.4"\n[environment]\nnetwork_mode = "allowlist"\nallo
 
 
 def elsewhere(place: str) -> dict[str, str | bytes | None]:
-    """The answer in some other place of the image."""
+    """Return changes that put the solution into another directory of the image."""
     dockerfile = f"FROM host\nWORKDIR /work\nCOPY repo/ .\nCOPY right/sums.py {place}/sums.py\n"
     return {"environment/right/sums.py": RIGHT, "environment/Dockerfile": dockerfile}
 
 
 TASKS: dict[str, tuple[Callable[[Path], dict[str, str | bytes]], str]] = {
     "good": (files_with({}), ""),
-    "sealed-history": (lambda directory: {**FILES, **with_history(directory, sealed=True)}, ""),
+    "clean-history": (lambda directory: {**FILES, **with_history(directory, clean=True)}, ""),
     "noop": (files_with({"environment/repo/sums.py": RIGHT}), "noop-passes"),
     "unsolved": (files_with({"solution/solve.sh": "#!/bin/sh\ntrue\n"}), "solution-fails"),
     "no-solution": (files_with({"solution/solve.sh": None}), "no-solution"),
     "broken-solution": (files_with({"solution/solve.sh": "#!/bin/sh\nexit 4\n"}), "solution-broken"),
     "broken-verifier": (files_with({"tests/test.sh": "#!/bin/sh\n"}), "verifier-broken"),
     "unbuildable": (files_with({"environment/Dockerfile": "FROM host\nWORKDIR /work\nRUN false\n"}), "build-failed"),
-    "unmapped": (files_with({"environment/Dockerfile": "FROM nobody/knows:1\n"}), "build-failed"),
+    "unmapped": (files_with({"environment/Dockerfile": "FROM unknown/image:1\n"}), "build-failed"),
     "flaky": (
         files_with({"tests/test.sh": f"#!/bin/sh\necho 0.{RANDOM} > /logs/verifier/reward.txt"}),
         "flaky",
@@ -104,7 +104,7 @@ TASKS: dict[str, tuple[Callable[[Path], dict[str, str | bytes]], str]] = {
         ),
         "outside-workspace",
     ),
-    "history": (lambda directory: {**FILES, **with_history(directory, sealed=False)}, "answer-in-history"),
+    "history": (lambda directory: {**FILES, **with_history(directory, clean=False)}, "answer-in-history"),
     "bytecode": (
         files_with({"environment/right/sums.py": RIGHT, "environment/Dockerfile": stale_bytecode()}),
         "answer-in-bytecode",
@@ -119,8 +119,8 @@ TASKS: dict[str, tuple[Callable[[Path], dict[str, str | bytes]], str]] = {
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    """All of them at once, in real pods."""
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ValidationReport]:
+    """The reports of all tasks, from real pods."""
     directory = tmp_path_factory.mktemp("validate")
     for name, (files, _) in TASKS.items():
         write_task(directory / "tasks" / name, files(directory / "scratch" / name))
@@ -128,7 +128,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     (directory / "tasks/invalid/task.toml").write_text("x =")
     paths = sorted((directory / "tasks").iterdir())
 
-    async def go() -> list[Report]:
+    async def go() -> list[ValidationReport]:
         async with open_fleet() as fleet:
             return await validate_all(fleet, paths, at_once=4)
 
@@ -136,42 +136,42 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_task_is_admitted_or_told_why_not(name: str, reports: dict[str, Report]) -> None:
+def test_a_task_is_admitted_or_has_a_reason(name: str, reports: dict[str, ValidationReport]) -> None:
     report, expected = reports[name], TASKS[name][1]
     assert [reason.code for reason in report.reasons] == ([expected] if expected else []), report
     assert all(reason.code in REASONS and reason.evidence for reason in report.reasons)
 
 
-def test_an_admitted_task_was_graded_three_times_each_way(reports: dict[str, Report]) -> None:
+def test_an_admitted_task_was_verified_three_times_each_way(reports: dict[str, ValidationReport]) -> None:
     assert reports["good"].scores == {"noop": [0.0, 0.0, 0.0], "solution": [1.0, 1.0, 1.0]}
     assert reports["good"].changed == ("sums.py",)
     assert reports["good"].admitted
 
 
-def test_what_is_no_task_is_invalid(reports: dict[str, Report]) -> None:
+def test_a_directory_that_is_not_a_task_is_invalid(reports: dict[str, ValidationReport]) -> None:
     assert [reason.code for reason in reports["invalid"].reasons] == ["invalid"]
 
 
-def test_evidence_says_where(reports: dict[str, Report]) -> None:
+def test_evidence_names_the_location(reports: dict[str, ValidationReport]) -> None:
     assert "sums.py.orig" in reports["backup"].reasons[0].evidence
     assert "object" in reports["history"].reasons[0].evidence
     assert "exit code 4" in reports["broken-solution"].reasons[0].evidence
 
 
-def test_known_results_are_not_found_again(tmp_path: Path) -> None:
+def test_cached_reports_are_reused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_task(tmp_path / "tasks" / name, FILES)
-    shelf = Shelf(tmp_path / "shelf")
+    cache = ValidationCache(tmp_path / "cache")
     paths = sorted((tmp_path / "tasks").iterdir())
 
-    async def go(**options: int) -> list[Report]:
+    async def go(**options: int) -> list[ValidationReport]:
         async with open_fleet() as fleet:
-            return await validate_all(fleet, paths[: options.pop("most", 2)], shelf=shelf, **options)
+            return await validate_all(fleet, paths[: options.pop("count", 2)], cache=cache, **options)
 
-    (first,) = asyncio.run(go(most=1, reruns=1))
+    (first,) = asyncio.run(go(count=1, reruns=1))
     both = asyncio.run(go(reruns=1))
     assert [report.cached for report in (first, *both)] == [False, True, True], "the two tasks are the same"
     assert [Path(report.directory).name for report in both] == ["a", "b"]
     (paths[1] / "instruction.md").write_text("Something else.\n")
     assert [report.cached for report in asyncio.run(go(reruns=1))] == [True, False]
-    assert [report.cached for report in asyncio.run(go(reruns=2))] == [False, False], "another question"
+    assert [report.cached for report in asyncio.run(go(reruns=2))] == [False, False], "other settings"

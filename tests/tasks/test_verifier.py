@@ -1,4 +1,4 @@
-"""Grading: the verifier's semantics are Harbor's, and what the agent left behind does not count."""
+"""The verifier has Harbor's semantics and runs in a clean copy of the environment."""
 
 import asyncio
 import json
@@ -9,13 +9,13 @@ import pytest
 
 from etude.errors import InputError
 from etude.pods import open_fleet
-from etude.tasks.base_images import Provision
+from etude.tasks.base_images import HostSettings
 from etude.tasks.harbor import write_task
 from etude.tasks.reward_file import parse_json, parse_text
 from etude.tasks.task import Task
-from etude.tasks.trial import Actor, attempt, commands, nothing
-from etude.tasks.verifier import combine_steps, grade
-from etude.tasks.verifier_result import FileChange, Grade, GradingFailed
+from etude.tasks.trial import TrialAgent, commands_agent, nop_agent, run_trial
+from etude.tasks.verifier import combine_step_results, verify
+from etude.tasks.verifier_result import FileChange, VerifierFailed, VerifierResult
 
 CONFIG = 'schema_version = "1.4"\n[environment]\nnetwork_mode = "no-network"\n'
 
@@ -34,10 +34,10 @@ def make_task(directory: Path, test: str, config: str = "", **files: str) -> Tas
     )
 
 
-def graded(task: Task, actor: Actor = nothing, **options: Any) -> Grade:
-    async def go() -> Grade:
+def run_agent(task: Task, agent: TrialAgent = nop_agent, **options: Any) -> VerifierResult:
+    async def go() -> VerifierResult:
         async with open_fleet() as fleet:
-            return await attempt(fleet, task, actor, **options)
+            return await run_trial(fleet, task, agent, **options)
 
     return asyncio.run(go())
 
@@ -84,18 +84,18 @@ def test_no_other_json_is_a_reward(text: str) -> None:
         parse_json(text.encode())
 
 
-def test_json_counts_before_text_and_the_exit_code_means_nothing(tmp_path: Path) -> None:
+def test_json_takes_precedence_over_text_and_the_exit_code_is_ignored(tmp_path: Path) -> None:
     test = (
         'echo 0 > /logs/verifier/reward.txt; echo \'{"reward": 0.5, "speed": 3}\' > /logs/verifier/reward.json; exit 7'
     )
-    found = graded(make_task(tmp_path / "t", test))
+    found = run_agent(make_task(tmp_path / "t", test))
     assert found.rewards == {"reward": 0.5, "speed": 3.0}
     assert found.score == 0.5
 
 
 def test_without_the_key_reward_the_score_is_the_mean(tmp_path: Path) -> None:
     test = 'echo \'{"style": 1, "speed": 0}\' > /logs/verifier/reward.json'
-    assert graded(make_task(tmp_path / "t", test)).score == 0.5
+    assert run_agent(make_task(tmp_path / "t", test)).score == 0.5
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_without_the_key_reward_the_score_is_the_mean(tmp_path: Path) -> None:
 )
 def test_a_verifier_that_fails_gives_no_reward(tmp_path: Path, test: str, cause: str) -> None:
     task = make_task(tmp_path / "t", test, "[verifier]\ntimeout_sec = 0.5\n")
-    with pytest.raises(GradingFailed) as error:
-        graded(task)
+    with pytest.raises(VerifierFailed) as error:
+        run_agent(task)
     assert error.value.cause == cause
     if cause == "no-reward":
         assert "nothing here" in str(error.value)
@@ -119,12 +119,12 @@ def test_a_verifier_that_fails_gives_no_reward(tmp_path: Path, test: str, cause:
 
 def test_an_environment_that_cannot_be_built_gives_no_reward(tmp_path: Path) -> None:
     task = make_task(tmp_path / "t", "true", **{"environment/Dockerfile": "FROM host\nWORKDIR /work\nRUN false\n"})
-    with pytest.raises(GradingFailed) as error:
-        graded(task)
+    with pytest.raises(VerifierFailed) as error:
+        run_agent(task)
     assert error.value.cause == "build"
 
 
-# ------------------------------------------------------------------------------------------------- how it runs
+# ------------------------------------------------------------------------------------------------- running test.sh
 
 FACTS = """
 pwd; id -un; echo $KEY; ls /tests; cat /tests/helper; stat -c %a /tests/test.sh; ls /logs/verifier; ls /solution
@@ -135,12 +135,14 @@ echo 1 > /logs/verifier/reward.txt
 """
 
 
-def test_the_verifier_runs_as_the_format_says(tmp_path: Path) -> None:
+def test_the_verifier_runs_as_the_format_specifies(tmp_path: Path) -> None:
     config = '[verifier]\nuser = "nobody"\nenv = { KEY = "${GIVEN:-default}" }\n'
     files = {"tests/helper": "help\n", ".harborignore": "tests/ignored\n", "tests/ignored": ""}
     task = make_task(tmp_path / "t", FACTS, config, **files)
-    agent = commands("echo new > new.txt; touch /tmp/left; mkdir -p /tests; echo mine > /tests/helper; echo 9 > a.txt")
-    found = graded(task, agent, provision=Provision(variables={"GIVEN": "given"}))
+    agent = commands_agent(
+        "echo new > new.txt; touch /tmp/left; mkdir -p /tests; echo mine > /tests/helper; echo 9 > a.txt"
+    )
+    found = run_agent(task, agent, host_settings=HostSettings(variables={"GIVEN": "given"}))
     lines = found.log.splitlines()
     assert lines[:7] == ["/work", "nobody", "given", "helper", "test.sh", "help", "755"]
     assert lines[7] == "test-stdout.txt"
@@ -153,10 +155,10 @@ def test_the_verifier_runs_as_the_format_says(tmp_path: Path) -> None:
     assert set(found.facts["seconds"]) >= {"pod", "fill", "apply", "upload", "run"}
 
 
-def test_a_reward_file_of_the_image_is_stale(tmp_path: Path) -> None:
+def test_a_reward_file_of_the_image_is_ignored(tmp_path: Path) -> None:
     dockerfile = "FROM host\nWORKDIR /work\nCOPY repo/ .\nCOPY repo/a.txt /logs/verifier/reward.txt\n"
-    with pytest.raises(GradingFailed) as error:
-        graded(make_task(tmp_path / "t", "true", **{"environment/Dockerfile": dockerfile}))
+    with pytest.raises(VerifierFailed) as error:
+        run_agent(make_task(tmp_path / "t", "true", **{"environment/Dockerfile": dockerfile}))
     assert error.value.cause == "no-reward"
 
 
@@ -165,38 +167,38 @@ def test_protected_files_are_as_the_task_has_them(tmp_path: Path) -> None:
     test = "cat checks/one checks/two conftest.py; ls checks; echo 1 > /logs/verifier/reward.txt"
     files = {"environment/repo/checks/one": "one\n", "environment/repo/checks/two": "two\n"}
     task = make_task(tmp_path / "t", test, config, **files)
-    left = graded(task)
-    agent = commands(
+    left = run_agent(task)
+    agent = commands_agent(
         "echo no > checks/one; rm checks/two; echo plant > conftest.py; echo more > checks/three; echo b > a.txt"
     )
-    found = graded(task, agent)
+    found = run_agent(task, agent)
     assert found.log == left.log
     assert found.facts["protected"] == ["checks/one", "checks/three", "checks/two", "conftest.py"]
-    assert len(found.changes) == 5, "what was tried is still told"
+    assert len(found.changes) == 5, "refused changes are still reported"
 
 
-def test_in_place_grading_sees_what_is_outside_the_workspace(tmp_path: Path) -> None:
+def test_an_in_place_verifier_sees_files_outside_the_workspace(tmp_path: Path) -> None:
     test = "test -e /srv/done && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
-    agent = commands("touch /srv/done; mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json")
-    assert graded(make_task(tmp_path / "clean", test), agent).score == 0.0
-    assert graded(make_task(tmp_path / "clean", test), agent, in_place=True).rewards == {"reward": 1.0}
+    agent = commands_agent("touch /srv/done; mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json")
+    assert run_agent(make_task(tmp_path / "clean", test), agent).score == 0.0
+    assert run_agent(make_task(tmp_path / "clean", test), agent, in_place=True).rewards == {"reward": 1.0}
     in_place = make_task(tmp_path / "here", test, '[metadata]\ngrading = "in-place"\n')
-    assert graded(in_place, agent).score == 1.0
+    assert run_agent(in_place, agent).score == 1.0
     carrying = make_task(tmp_path / "carry", test, '[metadata]\ncarry = ["/srv/done"]\n')
-    assert graded(carrying, agent).score == 1.0
+    assert run_agent(carrying, agent).score == 1.0
 
 
-def test_a_forged_reward_is_worth_nothing(tmp_path: Path) -> None:
-    """A verifier of ours gives back the seal it finds; a reward without it was written by somebody else."""
+def test_a_forged_reward_is_zero(tmp_path: Path) -> None:
+    """Our verifier writes back the seal it is given; a reward without the seal was written by other code."""
     test = "[ -e pay ] || cat /tests/.seal > /logs/verifier/seal; echo 1 > /logs/verifier/reward.txt"
     task = make_task(tmp_path / "t", test, **{"tests/.seal": ""})
-    assert graded(task).rewards == {"reward": 1.0}
-    forged = graded(task, commands("touch pay"))
+    assert run_agent(task).rewards == {"reward": 1.0}
+    forged = run_agent(task, commands_agent("touch pay"))
     assert forged.rewards == {"reward": 0.0}
     assert forged.facts["forged"] is True
 
 
-def test_changes_are_graded_without_the_pod_they_were_made_in(tmp_path: Path) -> None:
+def test_changes_are_verified_without_the_pod_they_were_made_in(tmp_path: Path) -> None:
     test = "grep -q b a.txt; echo $((1 - $?)) > /logs/verifier/reward.txt"
     task = make_task(tmp_path / "t", test)
 
@@ -204,7 +206,7 @@ def test_changes_are_graded_without_the_pod_they_were_made_in(tmp_path: Path) ->
         async with open_fleet() as fleet:
             change = FileChange("a.txt", b"a\n", b"b\n")
             foreign = [FileChange(path, None, b"b\n") for path in ("../work/a.txt", "/work/a.txt", "__pycache__/a.pyc")]
-            return [(await grade(fleet, task, changes)).score for changes in ((), (change,), foreign)]
+            return [(await verify(fleet, task, changes)).score for changes in ((), (change,), foreign)]
 
     assert asyncio.run(go()) == [0.0, 1.0, 0.0]
 
@@ -220,8 +222,8 @@ collect = [{ command = "echo collected > hook.txt" }]
     out = '{ source = "/work/out", destination = "results/out", exclude = ["*.tmp"] }'
     top = f'artifacts = ["hook.txt", {out}, "/none"]\n'
     task = make_task(tmp_path / "t", "echo 1 > /logs/verifier/reward.txt", **{"task.toml": top + CONFIG + config})
-    agent = commands("mkdir out; echo x > out/x; echo y > out/y.tmp; echo z > /logs/artifacts/z")
-    graded(task, agent, artifacts=tmp_path / "kept")
+    agent = commands_agent("mkdir out; echo x > out/x; echo y > out/y.tmp; echo z > /logs/artifacts/z")
+    run_agent(task, agent, artifacts=tmp_path / "kept")
     kept = {path.relative_to(tmp_path / "kept").as_posix() for path in (tmp_path / "kept").rglob("*") if path.is_file()}
     assert kept == {"manifest.json", "artifacts/z", "hook.txt", "results/out/x"}
     listed = json.loads((tmp_path / "kept/manifest.json").read_text())
@@ -240,9 +242,9 @@ grep -q 42 /work/answer && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/
         "tests/test.sh": test,
     }
     task = make_task(tmp_path / "t", "", **files)
-    assert task.separate is not None
-    assert graded(task, commands("echo 42 > answer; touch other")).score == 1.0
-    assert graded(task, commands("echo 41 > answer")).score == 0.0
+    assert task.verifier_machine is not None
+    assert run_agent(task, commands_agent("echo 42 > answer; touch other")).score == 1.0
+    assert run_agent(task, commands_agent("echo 41 > answer")).score == 0.0
 
 
 # ------------------------------------------------------------------------------------------------- steps
@@ -287,26 +289,26 @@ def stepped(directory: Path, strategy: str = "mean") -> Task:
         ("final", "0.4", {"reward": 0.4}),
     ],
 )
-def test_steps_are_graded_in_turn_and_a_low_reward_ends_them(
+def test_steps_are_verified_in_order_and_a_low_reward_ends_the_trial(
     tmp_path: Path, strategy: str, one: str, rewards: dict[str, float]
 ) -> None:
-    async def act(ground: Any, step: Any) -> None:
-        assert (await ground.pod.exec("test -e setup.sh")).exit_code == 1, "setup.sh is not left for the agent"
-        await ground.pod.exec(f"echo {one} > one" if step.name == "one" else "echo two > said")
+    async def act(environment: Any, step: Any) -> None:
+        assert (await environment.pod.exec("test -e setup.sh")).exit_code == 1, "setup.sh is not left for the agent"
+        await environment.pod.exec(f"echo {one} > one" if step.name == "one" else "echo two > said")
 
-    found = graded(stepped(tmp_path / "t", strategy), act)
+    found = run_agent(stepped(tmp_path / "t", strategy), act)
     assert found.rewards == pytest.approx(rewards)
     assert ("stopped" in found.facts) == (one == "0.4")
 
 
-def test_a_task_with_steps_is_graded_step_by_step_only(tmp_path: Path) -> None:
+def test_a_multi_step_task_is_verified_step_by_step_only(tmp_path: Path) -> None:
     task = stepped(tmp_path / "t")
 
     async def go() -> None:
         async with open_fleet() as fleet:
-            await grade(fleet, task, ())
+            await verify(fleet, task, ())
 
     with pytest.raises(InputError, match="has steps"):
         asyncio.run(go())
     with pytest.raises(InputError, match="no step"):
-        combine_steps(task, [])
+        combine_step_results(task, [])
