@@ -73,7 +73,9 @@ def left_behind(state: Path) -> list[str]:
         found.append(str(error))
     name = f"etude-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"
     groups = os.walk("/sys/fs/cgroup")  # unlike a glob it ignores groups that disappear meanwhile
-    found += [os.path.join(place, group) for place, inside, _ in groups for group in inside if group.startswith(name)]
+    found += [
+        os.path.join(parent, group) for parent, children, _ in groups for group in children if group.startswith(name)
+    ]
     found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(state) in line]
     return found + [str(path) for path in (state / "pods").iterdir()]
 

@@ -277,10 +277,10 @@ async def test_bodies_are_uploaded_chunked_and_whole_and_an_early_response_is_fo
     async with running_server(post) as server, running_proxy(["example.org:80"], server=server) as running:
         port = running.ports[0]
         chunked = head("/", "Transfer-Encoding: chunked") + b"5;ext\r\nhello\r\n0\r\nTrailer: x\r\n\r\n"
-        whole = head("/", "Content-Length: 5", "Expect: 100-continue") + b"running"
+        whole = head("/", "Content-Length: 5", "Expect: 100-continue") + b"world"
         answer = await exchange(port, chunked + whole, end=True)
         assert b"5\r\nhello\r\n0\r\n\r\nHTTP/1.1 100 Continue" in answer
-        assert answer.endswith(b"running")
+        assert answer.endswith(b"world")
         early = head("/early", "Content-Length: 900000000") + b"x" * 500_000
         assert b" 413 " in await exchange(port, early)
         bad = head("/", "Transfer-Encoding: chunked") + b"5\r\nhelloXX"
