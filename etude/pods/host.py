@@ -23,7 +23,7 @@ from etude.pods.images.sources import host_image
 from etude.pods.images.store import Store
 from etude.pods.images.trees import remove_tree
 from etude.pods.pod import Egress, Limits, Pod, PodError, PodGone, Snapshot, SnapshotKind, Unsupported
-from etude.pods.registry import Registry
+from etude.pods.registry import PodRegistry
 from etude.pods.runtime.backend import Backend, LocalPod, PodSpec, Storage
 from etude.pods.scheduling.admission import Admission, FairQueue, Reservation, ResourceRequest, Thresholds
 from etude.pods.scheduling.pools import WarmPool, WarmPoolKey, warm_pool_key
@@ -35,9 +35,7 @@ DEFAULT_LIMITS = Limits(memory=2 * GIB, pids=512, disk=GIB, inodes=200_000)
 MAX_TTL_S = 10 * 365 * 86400.0
 FLATTEN_AT = 48  # layers; overlayfs slows down beyond 64
 MEASURE_INTERVAL_S = 2.0  # between memory measurements, from which admission learns what pods of an image use
-HOST_IMAGE_MAX_AGE_S = (
-    2.0  # for which the host image is not checked for changes in /etc; a check costs half a millisecond
-)
+HOST_IMAGE_MAX_AGE_S = 2.0  # between checks of /etc for changes of the host image; each costs half a millisecond
 EXPIRED_S = 0.001  # `PodSpec.remaining` of a pod whose ttl has passed
 LAYER_DROP_DELAY_S = 0.5  # from the last release of an in-memory layer until it is dropped
 
@@ -51,9 +49,7 @@ class Host:
         self.admission = Admission(lambda: read_pressure(state), thresholds)
         self.queue = FairQueue(self.admission)
         self.pods: dict[str, LocalPod] = {}
-        self.snapshot_locks: defaultdict[str, asyncio.Lock] = defaultdict(
-            asyncio.Lock
-        )  # one snapshot of a pod at a time
+        self.snapshot_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by pod id
         self.foreign_pods: set[str] = set()  # ids of pods owned by another live process
         self.reservations: dict[str, Reservation] = {}
         self.pods_by_key: dict[str, asyncio.Task[LocalPod]] = {}
@@ -63,7 +59,7 @@ class Host:
         self.tasks: set[asyncio.Task[Any]] = set()  # finite; awaited by `close`
         self.timers: set[asyncio.Task[Any]] = set()  # cancelled by `close`
         self.draining = False
-        self.registry = Registry(state)
+        self.registry = PodRegistry(state)
         self.owner = backend.owner = self.registry.owner
         self.host_image: Image | None = None
         self.host_image_checked = -HOST_IMAGE_MAX_AGE_S
@@ -358,7 +354,7 @@ class Host:
             if kind == "fs":
                 raise BusyError(
                     f"pod {pod.id} is run by another process ({pod.spec.owner}), which a snapshot of kind fs would cut "
-                    "off; request for fs-live"
+                    "off; use fs-live"
                 )
             kind = "fs-live"
         return await pod.seal(kind)
@@ -453,10 +449,11 @@ class Host:
 
     # ------------------------------------------------------------------------------------------- layers in memory
 
-    def _ref_layers(self, layers: Sequence[Layer], by: int) -> None:
+    def _ref_layers(self, layers: Sequence[Layer], delta: int) -> None:
+        """Change the reference counts of in-memory layers; schedule the drop of those that reach 0."""
         for layer in layers:
             if layer.memory:
-                self.layer_refs[layer.id] += by
+                self.layer_refs[layer.id] += delta
                 if self.layer_refs[layer.id] <= 0:
                     del self.layer_refs[layer.id]
                     if not self.unreferenced_layers:
@@ -506,9 +503,8 @@ class Host:
         removed = await self.backend.reap(self._live_pods(answering))
         for rest in (self.state / "trash").iterdir():  # of a process that was killed while it removed a pod
             self._spawn(asyncio.to_thread(remove_tree, rest))
-        for id in (
-            await self.backend.memory_layers() - set(self.layer_refs) - await asyncio.to_thread(self._referenced_layers)
-        ):
+        unreferenced = await self.backend.memory_layers() - set(self.layer_refs)
+        for id in unreferenced - await asyncio.to_thread(self._referenced_layers):
             if not self.registry.alive(id.partition(".")[0]):
                 await self.backend.drop(Layer(id, memory=True))
         return removed
@@ -568,14 +564,13 @@ class Host:
     async def _measure_loop(self) -> None:
         while True:
             await asyncio.sleep(MEASURE_INTERVAL_S)
-            for late in [
-                pod for pod in self.pods.values() if self._expired(pod.spec) and pod.id not in self.foreign_pods
-            ]:
-                late.record("died", {"reason": "its ttl has passed"})  # a paused guest init cannot end itself
-                self._spawn(self.close_pod(late))
+            for pod in list(self.pods.values()):
+                if self._expired(pod.spec) and pod.id not in self.foreign_pods:
+                    pod.record("died", {"reason": "its ttl has passed"})  # a paused guest init cannot end itself
+                    self._spawn(self.close_pod(pod))
             for id, reservation in list(self.reservations.items()):
-                pod = self.pods.get(id)
-                if pod is not None and (memory := pod.memory_used()):
+                measured = self.pods.get(id)
+                if measured is not None and (memory := measured.memory_used()):
                     reservation.observe_memory(memory)
 
     def report(self, address: str = "") -> HostReport:

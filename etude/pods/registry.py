@@ -20,7 +20,7 @@ from etude.pods.pod import Egress, Limits
 from etude.pods.runtime.backend import PodSpec
 
 
-class Registry:
+class PodRegistry:
     """The records of a state directory, and this process's owner lock in it."""
 
     def __init__(self, state: Path) -> None:

@@ -170,7 +170,7 @@ def test_thresholds_of_disk_inodes_and_pods() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request", "reason"),
+    ("pod", "reason"),
     [
         (ResourceRequest("x", 65 * GIB), "its memory limit of 65 GiB is over the 64 GiB of this host"),
         (
@@ -179,9 +179,9 @@ def test_thresholds_of_disk_inodes_and_pods() -> None:
         ),
     ],
 )
-def test_a_pod_that_can_never_fit_is_refused_at_once(request: ResourceRequest, reason: str) -> None:
+def test_a_pod_that_can_never_fit_is_refused_at_once(pod: ResourceRequest, reason: str) -> None:
     with pytest.raises(NeverFits) as caught:
-        Host().admission.admit(request)
+        Host().admission.admit(pod)
     assert reason in str(caught.value)
 
 

@@ -1,8 +1,8 @@
 """Export an image or a snapshot as one file and import it: an OCI image layout in a tar, readable by other tools.
 
 The store's own record is an annotation of the manifest. Imported files are untrusted: blobs are verified by digest,
-layers are unpacked like any untrusted archive and get new ids, a name in use stays with its image, and host paths are
-bound only if they are system directories or the caller allows them.
+layers are unpacked like any untrusted archive and get content-derived ids, a name in use stays with its image, and
+host paths are bound only if they are system directories or the caller allows them.
 """
 
 import hashlib

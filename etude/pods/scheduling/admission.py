@@ -74,7 +74,7 @@ class ResourceRequest:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionDecision:
-    """Whether a pod may start now and, if not, the reasons as text."""
+    """The decision whether a pod may start now, with the reasons if it may not."""
 
     reasons: tuple[str, ...] = ()
     blocks_all: bool = False  # the reasons would stop any other pod too
@@ -347,7 +347,7 @@ class TenantQueueStatus:
     reason: str
 
 
-class _Waiter:
+class _QueuedRequest:
     def __init__(
         self, tenant: str, request: ResourceRequest, cost: float, now: float, reservation: "asyncio.Future[Reservation]"
     ) -> None:
@@ -364,7 +364,7 @@ class _Tenant:
     def __init__(self, tag: float, order: int) -> None:
         self.tag = tag  # virtual start time of its next waiter: sum of cost / weight over all it was served
         self.order = order  # arrival order breaks ties
-        self.waiters: OrderedDict[_Waiter, None] = OrderedDict()  # O(1) removal of a cancelled one
+        self.waiters: OrderedDict[_QueuedRequest, None] = OrderedDict()  # O(1) removal of a cancelled one
 
 
 class FairQueue:
@@ -435,7 +435,7 @@ class FairQueue:
 
     async def _wait(self, tenant: str, request: ResourceRequest, cost: float, timeout: float | None) -> Reservation:
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(tenant, request, cost, loop.time(), loop.create_future())
+        waiter = _QueuedRequest(tenant, request, cost, loop.time(), loop.create_future())
         self._enqueue(waiter)
         self._dispatch()
         deadline = None if timeout is None else loop.call_later(timeout, self._expire, waiter)
@@ -452,7 +452,7 @@ class FairQueue:
             if deadline is not None:
                 deadline.cancel()
 
-    def _enqueue(self, waiter: _Waiter) -> None:
+    def _enqueue(self, waiter: _QueuedRequest) -> None:
         tenant = self._tenants.get(waiter.tenant)
         if tenant is None:
             tenant = self._tenants[waiter.tenant] = _Tenant(self._virtual_time, self._orders)
@@ -461,12 +461,12 @@ class FairQueue:
             tenant.tag = max(tenant.tag, self._virtual_time)
         tenant.waiters[waiter] = None
 
-    def _remove(self, waiter: _Waiter) -> None:
+    def _remove(self, waiter: _QueuedRequest) -> None:
         tenant = self._tenants.get(waiter.tenant)
         if tenant is not None:
             tenant.waiters.pop(waiter, None)
 
-    def _expire(self, waiter: _Waiter) -> None:
+    def _expire(self, waiter: _QueuedRequest) -> None:
         """Fail a waiter whose timeout passed. One that was admitted in the same instant keeps its reservation."""
         if waiter.reservation.done():
             return
