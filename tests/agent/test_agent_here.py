@@ -1,4 +1,4 @@
-"""The machine itself as a pod: what every pod does with commands, files and jobs, and a clear no to the rest."""
+"""The machine itself as a pod: commands, files and jobs work as in every pod; all else is Unsupported."""
 
 import asyncio
 import contextlib
@@ -18,17 +18,17 @@ from tests.pods import conformance, conformance_commands, conformance_files, con
 from tests.pods.test_conformance import LENGTHY
 
 THEMES = (conformance_commands, conformance_files, conformance_jobs)
-# Here a command has our environment, but for what is hidden: see below.
-OTHERWISE = {"nothing_of_the_service_is_in_a_commands_environment"}
+# An unisolated command has our environment except the hidden variables: see below.
+EXCLUDED = {"a_command_inherits_no_variable_of_the_service"}
 CHECKS = {
     name: check
     for name, check in conformance.CHECKS.items()
-    if check.__module__ in {theme.__name__ for theme in THEMES} and name not in OTHERWISE
+    if check.__module__ in {theme.__name__ for theme in THEMES} and name not in EXCLUDED
 }
 
 
-class Home:
-    """Where the checks of the suite get their pods."""
+class UnisolatedContext:
+    """The context of the conformance checks: creates unisolated pods."""
 
     can = Capabilities(isolation="none")
     own_root = False
@@ -36,12 +36,12 @@ class Home:
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
 
-    def place(self) -> Path:
+    def new_directory(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self.scratch))
 
     @contextlib.asynccontextmanager
     async def pod(self, *_: Any, **__: Any) -> AsyncIterator[Pod]:
-        async with open_unisolated(self.place()) as pod:
+        async with open_unisolated(self.new_directory()) as pod:
             yield pod
 
 
@@ -51,7 +51,7 @@ class Home:
 )
 def test_it_passes_the_suite_of_pods(check: Callable[[Any], Awaitable[None]], tmp_path: Path) -> None:
     try:
-        asyncio.run(asyncio.wait_for(check(Home(tmp_path)), conformance.DEADLINE_S))  # type: ignore[arg-type]
+        asyncio.run(asyncio.wait_for(check(UnisolatedContext(tmp_path)), conformance.DEADLINE_S))  # type: ignore[arg-type]
     except conformance.Skip as reason:
         pytest.skip(str(reason))
 
@@ -73,7 +73,7 @@ def test_what_needs_a_machine_of_its_own_is_refused(tmp_path: Path) -> None:
     async def work() -> None:
         async with open_unisolated(tmp_path) as pod:
             for asked in (pod.snapshot, pod.fork, pod.pause, pod.resume):
-                with pytest.raises(Unsupported, match="this machine itself"):
+                with pytest.raises(Unsupported, match="in an unisolated pod"):
                     await asked()
             with pytest.raises(Unsupported, match="another user"):
                 await pod.exec("true", user="nobody")

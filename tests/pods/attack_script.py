@@ -1,7 +1,7 @@
-"""Runs inside a pod, as its root, and tries to get out. Prints a JSON object: attack -> how it ended.
+"""Runs inside a pod, as its root, and tries to escape. Prints a JSON object: attack -> outcome.
 
-"refused" and an error's name is what should be read; "ok" is an attack that worked. Every attack is harmless should it
-work: it opens, looks, or writes back what it read. Standard library only; arguments are facts of the host in JSON.
+The expected outcome is "refused" and an error's name; "ok" is an attack that succeeded. Every attack is harmless if it
+succeeds: it opens, reads, or writes back what it read. Standard library only; the argument is JSON.
 """
 
 import ctypes
@@ -71,7 +71,7 @@ def call(number: int, *arguments: int) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), "")
     if result == 0 and number == 56:
-        os._exit(0)  # we are the child that should not be
+        os._exit(0)  # the child of a clone that should have been refused
     return result
 
 
@@ -98,9 +98,9 @@ ATTACKS["list /proc/1/fd"] = lambda: os.listdir("/proc/1/fd")
 ATTACKS["list /proc/1/root"] = lambda: os.listdir("/proc/1/root/")
 ATTACKS["list /proc/1/map_files"] = lambda: os.listdir("/proc/1/map_files")
 ATTACKS["write /proc/1/oom_score_adj"] = lambda: os.write(os.open("/proc/1/oom_score_adj", os.O_WRONLY), b"0")
-ATTACKS["trace the agent"] = lambda: check(libc.ptrace(16, 1, 0, 0))
-ATTACKS["seize the agent"] = lambda: check(libc.ptrace(0x4206, 1, 0, 0))
-ATTACKS["take a descriptor of the agent"] = lambda: call(438, os.pidfd_open(1), 0, 0)
+ATTACKS["trace the guest init"] = lambda: check(libc.ptrace(16, 1, 0, 0))
+ATTACKS["seize the guest init"] = lambda: check(libc.ptrace(0x4206, 1, 0, 0))
+ATTACKS["take a descriptor of the guest init"] = lambda: call(438, os.pidfd_open(1), 0, 0)
 
 ATTACKS["mount tmpfs"] = lambda: mount("none", "/mnt", "tmpfs")
 ATTACKS["mount proc"] = lambda: mount("proc", "/mnt", "proc")
@@ -136,7 +136,7 @@ ATTACKS["list /sys"] = lambda: os.listdir("/sys") or (_ for _ in ()).throw(FileN
 ATTACKS["list /sys/fs/cgroup"] = lambda: os.listdir("/sys/fs/cgroup")
 
 
-@attack("read the agent's memory")
+@attack("read the guest init's memory")
 def read_agent() -> object:
     buffer = ctypes.create_string_buffer(8)
     ours = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), 8)
@@ -252,7 +252,7 @@ def file_capability() -> object:
 
 
 def gains(mode: str, capability: bytes = b"") -> object:
-    """Whether another user gets root's identity or a capability from a program that root prepared."""
+    """Return whether another user gets root's identity or a capability from a program that root prepared."""
     subprocess.run(["cp", "/usr/bin/cat", "/tmp/tool"], check=True)
     os.chmod("/tmp/tool", 0o4755 if mode else 0o755)
     if capability:

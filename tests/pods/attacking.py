@@ -1,4 +1,4 @@
-"""What the tests of attacks share: a pod on each zygote, a neighbour that must stay well, and nothing left behind."""
+"""Shared by the attack tests: a pod on each zygote, a second pod that must stay usable, and no leftovers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -17,10 +17,12 @@ async def well(pod: Pod) -> str:
 
 
 def run_in_pod(zygote: str, state: Path, act: Act, limits: Limits | None = None) -> None:
-    """Run an attack in a pod; afterwards another pod is well and, when both are closed, nothing is left."""
+    """Run an attack in a pod; check that another pod still works and that closing both leaves nothing behind."""
 
     async def main() -> None:
-        calm = Thresholds(memory_some=101, memory_full=101, io_full=101)  # attacks press; do not wait for it to pass
+        calm = Thresholds(
+            memory_some=101, memory_full=101, io_full=101
+        )  # attacks cause pressure; do not wait for it to pass
         host = await open_host("namespace", state, calm, compiled=zygote == "compiled")
         try:
             before = await inventory.baseline(host)

@@ -1,4 +1,4 @@
-"""Doing something irreversible in a forked child and reading what came of it: for tests of confinement."""
+"""Run irreversible actions in a forked child and return their result, for tests of confinement."""
 
 import ctypes
 import errno
@@ -14,7 +14,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Killed(Exception):
-    """The child was ended by a signal."""
+    """The child was killed by a signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -22,7 +22,7 @@ class Killed(Exception):
 
 
 def in_child(action: Callable[[], T], seconds: int = 30) -> T:
-    """What `action` returns when run in a forked child; its exception becomes a failure here, its signal `Killed`."""
+    """Return the result of `action` in a forked child; its exception becomes a failure here, its signal `Killed`."""
     receive, send = os.pipe()
     child = os.fork()
     if not child:
@@ -32,7 +32,7 @@ def in_child(action: Callable[[], T], seconds: int = 30) -> T:
             report = (True, action())
         except BaseException:
             report = (False, traceback.format_exc())
-        os.write(send, pickle.dumps(report))  # well below what a pipe holds
+        os.write(send, pickle.dumps(report))  # well below a pipe's capacity
         os._exit(0)
     os.close(send)
     with open(receive, "rb") as pipe:
@@ -46,7 +46,7 @@ def in_child(action: Callable[[], T], seconds: int = 30) -> T:
 
 
 def outcome(action: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """`ok`, or the name of the error a call ends with."""
+    """Return `ok`, or the name of the error that a call raises."""
     try:
         action(*arguments, **options)
     except OSError as error:
@@ -55,7 +55,7 @@ def outcome(action: Callable[..., Any], *arguments: Any, **options: Any) -> str:
 
 
 def syscall(number: int, *arguments: int) -> str:
-    """Make a system call: `ok`, or the name of its error."""
+    """Make a system call; return `ok` or the name of its error."""
     words = [ctypes.c_long(word) for word in (number, *arguments, *[0] * (6 - len(arguments)))]
     libc.syscall.restype = ctypes.c_long
     return "ok" if libc.syscall(*words) >= 0 else errno.errorcode[ctypes.get_errno()]

@@ -1,10 +1,10 @@
-"""What every backend must do, in one suite: run here by pytest, or by any interpreter that can import etude.
+"""The conformance suite of all backends: run by pytest, or by any interpreter that can import etude.
 
     python tests/pods/conformance.py namespace STATE [--compiled] [CHECK ...]
 
-A check is an async function of a `Home`; its name states a truth. Every check prints one JSON object (name, outcome,
-seconds, text), so that a run as another user, on another machine or through another keeper reads the same. A check
-that this backend declares it cannot pass must say so: then `Unsupported` has to be raised, and that is the check.
+A check is an async function of a `CheckContext`; its name states what it verifies. Every check prints one JSON object
+(name, outcome, seconds, text), so that a run as another user, on another machine or with another zygote has the same
+output. Where the backend declares that it lacks a capability, the check verifies that `Unsupported` is raised.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from etude.pods.pod import Capabilities, Pod
 from etude.pods.runtime.native.build import find_helper
 from etude.pods.runtime.probe import cache_directory, probe
 
-DEADLINE_S = 60.0  # of one check; none takes more than a few seconds
+DEADLINE_S = 60.0  # for one check; none takes more than a few seconds
 
-Check = Callable[["Home"], Awaitable[None]]
+Check = Callable[["CheckContext"], Awaitable[None]]
 CHECKS: dict[str, Check] = {}
 
 
@@ -46,8 +46,8 @@ def check(function: Check) -> Check:
 
 
 @dataclass
-class Home:
-    """Where checks get their pods, and a directory of the host's that is theirs."""
+class CheckContext:
+    """The host on which checks create their pods, and a scratch directory."""
 
     host: Host
     scratch: Path
@@ -58,7 +58,7 @@ class Home:
 
     @contextlib.asynccontextmanager
     async def pod(self, *arguments: Any, **options: Any) -> AsyncIterator[Pod]:
-        """A pod for one check."""
+        """Create a pod for one check."""
         pod = await self.host.create(*arguments, **options)
         try:
             yield pod
@@ -67,17 +67,17 @@ class Home:
 
     @property
     def own_root(self) -> bool:
-        """Whether a pod has a root file system of its own, and processes nobody else sees."""
+        """Whether a pod has its own root file system and PID namespace."""
         return self.can.isolation not in ("none", "lsm")
 
-    def place(self) -> Path:
-        """A new empty directory of the host's."""
+    def new_directory(self) -> Path:
+        """Create an empty directory on the host."""
         return Path(tempfile.mkdtemp(dir=self.scratch))
 
 
 @contextlib.contextmanager
 def raises(*kinds: type[BaseException]) -> Iterator[dict[str, BaseException]]:
-    """That the block ends with one of these errors; it is `caught["error"]` afterwards."""
+    """Check that the block raises one of these errors; it is `caught["error"]` afterwards."""
     caught: dict[str, BaseException] = {}
     try:
         yield caught
@@ -88,7 +88,7 @@ def raises(*kinds: type[BaseException]) -> Iterator[dict[str, BaseException]]:
 
 
 async def eventually(condition: Callable[[], Awaitable[Any]], seconds: float = 10.0) -> Any:
-    """What `condition` gives as soon as it is true; an error when it does not become so in time."""
+    """Wait until `condition` returns a true value and return it; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (found := await condition()):
         assert time.monotonic() < deadline, f"not within {seconds:g} s"
@@ -96,12 +96,12 @@ async def eventually(condition: Callable[[], Awaitable[Any]], seconds: float = 1
     return found
 
 
-async def run_one(home: Home, name: str) -> dict[str, Any]:
-    """One check as a row of the table."""
+async def run_one(context: CheckContext, name: str) -> dict[str, Any]:
+    """Run one check and return its row of the table."""
     started = time.perf_counter()
     outcome, text = "passed", ""
     try:
-        await asyncio.wait_for(CHECKS[name](home), DEADLINE_S)
+        await asyncio.wait_for(CHECKS[name](context), DEADLINE_S)
     except Skip as reason:
         outcome, text = "skipped", str(reason)
     except Exception:
@@ -110,16 +110,16 @@ async def run_one(home: Home, name: str) -> dict[str, Any]:
 
 
 async def run(backend: str, state: Path, compiled: bool, names: list[str]) -> None:
-    """Every check, one after the other, on one host; one JSON object per line."""
+    """Run the checks one after the other on one host; print one JSON object per line."""
     if (reason := await missing(backend, state, compiled)) is not None:
         print(json.dumps({"name": UNAVAILABLE, "outcome": "skipped", "seconds": 0.0, "text": reason}), flush=True)
         return
     host = await open_host(backend, state, compiled=compiled)
     with tempfile.TemporaryDirectory(dir=state.parent) as scratch:
-        home = Home(host, Path(scratch))
+        context = CheckContext(host, Path(scratch))
         try:
             for name in names or CHECKS:
-                print(json.dumps(await run_one(home, name)), flush=True)
+                print(json.dumps(await run_one(context, name)), flush=True)
         finally:
             await host.close()
             await host.backend.shutdown()
@@ -129,21 +129,21 @@ async def run(backend: str, state: Path, compiled: bool, names: list[str]) -> No
 
 
 async def missing(backend: str, state: Path, compiled: bool) -> str | None:
-    """Why this backend cannot be checked here, in words; None when it can."""
+    """Return why this backend cannot be checked here; None when it can."""
     if compiled:
         helper, reason = find_helper(cache_directory(state))
         if helper is None:
-            return f"there is no compiled keeper: {reason}"
-    verdict = await probe(backend, compiled)
-    return None if verdict.works else f"{backend} does not work here: {verdict.reason}"
+            return f"there is no compiled zygote: {reason}"
+    result = await probe(backend, compiled)
+    return None if result.works else f"{backend} does not work here: {result.reason}"
 
 
 UNAVAILABLE = "unavailable"
-NOTHING_LEFT = "no_pod_directory_is_left_when_all_is_closed"
+NOTHING_LEFT = "no_pod_directory_is_left_after_closing"
 
 
 def load() -> None:
-    """Import every theme of the suite."""
+    """Import every module of the suite."""
     import tests.pods.conformance_commands
     import tests.pods.conformance_files
     import tests.pods.conformance_jobs

@@ -1,4 +1,4 @@
-"""Conformance: commands that run to their end."""
+"""Conformance: commands run by `exec`."""
 
 import asyncio
 import hashlib
@@ -6,12 +6,12 @@ import os
 import time
 
 from etude.pods.pod import PodError, PodFileError
-from tests.pods.conformance import Home, Skip, check, eventually, raises
+from tests.pods.conformance import CheckContext, Skip, check, eventually, raises
 
 
 @check
-async def a_list_is_an_argv_and_a_string_is_given_to_a_shell(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_list_is_an_argv_and_a_string_runs_in_a_shell(context: CheckContext) -> None:
+    async with context.pod() as pod:
         assert (await pod.exec(["printf", "%s|", "a b", "$HOME", "*"])).stdout == "a b|$HOME|*|"
         assert (await pod.exec("echo $((1 + 1)) && echo err >&2")).stdout == "2\n"
         for wrong in ([], [1, 2]):
@@ -20,8 +20,8 @@ async def a_list_is_an_argv_and_a_string_is_given_to_a_shell(home: Home) -> None
 
 
 @check
-async def the_two_streams_and_the_exit_code_come_back_apart(home: Home) -> None:
-    async with home.pod() as pod:
+async def stdout_stderr_and_exit_code_are_returned_separately(context: CheckContext) -> None:
+    async with context.pod() as pod:
         result = await pod.exec("echo out; echo err >&2; exit 7")
         assert (result.exit_code, result.stdout, result.stderr) == (7, "out\n", "err\n")
         assert not result.ok
@@ -31,15 +31,15 @@ async def the_two_streams_and_the_exit_code_come_back_apart(home: Home) -> None:
 
 
 @check
-async def a_command_killed_by_a_signal_has_128_plus_its_number(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_command_killed_by_a_signal_has_128_plus_its_number(context: CheckContext) -> None:
+    async with context.pod() as pod:
         for number in (9, 11, 15):
             assert (await pod.exec(f"kill -{number} $$")).exit_code == 128 + number
 
 
 @check
-async def what_cannot_be_found_is_127_and_what_cannot_run_is_126(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_missing_program_exits_127_and_a_non_executable_one_126(context: CheckContext) -> None:
+    async with context.pod() as pod:
         missing = await pod.exec(["no-such-program"])
         assert missing.exit_code == 127
         assert "no-such-program" in missing.stderr
@@ -54,8 +54,8 @@ async def what_cannot_be_found_is_127_and_what_cannot_run_is_126(home: Home) -> 
 
 
 @check
-async def a_command_runs_where_it_is_told_and_says_when_there_is_no_such_place(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_command_runs_in_its_cwd_and_a_missing_cwd_is_an_error(context: CheckContext) -> None:
+    async with context.pod() as pod:
         assert (await pod.exec("pwd")).stdout.strip() == pod.workdir
         await pod.make_directory("below/this one")
         assert (await pod.exec("pwd", cwd="below/this one")).stdout == f"{pod.workdir}/below/this one\n"
@@ -64,12 +64,12 @@ async def a_command_runs_where_it_is_told_and_says_when_there_is_no_such_place(h
             with raises(PodFileError) as caught:
                 await pod.exec("pwd", cwd=missing)
             assert missing in str(caught["error"])
-        assert (await pod.exec("echo > mark")).ok  # where commands start can be written
+        assert (await pod.exec("echo > mark")).ok  # the working directory is writable
 
 
 @check
-async def variables_are_added_to_those_of_the_image(home: Home) -> None:
-    async with home.pod() as pod:
+async def variables_are_added_to_those_of_the_image(context: CheckContext) -> None:
+    async with context.pod() as pod:
         result = await pod.exec('printf "%s|" "$A" "$B" "${PATH:+path}"', env={"A": "1 2", "B": "x=y\nz"})
         assert result.stdout == "1 2|x=y\nz|path|"
         assert (await pod.exec('echo "$PATH"', env={"PATH": "/bin:/usr/bin:/mine"})).stdout == "/bin:/usr/bin:/mine\n"
@@ -78,8 +78,8 @@ async def variables_are_added_to_those_of_the_image(home: Home) -> None:
 
 
 @check
-async def nothing_of_the_service_is_in_a_commands_environment(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_command_inherits_no_variable_of_the_service(context: CheckContext) -> None:
+    async with context.pod() as pod:
         assert "ETUDE_CONFORMANCE_SECRET" in os.environ
         names = {line.split("=")[0] for line in (await pod.exec(["env"])).stdout.splitlines()}
         expected = {"PATH", "LANG", "HOME", "PWD", "SHLVL", "_", "TMPDIR", "USER", "LOGNAME", "GIT_CONFIG_NOSYSTEM"}
@@ -87,8 +87,8 @@ async def nothing_of_the_service_is_in_a_commands_environment(home: Home) -> Non
 
 
 @check
-async def input_is_given_whole_and_then_ends(home: Home) -> None:
-    async with home.pod() as pod:
+async def stdin_is_passed_whole_and_then_closed(context: CheckContext) -> None:
+    async with context.pod() as pod:
         assert (await pod.exec(["cat"])).stdout == ""
         assert (await pod.exec(["cat"], stdin=b"one\ntwo\x00\xff")).stdout_bytes == b"one\ntwo\x00\xff"
         large = bytes(range(256)) * (5 << 12)  # 5 MB
@@ -96,13 +96,13 @@ async def input_is_given_whole_and_then_ends(home: Home) -> None:
         assert result.stdout.split()[0] == hashlib.sha256(large).hexdigest()
         echoed = await pod.exec(["cat"], stdin=large, max_output=len(large))
         assert echoed.stdout_bytes == large
-        assert (await pod.exec(["head", "-c", "3"], stdin=large)).stdout_bytes == large[:3]  # the rest is of no use
+        assert (await pod.exec(["head", "-c", "3"], stdin=large)).stdout_bytes == large[:3]  # the rest is discarded
         assert (await pod.exec("exec <&-; sleep 0.05; echo fine", stdin=large)).stdout == "fine\n"
 
 
 @check
-async def a_timeout_kills_the_whole_process_group_at_once(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_timeout_kills_the_whole_process_group_at_once(context: CheckContext) -> None:
+    async with context.pod() as pod:
         started = time.monotonic()
         result = await pod.exec("echo before; echo $$ > pids; sleep 600 & echo $! >> pids; sleep 600", timeout=0.3)
         took = time.monotonic() - started
@@ -125,8 +125,8 @@ async def a_timeout_kills_the_whole_process_group_at_once(home: Home) -> None:
 
 
 @check
-async def a_timeout_of_years_is_as_good_as_none(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_timeout_of_years_is_accepted(context: CheckContext) -> None:
+    async with context.pod() as pod:
         assert (await pod.exec("echo a", timeout=10 * 365 * 86400)).stdout == "a\n"
         job = await pod.spawn("sleep 0.2; echo b", timeout=10 * 365 * 86400)
         assert (await job.wait(10)).ok
@@ -134,8 +134,8 @@ async def a_timeout_of_years_is_as_good_as_none(home: Home) -> None:
 
 
 @check
-async def each_stream_is_cut_at_its_limit_and_the_result_says_so(home: Home) -> None:
-    async with home.pod() as pod:
+async def each_stream_is_truncated_at_its_limit(context: CheckContext) -> None:
+    async with context.pod() as pod:
         result = await pod.exec("printf 0123456789; printf abc >&2", max_output=4)
         assert (result.stdout, result.stderr, result.truncated) == ("0123", "abc", True)
         exact = await pod.exec("printf 0123", max_output=4)
@@ -152,8 +152,8 @@ async def each_stream_is_cut_at_its_limit_and_the_result_says_so(home: Home) -> 
 
 
 @check
-async def bytes_that_are_no_text_come_back_as_they_were(home: Home) -> None:
-    async with home.pod() as pod:
+async def bytes_that_are_not_utf8_are_returned_unchanged(context: CheckContext) -> None:
+    async with context.pod() as pod:
         result = await pod.exec(r"printf '\377\376a\000b'")
         assert result.stdout_bytes == b"\xff\xfea\x00b"
         assert result.stdout == "\ufffd\ufffda\x00b"
@@ -162,8 +162,8 @@ async def bytes_that_are_no_text_come_back_as_they_were(home: Home) -> None:
 
 
 @check
-async def what_a_command_left_running_does_not_hold_it(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_command_does_not_wait_for_its_background_processes(context: CheckContext) -> None:
+    async with context.pod() as pod:
         started = time.monotonic()
         result = await pod.exec("(sleep 1; echo late > late; sleep 600) & echo now")
         assert result.stdout == "now\n"
@@ -174,14 +174,14 @@ async def what_a_command_left_running_does_not_hold_it(home: Home) -> None:
         async def late() -> bool:
             return (await pod.exec("cat late")).stdout == "late\n"
 
-        await eventually(late)  # and it goes on
+        await eventually(late)  # and it runs on
         await pod.exec("kill -9 $(cat noise)")
 
 
 @check
-async def a_command_may_run_as_another_user_of_the_pod(home: Home) -> None:
-    async with home.pod() as pod:
-        if not home.can.users:
+async def a_command_may_run_as_another_user_of_the_pod(context: CheckContext) -> None:
+    async with context.pod() as pod:
+        if not context.can.users:
             with raises(PodError):
                 await pod.exec("id -u", user="daemon")
             return
@@ -196,16 +196,16 @@ async def a_command_may_run_as_another_user_of_the_pod(home: Home) -> None:
 
 
 @check
-async def fifty_commands_at_once_each_get_their_own_answer(home: Home) -> None:
-    async with home.pod() as pod:
+async def fifty_concurrent_commands_each_get_their_own_result(context: CheckContext) -> None:
+    async with context.pod() as pod:
         commands = (pod.exec(f"sleep 0.0{n % 10}; echo out-{n}; echo err-{n} >&2; exit {n}") for n in range(50))
         for n, result in enumerate(await asyncio.gather(*commands)):
             assert (result.exit_code, result.stdout, result.stderr) == (n, f"out-{n}\n", f"err-{n}\n")
 
 
 @check
-async def a_cancelled_command_is_killed(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_cancelled_command_is_killed(context: CheckContext) -> None:
+    async with context.pod() as pod:
         for size in (0, 1 << 20):
             task = asyncio.create_task(pod.exec("echo $$ > pid; exec sleep 611", stdin=b"x" * size))
 
@@ -225,8 +225,8 @@ async def a_cancelled_command_is_killed(home: Home) -> None:
 
 
 @check
-async def a_command_reports_what_it_used(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_command_reports_its_resource_usage(context: CheckContext) -> None:
+    async with context.pod() as pod:
         usage = (await pod.exec("i=0; while [ $i -lt 60000 ]; do i=$((i+1)); done; sleep 0.1")).usage
         assert 0.1 <= usage.wall_s < 30
         assert 0.005 < usage.user_s < 30
@@ -234,8 +234,8 @@ async def a_command_reports_what_it_used(home: Home) -> None:
 
 
 @check
-async def a_command_has_no_terminal_and_a_session_of_its_own(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_command_has_no_terminal_and_a_session_of_its_own(context: CheckContext) -> None:
+    async with context.pod() as pod:
         assert (await pod.exec("test -t 0 || test -t 1 || test -t 2")).exit_code == 1
         assert not (await pod.exec("echo x > /dev/tty")).ok
         result = await pod.exec(["python3", "-c", "import os; print(os.getsid(0) == os.getpid())"])
@@ -245,15 +245,15 @@ async def a_command_has_no_terminal_and_a_session_of_its_own(home: Home) -> None
 
 
 @check
-async def a_command_is_given_no_descriptor_but_the_three(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_command_inherits_only_the_standard_descriptors(context: CheckContext) -> None:
+    async with context.pod() as pod:
         listed = await pod.exec(["ls", "/proc/self/fd"])
         assert set(listed.stdout.split()) <= {"0", "1", "2", "3"}, listed.stdout  # 3 is ls reading the directory
 
 
 @check
-async def arguments_as_large_as_the_kernel_takes_arrive_and_larger_ones_are_refused(home: Home) -> None:
-    async with home.pod() as pod:
+async def arguments_up_to_the_kernel_limit_arrive_and_larger_ones_are_refused(context: CheckContext) -> None:
+    async with context.pod() as pod:
         assert (await pod.exec(["printf", "%s", "x" * 100_000])).stdout == "x" * 100_000
         many = ["printf", "%.0s", *(["y" * 1000] * 500)]
         assert (await pod.exec(many)).ok

@@ -1,4 +1,4 @@
-"""Conformance: files, and trees that go in and out."""
+"""Conformance: files, upload and download."""
 
 import errno
 import hashlib
@@ -7,14 +7,14 @@ import stat
 
 from etude.errors import InputError
 from etude.pods.pod import PodError, PodFileError
-from tests.pods.conformance import Home, check, raises
+from tests.pods.conformance import CheckContext, check, raises
 
 ODD_NAMES = ("a b", "new\nline", "-rf", "*", "caf\u00e9", "bytes-\udcff\udcfe", "quote'\"", "\\", "#", " ", "x" * 255)
 
 
 @check
-async def what_is_written_can_be_read_back(home: Home) -> None:
-    async with home.pod() as pod:
+async def written_files_can_be_read_back(context: CheckContext) -> None:
+    async with context.pod() as pod:
         await pod.write("text", "h\u00e9llo\n")
         assert await pod.read("text") == "h\u00e9llo\n".encode()
         await pod.write("text", b"\x00\xff")
@@ -28,8 +28,8 @@ async def what_is_written_can_be_read_back(home: Home) -> None:
 
 
 @check
-async def a_part_of_a_file_can_be_read(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_part_of_a_file_can_be_read(context: CheckContext) -> None:
+    async with context.pod() as pod:
         content = os.urandom(3_000_001)
         await pod.write("file", content)
         assert await pod.read("file", offset=10, length=20) == content[10:30]
@@ -42,8 +42,8 @@ async def a_part_of_a_file_can_be_read(home: Home) -> None:
 
 
 @check
-async def appending_adds_and_makes_the_file(home: Home) -> None:
-    async with home.pod() as pod:
+async def appending_creates_the_file_and_appends(context: CheckContext) -> None:
+    async with context.pod() as pod:
         await pod.write("log", "one\n", append=True)
         await pod.write("log", b"x" * 600_000, append=True)
         await pod.write("log", "end", append=True)
@@ -51,8 +51,8 @@ async def appending_adds_and_makes_the_file(home: Home) -> None:
 
 
 @check
-async def a_large_file_goes_in_and_out_unchanged(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_large_file_goes_in_and_out_unchanged(context: CheckContext) -> None:
+    async with context.pod() as pod:
         content = os.urandom(20 << 20)
         await pod.write("large", content)
         assert hashlib.sha256(await pod.read("large")).digest() == hashlib.sha256(content).digest()
@@ -62,8 +62,8 @@ async def a_large_file_goes_in_and_out_unchanged(home: Home) -> None:
 
 
 @check
-async def modes_are_as_asked_for_and_otherwise_ordinary(home: Home) -> None:
-    async with home.pod() as pod:
+async def modes_are_as_requested_and_have_usual_defaults(context: CheckContext) -> None:
+    async with context.pod() as pod:
         await pod.write("script", "#!/bin/sh\necho ran\n", mode=0o755)
         assert (await pod.exec(["./script"])).stdout == "ran\n"
         await pod.write("plain", "x")
@@ -76,8 +76,8 @@ async def modes_are_as_asked_for_and_otherwise_ordinary(home: Home) -> None:
 
 
 @check
-async def stat_and_list_describe_and_do_not_follow(home: Home) -> None:
-    async with home.pod() as pod:
+async def stat_and_list_do_not_follow_links(context: CheckContext) -> None:
+    async with context.pod() as pod:
         await pod.write("d/file", "12345")
         await pod.exec("ln -s file d/link; ln -s /nowhere d/broken; mkfifo d/pipe; mkdir d/sub", cwd=pod.workdir)
         found = {info.name: info for info in await pod.list("d")}
@@ -99,15 +99,15 @@ async def stat_and_list_describe_and_do_not_follow(home: Home) -> None:
 
 
 @check
-async def names_of_every_kind_are_kept(home: Home) -> None:
-    async with home.pod() as pod:
+async def unusual_file_names_are_preserved(context: CheckContext) -> None:
+    async with context.pod() as pod:
         for name in ODD_NAMES:
             await pod.write(f"odd/{name}", name.encode("utf-8", "surrogateescape"))
         assert {info.name for info in await pod.list("odd")} == set(ODD_NAMES)
         for name in ODD_NAMES:
             assert await pod.read(f"odd/{name}") == name.encode("utf-8", "surrogateescape")
             assert (await pod.stat(f"odd/{name}")).name == name
-        target = home.place() / "odd"
+        target = context.new_directory() / "odd"
         await pod.download("odd", target)
         assert set(os.listdir(target)) == set(ODD_NAMES)
         await pod.upload(target, "again")
@@ -118,8 +118,8 @@ async def names_of_every_kind_are_kept(home: Home) -> None:
 
 
 @check
-async def removing_takes_everything_below_and_follows_no_link(home: Home) -> None:
-    async with home.pod() as pod:
+async def removing_is_recursive_and_follows_no_link(context: CheckContext) -> None:
+    async with context.pod() as pod:
         await pod.exec("mkdir -p keep gone/a/b/c; touch keep/file gone/a/f; ln -s ../keep gone/link; chmod 0 gone/a/b")
         await pod.remove("gone")
         assert (await pod.exec("ls -d gone")).exit_code == 2
@@ -134,8 +134,8 @@ async def removing_takes_everything_below_and_follows_no_link(home: Home) -> Non
 
 
 @check
-async def errors_of_file_calls_carry_the_kernels_number_and_the_name(home: Home) -> None:
-    async with home.pod() as pod:
+async def errors_of_file_calls_have_the_errno_and_the_path(context: CheckContext) -> None:
+    async with context.pod() as pod:
         await pod.write("file", "x")
         await pod.exec("mkfifo pipe")
         wrong = (
@@ -161,17 +161,17 @@ async def errors_of_file_calls_carry_the_kernels_number_and_the_name(home: Home)
 
 
 @check
-async def making_a_directory_makes_those_above_and_is_fine_twice(home: Home) -> None:
-    async with home.pod() as pod:
+async def making_a_directory_creates_parents_and_is_idempotent(context: CheckContext) -> None:
+    async with context.pod() as pod:
         await pod.make_directory("one/two/three")
         await pod.make_directory("one/two/three")
         assert (await pod.stat("one/two/three")).kind == "directory"
 
 
 @check
-async def trees_go_in_and_out_with_links_and_modes(home: Home) -> None:
-    async with home.pod() as pod:
-        source = home.place() / "tree"
+async def trees_are_copied_in_and_out_with_links_and_modes(context: CheckContext) -> None:
+    async with context.pod() as pod:
+        source = context.new_directory() / "tree"
         (source / "sub" / "empty").mkdir(parents=True)
         (source / "run").write_text("#!/bin/sh\necho ran\n")
         (source / "run").chmod(0o755)
@@ -184,12 +184,12 @@ async def trees_go_in_and_out_with_links_and_modes(home: Home) -> None:
         await pod.upload(source, "tree")
         assert (await pod.exec(["tree/sub/up"])).stdout == "ran\n"
         assert (await pod.exec("readlink tree/dangling")).stdout == "/nowhere/at/all\n"
-        target = home.place() / "back"
+        target = context.new_directory() / "back"
         await pod.download("tree", target)
         assert describe(source) == describe(target)
         with raises(InputError):
-            await pod.download("tree", target)  # it is there already
-        await pod.download("tree/run", home.place() / "one")
+            await pod.download("tree", target)  # it already exists
+        await pod.download("tree/run", context.new_directory() / "one")
         await pod.upload(source / "run", "single")
         assert (await pod.exec(["./single"])).stdout == "ran\n"
         await pod.upload(source / "dangling", "link-only")
@@ -197,11 +197,11 @@ async def trees_go_in_and_out_with_links_and_modes(home: Home) -> None:
         with raises(InputError):
             await pod.upload(source / "missing", "x")
         with raises(PodFileError):
-            await pod.download("missing", home.place() / "x")
+            await pod.download("missing", context.new_directory() / "x")
 
 
 def describe(root: os.PathLike[str]) -> dict[str, tuple[str, int, bytes]]:
-    """What a tree holds: kind, mode and content of everything below `root`."""
+    """Return kind, mode and content of everything below `root`."""
     found = {}
     for directory, names, files in os.walk(root):
         for name in (*names, *files):
@@ -219,24 +219,24 @@ def describe(root: os.PathLike[str]) -> dict[str, tuple[str, int, bytes]]:
 
 
 @check
-async def what_is_no_file_directory_or_link_is_not_downloaded(home: Home) -> None:
-    async with home.pod() as pod:
+async def special_files_are_not_downloaded(context: CheckContext) -> None:
+    async with context.pod() as pod:
         await pod.exec("mkdir t; mkfifo t/pipe; touch t/file; chmod u+s,g+s t/file")
-        target = home.place() / "t"
+        target = context.new_directory() / "t"
         await pod.download("t", target)
         assert os.listdir(target) == ["file"]
-        assert (target / "file").stat().st_mode & 0o7000 == 0  # no set-id bits come out
+        assert (target / "file").stat().st_mode & 0o7000 == 0  # set-id bits are not copied
         with raises(PodError):
-            await pod.download("t/pipe", home.place() / "pipe")
+            await pod.download("t/pipe", context.new_directory() / "pipe")
 
 
 @check
-async def a_file_with_a_hole_of_a_terabyte_harms_nobody(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_sparse_file_of_a_terabyte_is_harmless(context: CheckContext) -> None:
+    async with context.pod() as pod:
         if not (await pod.exec("mkdir hole && truncate -s 1T hole/file")).ok:
             assert (await pod.exec("truncate -s 200G hole/file")).ok
         with raises(PodError):
             await pod.read("hole/file")
         with raises(PodError):
-            await pod.download("hole", home.place() / "hole")
+            await pod.download("hole", context.new_directory() / "hole")
         assert await pod.read("hole/file", offset=1 << 36, length=5) == bytes(5)

@@ -1,4 +1,4 @@
-"""Conformance: commands that stream, terminals, and the shell that remembers."""
+"""Conformance: streaming jobs, terminals, and the persistent shell."""
 
 import asyncio
 import re
@@ -7,11 +7,11 @@ import signal
 import time
 
 from etude.pods.pod import Job, PodError
-from tests.pods.conformance import Home, check, eventually, raises
+from tests.pods.conformance import CheckContext, check, eventually, raises
 
 
 async def gather_output(job: Job) -> dict[str, bytes]:
-    """All a job writes, by stream."""
+    """Return all output of a job, by stream."""
     found = {"stdout": b"", "stderr": b""}
     async for stream, data in job.output():
         found[stream] += data
@@ -19,7 +19,7 @@ async def gather_output(job: Job) -> dict[str, bytes]:
 
 
 async def read_until(job: Job, pattern: bytes, seconds: float = 10.0) -> bytes:
-    """What a terminal shows up to and with `pattern`. The job's output is read by one iterator kept on the job."""
+    """Return a terminal's output up to and including `pattern`. One iterator, kept on the job, reads the output."""
     stream = job.__dict__.setdefault("_conformance_stream", job.output())
     seen = job.__dict__.setdefault("_conformance_seen", bytearray())
     deadline = time.monotonic() + seconds
@@ -38,8 +38,8 @@ async def read_until(job: Job, pattern: bytes, seconds: float = 10.0) -> bytes:
 
 
 @check
-async def a_job_streams_its_output_as_it_comes_and_in_order(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_job_streams_its_output_in_order(context: CheckContext) -> None:
+    async with context.pod() as pod:
         job = await pod.spawn("for i in 1 2 3; do echo $i; sleep 0.15; done; echo e >&2; exit 5")
         arrivals = []
         async for stream, data in job.output():
@@ -53,15 +53,15 @@ async def a_job_streams_its_output_as_it_comes_and_in_order(home: Home) -> None:
 
 
 @check
-async def a_slow_reader_slows_its_job_and_memory_stays_bounded(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_slow_reader_slows_its_job_and_memory_stays_bounded(context: CheckContext) -> None:
+    async with context.pod() as pod:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         job = await pod.spawn("head -c 300000000 /dev/zero; echo done > done")
         total = 0
         async for _, data in job.output():
             if total == 0:
                 await asyncio.sleep(0.7)
-                assert not (await pod.exec("test -e done")).ok  # 300 MB did not flow into anybody's memory
+                assert not (await pod.exec("test -e done")).ok  # 300 MB were not buffered
             total += len(data)
         assert total == 300_000_000
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -71,8 +71,8 @@ async def a_slow_reader_slows_its_job_and_memory_stays_bounded(home: Home) -> No
 
 
 @check
-async def a_job_nobody_reads_goes_on_and_ends(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_job_without_a_reader_runs_to_its_end(context: CheckContext) -> None:
+    async with context.pod() as pod:
         job = await pod.spawn("head -c 50000000 /dev/zero; exit 6")
         assert (await job.wait(30)).exit_code == 6
         half_read = await pod.spawn("head -c 50000000 /dev/zero; exit 7")
@@ -83,8 +83,8 @@ async def a_job_nobody_reads_goes_on_and_ends(home: Home) -> None:
 
 
 @check
-async def waiting_with_a_timeout_leaves_the_job_alone(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_wait_timeout_does_not_affect_the_job(context: CheckContext) -> None:
+    async with context.pod() as pod:
         job = await pod.spawn("sleep 0.5; echo finished")
         with raises(TimeoutError):
             await job.wait(0.05)
@@ -93,8 +93,8 @@ async def waiting_with_a_timeout_leaves_the_job_alone(home: Home) -> None:
 
 
 @check
-async def signals_reach_the_jobs_process_group(home: Home) -> None:
-    async with home.pod() as pod:
+async def signals_reach_the_jobs_process_group(context: CheckContext) -> None:
+    async with context.pod() as pod:
         job = await pod.spawn("trap 'echo caught; exit 9' TERM; echo ready; while :; do sleep 0.05; done")
         await read_until(job, b"ready")
         await job.signal(signal.SIGTERM)
@@ -110,8 +110,8 @@ async def signals_reach_the_jobs_process_group(home: Home) -> None:
 
 
 @check
-async def a_job_takes_input_until_it_is_ended(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_job_takes_input_until_stdin_is_closed(context: CheckContext) -> None:
+    async with context.pod() as pod:
         job = await pod.spawn("while read -r line; do echo got $line; done; echo end")
         await job.write(b"one\n")
         await read_until(job, b"got one\n")
@@ -131,12 +131,12 @@ async def a_job_takes_input_until_it_is_ended(home: Home) -> None:
 
 
 @check
-async def input_nobody_reads_is_not_piled_up(home: Home) -> None:
-    async with home.pod() as pod:
+async def unread_input_is_not_buffered_without_limit(context: CheckContext) -> None:
+    async with context.pod() as pod:
         job = await pod.spawn("sleep 600")
         with raises(TimeoutError):
             await asyncio.wait_for(job.write(b"x" * 200_000_000), 1.0)
-        if "memory" in home.can.limits:
+        if "memory" in context.can.limits:
             assert (await pod.stats())["memory"] < 60 << 20
         assert (await pod.exec("echo fine")).stdout == "fine\n"
         await job.signal(9)
@@ -144,8 +144,8 @@ async def input_nobody_reads_is_not_piled_up(home: Home) -> None:
 
 
 @check
-async def a_jobs_timeout_ends_it(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_jobs_timeout_ends_it(context: CheckContext) -> None:
+    async with context.pod() as pod:
         job = await pod.spawn("echo begun; sleep 600", timeout=0.3)
         result = await job.wait(10)
         assert result.timed_out
@@ -153,8 +153,8 @@ async def a_jobs_timeout_ends_it(home: Home) -> None:
 
 
 @check
-async def a_job_that_cannot_start_says_so(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_job_that_cannot_start_raises(context: CheckContext) -> None:
+    async with context.pod() as pod:
         with raises(PodError) as caught:
             await pod.spawn(["no-such-program"])
         assert "no-such-program" in str(caught["error"])
@@ -165,8 +165,8 @@ async def a_job_that_cannot_start_says_so(home: Home) -> None:
 
 
 @check
-async def a_terminal_echoes_and_knows_its_size(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_terminal_echoes_and_knows_its_size(context: CheckContext) -> None:
+    async with context.pod() as pod:
         job = await pod.pty(["sh"], rows=33, columns=101, env={"PS1": "ready> ", "TERM": "dumb"})
         await read_until(job, rb"ready> ")
         await job.write(b"test -t 0 && stty size\n")
@@ -181,8 +181,8 @@ async def a_terminal_echoes_and_knows_its_size(home: Home) -> None:
 
 
 @check
-async def an_interrupt_and_the_end_of_input_are_keys_of_a_terminal(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_terminal_handles_the_interrupt_and_end_of_input_keys(context: CheckContext) -> None:
+    async with context.pod() as pod:
         job = await pod.pty(["sh"], env={"PS1": "ready> ", "TERM": "dumb"})
         await read_until(job, rb"ready> ")
         await job.write(b"sleep 600; echo interrupted=$?\n")
@@ -201,8 +201,8 @@ async def an_interrupt_and_the_end_of_input_are_keys_of_a_terminal(home: Home) -
 
 
 @check
-async def a_terminal_takes_much_input_and_gives_much_output(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_terminal_handles_large_input_and_output(context: CheckContext) -> None:
+    async with context.pod() as pod:
         job = await pod.pty(["sh", "-c", "stty raw -echo; echo go; head -c 300000 | wc -c"])
         await read_until(job, rb"go")
         await job.write(b"q" * 300_000)
@@ -213,8 +213,8 @@ async def a_terminal_takes_much_input_and_gives_much_output(home: Home) -> None:
 
 
 @check
-async def a_shell_remembers_directory_variables_and_functions(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_shell_keeps_directory_variables_and_functions(context: CheckContext) -> None:
+    async with context.pod() as pod:
         shell = await pod.shell(env={"GIVEN": "yes"})
         assert (await shell.run("mkdir -p d && cd d && X=5 && f() { echo called $1; }; export Y=6")).ok
         result = await shell.run('pwd; echo $X $GIVEN; f two; sh -c "echo $Y"')
@@ -223,7 +223,7 @@ async def a_shell_remembers_directory_variables_and_functions(home: Home) -> Non
         assert (await shell.run("(exit 42)")).exit_code == 42
         both = await shell.run("echo out; echo err >&2; printf 'no newline'")
         assert (both.stdout, both.stderr) == ("out\nno newline", "err\n")
-        assert (await shell.run("cat")).stdout == ""  # there is no input to wait for
+        assert (await shell.run("cat")).stdout == ""  # there is no input
         assert (await shell.run("x='a\nb'; echo \"$x\" # comment")).stdout == "a\nb\n"
         assert (await shell.run("cat <<E\nhere\nE")).stdout == "here\n"
         await shell.close()
@@ -231,8 +231,8 @@ async def a_shell_remembers_directory_variables_and_functions(home: Home) -> Non
 
 
 @check
-async def a_shell_survives_syntax_errors_and_an_exit(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_shell_survives_syntax_errors_and_an_exit(context: CheckContext) -> None:
+    async with context.pod() as pod:
         shell = await pod.shell()
         wrong = await shell.run("if then fi (((")
         assert wrong.exit_code != 0
@@ -240,7 +240,7 @@ async def a_shell_survives_syntax_errors_and_an_exit(home: Home) -> None:
         assert (await shell.run('echo "unclosed')).exit_code != 0
         await shell.run("mkdir -p here && cd here")
         assert (await shell.run("echo last; exit 9")).exit_code == 9
-        assert (await shell.run("pwd")).stdout == f"{pod.workdir}/here\n"  # a new one, where the old one was
+        assert (await shell.run("pwd")).stdout == f"{pod.workdir}/here\n"  # a new shell in the old one's directory
         assert (await shell.run("kill -9 $$")).exit_code == 137
         assert (await shell.run("echo again")).stdout == "again\n"
         assert (await shell.run("set -e; false; echo not reached")).exit_code == 1
@@ -249,8 +249,8 @@ async def a_shell_survives_syntax_errors_and_an_exit(home: Home) -> None:
 
 
 @check
-async def a_shell_command_can_run_out_of_time(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_shell_command_can_time_out(context: CheckContext) -> None:
+    async with context.pod() as pod:
         shell = await pod.shell()
         await shell.run("X=kept")
         started = time.monotonic()
@@ -272,8 +272,8 @@ async def a_shell_command_can_run_out_of_time(home: Home) -> None:
 
 
 @check
-async def a_shell_cuts_much_output_and_finds_its_end(home: Home) -> None:
-    async with home.pod() as pod:
+async def a_shell_truncates_large_output_and_finds_the_end(context: CheckContext) -> None:
+    async with context.pod() as pod:
         shell = await pod.shell()
         big = await shell.run("head -c 20000000 /dev/zero; echo tail; (exit 3)")
         assert len(big.stdout_bytes) == 1 << 20
@@ -287,8 +287,8 @@ async def a_shell_cuts_much_output_and_finds_its_end(home: Home) -> None:
 
 
 @check
-async def noise_in_the_background_neither_blocks_a_shell_nor_fills_our_memory(home: Home) -> None:
-    async with home.pod() as pod:
+async def background_output_neither_blocks_a_shell_nor_fills_our_memory(context: CheckContext) -> None:
+    async with context.pod() as pod:
         shell = await pod.shell()
         await shell.run("(while :; do head -c 65536 /dev/zero; done) & noise=$!")
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -303,8 +303,8 @@ async def noise_in_the_background_neither_blocks_a_shell_nor_fills_our_memory(ho
 
 
 @check
-async def closing_a_shell_ends_it(home: Home) -> None:
-    async with home.pod() as pod:
+async def closing_a_shell_ends_it(context: CheckContext) -> None:
+    async with context.pod() as pod:
         shell = await pod.shell()
         await shell.run("echo $$ > pid")
         await shell.close()

@@ -1,20 +1,20 @@
-"""Conformance: limits, pause, time to live, names, events, the end; and no network unless asked for."""
+"""Conformance: limits, pause, time to live, keys, events, closing, and no network by default."""
 
 import asyncio
 import time
 
 from etude.errors import InputError
 from etude.pods.pod import Egress, Limits, PodError, PodGone, Unsupported
-from tests.pods.conformance import Home, Skip, check, eventually, raises
+from tests.pods.conformance import CheckContext, Skip, check, eventually, raises
 
 MIB = 1 << 20
 
 
 @check
-async def limits_that_cannot_be_kept_are_refused(home: Home) -> None:
-    for name in sorted({"memory", "pids", "cpu", "disk", "inodes"} - home.can.limits):
+async def limits_that_cannot_be_enforced_are_refused(context: CheckContext) -> None:
+    for name in sorted({"memory", "pids", "cpu", "disk", "inodes"} - context.can.limits):
         with raises(Unsupported) as caught:
-            await home.host.create(limits=Limits(**{name: 1 << 28}))  # type: ignore[arg-type]
+            await context.host.create(limits=Limits(**{name: 1 << 28}))  # type: ignore[arg-type]
         assert name in str(caught["error"])
     for name in ("memory", "pids", "cpu", "disk", "inodes"):
         with raises(InputError):
@@ -22,14 +22,14 @@ async def limits_that_cannot_be_kept_are_refused(home: Home) -> None:
 
 
 @check
-async def memory_beyond_the_limit_ends_the_program_and_not_the_pod(home: Home) -> None:
-    if "memory" not in home.can.limits:
-        raise Skip(f"no limit on memory here: {'; '.join(home.can.notes)}")
-    async with home.pod(limits=Limits(memory=96 * MIB)) as pod:
+async def memory_beyond_the_limit_ends_the_program_and_not_the_pod(context: CheckContext) -> None:
+    if "memory" not in context.can.limits:
+        raise Skip(f"no limit on memory here: {'; '.join(context.can.notes)}")
+    async with context.pod(limits=Limits(memory=96 * MIB)) as pod:
         hog = await pod.exec(["python3", "-c", "x = b'y' * (300 << 20); print(len(x))"], timeout=30)
         assert hog.exit_code != 0
         assert hog.stdout == ""
-        # Where the kernel kills it, we are told; where the allocation fails, the program is.
+        # Either the kernel kills the program, which is reported to us, or its allocation fails.
         assert hog.out_of_memory or "MemoryError" in hog.stderr, hog
         assert hog.out_of_memory == any(event.kind == "out-of-memory" for event in pod.events())
         after = await pod.exec("echo alive")
@@ -38,10 +38,10 @@ async def memory_beyond_the_limit_ends_the_program_and_not_the_pod(home: Home) -
 
 
 @check
-async def processes_beyond_the_limit_cannot_be_made(home: Home) -> None:
-    if "pids" not in home.can.limits:
-        raise Skip(f"no limit on processes here: {'; '.join(home.can.notes)}")
-    async with home.pod(limits=Limits(pids=20)) as pod:
+async def processes_beyond_the_limit_cannot_be_created(context: CheckContext) -> None:
+    if "pids" not in context.can.limits:
+        raise Skip(f"no limit on processes here: {'; '.join(context.can.notes)}")
+    async with context.pod(limits=Limits(pids=20)) as pod:
         made = await pod.exec("for i in $(seq 40); do sleep 5 & echo $! >> pids; done; echo started", timeout=10)
         assert "started" not in made.stdout or "fork" in made.stderr.lower(), made
         assert (await pod.stats()).get("pids", 0) <= 20
@@ -57,20 +57,20 @@ async def processes_beyond_the_limit_cannot_be_made(home: Home) -> None:
 
 
 @check
-async def a_share_of_a_core_is_all_a_pod_gets(home: Home) -> None:
-    if "cpu" not in home.can.limits:
-        raise Skip(f"no limit on processors here: {'; '.join(home.can.notes)}")
-    async with home.pod(limits=Limits(cpu=0.2)) as pod:
+async def a_cpu_limit_is_enforced(context: CheckContext) -> None:
+    if "cpu" not in context.can.limits:
+        raise Skip(f"no limit on processors here: {'; '.join(context.can.notes)}")
+    async with context.pod(limits=Limits(cpu=0.2)) as pod:
         result = await pod.exec("while :; do :; done", timeout=1.5)
         used = result.usage.user_s + result.usage.system_s
         assert used < 0.75, used  # 0.3 by the rule, plus what a period allows
 
 
 @check
-async def space_and_files_beyond_the_limit_cannot_be_had(home: Home) -> None:
-    if not {"disk", "inodes"} <= home.can.limits:
-        raise Skip(f"no limit on space or files here: {'; '.join(home.can.notes)}")
-    async with home.pod(limits=Limits(disk=16 * MIB, inodes=500)) as pod:
+async def disk_and_inode_limits_are_enforced(context: CheckContext) -> None:
+    if not {"disk", "inodes"} <= context.can.limits:
+        raise Skip(f"no limit on space or files here: {'; '.join(context.can.notes)}")
+    async with context.pod(limits=Limits(disk=16 * MIB, inodes=500)) as pod:
         full = await pod.exec("dd if=/dev/zero of=big bs=1M count=64; stat -c %s big; rm big")
         assert "No space left" in full.stderr
         assert int(full.stdout) <= 16 * MIB
@@ -84,9 +84,9 @@ async def space_and_files_beyond_the_limit_cannot_be_had(home: Home) -> None:
 
 
 @check
-async def a_paused_pod_answers_nothing_and_loses_nothing(home: Home) -> None:
-    async with home.pod() as pod:
-        if not home.can.pause:
+async def a_paused_pod_does_not_answer_and_loses_nothing(context: CheckContext) -> None:
+    async with context.pod() as pod:
+        if not context.can.pause:
             with raises(Unsupported):
                 await pod.pause()
             return
@@ -97,7 +97,7 @@ async def a_paused_pod_answers_nothing_and_loses_nothing(home: Home) -> None:
         waiting = asyncio.create_task(pod.exec("echo after"))
         await asyncio.sleep(0.2)
         assert not waiting.done()
-        await pod.pause()  # twice is fine
+        await pod.pause()  # idempotent
         await pod.resume()
         await pod.resume()
         assert (await waiting).stdout == "after\n"
@@ -107,10 +107,10 @@ async def a_paused_pod_answers_nothing_and_loses_nothing(home: Home) -> None:
 
 
 @check
-async def a_paused_pod_can_be_kept_and_closed(home: Home) -> None:
-    if not home.can.pause or "fs-live" not in home.can.snapshots:
-        raise Skip(f"no pause here: {'; '.join(home.can.notes)}")
-    async with home.pod() as pod:
+async def a_paused_pod_can_be_snapshotted_and_closed(context: CheckContext) -> None:
+    if not context.can.pause or "fs-live" not in context.can.snapshots:
+        raise Skip(f"no pause here: {'; '.join(context.can.notes)}")
+    async with context.pod() as pod:
         await pod.exec("echo kept > file")
         await pod.spawn("while :; do date +%N > now; sleep 0.01; done")
         await pod.pause()
@@ -118,70 +118,70 @@ async def a_paused_pod_can_be_kept_and_closed(home: Home) -> None:
         assert snapshot.kind == "fs-live"
         with raises(TimeoutError):
             await asyncio.wait_for(pod.read("file"), 0.3)  # still paused
-        async with home.pod(snapshot) as later:
+        async with context.pod(snapshot) as later:
             assert await later.read("file") == b"kept\n"
-        await home.host.remove_snapshot(snapshot.id)
+        await context.host.remove_snapshot(snapshot.id)
         started = time.monotonic()
         await pod.close()
         assert time.monotonic() - started < 3
 
 
 @check
-async def a_pod_ends_when_its_time_is_over(home: Home) -> None:
-    pod = await home.host.create(ttl=0.6)
+async def a_pod_ends_when_its_ttl_expires(context: CheckContext) -> None:
+    pod = await context.host.create(ttl=0.6)
     job = await pod.spawn("sleep 600")
     assert (await pod.exec("echo alive")).ok
     with raises(PodError):
         await job.wait(10)
 
     async def gone() -> bool:
-        return pod.id not in home.host.pods
+        return pod.id not in context.host.pods
 
     await eventually(gone)
     with raises(PodError):
         await pod.exec("true")
     assert any(event.kind == "died" for event in pod.events())
     await pod.close()
-    async with home.pod(ttl=10 * 365 * 86400.0) as long:  # longer than a kernel's timer takes at once
+    async with context.pod(ttl=10 * 365 * 86400.0) as long:  # longer than the maximum of a kernel timer
         assert (await long.exec("sleep 0.1; echo alive")).ok
     for wrong in (0, -1):
         with raises(InputError):
-            await home.host.create(ttl=wrong)
+            await context.host.create(ttl=wrong)
 
 
 @check
-async def time_to_live_counts_for_a_paused_pod_too(home: Home) -> None:
-    if not home.can.pause:
-        raise Skip(f"no pause here: {'; '.join(home.can.notes)}")
-    pod = await home.host.create(ttl=0.5)
+async def ttl_applies_to_a_paused_pod(context: CheckContext) -> None:
+    if not context.can.pause:
+        raise Skip(f"no pause here: {'; '.join(context.can.notes)}")
+    pod = await context.host.create(ttl=0.5)
     await pod.pause()
 
     async def gone() -> bool:
-        return pod.id not in home.host.pods
+        return pod.id not in context.host.pods
 
     await eventually(gone)
 
 
 @check
-async def a_key_asked_for_twice_gives_the_same_pod(home: Home) -> None:
-    one, two = await asyncio.gather(home.host.create(key="k"), home.host.create(key="k"))
-    three = await home.host.create(key="k")
+async def the_same_key_returns_the_same_pod(context: CheckContext) -> None:
+    one, two = await asyncio.gather(context.host.create(key="k"), context.host.create(key="k"))
+    three = await context.host.create(key="k")
     assert one is two is three
-    async with home.pod(key="other") as other:
+    async with context.pod(key="other") as other:
         assert other.id != one.id
     await one.close()
-    again = await home.host.create(key="k")
+    again = await context.host.create(key="k")
     assert again.id != one.id
     await again.close()
 
 
 @check
-async def events_tell_the_pods_life_in_order(home: Home) -> None:
-    pod = await home.host.create()
+async def events_are_recorded_in_order(context: CheckContext) -> None:
+    pod = await context.host.create()
     await pod.exec("exit 3")
     await pod.exec("sleep 9", timeout=0.1)
-    if home.can.snapshots:
-        await home.host.remove_snapshot((await pod.snapshot("fs")).id)
+    if context.can.snapshots:
+        await context.host.remove_snapshot((await pod.snapshot("fs")).id)
     await pod.close()
     kinds = [event.kind for event in pod.events()]
     assert kinds[0] == "created"
@@ -190,12 +190,12 @@ async def events_tell_the_pods_life_in_order(home: Home) -> None:
     assert [(one["exit_code"], one["timed_out"]) for one in exits[:2]] == [(3, False), (137, True)]
     times = [event.time for event in pod.events()]
     assert times == sorted(times)
-    assert ("snapshot" in kinds) == bool(home.can.snapshots)
+    assert ("snapshot" in kinds) == bool(context.can.snapshots)
 
 
 @check
-async def closing_twice_is_fine_and_a_closed_pod_is_gone(home: Home) -> None:
-    pod = await home.host.create()
+async def closing_is_idempotent_and_a_closed_pod_is_gone(context: CheckContext) -> None:
+    pod = await context.host.create()
     job = await pod.spawn("sleep 600")
     waiting = asyncio.create_task(pod.exec("sleep 600"))
     await asyncio.sleep(0.1)
@@ -210,21 +210,21 @@ async def closing_twice_is_fine_and_a_closed_pod_is_gone(home: Home) -> None:
 
 
 @check
-async def stats_say_what_is_in_use(home: Home) -> None:
-    async with home.pod() as pod:
+async def stats_report_current_usage(context: CheckContext) -> None:
+    async with context.pod() as pod:
         await pod.exec("dd if=/dev/zero of=file bs=1M count=10 2>&-; sleep 30 &")
         stats = await pod.stats()
-        if "memory" in home.can.limits:
+        if "memory" in context.can.limits:
             assert stats["memory"] > 10 * MIB
-        if "pids" in home.can.limits:
+        if "pids" in context.can.limits:
             assert stats["pids"] >= 2
 
 
 @check
-async def a_pod_reaches_nothing_by_default(home: Home) -> None:
-    if home.can.isolation == "none":
-        raise Skip(f"nothing is isolated here: {'; '.join(home.can.notes)}")
-    async with home.pod() as pod:
+async def a_pod_has_no_network_by_default(context: CheckContext) -> None:
+    if context.can.isolation == "none":
+        raise Skip(f"nothing is isolated here: {'; '.join(context.can.notes)}")
+    async with context.pod() as pod:
         script = (
             "import socket\n"
             "for kind, address in ((socket.AF_INET, ('127.0.0.1', PORT)), (socket.AF_INET, ('1.1.1.1', 443)),\n"
@@ -243,36 +243,36 @@ async def a_pod_reaches_nothing_by_default(home: Home) -> None:
 
 
 @check
-async def egress_that_cannot_be_had_is_refused(home: Home) -> None:
+async def unsupported_egress_is_refused(context: CheckContext) -> None:
     for transparent, name in ((False, "proxy"), (True, "transparent")):
-        if name not in home.can.egress:
+        if name not in context.can.egress:
             with raises(Unsupported):
-                await home.host.create(egress=Egress.to("example.org", transparent=transparent))
+                await context.host.create(egress=Egress.to("example.org", transparent=transparent))
         else:
-            async with home.pod(egress=Egress.to("example.org", transparent=transparent)) as pod:
+            async with context.pod(egress=Egress.to("example.org", transparent=transparent)) as pod:
                 assert (await pod.exec("echo fine")).ok
-                (child,) = await pod.fork() if home.can.snapshots else (None,)
+                (child,) = await pod.fork() if context.can.snapshots else (None,)
                 if child is not None:
                     assert child.egress == pod.egress
                     await child.close()
 
 
 @check
-async def an_image_that_is_not_there_is_named(home: Home) -> None:
+async def a_missing_image_is_named_in_the_error(context: CheckContext) -> None:
     with raises(InputError) as caught:
-        await home.host.create("no-such-image")
+        await context.host.create("no-such-image")
     assert "no-such-image" in str(caught["error"])
 
 
 @check
-async def two_pods_do_not_see_each_other(home: Home) -> None:
-    if home.can.isolation == "none":
-        raise Skip(f"nothing is isolated here: {'; '.join(home.can.notes)}")
-    async with home.pod() as one, home.pod() as other:
+async def two_pods_do_not_see_each_other(context: CheckContext) -> None:
+    if context.can.isolation == "none":
+        raise Skip(f"nothing is isolated here: {'; '.join(context.can.notes)}")
+    async with context.pod() as one, context.pod() as other:
         await one.write("mine", "secret")
         job = await one.spawn("exec sleep 617")
         assert (await other.exec("ls .")).stdout == ""
-        if home.own_root:
+        if context.own_root:
             await one.write("/tmp/mine", "secret")
             assert (await other.exec("ls /tmp")).stdout == ""
         else:
@@ -284,12 +284,12 @@ async def two_pods_do_not_see_each_other(home: Home) -> None:
 
 
 @check
-async def a_refused_pod_leaves_nothing(home: Home) -> None:
-    before = {path.name for path in (home.host.state / "pods").iterdir()}
-    if "disk" in home.can.limits:
+async def a_refused_pod_leaves_nothing_behind(context: CheckContext) -> None:
+    before = {path.name for path in (context.host.state / "pods").iterdir()}
+    if "disk" in context.can.limits:
         with raises(PodError, InputError):
-            await home.host.create(storage="disk", limits=Limits(disk=MIB))
-    cancelled = [asyncio.create_task(home.host.create()) for _ in range(4)]
+            await context.host.create(storage="disk", limits=Limits(disk=MIB))
+    cancelled = [asyncio.create_task(context.host.create()) for _ in range(4)]
     await asyncio.sleep(0.004)
     for task in cancelled:
         task.cancel()
@@ -298,6 +298,6 @@ async def a_refused_pod_leaves_nothing(home: Home) -> None:
             await made.close()
 
     async def clean() -> bool:
-        return {path.name for path in (home.host.state / "pods").iterdir()} == before
+        return {path.name for path in (context.host.state / "pods").iterdir()} == before
 
     await eventually(clean)

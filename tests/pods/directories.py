@@ -1,7 +1,7 @@
-"""Pods without namespaces for tests: a backend that must leave nothing, pods on it, and attacks from inside them.
+"""Pods without namespaces for tests: a backend that must leave nothing behind, pods on it, and attacks from inside.
 
-`shared` is `landlock` where pods have their maker's user, which is all an ordinary user gets; root gets it by being
-told that it cannot give pods users of their own.
+`shared` is `landlock` where pods have their creator's user, the only mode for an ordinary user; for root it is forced
+by patching `pod_user_ids`.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ CONFINED = KINDS[:2]
 
 @contextlib.asynccontextmanager
 async def opened(state: Path, kind: str) -> AsyncIterator[DirectoryBackend]:
-    """A backend of a state directory; at the end everything is shut and nothing may be left."""
+    """Open a backend on a state directory; at the end shut it down and check that nothing is left."""
     (state / "pods").mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         if kind == "shared":
@@ -56,14 +56,14 @@ async def start(backend: DirectoryBackend, id: str = "one", **options: object) -
 def with_pod(
     state: Path, kind: str, check: Callable[[DirectoryPod, DirectoryBackend], Awaitable[None]], **options: object
 ) -> None:
-    """Run `check` on a new pod, end the pod, and see that none of its processes is left."""
+    """Run `check` on a new pod, end the pod, and check that none of its processes is left."""
 
     async def main() -> None:
         async with opened(state, kind) as backend:
             pod = await start(backend, **options)
-            agent_pid, worker, guard = await family(pod)
+            init_pid, worker, guard = await family(pod)
             await check(pod, backend)
-            seen = {agent_pid, *processes.descendants(agent_pid)}
+            seen = {init_pid, *processes.descendants(init_pid)}
             await pod.end()
             await pod.end()
             assert not pod.fs.exists()
@@ -74,10 +74,10 @@ def with_pod(
 
 
 async def family(pod: DirectoryPod) -> tuple[int, int, int]:
-    """A pod's agent, the worker that made it, and the guard above."""
-    agent_pid = int((await pod.exec("echo $PPID")).stdout)
-    worker = parent(agent_pid)
-    return agent_pid, worker, parent(worker)
+    """Return the pids of a pod's guest init, the zygote's worker and its guard."""
+    init_pid = int((await pod.exec("echo $PPID")).stdout)
+    worker = parent(init_pid)
+    return init_pid, worker, parent(worker)
 
 
 def parent(pid: int) -> int:
@@ -96,7 +96,7 @@ async def gone(pids: set[int], seconds: float = 10.0) -> bool:
 
 
 async def attack(pod: DirectoryPod, code: str, *arguments: object) -> str:
-    """What a Python program in the pod prints; an attempt in it prints its error's name."""
+    """Return the output of a Python program in the pod; `attempt` in it returns "done" or an error's name."""
     tools = """
         import ctypes, errno, os, signal, socket, sys
         def attempt(call, *arguments):

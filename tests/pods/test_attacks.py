@@ -1,7 +1,7 @@
-"""Attacks from inside a pod on the kernel, the host's files, sockets and secrets, and on the agent itself: all refused.
+"""Attacks from inside a pod on the kernel, the host's files, sockets and secrets, and the guest init: all refused.
 
 `attack_script.py` runs inside, once for each zygote; every attack is a test here. Afterwards the host and other pods
-are well, and nothing is left.
+still work, and nothing is left behind.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ SECRET = "secret-6f1c0d1e"
 
 @pytest.fixture(scope="module")
 def findings(zygote: str, state: Path) -> dict[str, str]:
-    """What the script inside found, with everything it must not find put in its way."""
+    """Return the outcomes of the script, with bait for every attack on the host."""
     os.environ["ETUDE_ATTACK_SECRET"] = SECRET
     private = tempfile.TemporaryDirectory(prefix="etude-hidden-")
     with private as directory, socket.create_server(("127.0.0.1", 0)) as server:
@@ -77,7 +77,7 @@ async def run_script(zygote: str, state: Path, facts: dict[str, object]) -> dict
 
 
 def attack_names() -> list[str]:
-    """The names, by running the script's table without running it."""
+    """Return the names of the attacks without running them."""
     import importlib.util
     import sys
 
@@ -98,26 +98,26 @@ def test_an_attack_from_inside_is_refused(name: str, findings: dict[str, str]) -
     assert findings[name].startswith("refused"), findings[name]
 
 
-def test_every_other_attack_the_script_made_of_the_facts_is_refused_too(findings: dict[str, str]) -> None:
+def test_every_attack_generated_from_the_facts_is_refused(findings: dict[str, str]) -> None:
     rest = {name: how for name, how in findings.items() if not how.startswith("refused")}
     assert rest == {"the pod afterwards": "well", "the other pod afterwards": "well", "what is left": "{}"}
     assert sum("connect to socket" in name for name in findings) >= 6
     assert sum(name.startswith("see ") for name in findings) >= 10
 
 
-# -- the agent, PID 1 of the pod
+# -- the guest init, PID 1 of the pod
 
 
-def test_a_pod_that_starves_its_agent_harms_nobody_else(zygote: str, state: Path) -> None:
+def test_a_pod_that_starves_its_guest_init_does_not_affect_others(zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
-        code = "import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (3, 3))"  # our uid is the agent's
+        code = "import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (3, 3))"  # we have the guest init's uid
         await pod.exec(["python3", "-c", code], timeout=5)
 
     run_in_pod(zygote, state, act)
 
 
 @pytest.mark.parametrize("command", ["kill -9 1", "kill -STOP 1", "kill -TERM 1", "kill -9 -1", "kill -STOP -1"])
-def test_signals_to_the_agent_do_nothing(command: str, zygote: str, state: Path) -> None:
+def test_signals_to_the_guest_init_have_no_effect(command: str, zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         with_python = "import os,signal; os.kill(%d, %d)"
         _, number, target = command.split()
@@ -128,7 +128,7 @@ def test_signals_to_the_agent_do_nothing(command: str, zygote: str, state: Path)
     run_in_pod(zygote, state, act)
 
 
-def test_typing_into_a_terminal_from_inside_is_refused(zygote: str, state: Path) -> None:
+def test_injecting_terminal_input_is_refused(zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         code = "import fcntl, termios\nfor c in 'id\\n': fcntl.ioctl(0, termios.TIOCSTI, c.encode())"
         job = await pod.pty(["python3", "-c", code])
@@ -138,7 +138,7 @@ def test_typing_into_a_terminal_from_inside_is_refused(zygote: str, state: Path)
     run_in_pod(zygote, state, act)
 
 
-def test_a_pod_that_answers_no_more_can_be_given_up(zygote: str, state: Path) -> None:
+def test_an_unresponsive_pod_can_be_closed(zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         await pod.pause()
         calls = [pod.exec("true"), pod.read("/etc/hosts"), pod.write("x", "y"), pod.list("/"), pod.spawn("true")]
@@ -174,7 +174,7 @@ TRAPS = (
 )
 
 
-def test_account_files_turned_into_traps_do_not_stop_the_agent(zygote: str, state: Path) -> None:
+def test_hostile_account_files_do_not_block_the_guest_init(zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         for trap in TRAPS:
             await pod.exec(f"rm -rf /etc/passwd; {trap}", timeout=10)
@@ -185,7 +185,7 @@ def test_account_files_turned_into_traps_do_not_stop_the_agent(zygote: str, stat
     run_in_pod(zygote, state, act)
 
 
-def test_connections_that_come_and_go_do_not_harm_the_agent(zygote: str, state: Path) -> None:
+def test_short_connections_do_not_harm_the_guest_init(zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         directory = os.open(state / "pods" / pod.id, os.O_PATH)
         try:

@@ -1,4 +1,4 @@
-"""Attacks through files: paths that lead elsewhere, trees that hurt whoever copies them, files that lie."""
+"""Attacks through files: paths that lead outside, trees that harm their reader, files with false sizes."""
 
 import asyncio
 import contextlib
@@ -12,14 +12,16 @@ from etude.pods.pod import Limits, Pod, PodError
 from tests.pods.attacking import run_in_pod, well
 
 SECRET = "a secret of the host"
-WINDOWS = (  # by which a process reaches what it cannot name
+WINDOWS = (  # procfs links that lead outside
     *("/proc/self/root{}", "/proc/1/root{}", "/proc/1/cwd{}", "/proc/self/cwd{}", "/proc/1/task/1/root{}"),
     *("/proc/thread-self/root{}", "/../../../../../../..{}", "a/../../../../../..{}", "link{}", "//{}"),
 )
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_no_file_call_reaches_a_file_of_the_host(window: str, default_zygote: str, state: Path, tmp_path: Path) -> None:
+def test_no_file_request_reaches_a_file_of_the_host(
+    window: str, default_zygote: str, state: Path, tmp_path: Path
+) -> None:
     hidden = tmp_path / "hidden"
     hidden.write_text(SECRET)
 
@@ -31,7 +33,7 @@ def test_no_file_call_reaches_a_file_of_the_host(window: str, default_zygote: st
             with pytest.raises(PodError):
                 await call
         with contextlib.suppress(PodError):
-            await pod.write(path, "changed")  # may make such a file inside
+            await pod.write(path, "changed")  # may create such a file inside
         with contextlib.suppress(PodError):
             await pod.make_directory(os.path.dirname(path) + "/made")
         with contextlib.suppress(PodError):
@@ -45,7 +47,7 @@ def test_no_file_call_reaches_a_file_of_the_host(window: str, default_zygote: st
     run_in_pod(default_zygote, state, act)
 
 
-def test_the_agents_own_memory_and_descriptors_cannot_be_named(
+def test_the_guest_inits_memory_and_descriptors_cannot_be_read(
     default_zygote: str, state: Path, tmp_path: Path
 ) -> None:
     async def act(pod: Pod) -> None:
@@ -67,7 +69,7 @@ def test_the_agents_own_memory_and_descriptors_cannot_be_named(
     run_in_pod(default_zygote, state, act)
 
 
-def test_what_the_agent_says_of_itself_names_no_path_of_the_host(default_zygote: str, state: Path) -> None:
+def test_proc_1_contains_no_path_of_the_host(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         for directory in ("/proc/self/fd", "/proc/1/fd", "/proc/self"):
             with contextlib.suppress(PodError):
@@ -102,13 +104,13 @@ def test_a_hostile_tree_is_downloaded_without_harm(default_zygote: str, state: P
             info = os.lstat(target / name)
             assert stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode) or stat.S_ISLNK(info.st_mode)
             assert stat.S_ISLNK(info.st_mode) or not info.st_mode & 0o7000
-        assert os.readlink(target / "passwd") == "/etc/passwd"  # a link comes as a link
+        assert os.readlink(target / "passwd") == "/etc/passwd"  # a link is copied as a link
         assert os.listdir(tmp_path) == ["out"]
 
     run_in_pod(default_zygote, state, act)
 
 
-def test_a_tree_that_changes_while_it_is_copied_stays_in_its_place(
+def test_a_tree_that_changes_during_the_copy_writes_nothing_outside(
     default_zygote: str, state: Path, tmp_path: Path
 ) -> None:
     race = (
@@ -139,12 +141,12 @@ def test_a_tree_that_changes_while_it_is_copied_stays_in_its_place(
         for directory, names, files in os.walk(tmp_path):
             for name in (*names, *files):
                 assert os.path.realpath(directory).startswith(str(tmp_path)), name
-        assert await pod.read("/etc/hosts")  # the agent was not led to remove what it was not asked to
+        assert await pod.read("/etc/hosts")  # the guest init removed nothing else
 
     run_in_pod(default_zygote, state, act)
 
 
-def test_a_file_that_grows_while_it_is_read_ends(default_zygote: str, state: Path, tmp_path: Path) -> None:
+def test_reading_a_growing_file_ends(default_zygote: str, state: Path, tmp_path: Path) -> None:
     async def act(pod: Pod) -> None:
         job = await pod.spawn("while :; do head -c 100000 /dev/zero >> grow; done")
         while not (await pod.exec("test -s grow")).ok:
@@ -159,14 +161,14 @@ def test_a_file_that_grows_while_it_is_read_ends(default_zygote: str, state: Pat
     run_in_pod(default_zygote, state, act, Limits(memory=256 << 20, disk=64 << 20))
 
 
-def test_ten_thousand_directories_in_each_other_are_survived(default_zygote: str, state: Path, tmp_path: Path) -> None:
+def test_ten_thousand_nested_directories_are_handled(default_zygote: str, state: Path, tmp_path: Path) -> None:
     deep = "import os\nfor _ in range(10000):\n    os.mkdir('d'); os.chdir('d')\nopen('end', 'w').close()"
 
     async def act(pod: Pod) -> None:
         assert (await pod.exec(["python3", "-c", deep], timeout=60)).ok
         with pytest.raises(PodError):
             await pod.download("d", tmp_path / "d")
-        assert not (tmp_path / "d").exists()  # what was copied before it failed is gone again
+        assert not (tmp_path / "d").exists()  # the partial copy was removed
         if "fs-live" in pod.backend.capabilities.snapshots:  # type: ignore[attr-defined]
             with contextlib.suppress(PodError):
                 await pod.host.remove_snapshot((await pod.snapshot("fs-live")).id)  # type: ignore[attr-defined]
@@ -176,7 +178,7 @@ def test_ten_thousand_directories_in_each_other_are_survived(default_zygote: str
     run_in_pod(default_zygote, state, act)
 
 
-def test_a_directory_of_very_many_names_is_listed(default_zygote: str, state: Path) -> None:
+def test_a_directory_with_very_many_entries_can_be_listed(default_zygote: str, state: Path) -> None:
     many = "import os\nos.mkdir('many')\nfor n in range(30000): os.close(os.open(f'many/{n}', os.O_CREAT))"
 
     async def act(pod: Pod) -> None:
@@ -187,7 +189,7 @@ def test_a_directory_of_very_many_names_is_listed(default_zygote: str, state: Pa
     run_in_pod(default_zygote, state, act)
 
 
-def test_a_pod_full_of_deep_and_closed_trees_is_removed_with_nothing_left(default_zygote: str, state: Path) -> None:
+def test_a_pod_with_deep_and_unreadable_trees_is_removed_completely(default_zygote: str, state: Path) -> None:
     mess = (
         "import os\nfor _ in range(300):\n    os.mkdir('d'); os.chdir('d')\n"
         "os.chdir('/work')\nfor n in range(50): os.makedirs(f'c{n}/x/y'); os.chmod(f'c{n}/x', 0)"

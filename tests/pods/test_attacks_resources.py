@@ -1,4 +1,4 @@
-"""Attacks on what pods share: processes, memory, space, attention. The host and its other pods stay well."""
+"""Attacks on shared resources: processes, memory, disk space, CPU. The host and its other pods are not affected."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ SMALL = Limits(memory=128 * MIB, pids=64)
 
 
 async def clear(pod: Pod) -> None:
-    """Until the pod has room for a command again, kill what it runs."""
+    """Kill the pod's programs until it can run a command again."""
     deadline = time.monotonic() + 15
     while True:
         with contextlib.suppress(PodError):
@@ -27,7 +27,7 @@ async def clear(pod: Pod) -> None:
         await asyncio.sleep(0.05)
 
 
-def test_a_fork_bomb_stays_inside(default_zygote: str, state: Path) -> None:
+def test_a_fork_bomb_is_contained(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         result = await pod.exec(["bash", "-c", "bomb() { bomb | bomb & }; bomb; sleep 0.5"], timeout=3)
         assert (await pod.stats())["pids"] <= 64
@@ -37,7 +37,7 @@ def test_a_fork_bomb_stays_inside(default_zygote: str, state: Path) -> None:
     run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_a_storm_of_zombies_is_reaped(default_zygote: str, state: Path) -> None:
+def test_many_zombies_are_reaped(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         orphans = (
             "import os\nfor _ in range(1500):\n"
@@ -50,7 +50,7 @@ def test_a_storm_of_zombies_is_reaped(default_zygote: str, state: Path) -> None:
     run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_memory_that_is_not_there_ends_programs_and_not_the_pod(default_zygote: str, state: Path) -> None:
+def test_out_of_memory_ends_programs_and_not_the_pod(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         hog = "x = []\nwhile True: x.append(bytearray(b'z' * (4 << 20)))"
         for _ in range(3):
@@ -65,7 +65,7 @@ def test_memory_that_is_not_there_ends_programs_and_not_the_pod(default_zygote: 
 
 
 @pytest.mark.parametrize("place", ["/work/fill", "/dev/shm/fill", "/tmp/fill", "/dev/fill", "/run/fill"])
-def test_space_runs_out_for_the_pod_alone(place: str, default_zygote: str, state: Path) -> None:
+def test_a_full_disk_affects_only_the_pod(place: str, default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         full = await pod.exec(f"dd if=/dev/zero of={place} bs=1M count=500; stat -c %s {place}", timeout=30)
         assert "No space left" in full.stderr, full
@@ -79,7 +79,7 @@ def test_space_runs_out_for_the_pod_alone(place: str, default_zygote: str, state
     run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_all_places_together_leave_the_agent_alive(default_zygote: str, state: Path) -> None:
+def test_filling_all_file_systems_leaves_the_guest_init_alive(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         fill = "; ".join(f"dd if=/dev/zero of={place} bs=64k 2>&-" for place in ("/work/f", "/dev/shm/f", "/dev/f"))
         await pod.exec(f"{fill}; true", timeout=30)
@@ -88,7 +88,7 @@ def test_all_places_together_leave_the_agent_alive(default_zygote: str, state: P
     run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_files_run_out_for_the_pod_alone(default_zygote: str, state: Path) -> None:
+def test_exhausted_inodes_affect_only_the_pod(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         many = (
             "import os\nn = 0\ntry:\n    while True:\n        os.close(os.open(str(n), os.O_CREAT)); n += 1\n"
@@ -102,12 +102,12 @@ def test_files_run_out_for_the_pod_alone(default_zygote: str, state: Path) -> No
     run_in_pod(default_zygote, state, act, Limits(memory=64 * MIB, pids=64))
 
 
-def test_a_flood_of_output_is_cut_and_costs_no_memory(default_zygote: str, state: Path) -> None:
+def test_a_flood_of_output_is_truncated_and_uses_no_memory(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         results = await asyncio.gather(*(pod.exec("cat /dev/zero", timeout=1.0) for _ in range(4)))
         assert all(result.timed_out and result.truncated for result in results)
-        job = await pod.spawn("cat /dev/zero", timeout=1.0)  # which nobody reads
+        job = await pod.spawn("cat /dev/zero", timeout=1.0)  # its output is not read
         assert (await job.wait(10)).timed_out
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
         assert await well(pod) == "well"
@@ -115,7 +115,7 @@ def test_a_flood_of_output_is_cut_and_costs_no_memory(default_zygote: str, state
     run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_a_million_tiny_writes_arrive_or_are_cut(default_zygote: str, state: Path) -> None:
+def test_a_million_tiny_writes_arrive_or_are_truncated(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         drip = "import os\nfor _ in range(300000): os.write(1, b'x')"
         result = await pod.exec(["python3", "-c", drip], timeout=60)
@@ -126,7 +126,7 @@ def test_a_million_tiny_writes_arrive_or_are_cut(default_zygote: str, state: Pat
     run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_closing_a_pod_in_the_middle_of_everything_leaves_nothing(default_zygote: str, state: Path) -> None:
+def test_closing_a_busy_pod_leaves_nothing_behind(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         tasks = [asyncio.create_task(pod.exec("cat /dev/zero")) for _ in range(5)]
         tasks += [asyncio.create_task(pod.exec("setsid sleep 600 & sleep 600")) for _ in range(5)]
@@ -143,7 +143,7 @@ def test_closing_a_pod_in_the_middle_of_everything_leaves_nothing(default_zygote
     run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_an_enormous_command_is_refused_and_the_pod_stays(default_zygote: str, state: Path) -> None:
+def test_an_enormous_command_is_refused_and_the_pod_survives(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         for command, env in ((["echo", *["x" * 1000] * 900], {}), (["env"], {f"V{n}": "y" * 1000 for n in range(900)})):
             assert (await pod.exec(command, env=env)).exit_code in (0, 126)
@@ -158,7 +158,7 @@ def test_an_enormous_command_is_refused_and_the_pod_stays(default_zygote: str, s
     run_in_pod(default_zygote, state, act, SMALL)
 
 
-def test_many_jobs_at_once_run_or_say_why_not(default_zygote: str, state: Path) -> None:
+def test_many_concurrent_jobs_run_or_fail_with_a_reason(default_zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         made = await asyncio.gather(*(pod.spawn("sleep 2") for _ in range(200)), return_exceptions=True)
         refused = [job for job in made if isinstance(job, BaseException)]

@@ -1,4 +1,4 @@
-"""What is dropped is gone, for this process and every program it runs; what is kept works."""
+"""Dropped capabilities are gone, for this process and every program it runs; kept ones work."""
 
 import ctypes
 import fcntl
@@ -22,7 +22,7 @@ HEADER = Path("/usr/include/linux/capability.h")
 
 
 def as_root_of_a_namespace(action: Callable[[], Any]) -> Any:
-    """What `action` returns in a child that is root in a user namespace of its own, as in a pod."""
+    """Return the result of `action` in a child that is root in its own user namespace, as in a pod."""
 
     def child() -> Any:
         user, group = os.getuid(), os.getgid()
@@ -67,7 +67,7 @@ def test_the_mask_has_the_bits_of_the_names() -> None:
     assert capabilities.mask() == sum(1 << bit for bit in (0, 1, 3, 4, 5, 6, 7, 10, 18, 31))
 
 
-def test_what_is_not_a_capability_is_refused_by_name() -> None:
+def test_an_unknown_capability_is_named_in_the_error() -> None:
     with pytest.raises(ValueError, match="sys_admn not known"):
         capabilities.mask({"sys_admn", "chown"})
     with pytest.raises(ValueError, match="expected a collection of names"):

@@ -1,7 +1,7 @@
-"""Every backend that works here passes the one suite, as root and as an ordinary user.
+"""Run the conformance suite on every backend that works here, as root and as an ordinary user.
 
-Each variant runs in a process of its own (`conformance.py`), once, with the checks that were selected; each check is a
-test here. Every check runs on the default backend; on the others those that take long are among the slow tests.
+Each variant runs once, in its own process (`conformance.py`), with the selected checks; each check is a test here.
+Every check runs on the default backend; on the others the long ones are slow tests.
 """
 
 import json
@@ -25,25 +25,25 @@ SUITE_S = 600
 TRY = "import subprocess, sys, etude.pods.fleet; subprocess.run([sys.executable, '-I', '-S', '-c', ''], check=True)"
 
 LENGTHY = {  # more than about a quarter of a second
-    "a_chain_of_seventy_forks_keeps_everything",
-    "a_file_with_a_hole_of_a_terabyte_harms_nobody",
-    "a_job_nobody_reads_goes_on_and_ends",
-    "a_job_streams_its_output_as_it_comes_and_in_order",
+    "a_chain_of_seventy_forks_keeps_all_files",
+    "a_sparse_file_of_a_terabyte_is_harmless",
+    "a_job_without_a_reader_runs_to_its_end",
+    "a_job_streams_its_output_in_order",
     "a_jobs_timeout_ends_it",
     "a_large_file_goes_in_and_out_unchanged",
-    "a_paused_pod_answers_nothing_and_loses_nothing",
-    "a_paused_pod_can_be_kept_and_closed",
-    "a_pod_ends_when_its_time_is_over",
-    "a_share_of_a_core_is_all_a_pod_gets",
-    "a_shell_command_can_run_out_of_time",
+    "a_paused_pod_does_not_answer_and_loses_nothing",
+    "a_paused_pod_can_be_snapshotted_and_closed",
+    "a_pod_ends_when_its_ttl_expires",
+    "a_cpu_limit_is_enforced",
+    "a_shell_command_can_time_out",
     "a_slow_reader_slows_its_job_and_memory_stays_bounded",
-    "a_terminal_takes_much_input_and_gives_much_output",
-    "an_interrupt_and_the_end_of_input_are_keys_of_a_terminal",
-    "input_nobody_reads_is_not_piled_up",
-    "noise_in_the_background_neither_blocks_a_shell_nor_fills_our_memory",
-    "time_to_live_counts_for_a_paused_pod_too",
-    "waiting_with_a_timeout_leaves_the_job_alone",
-    "what_a_command_left_running_does_not_hold_it",
+    "a_terminal_handles_large_input_and_output",
+    "a_terminal_handles_the_interrupt_and_end_of_input_keys",
+    "unread_input_is_not_buffered_without_limit",
+    "background_output_neither_blocks_a_shell_nor_fills_our_memory",
+    "ttl_applies_to_a_paused_pod",
+    "a_wait_timeout_does_not_affect_the_job",
+    "a_command_does_not_wait_for_its_background_processes",
 }
 
 
@@ -65,7 +65,7 @@ VARIANTS = [
 ]
 
 
-# what another fast variant, or the tests of one backend, cover nearly as well
+# covered nearly as well by another fast variant or by the tests of one backend
 LATE = {Variant("namespace", "nobody", True), Variant("landlock", "nobody"), Variant("subprocess", "nobody")}
 
 
@@ -82,7 +82,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def tables() -> dict[Variant, dict[str, dict[str, str]]]:
-    """The results of each variant, by check; filled when the first test of a variant runs."""
+    """The results of each variant by check, filled by the first test of a variant."""
     return {}
 
 
@@ -102,7 +102,7 @@ def test_backend(
 
 
 def run_suite(variant: Variant, names: list[str]) -> dict[str, dict[str, str]]:
-    """Run the checks as the variant says; rows by name."""
+    """Run the checks of a variant; return rows by name."""
     prefix, environment, reason = command_of(variant.user)
     if variant.backend == "subprocess" and variant.user == "root":
         reason = "nothing is isolated on this backend, so its checks run as an ordinary user only"
@@ -128,7 +128,7 @@ def run_suite(variant: Variant, names: list[str]) -> dict[str, dict[str, str]]:
 
 @cache
 def command_of(user: str) -> tuple[list[str], dict[str, str], str]:
-    """Interpreter and environment to run as `user`; the third is why that cannot be."""
+    """Return interpreter, environment, and the reason why checks cannot run as `user`, or ""."""
     environment = {"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     if os.geteuid() != 0:
         reason = "" if user == "nobody" else "needs root"
@@ -138,7 +138,7 @@ def command_of(user: str) -> tuple[list[str], dict[str, str], str]:
     if shutil.which("setpriv") is None:
         return [], {}, "needs setpriv (util-linux) to run as another user"
     become = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--inh-caps=-all"]
-    # Our interpreter may be in a home directory that others cannot enter; one of the machine's can use our packages.
+    # Our interpreter may be in a home directory closed to other users; a system interpreter can use our packages.
     packages = [str(ROOT), *(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))]
     environment = {**environment, "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(packages)}
     reason = "no interpreter found"
@@ -152,5 +152,5 @@ def command_of(user: str) -> tuple[list[str], dict[str, str], str]:
             continue
         if done.returncode == 0:
             return [*become, program], environment, ""
-        reason = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
-    return [], {}, f"another user cannot run an interpreter with what Etude needs: {reason}"
+        reason = (done.stderr.strip().splitlines() or ["no error output"])[-1]
+    return [], {}, f"another user cannot run an interpreter with Etude's dependencies: {reason}"

@@ -1,6 +1,6 @@
-"""Under Landlock nothing outside a pod can be read, written, connected to or signalled; what remains is pinned.
+"""Under Landlock nothing outside a pod can be read, written, connected to or signalled; known gaps are asserted.
 
-Attacks are aimed only at what the test itself made, and run only where something is there to hold them.
+Attacks target only what the test itself created, and run only where Landlock is available.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from tests.pods.directories import (
 
 @pytest.fixture
 def secret() -> Iterator[Path]:
-    """A file outside every pod that anybody may read, were it not for Landlock."""
+    """Create a file outside every pod that is readable for all users but for Landlock."""
     open_directory = Path("/var/tmp") / f"etude-test-{os.urandom(6).hex()}"
     open_directory.mkdir(mode=0o755)
     file = open_directory / "secret"
@@ -81,7 +81,7 @@ def test_programs_cannot_read_or_write_outside(tmp_path: Path, kind: str, secret
 
 
 @pytest.mark.parametrize("kind", CONFINED)
-def test_file_calls_cannot_leave_the_pod(tmp_path: Path, kind: str, secret: Path) -> None:
+def test_file_requests_cannot_leave_the_pod(tmp_path: Path, kind: str, secret: Path) -> None:
     async def check(pod: DirectoryPod, backend: DirectoryBackend) -> None:
         await pod.exec(f"ln -s {secret} link; ln -s {secret.parent} place; mkdir mine; echo x > mine/x")
         up = os.path.relpath(secret, pod.workdir)
@@ -112,7 +112,7 @@ def test_file_calls_cannot_leave_the_pod(tmp_path: Path, kind: str, secret: Path
 
 @pytest.mark.parametrize("kind", CONFINED)
 @needs_python
-def test_another_pod_is_out_of_reach(tmp_path: Path, kind: str) -> None:
+def test_another_pod_is_not_accessible(tmp_path: Path, kind: str) -> None:
     async def main() -> None:
         async with opened(tmp_path, kind) as backend:
             victim, attacker = await start(backend, "victim"), await start(backend, "attacker")
@@ -145,7 +145,7 @@ def test_another_pod_is_out_of_reach(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CONFINED)
 @needs_python
-def test_host_processes_and_the_agent_can_be_neither_signalled_nor_traced(tmp_path: Path, kind: str) -> None:
+def test_host_processes_and_the_guest_init_can_be_neither_signalled_nor_traced(tmp_path: Path, kind: str) -> None:
     async def check(pod: DirectoryPod, backend: DirectoryBackend) -> None:
         host = subprocess.Popen(["sleep", "1000"])
         try:
@@ -173,7 +173,7 @@ def test_host_processes_and_the_agent_can_be_neither_signalled_nor_traced(tmp_pa
 
 @contextlib.contextmanager
 def serving(family: int, address: object) -> Iterator[socket.socket]:
-    """A server of the machine's that greets whoever connects."""
+    """Run a server on the machine that greets every client."""
     with socket.socket(family) as server:
         server.bind(address)  # type: ignore[arg-type]
         if isinstance(address, str) and not address.startswith("\0"):
@@ -184,7 +184,7 @@ def serving(family: int, address: object) -> Iterator[socket.socket]:
 
 @pytest.mark.parametrize("kind", CONFINED)
 @needs_python
-def test_sockets_of_the_machine_are_out_of_reach(tmp_path: Path, kind: str, secret: Path) -> None:
+def test_sockets_of_the_machine_are_not_accessible(tmp_path: Path, kind: str, secret: Path) -> None:
     async def check(pod: DirectoryPod, backend: DirectoryBackend) -> None:
         path, name = str(secret.parent / "private"), f"\0etude-test-{os.urandom(6).hex()}"
         public = str(secret.parent / "public")
@@ -216,8 +216,8 @@ def test_sockets_of_the_machine_are_out_of_reach(tmp_path: Path, kind: str, secr
             """
             shown = (await attack(pod, code, inet.getsockname()[1], path, public, name[1:])).splitlines()
             assert set(shown[:6]) <= {"EACCES", "EPERM"}, shown
-            # The limit of what is stopped, where a pod has a user of its own: what every user may connect to by a path.
-            assert shown[6] == ("done" if backend.users and ruleset.abi() < 9 else "EACCES")
+            # A known gap where a pod has its own user: sockets named by a path that every user may connect to.
+            assert shown[6] == ("done" if backend.user_ids and ruleset.abi() < 9 else "EACCES")
             assert shown[7:] == ["x", "-1 -1 -1"]
 
     with_pod(tmp_path, kind, check)
@@ -225,7 +225,7 @@ def test_sockets_of_the_machine_are_out_of_reach(tmp_path: Path, kind: str, secr
 
 @pytest.mark.parametrize("kind", CONFINED)
 @needs_python
-def test_more_than_the_pods_own_user_cannot_be_had(tmp_path: Path, kind: str) -> None:
+def test_a_pod_cannot_become_another_user(tmp_path: Path, kind: str) -> None:
     async def check(pod: DirectoryPod, backend: DirectoryBackend) -> None:
         code = """
             print(attempt(os.setuid, 1 if os.getuid() != 1 else 2), attempt(os.chroot, "."), attempt(os.mkfifo, "fifo"))
@@ -238,8 +238,8 @@ def test_more_than_the_pods_own_user_cannot_be_had(tmp_path: Path, kind: str) ->
         assert shown[:3] == ["EPERM", "EPERM", "done"]
         assert shown[3] in ("EPERM", "EACCES")
         assert shown[4:] == ["-1", "-1", "EPERM", "Linux"]
-        if backend.users:
-            # with a user of its own not even the modes of the machine's files can be changed
+        if backend.user_ids:
+            # with its own user a pod cannot even change the modes of the machine's files
             assert (await pod.exec(f"chmod 777 {backend.user_pods} {pod.fs.parent}")).exit_code
 
     with_pod(tmp_path, kind, check)
@@ -268,7 +268,7 @@ def web() -> Iterator[int]:
 
 @pytest.mark.parametrize("kind", CONFINED)
 @needs_python
-def test_only_allowed_destinations_are_reached_whatever_address_is_named(tmp_path: Path, kind: str) -> None:
+def test_only_allowed_destinations_are_reached_for_any_address(tmp_path: Path, kind: str) -> None:
     with web() as allowed, web() as other:
 
         async def check(pod: DirectoryPod, backend: DirectoryBackend) -> None:
@@ -295,7 +295,7 @@ def test_only_allowed_destinations_are_reached_whatever_address_is_named(tmp_pat
                 print(raw.connect(0, b"\\2\\0" + bytes(14), 16), errno.errorcode[ctypes.get_errno()])
             """
             shown = (await attack(pod, code, allowed, other)).splitlines()
-            assert shown[:2] == ["400 400", "400 400"]  # the gate answered, and nobody else
+            assert shown[:2] == ["400 400", "400 400"]  # only the proxy answered
             assert shown[2:4] == ["EACCES EACCES", "EACCES EACCES"]
             assert shown[5:] == ["still not blocking", "-1 ENOTSOCK"]
             decisions = [event.facts for event in pod.events() if event.kind == "egress"]

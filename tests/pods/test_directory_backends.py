@@ -1,4 +1,4 @@
-"""A pod without namespaces does all that a pod does, on `landlock` and on `subprocess`, and nothing outlives it."""
+"""Pods without namespaces, on `landlock` and on `subprocess`: all operations work, and no process outlives its pod."""
 
 import asyncio
 import contextlib
@@ -37,11 +37,11 @@ from tests.pods.directories import (
     with_pod,
 )
 
-# ------------------------------------------------------------------------------------------- what a pod does
+# ------------------------------------------------------------------------------------------- operations
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_commands_have_a_directory_variables_input_output_and_an_end(tmp_path: Path, kind: str) -> None:
+def test_commands_have_cwd_variables_input_output_and_timeout(tmp_path: Path, kind: str) -> None:
     async def check(pod: DirectoryPod, backend: DirectoryBackend) -> None:
         result = await pod.exec("echo out; echo err >&2; exit 3")
         assert (result.exit_code, result.stdout, result.stderr) == (3, "out\n", "err\n")
@@ -65,7 +65,7 @@ def test_commands_have_a_directory_variables_input_output_and_an_end(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_jobs_stream_take_signals_and_terminals(tmp_path: Path, kind: str) -> None:
+def test_jobs_stream_and_take_signals_and_terminals(tmp_path: Path, kind: str) -> None:
     async def check(pod: DirectoryPod, backend: DirectoryBackend) -> None:
         job = await pod.spawn(["cat"])
         await job.write(b"hello")
@@ -86,7 +86,7 @@ def test_jobs_stream_take_signals_and_terminals(tmp_path: Path, kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_shell_remembers(tmp_path: Path, kind: str) -> None:
+def test_a_shell_keeps_its_state(tmp_path: Path, kind: str) -> None:
     async def check(pod: DirectoryPod, backend: DirectoryBackend) -> None:
         shell = await pod.shell()
         await shell.run("cd ../tmp; X=1")
@@ -97,7 +97,7 @@ def test_a_shell_remembers(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_go_in_and_out(tmp_path: Path, kind: str) -> None:
+def test_files_are_copied_in_and_out(tmp_path: Path, kind: str) -> None:
     async def check(pod: DirectoryPod, backend: DirectoryBackend) -> None:
         await pod.write("a/b/text", "content", mode=0o600)
         await pod.write("a/b/text", " and more", append=True)
@@ -121,7 +121,7 @@ def test_files_go_in_and_out(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pod_can_be_paused_and_counted(tmp_path: Path, kind: str) -> None:
+def test_a_pod_can_be_paused_and_measured(tmp_path: Path, kind: str) -> None:
     async def check(pod: DirectoryPod, backend: DirectoryBackend) -> None:
         if not backend.capabilities.pause:
             with pytest.raises(Unsupported):
@@ -141,7 +141,7 @@ def test_a_pod_can_be_paused_and_counted(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_cannot_be_done_is_refused(tmp_path: Path, kind: str) -> None:
+def test_unsupported_operations_are_refused(tmp_path: Path, kind: str) -> None:
     async def main() -> None:
         async with opened(tmp_path, kind) as backend:
             other = Image("x", "debian", (Layer("base"),))
@@ -229,7 +229,7 @@ def test_fs_ends_the_programs_and_fs_live_does_not(tmp_path: Path, kind: str) ->
     asyncio.run(main())
 
 
-# ------------------------------------------------------------------------------------------- nothing is left
+# ------------------------------------------------------------------------------------------- cleanup
 
 LEAVE = "(setsid sh -c 'sleep 1000 & (sleep 1000 &) ; wait' >/dev/null 2>&1 &) ; (sleep 1000 >/dev/null 2>&1 &)"
 SERVICE = """
@@ -250,7 +250,7 @@ asyncio.run(main())
 
 
 def sleepers(root: int) -> set[int]:
-    """What LEAVE leaves below an agent, once all of it is there."""
+    """Wait for all processes that LEAVE starts below a guest init, and return them."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         found = set(processes.descendants(root))
@@ -289,35 +289,35 @@ def test_killing_the_service_ends_its_pods_and_leaves_the_detached_ones(tmp_path
 
 @pytest.mark.parametrize("victims", [["agent"], ["worker"], ["guard"], ["worker", "guard"]], ids="+".join)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_process_outlives_its_pod_whoever_is_killed(tmp_path: Path, kind: str, victims: list[str]) -> None:
+def test_no_process_outlives_its_pod_when_a_process_is_killed(tmp_path: Path, kind: str, victims: list[str]) -> None:
     async def main() -> None:
         async with opened(tmp_path, kind) as backend:
             pod = await start(backend)
             await pod.exec(LEAVE)
             named = dict(zip(("agent", "worker", "guard"), await family(pod), strict=True))
-            agent_pid = named["agent"]
-            below = sleepers(agent_pid)
-            for name in victims:  # stopped first: neither shall see the other go
+            init_pid = named["agent"]
+            below = sleepers(init_pid)
+            for name in victims:  # stop them first, so that neither sees the other die
                 os.kill(named[name], signal.SIGSTOP)
             for name in victims:
                 os.kill(named[name], signal.SIGKILL)
             if len(victims) == 1:
-                assert await gone({agent_pid, *below})
+                assert await gone({init_pid, *below})
             while pod.guest.closed_error is None:
                 await asyncio.sleep(0.01)
             with pytest.raises(PodGone):
                 await pod.exec("true")
             assert await backend.reap([]) == ["one"]
-            assert await gone({agent_pid, *below})
+            assert await gone({init_pid, *below})
             await pod.end()
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pod_ends_when_its_time_is_over(tmp_path: Path, kind: str) -> None:
+def test_a_pod_ends_when_its_ttl_expires(tmp_path: Path, kind: str) -> None:
     async def check(pod: DirectoryPod, backend: DirectoryBackend) -> None:
-        with contextlib.suppress(PodGone):  # half a second may be over already
+        with contextlib.suppress(PodGone):  # half a second may have passed already
             await pod.exec(LEAVE)
         while pod.guest.closed_error is None:
             await asyncio.sleep(0.02)
@@ -332,12 +332,10 @@ def test_a_pod_ends_when_its_time_is_over(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pod_that_could_not_be_made_leaves_nothing(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_creation_leaves_nothing_behind(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with opened(tmp_path, kind) as backend:
-            monkeypatch.setattr(DirectoryPod, "_plan", lambda *_: [])
+            monkeypatch.setattr(DirectoryPod, "_create_fields", lambda *_: [])
             with pytest.raises(PodError):
                 await start(backend)
             assert not list((tmp_path / "pods").iterdir())
@@ -350,7 +348,7 @@ def test_many_pods_at_once(tmp_path: Path) -> None:
         async with opened(tmp_path, "landlock" if landlock.abi() >= 6 else "subprocess") as backend:
             pods = await asyncio.gather(*(start(backend, f"pod{n}") for n in range(16)))
             ids = await asyncio.gather(*(pod.exec("id -u") for pod in pods))
-            if backend.users:
+            if backend.user_ids:
                 assert len({result.stdout for result in ids}) == 16
             await asyncio.gather(*(pod.end() for pod in pods))
 
@@ -362,7 +360,7 @@ def test_many_pods_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @needs_python
-def test_a_memory_hog_is_killed_and_the_pod_goes_on(tmp_path: Path, kind: str) -> None:
+def test_a_memory_hog_is_killed_and_the_pod_survives(tmp_path: Path, kind: str) -> None:
     async def check(pod: DirectoryPod, backend: DirectoryBackend) -> None:
         result = await pod.exec([PYTHON, "-c", "x = bytearray(400 << 20); x[::4096] = b'x' * len(x[::4096])"])
         assert (result.exit_code, result.out_of_memory) == (137, True)
@@ -374,7 +372,7 @@ def test_a_memory_hog_is_killed_and_the_pod_goes_on(tmp_path: Path, kind: str) -
 
 @pytest.mark.parametrize("kind", CONFINED)
 @needs_python
-def test_a_fork_bomb_stays_inside(tmp_path: Path, kind: str) -> None:
+def test_a_fork_bomb_is_contained(tmp_path: Path, kind: str) -> None:
     bomb = "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass"
 
     async def check(pod: DirectoryPod, backend: DirectoryBackend) -> None:
@@ -398,18 +396,18 @@ def skip_without(state: Path, kind: str, limit: str) -> None:
         pytest.skip(f"no control group for {limit} can be made here")
 
 
-# ------------------------------------------------------------------------------------------- asking beforehand
+# ------------------------------------------------------------------------------------------- probing
 
 
 @needs_landlock
-def test_the_probe_tries_the_real_thing(tmp_path: Path) -> None:
+def test_the_probe_confines_a_real_process(tmp_path: Path) -> None:
     works, words = landlock_available(tmp_path)
     assert works, words
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("abi", "users", "words"), [(0, False, "has none"), (2, True, "ABI 3"), (5, False, "signal")])
-def test_an_old_kernel_is_told_from_a_new_one(
+def test_an_old_kernel_is_refused_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abi: int, users: bool, words: str
 ) -> None:
     monkeypatch.setattr(landlock, "abi", lambda: abi)
@@ -419,10 +417,10 @@ def test_an_old_kernel_is_told_from_a_new_one(
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_fence_is_small_and_ends_in_a_verdict(machine: str) -> None:
+def test_the_notify_filter_is_small_and_ends_in_a_return(machine: str) -> None:
     for unix in (True, False):
-        for carry in (True, False):
-            program = seccomp_notify.build_filter(unix, carry, False, machine)
+        for egress in (True, False):
+            program = seccomp_notify.build_filter(unix, egress, False, machine)
             assert len(program) % 8 == 0
             assert len(program) < 60 * 8
             assert program[-8:-6] == b"\x06\x00"

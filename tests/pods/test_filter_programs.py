@@ -1,4 +1,4 @@
-"""Ordinary developer tools do not notice the filter."""
+"""Ordinary developer tools work unchanged under the filter."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ COMMANDS = {
 
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"), reason="no filter here")
 @pytest.mark.parametrize("tool", COMMANDS)
-def test_it_runs_as_without_the_filter(tool: str, tmp_path: Path) -> None:
+def test_a_tool_runs_as_without_the_filter(tool: str, tmp_path: Path) -> None:
     if not shutil.which(tool) or not shutil.which("bash"):
         pytest.skip(f"{tool} is not installed")
 

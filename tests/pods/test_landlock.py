@@ -1,4 +1,4 @@
-"""Under a ruleset nothing outside can be read, written, run, connected to or signalled, by any detour."""
+"""Under a ruleset nothing outside can be read, written, executed, connected to or signalled, not even indirectly."""
 
 import os
 import shutil
@@ -22,8 +22,8 @@ SYSTEM = [path for path in ("/usr", "/bin", "/lib", "/lib64", sys.base_prefix, s
 
 
 @dataclass(frozen=True)
-class Places:
-    """Three directories with a file `text` in each: to write in, to read from, and out of reach."""
+class Directories:
+    """Three directories with a file `text` in each: writable, readable and inaccessible."""
 
     write: Path
     read: Path
@@ -31,19 +31,21 @@ class Places:
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    found = Places(tmp_path / "write", tmp_path / "read", tmp_path / "outside")
+def directories(tmp_path: Path) -> Directories:
+    found = Directories(tmp_path / "write", tmp_path / "read", tmp_path / "outside")
     for directory in (found.write, found.read, found.outside):
         directory.mkdir()
         (directory / "text").write_text(directory.name)
     return found
 
 
-def confined(places: Places, action: Callable[[], Any], **options: Any) -> Any:
-    """What `action` returns in a child restricted to the places."""
+def confined(directories: Directories, action: Callable[[], Any], **options: Any) -> Any:
+    """Return the result of `action` in a child restricted to the directories."""
 
     def child() -> Any:
-        landlock.restrict([places.read, "/proc"], [places.write, "/dev/null"], **{"execute": SYSTEM} | options)
+        landlock.restrict(
+            [directories.read, "/proc"], [directories.write, "/dev/null"], **{"execute": SYSTEM} | options
+        )
         return action()
 
     return in_child(child)
@@ -53,7 +55,7 @@ def outcomes(*attempts: Sequence[Any]) -> list[str]:
     return [outcome(call, *arguments) for call, *arguments in attempts]
 
 
-# -- asking
+# -- arguments and ABI versions
 
 
 def test_an_abi_has_the_rights_of_those_before_it() -> None:
@@ -74,7 +76,7 @@ def test_an_abi_has_the_rights_of_those_before_it() -> None:
         (5, {}, "signals and abstract sockets inside needs ABI 6 .Linux 6.12.; this kernel has 5"),
     ],
 )
-def test_what_this_kernel_cannot_do_is_refused_not_left_out(
+def test_restrictions_that_this_kernel_lacks_are_refused(
     monkeypatch: pytest.MonkeyPatch, version: int, options: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(landlock, "abi", lambda: version)
@@ -83,7 +85,7 @@ def test_what_this_kernel_cannot_do_is_refused_not_left_out(
 
 
 @needs_landlock
-def test_what_cannot_be_a_rule_is_refused_with_a_reason_and_nothing_is_restricted(tmp_path: Path) -> None:
+def test_an_invalid_rule_is_refused_with_a_reason_and_nothing_is_restricted(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"landlock: cannot open .*/missing"):
         landlock.restrict([tmp_path / "missing"])
     with pytest.raises(ValueError, match="not the string '/usr'"):
@@ -106,76 +108,76 @@ def test_the_gaps_of_a_kernel_are_named() -> None:
 
 
 @needs_landlock
-def test_only_what_was_given_can_be_read(places: Places) -> None:
+def test_only_the_given_paths_can_be_read(directories: Directories) -> None:
     def child() -> list[str]:
         return outcomes(
-            ((places.read / "text").read_text,),
-            ((places.write / "text").read_text,),
-            (os.listdir, places.read),
-            ((places.outside / "text").read_text,),
-            (os.listdir, places.outside),
-            (os.listdir, places.outside.parent),
+            ((directories.read / "text").read_text,),
+            ((directories.write / "text").read_text,),
+            (os.listdir, directories.read),
+            ((directories.outside / "text").read_text,),
+            (os.listdir, directories.outside),
+            (os.listdir, directories.outside.parent),
             (os.listdir, "/"),
         )
 
-    assert confined(places, child) == ["ok"] * 3 + ["EACCES"] * 4
+    assert confined(directories, child) == ["ok"] * 3 + ["EACCES"] * 4
 
 
 @needs_landlock
-def test_only_what_was_given_can_be_written(places: Places) -> None:
+def test_only_the_given_paths_can_be_written(directories: Directories) -> None:
     def child() -> tuple[list[str], list[str]]:
-        forbidden = (places.read, places.outside)
+        forbidden = (directories.read, directories.outside)
         refused = outcomes(
             *((directory.joinpath(name).write_text, "x") for directory in forbidden for name in ("text", "new")),
             *((os.truncate, directory / "text", 0) for directory in forbidden),
             *((os.unlink, directory / "text") for directory in forbidden),
-            (os.mkdir, places.read / "new"),
-            (os.symlink, "/", places.read / "new"),
-            (os.mkfifo, places.read / "new"),
-            (os.mknod, places.write / "null", 0o020666, 0),
+            (os.mkdir, directories.read / "new"),
+            (os.symlink, "/", directories.read / "new"),
+            (os.mkfifo, directories.read / "new"),
+            (os.mknod, directories.write / "null", 0o020666, 0),
         )
         allowed = outcomes(
-            (places.write.joinpath("new").write_text, "x"),
-            (os.truncate, places.write / "new", 0),
-            (os.mkdir, places.write / "directory"),
-            (os.link, places.write / "new", places.write / "directory" / "linked"),
-            (os.rename, places.write / "new", places.write / "directory" / "renamed"),
-            (os.symlink, "renamed", places.write / "directory" / "symbolic"),
-            (os.mkfifo, places.write / "fifo"),
-            (os.unlink, places.write / "fifo"),
-            (shutil.rmtree, places.write / "directory"),
+            (directories.write.joinpath("new").write_text, "x"),
+            (os.truncate, directories.write / "new", 0),
+            (os.mkdir, directories.write / "directory"),
+            (os.link, directories.write / "new", directories.write / "directory" / "linked"),
+            (os.rename, directories.write / "new", directories.write / "directory" / "renamed"),
+            (os.symlink, "renamed", directories.write / "directory" / "symbolic"),
+            (os.mkfifo, directories.write / "fifo"),
+            (os.unlink, directories.write / "fifo"),
+            (shutil.rmtree, directories.write / "directory"),
             (Path("/dev/null").write_text, "x"),
         )
         return refused, allowed
 
-    refused, allowed = confined(places, child)
+    refused, allowed = confined(directories, child)
     assert refused == ["EACCES"] * 12
     assert allowed == ["ok"] * 10
-    assert (places.read / "text").read_text() == "read"
+    assert (directories.read / "text").read_text() == "read"
 
 
 @needs_landlock
-def test_a_rule_for_a_file_is_for_that_file(places: Places) -> None:
+def test_a_rule_for_a_file_is_for_that_file(directories: Directories) -> None:
     def child() -> list[str]:
-        landlock.restrict([places.read / "text"], [places.write / "text"])
+        landlock.restrict([directories.read / "text"], [directories.write / "text"])
         return outcomes(
-            ((places.read / "text").read_text,),
-            ((places.write / "text").write_text, "x"),
-            ((places.read / "text").write_text, "x"),
-            ((places.write / "new").write_text, "x"),
-            (os.listdir, places.read),
+            ((directories.read / "text").read_text,),
+            ((directories.write / "text").write_text, "x"),
+            ((directories.read / "text").write_text, "x"),
+            ((directories.write / "new").write_text, "x"),
+            (os.listdir, directories.read),
         )
 
     assert in_child(child) == ["ok"] * 2 + ["EACCES"] * 3
 
 
 @needs_landlock
-def test_links_and_renames_are_no_way_out_or_in(places: Places) -> None:
-    (places.write / "symbolic").symlink_to(places.outside / "text")
-    (places.write / "directory").symlink_to(places.outside)
+def test_links_and_renames_do_not_bypass_the_rules(directories: Directories) -> None:
+    (directories.write / "symbolic").symlink_to(directories.outside / "text")
+    (directories.write / "directory").symlink_to(directories.outside)
 
     def child() -> list[str]:
-        os.chdir(places.write)
+        os.chdir(directories.write)
         directory = os.open(".", os.O_PATH)
         os.symlink("../outside/text", "made")
         return outcomes(
@@ -185,79 +187,79 @@ def test_links_and_renames_are_no_way_out_or_in(places: Places) -> None:
             (Path("directory/text").read_text,),
             (Path("../outside/text").read_text,),
             (Path(f"/proc/self/fd/{directory}/../outside/text").read_text,),
-            (Path("/proc/self/root").joinpath(*places.outside.parts[1:], "text").read_text,),
-            (os.link, places.outside / "text", "stolen"),
-            (os.rename, places.outside / "text", "stolen"),
-            (os.rename, "text", places.outside / "planted"),
-            (os.link, "text", places.outside / "planted"),
-            (os.rename, places.outside, "stolen"),
-            # from where it may only be read to where it could be written
-            (os.link, places.read / "text", "writable"),
-            (os.rename, places.read / "text", "writable"),
+            (Path("/proc/self/root").joinpath(*directories.outside.parts[1:], "text").read_text,),
+            (os.link, directories.outside / "text", "stolen"),
+            (os.rename, directories.outside / "text", "stolen"),
+            (os.rename, "text", directories.outside / "planted"),
+            (os.link, "text", directories.outside / "planted"),
+            (os.rename, directories.outside, "stolen"),
+            # from a read-only to a writable directory
+            (os.link, directories.read / "text", "writable"),
+            (os.rename, directories.read / "text", "writable"),
         )
 
-    found = confined(places, child)
+    found = confined(directories, child)
     assert set(found) <= {"EACCES", "EXDEV"}, found
-    assert [path.name for path in places.outside.iterdir()] == ["text"]
+    assert [path.name for path in directories.outside.iterdir()] == ["text"]
 
 
 @needs_landlock
-def test_only_what_was_given_can_be_run(places: Places) -> None:
+def test_only_the_given_paths_can_be_executed(directories: Directories) -> None:
     true = shutil.which("true")
     assert true
-    for directory in (places.read, places.write):
+    for directory in (directories.read, directories.write):
         shutil.copy(true, directory / "program")
 
     def child() -> list[str]:
-        programs = (places.read / "program", places.write / "program", true)
+        programs = (directories.read / "program", directories.write / "program", true)
         return outcomes(*((subprocess.check_call, [program]) for program in programs))
 
-    assert confined(places, child) == ["EACCES", "EACCES", "ok"]
-    assert confined(places, child, execute=[*SYSTEM, places.write]) == ["EACCES", "ok", "ok"]
+    assert confined(directories, child) == ["EACCES", "EACCES", "ok"]
+    assert confined(directories, child, execute=[*SYSTEM, directories.write]) == ["EACCES", "ok", "ok"]
 
 
 @needs_landlock
-def test_programs_inherit_the_restriction(places: Places) -> None:
+def test_programs_inherit_the_restriction(directories: Directories) -> None:
     def child() -> list[int]:
-        files = [places.read / "text", places.outside / "text"]
+        files = [directories.read / "text", directories.outside / "text"]
         commands = [["cat", file] for file in files] + [["sh", "-c", f"sh -c 'cat {file}'"] for file in files]
         return [subprocess.run(command, capture_output=True, check=False).returncode for command in commands]
 
-    assert confined(places, child) == [0, 1, 0, 1]
+    assert confined(directories, child) == [0, 1, 0, 1]
 
 
 @needs_landlock
-def test_a_second_restriction_only_takes_away(places: Places) -> None:
+def test_a_second_restriction_only_takes_away(directories: Directories) -> None:
     def child() -> list[str]:
-        landlock.restrict([places.read, places.outside])
+        landlock.restrict([directories.read, directories.outside])
         return outcomes(
-            ((places.read / "text").read_text,),
-            ((places.outside / "text").read_text,),
-            ((places.write / "text").read_text,),
+            ((directories.read / "text").read_text,),
+            ((directories.outside / "text").read_text,),
+            ((directories.write / "text").read_text,),
         )
 
-    assert confined(places, child) == ["ok", "EACCES", "EACCES"]
+    assert confined(directories, child) == ["ok", "EACCES", "EACCES"]
 
 
 @needs_landlock
 @pytest.mark.parametrize("version", [3, 4, 5])
 def test_the_ruleset_of_an_older_abi_is_as_tight_for_files(
-    monkeypatch: pytest.MonkeyPatch, places: Places, version: int
+    monkeypatch: pytest.MonkeyPatch, directories: Directories, version: int
 ) -> None:
     monkeypatch.setattr(landlock, "abi", lambda: version)
 
     def child() -> list[str]:
-        files = (places.outside / "text", places.read / "text")
+        files = (directories.outside / "text", directories.read / "text")
         return outcomes(*((os.truncate, file, 0) for file in files), (files[0].read_text,), (files[1].read_text,))
 
-    assert confined(places, child, scope=False) == ["EACCES"] * 3 + ["ok"]
+    assert confined(directories, child, scope=False) == ["EACCES"] * 3 + ["ok"]
 
 
-# -- the network
+# -- network
 
 
 @needs_landlock
-def test_tcp_goes_to_the_given_ports_only(places: Places) -> None:
+def test_tcp_connects_to_the_given_ports_only(directories: Directories) -> None:
     with socket.create_server(("127.0.0.1", 0)) as allowed, socket.create_server(("127.0.0.1", 0)) as other:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -271,14 +273,14 @@ def test_tcp_goes_to_the_given_ports_only(places: Places) -> None:
             )
 
         ports = {"connect_ports": [allowed.getsockname()[1]]}
-        assert confined(places, child) == ["ok", "ok", "ok"]
-        assert confined(places, child, connect_ports=()) == ["EACCES"] * 3
-        assert confined(places, child, **ports) == ["ok", "EACCES", "EACCES"]
-        assert confined(places, child, **ports, bind_ports=[port]) == ["ok", "EACCES", "ok"]
+        assert confined(directories, child) == ["ok", "ok", "ok"]
+        assert confined(directories, child, connect_ports=()) == ["EACCES"] * 3
+        assert confined(directories, child, **ports) == ["ok", "EACCES", "EACCES"]
+        assert confined(directories, child, **ports, bind_ports=[port]) == ["ok", "EACCES", "ok"]
 
 
 @needs_landlock
-def test_with_the_tcp_only_filter_no_other_way_to_a_port_is_left(places: Places) -> None:
+def test_the_tcp_only_filter_closes_every_other_way_to_a_port(directories: Directories) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = other.getsockname()
 
@@ -295,25 +297,25 @@ def test_with_the_tcp_only_filter_no_other_way_to_a_port_is_left(places: Places)
             return outcomes((socket.create_connection, address), (fast_open,), (multipath,))
 
         program = seccomp.build_filter("tcp-only")
-        assert confined(places, child, connect_ports=()) == ["EACCES", "ENOTSUP", "EPROTONOSUPPORT"]
+        assert confined(directories, child, connect_ports=()) == ["EACCES", "ENOTSUP", "EPROTONOSUPPORT"]
 
 
 # -- processes
 
 
 @needs_landlock
-def test_signals_reach_own_children_only(places: Places) -> None:
+def test_signals_reach_own_children_only(directories: Directories) -> None:
     def child() -> list[Any]:
         with subprocess.Popen(["sleep", "60"]) as own:
             own.terminate()
         return [*outcomes((os.kill, os.getppid(), 0), (os.kill, os.getpid(), 0)), own.returncode]
 
-    assert confined(places, child) == ["EPERM", "ok", -signal.SIGTERM]
-    assert confined(places, child, scope=False) == ["ok", "ok", -signal.SIGTERM]
+    assert confined(directories, child) == ["EPERM", "ok", -signal.SIGTERM]
+    assert confined(directories, child, scope=False) == ["ok", "ok", -signal.SIGTERM]
 
 
 @needs_landlock
-def test_abstract_sockets_outside_cannot_be_connected_to(places: Places) -> None:
+def test_abstract_sockets_outside_cannot_be_connected_to(directories: Directories) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(b"\0" + os.urandom(8).hex().encode())
         server.listen()
@@ -322,20 +324,20 @@ def test_abstract_sockets_outside_cannot_be_connected_to(places: Places) -> None
             with socket.socket(socket.AF_UNIX) as client:
                 return outcome(client.connect, server.getsockname())
 
-        assert confined(places, child) == "EPERM"
-        assert confined(places, child, scope=False) == "ok"
+        assert confined(directories, child) == "EPERM"
+        assert confined(directories, child, scope=False) == "ok"
 
 
 @needs_landlock
-def test_the_memory_and_environment_of_processes_outside_cannot_be_read(places: Places) -> None:
+def test_the_memory_and_environment_of_processes_outside_cannot_be_read(directories: Directories) -> None:
     def child() -> list[str]:
-        capabilities.drop((), bounding=False)  # root's perfmon reads the memory of all, whatever Landlock says
+        capabilities.drop((), bounding=False)  # with perfmon root can read all memory despite Landlock
         outside = Path("/proc", str(os.getppid()))
         return outcomes(
             ((outside / "environ").read_text,),
             ((outside / "mem").open, "rb"),
-            ((outside / "root" / places.outside.relative_to("/") / "text").read_text,),
+            ((outside / "root" / directories.outside.relative_to("/") / "text").read_text,),
             (Path("/proc/self/environ").read_text,),
         )
 
-    assert confined(places, child) == ["EACCES"] * 3 + ["ok"]
+    assert confined(directories, child) == ["EACCES"] * 3 + ["ok"]

@@ -1,4 +1,4 @@
-"""Whatever is killed, and however often pods come and go: no process, mount, group, file or descriptor is left."""
+"""No process, mount, group, file or descriptor is left, whichever process is killed and however many pods were made."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 def with_host(zygote: str, state: Path, act: Callable[[Host], Awaitable[None]], most: int = 1000) -> None:
-    """Run `act` on a host; afterwards everything is as before its first pod."""
+    """Run `act` on a host and check that the inventory afterwards is that before its first pod."""
 
     async def main() -> None:
         thresholds = Thresholds(max_pods=most, unseen_image_fraction=0.05)
@@ -60,11 +60,11 @@ async def cycles(host: Host, count: int, workers: int = 4) -> None:
     await asyncio.gather(*(work() for _ in range(workers)))
 
 
-def test_a_hundred_and_fifty_pods_come_and_go_and_nothing_stays(zygote: str, state: Path) -> None:
+def test_a_hundred_and_fifty_pods_leave_nothing_behind(zygote: str, state: Path) -> None:
     with_host(zygote, state, lambda host: cycles(host, 150))
 
 
-def test_snapshots_and_forks_that_are_removed_leave_nothing(zygote: str, state: Path) -> None:
+def test_removed_snapshots_and_forks_leave_nothing_behind(zygote: str, state: Path) -> None:
     async def act(host: Host) -> None:
         pod = await host.create()
         job = await pod.spawn("sleep 600")
@@ -91,8 +91,8 @@ def test_snapshots_and_forks_that_are_removed_leave_nothing(zygote: str, state: 
     with_host(zygote, state, act)
 
 
-def test_thousands_of_requests_at_once_do_not_lock_service_and_keeper(zygote: str, state: Path) -> None:
-    """Both send blocking: unless there is a limit, each could wait for the other to read."""
+def test_thousands_of_concurrent_requests_do_not_deadlock_service_and_zygote(zygote: str, state: Path) -> None:
+    """Both send blocking: without a limit, each could wait for the other to read."""
 
     async def act(host: Host) -> None:
         async with asyncio.timeout(60):
@@ -101,7 +101,7 @@ def test_thousands_of_requests_at_once_do_not_lock_service_and_keeper(zygote: st
     with_host(zygote, state, act)
 
 
-def test_creations_that_are_cancelled_leave_nothing(default_zygote: str, state: Path) -> None:
+def test_cancelled_creations_leave_nothing_behind(default_zygote: str, state: Path) -> None:
     async def act(host: Host) -> None:
         for n in range(40):
             task = asyncio.create_task(host.create())
@@ -113,7 +113,7 @@ def test_creations_that_are_cancelled_leave_nothing(default_zygote: str, state: 
     with_host(default_zygote, state, act)
 
 
-def test_commands_and_jobs_that_are_cancelled_leave_nothing(default_zygote: str, state: Path) -> None:
+def test_cancelled_commands_and_jobs_leave_nothing_behind(default_zygote: str, state: Path) -> None:
     async def act(host: Host) -> None:
         pod = await host.create()
         before = len(os.listdir("/proc/self/fd"))
@@ -137,7 +137,7 @@ def test_commands_and_jobs_that_are_cancelled_leave_nothing(default_zygote: str,
     with_host(default_zygote, state, act)
 
 
-# -- deaths
+# -- killed processes
 
 
 def start_service(
@@ -150,7 +150,7 @@ def start_service(
         return child, json.loads(said.readline())
 
 
-def test_a_killed_service_takes_its_pods_along_and_leaves_the_detached(zygote: str, state: Path) -> None:
+def test_a_killed_service_ends_its_attached_pods_only(zygote: str, state: Path) -> None:
     child, ids = start_service(zygote, state, attached=10, detached=3)
     time.sleep(0.3)  # in the middle of snapshots and forks
     child.send_signal(signal.SIGKILL)
@@ -214,7 +214,7 @@ def test_a_paused_detached_pod_outlives_its_service(default_zygote: str, state: 
     asyncio.run(main())
 
 
-def test_a_killed_keeper_takes_every_pod_along_and_another_takes_its_place(zygote: str, state: Path) -> None:
+def test_a_killed_zygote_ends_every_pod_and_is_replaced(zygote: str, state: Path) -> None:
     async def main() -> None:
         host = await open_host("namespace", state, compiled=zygote == "compiled")
         try:
@@ -234,7 +234,7 @@ def test_a_killed_keeper_takes_every_pod_along_and_another_takes_its_place(zygot
                 with pytest.raises(PodGone):
                     await pod.exec("true")
                 assert "died" in [event.kind for event in pod.events()]
-            with pytest.raises(PodError):  # it was in the memory of the dead
+            with pytest.raises(PodError):  # it was in the memory of the killed zygote
                 await host.create(snapshot)
             fresh = await host.create()
             assert (await fresh.exec("ls /usr/bin/env")).ok
@@ -253,7 +253,7 @@ def alive(pid: int) -> bool:
     return inventory.read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"], ["X"])
 
 
-def test_a_killed_agent_ends_its_pod_only(zygote: str, state: Path) -> None:
+def test_a_killed_guest_init_ends_only_its_pod(zygote: str, state: Path) -> None:
     async def act(host: Host) -> None:
         pod, other = await host.create(), await host.create()
         await pod.spawn("sleep 600")
@@ -271,8 +271,8 @@ def test_a_killed_agent_ends_its_pod_only(zygote: str, state: Path) -> None:
     with_host(zygote, state, act)
 
 
-def test_a_service_that_opens_beside_another_harms_none_of_its_pods(default_zygote: str, state: Path) -> None:
-    """A pod made while the newcomer looks for leftovers is not one."""
+def test_a_second_service_does_not_affect_the_pods_of_the_first(default_zygote: str, state: Path) -> None:
+    """A pod created while the second service looks for leftovers is not removed."""
 
     async def main() -> None:
         host = await open_host("namespace", state, compiled=default_zygote == "compiled")
@@ -306,11 +306,11 @@ def test_a_service_that_opens_beside_another_harms_none_of_its_pods(default_zygo
     asyncio.run(main())
 
 
-# -- many
+# -- many pods
 
 
 @pytest.mark.slow
-def test_a_thousand_pods_live_at_once(zygote: str, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_pods_run_at_once(zygote: str, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def act(host: Host) -> None:
         free, started = available(), time.perf_counter()
         pods: list[LocalPod] = []
@@ -338,7 +338,7 @@ def test_a_thousand_pods_live_at_once(zygote: str, state: Path, capsys: pytest.C
 
 
 @pytest.mark.slow
-def test_ten_thousand_pods_come_and_go(zygote: str, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ten_thousand_pods_leave_nothing_behind(zygote: str, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def act(host: Host) -> None:
         started = time.perf_counter()
         await cycles(host, 10_000)

@@ -1,4 +1,4 @@
-"""The filter says what its table says, for any call and argument; and the kernel, given it, does what it says."""
+"""The filter agrees with its table for any call and argument, and the kernel enforces it."""
 
 import ctypes
 import errno
@@ -33,7 +33,7 @@ linux = pytest.mark.skipif(sys.platform != "linux" or HERE not in ARCHS, reason=
 
 
 def interpret(program: bytes, data: bytes) -> tuple[int, int]:
-    """Run a filter as the kernel would: its verdict, and how many instructions that took."""
+    """Interpret a filter as the kernel would; return its action and the number of instructions executed."""
     lines = list(struct.iter_unpack("=HBBI", program))
     accumulator, at, steps = 0, 0, 0
     while True:
@@ -55,7 +55,7 @@ def seccomp_data(arch: int, number: int, arguments: tuple[int, ...] = ()) -> byt
 
 
 def verdict(network: str, machine: str, arch: int, number: int, arguments: tuple[int, ...]) -> str:
-    """What the filter ought to say, written again in another way."""
+    """Return the expected action of the filter, from an independent implementation."""
     if arch != ARCHS[machine]:
         return "kill"
     if number > 469:
@@ -123,13 +123,13 @@ TELLING = (
 
 numbers = st.sampled_from(CONSTRAINED) | st.integers(0, 520) | st.integers(0, 2**32 - 1)
 words = st.sampled_from(TELLING) | st.integers(0, 2**32 - 1)
-# In the upper half of a register anything may stand; the kernel does not look at it, nor may the filter.
+# The upper half of a register may hold anything; the kernel ignores it, and so must the filter.
 arguments = st.tuples(*[st.builds(lambda low, high: low | high << 32, words, st.sampled_from([0, 1, 2**32 - 1]))] * 6)
 
 
 @settings(max_examples=2000, deadline=None, print_blob=True)
 @given(st.sampled_from(sorted(PROGRAMS)), st.sampled_from([*ARCHS.values(), 0x40000003]), numbers, arguments)
-def test_the_filter_says_what_the_table_says(
+def test_the_filter_agrees_with_the_table(
     which: tuple[str, str], arch: int, number: int, arguments: tuple[int, ...]
 ) -> None:
     said, _ = interpret(PROGRAMS[which], seccomp_data(arch, number, arguments))
@@ -137,9 +137,7 @@ def test_the_filter_says_what_the_table_says(
 
 
 @pytest.mark.parametrize(("network", "machine"), sorted(PROGRAMS))
-def test_every_call_is_decided_in_a_dozen_instructions_and_by_its_number_if_it_can_be(
-    network: str, machine: str
-) -> None:
+def test_every_call_is_decided_in_a_dozen_instructions_and_by_number_if_possible(network: str, machine: str) -> None:
     program, checked = PROGRAMS[network, machine], seccomp.calls(network, machine)  # type: ignore[arg-type]
     for number in range(520):
         said, steps = interpret(program, seccomp_data(ARCHS[machine], number))
@@ -170,7 +168,7 @@ def test_the_numbers_are_those_of_the_kernel_headers(machine: str) -> None:
     assert sum(entry[0] in known for entry in entries if entry[column]) > 50
 
 
-def test_what_cannot_be_built_is_refused_with_a_reason() -> None:
+def test_invalid_filter_arguments_are_refused_with_a_reason() -> None:
     with pytest.raises(ValueError, match="expected one of own, none, tcp-only"):
         seccomp.build_filter("all")  # type: ignore[arg-type]
     with pytest.raises(OSError, match="no system-call table for riscv64; there is one for x86_64, aarch64"):
@@ -192,10 +190,10 @@ def test_the_explanation_names_every_call_that_is_refused() -> None:
 
 
 def filtered(action: Callable[[], Any], network: Any = "own") -> Any:
-    """What `action` returns in a child under the filter."""
+    """Return the result of `action` in a child under the filter."""
 
     def child() -> Any:
-        os.setsid()  # should vhangup get through, it hangs up nothing
+        os.setsid()  # so that vhangup would hang up nothing if it got through
         seccomp.install(program)
         return action()
 
@@ -217,7 +215,7 @@ def test_every_denied_call_is_denied() -> None:
 
 
 @linux
-def test_calls_newer_than_the_table_and_of_the_x32_abi_do_not_exist() -> None:
+def test_newer_calls_and_the_x32_abi_return_enosys() -> None:
     newer = (seccomp.NEWEST + 1, 512, 1000, 0x40000000, 0x40000000 + 39, 2**31 - 1)
     assert filtered(lambda: {syscall(number) for number in newer}) == {"ENOSYS"}
 
@@ -229,11 +227,11 @@ def test_no_process_is_started_in_a_new_namespace() -> None:
 
 
 @linux
-def test_nothing_can_be_typed_into_a_terminal() -> None:
+def test_terminal_input_cannot_be_injected() -> None:
     def child() -> list[str]:
         master, slave = os.openpty()
         letter = ctypes.create_string_buffer(b"x")
-        # The kernel takes the request as 32 bits: what stands above must make no difference.
+        # The kernel takes the request as 32 bits: the upper bits must make no difference.
         requests = (0x5412, 0x541C, 0x5412 | 1 << 40)
         refused = [syscall(number_of("ioctl"), slave, request, ctypes.addressof(letter)) for request in requests]
         return [*refused, outcome(os.get_terminal_size, master), outcome(os.ttyname, slave)]
@@ -242,7 +240,7 @@ def test_nothing_can_be_typed_into_a_terminal() -> None:
 
 
 @linux
-def test_address_randomisation_can_be_switched_off_but_no_protection() -> None:
+def test_address_randomisation_can_be_disabled_but_no_protection() -> None:
     def child() -> list[str]:
         read_implies_exec, mmap_page_zero = 0x0400000, 0x0100000
         return [
@@ -299,7 +297,7 @@ def test_under_tcp_only_no_connection_is_made_by_sending() -> None:
             ]
             return [*refused, outcome(three.sendall, b"x"), outcome(three.sendmsg, [b"x"])]
 
-    assert filtered(child, "tcp-only") == ["ENOTSUP", "ENOTSUP", "ok", "ok"]  # EOPNOTSUPP by another name
+    assert filtered(child, "tcp-only") == ["ENOTSUP", "ENOTSUP", "ok", "ok"]  # the same number as EOPNOTSUPP
 
 
 @linux
@@ -364,7 +362,7 @@ def test_a_debugger_can_trace() -> None:
 
 
 @linux
-def test_the_filter_stays_over_exec_and_others_can_be_stacked_on_it() -> None:
+def test_the_filter_survives_exec_and_others_can_be_stacked_on_it() -> None:
     def child() -> list[bool]:
         seccomp.install(seccomp.build_filter("none"))
         run = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True, check=True)
@@ -374,7 +372,7 @@ def test_the_filter_stays_over_exec_and_others_can_be_stacked_on_it() -> None:
 
 
 @linux
-def test_no_thread_stays_outside_the_filter() -> None:
+def test_the_filter_applies_to_every_thread() -> None:
     def child() -> list[str]:
         installed, found = threading.Event(), []
 
@@ -395,7 +393,7 @@ def test_no_thread_stays_outside_the_filter() -> None:
 
 @linux
 @pytest.mark.skipif(HERE != "x86_64", reason="int 0x80 is of x86")
-def test_a_32_bit_system_call_kills() -> None:
+def test_a_32_bit_system_call_kills_the_process() -> None:
     def getpid_as_i386() -> int:
         page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
         page.write(b"\xb8\x14\x00\x00\x00\xcd\x80\xc3")  # mov eax, 20; int 0x80; ret

@@ -1,4 +1,4 @@
-"""A fleet does what a model of it says, whatever is asked in whatever order and whoever is killed in between.
+"""A fleet behaves like a model of it, for any order of operations and with processes killed in between.
 
 The model is a dictionary of files for every pod and snapshot. The fleet runs in a child process, so that it can be
 killed; detached pods outlive it, and nothing but durable snapshots outlives the zygote.
@@ -32,7 +32,7 @@ Files = dict[str, str]
 
 
 class Service:
-    """The child process, and how to ask it."""
+    """The child process that runs the fleet, and requests to it."""
 
     def __init__(self, state: Path) -> None:
         self.state = state
@@ -66,11 +66,11 @@ class Service:
 
 
 class Refused(Exception):
-    """The service answered with an error."""
+    """The service returned an error."""
 
 
 class FleetMachine(RuleBasedStateMachine):
-    """Commands in any order, against the model."""
+    """Operations in any order, compared with the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class FleetMachine(RuleBasedStateMachine):
             deadline = time.monotonic() + 10
             while left and inventory.zygote_of(self.state) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            if self.orphaned:  # a service that ends at once may not have noticed which pods went with their zygote
+            if self.orphaned:  # a service that ends at once may not have noticed which pods ended with their zygote
                 self.service = Service(self.state)
                 self.service.ask("gc")
                 self.service.end(0)
@@ -226,7 +226,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.service = Service(self.state)
 
     @rule()
-    def kill_the_keeper(self) -> None:
+    def kill_the_zygote(self) -> None:
         if zygote := inventory.zygote_of(self.state):
             os.kill(zygote, signal.SIGKILL)
             self.orphaned = True
@@ -252,15 +252,15 @@ def explore(examples: int, steps: int) -> None:
         deadline=None,
         suppress_health_check=list(HealthCheck),
         database=None,
-        phases=[Phase.generate],  # what others do to the machine is not repeated exactly: the steps are printed instead
+        phases=[Phase.generate],  # runs are not exactly repeatable: the steps are printed instead
     )
     machine.runTest()
 
 
-def test_a_fleet_does_what_its_model_says() -> None:
+def test_a_fleet_behaves_like_its_model() -> None:
     explore(examples=5, steps=20)
 
 
 @pytest.mark.slow
-def test_a_fleet_does_what_its_model_says_for_longer() -> None:
+def test_a_fleet_behaves_like_its_model_for_longer() -> None:
     explore(examples=60, steps=60)

@@ -102,7 +102,7 @@ class UnisolatedPod(GuestPod):
 
 
 def _cannot(what: str) -> NoReturn:
-    raise Unsupported(f"{what} is not possible without isolation, on the machine itself; use a pod of a fleet")
+    raise Unsupported(f"{what} is not possible in an unisolated pod; use a pod of a fleet")
 
 
 @asynccontextmanager
