@@ -51,11 +51,11 @@ KNOWN_KEYS: Mapping[str, tuple[str, ...]] = {
 _FREE_FORM = ("metadata", "env", "headers", "min_reward", "authors", "tpu")  # tables with arbitrary keys
 
 
-def unknown_keys(config: Mapping[str, Any], place: str = "") -> Iterator[str]:
+def unknown_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield keys of task.toml that the format does not define, as dotted paths."""
     for key, value in config.items():
-        path = f"{place}.{key}" if place else key
-        if place in KNOWN_KEYS and key not in KNOWN_KEYS[place]:
+        path = f"{prefix}.{key}" if prefix else key
+        if prefix in KNOWN_KEYS and key not in KNOWN_KEYS[prefix]:
             yield path
             continue
         if key in _FREE_FORM:

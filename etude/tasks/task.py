@@ -2,8 +2,8 @@
 
     <task>/task.toml  instruction.md  environment/Dockerfile  tests/test.sh  solution/solve.sh  [steps/<name>/...]
 
-Etude's own settings are in `[metadata]`, which the format leaves free, so public task sets run here unmodified and ours
-run elsewhere. This module is the contract; `harbor.py` reads and writes tasks, `lint.py` checks them.
+Etude's own settings are in `[metadata]`, which the format leaves free. This module is the contract; `harbor.py` reads
+and writes tasks, `lint.py` checks them.
 """
 
 from collections.abc import Mapping
