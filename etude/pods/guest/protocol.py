@@ -21,7 +21,7 @@ standard library only.
     REMOVE    PATH                                                          OK
     MKDIR     PATH MODE                                                     OK
     SYMLINK   PATH DATA(target)                                             OK
-    OWN       TIME(ms, 0: for ever) FLAGS=ATTACHED                          OK   the pod ends with this connection
+    OWN       TIME(ms, 0: forever) FLAGS=ATTACHED                          OK   the pod ends with this connection
     PROCESSES                                                               OK SIZE(processes besides the guest init)
     KILLALL                                                                 OK   every process but the guest init
     any                                                                     FAIL NUMBER(errno) DATA(text)

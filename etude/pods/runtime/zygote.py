@@ -539,8 +539,8 @@ def main(state: str, descriptor: int) -> None:
     os.umask(0o077)
     unshare_namespaces()
     os.chdir(state)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one descriptor for each pod
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one descriptor for each pod
     gc.collect()
     gc.freeze()  # pods share these pages until they are written to
     gc.disable()

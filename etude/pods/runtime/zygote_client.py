@@ -115,13 +115,13 @@ class ZygoteClient:
         for op, call, fields in self.decoder.feed(data):
             reply = self.calls.get(call)
             # Replies that are read together come with the descriptors of all of them, in order.
-            given = [self.descriptors.pop(0)] if op == protocol.OK and call in self.fetching else []
+            received = [self.descriptors.pop(0)] if op == protocol.OK and call in self.fetching else []
             self.fetching.discard(call)
             if reply is None or reply.done():
-                for fd in given:
+                for fd in received:
                     os.close(fd)
             elif op == protocol.OK:
-                reply.set_result((fields, given))
+                reply.set_result((fields, received))
             else:
                 reply.set_exception(PodError(str(decode_failure(fields))))
 

@@ -110,7 +110,8 @@ static const char *at_fd(int fd, const char *below, char text[FD_PATH])
 static int mount_overlay_classic(const char *upper, const char *work, const char *root)
 {
     char options[4096];
-    size_t at = (size_t)snprintf(options, sizeof options, "upperdir=%s,workdir=%s,volatile,userxattr,lowerdir=", upper, work);
+    size_t at = (size_t)snprintf(options, sizeof options, "upperdir=%s,workdir=%s,volatile,userxattr,lowerdir=",
+                                 upper, work);
     for (int i = 0; i < sources.layers && at < sizeof options; i++)
         at += (size_t)snprintf(options + at, sizeof options - at, "%s/proc/self/fd/%d", i ? ":" : "", sources.lower[i]);
     if (at >= sizeof options)
@@ -167,15 +168,15 @@ static int mount_binds(void)
 
 static int mount_device(const char *name)
 {
-    char place[32], source[32];
-    snprintf(place, sizeof place, "dev/%s", name);
+    char target[32], source[32];
+    snprintf(target, sizeof target, "dev/%s", name);
     snprintf(source, sizeof source, "/dev/%s", name);
-    int file = open(place, O_CREAT | O_WRONLY | O_CLOEXEC, 0666);
+    int file = open(target, O_CREAT | O_WRONLY | O_CLOEXEC, 0666);
     if (file < 0)
-        return fail_errno("%s", place);
+        return fail_errno("%s", target);
     close(file);
     int tree = clone_tree(AT_HERE, source, false);
-    if (tree < 0 || attach(tree, place))
+    if (tree < 0 || attach(tree, target))
         return -1;
     close(tree);
     return 0;
@@ -275,7 +276,8 @@ static int enter(const struct request *spec)
         return -1;
     if (syscall(SYS_pivot_root, ".", ".") || umount2(".", MNT_DETACH) || chdir("/"))
         return fail_errno("pivot_root");
-    if (!text_of(name.data ? name : span_of("pod"), hostname, sizeof hostname) || sethostname(hostname, strlen(hostname)))
+    if (!text_of(name.data ? name : span_of("pod"), hostname, sizeof hostname) ||
+        sethostname(hostname, strlen(hostname)))
         return fail_errno("set the host name");
     umask(022);
     return 0;
@@ -325,7 +327,8 @@ static int drop_capabilities(uint64_t keep)
 /* A filter is an array of instructions of 8 bytes, built by seccomp.py. */
 static int install_filter(struct span program)
 {
-    struct { unsigned short length; const void *filter; } description = {(unsigned short)(program.size / 8), program.data};
+    struct { unsigned short length; const void *filter; } description = {
+        (unsigned short)(program.size / 8), program.data};
     if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         return fail_errno("set no-new-privileges");
     if (!program.data)
@@ -350,7 +353,9 @@ static int drop_privileges(const struct request *spec, const struct pod_setup *s
         return fail_errno("become not dumpable");
     if (setrlimit(RLIMIT_NOFILE, &setup->files))
         return fail_errno("restore the limit of open files");
-    return drop_capabilities((uint64_t)number(spec, ZYGOTE_CAPS, 0)) || install_filter(field(spec, ZYGOTE_FILTER)) ? -1 : 0;
+    if (drop_capabilities((uint64_t)number(spec, ZYGOTE_CAPS, 0)))
+        return -1;
+    return install_filter(field(spec, ZYGOTE_FILTER)) ? -1 : 0;
 }
 
 /* Tell the first client that connects why the pod could not be created. */

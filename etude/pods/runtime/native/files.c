@@ -54,11 +54,11 @@ bool join_path(const char *base, const char *path, char *into, size_t room)
 /* Get the PATH of a request, relative to the working directory. */
 static int path_of(const struct request *r, char path[PATH_MAX])
 {
-    char asked[PATH_MAX];
+    char requested[PATH_MAX];
     struct span value = field(r, PATH);
     if (!value.size || memchr(value.data, 0, value.size))
         return fail(ENOENT, "an empty path");
-    if (!text_of(value, asked, sizeof asked) || !join_path(guest.workdir, asked, path, PATH_MAX))
+    if (!text_of(value, requested, sizeof requested) || !join_path(guest.workdir, requested, path, PATH_MAX))
         return fail(ENAMETOOLONG, "%s", error_text(ENAMETOOLONG));
     return 0;
 }
@@ -98,7 +98,8 @@ static int make_directories(const char *path)
 int open_regular(const char *path, int flags, mode_t mode)
 {
     /* O_NONBLOCK: do not block on the other end of a fifo. */
-    uint64_t how[3] = {(uint64_t)(flags | O_NONBLOCK | O_CLOEXEC | O_NOCTTY), flags & O_CREAT ? mode : 0, NO_MAGIC_LINKS};
+    uint64_t how[3] = {(uint64_t)(flags | O_NONBLOCK | O_CLOEXEC | O_NOCTTY), flags & O_CREAT ? mode : 0,
+                       NO_MAGIC_LINKS};
     char link[64], real[64] = "";
     struct stat info;
     int fd = (int)syscall(SYS_openat2, AT_FDCWD, path, how, sizeof how);

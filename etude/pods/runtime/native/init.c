@@ -370,12 +370,12 @@ static int queue_input(struct peer *peer, const struct request *r)
 static int send_signal(struct peer *peer, const struct request *r)
 {
     struct job *job = find_job(peer, r);
-    int64_t number_asked = number(r, NUMBER, 0);
+    int64_t signal_number = number(r, NUMBER, 0);
     if (!job)
         return -1;
-    if (number_asked < 0 || number_asked > 64)
+    if (signal_number < 0 || signal_number > 64)
         return fail(EINVAL, "%s", error_text(EINVAL));
-    if (kill(-job->pid, (int)number_asked))
+    if (kill(-job->pid, (int)signal_number))
         return fail(errno, "%s", error_text(errno));
     put_ok(peer, r->call);
     return 0;

@@ -156,11 +156,11 @@ static int find_groups(struct start *s, const char *name, const char *group, int
 }
 
 /* Find user, group and groups of `name`, `uid` or `uid:gid` in the pod's own /etc; no name services. */
-static int find_user(struct start *s, const char *asked)
+static int find_user(struct start *s, const char *requested)
 {
     char name[256], *group, *text, *at, *row[8];
     int columns;
-    snprintf(name, sizeof name, "%s", asked);
+    snprintf(name, sizeof name, "%s", requested);
     group = strchr(name, ':');
     if (group)
         *group++ = 0;
@@ -175,7 +175,7 @@ static int find_user(struct start *s, const char *asked)
     int failed = find_groups(s, called, group ? group : "", &gid);
     free(text);
     if (!failed && (uid < 0 || gid < 0))
-        failed = fail(EINVAL, "no user %s in the pod", quote(asked));
+        failed = fail(EINVAL, "no user %s in the pod", quote(requested));
     s->as_user = true, s->uid = (uint32_t)uid, s->gid = (uint32_t)gid;
     return failed;
 }
@@ -227,9 +227,9 @@ static void *parse_argv_env(struct start *s, const struct request *r)
         if (key == ARG) {
             s->argv[args++] = text;
         } else {
-            size_t place = env_index(s->env, vars, text);
-            s->env[place] = text;
-            vars += place == vars;
+            size_t index = env_index(s->env, vars, text);
+            s->env[index] = text;
+            vars += index == vars;
         }
         text += value.size + 1;
     }
@@ -243,9 +243,10 @@ static void *parse_argv_env(struct start *s, const struct request *r)
 
 static int find_workdir(struct start *s, const struct request *r)
 {
-    char asked[PATH_MAX];
+    char requested[PATH_MAX];
     struct stat info;
-    bool fits = text_of(field(r, CWD), asked, sizeof asked) && join_path(guest.workdir, asked, s->cwd, sizeof s->cwd);
+    bool fits = text_of(field(r, CWD), requested, sizeof requested) &&
+                join_path(guest.workdir, requested, s->cwd, sizeof s->cwd);
     if (!fits || stat(s->cwd, &info) || !S_ISDIR(info.st_mode))
         return fail(ENOTDIR, "the working directory %s is not there", fits ? s->cwd : "asked for");
     return 0;
@@ -359,10 +360,10 @@ pid_t start_program(const struct request *r, int input, int output, int error, b
 {
     struct start s = {.input = input, .output = output, .error = error, .terminal = terminal};
     char user[256];
-    struct span asked = field(r, USER);
-    if (!text_of(asked, user, sizeof user))
+    struct span requested = field(r, USER);
+    if (!text_of(requested, user, sizeof user))
         return fail(EINVAL, "no such user in the pod");
-    if ((asked.size && find_user(&s, user)) || find_workdir(&s, r))
+    if ((requested.size && find_user(&s, user)) || find_workdir(&s, r))
         return -1;
     void *block = parse_argv_env(&s, r);
     if (!block)

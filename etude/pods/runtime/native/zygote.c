@@ -194,7 +194,8 @@ static pid_t clone_into(const struct request *r, bool *moved)
     if (group.data && text_of(group, path, sizeof path)) {
         int directory = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         if (directory >= 0) {
-            uint64_t arguments[11] = {[0] = (uint64_t)NAMESPACES | INTO_CGROUP, [4] = SIGCHLD, [10] = (uint64_t)directory};
+            uint64_t arguments[11] = {
+                [0] = (uint64_t)NAMESPACES | INTO_CGROUP, [4] = SIGCHLD, [10] = (uint64_t)directory};
             pid_t pid = (pid_t)syscall(SYS_clone3, arguments, sizeof arguments);
             close(directory);
             if (pid >= 0) {
@@ -322,7 +323,8 @@ static int fetch(const struct request *r, int descriptor, struct reply *reply)
 
 static int drop(const struct request *r, int descriptor, struct reply *reply)
 {
-    struct { struct layer **known; const char *directory; } kinds[] = {{&zygote.memory, MEMORY}, {&zygote.mapped, MAPPED}};
+    struct { struct layer **known; const char *directory; } kinds[] = {
+        {&zygote.memory, MEMORY}, {&zygote.mapped, MAPPED}};
     char name[NAME], path[NAME + 16];
     (void)descriptor, (void)reply;
     if (name_of(r, ZYGOTE_LAYER, name))
