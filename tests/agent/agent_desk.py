@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from rehearsal import chatml
 from samplers import config_of
+from session_helpers import chatml
 
 from etude import cli
 from etude.model import save

@@ -9,15 +9,15 @@ from typing import cast
 
 import pytest
 from agent_desk import Desk, messages_of, open_pods, set_desk
-from rehearsal import Bench, speaker
-from rehearsal import says as rehearsed
 from rich.console import Console
-from stub_endpoint import Stub, call, says, serving
+from session_helpers import FakeTools, scripted_client
+from session_helpers import says as rehearsed
+from stub_endpoint import StubEndpoint, call, says, serving
 
-from etude.agent.conversation import Work
-from etude.agent.options import Options
+from etude.agent.conversation import AgentConversation
+from etude.agent.options import AgentOptions
 from etude.agent.screen import Screen
-from etude.harness.prompt import Request
+from etude.harness.prompt import SessionRequest
 from etude.harness.session import Session
 from etude.harness.trace_store import load_trace
 from etude.pods.pod import Pod
@@ -41,15 +41,15 @@ def desk(tmp_path: Path, pods: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.fixture
-def stub() -> Iterator[Stub]:
-    with serving(Stub(FIX)) as stub:
+def stub() -> Iterator[StubEndpoint]:
+    with serving(StubEndpoint(FIX)) as stub:
         yield stub
 
 
 # ------------------------------------------------------------------------------------------------- for scripts
 
 
-def test_printing_gives_the_final_message_and_a_patch_and_touches_nothing(desk: Desk, stub: Stub) -> None:
+def test_printing_gives_the_final_message_and_a_patch_and_touches_nothing(desk: Desk, stub: StubEndpoint) -> None:
     said = desk.agent("-p", "fix it", "--endpoint", stub.url)
     assert (said.code, said.out) == (0, "Fixed.\n")
     for part in ("● run_terminal_cmd python3 test_calc.py  exit 1", "● search_replace calc.py  +1 -1", "exit 0"):
@@ -61,7 +61,7 @@ def test_printing_gives_the_final_message_and_a_patch_and_touches_nothing(desk: 
     assert "\x1b" not in said.out + said.err  # not a terminal: no colours
 
 
-def test_the_report_is_one_json_object_and_changes_can_be_applied(desk: Desk, stub: Stub) -> None:
+def test_the_report_is_one_json_object_and_changes_can_be_applied(desk: Desk, stub: StubEndpoint) -> None:
     said = desk.agent("-p", "--json", "--apply", "--endpoint", stub.url, "fix", "it")
     found = said.json
     assert said.code == 0
@@ -76,7 +76,7 @@ def test_the_report_is_one_json_object_and_changes_can_be_applied(desk: Desk, st
     assert messages_of(stub.asked[0], "user") == ["fix it"]
 
 
-def test_a_request_can_come_from_standard_input(desk: Desk, stub: Stub) -> None:
+def test_a_request_can_come_from_standard_input(desk: Desk, stub: StubEndpoint) -> None:
     assert desk.agent("-p", "-", "--endpoint", stub.url, typed="fix\nit\n").code == 0
     assert messages_of(stub.asked[0], "user") == ["fix\nit"]
 
@@ -86,14 +86,14 @@ def test_a_file_that_was_edited_meanwhile_is_not_overwritten(desk: Desk) -> None
         if said == 3:
             (desk.project / "calc.py").write_text("# my own\n")
 
-    with serving(Stub(FIX, on_ask=edit)) as stub:
+    with serving(StubEndpoint(FIX, on_ask=edit)) as stub:
         said = desk.agent("-p", "--json", "--apply", "--endpoint", stub.url, "fix it")
     assert said.code == 1
     assert said.json["refused"] == {"calc.py": "it changed on disk meanwhile"}
     assert desk.read("calc.py") == "# my own\n"
 
 
-def test_a_directory_without_git_is_worked_on_as_well(desk: Desk, stub: Stub) -> None:
+def test_a_directory_without_git_is_worked_on_as_well(desk: Desk, stub: StubEndpoint) -> None:
     shutil.rmtree(desk.project / ".git")
     said = desk.agent("-p", "--json", "--apply", "--endpoint", stub.url, "fix it")
     assert (said.code, said.json["applied"]) == (0, ["calc.py"])  # and no __pycache__
@@ -101,7 +101,7 @@ def test_a_directory_without_git_is_worked_on_as_well(desk: Desk, stub: Stub) ->
 
 
 @pytest.mark.parametrize(("arguments", "ending"), [(["--turns", "2"], "turns"), (["--tokens", "10"], "tokens")])
-def test_a_spent_budget_is_a_failure(desk: Desk, stub: Stub, arguments: list[str], ending: str) -> None:
+def test_a_spent_budget_is_a_failure(desk: Desk, stub: StubEndpoint, arguments: list[str], ending: str) -> None:
     said = desk.agent("-p", "--json", "--apply", *arguments, "--endpoint", stub.url, "fix it")
     assert (said.code, said.json["ending"], said.json["applied"]) == (1, ending, [])
     assert desk.read("calc.py") != FIXED
@@ -110,7 +110,7 @@ def test_a_spent_budget_is_a_failure(desk: Desk, stub: Stub, arguments: list[str
 def test_the_key_comes_from_a_variable_and_goes_nowhere_else(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sk-very-secret")
     look = says("", call("run_terminal_cmd", command="env; cat /proc/*/environ 2>/dev/null | tr '\\0' '\\n'"))
-    with serving(Stub([look, says("Done.")], key="sk-very-secret")) as stub:
+    with serving(StubEndpoint([look, says("Done.")], key="sk-very-secret")) as stub:
         said = desk.agent("-p", "look", "--endpoint", stub.url, "--key-env", "MY_KEY")
         wrong = desk.agent("-p", "look", "--endpoint", stub.url)
     assert said.code == 0
@@ -124,7 +124,7 @@ def test_the_key_comes_from_a_variable_and_goes_nowhere_else(desk: Desk, monkeyp
 def test_control_characters_are_shown_and_not_obeyed(desk: Desk) -> None:
     evil = "\x1b]0;title\x07\x1b[2J safe \u202e"
     lines = [says(evil, call("run_terminal_cmd", command=f"echo '{evil}'")), says(f"Done. {evil}")]
-    with serving(Stub(lines)) as stub:
+    with serving(StubEndpoint(lines)) as stub:
         said = desk.agent("-p", "go", "--endpoint", stub.url)
     assert "\x1b" not in said.out + said.err
     assert "\u202e" not in said.out + said.err
@@ -136,7 +136,7 @@ def test_control_characters_are_shown_and_not_obeyed(desk: Desk) -> None:
 
 def test_a_session_goes_on_with_its_words_and_its_files(desk: Desk) -> None:
     more = [*FIX, says("", call("read_file", target_file="calc.py")), says("It is fixed.")]
-    with serving(Stub(more)) as stub:
+    with serving(StubEndpoint(more)) as stub:
         first = desk.agent("-p", "--json", "--endpoint", stub.url, "fix it")
         listed = desk.agent("--list")
         again = desk.agent("-p", "--json", "--apply", "--resume", "is it fixed?")
@@ -152,7 +152,7 @@ def test_a_session_goes_on_with_its_words_and_its_files(desk: Desk) -> None:
 
 
 def test_a_session_is_found_by_the_beginning_of_its_id(desk: Desk) -> None:
-    with serving(Stub([says("One."), says("Two.")])) as stub:
+    with serving(StubEndpoint([says("One."), says("Two.")])) as stub:
         first = desk.agent("-p", "--json", "--endpoint", stub.url, "go")
         again = desk.agent("-p", "--resume", first.json["session"][:8], "go on")
         elsewhere = desk.agent("-p", "-C", str(desk.state), "--resume", first.json["session"], "go on")
@@ -163,7 +163,7 @@ def test_a_session_is_found_by_the_beginning_of_its_id(desk: Desk) -> None:
 
 
 def test_what_changed_on_disk_between_two_days_is_not_overwritten(desk: Desk) -> None:
-    with serving(Stub([*FIX, says("Done.")])) as stub:
+    with serving(StubEndpoint([*FIX, says("Done.")])) as stub:
         desk.agent("-p", "--endpoint", stub.url, "fix it")
         (desk.project / "calc.py").write_text("# my own\n")
         again = desk.agent("-p", "--json", "--apply", "--resume", "go on")
@@ -172,9 +172,9 @@ def test_what_changed_on_disk_between_two_days_is_not_overwritten(desk: Desk) ->
 
 
 def test_a_session_that_failed_goes_on(desk: Desk) -> None:
-    with serving(Stub([FIX[0]])) as stub:
+    with serving(StubEndpoint([FIX[0]])) as stub:
         failed = desk.agent("-p", "--endpoint", stub.url, "fix it")
-    with serving(Stub(FIX)) as stub:
+    with serving(StubEndpoint(FIX)) as stub:
         again = desk.agent("-p", "--resume", "--endpoint", stub.url, "try again")
     assert (failed.code, "no line 1" in failed.err) == (1, True)
     assert (again.code, again.out) == (0, "Fixed.\n")
@@ -183,8 +183,10 @@ def test_a_session_that_failed_goes_on(desk: Desk) -> None:
 
 
 def test_an_interruption_between_two_answers_does_not_end_the_next() -> None:
-    session = Session(Request("Go."), speaker([rehearsed("One."), rehearsed("Two.")]), Bench())
-    here = Work(Options(Path("/")), Screen(Console()), session.speaker, cast(Pod, None), {}, None, "id")
+    session = Session(SessionRequest("Go."), scripted_client([rehearsed("One."), rehearsed("Two.")]), FakeTools())
+    here = AgentConversation(
+        AgentOptions(Path("/")), Screen(Console()), session.client, cast(Pod, None), {}, None, "id"
+    )
     here.session = session
 
     async def talk() -> str:

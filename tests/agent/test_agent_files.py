@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.agent import upload as intake
-from etude.agent.apply import apply_changes, leads_out
-from etude.agent.diff import Change, find_changes, one_patch, patch, renames
-from etude.agent.manifest import CACHES, LISTING, Entry, is_ours, read_listing
-from etude.agent.upload import choose, pack, recent_files
+from etude.agent.apply import apply_changes, link_escapes
+from etude.agent.diff import FileDiff, find_changes, find_renames, format_file_patch, format_patch
+from etude.agent.manifest import CACHE_DIRECTORIES, LIST_PROGRAM, ManifestEntry, is_workspace_path, parse_listing
+from etude.agent.upload import recent_files, select_files, write_tar
 from etude.errors import EtudeError, InputError
 
 TIDY = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}
@@ -52,11 +52,11 @@ def write(directory: Path, files: dict[str, str]) -> None:
         (directory / path).write_text(text)
 
 
-def packed(directory: Path, **options: object) -> tuple[dict[str, Entry], Path]:
+def packed(directory: Path, **options: object) -> tuple[dict[str, ManifestEntry], Path]:
     """What goes into a pod, unpacked beside the directory."""
-    choice = choose(directory, **options)  # type: ignore[arg-type]
+    choice = select_files(directory, **options)  # type: ignore[arg-type]
     file = io.BytesIO()
-    tree = pack(directory, choice, file)
+    tree = write_tar(directory, choice, file)
     file.seek(0)
     there = directory.parent / f"{directory.name}-pod"
     shutil.rmtree(there, ignore_errors=True)
@@ -66,12 +66,12 @@ def packed(directory: Path, **options: object) -> tuple[dict[str, Entry], Path]:
     return dict(tree), there
 
 
-def listed(there: Path, known: dict[str, Entry]) -> dict[str, Entry]:
+def listed(there: Path, known: dict[str, ManifestEntry]) -> dict[str, ManifestEntry]:
     """What the pod would say of its files."""
-    command = [sys.executable, "-I", "-S", "-c", LISTING, json.dumps(CACHES), "1000", "1000000"]
+    command = [sys.executable, "-I", "-S", "-c", LIST_PROGRAM, json.dumps(CACHE_DIRECTORIES), "1000", "1000000"]
     given = "\0".join(known).encode("utf-8", "surrogateescape")
     done = subprocess.run(command, cwd=there, input=given, capture_output=True, check=True)
-    return dict(read_listing(done.stdout))
+    return dict(parse_listing(done.stdout))
 
 
 class Disk:
@@ -92,7 +92,7 @@ class Disk:
         return Path(path).read_bytes()
 
 
-def changed(there: Path, before: dict[str, Entry]) -> list[Change]:
+def changed(there: Path, before: dict[str, ManifestEntry]) -> list[FileDiff]:
     import asyncio
 
     return asyncio.run(find_changes(Disk(there), str(there), before))  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def test_a_path_that_is_ignored_can_be_taken_along(tmp_path: Path) -> None:
     assert listed(there, tree) == tree  # although git ignores them there as well
     for wrong in ("../w/a.py", "/etc/passwd", "nothing", ".git"):
         with pytest.raises(InputError, match="--include"):
-            choose(here, [wrong])
+            select_files(here, [wrong])
 
 
 def test_links_go_as_links_and_other_things_do_not_go(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_links_go_as_links_and_other_things_do_not_go(tmp_path: Path) -> None:
     (here / "b.sh").write_text("#!/bin/sh\n")
     (here / "b.sh").chmod(0o755)
     tree, there = packed(here)
-    assert tree["link"] == Entry("link", "/etc/passwd")
+    assert tree["link"] == ManifestEntry("link", "/etc/passwd")
     assert tree["b.sh"].executable
     assert "pipe" not in tree
     assert os.readlink(there / "link") == "/etc/passwd"
@@ -163,7 +163,7 @@ def test_packed_refs_and_submodules_are_no_trouble(tmp_path: Path) -> None:
 
 def test_a_part_of_a_repository_goes_alone_and_says_so(tmp_path: Path) -> None:
     here = repository(tmp_path / "w", {"a.py": "x", "sub/b.py": "y"})
-    choice = choose(here / "sub")
+    choice = select_files(here / "sub")
     assert (choice.files, choice.history) == (["b.py"], ())
     assert "not the rest" in choice.notes[0]
 
@@ -172,19 +172,19 @@ def test_too_much_is_refused_with_where_it_is(tmp_path: Path, monkeypatch: pytes
     here = repository(tmp_path / "w", {"a.py": "x", "data/big": "b" * 5000})
     monkeypatch.setattr(intake, "MAX_BYTES", 4000)
     with pytest.raises(InputError, match=r"(?s)more than.*data .*--no-history.*--direct") as caught:
-        choose(here)
+        select_files(here)
     assert caught.value.exit_code == 2
     monkeypatch.setattr(intake, "MAX_BYTES", 1 << 20)
     monkeypatch.setattr(intake, "MAX_FILES", 1)
     with pytest.raises(InputError, match="or 1 files"):
-        choose(here, history=False)
+        select_files(here, history=False)
 
 
 def test_a_home_directory_is_not_a_project(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     for place in (tmp_path / "home", Path("/")):
         with pytest.raises(InputError, match="not a project"):
-            choose(place)
+            select_files(place)
 
 
 def test_a_directory_that_git_ignores_is_a_directory(tmp_path: Path) -> None:
@@ -213,14 +213,14 @@ def test_a_repository_cannot_have_git_run_its_filters(tmp_path: Path, name: str)
     write(here, {"a.py": "y"})  # of the same size: git must read it to know
     os.utime(here / "a.py", (1000, 1000))
     assert recent_files(here) == ("a.py",)
-    choose(here)
+    select_files(here)
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_repository_that_git_refuses_is_not_taken_for_a_plain_directory(tmp_path: Path) -> None:
     write(tmp_path / "w", {".gitignore": ".env", ".env": "secret", ".git": "gitdir: /nowhere"})
     with pytest.raises(InputError, match="not copied"):
-        choose(tmp_path / "w")
+        select_files(tmp_path / "w")
 
 
 # ------------------------------------------------------------------------------------------------- what changed
@@ -251,8 +251,8 @@ def test_changes_of_every_kind_are_found_and_caches_are_not(tmp_path: Path) -> N
         "place": "new",
         "type": "file to link",
     }
-    assert renames(changes) == {"place": "moved"}
-    text = patch(changes, here)
+    assert find_renames(changes) == {"place": "moved"}
+    text = format_patch(changes, here)
     for line in ("rename from moved", "deleted file mode 100644", "old mode 100644", "Binary files", "+new", "-o"):
         assert line in text
     applied = apply_changes(here, changes)
@@ -277,7 +277,7 @@ def test_the_patch_is_one_that_git_applies(old: dict[str, str], new: dict[str, s
                 (directory / path).write_bytes(text.encode())
         before = listed(here, {})
         changes = changed(there, before)
-        text = patch(changes, here).encode("utf-8", "surrogateescape")
+        text = format_patch(changes, here).encode("utf-8", "surrogateescape")
         if text:
             subprocess.run(["git", "apply", "-"], cwd=copy, input=text, check=True, capture_output=True)
         applied = apply_changes(here, changes)
@@ -292,31 +292,31 @@ def test_a_file_that_claims_to_be_endless_is_named(tmp_path: Path) -> None:
     there.mkdir()
     with (there / "hole").open("wb") as file:
         file.truncate(1 << 40)
-    assert listed(there, {})["hole"] == Entry("file", "too large", 1 << 40)
+    assert listed(there, {})["hole"] == ManifestEntry("file", "too large", 1 << 40)
     with pytest.raises(EtudeError, match=r"over 512 MiB, with hole of 1,099,511,627,776 bytes"):
         changed(there, {})
 
 
 def test_what_a_pod_says_of_its_files_is_checked() -> None:
     rows = [["../x", "file", "d", 1, False], [".git/hooks/x", "file", "d", 1, True], ["ok", "file", "d", 1, False]]
-    assert list(read_listing("\n".join(map(json.dumps, rows)).encode())) == ["ok"]
+    assert list(parse_listing("\n".join(map(json.dumps, rows)).encode())) == ["ok"]
     for wrong in (b"{}", b"[1]", b'["a", "socket", "d", 1, false]', b'["a", "file", "d", "1", false]', b"\xff"):
         with pytest.raises(EtudeError, match="makes no sense"):
-            read_listing(wrong)
+            parse_listing(wrong)
 
 
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "../a", "a/../b", "a//b", "./a", ".git/x", "a/.GIT/x", "a\0b"])
 def test_paths_that_are_not_ours(path: str) -> None:
-    assert not is_ours(path)
+    assert not is_workspace_path(path)
 
 
 # ------------------------------------------------------------------------------------------------- coming back
 
 
-def file(text: str, executable: bool = False) -> Entry:
+def file(text: str, executable: bool = False) -> ManifestEntry:
     import hashlib
 
-    return Entry("file", hashlib.sha256(text.encode()).hexdigest(), len(text), executable)
+    return ManifestEntry("file", hashlib.sha256(text.encode()).hexdigest(), len(text), executable)
 
 
 def test_a_file_that_changed_meanwhile_stays_as_it_is(tmp_path: Path) -> None:
@@ -324,16 +324,16 @@ def test_a_file_that_changed_meanwhile_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "dir").mkdir()
     (tmp_path / "mode").chmod(0o755)
     changes = [
-        Change("edited", file("old"), file("new"), b"new"),
-        Change("appeared", None, file("new"), b"new"),
-        Change("vanished", file("old"), file("new"), b"new"),
-        Change("kept", file("old"), file("new"), b"new"),
-        Change("mode", file("old"), file("new"), b"new"),
-        Change("dir", None, file("new"), b"new"),
-        Change("edited", file("old"), None),
+        FileDiff("edited", file("old"), file("new"), b"new"),
+        FileDiff("appeared", None, file("new"), b"new"),
+        FileDiff("vanished", file("old"), file("new"), b"new"),
+        FileDiff("kept", file("old"), file("new"), b"new"),
+        FileDiff("mode", file("old"), file("new"), b"new"),
+        FileDiff("dir", None, file("new"), b"new"),
+        FileDiff("edited", file("old"), None),
     ]
     applied = apply_changes(tmp_path, changes)
-    assert [change.path for change in applied.done] == ["kept"]
+    assert [change.path for change in applied.applied] == ["kept"]
     reasons = {change.path: why for change, why in applied.refused}
     assert reasons["appeared"] == "a file of that name appeared on disk meanwhile"
     assert reasons["vanished"] == "it was deleted on disk meanwhile"
@@ -345,7 +345,7 @@ def test_a_file_that_changed_meanwhile_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_what_is_so_already_is_fine(tmp_path: Path) -> None:
     write(tmp_path, {"a": "new"})
-    changes = [Change("a", file("old"), file("new"), b"new"), Change("gone/deep", file("x"), None)]
+    changes = [FileDiff("a", file("old"), file("new"), b"new"), FileDiff("gone/deep", file("x"), None)]
     assert apply_changes(tmp_path, changes).refused == ()
 
 
@@ -356,17 +356,17 @@ def test_nothing_is_written_through_a_link_or_outside(tmp_path: Path) -> None:
     (here / "way").symlink_to(outside)
     (here / "file").symlink_to(outside / "secret")
     changes = [
-        Change("way/evil", None, file("x"), b"x"),
-        Change("../outside/evil", None, file("x"), b"x"),
-        Change(str(outside / "evil"), None, file("x"), b"x"),
-        Change(".git/hooks/pre-commit", None, file("x", True), b"x"),
-        Change("file", file(""), file("x"), b"x"),
-        Change("up", None, Entry("link", "../outside")),
-        Change("abs", None, Entry("link", "/etc")),
-        Change("fine", None, Entry("link", "dir/x")),
+        FileDiff("way/evil", None, file("x"), b"x"),
+        FileDiff("../outside/evil", None, file("x"), b"x"),
+        FileDiff(str(outside / "evil"), None, file("x"), b"x"),
+        FileDiff(".git/hooks/pre-commit", None, file("x", True), b"x"),
+        FileDiff("file", file(""), file("x"), b"x"),
+        FileDiff("up", None, ManifestEntry("link", "../outside")),
+        FileDiff("abs", None, ManifestEntry("link", "/etc")),
+        FileDiff("fine", None, ManifestEntry("link", "dir/x")),
     ]
     applied = apply_changes(here, changes)
-    assert [change.path for change in applied.done] == ["fine"]
+    assert [change.path for change in applied.applied] == ["fine"]
     assert list(outside.iterdir()) == []
     assert not (here / ".git").exists()
 
@@ -386,7 +386,7 @@ def test_nothing_is_written_through_a_link_or_outside(tmp_path: Path) -> None:
     ],
 )
 def test_where_links_lead(path: str, target: str, out: bool) -> None:
-    assert leads_out(path, target) is out
+    assert link_escapes(path, target) is out
 
 
 def test_permissions_are_kept_and_empty_directories_go(tmp_path: Path) -> None:
@@ -394,10 +394,10 @@ def test_permissions_are_kept_and_empty_directories_go(tmp_path: Path) -> None:
     (tmp_path / "private").chmod(0o600)
     (tmp_path / "script").chmod(0o640)
     changes = [
-        Change("private", file("old"), file("new"), b"new"),
-        Change("script", file("old"), file("new", True), b"new"),
-        Change("d/e/f", file("old"), None),
-        Change("d/h/i", None, file("new", True), b"new"),
+        FileDiff("private", file("old"), file("new"), b"new"),
+        FileDiff("script", file("old"), file("new", True), b"new"),
+        FileDiff("d/e/f", file("old"), None),
+        FileDiff("d/h/i", None, file("new", True), b"new"),
     ]
     assert apply_changes(tmp_path, changes).refused == ()
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
@@ -408,12 +408,12 @@ def test_permissions_are_kept_and_empty_directories_go(tmp_path: Path) -> None:
 
 def test_a_directory_gives_way_to_a_file(tmp_path: Path) -> None:
     write(tmp_path, {"d/f": "old"})
-    changes = [Change("d", None, file("new"), b"new"), Change("d/f", file("old"), None)]
+    changes = [FileDiff("d", None, file("new"), b"new"), FileDiff("d/f", file("old"), None)]
     assert apply_changes(tmp_path, changes).refused == ()
     assert (tmp_path / "d").read_text() == "new"
 
 
 def test_the_text_of_a_change_whose_original_is_gone_says_so(tmp_path: Path) -> None:
     write(tmp_path, {"a": "somebody's"})
-    text = one_patch(Change("a", file("old"), file("new"), b"new"), tmp_path)
+    text = format_file_patch(FileDiff("a", file("old"), file("new"), b"new"), tmp_path)
     assert "changed on disk meanwhile" in text

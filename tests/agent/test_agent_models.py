@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from agent_desk import Desk, open_pods, set_desk, tiny_checkpoint
 from samplers import served
-from stub_endpoint import Stub, says, serving
+from stub_endpoint import StubEndpoint, says, serving
 
 from etude.agent import upload as intake
 from etude.chat.tokenizer import Tokenizer
@@ -29,8 +29,8 @@ def desk(tmp_path: Path, pods: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.fixture
-def stub() -> Iterator[Stub]:
-    with serving(Stub(FIX)) as stub:
+def stub() -> Iterator[StubEndpoint]:
+    with serving(StubEndpoint(FIX)) as stub:
         yield stub
 
 
@@ -49,7 +49,7 @@ def test_a_checkpoint_speaks_and_goes_on_token_for_token(desk: Desk, tmp_path: P
     second = load_trace(file)
     before, after = (trace.segments[0].tokens.tolist() for trace in (first, second))
     assert after[: len(before)] == before
-    assert second.segments[0].made.sum() > first.segments[0].made.sum()
+    assert second.segments[0].sampled.sum() > first.segments[0].sampled.sum()
     other = desk.agent("-p", "--resume", "go on", "--model", str(_other(tmp_path)))
     assert (other.code, "another tokenizer" in other.err) == (2, True)
 
@@ -64,14 +64,14 @@ def _other(tmp_path: Path) -> Path:
 
 def test_one_of_our_servers_is_spoken_to_in_tokens(desk: Desk, tmp_path: Path) -> None:
     place = tiny_checkpoint(tmp_path / "tiny")
-    engine = Engine(load(place), EngineOptions(tokens=32_768), tokenizer=Tokenizer.load(place))
+    engine = Engine(load(place), EngineOptions(cache_tokens=32_768), tokenizer=Tokenizer.load(place))
     options = ("--answer", "8", "--turns", "1", "--window", "30000", "fix it")
     with served(engine) as (url, _):
         exact = desk.agent("-p", "--json", "--endpoint", f"{url}/v1", "--model", str(place), *options)
         chat = desk.agent("-p", "--json", "--endpoint", f"{url}/v1", *options)
     assert exact.json["exact"], exact.err
     assert not chat.json["exact"], chat.err
-    with serving(Stub([])) as stub:
+    with serving(StubEndpoint([])) as stub:
         wrong = desk.agent("-p", "--endpoint", stub.url, "--model", str(place), *options)
     assert (wrong.code, "not an Etude server" in wrong.err) == (2, True)
 
@@ -106,13 +106,13 @@ def test_a_prompt_that_does_not_fit_is_refused(desk: Desk, tmp_path: Path) -> No
     ],
 )
 def test_what_cannot_be_is_said_at_once(
-    desk: Desk, stub: Stub, arguments: list[str], code: int, complaint: str
+    desk: Desk, stub: StubEndpoint, arguments: list[str], code: int, complaint: str
 ) -> None:
     said = desk.agent(*(stub.url if word == "STUB" else word for word in arguments))
     assert (said.code, complaint in said.err) == (code, True), said
 
 
-def test_a_huge_directory_is_refused(desk: Desk, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_directory_is_refused(desk: Desk, stub: StubEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "MAX_BYTES", 100)
     said = desk.agent("-p", "x", "--endpoint", stub.url)
     assert (said.code, "copied into a pod" in said.err) == (2, True)

@@ -10,16 +10,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rehearsal import Bench, call, chatml, says, speaker
 from samplers import serving as serving_engine
 from samplers import tiny_engine
-from stub_endpoint import Line, Stub, serving
+from session_helpers import FakeTools, call, chatml, says, scripted_client
+from stub_endpoint import StubEndpoint, StubTurn, serving
 from stub_endpoint import call as stub_call
 
 from etude.chat.dialects.streaming import TurnStreamer
 from etude.errors import EtudeError, InputError
-from etude.harness.model_client import ChatSpeaker
-from etude.harness.prompt import Request
+from etude.harness.model_client import ChatModelClient
+from etude.harness.prompt import SessionRequest
 from etude.harness.session import Session
 from etude.harness.trace import Trace
 from etude.inference.clients.http import HttpPolicy
@@ -30,8 +30,8 @@ from etude.inference.generate_protocol import InvalidResponse
 from etude.inference.sampling import Sampling
 from etude.inference.service import EngineService
 
-QUICK = RetryPolicy(timeout=20, attempts=2, first_pause=0.01, longest_pause=0.05)
-LINE = Line(
+QUICK = RetryPolicy(timeout=20, attempts=2, first_delay=0.01, max_delay=0.05)
+LINE = StubTurn(
     "Zürich \u2028 and 東京", [stub_call("grep", pattern="a b"), stub_call("read_file", target_file="x.py")], "Hm, hm."
 )
 
@@ -52,11 +52,11 @@ class Ear:
 # ------------------------------------------------------------------------------------------------- chat APIs
 
 
-def ask_both(stub: Stub) -> tuple[object, object, Ear]:
+def ask_both(stub: StubEndpoint) -> tuple[object, object, Ear]:
     ear = Ear()
 
     async def work() -> tuple[object, object]:
-        client = OpenAIChat(stub.url, model="stub", patience=QUICK)
+        client = OpenAIChat(stub.url, model="stub", retry=QUICK)
         asked = [{"role": "user", "content": "x"}]
         try:
             return await client.chat(asked), await client.chat(asked, listen=ear)
@@ -69,7 +69,7 @@ def ask_both(stub: Stub) -> tuple[object, object, Ear]:
 
 
 def test_a_streamed_answer_adds_up_to_the_whole_one() -> None:
-    whole, streamed, ear = ask_both(Stub([LINE]))
+    whole, streamed, ear = ask_both(StubEndpoint([LINE]))
     assert streamed.text == whole.text == LINE.text == ear.said("text")  # type: ignore[attr-defined]
     assert streamed.tool_calls == whole.tool_calls  # type: ignore[attr-defined]
     assert [json.loads(each.arguments) for each in streamed.tool_calls] == [dict(args) for _, args in LINE.calls]  # type: ignore[attr-defined]
@@ -80,13 +80,13 @@ def test_a_streamed_answer_adds_up_to_the_whole_one() -> None:
 
 
 def test_a_server_that_streams_nothing_is_heard_at_the_end() -> None:
-    _, streamed, ear = ask_both(Stub([LINE], streams=False))
+    _, streamed, ear = ask_both(StubEndpoint([LINE], streams=False))
     assert streamed.text == ear.said("text") == LINE.text  # type: ignore[attr-defined]
     assert len(streamed.tool_calls) == 2  # type: ignore[attr-defined]
 
 
 def test_tokens_that_nobody_counted_are_a_guess_and_say_so() -> None:
-    _, streamed, _ = ask_both(Stub([LINE], usage=False))
+    _, streamed, _ = ask_both(StubEndpoint([LINE], usage=False))
     assert not streamed.usage.counted  # type: ignore[attr-defined]
     assert streamed.usage.completion_tokens > 0  # type: ignore[attr-defined]
 
@@ -101,11 +101,15 @@ def test_tokens_that_nobody_counted_are_a_guess_and_say_so() -> None:
         ([], ServerUnreachable, "broke off"),
         (["<html>"], InvalidResponse, "not JSON"),
         (['data: {"choices": [null]}'], InvalidResponse, "choices is not a list of objects"),
-        (['data: {"choices": [{"delta": {"tool_calls": ["x"]}}]}'], InvalidResponse, "tool_calls is not a list of objects"),
+        (
+            ['data: {"choices": [{"delta": {"tool_calls": ["x"]}}]}'],
+            InvalidResponse,
+            "tool_calls is not a list of objects",
+        ),
         (
             ['data: {"choices": [{"delta": {"tool_calls": [{"function": {"name": "x", "arguments": {"a": 1}}}]}}]}'],
             InvalidResponse,
-            "must be text",
+            "must be strings",
         ),
     ],
 )
@@ -116,7 +120,7 @@ def test_a_strange_stream_is_an_error_that_says_what_is_wrong(
         events = ChatEventParser("http://x", Ear())
         for line in lines:
             events.feed(line.encode())
-        read_reply(events.whole({"messages": []}), "http://x")
+        read_reply(events.merged({"messages": []}), "http://x")
 
     with pytest.raises(kind, match=complaint):
         read()
@@ -128,20 +132,20 @@ def test_calls_without_numbers_are_told_apart_by_their_ids() -> None:
         delta = {"tool_calls": [{"id": id, "function": {"name": name, "arguments": "{}"}}]}
         events.feed(f"data: {json.dumps({'choices': [{'delta': delta}]})}".encode())
     events.feed(b"data: [DONE]")
-    reply = read_reply(events.whole({"messages": []}), "http://x")
+    reply = read_reply(events.merged({"messages": []}), "http://x")
     assert [(each.id, each.name) for each in reply.tool_calls] == [("a", "one"), ("b", "two")]
 
 
 def test_a_session_over_a_chat_api_has_no_tokens_and_says_so() -> None:
-    stub = Stub([Line("Looking.", [stub_call("echo", text="hi")]), Line("Done.")])
+    stub = StubEndpoint([StubTurn("Looking.", [stub_call("echo", text="hi")]), StubTurn("Done.")])
     ear = Ear()
 
     async def work() -> Trace:
-        client = OpenAIChat(stub.url, model="stub", patience=QUICK)
-        mouth = ChatSpeaker(client, Sampling(), window=10_000)
+        client = OpenAIChat(stub.url, model="stub", retry=QUICK)
+        mouth = ChatModelClient(client, Sampling(), window=10_000)
         mouth.on_text = ear  # type: ignore[assignment]
         try:
-            return await Session(Request("Go."), mouth, Bench()).run()
+            return await Session(SessionRequest("Go."), mouth, FakeTools()).run()
         finally:
             await client.close()
 
@@ -153,16 +157,19 @@ def test_a_session_over_a_chat_api_has_no_tokens_and_says_so() -> None:
 
 
 def test_half_a_character_from_an_endpoint_is_told_and_kept_as_another_sign() -> None:
-    stub = Stub(
-        [Line("Half \ud800.", [stub_call("echo\udfff", text="hi"), stub_call("echo", text="\ud800")]), Line("Done.")]
+    stub = StubEndpoint(
+        [
+            StubTurn("Half \ud800.", [stub_call("echo\udfff", text="hi"), stub_call("echo", text="\ud800")]),
+            StubTurn("Done."),
+        ]
     )
 
     async def work() -> Trace:
-        client = OpenAIChat(stub.url, model="stub", patience=QUICK)
-        mouth = ChatSpeaker(client, Sampling(), window=10_000)
+        client = OpenAIChat(stub.url, model="stub", retry=QUICK)
+        mouth = ChatModelClient(client, Sampling(), window=10_000)
         mouth.on_text = Ear()  # type: ignore[assignment]
         try:
-            return await Session(Request("Go."), mouth, Bench()).run()
+            return await Session(SessionRequest("Go."), mouth, FakeTools()).run()
         finally:
             await client.close()
 
@@ -226,10 +233,10 @@ def test_an_endless_blank_is_watched_in_no_time() -> None:
 def test_who_is_watched_makes_the_same_tokens() -> None:
     script = [says("Looking.", call("echo", text="x"), thinking="Where?"), says("Done.")]
     ear = Ear()
-    mouth = speaker(script)
+    mouth = scripted_client(script)
     mouth.on_text = ear  # type: ignore[assignment]
-    watched = asyncio.run(Session(Request("Go."), mouth, Bench()).run())
-    alone = asyncio.run(Session(Request("Go."), speaker(script), Bench()).run())
+    watched = asyncio.run(Session(SessionRequest("Go."), mouth, FakeTools()).run())
+    alone = asyncio.run(Session(SessionRequest("Go."), scripted_client(script), FakeTools()).run())
     assert watched.segments[0].tokens.tolist() == alone.segments[0].tokens.tolist()
     assert ear.said("text") == "Looking.Done."
 
@@ -240,9 +247,11 @@ def test_watched_samples_are_the_same_in_process_and_over_http() -> None:
     async def work() -> None:
         async with EngineService(tiny_engine("qwen3_moe")) as service, serving_engine(service) as url:
             plain = await InProcessPolicy(service).complete([1, 2, 3], sampling)
-            for policy in (InProcessPolicy(service), HttpPolicy(url, patience=QUICK)):
+            for policy in (InProcessPolicy(service), HttpPolicy(url, retry=QUICK)):
                 told: list[list[int]] = []
-                one = await policy.complete_streaming([1, 2, 3], sampling, lambda tokens, told=told: told.append(list(tokens)))  # type: ignore[misc]
+                one = await policy.complete_streaming(
+                    [1, 2, 3], sampling, lambda tokens, told=told: told.append(list(tokens))
+                )  # type: ignore[misc]
                 assert (one.tokens, one.logprobs, one.versions) == (plain.tokens, plain.logprobs, plain.versions)
                 assert one.routing is not None
                 assert plain.routing is not None

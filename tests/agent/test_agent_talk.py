@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from agent_desk import Desk, messages_of, open_pods, set_desk
-from stub_endpoint import Line, Stub, call, says, serving
+from stub_endpoint import StubEndpoint, StubTurn, call, says, serving
 
 EDIT = call("search_replace", file_path="calc.py", old_string="a - b", new_string="sum((a, b))")
 TEST = call("run_terminal_cmd", command="python3 test_calc.py")
@@ -27,8 +27,8 @@ def desk(tmp_path: Path, pods: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.fixture
-def stub() -> Iterator[Stub]:
-    with serving(Stub(FIX)) as stub:
+def stub() -> Iterator[StubEndpoint]:
+    with serving(StubEndpoint(FIX)) as stub:
         yield stub
 
 
@@ -38,7 +38,7 @@ def stub() -> Iterator[Stub]:
 def test_a_conversation_over_a_pipe(desk: Desk) -> None:
     lines = [*FIX, says("You are welcome.")]
     typed = "fix it\nn\n/cost\n/nothing\n/diff\n/apply\ny\nthank \\\nyou\n/help\n"
-    with serving(Stub(lines)) as stub:
+    with serving(StubEndpoint(lines)) as stub:
         said = desk.agent("--endpoint", stub.url, typed=typed)
     assert said.code == 0
     for part in ("Fixed.", "Apply 1 change", "made ", "no command /nothing", "applied 1", "You are welcome.", "/quit"):
@@ -60,7 +60,7 @@ def test_changes_are_chosen_file_by_file(desk: Desk) -> None:
         ),
         says("Done."),
     ]
-    with serving(Stub(two)) as stub:
+    with serving(StubEndpoint(two)) as stub:
         said = desk.agent("go", "--endpoint", stub.url, typed="f\ny\nn\ny\n")
     assert "Apply 3 changes" in said.out
     assert "not applied: 1" in said.out
@@ -70,7 +70,7 @@ def test_changes_are_chosen_file_by_file(desk: Desk) -> None:
 
 
 def test_an_endpoint_that_fails_can_be_asked_again(desk: Desk) -> None:
-    with serving(Stub([says("One.")])) as stub:
+    with serving(StubEndpoint([says("One.")])) as stub:
         said = desk.agent("go", "--endpoint", stub.url, typed="more\n/quit\n")
     assert said.code == 0
     assert "the script has no line 1" in said.out
@@ -92,7 +92,7 @@ DIRECT = [
 def test_directly_reading_is_free_and_all_else_is_asked_for(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sk-1")
     typed = "y\ns\nplease do not\nn\na\n/diff\n"
-    with serving(Stub(DIRECT)) as stub:
+    with serving(StubEndpoint(DIRECT)) as stub:
         said = desk.agent("--direct", "go", "--endpoint", stub.url, "--key-env", "MY_KEY", typed=typed)
     assert said.code == 0
     assert said.out.count("Allow it?") == 5  # the second test run is the same command
@@ -116,7 +116,7 @@ def test_directly_a_path_is_judged_as_the_tools_read_it(desk: Desk) -> None:
         call("grep", pattern="secret", path=f'"{outside.parent}"'),
         call("read_lints", paths=f'["{outside}"]'),
     ]
-    with serving(Stub([says("", *ways), says("Done.")])) as stub:
+    with serving(StubEndpoint([says("", *ways), says("Done.")])) as stub:
         said = desk.agent("--direct", "go", "--endpoint", stub.url, typed="n\n" * len(ways))
     assert said.out.count("Allow it?") == len(ways)
     assert all("did not allow" in result for result in messages_of(stub.asked[-1], "tool"))
@@ -126,13 +126,13 @@ def test_directly_a_command_does_not_see_the_key(desk: Desk, monkeypatch: pytest
     monkeypatch.setenv("MY_KEY", "sk-1")
     monkeypatch.setenv("OTHER", "seen")
     lines = [says("", call("run_terminal_cmd", command="env | grep -E 'MY_KEY|OTHER'")), says("Done.")]
-    with serving(Stub(lines)) as stub:
+    with serving(StubEndpoint(lines)) as stub:
         desk.agent("--direct", "go", "--endpoint", stub.url, "--key-env", "MY_KEY", typed="y\n")
     assert messages_of(stub.asked[-1], "tool") == ["OTHER=seen\n[exit code 0]"]
 
 
 def test_directly_nobody_there_means_no(desk: Desk) -> None:
-    with serving(Stub([says("", EDIT), says("Done.")])) as stub:
+    with serving(StubEndpoint([says("", EDIT), says("Done.")])) as stub:
         desk.agent("--direct", "go", "--endpoint", stub.url, typed="")
     assert desk.read("calc.py") != FIXED
     assert "did not allow" in messages_of(stub.asked[-1], "tool")[0]
@@ -140,8 +140,8 @@ def test_directly_nobody_there_means_no(desk: Desk) -> None:
 
 def test_what_was_started_directly_ends_with_the_session(desk: Desk) -> None:
     start = call("run_terminal_cmd", command="setsid sleep 1234 & echo $! > pid", is_background=True)
-    lines: list[Line] = [says("", start), says("Done.")]
-    with serving(Stub(lines)) as stub:
+    lines: list[StubTurn] = [says("", start), says("Done.")]
+    with serving(StubEndpoint(lines)) as stub:
         desk.agent("--direct", "go", "--endpoint", stub.url, typed="y\n/quit\n")
     pid, deadline = int(desk.read("pid")), time.monotonic() + 10
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:

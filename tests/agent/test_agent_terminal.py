@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from agent_desk import ETUDE, Desk, open_pods, set_desk
-from stub_endpoint import Stub, call, says, serving
+from stub_endpoint import StubEndpoint, call, says, serving
 from typing_person import Person, at_terminal
 
 EDIT = call("search_replace", file_path="calc.py", old_string="a - b", new_string="sum((a, b))")
@@ -30,14 +30,14 @@ def desk(tmp_path: Path, pods: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     return set_desk(tmp_path, pods, monkeypatch, capsys)
 
 
-def talk(desk: Desk, stub: Stub, *arguments: str) -> AbstractContextManager[Person]:
+def talk(desk: Desk, stub: StubEndpoint, *arguments: str) -> AbstractContextManager[Person]:
     command = [*ETUDE, "agent", "--endpoint", stub.url, *arguments]
     return at_terminal(command, desk.project, desk.environment)
 
 
 def test_ctrl_c_stops_the_answer_or_the_tool_and_twice_quits(desk: Desk) -> None:
     lines = [says("", EDIT), says("", SLEEP), LONG, says("As you like.")]
-    with serving(Stub(lines)) as stub, talk(desk, stub, "work") as person:
+    with serving(StubEndpoint(lines)) as stub, talk(desk, stub, "work") as person:
         person.expect("run_terminal_cmd sleep 77")  # it is said while it runs
         person.interrupt()
         person.expect("aborted")
@@ -64,7 +64,10 @@ def test_ctrl_c_stops_the_answer_or_the_tool_and_twice_quits(desk: Desk) -> None
 
 
 def test_a_conversation_at_a_terminal_is_in_colour_and_ends_with_ctrl_d(desk: Desk) -> None:
-    with serving(Stub([says("Hm.", EDIT, thinking="Let me see."), says("Done.")])) as stub, talk(desk, stub) as person:
+    with (
+        serving(StubEndpoint([says("Hm.", EDIT, thinking="Let me see."), says("Done.")])) as stub,
+        talk(desk, stub) as person,
+    ):
         person.expect("> ")
         person.interrupt()
         person.expect("(Ctrl-C again")
@@ -91,7 +94,7 @@ def test_a_conversation_at_a_terminal_is_in_colour_and_ends_with_ctrl_d(desk: De
 @pytest.mark.slow
 def test_directly_a_person_is_asked_and_may_stop_while_being_asked(desk: Desk) -> None:
     lines = [says("", EDIT), says("", call("write", file_path="x", contents="x")), says("Done.")]
-    with serving(Stub(lines)) as stub, talk(desk, stub, "--direct", "work") as person:
+    with serving(StubEndpoint(lines)) as stub, talk(desk, stub, "--direct", "work") as person:
         person.expect("search_replace calc.py")
         person.expect("+sum((a, b))")
         person.expect("Allow it?")
@@ -109,7 +112,7 @@ def test_directly_a_person_is_asked_and_may_stop_while_being_asked(desk: Desk) -
 
 @pytest.mark.slow
 def test_a_session_goes_on_at_a_terminal(desk: Desk) -> None:
-    with serving(Stub([says("", EDIT), says("First."), says("Second.")])) as stub:
+    with serving(StubEndpoint([says("", EDIT), says("First."), says("Second.")])) as stub:
         with talk(desk, stub, "fix it") as person:
             person.expect("Apply 1 change")
             person.type("n")
@@ -132,7 +135,7 @@ def test_a_session_goes_on_at_a_terminal(desk: Desk) -> None:
 
 
 def test_a_script_that_is_interrupted_says_so_and_keeps_its_session(desk: Desk) -> None:
-    with serving(Stub([LONG, says("On.")])) as stub:
+    with serving(StubEndpoint([LONG, says("On.")])) as stub:
         command = [*ETUDE, "agent", "-p", "--json", "--endpoint", stub.url, "work"]
         process = subprocess.Popen(
             command, cwd=desk.project, env=desk.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE

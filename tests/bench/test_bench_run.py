@@ -16,7 +16,7 @@ import pytest
 from rl_runs import make_model
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from stub_endpoint import Line, Stub, call, says, serving
+from stub_endpoint import StubEndpoint, StubTurn, call, says, serving
 from typer.testing import CliRunner, Result
 
 from etude.bench.candidates import KEY
@@ -25,25 +25,25 @@ from etude.bench.cli import app
 from etude.bench.directory import Place
 from etude.bench.run import trial_record
 from etude.errors import EtudeError, InputError
-from etude.harness.session import Budget
-from etude.harness.summary import Summaries
+from etude.harness.budget import Budget
+from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
 from etude.harness.trace_store import load_trace
 from etude.pods import open_fleet
-from etude.rollouts.queue import Slots
-from etude.rollouts.rollout import Rollout, RolloutFailed, Settings
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.rollout import Rollout, RolloutFailed, RolloutOptions
 from etude.tasks.harbor import read_task
 from etude_nano.source import generate_nano
 
 SECRET = "sk-0123456789abcdef"
 TOOLS = ("read_file", "search_replace", "run_terminal_cmd")
 ALIKE = ("--tools", ",".join(TOOLS), "--brief", "--summaries", "off", "--budget-turns", 4, "--budget-answer", 24)
-SETTINGS = Settings(
-    environment=ToolSet(tools=TOOLS, brief=True), budget=Budget(turns=4, answer=24), summaries=Summaries("off")
+SETTINGS = RolloutOptions(
+    environment=ToolSet(tools=TOOLS, short_system_prompt=True), budget=Budget(turns=4, max_turn_tokens=24), summaries=SummarySettings(mode="off")
 )
 
 
-class Expert(Stub):
+class Expert(StubEndpoint):
     """Solves nano tasks by their solutions; `fails` are the requests, counted from 1, that it breaks down at."""
 
     tasks: Path
@@ -63,11 +63,11 @@ class Expert(Stub):
         return await super().chat(request)
 
 
-def runs(command: str) -> Line:
+def runs(command: str) -> StubTurn:
     return says("", call("run_terminal_cmd", command=command))
 
 
-def script(task: Path) -> list[Line]:
+def script(task: Path) -> list[StubTurn]:
     final, repo = task / "solution/final.txt", task / "solution/repo"
     files = sorted(path for path in repo.rglob("*") if path.is_file())
     writes = [f"cat > {path.relative_to(repo)} <<'END'\n{path.read_text()}END" for path in files]
@@ -276,7 +276,7 @@ def test_two_comparisons_are_not_mixed(expert: Expert, tasks: Path, model: Path,
 # ------------------------------------------------------------------------------------------- one trial
 
 
-def chat_trial(expert: Expert, task: Path, state: Path, settings: Settings = SETTINGS) -> Rollout:
+def chat_trial(expert: Expert, task: Path, state: Path, settings: RolloutOptions = SETTINGS) -> Rollout:
     async def main() -> Rollout:
         client = DiscreetChat(expert.url, SECRET, model="stub")
         async with open_fleet(state=state) as fleet:
@@ -313,7 +313,7 @@ def test_an_endpoint_that_does_not_answer_in_time_is_no_failure_of_the_agent(
     expert: Expert, tasks: Path, state: Path
 ) -> None:
     expert.on_ask = lambda said: time.sleep(3)
-    hurried = Settings(SETTINGS.environment, Budget(turns=4, seconds=1.0), SETTINGS.summaries)
+    hurried = RolloutOptions(SETTINGS.environment, Budget(turns=4, seconds=1.0), SETTINGS.summaries)
     with pytest.raises(RolloutFailed, match=r"no answer for \d s"):
         chat_trial(expert, tasks / "nano-held-out-000000", state, hurried)
 
@@ -354,8 +354,8 @@ def test_a_comparison_that_is_stopped_goes_on_and_runs_nothing_twice(
     def graded() -> set[str]:
         if not table.exists():
             return set()
-        with closing(Slots.look(table)) as slots:
-            return {slot.trace for each in slots.standings() for slot in slots.group(each.id).slots if slot.reward}
+        with closing(RolloutQueue.open_read_only(table)) as slots:
+            return {slot.trace for each in slots.progress() for slot in slots.group(each.id).slots if slot.reward}
 
     try:
         deadline = time.monotonic() + 60

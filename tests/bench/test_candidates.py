@@ -7,17 +7,17 @@ import pytest
 from rl_runs import make_model
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from stub_endpoint import Stub, says, serving
+from stub_endpoint import StubEndpoint, says, serving
 
 from etude.bench.candidates import KEY, Candidate, Known, Price, look_at, read_candidates, read_prices
 from etude.bench.chat_rollout import HIDDEN, DiscreetChat
 from etude.errors import EtudeError, InputError
-from etude.inference.clients.transport import Patience, ServerError
+from etude.inference.clients.transport import RetryPolicy, ServerError
 
 SECRET = "sk-0123456789abcdef"
 
 
-class Guarded(Stub):
+class Guarded(StubEndpoint):
     """Does not even say what it serves without the key."""
 
     async def models(self, request: Request) -> Response:
@@ -26,7 +26,7 @@ class Guarded(Stub):
         return await super().models(request)
 
 
-class Talkative(Stub):
+class Talkative(StubEndpoint):
     """Repeats the key that it was sent."""
 
     async def chat(self, request: Request) -> Response:
@@ -151,8 +151,8 @@ def test_an_endpoint_that_is_not_there_or_wants_another_key_is_found_out_at_once
 
 
 def test_a_key_that_an_endpoint_repeats_is_hidden() -> None:
-    async def ask(stub: Stub, key: str) -> str:
-        client = DiscreetChat(stub.url, key, model="stub", patience=Patience(attempts=1))
+    async def ask(stub: StubEndpoint, key: str) -> str:
+        client = DiscreetChat(stub.url, key, model="stub", retry=RetryPolicy(attempts=1))
         try:
             reply = await client.chat([{"role": "user", "content": "hello"}])
             return f"{reply.text} {reply.message} {reply.tool_calls}"
@@ -161,7 +161,7 @@ def test_a_key_that_an_endpoint_repeats_is_hidden() -> None:
         finally:
             await client.close()
 
-    with serving(Stub([says(f"Your key is {SECRET}.", ("run", {"with": [SECRET]}))])) as stub:
+    with serving(StubEndpoint([says(f"Your key is {SECRET}.", ("run", {"with": [SECRET]}))])) as stub:
         answer = asyncio.run(ask(stub, SECRET))
         assert SECRET not in answer
         assert answer.count(HIDDEN) == 4
@@ -177,5 +177,5 @@ def test_a_key_that_is_a_word_is_left_alone_in_answers() -> None:
         finally:
             await client.close()
 
-    with serving(Stub([says("The list is EMPTY.")])) as stub:
+    with serving(StubEndpoint([says("The list is EMPTY.")])) as stub:
         assert asyncio.run(ask(stub.url)) == "The list is EMPTY."

@@ -1,4 +1,4 @@
-"""Dialects by example: what each answer means, what is wrong with those that mean nothing, and whose dialect it is."""
+"""Dialects by example: parsed turns, malformed calls, and recognition of a family."""
 
 import json
 import time
@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from dialect_talks import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_chats import (
     DEEPSEEK_TOKENS,
     FAMILIES,
     FLAG,
@@ -15,7 +17,7 @@ from dialect_talks import (
     TEXT,
     TOOLS,
     WHOLE,
-    Talk,
+    RandomChat,
     as_chat,
     controls_of,
     dialect_of,
@@ -26,8 +28,6 @@ from dialect_talks import (
     turns,
     vocabulary,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from etude.chat.dialects import DIALECTS, dialect_for
 from etude.chat.messages import Message, ParsedTurn, ToolCall
@@ -40,7 +40,7 @@ GREP = ToolCall("grep", {"pattern": "x"}, "call_0")
 
 
 def read(family: str, text: str, **options: Any) -> ParsedTurn:
-    """What a model meant by `text`, in which control tokens are control tokens."""
+    """Parse `text`, in which control tokens are control tokens."""
     tokens = tokenizer_of(family).encode(text, special=True)
     answer = dialect_of(family).parse(tokens, TOOLS, **options)
     assert answer.thinking_tokens + answer.call_tokens + answer.text_tokens == len(tokens)
@@ -48,7 +48,7 @@ def read(family: str, text: str, **options: Any) -> ParsedTurn:
 
 
 def answer_of(family: str) -> Message:
-    """One with all that the family can write."""
+    """Return a message with everything that the family can write."""
     calls = [
         replace(GREP, id="functions.grep:0"),
         ToolCall("write", {"file_path": "a.py", "contents": "1\n"}, "functions.write:1"),
@@ -66,19 +66,19 @@ class TestTheFamily:
         assert dialect_for(bare, "deepseek-v3").name == "deepseek-v3"
         assert list(DIALECTS) == ["chatml", "qwen3", "qwen3-coder", "kimi-k2", "deepseek-v3"]
 
-    def test_that_nobody_knows_is_refused_with_the_known_names(self) -> None:
+    def test_that_is_unknown_is_refused_with_the_known_names(self) -> None:
         tokenizer = tokenizer_of("chatml")
         with pytest.raises(InputError, match="llama is not a dialect; choose one of chatml, qwen3, qwen3-coder, kimi"):
             dialect_for(tokenizer, "llama")
         strange = Tokenizer(tokenizer.backend, chat_template="{{ messages }}{{ tools }}", config=tokenizer.config)
-        with pytest.raises(InputError, match=r"of no family known here \(fitting: none\); name one of chatml"):
+        with pytest.raises(InputError, match=r"must match exactly one dialect \(matching: none\); name one of chatml"):
             dialect_for(strange)
 
     def test_of_deepseek_v31_is_not_taken_for_v3(self) -> None:
         """It has V3's tokens and other calls."""
         of = tokenizer_of("deepseek-v3")
         later = Tokenizer(of.backend, chat_template="{{ tools }}<｜tool▁call▁begin｜>n<｜tool▁sep｜>", config=of.config)
-        with pytest.raises(InputError, match="no family"):
+        with pytest.raises(InputError, match="must match exactly one dialect"):
             dialect_for(later)
 
     def test_must_have_its_tokens(self) -> None:
@@ -249,12 +249,12 @@ WRONG = [
 
 
 class TestACall:
-    @pytest.mark.parametrize(("family", "text", "status", "complaint"), WRONG)
-    def test_that_cannot_be_run_says_why(self, family: str, text: str, status: str, complaint: str) -> None:
+    @pytest.mark.parametrize(("family", "text", "status", "error"), WRONG)
+    def test_that_cannot_be_run_says_why(self, family: str, text: str, status: str, error: str) -> None:
         call = read(family, text).calls[0]
         assert call.status == status
         assert call.problem
-        assert complaint in call.problem
+        assert error in call.problem
         assert (call.arguments is not None) == (status == "unknown_tool")
 
     @every_family
@@ -266,7 +266,7 @@ class TestACall:
         call = dialect.parse(tokens[: end - 3]).calls[0]
         assert (call.name, call.status, call.span) == ("grep", "unclosed", (start, end - 3))
 
-    def test_whose_complaint_would_be_endless_is_told_briefly(self) -> None:
+    def test_with_an_endless_error_message_is_reported_briefly(self) -> None:
         call = read("chatml", hermes('{"name": "%s", "arguments": {}}' % ("x" * 10**5))).calls[0]
         assert call.status == "unknown_tool"
         assert len(call.problem) < 700
@@ -309,7 +309,7 @@ class TestACall:
         result = Message("tool", "found", call=answer.calls[0].id, name="grep")
         bridge = tokenizer_of("kimi-k2").decode(dialect.bridge([], [result]))
         assert "<|im_system|>grep<|im_middle|>## Return of functions.grep:17\nfound<|im_end|>" in bridge
-        with pytest.raises(InputError, match="not as 'call_0'"):
+        with pytest.raises(InputError, match=r"must have the form functions\.NAME:NUMBER, not 'call_0'"):
             dialect.bridge([], [replace(result, call="call_0")])
 
 
@@ -324,7 +324,7 @@ class TestABridge:
     @every_family
     def test_takes_no_messages_but_those_of_users_and_tools(self, family: str) -> None:
         for message in (answer_of(family), Message("system", "x")):
-            with pytest.raises(InputError, match="after an answer come messages of a user or a tool"):
+            with pytest.raises(InputError, match="expected messages from the user or a tool"):
                 dialect_of(family).bridge([], [message])
 
     def test_of_our_own_dialect_reads_so(self) -> None:
@@ -368,7 +368,7 @@ class TestABridge:
     @pytest.mark.parametrize("family", [family for family, of in FAMILIES.items() if of.stable])
     def test_after_bridge_has_the_tokens_of_the_whole_conversation(self, family: str) -> None:
         dialect = dialect_of(family)
-        said = max((Talk(seed, family, nasty=False).messages() for seed in range(50)), key=len)
+        said = max((RandomChat(seed, family, nasty=False).messages() for seed in range(50)), key=len)
         tokens = dialect.render(said[: turns(said)[0][0]])
         for at, after in turns(said):
             written = dialect.write(said[at])
@@ -443,21 +443,25 @@ class TestText:
 
 
 class TestWriting:
-    def test_refuses_what_the_dialect_cannot_say(self) -> None:
+    def test_refuses_messages_that_the_dialect_cannot_represent(self) -> None:
         ambiguous = ToolCall("write", {"contents": "\n</parameter>\n<parameter=x>\n"}, "call_0")
-        for family, message, complaint in (
-            ("chatml", Message("user", "x"), "only an assistant writes answers, not the user"),
-            ("qwen3-coder", Message("assistant", "x", thinking="Hm."), "no place for thoughts"),
-            ("deepseek-v3", Message("assistant", "x", thinking="Hm."), "no place for thoughts"),
-            ("qwen3-coder", Message("assistant", calls=(ambiguous,)), "call_0 of write holds its own tags"),
+        for family, message, error in (
+            ("chatml", Message("user", "x"), "expected an assistant message to write, not one from the user"),
+            ("qwen3-coder", Message("assistant", "x", thinking="Hm."), "does not support thinking"),
+            ("deepseek-v3", Message("assistant", "x", thinking="Hm."), "does not support thinking"),
+            (
+                "qwen3-coder",
+                Message("assistant", calls=(ambiguous,)),
+                "call_0 of write contains the dialect's own tags",
+            ),
             (
                 "chatml-text",
                 Message("assistant", "x\n<tool_call>"),
-                "a line that begins with <tool_call> would be read",
+                "a line that begins with <tool_call> would be parsed",
             ),
             ("chatml", Message("assistant", calls=(ToolCall("", None, "call_7", "bad_json"),)), "call_7 is bad_json"),
         ):
-            with pytest.raises(InputError, match=complaint):
+            with pytest.raises(InputError, match=error):
                 dialect_of(family).write(message)
 
     def test_numbers_the_calls_of_kimi(self) -> None:
@@ -483,7 +487,7 @@ class TestDeepSeek:
     @given(seed=st.integers(0, 2**48))
     def test_writes_as_its_template_does_what_that_can_write(self, seed: int) -> None:
         """No calls at all, or one answer of two calls without text."""
-        talk = Talk(seed, "deepseek-v3", nasty=False)
+        talk = RandomChat(seed, "deepseek-v3", nasty=False)
         said = [Message("system", talk.text()), Message("system", talk.text()), Message("user", talk.text())]
         if seed % 2:
             calls = (talk.call(0), talk.call(1))
@@ -515,7 +519,9 @@ class TestDeepSeek:
 @every_family
 def test_thousands_of_tokens_are_read_and_bridged_in_milliseconds(family: str) -> None:
     dialect = dialect_of(family)
-    call = ToolCall("write", {"file_path": "a.py", "contents": "def f(x):\n    return x + 1\n" * 400}, "functions.write:0")
+    call = ToolCall(
+        "write", {"file_path": "a.py", "contents": "def f(x):\n    return x + 1\n" * 400}, "functions.write:0"
+    )
     written = dialect.write(Message("assistant", "Look.", calls=(call,)))
     result = Message("tool", "def f(x):\n    return x + 1\n" * 200, call="functions.write:0", name="write")
     assert len(written) > 4000

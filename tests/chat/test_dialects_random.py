@@ -1,12 +1,12 @@
-"""Random conversations in every dialect, tame and hostile: the template is the truth, the model's tokens stay."""
+"""Random conversations in every dialect, tame and hostile, compared with the template."""
 
 from random import Random
 
 import pytest
 from dialect_checks import check_nasty, check_tame
-from dialect_talks import FAMILIES, TOOLS, controls_of, dialect_of, small, tokenizer_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_chats import FAMILIES, TOOLS, controls_of, dialect_of, small, tokenizer_of
 
 from etude.chat.messages import Message
 

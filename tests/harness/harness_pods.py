@@ -1,14 +1,14 @@
-"""Toolboxes on real pods for tests: one fleet for a module, a pod of its own for every check.
+"""Tool executors on real pods for tests: one fleet per module, a new pod for every check.
 
 @pytest.fixture(scope="module")
-def yard():
-    with open_yard() as yard:
-        yield yard
+def pods():
+    with open_pod_fixture() as pods:
+        yield pods
 
-def test_something(yard):
-    async def check(box: Box) -> None:
-        assert "1|a" in await box.text("read_file", target_file="a.txt")
-    yard.run(check, files={"a.txt": "a"})
+def test_something(pods):
+    async def check(tools: PodTools) -> None:
+        assert "1|a" in await tools.text("read_file", target_file="a.txt")
+    pods.run(check, files={"a.txt": "a"})
 """
 
 import asyncio
@@ -32,40 +32,40 @@ from etude.pods.pod import Pod, Unsupported
 CHECK_S = 60.0  # of one check; none takes more than a few seconds on an idle machine
 
 
-class Box:
-    """A toolbox with its pod, and short ways to use them."""
+class PodTools:
+    """A tool executor with its pod, and shortcuts for calls."""
 
-    def __init__(self, pod: Pod, toolbox: ToolExecutor, fleet: Fleet) -> None:
-        self.pod, self.toolbox, self.fleet = pod, toolbox, fleet
+    def __init__(self, pod: Pod, executor: ToolExecutor, fleet: Fleet) -> None:
+        self.pod, self.executor, self.fleet = pod, executor, fleet
         self.numbers = itertools.count(1)
 
     @property
     def root(self) -> str:
-        return self.toolbox.root
+        return self.executor.root
 
-    def made(self, name: str, /, **arguments: Any) -> ToolCall:
-        """A call as a dialect would have read it; `_A` stands for `-A`."""
-        given = {f"-{key[1:]}" if key.startswith("_") else key: value for key, value in arguments.items()}
-        return ToolCall(name, given, f"call-{next(self.numbers)}")
+    def make_call(self, name: str, /, **arguments: Any) -> ToolCall:
+        """Return a parsed call; the keyword `_A` stands for the argument `-A`."""
+        renamed = {f"-{key[1:]}" if key.startswith("_") else key: value for key, value in arguments.items()}
+        return ToolCall(name, renamed, f"call-{next(self.numbers)}")
 
     async def call(self, name: str, /, **arguments: Any) -> ToolOutcome:
-        (outcome,) = await self.toolbox.run([self.made(name, **arguments)])
+        (outcome,) = await self.executor.run([self.make_call(name, **arguments)])
         return outcome
 
     async def text(self, name: str, /, **arguments: Any) -> str:
-        """What a call that must succeed gives."""
+        """Return the text of a call that must succeed."""
         outcome = await self.call(name, **arguments)
         assert outcome.error is None, f"{name}: {outcome.error}: {outcome.text}"
         return outcome.text
 
     async def error(self, kind: str, name: str, /, **arguments: Any) -> str:
-        """What a call that must fail says."""
+        """Return the text of a call that must fail."""
         outcome = await self.call(name, **arguments)
         assert outcome.error == kind, f"{name}: {outcome.error}, not {kind}: {outcome.text}"
         return outcome.text
 
     async def sh(self, command: str, **options: Any) -> str:
-        """What a command run beside the tools prints."""
+        """Return the output of a command run outside the tools."""
         result = await self.pod.exec(command, **options)
         assert result.ok, result.stderr
         return result.stdout
@@ -74,8 +74,8 @@ class Box:
         return await self.pod.read(f"{self.root}/{path}")
 
 
-class Yard:
-    """Where checks get their pods."""
+class PodFixture:
+    """Runs checks on new pods of one fleet."""
 
     def __init__(self, runner: asyncio.Runner, fleet: Fleet) -> None:
         self.runner, self.fleet = runner, fleet
@@ -84,9 +84,9 @@ class Yard:
 
     def run(
         self,
-        check: Callable[[Box], Awaitable[None]],
+        check: Callable[[PodTools], Awaitable[None]],
         *,
-        environment: ToolSet | None = None,
+        tool_set: ToolSet | None = None,
         files: Mapping[str, str | bytes] | None = None,
         **options: Any,
     ) -> None:
@@ -97,9 +97,9 @@ class Yard:
             try:
                 for path, content in (files or {}).items():
                     await pod.write(path, content)
-                async with open_tool_executor(pod, environment or ToolSet(), **options) as toolbox:
-                    await check(Box(pod, toolbox, self.fleet))
-                    assert toolbox.bugs == 0
+                async with open_tool_executor(pod, tool_set or ToolSet(), **options) as executor:
+                    await check(PodTools(pod, executor, self.fleet))
+                    assert executor.bugs == 0
             finally:
                 await pod.close()
 
@@ -107,8 +107,8 @@ class Yard:
 
 
 @contextlib.contextmanager
-def open_yard(backend: str = "auto") -> Iterator[Yard]:
-    """A fleet on the strongest backend that works here, or the one named; skips where there is none."""
+def open_pod_fixture(backend: str = "auto") -> Iterator[PodFixture]:
+    """Open a fleet on the strongest available backend or the named one; skip the test if there is none."""
     with tempfile.TemporaryDirectory(prefix="etude-tools-") as directory, asyncio.Runner() as runner:
         context = open_fleet(backend, state=Path(directory) / "state")
         try:
@@ -116,19 +116,19 @@ def open_yard(backend: str = "auto") -> Iterator[Yard]:
         except Unsupported as reason:
             pytest.skip(str(reason))
         try:
-            yield Yard(runner, fleet)
+            yield PodFixture(runner, fleet)
         finally:
             runner.run(context.__aexit__(None, None, None))
             runner.run(fleet.local.backend.shutdown())  # type: ignore[union-attr]
 
 
-_shared: list[Yard] = []
+_shared: list[PodFixture] = []
 
 
-def shared_yard(config: pytest.Config) -> Yard:
-    """The yard of this run of tests: opening one takes longer than most checks."""
+def shared_pod_fixture(config: pytest.Config) -> PodFixture:
+    """Return the fixture shared by all tests of this run: opening one takes longer than most checks."""
     if not _shared:
         stack = contextlib.ExitStack()
-        _shared.append(stack.enter_context(open_yard()))
+        _shared.append(stack.enter_context(open_pod_fixture()))
         config.add_cleanup(stack.close)
     return _shared[0]

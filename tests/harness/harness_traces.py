@@ -1,4 +1,4 @@
-"""Traces: one as a session makes it, random ones as the types allow, and what it means that two are the same."""
+"""Traces for tests: a realistic one, random ones, and exact comparison."""
 
 from dataclasses import replace
 from typing import Any, get_args
@@ -24,13 +24,13 @@ SECONDS = st.floats(0, 1e9)
 
 
 def equal(one: Trace, other: Trace) -> bool:
-    """The same to the bit: -0.0 is not 0.0, 1 is not 1.0, and a NaN is itself."""
+    """Return whether two traces are bitwise equal: -0.0 is not 0.0, 1 is not 1.0, and a NaN equals itself."""
 
     def words(trace: Trace) -> str:
         return repr(replace(trace, segments=(), steps=tuple(trace.steps), tools=tuple(trace.tools)))
 
     def bits(trace: Trace) -> list[Any]:
-        names = ("tokens", "made", "logprobs", "raw_logprobs", "versions", "routing")
+        names = ("tokens", "sampled", "logprobs", "raw_logprobs", "versions", "routing")
         arrays = [[getattr(segment, name) for name in names] for segment in trace.segments]
         flat = [
             [None if array is None else (array.dtype, array.shape, array.tobytes()) for array in row] for row in arrays
@@ -41,7 +41,7 @@ def equal(one: Trace, other: Trace) -> bool:
 
 
 def example() -> Trace:
-    """Two segments, a summary between them, a call that could not be read, one that failed."""
+    """Return a trace of two segments with a summary between them, an unparsable call and a failed call."""
     first, second = SegmentBuilder("start", [1, 2, 3]), SegmentBuilder("summary", [1, 9])
     first.append_sampled([4, 5], [-0.1, -0.7], [-0.2, -0.8], [7, 8])
     first.append_context([6])
@@ -75,21 +75,21 @@ def example() -> Trace:
 
 
 @st.composite
-def segments(draw: st.DrawFn, most: int = 12) -> Segment:
-    size, luck = draw(st.integers(0, most)), np.random.default_rng(draw(st.integers(0, 2**32)))
+def segments(draw: st.DrawFn, max_size: int = 12) -> Segment:
+    size, rng = draw(st.integers(0, max_size)), np.random.default_rng(draw(st.integers(0, 2**32)))
 
     def array(kind: str, *shape: int) -> Any:  # any bits at all
-        data = luck.bytes(int(np.prod(shape)) * np.dtype(kind).itemsize)
+        data = rng.bytes(int(np.prod(shape)) * np.dtype(kind).itemsize)
         return np.frombuffer(data, kind).reshape(shape).copy()
 
     def floats() -> Any:
-        return array("f4", size) if draw(st.booleans()) else luck.normal(size=size).astype(np.float32)
+        return array("f4", size) if draw(st.booleans()) else rng.normal(size=size).astype(np.float32)
 
     shape = (draw(st.integers(0, size)), draw(st.integers(0, 3)), draw(st.integers(0, 3)))
     routing = array(draw(st.sampled_from(["u1", "u2"])), *shape) if draw(st.booleans()) else None
     kind = draw(st.sampled_from(get_args(SegmentKind)))
-    made = luck.integers(0, 2, size).astype(bool)
-    return Segment(kind, array("u4", size), made, floats(), floats(), array("i4", size), routing)
+    sampled = rng.integers(0, 2, size).astype(bool)
+    return Segment(kind, array("u4", size), sampled, floats(), floats(), array("i4", size), routing)
 
 
 CALLS = st.builds(
@@ -110,17 +110,17 @@ OUTCOMES = st.builds(
 @st.composite
 def steps(draw: st.DrawFn, lengths: list[int]) -> Step:
     kind = draw(st.sampled_from(get_args(StepKind)))
-    spoken = kind in ("turn", "summary")
-    role: Role = "assistant" if spoken else draw(st.sampled_from(get_args(Role)))
-    calls = tuple(draw(st.lists(CALLS, max_size=3))) if spoken or draw(st.booleans()) else ()
+    is_turn = kind in ("turn", "summary")
+    role: Role = "assistant" if is_turn else draw(st.sampled_from(get_args(Role)))
+    calls = tuple(draw(st.lists(CALLS, max_size=3))) if is_turn or draw(st.booleans()) else ()
     segment = draw(st.integers(0, len(lengths) - 1))
-    place = st.integers(0, lengths[segment])
-    places = st.tuples(place, place).map(lambda ends: (min(ends), max(ends)))
+    position = st.integers(0, lengths[segment])
+    spans = st.tuples(position, position).map(lambda ends: (min(ends), max(ends)))
     return Step(
         kind=kind,
         message=Message(role, draw(TEXTS), draw(TEXTS), calls, draw(TEXTS), draw(TEXTS)),
         segment=segment,
-        span=draw(places | st.sampled_from([(-1, -1), (5, 10**9)])),
+        span=draw(spans | st.sampled_from([(-1, -1), (5, 10**9)])),
         outcomes=tuple(draw(OUTCOMES) for _ in calls) if draw(st.booleans()) else (),
         closed=draw(st.booleans()),
         time=draw(SECONDS),

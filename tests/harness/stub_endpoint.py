@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that says what a test wants: whole or as events, with tool calls, slowly if need be."""
+"""An OpenAI-compatible server with scripted replies: complete or streamed, with tool calls, with optional delays."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,8 @@ NAME = "stub"
 
 
 @dataclass(frozen=True)
-class Line:
-    """One answer: thoughts, text and calls; `pause` seconds between its pieces."""
+class StubTurn:
+    """One reply: thinking, text and calls; `pause` seconds between streamed pieces."""
 
     text: str = ""
     calls: Sequence[tuple[str, dict[str, Any]]] = ()
@@ -28,8 +28,8 @@ class Line:
     pause: float = 0.0
 
 
-def says(text: str = "", *calls: tuple[str, dict[str, Any]], thinking: str = "", pause: float = 0.0) -> Line:
-    return Line(text, calls, thinking, pause)
+def says(text: str = "", *calls: tuple[str, dict[str, Any]], thinking: str = "", pause: float = 0.0) -> StubTurn:
+    return StubTurn(text, calls, thinking, pause)
 
 
 def call(name: str, **arguments: Any) -> tuple[str, dict[str, Any]]:
@@ -37,20 +37,20 @@ def call(name: str, **arguments: Any) -> tuple[str, dict[str, Any]]:
 
 
 @dataclass
-class Stub:
-    """The script, and what was asked. An answer is chosen by how many assistant messages the chat has already."""
+class StubEndpoint:
+    """Scripted replies and recorded requests. The reply is chosen by the number of assistant messages in the chat."""
 
-    lines: Sequence[Line]
+    lines: Sequence[StubTurn]
     key: str = ""
     url: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     usage: bool = True
     streams: bool = True
-    on_ask: Callable[[int], None] = lambda said: None  # called with the number of each line before it is said
+    on_ask: Callable[[int], None] = lambda said: None  # called with the number of each reply before it is sent
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": NAME, "object": "model", "owned_by": "nobody"}]})
+        return JSONResponse({"object": "list", "data": [{"id": NAME, "object": "model", "owned_by": "stub"}]})
 
     async def chat(self, request: Request) -> Response:
         self.keys.append(request.headers.get("authorization", ""))
@@ -71,7 +71,7 @@ class Stub:
         finish = "tool_calls" if line.calls else "stop"
         return JSONResponse({"choices": [{"message": message, "finish_reason": finish}], "usage": _usage(line)})
 
-    async def events(self, line: Line, said: int) -> AsyncIterator[str]:
+    async def events(self, line: StubTurn, said: int) -> AsyncIterator[str]:
         for key, text in (("reasoning_content", line.thinking), ("content", line.text)):
             for number, word in enumerate(text.split(" ") if text else ()):
                 yield _event({key: f" {word}" if number else word})
@@ -80,7 +80,7 @@ class Stub:
             whole = _call(said, number, *each)
             arguments = whole["function"].pop("arguments")
             yield _event({"tool_calls": [{"index": number, **whole}]})
-            for at in range(0, len(arguments), 7):  # cut wherever it falls
+            for at in range(0, len(arguments), 7):  # cut at arbitrary positions
                 yield _event({"tool_calls": [{"index": number, "function": {"arguments": arguments[at : at + 7]}}]})
                 await asyncio.sleep(line.pause)
         yield _event({}, finish="tool_calls" if line.calls else "stop")
@@ -98,14 +98,14 @@ def _event(delta: dict[str, Any], finish: str | None = None) -> str:
     return f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta, 'finish_reason': finish}]})}\n\n"
 
 
-def _usage(line: Line) -> dict[str, Any]:
-    made = max(1, len(f"{line.thinking}{line.text}{line.calls}") // 4)
-    return {"prompt_tokens": 100, "completion_tokens": made, "completion_tokens_details": {"reasoning_tokens": 0}}
+def _usage(line: StubTurn) -> dict[str, Any]:
+    tokens = max(1, len(f"{line.thinking}{line.text}{line.calls}") // 4)
+    return {"prompt_tokens": 100, "completion_tokens": tokens, "completion_tokens_details": {"reasoning_tokens": 0}}
 
 
 @contextlib.contextmanager
-def serving(stub: Stub) -> Iterator[Stub]:
-    """The stub behind HTTP, in a thread of its own."""
+def serving(stub: StubEndpoint) -> Iterator[StubEndpoint]:
+    """Serve the stub over HTTP in a thread."""
     listener = socket.create_server(("127.0.0.1", 0))
     stub.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     routes = [

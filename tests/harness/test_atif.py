@@ -1,4 +1,4 @@
-"""ATIF documents: valid for other tools, exact for us, and an error with a place for what is neither."""
+"""ATIF documents: valid for other tools, exact round trips, and errors with a place."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ import pytest
 from harness_traces import equal, example, traces
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rehearsal import Bench, call, chatml, says, speaker
+from session_helpers import FakeTools, call, chatml, says, scripted_client
 
 from etude.chat.messages import Message
 from etude.errors import InputError
@@ -31,7 +31,7 @@ Document = dict[str, Any]
 
 
 def exchanged(document: Document) -> Document:
-    """As another program gets it: through a file of strict JSON in UTF-8."""
+    """Return the document as another program reads it: through strict JSON in UTF-8."""
     read: Document = json.loads(json.dumps(document, allow_nan=False, ensure_ascii=False).encode("utf-8"))
     return read
 
@@ -141,7 +141,7 @@ def valid_step(number: int, step: Any) -> bool:
 
 @settings(deadline=None, max_examples=60)
 @given(traces())
-def test_any_trace_is_a_valid_document_and_comes_back_to_the_bit(trace: Trace) -> None:
+def test_any_trace_exports_to_a_valid_document_and_round_trips(trace: Trace) -> None:
     document = to_atif(trace)
     assert valid(document)
     before = exchanged(document)
@@ -152,7 +152,7 @@ def test_any_trace_is_a_valid_document_and_comes_back_to_the_bit(trace: Trace) -
 
 @settings(deadline=None, max_examples=30)
 @given(traces(exact=True))
-def test_prompts_and_timestamps_are_there_when_asked_for_and_change_nothing(trace: Trace) -> None:
+def test_prompts_and_timestamps_are_optional_and_change_nothing_else(trace: Trace) -> None:
     document = to_atif(trace, prompts=True, started=datetime(2026, 5, 1, tzinfo=UTC))
     assert valid(document)
     assert equal(from_atif(exchanged(document)), trace)
@@ -164,7 +164,7 @@ def test_prompts_and_timestamps_are_there_when_asked_for_and_change_nothing(trac
             assert metrics["prompt_token_ids"] + metrics["completion_token_ids"] == tokens[: step.span[1]]
 
 
-def test_a_reader_finds_everything_in_its_place() -> None:
+def test_every_field_is_exported_to_its_place() -> None:
     document = to_atif(example())
     sources = ["system", "user", "agent", "user", "agent", "user", "agent", "user", "agent", "user"]
     assert [step["source"] for step in document["steps"]] == sources
@@ -214,7 +214,7 @@ def test_a_reader_finds_everything_in_its_place() -> None:
     assert document["extra"]["etude"]["ending"] == "final"
 
 
-def test_logprobs_are_the_shortest_numbers_that_mean_the_same_and_are_left_out_when_json_has_none() -> None:
+def test_logprobs_use_the_shortest_digits_and_are_left_out_if_not_finite() -> None:
     trace = example()
     (shown,) = [step["metrics"]["logprobs"] for step in to_atif(trace)["steps"] if step["step_id"] == 5]
     assert np.array_equal(np.array(shown, np.float32), trace.segments[0].logprobs[3:5])
@@ -225,7 +225,7 @@ def test_logprobs_are_the_shortest_numbers_that_mean_the_same_and_are_left_out_w
     assert equal(from_atif(exchanged(document)), trace)
 
 
-def test_a_real_session_with_summaries_goes_out_and_comes_back(tmp_path: Path) -> None:
+def test_a_session_with_summaries_round_trips(tmp_path: Path) -> None:
     script: list[ScriptLine] = [
         chatml().tokenizer.encode("<tool_call>{]</tool_call><|im_end|>", special=True),
         says("Looking.", call("echo", text="x = 1 ", times=1000), call("fail"), thinking="Where is it?"),
@@ -234,7 +234,7 @@ def test_a_real_session_with_summaries_goes_out_and_comes_back(tmp_path: Path) -
         says("Fixed."),
     ]
     request = SessionRequest("Fix the bug.", past=(Message("user", "Hello."), Message("assistant", "Hi.")), id="bug-1")
-    session = Session(request, speaker(script), Bench(), summaries=SummarySettings(trigger=2500))
+    session = Session(request, scripted_client(script), FakeTools(), summaries=SummarySettings(trigger=2500))
     trace = replace(asyncio.run(session.run()), facts={"seed": 1})
     document = to_atif(trace)
     assert valid(document)
@@ -250,12 +250,12 @@ def test_a_real_session_with_summaries_goes_out_and_comes_back(tmp_path: Path) -
     assert [token for one in spent for token in one["completion_token_ids"]] == made
 
 
-def test_a_trace_without_steps_is_no_document() -> None:
+def test_a_trace_without_steps_cannot_be_exported() -> None:
     with pytest.raises(InputError, match="trace s-1 has no steps"):
         to_atif(replace(example(), steps=()))
 
 
-def test_what_others_add_to_our_extras_does_no_harm() -> None:
+def test_unknown_keys_in_extras_are_ignored() -> None:
     document = to_atif(example())
     document["extra"]["grade"] = {"reward": 1}
     for step in document["steps"]:
@@ -268,7 +268,7 @@ def test_what_others_add_to_our_extras_does_no_harm() -> None:
 
 
 def without_ours(document: Document) -> Document:
-    """What another tool would have written of the same session."""
+    """Return the document as another tool would have written it."""
 
     def strip(value: Any) -> Any:
         if isinstance(value, dict):
@@ -281,7 +281,7 @@ def without_ours(document: Document) -> Document:
 
 @settings(deadline=None, max_examples=60)
 @given(traces())
-def test_any_valid_document_of_another_tool_is_a_conversation(trace: Trace) -> None:
+def test_any_valid_foreign_document_imports_as_a_conversation(trace: Trace) -> None:
     document = without_ours(exchanged(to_atif(trace)))
     read = from_atif(document)
     assert not read.exact
@@ -293,7 +293,7 @@ def test_any_valid_document_of_another_tool_is_a_conversation(trace: Trace) -> N
     assert equal(from_atif(exchanged(to_atif(read))), read)
 
 
-def test_a_document_of_another_tool_reads_as_a_session_at_a_chat_api() -> None:
+def test_a_foreign_document_imports_like_a_chat_api_session() -> None:
     document: Document = {
         "schema_version": "ATIF-v1.6",
         "session_id": "run-7",
@@ -354,7 +354,7 @@ def test_a_document_of_another_tool_reads_as_a_session_at_a_chat_api() -> None:
 IMAGE = {"type": "image", "source": {"media_type": "image/png", "path": "shot.png"}}
 
 
-def test_what_another_tool_shows_again_opens_a_segment_and_costs_nothing() -> None:
+def test_copied_context_of_a_foreign_document_opens_a_segment_without_cost() -> None:
     said = {"source": "agent", "message": "Summary.", "metrics": {"completion_tokens": 3}}
     steps: list[Document] = [
         {"source": "user", "message": "Task."},
@@ -398,7 +398,7 @@ def at(*place: str | int, to: Any = None, gone: bool = False) -> Callable[[Docum
     ("change", "place"),
     [
         (at("schema_version", to="ATIF-v2.0"), ".schema_version"),
-        (at("colour", to="red"), ": 'colour' is not known"),
+        (at("colour", to="red"), ": unknown key 'colour'"),
         (at("agent", gone=True), ": agent is missing"),
         (at("agent", "name", to=3), ".agent.name: 3 where text"),
         (at("agent", "tool_definitions", to=[3]), ".agent.tool_definitions[0]"),
@@ -461,7 +461,7 @@ def at(*place: str | int, to: Any = None, gone: bool = False) -> Callable[[Docum
         (at("final_metrics", "extra", "calls", to="two"), ".final_metrics.extra.calls"),
     ],
 )
-def test_an_invalid_document_is_an_error_with_its_place(change: Callable[[Document], None], place: str) -> None:
+def test_an_invalid_document_raises_with_its_place(change: Callable[[Document], None], place: str) -> None:
     document = to_atif(example())
     change(document)
     with pytest.raises(InputError) as error:
@@ -470,12 +470,12 @@ def test_an_invalid_document_is_an_error_with_its_place(change: Callable[[Docume
 
 
 @pytest.mark.parametrize("document", [None, [], "text", 3, {}])
-def test_what_is_no_document_at_all_is_an_input_error(document: Any) -> None:
+def test_anything_but_a_document_raises_input_error(document: Any) -> None:
     with pytest.raises(InputError, match="document: "):
         from_atif(document)
 
 
-def test_what_is_nested_too_deeply_is_an_input_error() -> None:
+def test_a_deeply_nested_document_raises_input_error() -> None:
     deep: Any = {}
     for _ in range(5000):
         deep = {"a": deep}
@@ -492,7 +492,7 @@ ODD = st.sampled_from([None, True, -7, 1.5, "word", "agent", [], ["x"], {}, {"x"
 
 @st.composite
 def changed(draw: st.DrawFn) -> Document:
-    """A document of another tool that somebody changed in one place."""
+    """Return a foreign document changed in one place."""
     document = without_ours(to_atif(example()))
     holder: Any = document
     while True:
@@ -511,7 +511,7 @@ def changed(draw: st.DrawFn) -> Document:
 
 @settings(deadline=None, max_examples=150)
 @given(changed())
-def test_the_reader_takes_what_the_rules_allow_and_nothing_else(document: Document) -> None:
+def test_import_accepts_exactly_what_the_rules_allow(document: Document) -> None:
     try:
         from_atif(document)
         taken = True
@@ -567,7 +567,7 @@ def some(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_the_reference_accepts_our_documents_and_what_it_writes_is_still_exact(harbor: Any) -> None:
+def test_the_reference_accepts_exported_documents_and_its_output_round_trips(harbor: Any) -> None:
     made = [example(), *some(traces(), 300)]
     for trace, verdict in zip(made, harbor([to_atif(trace, prompts=True) for trace in made]), strict=True):
         assert isinstance(verdict, dict), verdict
@@ -575,7 +575,7 @@ def test_the_reference_accepts_our_documents_and_what_it_writes_is_still_exact(h
 
 
 @pytest.mark.slow
-def test_the_reference_accepts_what_we_accept_and_nothing_else(harbor: Any) -> None:
+def test_the_reference_accepts_the_same_documents(harbor: Any) -> None:
     documents = some(changed(), 500)
     for document, verdict in zip(documents, harbor(documents), strict=True):
         assert isinstance(verdict, dict) == valid(document), (document, verdict)

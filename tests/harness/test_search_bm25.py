@@ -1,4 +1,4 @@
-"""BM25 against a twin that reads like the formula."""
+"""BM25 compared with a direct implementation of the formula."""
 
 import math
 from collections import Counter
@@ -46,17 +46,17 @@ def test_scores_over_any_split_into_files_are_those_of_the_formula(files: list[l
         ("a" * 100, []),
     ],
 )
-def test_identifiers_are_taken_apart_as_people_read_them(text: str, expected: list[str]) -> None:
+def test_identifiers_are_split_into_words(text: str, expected: list[str]) -> None:
     assert words(text) == expected
 
 
-def test_forms_of_a_word_meet() -> None:
+def test_forms_of_a_word_have_the_same_stem() -> None:
     for forms in ("cache caches cached caching", "query queries", "stop stops stopped stopping", "file files"):
         assert len({stem(form) for form in forms.split()}) == 1, forms
     assert stem("class") == "class"
     assert stem("bus") == "bus"
 
 
-def test_a_question_keeps_the_words_that_tell_chunks_apart() -> None:
+def test_stop_words_of_a_question_are_dropped() -> None:
     assert question_words("Where is the cache of the file?") == ["cach"]
     assert question_words("how is it") == ["how", "is", "it"]

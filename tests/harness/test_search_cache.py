@@ -29,7 +29,7 @@ def write_in_another_process(directory: Path, start: int) -> None:
         fill(cache, range(number, number + 20))
 
 
-def test_what_several_processes_write_at_once_every_process_reads(tmp_path: Path) -> None:
+def test_concurrent_writes_of_several_processes_are_all_readable(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=write_in_another_process, args=(tmp_path, 200 * n)) for n in range(3)]
     for writer in writers:
@@ -42,7 +42,7 @@ def test_what_several_processes_write_at_once_every_process_reads(tmp_path: Path
     assert all((found[key(number)] == vector(number)).all() for number in range(600))
 
 
-def test_a_connection_is_not_carried_over_a_fork(tmp_path: Path) -> None:
+def test_a_connection_is_reopened_after_a_fork(tmp_path: Path) -> None:
     cache = VectorCache(tmp_path)
     fill(cache, range(10))
     child = os.fork()
@@ -79,14 +79,14 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, damage: str) -> None:
     keys = [key(number) for number in range(2000)]
     found = VectorCache(tmp_path).get(keys)  # nothing raised; what is returned is right
     assert all((found[key(number)] == vector(number)).all() for number in range(2000) if key(number) in found)
-    if damage != "a directory":  # which is nobody's doing but a person's: said in the log, and left alone
+    if damage != "a directory":  # not damage but a user's doing: logged and left alone
         again = VectorCache(tmp_path)
         again.get(keys)
         fill(again, range(2000))
         assert len(VectorCache(tmp_path).get(keys)) == 2000
 
 
-def test_a_process_that_holds_a_replaced_file_goes_on(tmp_path: Path) -> None:
+def test_a_process_with_a_replaced_file_open_continues(tmp_path: Path) -> None:
     holder, other = VectorCache(tmp_path), VectorCache(tmp_path)
     fill(holder, range(50))
     (file,) = tmp_path.glob("vectors-*.sqlite")
@@ -98,7 +98,7 @@ def test_a_process_that_holds_a_replaced_file_goes_on(tmp_path: Path) -> None:
     assert len(VectorCache(tmp_path).get([key(number) for number in range(50)])) == 50
 
 
-def test_a_vector_that_was_changed_is_not_there(tmp_path: Path) -> None:
+def test_a_vector_with_a_wrong_checksum_is_missing(tmp_path: Path) -> None:
     cache = VectorCache(tmp_path)
     fill(cache, range(3))
     (file,) = tmp_path.glob("vectors-*.sqlite")
@@ -125,7 +125,7 @@ def test_the_cache_stays_within_its_size_and_keeps_what_was_used(tmp_path: Path)
     assert file.stat().st_size < 700_000
 
 
-def test_a_directory_that_cannot_be_used_means_nothing_is_kept(tmp_path: Path) -> None:
+def test_with_an_unusable_directory_nothing_is_cached(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     cache = VectorCache(tmp_path / "file" / "below")
     fill(cache, range(3))

@@ -1,4 +1,4 @@
-"""Chunks: exact lines, nothing lost, and no text that can break them."""
+"""Chunks: exact lines, nothing lost, for any text."""
 
 import itertools
 import json.decoder
@@ -116,7 +116,7 @@ def test_all_lines_of_any_python_file_are_in_its_chunks(statements: list[str], e
 @example("x = (\n", "m.py")
 @example("\ufeffx = 1\ndef f(): pass\n", "m.py")
 @example("a\rdef f():\r  pass\n", "m.py")
-def test_any_text_at_all_is_cut_without_loss(text: str, path: str) -> None:
+def test_any_text_is_chunked_without_loss(text: str, path: str) -> None:
     lines = lines_of(text)
     chunks = cut_chunks(path, lines)
     assert_whole(lines, chunks)
@@ -137,7 +137,7 @@ def test_any_text_at_all_is_cut_without_loss(text: str, path: str) -> None:
     ],
     ids=["signs", "attributes", "sums", "branches", "one line", "blank", "broken"],
 )
-def test_files_made_to_break_a_parser_are_cut_all_the_same(text: str) -> None:
+def test_files_that_break_the_parser_are_still_chunked(text: str) -> None:
     lines = lines_of(text)
     assert_whole(lines, cut_chunks("m.py", lines))
 
@@ -183,7 +183,7 @@ def test_prose_is_cut_at_its_headings() -> None:
     assert [chunk.name for chunk in cut_chunks("doc.md", lines_of(text))] == ["Title", "First part", "Second part"]
 
 
-def test_a_licence_is_not_what_a_file_says_of_itself() -> None:
+def test_a_licence_header_is_not_a_headline() -> None:
     text = "# Copyright 2020 Somebody. All rights reserved.\n# You may use it.\nimport os\n"
     assert headline("m.py", lines_of(text)) == ""
     assert headline("m.py", lines_of(text + '"""Reads things. And more."""\n')) == "Reads things"

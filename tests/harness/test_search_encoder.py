@@ -1,4 +1,4 @@
-"""The embedding model is the published one: transformers is the oracle."""
+"""The embedding model compared with transformers."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_a_vector_does_not_depend_on_its_batch(encoder: BertEncoder) -> None:
     assert np.allclose(np.linalg.norm(together, axis=1), 1.0, atol=1e-5)
 
 
-def test_what_means_the_same_is_near(encoder: BertEncoder) -> None:
+def test_texts_of_similar_meaning_are_near(encoder: BertEncoder) -> None:
     code, question, weather, *_ = encoder.encode(TEXTS)
     assert code @ question > 0.4
     assert code @ weather < 0.2
@@ -70,7 +70,7 @@ def test_a_control_token_in_a_text_is_text(encoder: BertEncoder) -> None:
     assert ids[-1] == separator
 
 
-def test_a_model_this_forward_would_get_wrong_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no config\.json, model\.safetensors, tokenizer\.json"):
         BertEncoder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "roberta"}))

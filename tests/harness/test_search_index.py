@@ -1,4 +1,4 @@
-"""The index and the searcher around it, on an encoder small enough to be run thousands of times."""
+"""The index and the searcher, with an encoder that is fast enough for thousands of runs."""
 
 import asyncio
 import hashlib
@@ -24,7 +24,7 @@ from etude.harness.search.source import FileEntry, LocalFiles, SearchLimits, is_
 
 
 class WordEncoder:
-    """A bag of words, each a fixed random direction: near means words in common."""
+    """A bag-of-words encoder: each word is a fixed random direction."""
 
     id = "words"
     dimensions = 32
@@ -48,7 +48,7 @@ class WordEncoder:
 
 
 class Files:
-    """A workspace in memory that counts what is asked of it, and may lie."""
+    """A workspace in memory that counts requests and may report false digests."""
 
     def __init__(self, files: Mapping[str, str | bytes]) -> None:
         self.files = {path: text.encode() if isinstance(text, str) else text for path, text in files.items()}
@@ -163,7 +163,7 @@ def test_many_sessions_that_start_at_once_embed_a_text_once() -> None:
     asyncio.run(main())
 
 
-def test_a_search_answers_when_its_patience_is_over_and_says_how_much_was_embedded() -> None:
+def test_a_search_returns_at_its_time_limit_and_reports_how_much_was_embedded() -> None:
     async def main() -> None:
         encoder = WordEncoder(pause_s=0.1)
         one = searcher(encoder, max_wait_s=0.5)
@@ -179,7 +179,7 @@ def test_a_search_answers_when_its_patience_is_over_and_says_how_much_was_embedd
     asyncio.run(main())
 
 
-def test_a_session_that_is_cancelled_leaves_nothing_to_be_done() -> None:
+def test_a_cancelled_session_leaves_no_pending_work() -> None:
     async def main() -> None:
         encoder = WordEncoder(pause_s=0.1)
         one = searcher(encoder)
@@ -230,7 +230,7 @@ def test_the_event_loop_runs_on_while_texts_are_encoded() -> None:
     asyncio.run(main())
 
 
-def test_the_answer_says_what_found_each_hit() -> None:
+def test_every_hit_reports_how_it_was_found() -> None:
     async def main() -> None:
         files = Files(
             {
@@ -283,12 +283,16 @@ def test_directories_are_paths_or_patterns() -> None:
 def test_equal_hits_come_in_the_order_of_their_paths() -> None:
     async def main() -> None:
         files = Files(dict.fromkeys(("c.py", "a.py", "b.py"), "def needle():\n    return 1\n"))
-        assert [hit.path for hit in (await CodebaseSearcher(None).search(files, "needle")).hits] == ["a.py", "b.py", "c.py"]
+        assert [hit.path for hit in (await CodebaseSearcher(None).search(files, "needle")).hits] == [
+            "a.py",
+            "b.py",
+            "c.py",
+        ]
 
     asyncio.run(main())
 
 
-def test_a_source_that_lies_misleads_nobody_but_itself() -> None:
+def test_false_digests_of_a_source_affect_only_that_source() -> None:
     async def main() -> None:
         one = searcher()
         honest, liar = Files({"m.py": "def honest(): pass\n"}), Files({"m.py": "def poisoned(): pass\n"})
@@ -343,7 +347,7 @@ def test_the_text_stays_within_its_budget() -> None:
     asyncio.run(main())
 
 
-def test_what_is_too_much_is_left_out_and_said() -> None:
+def test_files_beyond_the_limits_are_left_out_and_reported() -> None:
     entries = [FileEntry(f"m{n}.py", 100, "") for n in range(10)]
     entries += [FileEntry("big.py", 10_000, ""), FileEntry("node_modules/x.js", 5, ""), FileEntry("a.png", 5, "")]
     chosen = select(entries, SearchLimits(files=6, file_bytes=1000))

@@ -1,4 +1,4 @@
-"""The session loop: what it records, when it ends, and that nothing the model wrote is ever written anew."""
+"""The session loop: what it records, when it ends, and that sampled tokens are never re-tokenized."""
 
 import asyncio
 import time
@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from rehearsal import Bench, call, chatml, says, speaker
+from pydantic import ValidationError
+from session_helpers import FakeTools, call, chatml, says, scripted_client
 
 from etude.chat.messages import Message
-from etude.errors import EtudeError, InputError
+from etude.errors import EtudeError
+from etude.harness.budget import Budget
 from etude.harness.model_client import TokenModelClient, turn_seed
 from etude.harness.prompt import SessionRequest, opening_messages
 from etude.harness.scripted_policy import ReplayDiverged, ReplayPolicy, ScriptedPolicy
-from etude.harness.session import Budget, Session
+from etude.harness.session import Session
 from etude.harness.summary import SUMMARY_PROMPT, SummarySettings
 from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
@@ -39,8 +41,8 @@ def text_of(trace: Trace, segment: int) -> str:
     return chatml().tokenizer.decode(trace.segments[segment].tokens.tolist())
 
 
-def test_a_session_is_one_stream_of_tokens_in_which_the_models_own_are_marked() -> None:
-    mouth, bench = speaker(SCRIPT), Bench()
+def test_a_session_is_one_token_sequence_with_sampled_tokens_marked() -> None:
+    mouth, bench = scripted_client(SCRIPT), FakeTools()
     trace = play(Session(REQUEST, mouth, bench, id="s"))
     (segment,) = trace.segments
     dialect = chatml()
@@ -75,7 +77,7 @@ def test_the_prompt_has_its_parts_in_order() -> None:
 
 
 def test_costs_are_counted_by_kind() -> None:
-    trace = play(Session(REQUEST, speaker(SCRIPT), Bench()))
+    trace = play(Session(REQUEST, scripted_client(SCRIPT), FakeTools()))
     cost = trace.cost
     assert (cost.calls, cost.turns, cost.summaries) == (3, 3, 0)
     assert cost.sampled == len(model_tokens(trace))
@@ -85,21 +87,21 @@ def test_costs_are_counted_by_kind() -> None:
 
 
 def test_two_runs_with_the_same_policy_give_the_same_tokens() -> None:
-    one, two = (play(Session(REQUEST, speaker(SCRIPT), Bench())) for _ in range(2))
+    one, two = (play(Session(REQUEST, scripted_client(SCRIPT), FakeTools())) for _ in range(2))
     assert np.array_equal(one.segments[0].tokens, two.segments[0].tokens)
     assert np.array_equal(one.segments[0].sampled, two.segments[0].sampled)
 
 
-def test_a_trace_replays_to_the_same_tokens_and_notices_when_the_world_differs() -> None:
-    trace = play(Session(REQUEST, speaker(SCRIPT), Bench()))
+def test_a_trace_replays_to_the_same_tokens_and_raises_on_a_difference() -> None:
+    trace = play(Session(REQUEST, scripted_client(SCRIPT), FakeTools()))
 
-    def again(bench: Bench) -> Trace:
+    def again(bench: FakeTools) -> Trace:
         mouth = TokenModelClient(ReplayPolicy(trace), chatml(), Sampling(), window=100_000)
         return play(Session(REQUEST, mouth, bench))
 
-    assert np.array_equal(again(Bench()).segments[0].tokens, trace.segments[0].tokens)
+    assert np.array_equal(again(FakeTools()).segments[0].tokens, trace.segments[0].tokens)
 
-    class Other(Bench):
+    class Other(FakeTools):
         async def run(self, calls):  # type: ignore[no-untyped-def]
             return [replace(outcome, text=outcome.text + "!") for outcome in await super().run(calls)]
 
@@ -107,12 +109,12 @@ def test_a_trace_replays_to_the_same_tokens_and_notices_when_the_world_differs()
         again(Other())
 
 
-def test_a_malformed_call_is_answered_and_stays_in_the_record() -> None:
+def test_a_malformed_call_gets_an_error_and_stays_in_the_trace() -> None:
     dialect = chatml()
     broken = dialect.write(says("", call("echo", text="x")))
     place = next(i for i, token in enumerate(broken) if dialect.tokenizer.decode([token]).strip().startswith("{"))
     broken = broken[:place] + broken[place + 1 :]
-    trace = play(Session(REQUEST, speaker([broken, says("Sorry.")]), Bench()))
+    trace = play(Session(REQUEST, scripted_client([broken, says("Sorry.")]), FakeTools()))
     first = next(step for step in trace.steps if step.kind == "turn")
     assert first.message.calls[0].status != "ok"
     assert first.outcomes[0].error == "malformed_call"
@@ -133,30 +135,36 @@ def test_a_malformed_call_is_answered_and_stays_in_the_record() -> None:
 def test_budgets_end_a_session(budget: Budget, ending: str) -> None:
     lines = [says("", call("sleep", seconds=0.2)) for _ in range(50)]
     script = [says("A long final message that is cut off before its end.")] if ending == "length" else lines
-    trace = play(Session(REQUEST, speaker(script), Bench(), budget=budget))
+    trace = play(Session(REQUEST, scripted_client(script), FakeTools(), budget=budget))
     assert trace.ending == ending
     if budget.tokens:
         assert trace.cost.sampled == 30
 
 
-def test_time_over_stops_a_tool_that_still_runs() -> None:
-    trace = play(Session(REQUEST, speaker([says("", call("sleep", seconds=60))]), Bench(), budget=Budget(seconds=0.2)))
+def test_the_time_budget_stops_a_running_tool() -> None:
+    trace = play(
+        Session(
+            REQUEST, scripted_client([says("", call("sleep", seconds=60))]), FakeTools(), budget=Budget(seconds=0.2)
+        )
+    )
     assert trace.ending == "time"
     assert trace.cost.wall_s < 10
     assert trace.steps[-1].outcomes[0].error == "aborted"
 
 
-def test_a_full_window_ends_a_session_that_may_not_sum_up() -> None:
+def test_a_full_window_ends_a_session_without_summaries() -> None:
     lines = [says("", call("echo", text="word " * 30)) for _ in range(100)]
-    mouth = speaker(lines, window=1200)
-    trace = play(Session(REQUEST, mouth, Bench(), summaries=SummarySettings(mode="off")))
+    mouth = scripted_client(lines, window=1200)
+    trace = play(Session(REQUEST, mouth, FakeTools(), summaries=SummarySettings(mode="off")))
     assert trace.ending == "context"
     assert len(trace.segments[0]) <= 1200
 
 
 def test_a_result_that_does_not_fit_is_cut_and_says_so() -> None:
     lines = [says("", call("echo", text="0123456789", times=5000), call("echo", text="short")), says("Enough.")]
-    trace = play(Session(REQUEST, speaker(lines, window=2000), Bench(), summaries=SummarySettings(reserve=500)))
+    trace = play(
+        Session(REQUEST, scripted_client(lines, window=2000), FakeTools(), summaries=SummarySettings(reserve=500))
+    )
     (first, *_) = (step for step in trace.steps if step.kind == "turn")
     assert first.outcomes[0].text.endswith("does not fit in the context]")
     assert first.outcomes[1].text == "short"
@@ -164,9 +172,11 @@ def test_a_result_that_does_not_fit_is_cut_and_says_so() -> None:
     assert all(len(segment) <= 2000 for segment in trace.segments)
 
 
-def test_results_of_hundreds_of_calls_that_do_not_fit_are_cut_in_no_time() -> None:
+def test_results_of_hundreds_of_calls_are_cut_quickly() -> None:
     lines = [says("", *(call("echo", text="0123456789", times=50) for _ in range(300))), says("Enough.")]
-    session = Session(REQUEST, speaker(lines, window=60_000), Bench(), budget=Budget(max_turn_tokens=50_000, turns=1))
+    session = Session(
+        REQUEST, scripted_client(lines, window=60_000), FakeTools(), budget=Budget(max_turn_tokens=50_000, turns=1)
+    )
     before = time.monotonic()
     trace = play(session)
     assert time.monotonic() - before < 5  # to cut them one by one takes minutes, and nothing else runs meanwhile
@@ -176,8 +186,8 @@ def test_results_of_hundreds_of_calls_that_do_not_fit_are_cut_in_no_time() -> No
 # ------------------------------------------------------------------------------------------------- people
 
 
-def test_an_interruption_with_a_message_stops_the_tool_and_goes_on() -> None:
-    session = Session(REQUEST, speaker([says("", call("sleep", seconds=60)), says("All right.")]), Bench())
+def test_an_interruption_with_a_message_stops_the_tool_and_continues() -> None:
+    session = Session(REQUEST, scripted_client([says("", call("sleep", seconds=60)), says("All right.")]), FakeTools())
 
     async def go() -> Trace:
         running = asyncio.create_task(session.run())
@@ -196,9 +206,9 @@ def test_an_interruption_with_a_message_stops_the_tool_and_goes_on() -> None:
     assert heard.count("interrupted this call") == 1
 
 
-def test_an_interruption_without_a_message_ends_it_and_more_can_be_said_later() -> None:
+def test_an_interruption_without_a_message_ends_the_session_until_the_next_message() -> None:
     session = Session(
-        REQUEST, speaker([says("", call("sleep", seconds=60)), says("Going on."), says("Again.")]), Bench()
+        REQUEST, scripted_client([says("", call("sleep", seconds=60)), says("Going on."), says("Again.")]), FakeTools()
     )
 
     async def go() -> list[Trace]:
@@ -220,7 +230,9 @@ def test_an_interruption_without_a_message_ends_it_and_more_can_be_said_later() 
 
 def test_a_cancelled_session_is_cancelled() -> None:
     async def go() -> None:
-        running = asyncio.create_task(Session(REQUEST, speaker([says("", call("sleep", seconds=60))]), Bench()).run())
+        running = asyncio.create_task(
+            Session(REQUEST, scripted_client([says("", call("sleep", seconds=60))]), FakeTools()).run()
+        )
         await asyncio.sleep(0.05)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -229,20 +241,20 @@ def test_a_cancelled_session_is_cancelled() -> None:
     asyncio.run(go())
 
 
-def test_what_breaks_underneath_is_raised_not_graded() -> None:
-    class Lost(Bench):
+def test_an_infrastructure_failure_is_raised() -> None:
+    class Lost(FakeTools):
         async def run(self, calls):  # type: ignore[no-untyped-def]
             raise EtudeError("the pod is gone")
 
     with pytest.raises(EtudeError, match="the pod is gone"):
-        play(Session(REQUEST, speaker(SCRIPT), Lost()))
+        play(Session(REQUEST, scripted_client(SCRIPT), Lost()))
 
 
 @pytest.mark.parametrize("after", range(1, 4))
 def test_a_session_restored_from_its_trace_goes_on_to_the_same_tokens(after: int) -> None:
-    whole = play(Session(REQUEST, speaker(SCRIPT), Bench()))
-    before = play(Session(REQUEST, speaker(SCRIPT), Bench(), budget=Budget(turns=after)))
-    session = Session(REQUEST, speaker(SCRIPT[after:]), Bench())
+    whole = play(Session(REQUEST, scripted_client(SCRIPT), FakeTools()))
+    before = play(Session(REQUEST, scripted_client(SCRIPT), FakeTools(), budget=Budget(turns=after)))
+    session = Session(REQUEST, scripted_client(SCRIPT[after:]), FakeTools())
     session.restore(before)
     if after == len(SCRIPT):
         return
@@ -253,15 +265,15 @@ def test_a_session_restored_from_its_trace_goes_on_to_the_same_tokens(after: int
     assert trace.cost.calls == whole.cost.calls
 
 
-def test_answers_have_luck_of_their_own() -> None:
+def test_every_turn_has_its_own_seed() -> None:
     seeds = {turn_seed(seed, turn) for seed in range(100) for turn in range(100)}
     assert len(seeds) == 100 * 100
     assert all(0 <= turn_seed(seed, 3) < 2**62 for seed in (0, 1, 2**61, 2**62 - 1))
 
 
-@pytest.mark.parametrize("wrong", [{"turns": 0}, {"tokens": -1}, {"seconds": 0}, {"answer": 0}])
-def test_a_budget_of_nothing_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(InputError, match="budget"):
+@pytest.mark.parametrize("wrong", [{"turns": 0}, {"tokens": -1}, {"seconds": 0}, {"max_turn_tokens": 0}])
+def test_an_empty_budget_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match="greater than"):
         Budget(**wrong)  # type: ignore[arg-type]
 
 
@@ -271,7 +283,7 @@ LONG = "a fact about the code, number {}; "
 
 
 def opening_size() -> int:
-    return len(chatml().render(opening_messages(REQUEST, ToolSet(), Bench.root), Bench().schemas))
+    return len(chatml().render(opening_messages(REQUEST, ToolSet(), FakeTools.root), FakeTools().schemas))
 
 
 def result_size(text: str) -> int:
@@ -279,16 +291,16 @@ def result_size(text: str) -> int:
 
 
 def chain(*summaries: object, mode: str = "self") -> Trace:
-    """Three turns fill the first segment; then the summaries are said, and two turns more."""
+    """Run a session: three turns fill the first segment, then come the summaries and two more turns."""
     facts = [LONG.format(i) * 12 for i in range(3)]
     lines = [*(says("", call("echo", text=fact)) for fact in facts), *summaries]
     lines += [says("", call("echo", text="after")), says("Finished.")]
     trigger = opening_size() + 5 * result_size(facts[0])  # each fact is there twice: in its call and in its result
     options = SummarySettings(mode=mode, trigger=trigger, reserve=900)  # type: ignore[arg-type]
-    return play(Session(REQUEST, speaker(lines, window=6000), Bench(), summaries=options))  # type: ignore[arg-type]
+    return play(Session(REQUEST, scripted_client(lines, window=6000), FakeTools(), summaries=options))  # type: ignore[arg-type]
 
 
-def test_a_summary_ends_a_segment_and_the_next_begins_from_it_alone() -> None:
+def test_a_summary_ends_a_segment_and_the_next_starts_from_it() -> None:
     trace = chain(says("Three facts were read.", thinking="What matters?"))
     assert trace.ending == "final"
     assert [segment.kind for segment in trace.segments] == ["start", "summary"]
@@ -303,7 +315,7 @@ def test_a_summary_ends_a_segment_and_the_next_begins_from_it_alone() -> None:
     assert trace.cost.summaries == 1
 
 
-def test_every_token_the_model_made_is_in_the_chain_once_the_summary_included() -> None:
+def test_every_sampled_token_is_in_exactly_one_segment() -> None:
     summary = says("Three facts were read.", thinking="What matters?")
     trace = chain(summary)
     dialect = chatml()
@@ -320,7 +332,7 @@ def test_every_token_the_model_made_is_in_the_chain_once_the_summary_included() 
     ("bad", "why"),
     [(says(" \n"), "it is empty"), (says("x", call("echo", text="y")), "it calls tools")],
 )
-def test_an_unusable_summary_is_refused_and_asked_for_again(bad: Message, why: str) -> None:
+def test_an_unusable_summary_is_requested_again(bad: Message, why: str) -> None:
     trace = chain(bad, says("Now in words."))
     assert trace.ending == "final"
     assert why in text_of(trace, 0)
@@ -340,8 +352,8 @@ def test_several_summaries_count_up() -> None:
     trace = play(
         Session(
             REQUEST,
-            speaker([*lines, says("Done.")], window=6000),
-            Bench(),
+            scripted_client([*lines, says("Done.")], window=6000),
+            FakeTools(),
             summaries=SummarySettings(trigger=trigger, reserve=700),
         )
     )
@@ -351,7 +363,7 @@ def test_several_summaries_count_up() -> None:
     assert trace.final == "Done."
 
 
-def test_the_baseline_compacts_apart_with_a_long_prompt() -> None:
+def test_compaction_uses_a_separate_segment_with_a_long_prompt() -> None:
     trace = chain(says("1. SessionRequest and intent: ..."), mode="compaction")
     assert [segment.kind for segment in trace.segments] == ["start", "compaction", "summary"]
     prompt = text_of(trace, 1)

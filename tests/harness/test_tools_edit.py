@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from harness_pods import Box, Yard, shared_yard
+from harness_pods import PodFixture, PodTools, shared_pod_fixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,43 +25,45 @@ def second(a, b):
 
 
 @pytest.fixture
-def yard(request: pytest.FixtureRequest) -> Yard:
-    return shared_yard(request.config)
+def pods(request: pytest.FixtureRequest) -> PodFixture:
+    return shared_pod_fixture(request.config)
 
 
-def test_the_one_place_is_replaced_and_nothing_else(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        outcome = await box.call("search_replace", file_path="a.py", old_string="a + b", new_string="(\n a + b\n)")
+def test_the_one_place_is_replaced_and_nothing_else(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        outcome = await tools.call("search_replace", file_path="a.py", old_string="a + b", new_string="(\n a + b\n)")
         assert outcome.text == "Edited a.py at line 5."
         assert outcome.facts == {"path": "a.py", "lines_added": 3, "lines_removed": 1, "places": 1}
-        assert await box.read("a.py") == SOURCE.replace("a + b", "(\n a + b\n)").encode()
-        said = await box.text("search_replace", file_path="a.py", old_string="total", new_string="t", replace_all=True)
+        assert await tools.read("a.py") == SOURCE.replace("a + b", "(\n a + b\n)").encode()
+        said = await tools.text(
+            "search_replace", file_path="a.py", old_string="total", new_string="t", replace_all=True
+        )
         assert said == "Edited a.py in 4 places, the first at line 5."
-        assert await box.read("a.py") == SOURCE.replace("a + b", "(\n a + b\n)").replace("total", "t").encode()
-        await box.text("search_replace", file_path="a.py", old_string="import os\n\n\n", new_string="")
-        assert (await box.read("a.py")).startswith(b"def first")
+        assert await tools.read("a.py") == SOURCE.replace("a + b", "(\n a + b\n)").replace("total", "t").encode()
+        await tools.text("search_replace", file_path="a.py", old_string="import os\n\n\n", new_string="")
+        assert (await tools.read("a.py")).startswith(b"def first")
 
-    yard.run(check, files={"a.py": SOURCE})
+    pods.run(check, files={"a.py": SOURCE})
 
 
-def test_a_text_found_several_times_is_refused_with_the_lines(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        said = await box.error(
+def test_a_text_found_several_times_is_refused_with_the_lines(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        said = await tools.error(
             "environment", "search_replace", file_path="a.py", old_string="    return total", new_string=""
         )
         assert said == (
             "old_string is found 2 times in a.py, at lines 6, 11; nothing was changed. Add lines around it to "
             "old_string until it is found once, or set replace_all."
         )
-        assert await box.read("a.py") == SOURCE.encode()
+        assert await tools.read("a.py") == SOURCE.encode()
 
-    yard.run(check, files={"a.py": SOURCE})
+    pods.run(check, files={"a.py": SOURCE})
 
 
-def test_a_text_that_is_not_there_is_explained(yard: Yard) -> None:
-    async def check(box: Box) -> None:
+def test_a_text_that_is_not_there_is_explained(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
         async def why(old: str) -> str:
-            return await box.error("environment", "search_replace", file_path="a.py", old_string=old, new_string="x")
+            return await tools.error("environment", "search_replace", file_path="a.py", old_string=old, new_string="x")
 
         said = await why("def first(a, b):\n  total = a + b\n")
         assert "differs in indentation: line 5 begins with 4 spaces, in old_string with 2 spaces" in said
@@ -77,50 +79,51 @@ def test_a_text_that_is_not_there_is_explained(yard: Yard) -> None:
         assert "first difference is at line 10; old_string has there:\ntotal = a * b" in said
         assert "9|def second(a, b):" in await why("def secnod(a, b):")
         assert "Nothing in the file is like it" in await why("zzzzzzzzzzzzzzzzzzzzzz")
-        assert await box.read("a.py") == SOURCE.encode()
+        assert await tools.read("a.py") == SOURCE.encode()
 
-    yard.run(check, files={"a.py": SOURCE})
+    pods.run(check, files={"a.py": SOURCE})
 
 
-def test_what_can_mean_nothing_is_refused(yard: Yard) -> None:
-    async def check(box: Box) -> None:
+def test_pointless_replacements_are_refused(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
         async def refused(old: str, new: str, path: str = "a.py") -> str:
-            return await box.error("bad_arguments", "search_replace", file_path=path, old_string=old, new_string=new)
+            return await tools.error("bad_arguments", "search_replace", file_path=path, old_string=old, new_string=new)
 
         assert "are the same" in await refused("import os", "import os")
         assert "only white space" in await refused("\n\n", "\n")
         assert "only white space" in await refused("    ", "")
         assert "exists and is not empty" in await refused("", "x")
-        assert "binary" in await box.error(
+        assert "binary" in await tools.error(
             "environment", "search_replace", file_path="bin", old_string="a", new_string="b"
         )
-        assert "does not exist" in await box.error(
+        assert "does not exist" in await tools.error(
             "environment", "search_replace", file_path="none.py", old_string="a", new_string="b"
         )
-        assert await box.text("search_replace", file_path="sub/new.py", old_string="", new_string="x\n") == (
+        assert await tools.text("search_replace", file_path="sub/new.py", old_string="", new_string="x\n") == (
             "Created sub/new.py (1 line)."
         )
-        assert "Created empty" in await box.text("search_replace", file_path="empty", old_string="", new_string="y")
-        assert await box.read("a.py") == SOURCE.encode()
+        assert "Created empty" in await tools.text("search_replace", file_path="empty", old_string="", new_string="y")
+        assert await tools.read("a.py") == SOURCE.encode()
 
-    yard.run(check, files={"a.py": SOURCE, "bin": b"a\0b", "empty": ""})
+    pods.run(check, files={"a.py": SOURCE, "bin": b"a\0b", "empty": ""})
 
 
-def test_line_ends_modes_links_and_stray_bytes_are_kept(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        await box.text("search_replace", file_path="dos", old_string="two\nthree", new_string="2\n3\nmore")
-        assert await box.read("dos") == b"one\r\n2\r\n3\r\nmore\r\nfour\r\n"
-        await box.text("search_replace", file_path="dos", old_string="one", new_string="1\n1")
-        assert await box.read("dos") == b"1\r\n1\r\n2\r\n3\r\nmore\r\nfour\r\n"
-        await box.text("search_replace", file_path="mixed", old_string="a\nb\nc", new_string="x\ny")
-        assert await box.read("mixed") == b"x\ny\nd\n"
-        await box.text("search_replace", file_path="latin", old_string="here", new_string="thére")
-        assert await box.read("latin") == b"\xff caf\xe9 " + "thére".encode() + b" \xfe\n"
-        await box.sh(f"cd {box.root} && chmod 711 latin && mkdir d && ln -s ../latin d/link")
-        await box.text("search_replace", file_path="d/link", old_string="thére", new_string="again")
-        assert await box.read("latin") == b"\xff caf\xe9 again \xfe\n"
+def test_line_ends_modes_links_and_stray_bytes_are_kept(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await tools.text("search_replace", file_path="dos", old_string="two\nthree", new_string="2\n3\nmore")
+        assert await tools.read("dos") == b"one\r\n2\r\n3\r\nmore\r\nfour\r\n"
+        await tools.text("search_replace", file_path="dos", old_string="one", new_string="1\n1")
+        assert await tools.read("dos") == b"1\r\n1\r\n2\r\n3\r\nmore\r\nfour\r\n"
+        await tools.text("search_replace", file_path="mixed", old_string="a\nb\nc", new_string="x\ny")
+        assert await tools.read("mixed") == b"x\ny\nd\n"
+        await tools.text("search_replace", file_path="latin", old_string="here", new_string="thére")
+        assert await tools.read("latin") == b"\xff caf\xe9 " + "thére".encode() + b" \xfe\n"
+        await tools.sh(f"cd {tools.root} && chmod 711 latin && mkdir d && ln -s ../latin d/link")
+        await tools.text("search_replace", file_path="d/link", old_string="thére", new_string="again")
+        assert await tools.read("latin") == b"\xff caf\xe9 again \xfe\n"
         assert (
-            await box.sh(f"cd {box.root} && readlink d/link && stat -c %a latin && ls -A d") == "../latin\n711\nlink\n"
+            await tools.sh(f"cd {tools.root} && readlink d/link && stat -c %a latin && ls -A d")
+            == "../latin\n711\nlink\n"
         )
 
     files = {
@@ -128,21 +131,21 @@ def test_line_ends_modes_links_and_stray_bytes_are_kept(yard: Yard) -> None:
         "mixed": b"a\r\nb\nc\nd\n",
         "latin": b"\xff caf\xe9 here \xfe\n",
     }
-    yard.run(check, files=files)
+    pods.run(check, files=files)
 
 
-def test_a_megabyte_is_edited_and_a_file_made_to_be_slow_does_not_hang(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        await box.text("search_replace", file_path="big", old_string="line 40000\n", new_string="changed\n")
-        assert b"changed" in await box.read("big")
+def test_a_megabyte_is_edited_and_a_file_made_to_be_slow_does_not_hang(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await tools.text("search_replace", file_path="big", old_string="line 40000\n", new_string="changed\n")
+        assert b"changed" in await tools.read("big")
         old = "".join(random.Random(1).choice("ab") for _ in range(200))
-        outcome = await box.call("search_replace", file_path="alike", old_string=old, new_string="x")
+        outcome = await tools.call("search_replace", file_path="alike", old_string=old, new_string="x")
         assert outcome.error == "environment"
         assert outcome.seconds < 10
 
     rng = random.Random(0)
     alike = "".join("".join(rng.choice("ab") for _ in range(200)) + "\n" for _ in range(6000))
-    yard.run(check, files={"big": "".join(f"line {i}\n" for i in range(80_000)), "alike": alike})
+    pods.run(check, files={"big": "".join(f"line {i}\n" for i in range(80_000)), "alike": alike})
 
 
 lines = st.lists(st.text("ab \t\n\\|1é", max_size=12), max_size=12)

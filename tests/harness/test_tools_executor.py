@@ -1,4 +1,4 @@
-"""The toolbox: what the model is shown, how calls are checked and run, what becomes of errors, bugs and lost pods."""
+"""The tool executor: schemas, validation and execution of calls, errors, bugs and lost pods."""
 
 import asyncio
 import json
@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from harness_pods import Box, Yard, shared_yard
+from harness_pods import PodFixture, PodTools, shared_pod_fixture
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from etude.chat.messages import ToolCall, tool_names
 from etude.errors import InputError
@@ -23,15 +24,15 @@ from etude.pods.pod import PodGone
 
 
 @pytest.fixture
-def yard(request: pytest.FixtureRequest) -> Yard:
-    return shared_yard(request.config)
+def pods(request: pytest.FixtureRequest) -> PodFixture:
+    return shared_pod_fixture(request.config)
 
 
 # -- what is shown
 
 
-def schemas(environment: ToolSet) -> dict[str, Any]:
-    return {shown.name: shown.schema["function"] for shown in exposed_tools(environment).values()}
+def schemas(tool_set: ToolSet) -> dict[str, Any]:
+    return {shown.name: shown.schema["function"] for shown in exposed_tools(tool_set).values()}
 
 
 def test_the_tools_have_cursors_names_and_arguments() -> None:
@@ -52,7 +53,7 @@ def test_the_tools_have_cursors_names_and_arguments() -> None:
     assert set(schemas(ToolSet(web=True))) - set(found) == {"web_search", "web_fetch"}
 
 
-def test_what_is_shown_depends_on_the_environment_alone_and_not_on_strictness() -> None:
+def test_schemas_depend_on_the_tool_set_but_not_on_strictness() -> None:
     assert schemas(ToolSet(strict=True)) == schemas(ToolSet())
     assert json.loads(json.dumps(schemas(ToolSet()))) == schemas(ToolSet())
     for naming in ("cursor", "claude-code", "bash"):
@@ -60,7 +61,7 @@ def test_what_is_shown_depends_on_the_environment_alone_and_not_on_strictness() 
             assert "{" not in schema["description"], schema["description"]
 
 
-def test_a_brief_environment_shows_the_same_tools_in_fewer_words() -> None:
+def test_short_schemas_show_the_same_tools_in_fewer_words() -> None:
     for naming in ("cursor", "claude-code", "bash"):
         full, brief = schemas(ToolSet(aliases=naming)), schemas(ToolSet(aliases=naming, short_system_prompt=True))
         assert list(brief) == list(full)
@@ -73,13 +74,13 @@ def test_a_brief_environment_shows_the_same_tools_in_fewer_words() -> None:
             assert schema["parameters"]["required"] == needed
 
 
-def test_a_brief_environment_still_takes_the_arguments_it_does_not_show(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        text = await box.text("read_file", target_file="a.txt", offset=2, limit=1)
+def test_short_schemas_still_accept_arguments_that_are_not_shown(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        text = await tools.text("read_file", target_file="a.txt", offset=2, limit=1)
         assert "2|two" in text
         assert "1|one" not in text
 
-    yard.run(check, environment=ToolSet(short_system_prompt=True), files={"a.txt": "one\ntwo\nthree\n"})
+    pods.run(check, tool_set=ToolSet(short_system_prompt=True), files={"a.txt": "one\ntwo\nthree\n"})
 
 
 def test_the_same_tools_go_by_other_names() -> None:
@@ -100,9 +101,9 @@ def test_the_same_tools_go_by_other_names() -> None:
     assert tool_names([shown.schema for shown in renamed.values()]) == {"read_file", "rg"}
 
 
-def test_an_environment_that_makes_no_sense_is_refused() -> None:
-    with pytest.raises(InputError, match="naming is 'vim'"):
-        exposed_tools(ToolSet(aliases="vim"))
+def test_an_invalid_tool_set_is_refused() -> None:
+    with pytest.raises(ValidationError, match="aliases"):
+        ToolSet(aliases="vim")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="'raed_file' is not a tool"):
         exposed_tools(ToolSet(tools=("raed_file",)))
     with pytest.raises(InputError, match="two tools are called 'x'"):
@@ -115,7 +116,7 @@ SCHEMA = TOOLS["grep"].parameters
 TODOS = TOOLS["todo_write"].parameters
 
 
-def test_strict_checking_takes_nothing_that_the_schema_does_not_say() -> None:
+def test_strict_checking_follows_the_schema_exactly() -> None:
     def wrong(given: Mapping[str, Any], schema: Mapping[str, Any] = SCHEMA) -> str:
         with pytest.raises(ToolError) as caught:
             check_arguments("grep", schema, given, strict=True)
@@ -139,7 +140,7 @@ def test_strict_checking_takes_nothing_that_the_schema_does_not_say() -> None:
     assert "todos[0].status must be one of" in wrong({"merge": True, "todos": [{"id": "a", "status": "y"}]}, TODOS)
 
 
-def test_otherwise_what_can_only_mean_one_thing_is_taken() -> None:
+def test_unambiguous_values_are_converted_unless_strict() -> None:
     def taken(given: Mapping[str, Any], schema: Mapping[str, Any] = SCHEMA) -> Any:
         return check_arguments("grep", schema, given, strict=False)
 
@@ -180,8 +181,8 @@ def test_checking_arguments_ends_in_arguments_or_a_tool_error(given: dict[str, A
 # -- running
 
 
-def test_calls_that_are_none_are_answered_and_classified(yard: Yard) -> None:
-    async def check(box: Box) -> None:
+def test_malformed_calls_get_an_error_class(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
         bad = [
             ToolCall("read_file", None, "1", "bad_json", problem="line 1: expected a comma"),
             ToolCall("read_file", None, "2", "unclosed"),
@@ -190,182 +191,186 @@ def test_calls_that_are_none_are_answered_and_classified(yard: Yard) -> None:
             ToolCall("Read", {"target_file": "a"}, "5"),
             ToolCall("read_file", None, "6"),
             ToolCall("read_file", {"file": "a"}, "7"),
-            box.made("read_file", target_file="a"),
+            tools.make_call("read_file", target_file="a"),
         ]
-        outcomes = await box.toolbox.run(bad)
+        outcomes = await tools.executor.run(bad)
         kinds = ["malformed_call"] * 3 + ["unknown_tool"] * 2 + ["malformed_call", "bad_arguments", None]
         assert [outcome.error for outcome in outcomes] == kinds
         assert outcomes[0].text == "line 1: expected a comma"
         assert outcomes[1].text == "the call was not finished"
         assert "there is no tool 'read_fiel'; there are read_file, search_replace" in outcomes[3].text
-        assert await box.toolbox.run([]) == []
-        outcome = await box.call("read_file", target_file="a", offset="1", reason="curious")
+        assert await tools.executor.run([]) == []
+        outcome = await tools.call("read_file", target_file="a", offset="1", reason="curious")
         assert outcome.text == "1|x\n[ignored: there is no argument reason]"
 
-    yard.run(check, files={"a": "x\n"})
+    pods.run(check, files={"a": "x\n"})
 
 
-def test_reads_run_together_writes_alone_and_outcomes_keep_the_order(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        jobs = [box.made("run_terminal_cmd", command="sleep 0.5", block_until_ms=0) for _ in range(3)]
-        await box.toolbox.run(jobs)
-        waits = [box.made("await", job_id=str(n)) for n in (3, 2, 1)]
+def test_reads_run_concurrently_writes_alone_and_outcomes_keep_the_order(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        jobs = [tools.make_call("run_terminal_cmd", command="sleep 0.5", block_until_ms=0) for _ in range(3)]
+        await tools.executor.run(jobs)
+        waits = [tools.make_call("await", job_id=str(n)) for n in (3, 2, 1)]
         edits = [
-            box.made("search_replace", file_path="a", old_string=f"v{n}", new_string=f"v{n + 1}") for n in range(5)
+            tools.make_call("search_replace", file_path="a", old_string=f"v{n}", new_string=f"v{n + 1}")
+            for n in range(5)
         ]
-        reads = [box.made("read_file", target_file="a")] * 3
-        before = box.toolbox.pod_seconds
-        outcomes = await box.toolbox.run([*waits, reads[0], *edits[:3], reads[1], *edits[3:], reads[2]])
+        reads = [tools.make_call("read_file", target_file="a")] * 3
+        before = tools.executor.pod_seconds
+        outcomes = await tools.executor.run([*waits, reads[0], *edits[:3], reads[1], *edits[3:], reads[2]])
         assert [outcome.error for outcome in outcomes] == [None] * 11
         assert [outcome.facts["job"] for outcome in outcomes[:3]] == ["3", "2", "1"]
         assert [outcomes[n].text for n in (3, 7, 10)] == ["1|v0", "1|v3", "1|v5"]
         assert sum(outcome.seconds for outcome in outcomes[:3]) > 0.9  # each took its half second,
-        assert 0.2 < box.toolbox.pod_seconds - before < 0.9  # and all at once
+        assert 0.2 < tools.executor.pod_seconds - before < 0.9  # and all at once
 
-    yard.run(check, files={"a": "v0\n"})
+    pods.run(check, files={"a": "v0\n"})
 
 
-def test_a_person_may_refuse_a_call(yard: Yard) -> None:
+def test_the_user_may_refuse_a_call(pods: PodFixture) -> None:
     asked: list[str] = []
 
     async def approve(call: ToolCall, tool: Tool) -> bool | str:
         asked.append(tool.name)
         return tool.read_only or ("use a branch" if tool.name == "write" else False)
 
-    async def check(box: Box) -> None:
-        assert await box.text("read_file", target_file="a") == "1|x"
-        assert "did not allow this call: use a branch." in await box.error(
+    async def check(tools: PodTools) -> None:
+        assert await tools.text("read_file", target_file="a") == "1|x"
+        assert "did not allow this call: use a branch." in await tools.error(
             "denied", "write", file_path="a", contents=""
         )
-        assert "did not allow this call." in await box.error("denied", "delete_file", target_file="a")
-        assert await box.read("a") == b"x\n"
+        assert "did not allow this call." in await tools.error("denied", "delete_file", target_file="a")
+        assert await tools.read("a") == b"x\n"
         assert asked == ["read_file", "write", "delete_file"]
 
-    yard.run(check, files={"a": "x\n"}, approve=approve)
+    pods.run(check, files={"a": "x\n"}, approve=approve)
 
 
-def test_a_bug_is_told_in_a_line_logged_in_full_and_counted(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
-    async def broken(bench: object, given: Mapping[str, Any]) -> ToolOutcome:
+def test_a_bug_is_reported_in_a_line_logged_in_full_and_counted(
+    pods: PodFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(context: object, arguments: Mapping[str, Any]) -> ToolOutcome:
         raise ZeroDivisionError("oh no")
 
-    async def check(box: Box) -> None:
-        shown = box.toolbox.tools["read_file"]
-        tools = {"read_file": replace(shown, tool=replace(shown.tool, run=broken))}
-        toolbox = ToolExecutor(tools, box.toolbox.context, None)
+    async def check(tools: PodTools) -> None:
+        shown = tools.executor.tools["read_file"]
+        exposed = {"read_file": replace(shown, tool=replace(shown.tool, run=broken))}
+        executor = ToolExecutor(exposed, tools.executor.context, None)
         with caplog.at_level(logging.ERROR, "etude.harness"):
-            (outcome,) = await toolbox.run([box.made("read_file", target_file="a")])
+            (outcome,) = await executor.run([tools.make_call("read_file", target_file="a")])
         assert outcome.error == "bug"
         assert "oh no" not in outcome.text
-        assert toolbox.bugs == 1
+        assert executor.bugs == 1
         assert "ZeroDivisionError: oh no" in caplog.text
         assert "target_file" in caplog.text
 
-    yard.run(check)
+    pods.run(check)
 
 
-def test_a_pod_that_is_gone_is_raised_and_is_no_outcome(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        calls = [box.made("run_terminal_cmd", command="sleep 60"), box.made("read_file", target_file="a")]
-        running = asyncio.create_task(box.toolbox.run(calls))
+def test_a_lost_pod_is_raised(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        calls = [tools.make_call("run_terminal_cmd", command="sleep 60"), tools.make_call("read_file", target_file="a")]
+        running = asyncio.create_task(tools.executor.run(calls))
         await asyncio.sleep(0.3)
-        await box.pod.close()
+        await tools.pod.close()
         with pytest.raises(PodGone):
             await running
         with pytest.raises(PodGone):
-            await box.call("read_file", target_file="a")
-        assert await box.text("todo_write", merge=False, todos=[]) == "The list is empty."
+            await tools.call("read_file", target_file="a")
+        assert await tools.text("todo_write", merge=False, todos=[]) == "The list is empty."
 
-    yard.run(check)
+    pods.run(check)
 
 
-def test_the_same_calls_give_the_same_text_in_every_run(yard: Yard) -> None:
+def test_the_same_calls_give_the_same_text_in_every_run(pods: PodFixture) -> None:
     texts: list[list[str]] = []
 
-    async def check(box: Box) -> None:
+    async def check(tools: PodTools) -> None:
         calls = [
-            box.made("list_dir", target_directory="."),
-            box.made("glob_file_search", glob_pattern="*"),
-            box.made("grep", pattern="def"),
-            box.made("run_terminal_cmd", command="cd src && ls && false"),
-            box.made("run_terminal_cmd", command="sleep 9", is_background=True),
-            box.made("write", file_path="src/c.py", contents="x = 1\n"),
-            box.made("glob_file_search", glob_pattern="*.py"),
-            box.made("search_replace", file_path="src/c.py", old_string="y", new_string="z"),
-            box.made("read_lints"),
-            box.made("kill", job_id="2"),
+            tools.make_call("list_dir", target_directory="."),
+            tools.make_call("glob_file_search", glob_pattern="*"),
+            tools.make_call("grep", pattern="def"),
+            tools.make_call("run_terminal_cmd", command="cd src && ls && false"),
+            tools.make_call("run_terminal_cmd", command="sleep 9", is_background=True),
+            tools.make_call("write", file_path="src/c.py", contents="x = 1\n"),
+            tools.make_call("glob_file_search", glob_pattern="*.py"),
+            tools.make_call("search_replace", file_path="src/c.py", old_string="y", new_string="z"),
+            tools.make_call("read_lints"),
+            tools.make_call("kill", job_id="2"),
         ]
-        outcomes = await box.toolbox.run(calls)
-        temporary = (await box.sh('echo "${TMPDIR:-/tmp}"')).strip()  # some backends give each pod its own
-        texts.append([outcome.text.replace(box.root, "ROOT").replace(temporary, "TMP") for outcome in outcomes])
+        outcomes = await tools.executor.run(calls)
+        temporary = (await tools.sh('echo "${TMPDIR:-/tmp}"')).strip()  # some backends give each pod its own
+        texts.append([outcome.text.replace(tools.root, "ROOT").replace(temporary, "TMP") for outcome in outcomes])
 
     for _ in range(2):
-        yard.run(check, files={f"src/{name}.py": f"def {name}(): pass\n" for name in "ab"})
+        pods.run(check, files={f"src/{name}.py": f"def {name}(): pass\n" for name in "ab"})
     assert texts[0] == texts[1]
 
 
 # -- to-dos, names and what is outside
 
 
-def test_todos_are_merged_by_id_and_only_one_is_in_progress(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        todo = box.text
+def test_todos_are_merged_by_id_and_only_one_is_in_progress(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        todo = tools.text
         first = [
             {"id": "1", "content": "read", "status": "in_progress"},
             {"id": "2", "content": "fix", "status": "pending"},
         ]
         assert await todo("todo_write", merge=False, todos=first) == "[>] 1: read\n[ ] 2: fix"
         await todo("todo_write", merge=True, todos=[{"id": "1", "status": "completed"}, {"id": "3", "content": "test"}])
-        assert box.toolbox.plan == "[x] 1: read\n[ ] 2: fix\n[ ] 3: test"
+        assert tools.executor.plan == "[x] 1: read\n[ ] 2: fix\n[ ] 3: test"
         busy = [{"id": "2", "status": "in_progress"}, {"id": "3", "status": "in_progress"}]
-        assert "only one may be in_progress, not 2, 3" in await box.error(
+        assert "only one may be in_progress, not 2, 3" in await tools.error(
             "bad_arguments", "todo_write", merge=True, todos=busy
         )
-        assert "has no content" in await box.error("bad_arguments", "todo_write", merge=True, todos=[{"id": "9"}])
-        assert "given twice" in await box.error("bad_arguments", "todo_write", merge=True, todos=[{"id": "1"}] * 2)
-        state = json.loads(json.dumps(box.toolbox.state()))
+        assert "has no content" in await tools.error("bad_arguments", "todo_write", merge=True, todos=[{"id": "9"}])
+        assert "given twice" in await tools.error("bad_arguments", "todo_write", merge=True, todos=[{"id": "1"}] * 2)
+        state = json.loads(json.dumps(tools.executor.state()))
         await todo("todo_write", merge=False, todos=[])
-        assert box.toolbox.plan == ""
-        box.toolbox.restore(state)
-        assert box.toolbox.plan == "[x] 1: read\n[ ] 2: fix\n[ ] 3: test"
-        outcome = await box.call("todo_write", merge=True, todos=[{"id": "2", "status": "cancelled"}])
+        assert tools.executor.plan == ""
+        tools.executor.restore(state)
+        assert tools.executor.plan == "[x] 1: read\n[ ] 2: fix\n[ ] 3: test"
+        outcome = await tools.call("todo_write", merge=True, todos=[{"id": "2", "status": "cancelled"}])
         assert outcome.facts == {"pending": 1, "in_progress": 0, "completed": 1, "cancelled": 1}
 
-    yard.run(check)
+    pods.run(check)
 
 
-def test_claude_codes_tools_do_the_same_work(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        await box.text("Write", file_path="a.py", content="x = 1\n")
-        assert await box.text("Read", file_path="a.py") == "1|x = 1"
-        await box.text("Edit", file_path="a.py", old_string="1", new_string="2")
-        assert await box.text("Glob", pattern="*.py", path=".") == "a.py"
-        assert await box.text("Grep", pattern="x") == "a.py\n1:x = 2"
-        assert "a.py" in await box.text("LS", path=box.root)
-        text = await box.text("Bash", command="echo hi; sleep 60", timeout=300, description="wait")
+def test_claude_codes_tools_do_the_same_work(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await tools.text("Write", file_path="a.py", content="x = 1\n")
+        assert await tools.text("Read", file_path="a.py") == "1|x = 1"
+        await tools.text("Edit", file_path="a.py", old_string="1", new_string="2")
+        assert await tools.text("Glob", pattern="*.py", path=".") == "a.py"
+        assert await tools.text("Grep", pattern="x") == "a.py\n1:x = 2"
+        assert "a.py" in await tools.text("LS", path=tools.root)
+        text = await tools.text("Bash", command="echo hi; sleep 60", timeout=300, description="wait")
         assert "Wait with BashOutput, end it with KillShell" in text
-        assert "still running" in await box.text("BashOutput", bash_id="1", timeout=0)
-        await box.text("KillShell", shell_id="1")
+        assert "still running" in await tools.text("BashOutput", bash_id="1", timeout=0)
+        await tools.text("KillShell", shell_id="1")
         assert (
-            await box.text("TodoWrite", todos=[{"content": "a", "status": "pending", "activeForm": "b"}]) == "[ ] 1: a"
+            await tools.text("TodoWrite", todos=[{"content": "a", "status": "pending", "activeForm": "b"}])
+            == "[ ] 1: a"
         )
-        assert "List it with LS." in await box.error("environment", "Read", file_path=".")
-        assert "file_path must be a string" in await box.error("bad_arguments", "Read", file_path=["a"])
+        assert "List it with LS." in await tools.error("environment", "Read", file_path=".")
+        assert "file_path must be a string" in await tools.error("bad_arguments", "Read", file_path=["a"])
 
-    yard.run(check, environment=ToolSet(aliases="claude-code"))
+    pods.run(check, tool_set=ToolSet(aliases="claude-code"))
 
 
-def test_with_bash_alone_a_command_is_waited_for_to_its_end(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        assert await box.text("bash", command="sleep 0.3; echo over") == "over\n[exit code 0]"
-        outcome = await box.call("bash", command="sleep 60")
+def test_with_only_bash_a_command_is_awaited_to_its_end(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        assert await tools.text("bash", command="sleep 0.3; echo over") == "over\n[exit code 0]"
+        outcome = await tools.call("bash", command="sleep 60")
         assert outcome.error == "timeout"
-        assert "block_until_ms" in await box.error("bad_arguments", "bash", command="true", block_until_ms=0)
+        assert "block_until_ms" in await tools.error("bad_arguments", "bash", command="true", block_until_ms=0)
 
-    yard.run(check, environment=ToolSet(aliases="bash", command_timeout_s=1.0, strict=True))
+    pods.run(check, tool_set=ToolSet(aliases="bash", command_timeout_s=1.0, strict=True))
 
 
 class Finder:
-    """A searcher that looks for the words themselves."""
+    """A search provider that finds the words themselves."""
 
     async def search(self, files: FileSource, query: str, directories: Sequence[str], limit: int) -> str:
         entries = await files.listing()
@@ -382,15 +387,15 @@ class Library:
         raise ToolError("provider", f"{url}: no route")
 
 
-def test_what_is_outside_the_pod_is_reached_through_its_door_or_not_at_all(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        assert await box.text("codebase_search", query="needle", target_directories=["src"]) == (
+def test_search_and_web_use_their_providers_or_fail(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        assert await tools.text("codebase_search", query="needle", target_directories=["src"]) == (
             "3 files; big.txt, src/a.py; ['src'] 10"
         )
-        await box.text("search_replace", file_path="src/a.py", old_string="needle", new_string="pin")
-        assert "; big.txt;" in await box.text("codebase_search", query="needle")
-        assert await box.text("web_search", search_term="x") == "results for x"
-        assert "no route" in await box.error("provider", "web_fetch", url="http://x")
+        await tools.text("search_replace", file_path="src/a.py", old_string="needle", new_string="pin")
+        assert "; big.txt;" in await tools.text("codebase_search", query="needle")
+        assert await tools.text("web_search", search_term="x") == "results for x"
+        assert "no route" in await tools.error("provider", "web_fetch", url="http://x")
 
     files = {
         "src/a.py": "needle\n",
@@ -399,10 +404,10 @@ def test_what_is_outside_the_pod_is_reached_through_its_door_or_not_at_all(yard:
         "a.log": "needle",
         "b": b"\0needle",
     }
-    yard.run(check, files=files, environment=ToolSet(web=True), searcher=Finder(), web=Library())
+    pods.run(check, files=files, tool_set=ToolSet(web=True), searcher=Finder(), web=Library())
 
-    async def without(box: Box) -> None:
-        assert "is not set up" in await box.error("provider", "codebase_search", query="x")
-        assert "web_search" not in box.toolbox.tools
+    async def without(tools: PodTools) -> None:
+        assert "is not set up" in await tools.error("provider", "codebase_search", query="x")
+        assert "web_search" not in tools.executor.tools
 
-    yard.run(without)
+    pods.run(without)

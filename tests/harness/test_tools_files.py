@@ -1,21 +1,21 @@
-"""Reading, writing, listing and deleting files in a real pod: what comes back, under which caps, what is refused."""
+"""Reading, writing, listing and deleting files in a real pod: results, caps and refusals."""
 
 import pytest
-from harness_pods import Box, Yard, open_yard, shared_yard
+from harness_pods import PodFixture, PodTools, open_pod_fixture, shared_pod_fixture
 
 from etude.harness.tool_set import ToolSet
 
 
 @pytest.fixture
-def yard(request: pytest.FixtureRequest) -> Yard:
-    return shared_yard(request.config)
+def pods(request: pytest.FixtureRequest) -> PodFixture:
+    return shared_pod_fixture(request.config)
 
 
-def test_a_file_is_read_with_line_numbers_from_any_line(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        read = box.text
+def test_a_file_is_read_with_line_numbers_from_any_line(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        read = tools.text
         assert await read("read_file", target_file="a.txt") == "1|one\n2|two\n3|three"
-        assert await read("read_file", target_file=f"{box.root}/a.txt", offset=2, limit=1) == (
+        assert await read("read_file", target_file=f"{tools.root}/a.txt", offset=2, limit=1) == (
             "2|two\n[lines 2-2 of 3; go on with offset 3]"
         )
         assert await read("read_file", target_file="a.txt", offset=-2) == (
@@ -24,30 +24,30 @@ def test_a_file_is_read_with_line_numbers_from_any_line(yard: Yard) -> None:
         assert await read("read_file", target_file="a.txt", offset=-99) == "1|one\n2|two\n3|three"
         assert await read("read_file", target_file="no-newline") == "1|x"
         assert await read("read_file", target_file="empty") == "[the file is empty]"
-        assert "line 9 is past the end" in await box.error("environment", "read_file", target_file="a.txt", offset=9)
-        outcome = await box.call("read_file", target_file="a.txt")
+        assert "line 9 is past the end" in await tools.error("environment", "read_file", target_file="a.txt", offset=9)
+        outcome = await tools.call("read_file", target_file="a.txt")
         assert outcome.facts == {"path": "a.txt", "size": 14, "total": 3, "first": 1, "last": 3}
 
-    yard.run(check, files={"a.txt": "one\ntwo\nthree\n", "no-newline": "x", "empty": ""})
+    pods.run(check, files={"a.txt": "one\ntwo\nthree\n", "no-newline": "x", "empty": ""})
 
 
-def test_long_files_and_lines_are_cut_and_the_notice_leads_on(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        text = await box.text("read_file", target_file="lines")
+def test_long_files_and_lines_are_cut_with_a_notice(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        text = await tools.text("read_file", target_file="lines")
         assert text.startswith("1|0\n")
         assert text.endswith("2000|1999\n[lines 1-2000 of 5000; go on with offset 2001]")
-        text = await box.text("read_file", target_file="wide")
+        text = await tools.text("read_file", target_file="wide")
         assert len(text.encode()) < 52_000
         last = int(text.rpartition("offset ")[2].rstrip("]"))
         assert text.splitlines()[-2].startswith(f"{last - 1}|")
-        assert (await box.text("read_file", target_file="wide", offset=last)).startswith(f"{last}|")
-        text = await box.text("read_file", target_file="one-line")
+        assert (await tools.text("read_file", target_file="wide", offset=last)).startswith(f"{last}|")
+        text = await tools.text("read_file", target_file="one-line")
         assert len(text) < 2200
         assert "[cut: the line has 3,000,000 characters]" in text
         assert "\ufffd" not in text
-        assert (await box.text("read_file", target_file="huge", offset=-1)).startswith("600000|last")
-        await box.pod.exec(f"truncate -s 80M {box.root}/sparse")
-        assert "too large" in await box.error("environment", "read_file", target_file="sparse")
+        assert (await tools.text("read_file", target_file="huge", offset=-1)).startswith("600000|last")
+        await tools.pod.exec(f"truncate -s 80M {tools.root}/sparse")
+        assert "too large" in await tools.error("environment", "read_file", target_file="sparse")
 
     files = {
         "lines": "".join(f"{i}\n" for i in range(5000)),
@@ -55,15 +55,15 @@ def test_long_files_and_lines_are_cut_and_the_notice_leads_on(yard: Yard) -> Non
         "one-line": "€" * 3_000_000,
         "huge": "twelve chars\n" * 599_999 + "last",
     }
-    yard.run(check, files=files)
+    pods.run(check, files=files)
 
 
-def test_what_is_not_text_or_not_there_is_refused_in_words(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        await box.sh(f"cd {box.root} && mkfifo pipe && ln -s nowhere broken && ln -s loop loop && mkdir dir")
+def test_binary_and_missing_files_are_refused_with_a_reason(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await tools.sh(f"cd {tools.root} && mkfifo pipe && ln -s nowhere broken && ln -s loop loop && mkdir dir")
 
         async def refused(path: str) -> str:
-            return await box.error("environment", "read_file", target_file=path)
+            return await tools.error("environment", "read_file", target_file=path)
 
         assert await refused("logo.png") == "logo.png is a binary file (PNG image, 12 bytes), not text"
         assert "not a regular file" in await refused("pipe")
@@ -79,22 +79,22 @@ def test_what_is_not_text_or_not_there_is_refused_in_words(yard: Yard) -> None:
         )
         assert "does not exist" in await refused("a" * 200 + "/" + "b" * 200)
         assert "file name too long" in await refused("a" * 5000)
-        assert "is a file, not a directory" in await box.error(
+        assert "is a file, not a directory" in await tools.error(
             "environment", "list_dir", target_directory="src/main.py"
         )
 
-    yard.run(check, files={"logo.png": b"\x89PNG\0\0\0\0abcd", "src/main.py": "x = 1\n"})
+    pods.run(check, files={"logo.png": b"\x89PNG\0\0\0\0abcd", "src/main.py": "x = 1\n"})
 
 
-def test_bytes_that_are_not_utf8_and_other_line_ends_are_shown_and_told(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        assert await box.text("read_file", target_file="latin") == (
+def test_invalid_utf8_and_crlf_are_shown_with_a_notice(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        assert await tools.text("read_file", target_file="latin") == (
             "1|caf\ufffd\n[some bytes are not UTF-8 and are shown as \ufffd]"
         )
-        assert await box.text("read_file", target_file="dos") == "1|a\n2|b\n[lines end with CRLF; edits keep that]"
-        assert await box.text("read_file", target_file="bom") == "1|x = 1"
-        assert "UTF-16" in await box.error("environment", "read_file", target_file="wide")
-        assert await box.text("read_file", target_file="separators") == "1|a\u2028b\x85c\x0cd"
+        assert await tools.text("read_file", target_file="dos") == "1|a\n2|b\n[lines end with CRLF; edits keep that]"
+        assert await tools.text("read_file", target_file="bom") == "1|x = 1"
+        assert "UTF-16" in await tools.error("environment", "read_file", target_file="wide")
+        assert await tools.text("read_file", target_file="separators") == "1|a\u2028b\x85c\x0cd"
 
     files = {
         "latin": b"caf\xe9\n",
@@ -102,26 +102,26 @@ def test_bytes_that_are_not_utf8_and_other_line_ends_are_shown_and_told(yard: Ya
         "bom": b"\xef\xbb\xbfx = 1\n",
         "wide": "\ufeffa".encode("utf-16"),
     }
-    yard.run(check, files={**files, "separators": "a\u2028b\x85c\x0cd\n"})
+    pods.run(check, files={**files, "separators": "a\u2028b\x85c\x0cd\n"})
 
 
-def test_a_directory_is_listed_without_dot_files_under_a_cap(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        await box.sh(f"cd {box.root} && ln -s b.py link && mkdir sub many && cd many && touch $(seq 1000 1599)")
-        assert await box.text("list_dir", target_directory=".") == "./\nb.py\nlink -> b.py\nmany/\nsub/\nz.md"
-        assert await box.text("list_dir", target_directory=".", ignore_globs=["*.md", "many"]) == (
+def test_a_directory_is_listed_without_dot_files_under_a_cap(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await tools.sh(f"cd {tools.root} && ln -s b.py link && mkdir sub many && cd many && touch $(seq 1000 1599)")
+        assert await tools.text("list_dir", target_directory=".") == "./\nb.py\nlink -> b.py\nmany/\nsub/\nz.md"
+        assert await tools.text("list_dir", target_directory=".", ignore_globs=["*.md", "many"]) == (
             "./\nb.py\nlink -> b.py\nsub/"
         )
-        assert await box.text("list_dir", target_directory="sub") == "sub/\n[empty]"
-        text = await box.text("list_dir", target_directory="many")
+        assert await tools.text("list_dir", target_directory="sub") == "sub/\n[empty]"
+        text = await tools.text("list_dir", target_directory="many")
         assert text.count("\n") == 501
         assert text.endswith("1499\n[the first 500 of 600 entries]")
-        assert "bin/" in await box.text("list_dir", target_directory="/usr")
+        assert "bin/" in await tools.text("list_dir", target_directory="/usr")
 
-    yard.run(check, files={"b.py": "", "z.md": "", ".hidden": ""})
+    pods.run(check, files={"b.py": "", "z.md": "", ".hidden": ""})
 
 
-def test_hostile_file_names_are_shown_on_one_line_and_understood_when_they_come_back(yard: Yard) -> None:
+def test_hostile_file_names_are_quoted_on_one_line_and_accepted_back(pods: PodFixture) -> None:
     names = {
         b"new\nline": '"new\\nline"',
         b"-rf": "-rf",
@@ -135,128 +135,128 @@ def test_hostile_file_names_are_shown_on_one_line_and_understood_when_they_come_
         b"~": "~",
     }
 
-    async def check(box: Box) -> None:
-        program = f"import os\nfor n in {list(names)!r}: open(b'{box.root}/' + n, 'wb').write(b'found it\\n')"
-        await box.sh(f"python3 -c {_quoted(program)}")
-        listed = (await box.text("list_dir", target_directory=".")).split("\n")[1:]
+    async def check(tools: PodTools) -> None:
+        program = f"import os\nfor n in {list(names)!r}: open(b'{tools.root}/' + n, 'wb').write(b'found it\\n')"
+        await tools.sh(f"python3 -c {_quoted(program)}")
+        listed = (await tools.text("list_dir", target_directory=".")).split("\n")[1:]
         assert sorted(listed) == sorted(names.values())
-        assert sorted((await box.text("glob_file_search", glob_pattern="*")).split("\n")) == sorted(names.values())
-        found = await box.text("grep", pattern="found", output_mode="files_with_matches")
+        assert sorted((await tools.text("glob_file_search", glob_pattern="*")).split("\n")) == sorted(names.values())
+        found = await tools.text("grep", pattern="found", output_mode="files_with_matches")
         assert sorted(found.split("\n")) == sorted(names.values())
         for shown in names.values():
-            assert await box.text("read_file", target_file=shown) == "1|found it", shown
-            await box.text("search_replace", file_path=shown, old_string="found", new_string="changed")
-        assert (await box.text("grep", pattern="changed it", output_mode="count")).count(":1\n") == len(names)
-        await box.text("delete_file", target_file='"new\\nline"')
-        assert '"new\\nline"' not in await box.text("list_dir", target_directory=".")
+            assert await tools.text("read_file", target_file=shown) == "1|found it", shown
+            await tools.text("search_replace", file_path=shown, old_string="found", new_string="changed")
+        assert (await tools.text("grep", pattern="changed it", output_mode="count")).count(":1\n") == len(names)
+        await tools.text("delete_file", target_file='"new\\nline"')
+        assert '"new\\nline"' not in await tools.text("list_dir", target_directory=".")
 
-    yard.run(check)
+    pods.run(check)
 
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("'", "'\\''") + "'"
 
 
-def test_a_file_is_written_whole_with_the_directories_above_it(yard: Yard) -> None:
-    async def check(box: Box) -> None:
+def test_a_file_is_written_whole_with_the_directories_above_it(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
         assert (
-            await box.text("write", file_path="new/deep/a.py", contents="x = 1\ny = 2\n")
+            await tools.text("write", file_path="new/deep/a.py", contents="x = 1\ny = 2\n")
             == "Wrote new/deep/a.py (2 lines)."
         )
-        assert await box.read("new/deep/a.py") == b"x = 1\ny = 2\n"
-        await box.sh(f"chmod 750 {box.root}/run.sh && ln {box.root}/run.sh {box.root}/twin")
-        outcome = await box.call("write", file_path="run.sh", contents="é\n")
+        assert await tools.read("new/deep/a.py") == b"x = 1\ny = 2\n"
+        await tools.sh(f"chmod 750 {tools.root}/run.sh && ln {tools.root}/run.sh {tools.root}/twin")
+        outcome = await tools.call("write", file_path="run.sh", contents="é\n")
         assert outcome.facts == {"path": "run.sh", "lines_added": 1, "lines_removed": 2}
-        assert (await box.pod.stat(f"{box.root}/run.sh")).mode == 0o750
-        assert await box.read("twin") == "é\n".encode()
-        await box.sh(f"truncate -s 100M {box.root}/new/sparse")
-        assert await box.text("write", file_path="new/sparse", contents="") == "Wrote new/sparse (0 lines)."
-        assert "is a directory" in await box.error("environment", "write", file_path="new", contents="")
-        assert "not a directory" in await box.error("environment", "write", file_path="run.sh/x", contents="")
-        assert sorted(entry.name for entry in await box.pod.list(box.root)) == ["new", "run.sh", "twin"]
+        assert (await tools.pod.stat(f"{tools.root}/run.sh")).mode == 0o750
+        assert await tools.read("twin") == "é\n".encode()
+        await tools.sh(f"truncate -s 100M {tools.root}/new/sparse")
+        assert await tools.text("write", file_path="new/sparse", contents="") == "Wrote new/sparse (0 lines)."
+        assert "is a directory" in await tools.error("environment", "write", file_path="new", contents="")
+        assert "not a directory" in await tools.error("environment", "write", file_path="run.sh/x", contents="")
+        assert sorted(entry.name for entry in await tools.pod.list(tools.root)) == ["new", "run.sh", "twin"]
 
-    yard.run(check, files={"run.sh": "a\nb\n"})
-
-
-def test_a_file_is_deleted_and_nothing_else_is(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        await box.sh(f"cd {box.root} && ln -s a link && ln -s /etc/hostname out && mkdir dir")
-        assert await box.text("delete_file", target_file="link") == "Deleted link."
-        await box.text("delete_file", target_file="out")
-        assert await box.sh("test -e /etc/hostname && echo there") == "there\n"
-        await box.text("delete_file", target_file="a", explanation="not needed")
-        assert "does not exist" in await box.error("environment", "delete_file", target_file="a")
-        assert "is a directory" in await box.error("environment", "delete_file", target_file="dir")
-
-    yard.run(check, files={"a": "x"})
+    pods.run(check, files={"run.sh": "a\nb\n"})
 
 
-def test_nothing_outside_the_workspace_is_changed_whatever_a_path_leads_through(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        outside = (await box.sh('mktemp -d "${TMPDIR:-/tmp}/out.XXXX"')).strip()
-        await box.pod.write(f"{outside}/file", "precious\n")
-        await box.sh(
-            f"cd {box.root} && ln -s {outside} dir && ln -s {outside}/file file && ln -s {outside}/new dangling && "
+def test_a_file_is_deleted_and_nothing_else_is(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await tools.sh(f"cd {tools.root} && ln -s a link && ln -s /etc/hostname out && mkdir dir")
+        assert await tools.text("delete_file", target_file="link") == "Deleted link."
+        await tools.text("delete_file", target_file="out")
+        assert await tools.sh("test -e /etc/hostname && echo there") == "there\n"
+        await tools.text("delete_file", target_file="a", explanation="not needed")
+        assert "does not exist" in await tools.error("environment", "delete_file", target_file="a")
+        assert "is a directory" in await tools.error("environment", "delete_file", target_file="dir")
+
+    pods.run(check, files={"a": "x"})
+
+
+def test_nothing_outside_the_workspace_is_changed_whatever_a_path_leads_through(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        outside = (await tools.sh('mktemp -d "${TMPDIR:-/tmp}/out.XXXX"')).strip()
+        await tools.pod.write(f"{outside}/file", "precious\n")
+        await tools.sh(
+            f"cd {tools.root} && ln -s {outside} dir && ln -s {outside}/file file && ln -s {outside}/new dangling && "
             "ln -s dir/file twice && ln -s . self"
         )
         for path in ("dir/file", "file", "twice", f"{outside}/file", "dir/../dir/file", "self/self/file"):
-            said = await box.error("denied", "write", file_path=path, contents="gone")
+            said = await tools.error("denied", "write", file_path=path, contents="gone")
             assert "outside the workspace" in said
-            await box.error("denied", "search_replace", file_path=path, old_string="precious", new_string="gone")
+            await tools.error("denied", "search_replace", file_path=path, old_string="precious", new_string="gone")
         for path in ("dangling", "dir/new", "dir/new/deep", "../escaped", "/escaped"):
-            await box.error("denied", "write", file_path=path, contents="x")
-            await box.error("denied", "search_replace", file_path=path, old_string="", new_string="x")
-        await box.error("denied", "delete_file", target_file="dir/file")
-        await box.error("denied", "delete_file", target_file=f"{outside}/file")
-        assert await box.sh(f"ls -A {outside} && cat {outside}/file") == "file\nprecious\n"
-        assert await box.text("read_file", target_file="dir/file") == "1|precious"  # reading is free
-        await box.text("write", file_path="self/inside", contents="fine\n")
-        assert await box.read("inside") == b"fine\n"
+            await tools.error("denied", "write", file_path=path, contents="x")
+            await tools.error("denied", "search_replace", file_path=path, old_string="", new_string="x")
+        await tools.error("denied", "delete_file", target_file="dir/file")
+        await tools.error("denied", "delete_file", target_file=f"{outside}/file")
+        assert await tools.sh(f"ls -A {outside} && cat {outside}/file") == "file\nprecious\n"
+        assert await tools.text("read_file", target_file="dir/file") == "1|precious"  # reading is free
+        await tools.text("write", file_path="self/inside", contents="fine\n")
+        assert await tools.read("inside") == b"fine\n"
 
-    yard.run(check)
-
-
-def test_what_may_not_be_read_or_written_says_so_and_stays_as_it_is() -> None:
-    async def check(box: Box) -> None:
-        await box.sh(f"cd {box.root} && chmod 000 secret && chmod 444 fixed && mkdir -p shut/in && chmod 000 shut")
-        assert await box.error("environment", "read_file", target_file="secret") == "secret: permission denied"
-        assert "permission denied" in await box.error("environment", "write", file_path="fixed", contents="x")
-        assert "permission denied" in await box.error("environment", "list_dir", target_directory="shut")
-        assert "permission denied" in await box.error("environment", "write", file_path="shut/in/x", contents="x")
-        assert await box.read("fixed") == b"b\n"
-        await box.sh(f"chmod 700 {box.root}/shut")
-
-    with open_yard("landlock") as yard:  # where a pod is an ordinary user
-        yard.run(check, files={"secret": "a\n", "fixed": "b\n"})
+    pods.run(check)
 
 
-def test_files_of_the_system_may_be_read_and_a_full_disk_is_told(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        assert "root" in await box.text("read_file", target_file="/etc/passwd")
-        said = await box.error("denied", "write", file_path="/etc/passwd", contents="")
+def test_permission_errors_are_reported_and_change_nothing() -> None:
+    async def check(tools: PodTools) -> None:
+        await tools.sh(f"cd {tools.root} && chmod 000 secret && chmod 444 fixed && mkdir -p shut/in && chmod 000 shut")
+        assert await tools.error("environment", "read_file", target_file="secret") == "secret: permission denied"
+        assert "permission denied" in await tools.error("environment", "write", file_path="fixed", contents="x")
+        assert "permission denied" in await tools.error("environment", "list_dir", target_directory="shut")
+        assert "permission denied" in await tools.error("environment", "write", file_path="shut/in/x", contents="x")
+        assert await tools.read("fixed") == b"b\n"
+        await tools.sh(f"chmod 700 {tools.root}/shut")
+
+    with open_pod_fixture("landlock") as pods:  # where a pod is an ordinary user
+        pods.run(check, files={"secret": "a\n", "fixed": "b\n"})
+
+
+def test_system_files_are_readable_and_a_full_disk_is_reported(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        assert "root" in await tools.text("read_file", target_file="/etc/passwd")
+        said = await tools.error("denied", "write", file_path="/etc/passwd", contents="")
         assert "outside the workspace" in said
-        await box.sh(f"head -c 100000000000 /dev/zero > {box.root}/fill || true")
-        assert "no space left" in await box.error("environment", "write", file_path="a", contents="x" * 3_000_000)
-        assert await box.read("a") == b"whole\n"
-        assert await box.text("read_file", target_file="a") == "1|whole"
-        assert "1|whole" in await box.text("run_terminal_cmd", command="grep -n '' a | tr : '|'")
-        await box.sh(f"rm {box.root}/fill")
-        await box.text("write", file_path="a", contents="x" * 3_000_000)
+        await tools.sh(f"head -c 100000000000 /dev/zero > {tools.root}/fill || true")
+        assert "no space left" in await tools.error("environment", "write", file_path="a", contents="x" * 3_000_000)
+        assert await tools.read("a") == b"whole\n"
+        assert await tools.text("read_file", target_file="a") == "1|whole"
+        assert "1|whole" in await tools.text("run_terminal_cmd", command="grep -n '' a | tr : '|'")
+        await tools.sh(f"rm {tools.root}/fill")
+        await tools.text("write", file_path="a", contents="x" * 3_000_000)
 
-    if yard.backend != "namespace":
+    if pods.backend != "namespace":
         pytest.skip("only there is a disk limited")
-    yard.run(check, files={"a": "whole\n"})
+    pods.run(check, files={"a": "whole\n"})
 
 
-def test_in_strict_training_a_file_that_was_never_read_is_not_overwritten(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        said = await box.error("environment", "write", file_path="old.py", contents="x")
+def test_in_strict_training_a_file_that_was_never_read_is_not_overwritten(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        said = await tools.error("environment", "write", file_path="old.py", contents="x")
         assert said == "old.py exists and has not been read in this session. Read it with read_file first."
-        await box.text("write", file_path="new.py", contents="x")
-        await box.text("write", file_path="new.py", contents="y")
-        await box.text("read_file", target_file="./old.py")
-        await box.text("write", file_path="old.py", contents="x")
-        await box.text("search_replace", file_path="third.py", old_string="", new_string="made\n")
-        await box.text("write", file_path="third.py", contents="z")
+        await tools.text("write", file_path="new.py", contents="x")
+        await tools.text("write", file_path="new.py", contents="y")
+        await tools.text("read_file", target_file="./old.py")
+        await tools.text("write", file_path="old.py", contents="x")
+        await tools.text("search_replace", file_path="third.py", old_string="", new_string="made\n")
+        await tools.text("write", file_path="third.py", contents="z")
 
-    yard.run(check, files={"old.py": "1"}, environment=ToolSet(strict=True))
+    pods.run(check, files={"old.py": "1"}, tool_set=ToolSet(strict=True))

@@ -1,4 +1,4 @@
-"""Finding text and files in a real pod, and the ignore rules of git, with git itself as the judge."""
+"""Searching text and files in a real pod, and the ignore rules of git compared with git itself."""
 
 import shutil
 import subprocess
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness_pods import Box, Yard, shared_yard
+from harness_pods import PodFixture, PodTools, shared_pod_fixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,13 +27,13 @@ FILES = {
 
 
 @pytest.fixture
-def yard(request: pytest.FixtureRequest) -> Yard:
-    return shared_yard(request.config)
+def pods(request: pytest.FixtureRequest) -> PodFixture:
+    return shared_pod_fixture(request.config)
 
 
-def test_matches_are_shown_as_ripgrep_shows_them(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        grep = box.text
+def test_matches_are_shown_as_ripgrep_shows_them(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        grep = tools.text
         assert await grep("grep", pattern=r"def \w+") == "src/app.py\n5:    def run(self):"
         assert await grep("grep", pattern="class", _A=1, _B=1) == "src/app.py\n3-\n4:class App:\n5-    def run(self):"
         assert await grep("grep", pattern="os", _C=1, path="src/app.py") == (
@@ -58,102 +58,106 @@ def test_matches_are_shown_as_ripgrep_shows_them(yard: Yard) -> None:
         assert "caf\ufffd run" in await grep("grep", pattern="caf. run")
         assert await grep("grep", pattern="root", path="/etc/passwd", head_limit=1) != "No matches."
 
-    yard.run(check, files=FILES)
+    pods.run(check, files=FILES)
 
 
-def test_a_match_spans_lines_only_when_asked_to(yard: Yard) -> None:
-    async def check(box: Box) -> None:
+def test_a_match_spans_lines_only_when_asked_to(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
         pattern = r"class App:\s+def run"
-        assert await box.text("grep", pattern=pattern) == "No matches."
-        assert await box.text("grep", pattern=pattern, multiline=True) == (
+        assert await tools.text("grep", pattern=pattern) == "No matches."
+        assert await tools.text("grep", pattern=pattern, multiline=True) == (
             "src/app.py\n4:class App:\n5:    def run(self):"
         )
-        assert await box.text("grep", pattern="import.*getcwd", multiline=True, output_mode="count") == "src/app.py:6"
-        assert await box.text("grep", pattern=r"\Aclass") == "src/app.py\n4:class App:"  # of its line
-        assert "4:class" in await box.text("grep", pattern=r"^class App:$")
+        assert await tools.text("grep", pattern="import.*getcwd", multiline=True, output_mode="count") == "src/app.py:6"
+        assert await tools.text("grep", pattern=r"\Aclass") == "src/app.py\n4:class App:"  # of its line
+        assert "4:class" in await tools.text("grep", pattern=r"^class App:$")
 
-    yard.run(check, files=FILES)
+    pods.run(check, files=FILES)
 
 
-def test_what_is_long_is_cut_and_counted(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        await box.sh(f"cd {box.root} && mkdir d && cd d && touch $(seq -f %g.x 1 1200)")
-        text = await box.text("grep", pattern="hit")
+def test_long_results_are_cut_and_counted(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await tools.sh(f"cd {tools.root} && mkdir d && cd d && touch $(seq -f %g.x 1 1200)")
+        text = await tools.text("grep", pattern="hit")
         assert text.count(":hit") == 100
         assert text.endswith("[the first 100 of at least 2000 matching lines; narrow the search to see others]")
-        text = await box.text("grep", pattern="hit 199.", head_limit=3)
+        text = await tools.text("grep", pattern="hit 199.", head_limit=3)
         assert text.endswith("hit 1992\n[the first 3 of 10 matching lines; narrow the search to see others]")
-        text = await box.text("grep", pattern="needle")
+        text = await tools.text("grep", pattern="needle")
         assert len(text) < 700
         assert "needle" in text
         assert text.count("[...]") == 2
-        text = await box.text("glob_file_search", glob_pattern="*.x")
+        text = await tools.text("glob_file_search", glob_pattern="*.x")
         assert text.count("\n") == 1000
         assert text.endswith("[the first 1000 of 1,200 files]")
 
     files = {"many": "".join(f"hit {i}\n" for i in range(2000)), "wide": "a" * 100_000 + "needle" + "b" * 100_000}
-    yard.run(check, files=files)
+    pods.run(check, files=files)
 
 
-def test_an_expression_that_would_run_for_ever_is_ended_and_stops_nobody_else(
-    yard: Yard, monkeypatch: pytest.MonkeyPatch
+def test_a_runaway_expression_is_ended_and_blocks_no_other_call(
+    pods: PodFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("etude.harness.tools.find.SEARCH_S", 1.0)
 
-    async def check(box: Box) -> None:
+    async def check(tools: PodTools) -> None:
         started = time.monotonic()
-        outcomes = await box.toolbox.run(
-            [box.made("grep", pattern=r"(a+)+$"), box.made("read_file", target_file="b"), box.made("grep", pattern="x")]
+        outcomes = await tools.executor.run(
+            [
+                tools.make_call("grep", pattern=r"(a+)+$"),
+                tools.make_call("read_file", target_file="b"),
+                tools.make_call("grep", pattern="x"),
+            ]
         )
         assert [outcome.error for outcome in outcomes] == ["timeout", None, None]
         assert "simpler expression" in outcomes[0].text
         assert outcomes[1].seconds < 1.0
         assert time.monotonic() - started < 8
-        assert "exit code 0" in await box.text("run_terminal_cmd", command="true")
+        assert "exit code 0" in await tools.text("run_terminal_cmd", command="true")
 
-    yard.run(check, files={"a": "a" * 60 + "!\n", "b": "x\n"})
+    pods.run(check, files={"a": "a" * 60 + "!\n", "b": "x\n"})
 
 
-def test_a_wrong_expression_says_what_is_wrong(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        said = await box.error("bad_arguments", "grep", pattern="foo(")
+def test_an_invalid_expression_reports_its_error(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        said = await tools.error("bad_arguments", "grep", pattern="foo(")
         assert "missing ), unterminated subpattern at character 4" in said
-        assert "too large" in await box.error("bad_arguments", "grep", pattern="(a{99999999999})")
-        assert "type 'pyhton' is not known" in await box.error("bad_arguments", "grep", pattern="a", type="pyhton")
-        assert "does not exist" in await box.error("environment", "grep", pattern="a", path="nowhere")
-        assert "is a binary file" in await box.error("environment", "grep", pattern="a", path="data.bin")
+        assert "too large" in await tools.error("bad_arguments", "grep", pattern="(a{99999999999})")
+        assert "type 'pyhton' is not known" in await tools.error("bad_arguments", "grep", pattern="a", type="pyhton")
+        assert "does not exist" in await tools.error("environment", "grep", pattern="a", path="nowhere")
+        assert "is a binary file" in await tools.error("environment", "grep", pattern="a", path="data.bin")
 
-    yard.run(check, files=FILES)
+    pods.run(check, files=FILES)
 
 
-def test_files_are_found_by_glob_those_changed_in_the_session_first(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        glob = box.text
+def test_files_are_found_by_glob_those_changed_in_the_session_first(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        glob = tools.text
         assert await glob("glob_file_search", glob_pattern="*.py") == "src/app.py"
         assert await glob("glob_file_search", glob_pattern="**/*.{py,ts}") == "src/app.py\nsrc/util.ts"
         assert await glob("glob_file_search", glob_pattern="*", target_directory="docs") == "docs/guide.md"
         assert await glob("glob_file_search", glob_pattern="src/*") == "src/app.py\nsrc/util.ts"
         assert await glob("glob_file_search", glob_pattern=".github/*") == ".github/ci.yml"
-        assert await glob("glob_file_search", glob_pattern=f"{box.root}/docs/*") == "docs/guide.md"
+        assert await glob("glob_file_search", glob_pattern=f"{tools.root}/docs/*") == "docs/guide.md"
         assert await glob("glob_file_search", glob_pattern="*.rs") == "No files match."
-        assert "does not exist" in await box.error(
+        assert "does not exist" in await tools.error(
             "environment", "glob_file_search", glob_pattern="*", target_directory="x"
         )
-        await box.text("write", file_path="src/zed.py", contents="new")
-        await box.text("search_replace", file_path="src/util.ts", old_string="void", new_string="any")
+        await tools.text("write", file_path="src/zed.py", contents="new")
+        await tools.text("search_replace", file_path="src/util.ts", old_string="void", new_string="any")
         assert await glob("glob_file_search", glob_pattern="src/*") == "src/util.ts\nsrc/zed.py\nsrc/app.py"
 
-    yard.run(check, files=FILES)
+    pods.run(check, files=FILES)
 
 
-def test_links_are_named_but_not_followed_and_loops_do_no_harm(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        await box.sh(f"cd {box.root} && ln -s / everything && ln -s . again && ln -s src/app.py app")
-        assert await box.text("grep", pattern="class App", output_mode="files_with_matches") == "src/app.py"
-        assert await box.text("glob_file_search", glob_pattern="a*") == "again\napp\nsrc/app.py"
-        assert "class App" in await box.text("grep", pattern="class", path="app")
+def test_links_are_named_but_not_followed_and_loops_do_no_harm(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await tools.sh(f"cd {tools.root} && ln -s / everything && ln -s . again && ln -s src/app.py app")
+        assert await tools.text("grep", pattern="class App", output_mode="files_with_matches") == "src/app.py"
+        assert await tools.text("glob_file_search", glob_pattern="a*") == "again\napp\nsrc/app.py"
+        assert "class App" in await tools.text("grep", pattern="class", path="app")
 
-    yard.run(check, files=FILES)
+    pods.run(check, files=FILES)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +224,7 @@ def test_the_walk_leaves_out_what_git_ignores(tree: list[str], top: list[str], n
     assert found == expected, (top, nested)
 
 
-def test_a_pattern_of_many_stars_is_matched_in_no_time() -> None:
+def test_a_pattern_of_many_stars_is_matched_quickly() -> None:
     started = time.monotonic()
     pattern = ignore.GitignorePattern("*a" * 100 + "*b")
     assert not pattern.match("a" * 255, False)

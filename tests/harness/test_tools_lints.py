@@ -1,10 +1,10 @@
-"""Lints in a real pod: by ruff, lent if need be, the new ones marked, whatever a repository's configuration tries."""
+"""Lints in a real pod: by ruff, uploaded if necessary, new ones marked, under any repository configuration."""
 
 import subprocess
 from pathlib import Path
 
 import pytest
-from harness_pods import Box, Yard, shared_yard
+from harness_pods import PodFixture, PodTools, shared_pod_fixture
 
 from etude.harness.toolserver.inside.lints import committed
 from etude.harness.toolserver.inside.paths import ToolWorkspace
@@ -13,54 +13,54 @@ OLD = "import os\n\n\ndef f():\n    return 1\n"
 
 
 @pytest.fixture
-def yard(request: pytest.FixtureRequest) -> Yard:
-    return shared_yard(request.config)
+def pods(request: pytest.FixtureRequest) -> PodFixture:
+    return shared_pod_fixture(request.config)
 
 
-def test_new_problems_are_marked_and_old_ones_are_not(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        assert await box.text("read_lints") == "No Python files have been edited; name the files to check."
-        await box.text("search_replace", file_path="a.py", old_string="def f", new_string="import sys\n\n\ndef f")
-        await box.text("search_replace", file_path="a.py", old_string="return 1", new_string="return x")
-        assert await box.text("read_lints") == (
+def test_new_problems_are_marked_and_old_ones_are_not(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        assert await tools.text("read_lints") == "No Python files have been edited; name the files to check."
+        await tools.text("search_replace", file_path="a.py", old_string="def f", new_string="import sys\n\n\ndef f")
+        await tools.text("search_replace", file_path="a.py", old_string="return 1", new_string="return x")
+        assert await tools.text("read_lints") == (
             "a.py\n"
             "  1:8 F401 `os` imported but unused\n"
             "  4:8 F401 `sys` imported but unused (new)\n"
             "  8:12 F821 Undefined name `x` (new)\n"
             "[3 problems in 1 file, 2 new]"
         )
-        await box.text("write", file_path="new.py", contents="def g(:\n")
-        outcome = await box.call("read_lints", paths=["new.py"])
+        await tools.text("write", file_path="new.py", contents="def g(:\n")
+        outcome = await tools.call("read_lints", paths=["new.py"])
         assert "new.py\n  1:7 " in outcome.text
         assert "(new)" in outcome.text
         assert outcome.facts["new"] == outcome.facts["problems"] > 0
-        assert await box.text("read_lints", paths=["clean.py"]) == "No problems in 1 file."
-        assert " in 3 files, " in await box.text("read_lints", paths=["."])
-        assert "only Python files" in await box.error("environment", "read_lints", paths=["notes.md"])
-        assert "does not exist" in await box.error("environment", "read_lints", paths=["none.py"])
+        assert await tools.text("read_lints", paths=["clean.py"]) == "No problems in 1 file."
+        assert " in 3 files, " in await tools.text("read_lints", paths=["."])
+        assert "only Python files" in await tools.error("environment", "read_lints", paths=["notes.md"])
+        assert "does not exist" in await tools.error("environment", "read_lints", paths=["none.py"])
 
     rules = 'lint.select = ["F", "E9"]'  # whatever this version of ruff takes for its default
-    yard.run(check, files={"a.py": OLD, "clean.py": "x = 1\n", "notes.md": "", "ruff.toml": rules})
+    pods.run(check, files={"a.py": OLD, "clean.py": "x = 1\n", "notes.md": "", "ruff.toml": rules})
 
 
-def test_what_a_command_changed_is_compared_with_the_last_commit(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        await box.text(
+def test_changes_by_commands_are_compared_with_the_last_commit(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await tools.text(
             "run_terminal_cmd", command="git init -q && git add a.py && git -c user.name=a -c user.email=b commit -qm x"
         )
-        await box.text("run_terminal_cmd", command="echo 'import sys' >> a.py; cp a.py b.py")
-        text = await box.text("read_lints", paths=["a.py", "b.py"])
+        await tools.text("run_terminal_cmd", command="echo 'import sys' >> a.py; cp a.py b.py")
+        text = await tools.text("read_lints", paths=["a.py", "b.py"])
         assert "1:8 F401 `os` imported but unused\n" in text
         assert "6:8 F401 `sys` imported but unused (new)\n" in text
         assert "b.py\n  1:8 F401 `os` imported but unused (new)\n" in text
 
-    async def without_git(box: Box) -> None:
-        text = await box.text("read_lints", paths=["a.py"])
+    async def without_git(tools: PodTools) -> None:
+        text = await tools.text("read_lints", paths=["a.py"])
         assert "(new)" not in text
         assert "no earlier state to compare with" in text
 
-    yard.run(check, files={"a.py": OLD})
-    yard.run(without_git, files={"a.py": OLD})
+    pods.run(check, files={"a.py": OLD})
+    pods.run(without_git, files={"a.py": OLD})
 
 
 @pytest.mark.parametrize(
@@ -75,31 +75,31 @@ def test_what_a_command_changed_is_compared_with_the_last_commit(yard: Yard) -> 
     ],
 )
 def test_a_repositorys_configuration_is_used_but_can_change_nothing(
-    yard: Yard, name: str, text: str, expected: str
+    pods: PodFixture, name: str, text: str, expected: str
 ) -> None:
-    async def check(box: Box) -> None:
-        assert expected in await box.text("read_lints", paths=["a.py"])
-        assert await box.read("a.py") == OLD.encode()
-        assert sorted(entry.name for entry in await box.pod.list(box.root)) == sorted(["a.py", name])
+    async def check(tools: PodTools) -> None:
+        assert expected in await tools.text("read_lints", paths=["a.py"])
+        assert await tools.read("a.py") == OLD.encode()
+        assert sorted(entry.name for entry in await tools.pod.list(tools.root)) == sorted(["a.py", name])
 
-    yard.run(check, files={"a.py": OLD, name: text})
+    pods.run(check, files={"a.py": OLD, name: text})
 
 
-def test_without_ruff_syntax_errors_are_still_found_and_it_is_said(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ruff_syntax_errors_are_found_with_a_note(pods: PodFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     monkeypatch.setenv("PATH", "/nowhere")
 
-    async def check(box: Box) -> None:
-        text = await box.text("read_lints", paths=["a.py", "bad.py", "deep.py", "nul.py"])
+    async def check(tools: PodTools) -> None:
+        text = await tools.text("read_lints", paths=["a.py", "bad.py", "deep.py", "nul.py"])
         assert "bad.py\n  1:" in text
         assert "a.py\n" not in text
         assert text.endswith("[ruff is not available here: only syntax errors are found]")
 
     files = {"a.py": OLD, "bad.py": "def f(:\n", "deep.py": "(" * 5000 + ")" * 5000, "nul.py": b"x = '\0'\n"}
-    yard.run(check, files=files)
+    pods.run(check, files=files)
 
 
-def test_a_repository_cannot_have_git_fetch_what_it_lacks(tmp_path: Path) -> None:
+def test_a_repository_cannot_make_git_fetch_objects(tmp_path: Path) -> None:
     def git(*command: str) -> str:
         identity = ("-c", "user.name=n", "-c", "user.email=e@x")
         done = subprocess.run(["git", *identity, *command], cwd=tmp_path / "w", check=True, capture_output=True)

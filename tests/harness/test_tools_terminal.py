@@ -1,310 +1,317 @@
-"""The terminal in a real pod: a shell that remembers, jobs, floods, time limits, and what commands leave behind."""
+"""The terminal in a real pod: shell state, jobs, large output, time limits and background processes."""
 
 import asyncio
 import time
 
 import pytest
-from harness_pods import Box, Yard, shared_yard
+from harness_pods import PodFixture, PodTools, shared_pod_fixture
 
 from etude.harness.tool_set import ToolSet
 from etude.harness.toolserver.inside import output
 
 
 @pytest.fixture
-def yard(request: pytest.FixtureRequest) -> Yard:
-    return shared_yard(request.config)
+def pods(request: pytest.FixtureRequest) -> PodFixture:
+    return shared_pod_fixture(request.config)
 
 
-async def run(box: Box, command: str, **options: object) -> str:
-    return await box.text("run_terminal_cmd", command=command, **options)
+async def run(tools: PodTools, command: str, **options: object) -> str:
+    return await tools.text("run_terminal_cmd", command=command, **options)
 
 
-def test_output_comes_as_on_a_terminal_with_the_exit_code(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        assert await run(box, "echo one; echo two >&2; echo three") == "one\ntwo\nthree\n[exit code 0]"
-        assert await run(box, "true") == "[exit code 0, no output]"
-        assert await run(box, "printf x; exit 7") == "x\n[exit code 7]"
-        assert await run(box, "kill -SEGV $$") == "[exit code 139, SIGSEGV, no output]"
-        assert "nosuch: command not found\n[exit code 127]" in await run(box, "\nnosuch")
-        assert "line 2" in await run(box, "true\nnosuch")
-        assert "syntax error" in await run(box, "if true; then")
-        assert await run(box, "cat; read x; echo done") == "done\n[exit code 0]"  # there is no input
-        outcome = await box.call("run_terminal_cmd", command="exit 3")
+def test_output_comes_as_on_a_terminal_with_the_exit_code(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        assert await run(tools, "echo one; echo two >&2; echo three") == "one\ntwo\nthree\n[exit code 0]"
+        assert await run(tools, "true") == "[exit code 0, no output]"
+        assert await run(tools, "printf x; exit 7") == "x\n[exit code 7]"
+        assert await run(tools, "kill -SEGV $$") == "[exit code 139, SIGSEGV, no output]"
+        assert "nosuch: command not found\n[exit code 127]" in await run(tools, "\nnosuch")
+        assert "line 2" in await run(tools, "true\nnosuch")
+        assert "syntax error" in await run(tools, "if true; then")
+        assert await run(tools, "cat; read x; echo done") == "done\n[exit code 0]"  # there is no input
+        outcome = await tools.call("run_terminal_cmd", command="exit 3")
         assert outcome.facts["exit_code"] == 3
         assert outcome.error is None
-        assert await run(box, 'echo \'a  b\' "$HOME" | cat; echo "it\'s"') == await run(
-            box, 'echo \'a  b\' "$HOME" | cat; echo "it\'s"'
+        assert await run(tools, 'echo \'a  b\' "$HOME" | cat; echo "it\'s"') == await run(
+            tools, 'echo \'a  b\' "$HOME" | cat; echo "it\'s"'
         )
 
-    yard.run(check)
+    pods.run(check)
 
 
-def test_the_shell_remembers_what_a_shell_remembers(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        await run(box, "mkdir -p 'a b/c'")
-        assert await run(box, "cd 'a b/c'") == "[exit code 0, no output]\n[the shell is now in a b/c]"
-        assert await run(box, "pwd; cd -") == f"{box.root}/a b/c\n{box.root}\n[exit code 0]\n[the shell is now in .]"
-        await run(box, "export X='1 2' && y=3 && arr=(p 'q r') && declare -A map=([k]=v) && declare -ri n=4")
-        await run(box, "f() { echo \"f: $1\"; }; export -f f; alias hi='echo hello'; umask 027; shopt -s globstar")
-        assert await run(box, 'echo "$X|$y|${arr[1]}|${map[k]}|$n"; f z; hi; umask; shopt globstar | cut -f2') == (
+def test_the_shell_keeps_its_state_between_commands(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await run(tools, "mkdir -p 'a b/c'")
+        assert await run(tools, "cd 'a b/c'") == "[exit code 0, no output]\n[the shell is now in a b/c]"
+        assert (
+            await run(tools, "pwd; cd -") == f"{tools.root}/a b/c\n{tools.root}\n[exit code 0]\n[the shell is now in .]"
+        )
+        await run(tools, "export X='1 2' && y=3 && arr=(p 'q r') && declare -A map=([k]=v) && declare -ri n=4")
+        await run(tools, "f() { echo \"f: $1\"; }; export -f f; alias hi='echo hello'; umask 027; shopt -s globstar")
+        assert await run(tools, 'echo "$X|$y|${arr[1]}|${map[k]}|$n"; f z; hi; umask; shopt globstar | cut -f2') == (
             "1 2|3|q r|v|4\nf: z\nhello\n0027\non\n[exit code 0]"
         )
-        assert await run(box, "bash -c 'echo $X$y; f w'") == "1 2\nf: w\n[exit code 0]"
-        await run(box, "unset X y TZ; unalias hi; nl=$'a\\nb\"$`'; set -f")
-        assert await run(box, 'echo "${X-none}${y-none}${TZ-none} *"; echo "$nl"; echo *') == (
+        assert await run(tools, "bash -c 'echo $X$y; f w'") == "1 2\nf: w\n[exit code 0]"
+        await run(tools, "unset X y TZ; unalias hi; nl=$'a\\nb\"$`'; set -f")
+        assert await run(tools, 'echo "${X-none}${y-none}${TZ-none} *"; echo "$nl"; echo *') == (
             'nonenonenone *\na\nb"$`\n*\n[exit code 0]'
         )
-        assert "readonly" in await run(box, "n=5")
+        assert "readonly" in await run(tools, "n=5")
 
-    yard.run(check)
-
-
-def test_what_would_end_a_shell_ends_only_its_command(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        assert await run(box, "set -euo pipefail; v=1; false; echo never") == "[exit code 1, no output]"
-        assert await run(box, 'echo "$v ${undefined}"; false; echo after') == "1 \nafter\n[exit code 0]"
-        await run(box, "v=2; exit 5")
-        await run(box, "v=3; kill -9 $$")
-        assert await run(box, "echo $v") == "2\n[exit code 0]"  # what was killed left nothing
-        await run(box, "exec sleep 0")
-        await run(box, "trap 'echo bye' EXIT; w=1")
-        assert await run(box, "echo $w") == "1\n[exit code 0]"
-        await run(box, "set -x; w=2")
-        assert await run(box, "echo $w") == "2\n[exit code 0]"
-        await run(box, "mkdir gone && cd gone")
-        await run(box, f"rmdir {box.root}/gone")
-        assert await run(box, "pwd") == f"{box.root}\n[exit code 0]"
-        await run(box, "alias eval=false exit=false set=false declare=false; declare() { false; }; set -o noglob")
-        assert await run(box, "q=5; echo ok") == "ok\n[exit code 0]"
-        assert await run(box, "unalias -a; unset -f declare; echo $q") == "5\n[exit code 0]"
-        await run(box, "IFS=x; BASH_ENV=/nonexistent; export BASH_ENV PATH=$PATH:/x")
-        assert await run(box, "echo ok") == "ok\n[exit code 0]"
-
-    yard.run(check)
+    pods.run(check)
 
 
-def test_a_command_sees_no_pager_no_colour_one_language_and_one_clock(yard: Yard) -> None:
-    async def check(box: Box) -> None:
+def test_exit_ends_only_its_command(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        assert await run(tools, "set -euo pipefail; v=1; false; echo never") == "[exit code 1, no output]"
+        assert await run(tools, 'echo "$v ${undefined}"; false; echo after') == "1 \nafter\n[exit code 0]"
+        await run(tools, "v=2; exit 5")
+        await run(tools, "v=3; kill -9 $$")
+        assert await run(tools, "echo $v") == "2\n[exit code 0]"  # what was killed left nothing
+        await run(tools, "exec sleep 0")
+        await run(tools, "trap 'echo bye' EXIT; w=1")
+        assert await run(tools, "echo $w") == "1\n[exit code 0]"
+        await run(tools, "set -x; w=2")
+        assert await run(tools, "echo $w") == "2\n[exit code 0]"
+        await run(tools, "mkdir gone && cd gone")
+        await run(tools, f"rmdir {tools.root}/gone")
+        assert await run(tools, "pwd") == f"{tools.root}\n[exit code 0]"
+        await run(tools, "alias eval=false exit=false set=false declare=false; declare() { false; }; set -o noglob")
+        assert await run(tools, "q=5; echo ok") == "ok\n[exit code 0]"
+        assert await run(tools, "unalias -a; unset -f declare; echo $q") == "5\n[exit code 0]"
+        await run(tools, "IFS=x; BASH_ENV=/nonexistent; export BASH_ENV PATH=$PATH:/x")
+        assert await run(tools, "echo ok") == "ok\n[exit code 0]"
+
+    pods.run(check)
+
+
+def test_commands_run_without_pager_and_colour_in_a_fixed_locale_and_time_zone(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
         names = "PAGER GIT_PAGER PIP_PROGRESS_BAR TQDM_DISABLE TERM TZ"
-        said = await run(box, f"for n in {names}; do echo $n=${{!n}}; done")
+        said = await run(tools, f"for n in {names}; do echo $n=${{!n}}; done")
         assert said.split("\n")[:-1] == [
             *("PAGER=cat", "GIT_PAGER=cat", "PIP_PROGRESS_BAR=off", "TQDM_DISABLE=1", "TERM=dumb", "TZ=UTC"),
         ]
-        assert (await run(box, "python3 -c \"print('é€文')\"")).startswith("é€文")
-        assert await run(box, "export TZ=Asia/Tokyo; date -d @0 +%H") == "09\n[exit code 0]"
-        assert await run(box, "date -d @0 +%H") == "09\n[exit code 0]"
+        assert (await run(tools, "python3 -c \"print('é€文')\"")).startswith("é€文")
+        assert await run(tools, "export TZ=Asia/Tokyo; date -d @0 +%H") == "09\n[exit code 0]"
+        assert await run(tools, "date -d @0 +%H") == "09\n[exit code 0]"
         signals = "import signal; print(signal.getsignal(2), signal.pthread_sigmask(0, []))"
-        assert "default_int_handler" in await run(box, f"python3 -c '{signals}' | grep 'set()'")
-        assert "__etude" not in await run(box, "env")
+        assert "default_int_handler" in await run(tools, f"python3 -c '{signals}' | grep 'set()'")
+        assert "__etude" not in await run(tools, "env")
         program = "import sys; print(1); print(2, file=sys.stderr); print(3)"
-        assert await run(box, f"python3 -c '{program}'") == "1\n2\n3\n[exit code 0]"
+        assert await run(tools, f"python3 -c '{program}'") == "1\n2\n3\n[exit code 0]"
 
-    yard.run(check)
+    pods.run(check)
 
 
-def test_long_output_keeps_its_ends_and_the_log_has_all_of_it(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        outcome = await box.call("run_terminal_cmd", command="seq 1 100000")
+def test_long_output_keeps_its_ends_and_the_log_has_all_of_it(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        outcome = await tools.call("run_terminal_cmd", command="seq 1 100000")
         text = outcome.text
         assert text.startswith("1\n2\n3\n")
         assert text.endswith("99999\n100000\n[exit code 0]")
         assert f"left out; the whole output is in {outcome.facts['log']} ...]" in text
         assert 15_000 < len(text) < 15_300
-        assert (await box.sh(f"wc -l < {outcome.facts['log']}")).strip() == "100000"
-        assert "1|1\n2|2" in await box.text("read_file", target_file=outcome.facts["log"], limit=2)
-        text = await run(box, "python3 -c \"print('€' * 200_000)\"")
+        assert (await tools.sh(f"wc -l < {outcome.facts['log']}")).strip() == "100000"
+        assert "1|1\n2|2" in await tools.text("read_file", target_file=outcome.facts["log"], limit=2)
+        text = await run(tools, "python3 -c \"print('€' * 200_000)\"")
         assert "\ufffd" not in text
         assert 15_000 < len(text) < 15_300
-        assert await run(box, "seq 1 2000 | tr '\\n' ' '") == " ".join(map(str, range(1, 2001))) + " \n[exit code 0]"
+        assert await run(tools, "seq 1 2000 | tr '\\n' ' '") == " ".join(map(str, range(1, 2001))) + " \n[exit code 0]"
 
-    yard.run(check)
+    pods.run(check)
 
 
-def test_control_sequences_and_progress_bars_are_not_shown(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        assert await run(box, r"printf '\033[31mred\033[0m \033]0;title\007ok\n'") == "red ok\n[exit code 0]"
-        assert await run(box, r"for i in 1 2 3; do printf '\r%s%%' $i; done; printf '\ndone\r\n'") == (
+def test_control_sequences_and_progress_bars_are_not_shown(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        assert await run(tools, r"printf '\033[31mred\033[0m \033]0;title\007ok\n'") == "red ok\n[exit code 0]"
+        assert await run(tools, r"for i in 1 2 3; do printf '\r%s%%' $i; done; printf '\ndone\r\n'") == (
             "3%\ndone\n[exit code 0]"
         )
-        assert await run(box, r"printf 'a\x00\x07b\xff\n'") == "ab\ufffd\n[exit code 0]"
+        assert await run(tools, r"printf 'a\x00\x07b\xff\n'") == "ab\ufffd\n[exit code 0]"
 
-    yard.run(check)
+    pods.run(check)
 
 
-def test_a_flood_is_bounded_and_the_next_command_is_served(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        outcome = await box.call(
+def test_a_flood_is_bounded_and_the_next_command_is_served(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        outcome = await tools.call(
             "run_terminal_cmd",
             command="echo first; timeout 0.5 yes; head -c 70000000 /dev/zero | tr '\\0' x; echo; echo last",
         )
         assert outcome.text.startswith("first\ny\ny\n")
         assert outcome.text.endswith("last\n[exit code 0]")
         assert len(outcome.text) < 16_000
-        assert int(await box.sh(f"stat -c %s {outcome.facts['log']}")) < 65 << 20
-        assert await run(box, "echo fine") == "fine\n[exit code 0]"
+        assert int(await tools.sh(f"stat -c %s {outcome.facts['log']}")) < 65 << 20
+        assert await run(tools, "echo fine") == "fine\n[exit code 0]"
 
-    yard.run(check)
+    pods.run(check)
 
 
-def test_a_command_that_takes_long_goes_on_as_a_job(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        text = await run(box, "echo begun; sleep 0.6; echo ready; sleep 0.6; echo over; exit 4", block_until_ms=200)
+def test_a_long_command_continues_as_a_job(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        text = await run(tools, "echo begun; sleep 0.6; echo ready; sleep 0.6; echo over; exit 4", block_until_ms=200)
         log = "1.log"
         assert text.startswith("begun\n[running in the background as job 1; its output goes to ")
         assert f"{log}. Wait with await, end it with kill.]" in text
-        assert await run(box, "echo the shell is free") == "the shell is free\n[exit code 0]"
-        assert await box.text("await", job_id="1", pattern="^rea.y$") == (
+        assert await run(tools, "echo the shell is free") == "the shell is free\n[exit code 0]"
+        assert await tools.text("await", job_id="1", pattern="^rea.y$") == (
             "ready\n[the pattern was found; job 1 is still running]"
         )
-        assert await box.text("await", job_id="1", block_until_ms=0) == "[job 1 is still running]"
-        assert await box.text("await", job_id="1") == "over\n[exit code 4]"
-        assert await box.text("await", job_id="1") == "[exit code 4, no new output]"
-        assert "there is no job '9'; jobs 1 to 2 have been started" in await box.error(
+        assert await tools.text("await", job_id="1", block_until_ms=0) == "[job 1 is still running]"
+        assert await tools.text("await", job_id="1") == "over\n[exit code 4]"
+        assert await tools.text("await", job_id="1") == "[exit code 4, no new output]"
+        assert "there is no job '9'; jobs 1 to 2 have been started" in await tools.error(
             "environment", "await", job_id="9"
         )
-        text = await run(box, "cd /; v=changed; sleep 0.3", is_background=True)
+        text = await run(tools, "cd /; v=changed; sleep 0.3", is_background=True)
         assert text.startswith("[running in the background as job 3;")
-        await box.text("await", job_id="3")
-        assert await run(box, "pwd; echo ${v-unchanged}") == f"{box.root}\nunchanged\n[exit code 0]"
+        await tools.text("await", job_id="3")
+        assert await run(tools, "pwd; echo ${v-unchanged}") == f"{tools.root}\nunchanged\n[exit code 0]"
 
-    yard.run(check)
+    pods.run(check)
 
 
-def test_a_job_is_killed_with_all_its_processes(yard: Yard) -> None:
-    if yard.backend == "landlock":
+def test_a_job_is_killed_with_all_its_processes(pods: PodFixture) -> None:
+    if pods.backend == "landlock":
         pytest.skip("processes cannot be seen there")
 
-    async def check(box: Box) -> None:
-        await run(box, "trap '' TERM; (trap '' TERM; sleep 321 & wait) & set -m; sleep 321 & wait", is_background=True)
-        await run(box, "sleep 0.2")
+    async def check(tools: PodTools) -> None:
+        await run(
+            tools, "trap '' TERM; (trap '' TERM; sleep 321 & wait) & set -m; sleep 321 & wait", is_background=True
+        )
+        await run(tools, "sleep 0.2")
         started = time.monotonic()
-        assert await box.text("kill", job_id="1") == "[ended on request; exit code 137, SIGKILL]"
+        assert await tools.text("kill", job_id="1") == "[ended on request; exit code 137, SIGKILL]"
         assert time.monotonic() - started < 5
-        assert await processes(box, "sleep 321") == 0
-        assert "exit code 137" in await box.text("kill", job_id="1")
-        await run(box, "sleep 322 & echo started")
-        assert await processes(box, "sleep 322") == 1
-        assert "exit code 0" in await box.text("kill", job_id="3")  # what it left running
-        assert await processes(box, "sleep 322") == 0
+        assert await processes(tools, "sleep 321") == 0
+        assert "exit code 137" in await tools.text("kill", job_id="1")
+        await run(tools, "sleep 322 & echo started")
+        assert await processes(tools, "sleep 322") == 1
+        assert "exit code 0" in await tools.text("kill", job_id="3")  # what it left running
+        assert await processes(tools, "sleep 322") == 0
 
-    yard.run(check)
+    pods.run(check)
 
 
-async def processes(box: Box, command: str) -> int:
-    """How many run this command line."""
+async def processes(tools: PodTools, command: str) -> int:
+    """Return how many processes have this command line."""
     program = (
         "import glob; print(sum(open(p, 'rb').read().replace(b'\\0', b' ').strip() == b'" + command + "' "
         "for p in glob.glob('/proc/[0-9]*/cmdline')))"
     )
-    return int(await box.sh(f'python3 -c "{program}" 2>/dev/null || echo 0'))
+    return int(await tools.sh(f'python3 -c "{program}" 2>/dev/null || echo 0'))
 
 
-def test_a_command_that_runs_out_of_time_is_killed_wherever_it_runs(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        outcome = await box.call("run_terminal_cmd", command="echo begun; sleep 123 & sleep 124")
+def test_a_command_is_killed_at_its_time_limit_in_foreground_and_background(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        outcome = await tools.call("run_terminal_cmd", command="echo begun; sleep 123 & sleep 124")
         assert outcome.error == "timeout"
         assert outcome.text.startswith("begun\n[killed: it ran longer than 0.5 seconds; exit code")
-        assert await processes(box, "sleep 123") == 0
-        await run(box, "sleep 125", block_until_ms=0)
-        outcome = await box.call("await", job_id="2")
+        assert await processes(tools, "sleep 123") == 0
+        await run(tools, "sleep 125", block_until_ms=0)
+        outcome = await tools.call("await", job_id="2")
         assert outcome.error == "timeout"
-        assert await run(box, "echo fine") == "fine\n[exit code 0]"
+        assert await run(tools, "echo fine") == "fine\n[exit code 0]"
 
-    yard.run(check, environment=ToolSet(command_timeout_s=0.5))
+    pods.run(check, tool_set=ToolSet(command_timeout_s=0.5))
 
 
-def test_processes_left_behind_do_not_hold_up_the_result_and_go_on(yard: Yard) -> None:
-    async def check(box: Box) -> None:
+def test_background_processes_do_not_delay_the_result_and_keep_running(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
         started = time.monotonic()
         command = "(for i in 1 2 3 4 5 6; do sleep 0.2; echo tick $i; done; echo lived > proof) & echo started"
-        assert await run(box, command) == "started\n[exit code 0]"
-        await run(box, "nohup sleep 77 >/dev/null 2>&1 & disown; setsid sleep 78 & true")
+        assert await run(tools, command) == "started\n[exit code 0]"
+        await run(tools, "nohup sleep 77 >/dev/null 2>&1 & disown; setsid sleep 78 & true")
         assert time.monotonic() - started < 1.2
-        await box.toolbox.rest()  # nor does the end of the session end them
+        await tools.executor.stop_server()  # nor does the end of the session end them
         for _ in range(100):
-            if (await box.pod.exec(f"test -e {box.root}/proof")).ok:
+            if (await tools.pod.exec(f"test -e {tools.root}/proof")).ok:
                 break
             await asyncio.sleep(0.05)
-        assert await box.read("proof") == b"lived\n"
-        assert "tick 6" in await box.text("await", job_id="1")
+        assert await tools.read("proof") == b"lived\n"
+        assert "tick 6" in await tools.text("await", job_id="1")
 
-    yard.run(check)
+    pods.run(check)
 
 
-def test_a_pattern_that_runs_for_ever_only_uses_up_its_own_time(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        await run(box, "printf '%s!\\n' $(printf 'a%.0s' {1..60}); sleep 30", block_until_ms=200)
-        await run(box, "sleep 0.3; echo again", is_background=True)
+def test_a_runaway_await_pattern_uses_only_its_own_time(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await run(tools, "printf '%s!\\n' $(printf 'a%.0s' {1..60}); sleep 30", block_until_ms=200)
+        await run(tools, "sleep 0.3; echo again", is_background=True)
         started = time.monotonic()
         waiting = [
-            box.made("await", job_id="1", pattern="(a+)+$", block_until_ms=1200),
-            box.made("await", job_id="2", pattern="again"),
+            tools.make_call("await", job_id="1", pattern="(a+)+$", block_until_ms=1200),
+            tools.make_call("await", job_id="2", pattern="again"),
         ]
-        first, second = await box.toolbox.run(waiting)
+        first, second = await tools.executor.run(waiting)
         assert first.text == "[job 1 is still running]"
         assert second.text.startswith("again\n")
         assert second.seconds < first.seconds
         assert time.monotonic() - started < 6
-        assert "regular expression" in await box.error("bad_arguments", "await", job_id="1", pattern="(")
-        await box.text("kill", job_id="1")
+        assert "regular expression" in await tools.error("bad_arguments", "await", job_id="1", pattern="(")
+        await tools.text("kill", job_id="1")
 
-    yard.run(check)
+    pods.run(check)
 
 
-def test_a_long_command_and_odd_characters_arrive_as_they_are(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        assert await run(box, "cat <<'END' | wc -c\n" + "x" * 300_000 + "\nEND\n") == "300001\n[exit code 0]"
-        assert await run(box, '# a comment\necho "tab\there" \'q"uote\' \\\n  joined # end') == (
+def test_a_long_command_and_odd_characters_arrive_as_they_are(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        assert await run(tools, "cat <<'END' | wc -c\n" + "x" * 300_000 + "\nEND\n") == "300001\n[exit code 0]"
+        assert await run(tools, '# a comment\necho "tab\there" \'q"uote\' \\\n  joined # end') == (
             'tab\there q"uote joined\n[exit code 0]'
         )
-        assert await run(box, "cat <<EOF\né $((1+1)) 文\nEOF") == "é 2 文\n[exit code 0]"
-        assert "NUL" in await box.error("bad_arguments", "run_terminal_cmd", command="echo a\0b")
+        assert await run(tools, "cat <<EOF\né $((1+1)) 文\nEOF") == "é 2 文\n[exit code 0]"
+        assert "NUL" in await tools.error("bad_arguments", "run_terminal_cmd", command="echo a\0b")
 
-    yard.run(check)
+    pods.run(check)
 
 
-def test_an_interrupted_command_is_ended_and_the_shell_goes_on(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        calls = [box.made("run_terminal_cmd", command="sleep 99"), box.made("run_terminal_cmd", command="touch no")]
-        running = asyncio.create_task(box.toolbox.run(calls))
+def test_an_interrupted_command_ends_and_the_shell_keeps_working(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        calls = [
+            tools.make_call("run_terminal_cmd", command="sleep 99"),
+            tools.make_call("run_terminal_cmd", command="touch no"),
+        ]
+        running = asyncio.create_task(tools.executor.run(calls))
         await asyncio.sleep(0.3)
-        box.toolbox.interrupt()
+        tools.executor.interrupt()
         outcomes = await running
         assert [outcome.error for outcome in outcomes] == ["aborted", "aborted"]
         for _ in range(60):
-            if not await processes(box, "sleep 99"):
+            if not await processes(tools, "sleep 99"):
                 break
             await asyncio.sleep(0.05)
-        assert await processes(box, "sleep 99") == 0
-        assert await run(box, "ls") == "[exit code 0, no output]"
-        running = asyncio.create_task(box.toolbox.run(calls[:1]))
+        assert await processes(tools, "sleep 99") == 0
+        assert await run(tools, "ls") == "[exit code 0, no output]"
+        running = asyncio.create_task(tools.executor.run(calls[:1]))
         await asyncio.sleep(0.2)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert await run(box, "echo on") == "on\n[exit code 0]"
+        assert await run(tools, "echo on") == "on\n[exit code 0]"
 
-    yard.run(check)
+    pods.run(check)
 
 
 @pytest.mark.slow
-def test_a_fork_bomb_and_memory_hog_leave_a_usable_terminal(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        outcome = await box.call("run_terminal_cmd", command="python3 -c 'x = bytearray(8 << 30)'; echo code $?")
+def test_a_fork_bomb_and_memory_hog_leave_a_usable_terminal(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        outcome = await tools.call("run_terminal_cmd", command="python3 -c 'x = bytearray(8 << 30)'; echo code $?")
         assert "code" in outcome.text
-        await box.call(
+        await tools.call(
             "run_terminal_cmd", command="for i in $(seq 700); do sleep 2 & done 2>/dev/null", block_until_ms=4000
         )
         for _ in range(100):
-            outcome = await box.call("run_terminal_cmd", command="echo alive")
+            outcome = await tools.call("run_terminal_cmd", command="echo alive")
             if outcome.error is None and "alive" in outcome.text:
                 return
             await asyncio.sleep(0.1)
         raise AssertionError(outcome.text)
 
-    if yard.backend != "namespace":
+    if pods.backend != "namespace":
         pytest.skip("only there are processes surely limited")
-    yard.run(check)
+    pods.run(check)
 
 
 def test_a_window_of_bytes_never_shows_half_a_character() -> None:

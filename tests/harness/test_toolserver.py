@@ -1,4 +1,4 @@
-"""The tool server: one small file that runs on any Python, is started again when killed, and goes on in forks."""
+"""The tool server: one file for any Python, restarted when killed, continued in forks."""
 
 import ast
 import asyncio
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness_pods import Box, Yard, open_yard, shared_yard
+from harness_pods import PodFixture, PodTools, open_pod_fixture, shared_pod_fixture
 
 from etude.harness.tool_set import ToolSet
 from etude.harness.tools.executor import open_tool_executor
@@ -24,8 +24,8 @@ INSIDE = Path(bundle.__file__).parent / "inside"
 
 
 @pytest.fixture
-def yard(request: pytest.FixtureRequest) -> Yard:
-    return shared_yard(request.config)
+def pods(request: pytest.FixtureRequest) -> PodFixture:
+    return shared_pod_fixture(request.config)
 
 
 # -- the file
@@ -106,53 +106,53 @@ def test_it_runs_on_this_python(python: str, tmp_path: Path) -> None:
 # -- its life
 
 
-def test_a_server_that_the_model_kills_fails_the_call_and_is_there_for_the_next(yard: Yard) -> None:
-    if yard.backend != "namespace":
+def test_a_killed_server_fails_its_call_and_restarts_for_the_next(pods: PodFixture) -> None:
+    if pods.backend != "namespace":
         pytest.skip("processes cannot be seen there")
 
-    async def check(box: Box) -> None:
-        await box.text("run_terminal_cmd", command="export KEPT=1; cd /")
+    async def check(tools: PodTools) -> None:
+        await tools.text("run_terminal_cmd", command="export KEPT=1; cd /")
         killing = "kill -9 $(ps -eo pid,args | awk '/server-.*pyz/ && !/awk/ {print $1}')"
-        said = await box.error("environment", "run_terminal_cmd", command=killing)
+        said = await tools.error("environment", "run_terminal_cmd", command=killing)
         assert "the tool server stopped while the call ran" in said
-        assert await box.text("read_file", target_file="a") == "1|x"
-        assert await box.text("run_terminal_cmd", command="echo $KEPT; pwd") == "1\n/\n[exit code 0]"
-        assert box.toolbox.context.server.starts == 2
+        assert await tools.text("read_file", target_file="a") == "1|x"
+        assert await tools.text("run_terminal_cmd", command="echo $KEPT; pwd") == "1\n/\n[exit code 0]"
+        assert tools.executor.context.server.starts == 2
 
-    yard.run(check, files={"a": "x\n"})
-
-
-def test_a_job_outlives_the_server_and_is_found_by_the_next(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        await box.text("run_terminal_cmd", command="sleep 0.8; echo late; exit 6", is_background=True)
-        await box.text("run_terminal_cmd", command="sleep 60", is_background=True)
-        await box.toolbox.stop_server()
-        assert "late\n[exit code 6]" in await box.text("await", job_id="1")
-        assert await box.text("kill", job_id="2") == "[ended on request; exit code 143, SIGTERM]"
-        assert await box.text("run_terminal_cmd", command="echo 3", is_background=True) != ""
-        assert "3\n[exit code 0]" in await box.text("await", job_id="3")
-
-    yard.run(check)
+    pods.run(check, files={"a": "x\n"})
 
 
-def test_a_server_that_hangs_is_ended_and_started_again(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
-    if yard.backend != "namespace":
+def test_a_job_outlives_the_server_and_is_found_after_a_restart(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await tools.text("run_terminal_cmd", command="sleep 0.8; echo late; exit 6", is_background=True)
+        await tools.text("run_terminal_cmd", command="sleep 60", is_background=True)
+        await tools.executor.stop_server()
+        assert "late\n[exit code 6]" in await tools.text("await", job_id="1")
+        assert await tools.text("kill", job_id="2") == "[ended on request; exit code 143, SIGTERM]"
+        assert await tools.text("run_terminal_cmd", command="echo 3", is_background=True) != ""
+        assert "3\n[exit code 0]" in await tools.text("await", job_id="3")
+
+    pods.run(check)
+
+
+def test_a_hanging_server_is_restarted(pods: PodFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    if pods.backend != "namespace":
         pytest.skip("processes cannot be seen there")
     monkeypatch.setattr(client, "GRACE_S", 0.5)
 
-    async def check(box: Box) -> None:
-        await box.sh("kill -STOP $(ps -eo pid,args | awk '/server-.*pyz/ && !/awk/ {print $1}')")
+    async def check(tools: PodTools) -> None:
+        await tools.sh("kill -STOP $(ps -eo pid,args | awk '/server-.*pyz/ && !/awk/ {print $1}')")
         with pytest.raises(client.ToolError) as caught:
-            await box.toolbox.context.request("read_file", {"target_file": "a"}, 0.5)
+            await tools.executor.context.request("read_file", {"target_file": "a"}, 0.5)
         assert caught.value.kind == "timeout"
-        assert await box.text("read_file", target_file="a") == "1|x"
+        assert await tools.text("read_file", target_file="a") == "1|x"
 
-    yard.run(check, files={"a": "x\n"})
+    pods.run(check, files={"a": "x\n"})
 
 
-def test_nonsense_from_a_server_that_was_replaced_is_an_error_of_the_environment(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        server = box.toolbox.context.server
+def test_invalid_responses_of_a_replaced_server_are_environment_errors(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        server = tools.executor.context.server
         path = f"{server.state}/server-{bundle.digest()}.pyz"
         for lie in (
             "print('not json')",
@@ -168,99 +168,99 @@ def test_nonsense_from_a_server_that_was_replaced_is_an_error_of_the_environment
             'print(\'{"id": 1, "error": {"kind": "environment", "message": "\' + \'\\\\ud800\' * 999_999 + \'"}}\')',
             "sys.exit('damaged')",
         ):
-            await box.toolbox.stop_server()
+            await tools.executor.stop_server()
             greet = "print('{\"hello\": {}}', flush=True)"
             code = f"import sys\n{greet}\nfor _ in range(2): sys.stdin.readline()\n{lie}\n"
-            await box.pod.write(path, code)
-            outcome = await box.call("read_file", target_file="a")
+            await tools.pod.write(path, code)
+            outcome = await tools.call("read_file", target_file="a")
             assert outcome.error == "environment", f"{lie}: {outcome}"
             assert len(outcome.text.encode()) < 300_000
-        await box.toolbox.stop_server()
-        await box.pod.write(path, "print(1/0)")
-        assert "cannot be started again" in await box.error("environment", "read_file", target_file="a")
-        assert await box.text("read_file", target_file="a") == "1|x"  # it was written anew
-        assert box.toolbox.bugs == 0
+        await tools.executor.stop_server()
+        await tools.pod.write(path, "print(1/0)")
+        assert "cannot be started again" in await tools.error("environment", "read_file", target_file="a")
+        assert await tools.text("read_file", target_file="a") == "1|x"  # it was written anew
+        assert tools.executor.bugs == 0
 
-    yard.run(check, files={"a": "x\n"})
+    pods.run(check, files={"a": "x\n"})
 
 
-def test_a_bug_inside_the_server_is_ours_and_loud(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
-    async def check(box: Box) -> None:
+def test_a_bug_in_the_server_raises(pods: PodFixture, caplog: pytest.LogCaptureFixture) -> None:
+    async def check(tools: PodTools) -> None:
         with pytest.raises(client.ToolServerBug, match="KeyError"):
-            await box.toolbox.context.request("read_file", {})
-        assert await box.text("read_file", target_file="a") == "1|x"
+            await tools.executor.context.request("read_file", {})
+        assert await tools.text("read_file", target_file="a") == "1|x"
 
-    yard.run(check, files={"a": "x\n"})
-
-
-def test_the_state_directory_may_be_removed_at_any_time(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        await box.text("run_terminal_cmd", command="sleep 0.3")  # time to load itself
-        await box.sh('rm -rf "${TMPDIR:-/tmp}/.etude"')
-        await box.text("search_replace", file_path="a", old_string="x", new_string="y")
-        assert await box.text("glob_file_search", glob_pattern="*") == "a"
-        assert await box.text("run_terminal_cmd", command="echo fine") == "fine\n[exit code 0]"
-        await box.sh('rm -rf "${TMPDIR:-/tmp}/.etude"')
-        await box.toolbox.stop_server()
-        await box.call("read_file", target_file="a")
-        assert await box.text("read_file", target_file="a") == "1|y"
-
-    yard.run(check, files={"a": "x\n"})
+    pods.run(check, files={"a": "x\n"})
 
 
-def test_an_image_without_python_or_a_workspace_is_told_so(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def check(box: Box) -> None:
+def test_the_state_directory_may_be_removed_at_any_time(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await tools.text("run_terminal_cmd", command="sleep 0.3")  # time to load itself
+        await tools.sh('rm -rf "${TMPDIR:-/tmp}/.etude"')
+        await tools.text("search_replace", file_path="a", old_string="x", new_string="y")
+        assert await tools.text("glob_file_search", glob_pattern="*") == "a"
+        assert await tools.text("run_terminal_cmd", command="echo fine") == "fine\n[exit code 0]"
+        await tools.sh('rm -rf "${TMPDIR:-/tmp}/.etude"')
+        await tools.executor.stop_server()
+        await tools.call("read_file", target_file="a")
+        assert await tools.text("read_file", target_file="a") == "1|y"
+
+    pods.run(check, files={"a": "x\n"})
+
+
+def test_an_image_without_python_or_a_workspace_raises(pods: PodFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check(tools: PodTools) -> None:
         with pytest.raises(PodError, match="did not start: the workspace /no/where is not a directory"):
-            await ToolServer(box.pod, "/no/where").start()
+            await ToolServer(tools.pod, "/no/where").start()
         monkeypatch.setattr(client, "INSTALL", client.INSTALL.replace("command -v python3", "command -v no-python3"))
         with pytest.raises(PodError, match="has no python3, which the tool server needs"):
-            await ToolServer(box.pod).start()
+            await ToolServer(tools.pod).start()
 
-    yard.run(check)
+    pods.run(check)
 
 
-def test_requests_larger_than_any_pipe_and_many_at_once_arrive(yard: Yard) -> None:
-    async def check(box: Box) -> None:
+def test_requests_larger_than_any_pipe_and_many_at_once_arrive(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
         big = "0123456789abcdef" * 300_000
-        calls = [box.made("write", file_path=f"f{n}", contents=big + str(n)) for n in range(2)]
-        reads = [box.made("read_file", target_file="small") for _ in range(60)]
-        searches = [box.made("grep", pattern="small") for _ in range(10)]
-        outcomes = await box.toolbox.run([*calls, *reads, *searches])
+        calls = [tools.make_call("write", file_path=f"f{n}", contents=big + str(n)) for n in range(2)]
+        reads = [tools.make_call("read_file", target_file="small") for _ in range(60)]
+        searches = [tools.make_call("grep", pattern="small") for _ in range(10)]
+        outcomes = await tools.executor.run([*calls, *reads, *searches])
         assert {outcome.error for outcome in outcomes} == {None}
-        assert await box.read("f1") == (big + "1").encode()
-        server = box.toolbox.context.server
+        assert await tools.read("f1") == (big + "1").encode()
+        server = tools.executor.context.server
         asks = [server.request("write", {"file_path": f"g{n}", "contents": big + str(n)}, 30) for n in range(3)]
         await asyncio.gather(*asks)
-        assert await box.read("g2") == (big + "2").encode()
+        assert await tools.read("g2") == (big + "2").encode()
 
-    yard.run(check, files={"small": "small\n"})
+    pods.run(check, files={"small": "small\n"})
 
 
 # -- snapshots, forks and other backends
 
 
-def test_a_snapshot_that_ends_every_process_is_not_noticed_by_the_next_call(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        await box.text("run_terminal_cmd", command="v=1")
-        await box.pod.snapshot("fs")
-        assert await box.text("run_terminal_cmd", command="echo $v") == "1\n[exit code 0]"
+def test_a_snapshot_that_ends_every_process_does_not_affect_the_next_call(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await tools.text("run_terminal_cmd", command="v=1")
+        await tools.pod.snapshot("fs")
+        assert await tools.text("run_terminal_cmd", command="echo $v") == "1\n[exit code 0]"
 
-    yard.run(check)
+    pods.run(check)
 
 
-async def go_on_in_a_fork(box: Box) -> None:
-    """Work, fork, and go on in the child where the parent was."""
-    await box.text("run_terminal_cmd", command="mkdir -p sub && cd sub && export X=from-parent && f() { echo in f; }")
-    await box.text("search_replace", file_path="a.py", old_string="x = 1", new_string="import os\nx = 1")
-    await box.text("read_file", target_file="old.txt")
-    await box.text("todo_write", merge=False, todos=[{"id": "1", "content": "go on"}])
-    await box.text("run_terminal_cmd", command="sleep 60", is_background=True)
-    kind = None if "fs-live" in box.fleet.local.backend.capabilities.snapshots else "fs"  # type: ignore[union-attr]
-    (child,) = await box.pod.fork(1, kind)
+async def go_on_in_a_fork(tools: PodTools) -> None:
+    """Work, fork the pod, and continue in the child."""
+    await tools.text("run_terminal_cmd", command="mkdir -p sub && cd sub && export X=from-parent && f() { echo in f; }")
+    await tools.text("search_replace", file_path="a.py", old_string="x = 1", new_string="import os\nx = 1")
+    await tools.text("read_file", target_file="old.txt")
+    await tools.text("todo_write", merge=False, todos=[{"id": "1", "content": "go on"}])
+    await tools.text("run_terminal_cmd", command="sleep 60", is_background=True)
+    kind = None if "fs-live" in tools.fleet.local.backend.capabilities.snapshots else "fs"  # type: ignore[union-attr]
+    (child,) = await tools.pod.fork(1, kind)
     try:
-        async with open_tool_executor(child, ToolSet(strict=True)) as toolbox:
-            toolbox.restore(box.toolbox.state())
-            other = Box(child, toolbox, box.fleet)
+        async with open_tool_executor(child, ToolSet(strict=True)) as executor:
+            executor.restore(tools.executor.state())
+            other = PodTools(child, executor, tools.fleet)
             said = await other.text("run_terminal_cmd", command="pwd; echo $X; f; echo $HOME; export X=child")
             assert said.startswith(f"{other.root}/sub\nfrom-parent\nin f\n")
             assert await child.read(f"{other.root}/a.py") == b"import os\nx = 1\n"
@@ -268,10 +268,10 @@ async def go_on_in_a_fork(box: Box) -> None:
             assert "F401 `os` imported but unused (new)" in text
             assert "there is no job '9'; jobs 1 to 3" in await other.error("environment", "await", job_id="9")
             assert "cut off" in await other.error("environment", "await", job_id="2")
-            assert toolbox.plan == "[ ] 1: go on"
+            assert executor.plan == "[ ] 1: go on"
             await other.text("write", file_path="old.txt", contents="read in the parent")
             assert "a.py" in (await other.text("glob_file_search", glob_pattern="*.py")).split("\n")[0]
-        assert "from-parent\n" in await box.text("run_terminal_cmd", command="echo $X")
+        assert "from-parent\n" in await tools.text("run_terminal_cmd", command="echo $X")
     finally:
         await child.close()
 
@@ -279,40 +279,40 @@ async def go_on_in_a_fork(box: Box) -> None:
 FORKED = {"a.py": "x = 1\n", "old.txt": "1"}
 
 
-def test_a_fork_goes_on_where_its_parent_was(yard: Yard) -> None:
-    yard.run(go_on_in_a_fork, files=FORKED)
+def test_a_fork_continues_from_its_parent(pods: PodFixture) -> None:
+    pods.run(go_on_in_a_fork, files=FORKED)
 
 
 @pytest.mark.parametrize("backend", ["landlock", "subprocess"])
 def test_the_tools_work_on_this_backend_too(backend: str) -> None:
-    async def check(box: Box) -> None:
-        assert await box.text("read_file", target_file="a.py") == "1|x = 1"
-        assert "a.py\n1:x = 1" in await box.text("grep", pattern="x")
-        await box.error("denied", "write", file_path="../../x", contents="")
-        await go_on_in_a_fork(box)
+    async def check(tools: PodTools) -> None:
+        assert await tools.text("read_file", target_file="a.py") == "1|x = 1"
+        assert "a.py\n1:x = 1" in await tools.text("grep", pattern="x")
+        await tools.error("denied", "write", file_path="../../x", contents="")
+        await go_on_in_a_fork(tools)
 
-    with open_yard(backend) as other:
+    with open_pod_fixture(backend) as other:
         other.run(check, files=FORKED)
 
 
-def test_a_pod_at_rest_is_snapshotted_and_a_pod_made_of_it_goes_on(yard: Yard) -> None:
-    async def check(box: Box) -> None:
-        await box.text("run_terminal_cmd", command="v=kept; cd sub")
-        await box.toolbox.stop_server()
-        snapshot = await box.pod.snapshot()
+def test_a_pod_created_from_a_snapshot_continues(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await tools.text("run_terminal_cmd", command="v=kept; cd sub")
+        await tools.executor.stop_server()
+        snapshot = await tools.pod.snapshot()
         assert snapshot.kind == "fs"  # the cheap kind: nothing was running
-        assert await box.text("run_terminal_cmd", command="echo $v") == "kept\n[exit code 0]"
-        async with await box.fleet.create(snapshot) as pod, open_tool_executor(pod, ToolSet()) as toolbox:
-            other = Box(pod, toolbox, box.fleet)
+        assert await tools.text("run_terminal_cmd", command="echo $v") == "kept\n[exit code 0]"
+        async with await tools.fleet.create(snapshot) as pod, open_tool_executor(pod, ToolSet()) as executor:
+            other = PodTools(pod, executor, tools.fleet)
             assert (await other.text("run_terminal_cmd", command="echo $v; pwd")).startswith("kept\n")
 
-    yard.run(check, files={"sub/a": ""})
+    pods.run(check, files={"sub/a": ""})
 
 
 # -- a hostile repository
 
 
-def test_a_hostile_repository_neither_breaks_the_server_nor_leads_it_out(yard: Yard) -> None:
+def test_a_hostile_repository_neither_breaks_the_server_nor_escapes_the_workspace(pods: PodFixture) -> None:
     shadow = "import os\nopen(os.environ['HOME'] + '/shadowed', 'w')\nraise SystemExit(9)\n"
     files: dict[str, str | bytes] = {
         f"{name}.py": shadow
@@ -320,31 +320,31 @@ def test_a_hostile_repository_neither_breaks_the_server_nor_leads_it_out(yard: Y
     }
     files |= {"__main__.py": shadow, "deep/.gitignore": "**/" * 200 + "*a" * 200, "deep/x": "findme\n"}
 
-    async def check(box: Box) -> None:
-        await box.sh(
-            f"cd {box.root} && mkfifo .gitignore && printf 'gitdir: /proc/self/root\\n' > .git && "
+    async def check(tools: PodTools) -> None:
+        await tools.sh(
+            f"cd {tools.root} && mkfifo .gitignore && printf 'gitdir: /proc/self/root\\n' > .git && "
             "ln -s / slash && mkfifo trap.py && ln -s /dev/zero endless.py && mkdir -p .git2/info && "
             "ln -s /dev/zero ruff.toml && mkdir loop && ln -s ../loop loop/loop && chmod 000 deep/.gitignore"
         )
-        await box.toolbox.stop_server()  # start again among all this
-        assert await box.text("grep", pattern="findme", output_mode="files_with_matches") == "deep/x"
-        assert "deep/x" in await box.text("glob_file_search", glob_pattern="*")
-        assert "slash/ -> /" in await box.text("list_dir", target_directory=".")
-        assert "not a regular file" in await box.error("environment", "read_file", target_file="trap.py")
-        assert "not a regular file" in await box.error("environment", "read_file", target_file="endless.py")
-        assert "not a regular file" in await box.error("environment", "write", file_path="trap.py", contents="")
-        await box.error("denied", "write", file_path="slash/etc/passwd", contents="")
-        await box.text("read_lints", paths=["etude.py"])
-        assert "exit code 9" in await box.text("run_terminal_cmd", command="python3 -c 'import json'")
-        entries = await box.toolbox.context.listing()
+        await tools.executor.stop_server()  # start again among all this
+        assert await tools.text("grep", pattern="findme", output_mode="files_with_matches") == "deep/x"
+        assert "deep/x" in await tools.text("glob_file_search", glob_pattern="*")
+        assert "slash/ -> /" in await tools.text("list_dir", target_directory=".")
+        assert "not a regular file" in await tools.error("environment", "read_file", target_file="trap.py")
+        assert "not a regular file" in await tools.error("environment", "read_file", target_file="endless.py")
+        assert "not a regular file" in await tools.error("environment", "write", file_path="trap.py", contents="")
+        await tools.error("denied", "write", file_path="slash/etc/passwd", contents="")
+        await tools.text("read_lints", paths=["etude.py"])
+        assert "exit code 9" in await tools.text("run_terminal_cmd", command="python3 -c 'import json'")
+        entries = await tools.executor.context.listing()
         assert {"deep/x", "json.py"} <= {entry.path for entry in entries}
         assert not {entry.path for entry in entries} & {"trap.py", "endless.py"}
-        assert "fine" in await box.text("run_terminal_cmd", command="cd deep; rm ~/shadowed; git status; echo fine")
-        await box.toolbox.stop_server()
-        assert await box.text("grep", pattern="findme") == "deep/x\n1:findme"
-        assert not (await box.pod.exec("test -e ~/shadowed")).ok
+        assert "fine" in await tools.text("run_terminal_cmd", command="cd deep; rm ~/shadowed; git status; echo fine")
+        await tools.executor.stop_server()
+        assert await tools.text("grep", pattern="findme") == "deep/x\n1:findme"
+        assert not (await tools.pod.exec("test -e ~/shadowed")).ok
 
-    yard.run(check, files=files)
+    pods.run(check, files=files)
 
 
 LATE = """
@@ -369,7 +369,7 @@ print(said[1]["text"])
 """
 
 
-def test_a_job_that_is_ended_before_anybody_watches_over_it_was_ended_on_request(tmp_path: Path) -> None:
+def test_a_job_killed_before_its_supervisor_runs_counts_as_ended_on_request(tmp_path: Path) -> None:
     for name in ("root", "state"):
         (tmp_path / name).mkdir()
     command = [sys.executable, "-c", LATE, tmp_path / "root", tmp_path / "state"]

@@ -1,4 +1,4 @@
-"""Traces as files: what is read is what was written, or an error that says what is wrong."""
+"""Trace files: exact round trips, and errors that say what is wrong."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ def small(facts: dict[str, Any] | None = None) -> Trace:
 
 @settings(deadline=None, max_examples=60)
 @given(traces())
-def test_any_trace_is_read_back_to_the_bit(trace: Trace) -> None:
+def test_any_trace_round_trips_exactly(trace: Trace) -> None:
     packed = pack_trace(trace)
     assert equal(unpack_trace(packed), trace)
     assert pack_trace(unpack_trace(packed)) == packed
@@ -75,22 +75,22 @@ def test_facts_may_be_any_mapping() -> None:
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"a": [{"b": {1, 2}}]}, r"trace s\.facts\.a\[0\]\.b: set has no place"),
+        ({"a": [{"b": {1, 2}}]}, r"trace s\.facts\.a\[0\]\.b: set cannot be stored"),
         ({"a": {1: 2}}, r"trace s\.facts\.a: a mapping whose keys are not all text"),
         ({"a": np.int64(1)}, r"trace s\.facts\.a: int64"),
         ({"a": 10**5000}, "4300 digits"),
     ],
 )
-def test_what_json_cannot_hold_is_refused_with_its_place(facts: dict[str, Any], said: str) -> None:
+def test_values_that_json_cannot_represent_are_refused_with_their_place(facts: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         pack_trace(small(facts))
 
 
-def test_what_is_nested_too_deeply_is_refused() -> None:
+def test_a_deeply_nested_value_is_refused() -> None:
     deep: list[Any] = []
     for _ in range(5000):
         deep = [deep]
-    with pytest.raises(InputError, match="trace s: cannot be kept"):
+    with pytest.raises(InputError, match="trace s: cannot be stored"):
         pack_trace(small({"deep": deep}))
     text = b'{"a":' * 100_000
     with pytest.raises(InputError, match="nested too deeply"):
@@ -100,13 +100,13 @@ def test_what_is_nested_too_deeply_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"made": np.zeros(4, bool)}, r"segments\[0\]\.made: bool \[4\]; expected bool \[5\]"),
+        ({"sampled": np.zeros(4, bool)}, r"segments\[0\]\.made: bool \[4\]; expected bool \[5\]"),
         ({"tokens": np.zeros(5, np.int64)}, r"tokens: int64 \[5\]; expected uint32"),
         ({"routing": np.zeros((6, 1, 1), np.uint8)}, "routing"),
         ({"routing": np.zeros((5, 1), np.uint8)}, "routing"),
     ],
 )
-def test_arrays_that_do_not_fit_together_are_refused(change: dict[str, Any], said: str) -> None:
+def test_inconsistent_arrays_are_refused(change: dict[str, Any], said: str) -> None:
     trace = small()
     with pytest.raises(InputError, match=said):
         pack_trace(replace(trace, segments=[replace(trace.segments[0], **change)]))
@@ -115,7 +115,7 @@ def test_arrays_that_do_not_fit_together_are_refused(change: dict[str, Any], sai
 # ------------------------------------------------------------------------------------------- damage
 
 
-def test_a_file_torn_anywhere_is_an_error(tmp_path: Path) -> None:
+def test_a_truncated_file_raises(tmp_path: Path) -> None:
     packed = pack_trace(small())
     path = tmp_path / "torn.trace"
     for size in range(len(packed)):
@@ -143,7 +143,7 @@ def test_no_flipped_bit_changes_what_is_read() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=40), st.integers(0, 2**32))
-def test_no_bytes_make_reading_fail_in_another_way(data: bytes, seed: int) -> None:
+def test_any_damage_raises_input_error(data: bytes, seed: int) -> None:
     packed, luck = bytearray(pack_trace(small())), np.random.default_rng(seed)
     place = luck.integers(len(packed))
     packed[place : place + len(data)] = data
@@ -154,10 +154,10 @@ def test_no_bytes_make_reading_fail_in_another_way(data: bytes, seed: int) -> No
 
 def test_a_file_cannot_claim_more_memory_than_a_trace_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 20))
-    monkeypatch.setattr(store, "MOST", 1 << 19)
+    monkeypatch.setattr(store, "MAX_BYTES", 1 << 19)
     with pytest.raises(InputError, match="claims to hold 1048576 bytes"):
         unpack_trace(bomb)
-    with pytest.raises(InputError, match="cannot be kept"):
+    with pytest.raises(InputError, match="cannot be stored"):
         pack_trace(small({"text": "x" * (1 << 19)}))
     unsized = zstandard.ZstdCompressor(write_content_size=False).compress(b"x")
     with pytest.raises(InputError, match="claims"):
@@ -169,12 +169,12 @@ def test_a_trace_of_another_version_says_which() -> None:
     newer = whole.replace(store.MAGIC + store.VERSION, store.MAGIC + b"\x09\n")
     with pytest.raises(InputError, match="x: a trace of version 9; this program reads 1"):
         unpack_trace(store.deflate(newer), "x")
-    with pytest.raises(InputError, match="does not begin as a trace does"):
+    with pytest.raises(InputError, match="does not begin with the magic of a trace"):
         unpack_trace(store.deflate(b"something else"))
 
 
 def written(change: Any) -> bytes:
-    """A file whose header was changed by somebody."""
+    """Return a trace file with a changed header."""
     whole = inflate(pack_trace(small()))
     start = len(store.MAGIC + store.VERSION) + 8
     (size,) = struct.unpack_from("<Q", whole, start - 8)
@@ -187,7 +187,7 @@ def written(change: Any) -> bytes:
     ("change", "said"),
     [
         (lambda h: h.update(ending="tired"), "trace.ending: 'tired' is none of final, length"),
-        (lambda h: h.update(colour="red"), "trace: 'colour' is not known here"),
+        (lambda h: h.update(colour="red"), "trace: unknown key 'colour'"),
         (lambda h: h.pop("task") and None, "trace: task is missing"),
         (lambda h: h.update(facts=[1]), "trace.facts: a list where an object was expected"),
         (lambda h: h["cost"].update(calls=1.5), "trace.cost.calls: 1.5 where an integer was expected"),
@@ -199,19 +199,19 @@ def written(change: Any) -> bytes:
         (lambda h: h["steps"].__setitem__(0, 3), "trace.steps[0]: 3 where an object was expected"),
         (lambda h: h["segments"][0].update(kind="end"), "segments[0].kind: 'end'"),
         (lambda h: h["segments"][0].pop("made") and None, "segments[0]: expected an object with kind, tokens"),
-        (lambda h: h["segments"][0]["made"].update(at=10**6), "segments[0].sampled: damaged"),
-        (lambda h: h["segments"][0]["made"].update(at="x"), "segments[0].sampled: damaged"),
-        (lambda h: h["segments"][0]["made"].update(type="O"), "segments[0].sampled: damaged"),
-        (lambda h: h["segments"][0]["made"].update(shape=[-1]), "segments[0].sampled: damaged"),
-        (lambda h: h["segments"][0]["made"].update(shape=[2**62, 4]), "segments[0].sampled: damaged"),
-        (lambda h: h["segments"][0].update(made=5), "segments[0].sampled: damaged"),
+        (lambda h: h["segments"][0]["made"].update(at=10**6), "segments[0].made: damaged"),
+        (lambda h: h["segments"][0]["made"].update(at="x"), "segments[0].made: damaged"),
+        (lambda h: h["segments"][0]["made"].update(type="O"), "segments[0].made: damaged"),
+        (lambda h: h["segments"][0]["made"].update(shape=[-1]), "segments[0].made: damaged"),
+        (lambda h: h["segments"][0]["made"].update(shape=[2**62, 4]), "segments[0].made: damaged"),
+        (lambda h: h["segments"][0].update(made=5), "segments[0].made: damaged"),
         (lambda h: h.pop("segments") and None, "damaged"),
         (lambda h: h.update(segments=3), "damaged"),
         (lambda h: [1], "damaged"),
         (lambda h: "text", "damaged"),
     ],
 )
-def test_a_header_that_is_not_a_traces_is_an_error_with_its_place(change: Any, said: str) -> None:
+def test_an_invalid_header_raises_with_its_place(change: Any, said: str) -> None:
     with pytest.raises(InputError) as error:
         unpack_trace(written(change), "x")
     assert str(error.value).startswith("x: ")
@@ -243,7 +243,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert [name.name for name in tmp_path.iterdir()] == ["s.trace"]
 
 
-def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "x").touch()
     with pytest.raises(EtudeError, match="taken: cannot be written"):

@@ -7,25 +7,26 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from rehearsal import call, chatml, says
+from session_helpers import call, chatml, says
 
 from etude.chat.messages import Message
-from etude.harness.scripted_policy import said
-from etude.harness.session import Budget
-from etude.harness.summary import Summaries
+from etude.harness.budget import Budget
+from etude.harness.scripted_policy import scripted_completion
+from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
-from etude.inference.generate_protocol import sample_to_json
-from etude.inference.policy import OneSample, Weights
-from etude.inference.request import Sample
+from etude.inference.generate_protocol import completion_to_json
+from etude.inference.policy import PolicyBase, Weights
+from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
-from etude.rollouts.rollout import Settings, Voice
-from etude.runs.layout import Place, write_status
+from etude.rollouts.rollout import PolicyBinding, RolloutOptions
+from etude.runs.layout import RunLayout
+from etude.runs.service_status import write_status
 
 WINDOW = 20_000
-SETTINGS = Settings(
-    environment=ToolSet(tools=("read_file", "run_terminal_cmd"), brief=True),
-    budget=Budget(turns=12, answer=500),
-    summaries=Summaries("off"),
+SETTINGS = RolloutOptions(
+    environment=ToolSet(tools=("read_file", "run_terminal_cmd"), short_system_prompt=True),
+    budget=Budget(turns=12, max_turn_tokens=500),
+    summaries=SummarySettings(mode="off"),
 )
 OFTEN = replace(SETTINGS, checkpoint_s=0.001)
 # Pays for three lines in order: a command that was run twice is seen.
@@ -60,7 +61,7 @@ def turn_of(tokens: Sequence[int]) -> int:
     return chatml().tokenizer.decode(list(tokens)).count("<|im_start|>assistant") - 1
 
 
-class Actor(OneSample):
+class Actor(PolicyBase):
     """Says the line that its prompt is at, whoever asks and however often; `hook` hears of every answer before."""
 
     def __init__(
@@ -70,13 +71,13 @@ class Actor(OneSample):
         self.asked: list[tuple[int, int]] = []  # turn and seed
         self.since: list[int | None] = []
 
-    async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
+    async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
         turn = turn_of(tokens)
         self.asked.append((turn, sampling.seed))
         self.since.append(sampling.since)
         if self.hook is not None:
             await self.hook(turn)
-        sample = said(chatml().write(self.lines[turn]), sampling)
+        sample = scripted_completion(chatml().write(self.lines[turn]), sampling)
         return [replace(sample, versions=[self.at] * len(sample.tokens))]
 
     async def load(self, weights: Weights, version: int) -> None:
@@ -89,8 +90,8 @@ class Actor(OneSample):
         pass
 
 
-def voice(policy: OneSample) -> Voice:
-    return Voice(policy, chatml(), WINDOW)  # type: ignore[arg-type]
+def voice(policy: PolicyBase) -> PolicyBinding:
+    return PolicyBinding(policy, chatml(), WINDOW)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------- by HTTP
@@ -98,7 +99,7 @@ def voice(policy: OneSample) -> Voice:
 
 @contextmanager
 def stage(
-    place: Place, hook: Callable[[int], None] = lambda turn: None, name: str = "sampler-0"
+    place: RunLayout, hook: Callable[[int], None] = lambda turn: None, name: str = "sampler-0"
 ) -> Iterator[list[int]]:
     """A server that says the lines, as a sampler does; the turns it was asked for. `hook` hears of them before."""
     asked: list[int] = []
@@ -115,9 +116,9 @@ def stage(
             asked.append(turn)
             hook(turn)
             stop, most = frozenset(given["sampling"]["stop"]), given["sampling"]["max_tokens"]
-            sample = said(chatml().write(LINES[turn]), Sampling(stop=stop, max_tokens=most))
+            sample = scripted_completion(chatml().write(LINES[turn]), Sampling(stop=stop, max_tokens=most))
             sample = replace(sample, versions=[3] * len(sample.tokens))
-            self.answer({"samples": [sample_to_json(sample, False)]})
+            self.answer({"samples": [completion_to_json(sample, False)]})
 
         def answer(self, body: object) -> None:
             data = json.dumps(body).encode()

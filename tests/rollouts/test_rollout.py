@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rehearsal import call, says
 from scripted_lines import LINES, OFTEN, SETTINGS, TASK, TEST, Actor, voice, writes
+from session_helpers import call, says
 
 from etude.errors import EtudeError
-from etude.harness.session import Budget
+from etude.harness.budget import Budget
 from etude.harness.trace import Trace
-from etude.inference.clients.transport import Unreachable
+from etude.inference.clients.transport import ServerUnreachable
 from etude.pods import open_fleet
 from etude.pods.fleet import Fleet
 from etude.rollouts.rollout import (
-    Checkpoint,
-    Doing,
     Rollout,
+    RolloutCheckpoint,
     RolloutFailed,
-    forget_snapshot,
+    RolloutPhase,
     load_checkpoint,
+    remove_snapshot,
     rollout_seed,
     run_rollout,
     save_checkpoint,
@@ -72,7 +72,7 @@ async def fails(work: Awaitable[Rollout]) -> str:
 
 def test_a_rollout_is_a_session_with_its_grade_and_reward(state: Path, task: Task) -> None:
     async def check(fleet: Fleet) -> None:
-        heard: list[Doing] = []
+        heard: list[RolloutPhase] = []
         weights: list[int] = []
 
         def weigh(version: int) -> dict[str, float]:
@@ -89,7 +89,7 @@ def test_a_rollout_is_a_session_with_its_grade_and_reward(state: Path, task: Tas
         assert record["total"] == pytest.approx(sum(record["parts"].values()))
         assert record["category"] == "feature"
         assert record["ending"] == "final"
-        assert record["made"] == rollout.trace.segments[0].made.sum() < record["tokens"]
+        assert record["made"] == rollout.trace.segments[0].sampled.sum() < record["tokens"]
         assert {*record["seconds"]} == {"ground", "session", "grading"}
         assert rollout.trace.facts["seed"] == 3
         assert rollout.trace.facts["versions"] == [7, 7]
@@ -146,7 +146,7 @@ def test_what_the_infrastructure_does_wrong_is_a_failure_and_no_reward(state: Pa
     odd = write_task(tmp_path / "odd", {**TASK, "tests/test.sh": "#!/bin/sh\necho nan > /logs/verifier/reward.txt\n"})
 
     async def gone(turn: int) -> None:
-        raise Unreachable("POST http://127.0.0.1:1/generate: no answer")
+        raise ServerUnreachable("POST http://127.0.0.1:1/generate: no answer")
 
     async def check(fleet: Fleet) -> None:
         assert fleet.local is not None
@@ -158,7 +158,7 @@ def test_what_the_infrastructure_does_wrong_is_a_failure_and_no_reward(state: Pa
 
         assert "no-reward" in await fails(run_rollout(fleet, silent, voice(Actor()), SETTINGS))
         assert "bad-reward" in await fails(run_rollout(fleet, odd, voice(Actor()), SETTINGS))
-        assert "Unreachable" in await fails(run_rollout(fleet, task, voice(Actor(hook=gone)), SETTINGS))
+        assert "ServerUnreachable" in await fails(run_rollout(fleet, task, voice(Actor(hook=gone)), SETTINGS))
         assert "sandbox" in await fails(run_rollout(fleet, task, voice(Actor(hook=kill)), SETTINGS))
         small = replace(voice(Actor()), window=100)
         assert "tokens" in await fails(run_rollout(fleet, task, small, SETTINGS))
@@ -171,7 +171,7 @@ def test_a_session_whose_time_ran_out_while_nobody_answered_is_no_reward(state: 
         await asyncio.sleep(30 if turn == 2 else 0)
 
     async def check(fleet: Fleet) -> None:
-        hurried = replace(SETTINGS, budget=Budget(turns=12, answer=500, seconds=1.0))
+        hurried = replace(SETTINGS, budget=Budget(turns=12, max_turn_tokens=500, seconds=1.0))
         why = await fails(run_rollout(fleet, task, voice(Actor(hook=slow)), hurried))
         assert "no answer for" in why
         busy = [says("", call("run_terminal_cmd", command="sleep 30")), says("Done.")]
@@ -202,14 +202,14 @@ def test_cancelling_a_rollout_closes_its_pod(state: Path, task: Task) -> None:
 
 
 @asynccontextmanager
-async def interrupted(fleet: Fleet, task: Task, at: int, path: Path, **more: Any) -> AsyncIterator[list[Checkpoint]]:
+async def interrupted(fleet: Fleet, task: Task, at: int, path: Path, **more: Any) -> AsyncIterator[list[RolloutCheckpoint]]:
     """A rollout that dies when it is to give an answer; the checkpoints up to then, the last of them a file too."""
-    kept: list[Checkpoint] = []
+    kept: list[RolloutCheckpoint] = []
 
-    async def keep(checkpoint: Checkpoint) -> None:
+    async def keep(checkpoint: RolloutCheckpoint) -> None:
         save_checkpoint(checkpoint, path)
         for before in kept:
-            await forget_snapshot(fleet, before.origin.snapshot.id)
+            await remove_snapshot(fleet, before.origin.snapshot.id)
         kept.append(checkpoint)
 
     async def die(turn: int) -> None:
@@ -222,7 +222,7 @@ async def interrupted(fleet: Fleet, task: Task, at: int, path: Path, **more: Any
         yield kept
     finally:
         for left in kept[-1:]:
-            await forget_snapshot(fleet, left.origin.snapshot.id)
+            await remove_snapshot(fleet, left.origin.snapshot.id)
 
 
 @pytest.mark.parametrize("at", range(1, len(LINES)))
@@ -248,12 +248,12 @@ def test_a_session_that_was_over_is_graded_from_its_checkpoint(state: Path, task
 
     async def check(fleet: Fleet) -> None:
         (task.directory / "tests/test.sh").write_text("#!/bin/sh\nexit 1\n")
-        kept: list[Checkpoint] = []
+        kept: list[RolloutCheckpoint] = []
 
-        async def keep(checkpoint: Checkpoint) -> None:
+        async def keep(checkpoint: RolloutCheckpoint) -> None:
             save_checkpoint(checkpoint, path)
             for before in kept:
-                await forget_snapshot(fleet, before.origin.snapshot.id)
+                await remove_snapshot(fleet, before.origin.snapshot.id)
             kept.append(checkpoint)
 
         assert "no-reward" in await fails(run_rollout(fleet, task, voice(Actor()), OFTEN, on_checkpoint=keep))
@@ -264,7 +264,7 @@ def test_a_session_that_was_over_is_graded_from_its_checkpoint(state: Path, task
         rollout = await run_rollout(fleet, task, voice(actor), OFTEN, resume=checkpoint, on_checkpoint=keep)
         assert not actor.asked
         assert rollout.reward.total == 1.0
-        await forget_snapshot(fleet, checkpoint.origin.snapshot.id)
+        await remove_snapshot(fleet, checkpoint.origin.snapshot.id)
 
     inside(state, check)
 
@@ -287,14 +287,14 @@ def test_a_session_with_a_command_in_the_background_is_not_written_down(state: P
     starts = says("", call("run_terminal_cmd", command="sleep 50", is_background=True))
 
     async def check(fleet: Fleet) -> None:
-        kept: list[Checkpoint] = []
+        kept: list[RolloutCheckpoint] = []
 
-        async def keep(checkpoint: Checkpoint) -> None:
+        async def keep(checkpoint: RolloutCheckpoint) -> None:
             kept.append(checkpoint)
 
         await run_rollout(fleet, task, voice(Actor([starts, *LINES])), OFTEN, on_checkpoint=keep)
         assert [(checkpoint.trace.cost.turns, checkpoint.over) for checkpoint in kept] == [(6, True)]
         for checkpoint in kept:
-            await forget_snapshot(fleet, checkpoint.origin.snapshot.id)
+            await remove_snapshot(fleet, checkpoint.origin.snapshot.id)
 
     inside(state, check)

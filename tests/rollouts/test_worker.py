@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rehearsal import chatml
 from scripted_lines import LINES, OFTEN, SETTINGS, TASK, TEST, Actor, stage, voice
+from session_helpers import chatml
 
 from etude.files import write_atomically
 from etude.harness.trace_store import load_trace
@@ -25,17 +25,17 @@ from etude.inference.policy import PolicyBase
 from etude.pods import open_fleet
 from etude.pods.fleet import Fleet
 from etude.rl.settings import open_rl_run
-from etude.rollouts.queue import Slot, RolloutQueue
-from etude.rollouts.rollout import Settings, rollout_seed, run_rollout
+from etude.rollouts.queue import RolloutQueue, Slot
+from etude.rollouts.rollout import RolloutOptions, rollout_seed, run_rollout
 from etude.rollouts.settings import QueueSettings
-from etude.rollouts.worker import TABLES, Orders, Worker, main
+from etude.rollouts.worker import QUEUES, Worker, WorkerConfig, main
 from etude.runs.layout import RunLayout
 from etude.runs.service_status import read_status
 from etude.tasks.harbor import read_task, write_task
 
 PATIENCE_S = 60.0
 PLAN = QueueSettings(group_size=2, groups_per_step=1, max_staleness=5, in_flight=8, lease_s=4.0, max_attempts=3)
-ONE = replace(PLAN, group_size=1)
+ONE = PLAN.model_copy(update=dict(group_size=1))
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,13 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Desk:
     """A run directory and its table, as the orchestrator sees them."""
 
-    def __init__(self, path: Path, plan: QueueSettings, settings: Settings = SETTINGS) -> None:
+    def __init__(self, path: Path, plan: QueueSettings, settings: RolloutOptions = SETTINGS) -> None:
         self.place = RunLayout(path)
         self.place.make()
         self.slots = RolloutQueue(self.place.slots, plan)
         self.evaluations = RolloutQueue(self.place.evaluations, plan)
         self.task = write_task(path / "tasks/lines", TASK)
-        self.orders = Orders(
+        self.orders = WorkerConfig(
             place=self.place,
             plans={"training": plan, "evaluation": plan},
             tasks={"training": {"lines": self.task.directory}, "evaluation": {"lines": self.task.directory}},
@@ -66,7 +66,7 @@ class Desk:
         return self.slots.slot(1)
 
     def failures(self) -> int:
-        return self.slots.standings()[0].failures
+        return self.slots.progress()[0].failures
 
 
 @contextlib.asynccontextmanager
@@ -126,7 +126,7 @@ def test_slots_are_filled_measurements_first(state: Path, tmp_path: Path) -> Non
             assert slot.trace == f"{place}/000001/{slot.number:02d}-1.trace"
             assert slot.reward is not None
             assert slot.reward["total"] == slot.reward["score"] == 1.0
-            assert slot.newest == 7
+            assert slot.newest_step == 7
             trace = load_trace(desk.place.root / slot.trace)
             assert trace.facts["reward"]["total"] == 1.0
             assert trace.facts["set"] == ("training" if place == "traces" else "evaluation")
@@ -168,8 +168,8 @@ def test_a_verifier_that_crashes_is_tried_again_and_is_never_a_zero(state: Path,
     assert (desk.one().reward or {})["total"] == 1.0
     if desk.failures() == 1:  # a worker that was faster than this test has graded in vain twice, and begins anew
         assert [turn for turn, _ in actor.asked] == list(range(len(LINES)))  # the session itself was not run again
-    assert [trouble.kind for trouble in desk.slots.troubles()] == ["failed"] * desk.failures()
-    assert "no-reward" in desk.slots.troubles()[0].why
+    assert [trouble.kind for trouble in desk.slots.incidents()] == ["failed"] * desk.failures()
+    assert "no-reward" in desk.slots.incidents()[0].why
     assert not list(desk.place.partial.iterdir())
 
 
@@ -188,7 +188,7 @@ def test_a_verifier_that_always_crashes_drops_the_prompt(state: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, OFTEN])
-def test_a_lost_sampler_is_asked_again(state: Path, tmp_path: Path, settings: Settings) -> None:
+def test_a_lost_sampler_is_asked_again(state: Path, tmp_path: Path, settings: RolloutOptions) -> None:
     desk = Desk(tmp_path, ONE, settings)
     desk.slots.add([("lines", 0)])
     lost = 0
@@ -242,7 +242,7 @@ def test_a_task_that_cannot_be_read_is_a_failure_of_its_slot_alone(state: Path, 
             await until(lambda: desk.slots.counts() == {"dropped": 1, "ready": 1})
 
     inside(work())
-    assert "there is no task unknown" in desk.slots.troubles()[0].why
+    assert "there is no task unknown" in desk.slots.incidents()[0].why
 
 
 def test_snapshots_that_nobody_needs_are_swept(tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,11 +393,11 @@ def test_a_worker_that_is_killed_goes_on_in_its_next_life_to_the_same_tokens(sta
     for slot in slots.group(1).slots:
         trace = load_trace(place.root / slot.trace)
         assert trace.segments[0].tokens.tolist() == uninterrupted(state, place)
-        assert trace.facts["seed"] == rollout_seed(5, TABLES.index("training"), 1, slot.number, 1)
+        assert trace.facts["seed"] == rollout_seed(5, QUEUES.index("training"), 1, slot.number, 1)
         assert slot.reward is not None
         assert slot.reward["total"] == 1.0  # nor done again: the verifier pays for three lines only
         assert slot.attempt == 2
-    assert slots.standings()[0].failures == 0
+    assert slots.progress()[0].failures == 0
     assert not list(place.partial.iterdir())
     assert shut(place) == ([], [])
 
@@ -429,7 +429,7 @@ def test_asked_to_end_a_worker_gives_its_slots_back_and_leaves_no_pod(tmp_path: 
         assert first.end(signal.SIGTERM) == 0
         ended.set()
         assert slots.counts() == {"queued": 2}
-        assert slots.standings()[0].failures == 0
+        assert slots.progress()[0].failures == 0
         asyncio.run(stop_keeper(place))  # what was in its memory goes
         before = len(asked)
         second.begin()

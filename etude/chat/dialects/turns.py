@@ -235,7 +235,9 @@ class TurnDialect(Dialect):
             found.append(text)
         return "".join(found)
 
-    def _parse_call(self, block: TurnBlock, tokens: Sequence[int], tools: Sequence[ToolSchema], number: int) -> ToolCall:
+    def _parse_call(
+        self, block: TurnBlock, tokens: Sequence[int], tools: Sequence[ToolSchema], number: int
+    ) -> ToolCall:
         arguments: Mapping[str, Any] | None = None
         error = self._check_placement(block)
         try:

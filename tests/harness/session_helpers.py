@@ -1,4 +1,4 @@
-"""What tests of sessions share: a small tokenizer in our own dialect, and tools that need no pod."""
+"""Helpers for session tests: a small tokenizer with the chatml dialect, and tools that need no pod."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from etude.inference.sampling import Sampling
 
 @cache
 def chatml() -> Dialect:
-    """Our dialect over 600 tokens learned from the source of the harness."""
+    """Return the chatml dialect with a tokenizer of 600 tokens, trained on the source of the harness."""
     texts = [path.read_text() for path in sorted(Path("etude/harness").glob("*.py"))]
     return dialect_for(train_tokenizer(texts, 600))
 
@@ -30,7 +30,9 @@ def says(text: str = "", *calls: ToolCall, thinking: str = "") -> Message:
     return Message("assistant", text, thinking, calls)
 
 
-def speaker(lines: Sequence[ScriptLine] | Callable[[Sequence[int]], ScriptLine], window: int = 100_000) -> TokenModelClient:
+def scripted_client(
+    lines: Sequence[ScriptLine] | Callable[[Sequence[int]], ScriptLine], window: int = 100_000
+) -> TokenModelClient:
     dialect = chatml()
     return TokenModelClient(ScriptedPolicy(dialect, lines), dialect, Sampling(), window=window)
 
@@ -39,8 +41,8 @@ def schema(name: str) -> ToolSchema:
     return {"type": "function", "function": {"name": name, "description": name, "parameters": {"type": "object"}}}
 
 
-class Bench:
-    """Tools in memory: `echo` gives its text back, `sleep` takes its time, `fail` fails."""
+class FakeTools:
+    """Tools in memory: `echo` returns its text, `sleep` sleeps, `fail` fails."""
 
     root = "/work"
     pod_seconds = 0.0

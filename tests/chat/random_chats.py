@@ -1,7 +1,7 @@
-"""Families with small tokenizers of their own, and random conversations, for the tests of dialects.
+"""Model families with small tokenizers, and random conversations, for dialect tests.
 
-Each family has the control tokens of the real one, the template it is published with, and a byte-level vocabulary
-trained here. A conversation is made from a seed: a failing seed makes it again.
+Each family has the control tokens of the real one, its published template, and a byte-level vocabulary trained here. A
+conversation is generated from a seed, so that a failure can be reproduced.
 """
 
 import json
@@ -55,7 +55,7 @@ TOOLS = (
 
 @dataclass(frozen=True)
 class Family:
-    """A family as tests know it: `stable` if a rendered conversation begins all longer ones that begin with it."""
+    """A model family; `stable` if a rendered conversation is a prefix of every longer one."""
 
     dialect: str
     tokens: tuple[str, ...]
@@ -97,7 +97,7 @@ def tokenizer_of(family: str) -> Tokenizer:
 
 
 def vocabulary(tokens: Sequence[str]) -> Backend:
-    """A byte-level vocabulary with control tokens, trained on this very file and the templates."""
+    """Train a byte-level vocabulary with control tokens on this file and the templates."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = split_digits_then_words()
     backend.decoder = decoders.ByteLevel()
@@ -118,8 +118,8 @@ def dialect_of(family: str) -> Dialect:
 
 
 @dataclass(frozen=True)
-class Speaker:
-    """A family with some tokenizer of it: the small one, or the real one."""
+class FamilyCase:
+    """A family with a tokenizer: the small one or the real one."""
 
     family: str
     tokenizer: Tokenizer
@@ -130,8 +130,8 @@ class Speaker:
         return FAMILIES[self.family]
 
 
-def small(family: str) -> Speaker:
-    return Speaker(family, tokenizer_of(family), dialect_of(family))
+def small(family: str) -> FamilyCase:
+    return FamilyCase(family, tokenizer_of(family), dialect_of(family))
 
 
 def controls_of(tokenizer: Tokenizer) -> frozenset[int]:
@@ -160,8 +160,8 @@ NASTY = (
 )
 
 
-class Talk:
-    """Makes one conversation from a seed: tame, or with all that may break the frame."""
+class RandomChat:
+    """Generates a conversation from a seed: tame, or with text that may break the frame."""
 
     def __init__(self, seed: int, family: str, *, nasty: bool) -> None:
         self.random, self.family, self.nasty = Random(seed), FAMILIES[family], nasty
@@ -245,13 +245,13 @@ def tamed(messages: Sequence[Message]) -> list[Message]:
 
 
 def turns(messages: Sequence[Message]) -> list[tuple[int, int]]:
-    """Where each answer is, and where the next begins or the conversation ends."""
+    """Return the index of each assistant turn, and where the next turn or the end is."""
     answers = [place for place, message in enumerate(messages) if message.role == "assistant"]
     return list(zip(answers, [*answers[1:], len(messages)], strict=True))
 
 
 def as_chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As everybody else writes conversations: the input of a published template."""
+    """Return the messages in the format that published templates expect."""
     chat: list[dict[str, Any]] = []
     for message in messages:
         said: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -268,17 +268,17 @@ def as_chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return chat
 
 
-def by_template(speaker: Speaker, said: Sequence[Message], tools: Sequence[Mapping[str, Any]], answer: bool) -> str:
-    """The truth: what the family's template makes of a conversation."""
-    if speaker.family == "deepseek-v3":
+def by_template(case: FamilyCase, said: Sequence[Message], tools: Sequence[Mapping[str, Any]], answer: bool) -> str:
+    """Render a conversation with the family's template, as the reference."""
+    if case.family == "deepseek-v3":
         return deepseek_text(said, answer)
-    scribe = copy(speaker.tokenizer)
-    scribe.chat_template = speaker.of.template or CHAT_TEMPLATE
-    return scribe.render(as_chat(said), list(tools) or None, add_generation_prompt=answer)
+    tokenizer = copy(case.tokenizer)
+    tokenizer.chat_template = case.of.template or CHAT_TEMPLATE
+    return tokenizer.render(as_chat(said), list(tools) or None, add_generation_prompt=answer)
 
 
 def deepseek_text(messages: Sequence[Message], answer: bool) -> str:
-    """DeepSeek-V3's format as it is described, for conversations its template does not write whole."""
+    """Render DeepSeek-V3's documented format, for conversations its template does not render completely."""
     text = "<｜begin▁of▁sentence｜>" + "\n\n".join(m.content for m in messages if m.role == "system")
     before = ""
     for message in (m for m in messages if m.role != "system"):
@@ -301,7 +301,7 @@ def deepseek_text(messages: Sequence[Message], answer: bool) -> str:
 
 
 def meant(message: Message) -> Message:
-    """A message without what only its tokens have."""
+    """Return a message without ids, raw text and spans of its calls."""
     return replace(message, calls=tuple(replace(call, id="", raw="", span=(0, 0)) for call in message.calls))
 
 
