@@ -10,12 +10,10 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol, TypeVar
-
-from pydantic import Field
+from typing import Any, Protocol, TypeVar
 
 from etude.chat.messages import Message, ToolCall, ToolSchema
-from etude.config import Settings
+from etude.harness.budget import Budget
 from etude.harness.model_client import ModelClient, Turn
 from etude.harness.prompt import Recap, SessionRequest, opening_messages
 from etude.harness.summary import (
@@ -35,17 +33,6 @@ ABORTED = ToolOutcome("This call was stopped before its end.", "aborted")
 MIN_TURN_TOKENS = 16  # with less room, no turn is requested
 MIN_RESULT = 200  # characters of a result that are never cut
 CUT_NOTICE = "\n[cut here: the rest does not fit in the context]"
-
-
-class Budget(Settings):
-    """The limits of a session; a limit that is not given does not apply."""
-
-    renamed_keys: ClassVar[dict[str, str]] = {"answer": "max_turn_tokens"}
-
-    turns: int | None = Field(default=None, ge=1, description="turns of the model")
-    tokens: int | None = Field(default=None, ge=1, description="tokens the model samples, over all segments")
-    seconds: float | None = Field(default=None, gt=0, description="wall-clock time; not given: the task's own limit")
-    max_turn_tokens: int = Field(default=4096, ge=1, description="tokens of one turn")
 
 
 class SessionTools(Protocol):
@@ -122,7 +109,7 @@ class Session:
         return self.trace(ending)
 
     async def _next_turn(self, max_tokens: int) -> Turn | None:
-        """Return the next model turn of at most `max_tokens`; None if it was interrupted."""
+        """Return the next model turn of at limit `max_tokens`; None if it was interrupted."""
         span = self.client.flush()
         self.steps = [replace(step, span=span) if step.span == PENDING_SPAN else step for step in self.steps]
         return await self._unless_interrupted(self.client.complete(max_tokens))
@@ -158,8 +145,8 @@ class Session:
 
     def _may_summarize(self) -> bool:
         """Return whether another summary is allowed."""
-        most = self.summaries.max_summaries
-        return self.summaries.mode != "off" and (not most or self.cost.summaries < most)
+        limit = self.summaries.max_summaries
+        return self.summaries.mode != "off" and (not limit or self.cost.summaries < limit)
 
     def _needs_summary(self) -> bool:
         if self._may_summarize():
@@ -176,17 +163,17 @@ class Session:
         # terminal output may contain lone surrogates, which cannot be encoded
         kept = [replace(outcome, text=outcome.text.encode("utf-8", "replace").decode()) for outcome in outcomes]
         room = self.client.window - self.client.size - (self.summaries.reserve if self._may_summarize() else 0)
-        most = max(len(outcome.text) for outcome in kept)
+        limit = max(len(outcome.text) for outcome in kept)
         while True:
             texts = zip(calls, kept, strict=True)
             size = self.client.count_tokens(
                 [Message("tool", out.text, call=call.id, name=call.name) for call, out in texts]
             )
-            if size <= room or most <= MIN_RESULT:
+            if size <= room or limit <= MIN_RESULT:
                 return kept
-            most //= 2  # of all outcomes at once: there may be thousands
+            limit //= 2  # of all outcomes at once: there may be thousands
             kept = [
-                replace(out, text=out.text[:most] + CUT_NOTICE) if len(out.text) > most + len(CUT_NOTICE) else out
+                replace(out, text=out.text[:limit] + CUT_NOTICE) if len(out.text) > limit + len(CUT_NOTICE) else out
                 for out in kept
             ]
 

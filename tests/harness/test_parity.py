@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agent_desk import ETUDE, Desk, open_pods, set_desk, tiny_checkpoint
+from agent_workspace import ETUDE, AgentWorkspace, open_pods, make_workspace, tiny_checkpoint
 from session_helpers import call, chatml, says
 
-from etude.agent import conversation as work
+from etude.agent import conversation as conversation
 from etude.agent.upload import upload_directory
 from etude.chat.dialects import dialect_for
 from etude.chat.messages import Message
@@ -48,38 +48,38 @@ def pods() -> Iterator[Path]:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, pods: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Desk:
-    desk = set_desk(tmp_path, pods, monkeypatch, capsys)
-    (desk.project / "AGENTS.md").write_text("Say little.\n")
-    return desk
+def workspace(tmp_path: Path, pods: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> AgentWorkspace:
+    workspace = make_workspace(tmp_path, pods, monkeypatch, capsys)
+    (workspace.project / "AGENTS.md").write_text("Say little.\n")
+    return workspace
 
 
-def rollout(desk: Desk, policy: Policy, tokenizer: Tokenizer, budget: Budget, request: SessionRequest) -> Trace:
+def rollout(workspace: AgentWorkspace, policy: Policy, tokenizer: Tokenizer, budget: Budget, request: SessionRequest) -> Trace:
     """Run the same task as training does."""
 
     async def go() -> Trace:
         client = TokenModelClient(policy, dialect_for(tokenizer), Sampling(), window=WINDOW)
         async with open_fleet() as fleet, await fleet.create("host") as pod:
-            await upload_directory(pod, pod.workdir, desk.project)
+            await upload_directory(pod, pod.workdir, workspace.project)
             async with open_session(request, client, pod, tool_set=ToolSet(), budget=budget) as (session, _):
                 return await session.run()
 
     return asyncio.run(go())
 
 
-def test_every_prompt_of_a_session_is_the_same_in_a_terminal_and_in_a_rollout(desk: Desk) -> None:
+def test_every_prompt_of_a_session_is_the_same_in_a_terminal_and_in_a_rollout(workspace: AgentWorkspace) -> None:
     asked = ScriptedPolicy(chatml(), SCRIPT)
 
     @asynccontextmanager
     async def scripted(model: ModelOptions, session: str) -> AsyncIterator[ModelClient]:
         yield TokenModelClient(asked, chatml(), Sampling(), window=WINDOW, model="script")
 
-    desk.monkeypatch.setattr(work, "open_model_client", scripted)
-    said = desk.agent("-p", REQUEST)
+    workspace.monkeypatch.setattr(conversation, "open_model_client", scripted)
+    said = workspace.agent("-p", REQUEST)
     assert (said.code, said.out) == (0, "Fixed.\n")
 
     trained = ScriptedPolicy(chatml(), SCRIPT)
-    trace = rollout(desk, trained, chatml().tokenizer, Budget(), SessionRequest(REQUEST, recent=("AGENTS.md",)))
+    trace = rollout(workspace, trained, chatml().tokenizer, Budget(), SessionRequest(REQUEST, recent=("AGENTS.md",)))
     assert trace.final == "Fixed."
     assert len(trained.prompts) == len(SCRIPT)
     assert asked.prompts == trained.prompts
@@ -89,16 +89,16 @@ def test_every_prompt_of_a_session_is_the_same_in_a_terminal_and_in_a_rollout(de
 
 
 @pytest.mark.slow
-def test_the_command_line_sends_the_same_prompts_as_a_rollout(desk: Desk, tmp_path: Path) -> None:
+def test_the_command_line_sends_the_same_prompts_as_a_rollout(workspace: AgentWorkspace, tmp_path: Path) -> None:
     place = tiny_checkpoint(tmp_path / "tiny")
     options = ["--model", str(place), "--answer", "16", "--turns", "1", "--seed", "3"]
-    subprocess.run([*ETUDE, "agent", "-p", *options, REQUEST], cwd=desk.project, env=desk.environment, check=False)
-    (file,) = desk.sessions.glob("*/session.trace")
+    subprocess.run([*ETUDE, "agent", "-p", *options, REQUEST], cwd=workspace.project, env=workspace.environment, check=False)
+    (file,) = workspace.sessions.glob("*/session.trace")
     trace = load_trace(file)
     assert trace.exact
     # `ReplayPolicy` raises Diverged at the first token that it is asked otherwise.
     request = SessionRequest(REQUEST, recent=("AGENTS.md",))
-    again = rollout(desk, ReplayPolicy(trace), Tokenizer.load(place), Budget(turns=1, max_turn_tokens=16), request)
+    again = rollout(workspace, ReplayPolicy(trace), Tokenizer.load(place), Budget(turns=1, max_turn_tokens=16), request)
     assert np.array_equal(again.segments[0].tokens, trace.segments[0].tokens)
     assert replace(again.cost, model_s=0, pod_s=0, wall_s=0, cached=0) == replace(
         trace.cost, model_s=0, pod_s=0, wall_s=0, cached=0

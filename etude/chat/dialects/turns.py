@@ -63,9 +63,8 @@ class TurnDialect(Dialect):
         self.thinks = "reasoning_content" in (self._template_tokenizer.chat_template or "")
         self._scanner = MarkScanner(tokenizer, self._marks(), self.stops)
         self._generation_prompt = self._find_generation_prompt()
-        self._prompt_opens_thinking = self._generation_prompt.endswith(
-            self._thinking_opening
-        )  # the generation prompt contains the opening mark
+        # the generation prompt contains the opening mark
+        self._prompt_opens_thinking = self._generation_prompt.endswith(self._thinking_opening)
 
     def _marks(self) -> dict[MarkKind, str]:
         layout = self.layout

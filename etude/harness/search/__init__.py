@@ -1,1 +1,39 @@
-"""Code search in a workspace by embeddings and BM25, outside the pod. `searcher.open_searcher` opens it."""
+"""Code search in a workspace by embeddings and BM25, outside the pod.
+
+    result = await open_searcher().search(LocalFiles(root), "where are user roles checked?")
+
+Names are imported on first use; torch is loaded with the embedding model.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etude.harness.search.render import render_result
+    from etude.harness.search.searcher import CodebaseSearcher, SearchResult, open_searcher
+    from etude.harness.search.source import FileSource, LocalFiles, SearchLimits
+
+_HOMES = {
+    "CodebaseSearcher": "etude.harness.search.searcher",
+    "FileSource": "etude.harness.search.source",
+    "LocalFiles": "etude.harness.search.source",
+    "SearchLimits": "etude.harness.search.source",
+    "SearchResult": "etude.harness.search.searcher",
+    "open_searcher": "etude.harness.search.searcher",
+    "render_result": "etude.harness.search.render",
+}
+__all__ = [
+    "CodebaseSearcher",
+    "FileSource",
+    "LocalFiles",
+    "SearchLimits",
+    "SearchResult",
+    "open_searcher",
+    "render_result",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'etude.harness.search' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

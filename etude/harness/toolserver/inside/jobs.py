@@ -51,9 +51,8 @@ class ShellJob:
         """Read from its files whether it has ended; for jobs of an earlier server."""
         if self.started_here or self.ended is not None:
             return
-        alive = is_locked(
-            self.base + ".lock"
-        )  # checked first: the supervisor writes the other file before it releases the lock
+        # checked first: the supervisor writes the other file before it releases the lock
+        alive = is_locked(self.base + ".lock")
         try:
             with open(self.base + ".done", encoding="utf-8") as file:
                 found = json.load(file)

@@ -133,7 +133,7 @@ class ToolWorkspace:
         return real
 
 
-def read_bytes(workspace: ToolWorkspace, path: str, most: int = MAX_FILE) -> tuple[bytes, os.stat_result]:
+def read_bytes(workspace: ToolWorkspace, path: str, max_bytes: int = MAX_FILE) -> tuple[bytes, os.stat_result]:
     """Read a regular file completely. Never blocks: a pipe or device is refused before reading."""
     shown = workspace.display(path)
     try:
@@ -151,8 +151,8 @@ def read_bytes(workspace: ToolWorkspace, path: str, most: int = MAX_FILE) -> tup
         while chunk := os.read(file, 1 << 20):
             parts.append(chunk)
             size += len(chunk)
-            if size > most:
-                at_least = f"it has over {most >> 20} MB"
+            if size > max_bytes:
+                at_least = f"it has over {max_bytes >> 20} MB"
                 hint = workspace.hint("run_terminal_cmd", "Look at a part of it with {} (sed -n, tail, grep).")
                 raise Refusal("environment", f"{shown} is too large to be read: {at_least}.{hint}")
         return b"".join(parts), info

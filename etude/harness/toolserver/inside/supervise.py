@@ -188,9 +188,9 @@ class Supervisor:
         os.close(status)
 
 
-def drain(fd: int, most: int) -> bytes:
+def drain(fd: int, size: int) -> bytes:
     """Read what is available now."""
     try:
-        return os.read(fd, most)
+        return os.read(fd, size)
     except OSError:
         return b""
