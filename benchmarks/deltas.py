@@ -1,13 +1,13 @@
-"""How small the weights of a training step are as a delta, what that costs, and whether they come back to the bit.
+"""Size of the weight deltas of training steps, the time to encode and apply them, and whether they are bit-identical.
 
     python benchmarks/deltas.py                               # 50 steps of a small model at three learning rates
     python benchmarks/deltas.py --learning-rates 1e-6         # one of them, under a minute
-    python benchmarks/deltas.py --store runs/mine/rl/weights  # what a run of reinforcement learning has published
+    python benchmarks/deltas.py --store runs/mine/rl/weights  # the versions that an RL run has published
 
-The steps are those of reinforcement learning: our trainer and policy gradient, Adam without warm-up, groups of random
-rollouts with random rewards, weights in bfloat16 rounded from float32 masters. What a step changes depends on its size
-beside the weights, hardly on what is learned. Times are by the clock, on as many cores as there are; as in a run, the
-older weights' digests are known.
+The steps are those of RL: Etude's trainer and policy gradient, Adam without warm-up, groups of random rollouts with
+random rewards, weights in bfloat16 rounded from float32 masters. How much a step changes depends on its size relative
+to the weights, hardly on what is learned. Times are wall-clock, on all cores; as in a run, the older weights' digests
+are known.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from torch import Tensor
 from etude.kernels.loss import IGNORE
 from etude.model.config import ModelConfig
 from etude.model.transformer import initialize
-from etude.rl.advantages import advantages
 from etude.rl.objective import PolicyGradient, RolloutBatch
+from etude.rollouts.group_advantages import group_advantages
 from etude.train.optim import AdamSettings
 from etude.train.trainer import Trainer
-from etude.weights.bucket import Bucket
-from etude.weights.delta import apply_delta, delta_facts, encode_delta
-from etude.weights.sealed import checksum, seal
-from etude.weights.versions import BrokenChain, numbers, read_manifest, read_version
+from etude.weights.delta import apply_delta, delta_stats, encode_delta
+from etude.weights.hashed import checksum, with_digests
+from etude.weights.object_store import ObjectStore
+from etude.weights.versions import BrokenChain, read_manifest, read_version, version_numbers
 
 State = Mapping[str, Tensor]
 MODEL: dict[str, Any] = {
@@ -53,11 +53,11 @@ GROUP, TOKENS = 4, 32  # rollouts of a step, and tokens of each
 
 @dataclass(frozen=True)
 class Measured:
-    """One step's weights, sent and received."""
+    """The delta of one step, encoded and applied."""
 
     changed: float  # of the values
     delta: int  # bytes
-    whole: int  # bytes of all values as they are
+    whole: int  # bytes of all values, uncompressed
     encode_s: float
     apply_s: float
     identical: bool
@@ -71,7 +71,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.store:
-        rows = {"the run's own": [measure(old, new) for old, new in published(Bucket(arguments.store))]}
+        rows = {"the run's own": [measure(old, new) for old, new in published(ObjectStore(arguments.store))]}
     else:
         rates, steps = arguments.learning_rates, arguments.steps
         rows = {f"{rate:g}": [measure(old, new) for old, new in train(rate, steps)] for rate in rates}
@@ -79,10 +79,10 @@ def main() -> None:
 
 
 def train(rate: float, steps: int) -> Iterator[tuple[State, State]]:
-    """The weights before and after every step."""
+    """Yield the weights before and after every step."""
     torch.manual_seed(0)
     model = initialize(ModelConfig.from_hugging_face(MODEL), dtype=torch.float32)
-    trainer = Trainer(model, AdamSettings(rate, weight_decay=0.0, rounded=True))
+    trainer = Trainer(model, AdamSettings(rate, weight_decay=0.0, round_to_bfloat16=True))
     old = sent(model)
     for _ in range(steps):
         trainer.step([rollouts()], PolicyGradient(), divisor=GROUP * TOKENS)
@@ -92,28 +92,32 @@ def train(rate: float, steps: int) -> Iterator[tuple[State, State]]:
 
 
 def rollouts() -> RolloutBatch:
-    """A group of random sessions: every token is the model's own and is worth its session's advantage."""
+    """Return a group of random rollouts in which every token is sampled and has its rollout's advantage."""
     tokens = torch.randint(MODEL["vocab_size"], (GROUP, TOKENS))
     targets = torch.cat([tokens[:, 1:], torch.full((GROUP, 1), IGNORE)], 1)
-    worths = torch.tensor(advantages(torch.rand(GROUP).tolist()), dtype=torch.float32)[:, None].expand(GROUP, TOKENS)
-    made = int((targets != IGNORE).sum())
+    advantages = torch.tensor(group_advantages(torch.rand(GROUP).tolist()), dtype=torch.float32)[:, None].expand(
+        GROUP, TOKENS
+    )
+    sampled = int((targets != IGNORE).sum())
     lengths = ((TOKENS,),) * GROUP
-    return RolloutBatch(tokens, targets, lengths, (), made, worths=worths, sampler=torch.zeros(GROUP, TOKENS))
+    return RolloutBatch(
+        tokens, targets, lengths, (), sampled, token_advantages=advantages, sampler_logprobs=torch.zeros(GROUP, TOKENS)
+    )
 
 
 def sent(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().to(torch.bfloat16, copy=True) for name, tensor in model.state_dict().items()}
 
 
-def published(bucket: Bucket) -> Iterator[tuple[State, State]]:
-    """The weights before and after every delta that a store still has."""
+def published(store: ObjectStore) -> Iterator[tuple[State, State]]:
+    """Yield the weights before and after every delta that is still in the store."""
     have = None
-    for number in numbers(bucket):
+    for number in version_numbers(store):
         try:
-            parent = read_manifest(bucket, number).parent
-            found = read_version(bucket, number, have if have is not None and parent == have[0].number else None)
+            parent = read_manifest(store, number).parent
+            found = read_version(store, number, have if have is not None and parent == have[0].number else None)
         except BrokenChain as error:
-            print(f"left out: {error}")
+            print(f"skipped: {error}")
             continue
         if have is not None and parent == have[0].number:
             yield have[1], found[1]
@@ -121,16 +125,16 @@ def published(bucket: Bucket) -> Iterator[tuple[State, State]]:
 
 
 def measure(old: State, new: State) -> Measured:
-    old = seal(old)
-    checksum(old)  # whoever made or received them has computed it
+    old = with_digests(old)
+    checksum(old)  # in a run, the step before has computed it
     start = time.perf_counter()
     delta = encode_delta(old, new)
     encoded = time.perf_counter()
     result = apply_delta(old, delta)
     applied = time.perf_counter()
-    facts = delta_facts(delta)
+    stats = delta_stats(delta)
     return Measured(
-        facts.changed / facts.values,
+        stats.changed / stats.values,
         len(delta),
         sum(tensor.numel() * tensor.element_size() for tensor in new.values()),
         encoded - start,

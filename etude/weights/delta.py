@@ -1,9 +1,9 @@
-"""What changed between two sets of weights, as few bytes, without loss.
+"""Lossless compressed deltas between two sets of weights.
 
-A training step moves about a hundredth of the bfloat16 weights, most of them to a neighbouring value. So a delta is the
-places that changed, as gaps between them, and by how many steps of the number format: both are small numbers, split
-into byte planes, which zstd packs to a bit or two each. Comparison is of bits, never of numbers: -0.0 and every NaN
-survive. A delta applies to the very weights it was made from; a checksum of both ends says so.
+A training step changes about a hundredth of the bfloat16 weights, most of them to a neighbouring value. So a delta is
+the indices that changed, as gaps between them, and by how many steps of the number format: both are small numbers,
+split into byte planes, which zstd packs to a bit or two each. Values are compared as bits, so -0.0 and every NaN are
+preserved. A delta applies only to the weights it was made from; checksums of both ends guarantee that.
 """
 
 import hashlib
@@ -20,11 +20,20 @@ import zstandard
 from torch import Tensor
 
 from etude.errors import EtudeError
-from etude.weights.sealed import DIGEST, Sealed, bits_of, checksum, in_threads, integer_of, seal, type_of
+from etude.weights.hashed import (
+    DIGEST,
+    HashedWeights,
+    bits_of,
+    checksum,
+    integer_of,
+    map_in_threads,
+    type_of,
+    with_digests,
+)
 
 MAGIC = b"ETUDEDELTA\x02\n"
 LEVEL = 3  # higher levels save a few percent for several times the time
-DENSE = 0.5  # of values changed: from here a tensor is sent whole
+DENSE = 0.5  # share of changed values above which a tensor is sent whole
 
 _TYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 HEADER: dict[str, type] = {"base": str, "result": str, "gone": list, "tensors": dict, "values": int, "changed": int}
@@ -36,8 +45,8 @@ class DeltaError(EtudeError):
 
 
 @dataclass(frozen=True)
-class DeltaFacts:
-    """What a delta did, for the record."""
+class DeltaStats:
+    """Size of a delta: values in all, values changed, bytes."""
 
     values: int
     changed: int
@@ -45,10 +54,10 @@ class DeltaFacts:
 
 
 def encode_delta(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bytes:
-    """The bytes that turn `old` into `new`. Tensors may come, go, and change their shape or type."""
-    old, new = seal(old), seal(new)
+    """Return the bytes that turn `old` into `new`. Tensors may be added, removed, and change their shape or type."""
+    old, new = with_digests(old), with_digests(new)
     names = sorted(new)
-    encoded = in_threads(lambda name: _encode(old.get(name), new[name]), names, lambda name: new[name].nbytes)
+    encoded = map_in_threads(lambda name: _encode(old.get(name), new[name]), names, lambda name: new[name].nbytes)
     parts: list[bytes] = []
     entries: dict[str, Any] = {}
     for name, (entry, data, _) in zip(names, encoded, strict=True):
@@ -67,12 +76,12 @@ def encode_delta(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bytes:
     return b"".join([MAGIC, _digest(text), struct.pack("<I", len(text)), text, *parts])
 
 
-def apply_delta(old: Mapping[str, Tensor], delta: bytes) -> Sealed:
-    """New weights, bit for bit; `old` is not changed. DeltaError when the delta is for others, or damaged."""
-    old = seal(old)
+def apply_delta(old: Mapping[str, Tensor], delta: bytes) -> HashedWeights:
+    """Return the new weights, bit for bit; `old` is not changed. Raise DeltaError if the delta does not fit."""
+    old = with_digests(old)
     header, body = _open(delta)
     if checksum(old) != header["base"]:
-        raise DeltaError("the delta is for other weights than these; start again from a full version")
+        raise DeltaError("the delta was made from other weights; start again from a full version")
     entries: dict[str, Any] = header["tensors"]
     try:
         blocks = {name: [body.take(size) for size in entry["sizes"]] for name, entry in entries.items()}
@@ -80,43 +89,43 @@ def apply_delta(old: Mapping[str, Tensor], delta: bytes) -> Sealed:
         def size(name: str) -> int:
             return old[name].nbytes if name in old else sum(map(len, blocks[name]))
 
-        made = in_threads(lambda name: _decode(old.get(name), entries[name], blocks[name]), list(entries), size)
+        new = map_in_threads(lambda name: _decode(old.get(name), entries[name], blocks[name]), list(entries), size)
     except (LookupError, ValueError, TypeError, OverflowError, zstandard.ZstdError) as error:
         raise DeltaError(f"the delta is damaged: {error}") from error
     gone = set(header["gone"])
     kept = {name: tensor for name, tensor in old.items() if name not in entries and name not in gone}
-    result = Sealed(kept | dict(zip(entries, made, strict=True)), {name: old.digests[name] for name in kept})
+    result = HashedWeights(kept | dict(zip(entries, new, strict=True)), {name: old.digests[name] for name in kept})
     if checksum(result) != header["result"]:
-        raise DeltaError("the delta is damaged: it does not give the weights it was made from")
+        raise DeltaError("the delta is damaged: it does not give the weights it was made for")
     return result
 
 
-def delta_facts(delta: bytes) -> DeltaFacts:
-    """What is in a delta, without applying it."""
+def delta_stats(delta: bytes) -> DeltaStats:
+    """Return the size of a delta without applying it."""
     header, _ = _open(delta)
-    return DeltaFacts(header["values"], header["changed"], len(delta))
+    return DeltaStats(header["values"], header["changed"], len(delta))
 
 
 def _encode(old: Tensor | None, new: Tensor) -> tuple[dict[str, Any], list[bytes], int]:
-    """How one tensor is sent: what the header says of it, its blocks, and how many values differ."""
+    """Return the encoding of one tensor: its header entry, its blocks, and how many values differ."""
     entry: dict[str, Any] = {"type": type_of(new), "shape": list(new.shape)}
     after = bits_of(new)
     if old is None or type_of(old) != entry["type"] or old.shape != new.shape:
         data = _pack(after)
         return entry | {"kind": "whole", "sizes": [len(data)]}, [data], new.numel()
     before = bits_of(old)
-    places = np.flatnonzero(before != after)
-    if not len(places):
+    changed = np.flatnonzero(before != after)
+    if not len(changed):
         return entry | {"kind": "same"}, [], 0
-    if len(places) > DENSE * len(after):
+    if len(changed) > DENSE * len(after):
         data = _pack(after)
-        return entry | {"kind": "whole", "sizes": [len(data)]}, [data], len(places)
-    gaps = np.diff(places, prepend=-1) - 1
-    steps = after[places] - before[places]  # wraps around: adding it wraps back
-    blocks = [_pack(gaps.astype(np.uint32 if gaps.max() < 1 << 32 else np.uint64)), _pack(_folded(steps))]
+        return entry | {"kind": "whole", "sizes": [len(data)]}, [data], len(changed)
+    gaps = np.diff(changed, prepend=-1) - 1
+    steps = after[changed] - before[changed]  # wraps around: adding it wraps back
+    blocks = [_pack(gaps.astype(np.uint32 if gaps.max() < 1 << 32 else np.uint64)), _pack(_zigzag(steps))]
     wide = 4 if gaps.max() < 1 << 32 else 8
-    entry |= {"kind": "sparse", "count": len(places), "wide": wide, "sizes": [len(block) for block in blocks]}
-    return entry, blocks, len(places)
+    entry |= {"kind": "sparse", "count": len(changed), "wide": wide, "sizes": [len(block) for block in blocks]}
+    return entry, blocks, len(changed)
 
 
 def _decode(old: Tensor | None, entry: Mapping[str, Any], blocks: Sequence[bytes]) -> Tensor:
@@ -126,33 +135,33 @@ def _decode(old: Tensor | None, entry: Mapping[str, Any], blocks: Sequence[bytes
     if entry["kind"] == "whole":
         values = _unpack(blocks[0], kind, count)
     elif entry["kind"] != "sparse":
-        raise ValueError(f"a tensor is sent as {entry['kind']!r:.40}")
+        raise ValueError(f"unknown kind {entry['kind']!r:.40}; expected whole or sparse")
     else:
         if old is None or tuple(old.shape) != shape or type_of(old) != entry["type"]:
-            raise ValueError("it changes a tensor that is not there, or is another")
+            raise ValueError("it changes a tensor that is missing or has another shape or type")
         gaps = _unpack(blocks[0], _WIDTHS[entry["wide"]], entry["count"])
-        steps = _unfolded(_unpack(blocks[1], kind, entry["count"]))
-        places = np.cumsum(gaps.astype(np.int64) + 1) - 1
+        steps = _unzigzag(_unpack(blocks[1], kind, entry["count"]))
+        changed = np.cumsum(gaps.astype(np.int64) + 1) - 1
         values = bits_of(old).copy()
-        values[places] += steps
+        values[changed] += steps
     return torch.from_numpy(values.view(np.uint8)).view(dtype).reshape(shape)
 
 
-def _folded(steps: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Small steps up and down as small numbers: 0, -1, 1, -2, 2 become 0, 1, 2, 3, 4."""
+def _zigzag(steps: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Encode small steps up and down as small numbers: 0, -1, 1, -2, 2 become 0, 1, 2, 3, 4."""
     signed = steps.view(f"i{steps.itemsize}")
-    folded: npt.NDArray[Any] = ((signed << 1) ^ (signed >> (8 * steps.itemsize - 1))).view(steps.dtype)
-    return folded
+    encoded: npt.NDArray[Any] = ((signed << 1) ^ (signed >> (8 * steps.itemsize - 1))).view(steps.dtype)
+    return encoded
 
 
-def _unfolded(folded: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    signs = ~(folded & 1) + 1  # 0, or all ones
-    steps: npt.NDArray[Any] = (folded >> 1) ^ signs
+def _unzigzag(encoded: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    signs = ~(encoded & 1) + 1  # 0, or all ones
+    steps: npt.NDArray[Any] = (encoded >> 1) ^ signs
     return steps
 
 
 def _pack(values: npt.NDArray[Any]) -> bytes:
-    """Byte planes, compressed: of small numbers all planes but the lowest are zeros."""
+    """Compress byte planes: for small numbers all planes but the lowest are zeros."""
     planes = np.ascontiguousarray(values.view(np.uint8).reshape(-1, values.itemsize).T)
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(planes.tobytes())
 
@@ -166,8 +175,8 @@ def _unpack(data: bytes, kind: Any, count: int) -> npt.NDArray[Any]:
     return values
 
 
-class _Reader:
-    """Blocks one after another."""
+class _BlockReader:
+    """Reads consecutive blocks."""
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._at = data, 0
@@ -180,20 +189,20 @@ class _Reader:
         return bytes(block)
 
 
-def _open(delta: bytes) -> tuple[dict[str, Any], _Reader]:
-    """The header, checked, and the blocks, each of which checks itself."""
+def _open(delta: bytes) -> tuple[dict[str, Any], _BlockReader]:
+    """Return the verified header and a reader of the blocks, each of which has its own checksum."""
     if not delta.startswith(MAGIC):
-        raise DeltaError("this is not a delta, or one of another version")
+        raise DeltaError("this is not a delta, or one of another format version")
     start = len(MAGIC) + DIGEST + 4
     try:
         (size,) = struct.unpack_from("<I", delta, start - 4)
         text = delta[start : start + size]
         if _digest(text) != delta[len(MAGIC) : len(MAGIC) + DIGEST]:
-            raise ValueError("its header is not as it was written")
+            raise ValueError("its header does not match its digest")
         header = json.loads(text)
         if not isinstance(header, dict) or not all(isinstance(header.get(key), HEADER[key]) for key in HEADER):
-            raise ValueError(f"its header is not one of {', '.join(HEADER)}")
-        return header, _Reader(memoryview(delta)[start + size :])
+            raise ValueError(f"its header has not the fields {', '.join(HEADER)}")
+        return header, _BlockReader(memoryview(delta)[start + size :])
     except (ValueError, struct.error) as error:
         raise DeltaError(f"the delta is damaged: {error}") from error
 

@@ -1,11 +1,11 @@
-"""Versions of the weights in an object store: a full one now and then, deltas between, each visible when complete.
+"""Weight versions in an object store: occasional full versions with deltas between, each visible once complete.
 
     versions/00000012/manifest.json      written last: a version without one does not exist
-    versions/00000012/shard-000          a delta against the parent's shard; of a full version, against nothing
-    latest.json                          the newest, so that nobody needs to list
+    versions/00000012/shard-000          a delta against the parent's shard; in a full version, against nothing
+    latest.json                          the newest version, so that readers need not list
 
-Whoever reads follows parents from the newest back to what it has, or to a full one, then applies forward and checks
-every shard's checksum. Trainer and samplers share nothing but the store.
+A reader follows parents from the newest version back to the one it has, or to a full one, then applies deltas forward
+and checks every shard's checksum. Trainer and samplers share only the store.
 """
 
 import hashlib
@@ -17,19 +17,19 @@ from typing import Any
 from torch import Tensor
 
 from etude.errors import EtudeError, InputError
-from etude.weights.bucket import Bucket
-from etude.weights.delta import DeltaError, apply_delta, delta_facts, encode_delta
-from etude.weights.sealed import Sealed, checksum, joined, seal
+from etude.weights.delta import DeltaError, apply_delta, delta_stats, encode_delta
+from etude.weights.hashed import HashedWeights, checksum, merge_parts, with_digests
+from etude.weights.object_store import ObjectStore
 
 FORMAT = 2
 LATEST = "latest.json"
 SHARD_BYTES = 256 << 20
 
-State = Mapping[str, Tensor]
+WeightState = Mapping[str, Tensor]
 
 
 class BrokenChain(EtudeError):
-    """No way leads from the store to the weights of a version."""
+    """The weights of a version cannot be rebuilt from the store."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Shard:
 
     name: str
     size: int
-    digest: str  # of the bytes in the store
-    result: str  # checksum of the tensors it gives
+    digest: str  # of the stored bytes
+    result: str  # checksum of the resulting tensors
 
 
 @dataclass(frozen=True)
 class Version:
-    """A number, a parent, a checksum: a full snapshot where there is no parent, else a delta against it."""
+    """The manifest of a version: a delta against its parent, or a full version if there is none."""
 
     number: int
     parent: int | None
@@ -63,8 +63,8 @@ class Version:
         return sum(shard.size for shard in self.shards)
 
 
-def shards_of(state: State, limit: int = SHARD_BYTES) -> list[tuple[str, ...]]:
-    """Names in groups of about `limit` bytes; the same for the same shapes."""
+def group_into_shards(state: WeightState, limit: int = SHARD_BYTES) -> list[tuple[str, ...]]:
+    """Return tensor names in groups of about `limit` bytes; the same groups for the same shapes."""
     groups: list[list[str]] = [[]]
     size = 0
     for name in sorted(state):
@@ -78,151 +78,163 @@ def shards_of(state: State, limit: int = SHARD_BYTES) -> list[tuple[str, ...]]:
 
 
 def write_version(
-    bucket: Bucket, number: int, state: State, parent: tuple[Version, State] | None, limit: int = SHARD_BYTES
+    store: ObjectStore,
+    number: int,
+    state: WeightState,
+    parent: tuple[Version, WeightState] | None,
+    limit: int = SHARD_BYTES,
 ) -> Version:
-    """Make a version visible in the store; a full one where there is no parent, or its tensors are others."""
-    state, groups = seal(state), shards_of(state, limit)
-    checksum(state)  # all of it at once, on all cores; the shards know their part, and so does the next delta
+    """Write a version to the store; a full one if there is no parent or its tensors have other names or sizes."""
+    state, groups = with_digests(state), group_into_shards(state, limit)
+    checksum(state)  # all digests at once, on all cores; the shards and the next delta reuse them
     if parent is not None and list(parent[0].names) != groups:
         parent = None
-    base = seal(parent[1]) if parent else None
+    base = with_digests(parent[1]) if parent else None
     shards, values, changed = [], 0, 0
     for index, names in enumerate(groups):
-        new = state.part(names)
-        data = encode_delta(base.part(names) if base else {}, new)
+        new = state.subset(names)
+        data = encode_delta(base.subset(names) if base else {}, new)
         shard = Shard(f"shard-{index:03}", len(data), _digest(data), checksum(new))
-        bucket.put(f"{_place(number)}/{shard.name}", data)
-        facts = delta_facts(data)
+        store.put(f"{_directory(number)}/{shard.name}", data)
+        stats = delta_stats(data)
         shards.append(shard)
-        values, changed = values + facts.values, changed + facts.changed
+        values, changed = values + stats.values, changed + stats.changed
     version = Version(
-        number, parent[0].number if parent else None, _whole(shards), tuple(shards), values, changed, tuple(groups)
+        number,
+        parent[0].number if parent else None,
+        _version_checksum(shards),
+        tuple(shards),
+        values,
+        changed,
+        tuple(groups),
     )
-    bucket.put(f"{_place(number)}/manifest.json", _manifest(version))
-    bucket.put(LATEST, json.dumps({"number": number}).encode())
+    store.put(f"{_directory(number)}/manifest.json", _manifest(version))
+    store.put(LATEST, json.dumps({"number": number}).encode())
     return version
 
 
-def latest(bucket: Bucket) -> int | None:
-    """The newest version there is."""
-    data = bucket.get(LATEST)
+def latest(store: ObjectStore) -> int | None:
+    """Return the number of the newest version, None if there is none."""
+    data = store.get(LATEST)
     try:
         number = None if data is None else int(json.loads(data)["number"])
     except (ValueError, KeyError, TypeError):
         number = None
-    # The pointer is written after the manifest: a version may be there that it does not name yet, never the reverse.
-    return number if number is not None else max(numbers(bucket), default=None)
+    # The pointer is written after the manifest, so it never names a version that is incomplete.
+    return number if number is not None else max(version_numbers(store), default=None)
 
 
-def numbers(bucket: Bucket) -> list[int]:
-    """All versions with a manifest or the beginnings of one, oldest first."""
-    return sorted(int(name) for name in bucket.names("versions") if name.isdigit())
+def version_numbers(store: ObjectStore) -> list[int]:
+    """Return the numbers of all versions in the store, complete or not, oldest first."""
+    return sorted(int(name) for name in store.names("versions") if name.isdigit())
 
 
-def read_manifest(bucket: Bucket, number: int) -> Version:
-    """What a version is made of; BrokenChain when that cannot be read."""
-    data = bucket.get(f"{_place(number)}/manifest.json")
+def read_manifest(store: ObjectStore, number: int) -> Version:
+    """Return the manifest of a version; raise BrokenChain if it cannot be read."""
+    data = store.get(f"{_directory(number)}/manifest.json")
     if data is None:
-        raise BrokenChain(f"{bucket.url}: version {number} is not there, or not complete")
+        raise BrokenChain(f"{store.url}: version {number} is missing or incomplete")
     try:
         text, _, digest = data.decode().rpartition("\n")
         if _digest(text.encode()) != digest:
-            raise ValueError("it is not as it was written")
+            raise ValueError("it does not match its digest")
         found = json.loads(text)
         if found.pop("format") != FORMAT:
-            raise BrokenChain(f"{bucket.url}: version {number} was written by another version of Etude")
+            raise BrokenChain(f"{store.url}: version {number} was written by another version of Etude")
         shards = tuple(Shard(**shard) for shard in found.pop("shards"))
         return Version(**found | {"shards": shards, "names": tuple(map(tuple, found["names"]))})
     except (ValueError, KeyError, TypeError) as error:
-        raise BrokenChain(f"{bucket.url}: the manifest of version {number} is damaged: {error}") from error
+        raise BrokenChain(f"{store.url}: the manifest of version {number} is damaged: {error}") from error
 
 
-def read_version(bucket: Bucket, number: int, have: tuple[Version, State] | None = None) -> tuple[Version, State]:
-    """The weights of a version, from what the caller has if the chain passes there, else from a full one."""
-    chain = _chain(bucket, number, have)
-    state = seal(have[1]) if have and chain[0].parent == have[0].number else Sealed({})
+def read_version(
+    store: ObjectStore, number: int, have: tuple[Version, WeightState] | None = None
+) -> tuple[Version, WeightState]:
+    """Return a version and its weights, starting from `have` if the chain contains it, else from a full version."""
+    chain = _chain(store, number, have)
+    state = with_digests(have[1]) if have and chain[0].parent == have[0].number else HashedWeights({})
     for version in chain:
-        state = _apply(bucket, version, state)
+        state = _apply(store, version, state)
     return chain[-1], state
 
 
-def follow(bucket: Bucket, have: tuple[Version, State] | None = None) -> tuple[Version, State]:
-    """The newest version that can be rebuilt. A damaged link costs at most the way back to the last full version.
+def follow(store: ObjectStore, have: tuple[Version, WeightState] | None = None) -> tuple[Version, WeightState]:
+    """Return the newest version that can be rebuilt. A damaged delta costs at most the way back to a full version.
 
-    What it gives is what the next call goes on from: copy tensors before writing to them.
+    Pass the result as `have` to the next call; do not write to its tensors.
     """
-    newest = latest(bucket)
+    newest = latest(store)
     if newest is None:
-        raise BrokenChain(f"{bucket.url}: there is no version yet")
+        raise BrokenChain(f"{store.url}: there is no version yet")
     if have is not None and have[0].number == newest:
         return have
     problems: list[EtudeError] = []
-    for number in sorted({newest, *(n for n in numbers(bucket) if n <= newest)}, reverse=True):
-        if have is not None and number <= have[0].number and have[0].number in numbers(bucket):
-            break  # what we have is at least as new as what is left
+    for number in sorted({newest, *(n for n in version_numbers(store) if n <= newest)}, reverse=True):
+        if have is not None and number <= have[0].number and have[0].number in version_numbers(store):
+            break  # `have` is at least as new as the rest
         for start in (have, None) if have else (None,):
             try:
-                return read_version(bucket, number, start)
+                return read_version(store, number, start)
             except (BrokenChain, DeltaError) as error:
                 problems.append(error)
     if have is not None:
         return have
-    raise BrokenChain(f"{bucket.url}: no version can be rebuilt; the newest: {problems[0]}")
+    raise BrokenChain(f"{store.url}: no version can be rebuilt; the newest: {problems[0]}")
 
 
-def prune(bucket: Bucket, fulls: int) -> list[int]:
-    """Remove what is older than the last `fulls` full versions; the numbers that went."""
+def prune(store: ObjectStore, fulls: int) -> list[int]:
+    """Remove versions older than the last `fulls` full ones and return their numbers."""
     if fulls < 1:
-        raise InputError(f"versions: at least one full version must stay, not {fulls}")
-    there = numbers(bucket)
-    found = [number for number in there if _is_full(bucket, number)]
+        raise InputError(f"versions: {fulls} full versions to keep; expected at least 1")
+    numbers = version_numbers(store)
+    found = [number for number in numbers if _is_full(store, number)]
     if len(found) <= fulls:
         return []
-    gone = [number for number in there if number < found[-fulls]]
-    for number in gone:
-        bucket.remove(_place(number))
-    return gone
+    removed = [number for number in numbers if number < found[-fulls]]
+    for number in removed:
+        store.remove(_directory(number))
+    return removed
 
 
-def _is_full(bucket: Bucket, number: int) -> bool:
+def _is_full(store: ObjectStore, number: int) -> bool:
     try:
-        return read_manifest(bucket, number).full
+        return read_manifest(store, number).full
     except BrokenChain:
         return False
 
 
-def _chain(bucket: Bucket, number: int, have: tuple[Version, State] | None) -> list[Version]:
-    """The versions to apply, oldest first."""
-    chain = [read_manifest(bucket, number)]
+def _chain(store: ObjectStore, number: int, have: tuple[Version, WeightState] | None) -> list[Version]:
+    """Return the versions to apply, oldest first."""
+    chain = [read_manifest(store, number)]
     while (parent := chain[-1].parent) is not None:
         if have is not None and parent == have[0].number:
             break
         if parent >= chain[-1].number:
-            raise BrokenChain(f"{bucket.url}: version {chain[-1].number} names {parent} as its parent")
-        chain.append(read_manifest(bucket, parent))
+            raise BrokenChain(f"{store.url}: version {chain[-1].number} has the newer version {parent} as its parent")
+        chain.append(read_manifest(store, parent))
     return chain[::-1]
 
 
-def _apply(bucket: Bucket, version: Version, state: Sealed) -> Sealed:
-    parts: list[Sealed] = []
+def _apply(store: ObjectStore, version: Version, state: HashedWeights) -> HashedWeights:
+    parts: list[HashedWeights] = []
     for shard, names in zip(version.shards, version.names, strict=True):
         where = f"version {version.number}, {shard.name}"
-        data = bucket.get(f"{_place(version.number)}/{shard.name}")
+        data = store.get(f"{_directory(version.number)}/{shard.name}")
         if data is None:
-            raise BrokenChain(f"{bucket.url}: {where} is missing")
+            raise BrokenChain(f"{store.url}: {where} is missing")
         if _digest(data) != shard.digest:
-            raise BrokenChain(f"{bucket.url}: {where} is not as it was written")
+            raise BrokenChain(f"{store.url}: {where} does not match its digest")
         missing = [] if version.full else [name for name in names if name not in state]
         if missing:
-            raise BrokenChain(f"{bucket.url}: {where} changes {missing[0]}, which its parent does not have")
-        part = apply_delta({} if version.full else state.part(names), data)
+            raise BrokenChain(f"{store.url}: {where} changes {missing[0]}, which its parent does not have")
+        part = apply_delta({} if version.full else state.subset(names), data)
         if checksum(part) != shard.result:
-            raise BrokenChain(f"{bucket.url}: {where} gives other weights than were published")
+            raise BrokenChain(f"{store.url}: {where} gives weights other than those published")
         parts.append(part)
-    return joined(parts)
+    return merge_parts(parts)
 
 
-def _place(number: int) -> str:
+def _directory(number: int) -> str:
     return f"versions/{number:08}"
 
 
@@ -230,7 +242,7 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _whole(shards: Sequence[Shard]) -> str:
+def _version_checksum(shards: Sequence[Shard]) -> str:
     return _digest("\n".join(shard.result for shard in shards).encode())
 
 

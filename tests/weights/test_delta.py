@@ -1,4 +1,4 @@
-"""Deltas are lossless, for these weights only, and small when little changed."""
+"""Deltas are lossless, apply only to their base weights, and are small when little changed."""
 
 import json
 import struct
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from etude.errors import InputError
 from etude.weights import delta as delta_module
-from etude.weights import sealed
-from etude.weights.bucket import Bucket
-from etude.weights.delta import DeltaError, apply_delta, delta_facts, encode_delta
-from etude.weights.sealed import checksum
+from etude.weights import hashed
+from etude.weights.delta import DeltaError, apply_delta, delta_stats, encode_delta
+from etude.weights.hashed import checksum
+from etude.weights.object_store import ObjectStore
 from etude.weights.versions import read_version, write_version
 
 TYPES = [
@@ -34,7 +34,7 @@ TYPES = [
 
 
 def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Bit for bit, names, types and shapes included."""
+    """Return whether two sets of weights are equal bit for bit, names, types and shapes included."""
     return checksum(a) == checksum(b) and {n: (t.dtype, t.shape) for n, t in a.items()} == {
         n: (t.dtype, t.shape) for n, t in b.items()
     }
@@ -50,7 +50,7 @@ def tensors(draw: st.DrawFn, dtype: torch.dtype | None = None, shape: tuple[int,
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights before and after: changed in a few places, replaced, added, removed."""
+    """Draw weights before and after: changed in a few places, replaced, added, removed."""
     old, new = {}, {}
     for name in draw(st.lists(st.text(min_size=1, max_size=6), max_size=4, unique=True)):
         before = draw(tensors())
@@ -88,20 +88,20 @@ def test_a_step_of_training_takes_a_hundredth_of_the_weights() -> None:
     old, new = step_of_training()
     delta = encode_delta(old, new)
     assert equal(apply_delta(old, delta), new)
-    facts = delta_facts(delta)
-    assert facts.changed / facts.values == pytest.approx(0.02, rel=0.1)
-    assert facts.bytes < 0.013 * 2 * facts.values  # gaps of about fifty take some eight bits, the steps one
+    stats = delta_stats(delta)
+    assert stats.changed / stats.values == pytest.approx(0.02, rel=0.1)
+    assert stats.bytes < 0.013 * 2 * stats.values  # gaps of about fifty take some eight bits, the steps one
 
 
 def test_a_delta_for_other_weights_is_refused() -> None:
     old, new = step_of_training(1000)
     delta = encode_delta(old, new)
     other = {"w": new["w"]}
-    with pytest.raises(DeltaError, match="for other weights"):
+    with pytest.raises(DeltaError, match="made from other weights"):
         apply_delta(other, delta)
 
 
-def test_every_damage_is_noticed() -> None:
+def test_all_damage_is_detected() -> None:
     old, new = step_of_training(2000)
     new["extra"] = torch.arange(10.0)
     delta = encode_delta(old, new)
@@ -118,13 +118,13 @@ def test_every_damage_is_noticed() -> None:
             apply_delta(old, delta[:size])
 
 
-def test_views_and_odd_strides_are_what_they_show() -> None:
+def test_views_and_odd_strides_are_encoded_by_value() -> None:
     base = torch.arange(24.0).reshape(4, 6)
     old, new = {"w": base.T}, {"w": (base + (base == 5)).T}
     assert equal(apply_delta(old, encode_delta(old, new)), {"w": new["w"].contiguous()})
 
 
-def test_what_has_no_plain_bits_is_refused() -> None:
+def test_complex_tensors_are_refused() -> None:
     with pytest.raises(InputError, match="complex64"):
         encode_delta({}, {"w": torch.zeros(2, dtype=torch.complex64)})
 
@@ -134,8 +134,8 @@ def test_on_many_cores_a_delta_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     old = {f"w{index}": torch.randn(3 + 17 * index, 8).bfloat16() for index in range(40)}
     new = {name: (tensor + 0.01 * (torch.rand_like(tensor) < 0.1)).bfloat16() for name, tensor in old.items()}
     alone = encode_delta(old, new)
-    monkeypatch.setattr(sealed, "SMALL", 0)
-    monkeypatch.setattr(sealed, "usable_cores", lambda: 5)
+    monkeypatch.setattr(hashed, "SMALL", 0)
+    monkeypatch.setattr(hashed, "usable_cores", lambda: 5)
     assert encode_delta(old, new) == alone
     assert equal(apply_delta(old, alone), new)
     for place in range(len(alone) // 2, len(alone), 97):  # in a block, which a thread reads
@@ -146,31 +146,31 @@ def test_on_many_cores_a_delta_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The tensors of which digests are computed from now on."""
+    """Return a list of the tensors whose digests are computed from now on."""
     computed: list[Tensor] = []
-    digest = sealed._digest
+    digest = hashed._digest
 
     def counted(tensor: Tensor) -> bytes:
         computed.append(tensor)
         return digest(tensor)
 
-    monkeypatch.setattr(sealed, "_digest", counted)
+    monkeypatch.setattr(hashed, "_digest", counted)
     return computed
 
 
-def test_in_a_run_each_end_hashes_every_version_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_publisher_and_reader_each_hash_every_version_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     computed = counting(monkeypatch)
-    bucket, versions = Bucket(tmp_path), 5
+    store, versions = ObjectStore(tmp_path), 5
     last = None
     for number in range(versions):
-        state = sealed.seal({name: torch.arange(6.0) + number for name in "abc"})
-        last = write_version(bucket, number, state, last, limit=30), state
+        state = hashed.with_digests({name: torch.arange(6.0) + number for name in "abc"})
+        last = write_version(store, number, state, last, limit=30), state
         assert len(last[0].shards) == 3
     assert len(computed) == versions * 3
     computed.clear()
     theirs = None
     for number in range(versions):
-        theirs = read_version(bucket, number, theirs)
+        theirs = read_version(store, number, theirs)
     assert len(computed) == versions * 3
 
 
@@ -185,11 +185,11 @@ def test_in_a_run_each_end_hashes_every_version_once(monkeypatch: pytest.MonkeyP
         {"tensors": {"w": []}},
     ],
 )
-def test_a_header_that_makes_no_sense_is_damage(change: dict[str, object]) -> None:
+def test_an_invalid_header_is_damage(change: dict[str, object]) -> None:
     delta = encode_delta({}, {"w": torch.arange(3.0)})
     header, _ = delta_module._open(delta)
     text = json.dumps(header | change).encode()
-    start = len(delta_module.MAGIC) + sealed.DIGEST + 4
+    start = len(delta_module.MAGIC) + hashed.DIGEST + 4
     (size,) = struct.unpack_from("<I", delta, start - 4)
     head = delta_module.MAGIC + delta_module._digest(text) + struct.pack("<I", len(text))
     with pytest.raises(DeltaError):
@@ -199,13 +199,16 @@ def test_a_header_that_makes_no_sense_is_damage(change: dict[str, object]) -> No
 def test_digests_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = counting(monkeypatch)
     states = [{"still": torch.arange(5.0), "moves": torch.arange(5.0) + step} for step in range(4)]
-    mine, theirs = sealed.seal(states[0]), sealed.seal({name: t.clone() for name, t in states[0].items()})
+    mine, theirs = (
+        hashed.with_digests(states[0]),
+        hashed.with_digests({name: t.clone() for name, t in states[0].items()}),
+    )
     for state in states[1:]:
-        before, mine = mine, sealed.seal(state)
+        before, mine = mine, hashed.with_digests(state)
         theirs = apply_delta(theirs, encode_delta(before, mine))
     assert equal(theirs, states[-1])
     # The sender hashes both tensors of all four, the receiver those of the first and each one that moved.
-    assert len(computed) == 4 * 2 + 2 + 3 + len(states[-1])  # the last: of the plain weights compared with
+    assert len(computed) == 4 * 2 + 2 + 3 + len(states[-1])  # the last: of the plain weights it is compared with
 
 
 def test_a_checksum_is_of_names_types_shapes_and_bits() -> None:

@@ -1,4 +1,4 @@
-"""The chain of versions: whoever follows gets the weights to the bit, late or early, over damage, trainer or none."""
+"""Weight versions: a reader rebuilds weights bit for bit, from any start, despite damage and a killed trainer."""
 
 import random
 import subprocess
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from etude.errors import InputError
-from etude.weights.bucket import Bucket
+from etude.weights.hashed import checksum
+from etude.weights.object_store import ObjectStore
 from etude.weights.publisher import Publisher, PublishingFailed
-from etude.weights.sealed import checksum
 from etude.weights.versions import (
     BrokenChain,
     follow,
     latest,
-    numbers,
     prune,
     read_manifest,
     read_version,
+    version_numbers,
     write_version,
 )
 
@@ -35,7 +35,7 @@ def weights(seed: int, size: int = 500) -> State:
 
 
 def stepped(state: State, seed: int) -> State:
-    """Some values moved to a neighbour, as a training step does."""
+    """Return weights with some values moved to a neighbour, as after a training step."""
     chance = torch.Generator().manual_seed(seed)
     moved = {}
     for name, tensor in state.items():
@@ -45,62 +45,64 @@ def stepped(state: State, seed: int) -> State:
     return moved
 
 
-def write_chain(bucket: Bucket, count: int, full_every: int = 4, shard_bytes: int = 1500) -> list[State]:
+def write_chain(store: ObjectStore, count: int, full_every: int = 4, shard_bytes: int = 1500) -> list[State]:
     states, parent, state = [], None, weights(0)
     for number in range(count):
         state = stepped(state, number)
-        version = write_version(bucket, number, state, None if number % full_every == 0 else parent, shard_bytes)
+        version = write_version(store, number, state, None if number % full_every == 0 else parent, shard_bytes)
         parent = version, state
         states.append(state)
     return states
 
 
 @pytest.fixture(params=["directory", "memory"])
-def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Bucket:
-    return Bucket(tmp_path / "store" if request.param == "directory" else f"memory://{tmp_path.name}-{random.random()}")
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    return ObjectStore(
+        tmp_path / "store" if request.param == "directory" else f"memory://{tmp_path.name}-{random.random()}"
+    )
 
 
-def test_every_version_is_rebuilt_to_the_bit_from_wherever_one_joins(bucket: Bucket) -> None:
-    states = write_chain(bucket, 10)
+def test_every_version_is_rebuilt_to_the_bit_from_any_start(store: ObjectStore) -> None:
+    states = write_chain(store, 10)
     for number, state in enumerate(states):
-        version, found = read_version(bucket, number)
+        version, found = read_version(store, number)
         assert checksum(found) == checksum(state)
         assert version.full == (number % 4 == 0)
-    have = read_version(bucket, 2)
+    have = read_version(store, 2)
     for number in range(3, 10):
-        have = read_version(bucket, number, have)
+        have = read_version(store, number, have)
         assert checksum(have[1]) == checksum(states[number])
-    assert latest(bucket) == 9
-    version, found = follow(bucket)
+    assert latest(store) == 9
+    version, found = follow(store)
     assert (version.number, checksum(found)) == (9, checksum(states[9]))
-    assert follow(bucket, (version, found))[1] is found
+    assert follow(store, (version, found))[1] is found
     assert len(version.shards) == 3
 
 
-def test_a_delta_is_a_fraction_of_a_full_version(bucket: Bucket) -> None:
+def test_a_delta_is_a_fraction_of_a_full_version(store: ObjectStore) -> None:
     state = weights(0, size=50_000)
-    full = write_version(bucket, 0, state, None)
-    delta = write_version(bucket, 1, stepped(state, 1), (full, state))
+    full = write_version(store, 0, state, None)
+    delta = write_version(store, 1, stepped(state, 1), (full, state))
     assert delta.bytes < full.bytes / 30
     assert delta.changed / delta.values == pytest.approx(0.02, rel=0.1)
 
 
-def test_other_tensors_make_a_full_version(bucket: Bucket) -> None:
+def test_other_tensors_make_a_full_version(store: ObjectStore) -> None:
     state = weights(0)
-    first = write_version(bucket, 0, state, None)
+    first = write_version(store, 0, state, None)
     other = {**state, "new": torch.zeros(3)}
-    assert write_version(bucket, 1, other, (first, state)).full
-    assert checksum(follow(bucket, (first, state))[1]) == checksum(other)
+    assert write_version(store, 1, other, (first, state)).full
+    assert checksum(follow(store, (first, state))[1]) == checksum(other)
 
 
-def damage(bucket: Bucket, name: str, how: str) -> None:
-    data = bucket.get(name)
+def damage(store: ObjectStore, name: str, how: str) -> None:
+    data = store.get(name)
     assert data is not None
     if how == "missing":
-        bucket.remove(name)
+        store.remove(name)
     else:
         middle = len(data) // 2
-        bucket.put(
+        store.put(
             name, data[:middle] if how == "torn" else data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :]
         )
 
@@ -108,140 +110,140 @@ def damage(bucket: Bucket, name: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["missing", "torn", "flipped"])
 @pytest.mark.parametrize("part", ["manifest.json", "shard-001"])
 @pytest.mark.parametrize("broken", [5, 7])
-def test_a_broken_link_is_noticed_and_costs_at_most_the_way_to_the_last_full_version(
+def test_a_damaged_delta_is_detected_and_costs_at_most_the_way_to_the_last_full_version(
     tmp_path: Path, how: str, part: str, broken: int
 ) -> None:
-    bucket = Bucket(tmp_path)
-    states = write_chain(bucket, 8)
-    damage(bucket, f"versions/{broken:08}/{part}", how)
+    store = ObjectStore(tmp_path)
+    states = write_chain(store, 8)
+    damage(store, f"versions/{broken:08}/{part}", how)
     with pytest.raises(BrokenChain):
-        read_version(bucket, 7)
-    version, found = follow(bucket)
+        read_version(store, 7)
+    version, found = follow(store)
     assert version.number == broken - 1  # as far as the chain still reaches
     assert checksum(found) == checksum(states[version.number])
-    # one who is past the damage does not notice it
-    have = (read_manifest(bucket, 6), states[6]) if broken == 5 and part != "manifest.json" else None
+    # a reader past the damage is not affected
+    have = (read_manifest(store, 6), states[6]) if broken == 5 and part != "manifest.json" else None
     if have is not None:
-        assert checksum(follow(bucket, have)[1]) == checksum(states[7])
+        assert checksum(follow(store, have)[1]) == checksum(states[7])
 
 
-def test_one_who_has_newer_weights_than_can_be_rebuilt_keeps_them(tmp_path: Path) -> None:
-    bucket = Bucket(tmp_path)
-    states = write_chain(bucket, 8)
-    have = read_version(bucket, 6)
-    damage(bucket, "versions/00000007/shard-000", "flipped")
-    version, found = follow(bucket, have)
+def test_a_reader_with_newer_weights_than_can_be_rebuilt_keeps_them(tmp_path: Path) -> None:
+    store = ObjectStore(tmp_path)
+    states = write_chain(store, 8)
+    have = read_version(store, 6)
+    damage(store, "versions/00000007/shard-000", "flipped")
+    version, found = follow(store, have)
     assert version.number == 6
     assert checksum(found) == checksum(states[6])
 
 
 def test_a_version_without_a_manifest_does_not_exist(tmp_path: Path) -> None:
-    bucket = Bucket(tmp_path)
-    states = write_chain(bucket, 3)
-    bucket.put("versions/00000003/shard-000", b"half an upload")
-    version, found = follow(bucket)
+    store = ObjectStore(tmp_path)
+    states = write_chain(store, 3)
+    store.put("versions/00000003/shard-000", b"half an upload")
+    version, found = follow(store)
     assert (version.number, checksum(found)) == (2, checksum(states[2]))
 
 
-def test_an_empty_store_says_so(bucket: Bucket) -> None:
+def test_an_empty_store_is_an_error(store: ObjectStore) -> None:
     with pytest.raises(BrokenChain, match="no version yet"):
-        follow(bucket)
+        follow(store)
 
 
-def test_retention_keeps_the_last_full_versions_and_what_follows_them(bucket: Bucket) -> None:
-    states = write_chain(bucket, 11)
-    assert prune(bucket, 2) == [0, 1, 2, 3]
-    assert numbers(bucket) == list(range(4, 11))
-    assert checksum(follow(bucket)[1]) == checksum(states[10])
-    assert prune(bucket, 2) == []
+def test_retention_keeps_the_last_full_versions_and_what_follows_them(store: ObjectStore) -> None:
+    states = write_chain(store, 11)
+    assert prune(store, 2) == [0, 1, 2, 3]
+    assert version_numbers(store) == list(range(4, 11))
+    assert checksum(follow(store)[1]) == checksum(states[10])
+    assert prune(store, 2) == []
 
 
-def test_a_store_that_cannot_be_is_refused() -> None:
+def test_an_unknown_protocol_is_refused() -> None:
     with pytest.raises(InputError, match="no such object store"):
-        Bucket("nonsense://x")
+        ObjectStore("nonsense://x")
 
 
 # ------------------------------------------------------------------------------------------------- publishing
 
 
-def test_publishing_never_waits_and_skips_what_was_overtaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket = Bucket(tmp_path)
-    gate, put = threading.Event(), bucket.put
+def test_publishing_never_waits_and_skips_overtaken_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ObjectStore(tmp_path)
+    gate, put = threading.Event(), store.put
 
     def slow_put(name: str, data: bytes) -> None:
         gate.wait(20)
         put(name, data)
 
-    monkeypatch.setattr(bucket, "put", slow_put)
+    monkeypatch.setattr(store, "put", slow_put)
     state = weights(0)
-    with Publisher(bucket, full_every=100) as publisher:
+    with Publisher(store, full_every=100) as publisher:
         for number in range(1, 6):
             state = stepped(state, number)
             publisher.publish_soon(number, state)
             if number == 1:
                 while publisher._waiting:
                     time.sleep(0.01)
-        assert latest(bucket) is None
+        assert latest(store) is None
         gate.set()
         publisher.flush(20)
         assert [(p.version.number, p.version.parent, p.skipped) for p in publisher.history] == [(1, None, 0), (5, 1, 3)]
-    assert checksum(follow(bucket)[1]) == checksum(state)
+    assert checksum(follow(store)[1]) == checksum(state)
 
 
 def test_weights_changed_after_publishing_do_not_change_what_is_published(tmp_path: Path) -> None:
     state = weights(0)
     before = checksum(state)
-    with Publisher(Bucket(tmp_path)) as publisher:
+    with Publisher(ObjectStore(tmp_path)) as publisher:
         publisher.publish_soon(1, state)
         for tensor in state.values():
             tensor.zero_()
-    assert checksum(follow(Bucket(tmp_path))[1]) == before
+    assert checksum(follow(ObjectStore(tmp_path))[1]) == before
 
 
-def test_full_versions_come_in_time_and_old_ones_go(tmp_path: Path) -> None:
-    bucket, state = Bucket(tmp_path), weights(0)
-    with Publisher(bucket, full_every=3, keep=2) as publisher:
+def test_full_versions_are_written_regularly_and_old_ones_removed(tmp_path: Path) -> None:
+    store, state = ObjectStore(tmp_path), weights(0)
+    with Publisher(store, full_every=3, keep=2) as publisher:
         for number in range(1, 14):
             state = stepped(state, number)
             publisher.publish_soon(number, state)
             publisher.flush(20)
     assert [p.version.number for p in publisher.history if p.version.full] == [1, 4, 7, 10, 13]
-    assert numbers(bucket) == [10, 11, 12, 13]
+    assert version_numbers(store) == [10, 11, 12, 13]
 
 
-def test_a_store_that_fails_is_told_to_the_trainer_and_the_next_version_is_full(
+def test_a_store_failure_is_raised_in_the_trainer_and_the_next_version_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("etude.weights.publisher.WAIT_S", 0.01)
-    bucket, state = Bucket(tmp_path), weights(0)
-    put = bucket.put
-    with Publisher(bucket, full_every=100) as publisher:
+    store, state = ObjectStore(tmp_path), weights(0)
+    put = store.put
+    with Publisher(store, full_every=100) as publisher:
         publisher.publish_soon(1, state)
         publisher.flush(20)
 
         def failing(name: str, data: bytes) -> None:
             raise OSError("no space left")
 
-        monkeypatch.setattr(bucket, "put", failing)
+        monkeypatch.setattr(store, "put", failing)
         publisher.publish_soon(2, stepped(state, 2))
         with pytest.raises(PublishingFailed, match="no space left"):
             publisher.flush(20)
-        monkeypatch.setattr(bucket, "put", put)
+        monkeypatch.setattr(store, "put", put)
         publisher.publish_soon(3, stepped(state, 3))
         publisher.flush(20)
         assert publisher.history[-1].version.full
     with pytest.raises(InputError, match="not newer than 3"):
-        Publisher(bucket).publish_soon(3, state)
+        Publisher(store).publish_soon(3, state)
 
 
 KILLED = """
 import sys, torch
 sys.path.insert(0, {tests!r})
 from test_versions import stepped, weights
-from etude.weights.bucket import Bucket
+from etude.weights.object_store import ObjectStore
 from etude.weights.publisher import Publisher
-bucket, state = Bucket({store!r}), weights(0, size=200_000)
-with Publisher(bucket, full_every=5) as publisher:
+store, state = ObjectStore({store!r}), weights(0, size=200_000)
+with Publisher(store, full_every=5) as publisher:
     for number in range(1, 10_000):
         state = stepped(state, number)
         publisher.publish_soon(number, state)
@@ -250,18 +252,18 @@ with Publisher(bucket, full_every=5) as publisher:
 """
 
 
-def test_a_trainer_killed_while_it_publishes_leaves_whole_versions_only(tmp_path: Path) -> None:
+def test_a_trainer_killed_while_it_publishes_leaves_complete_versions_only(tmp_path: Path) -> None:
     seed = random.randrange(1 << 30)
     print("seed", seed)
-    bucket = Bucket(tmp_path / "store")
+    store = ObjectStore(tmp_path / "store")
     code = KILLED.format(tests=str(Path(__file__).parent), store=str(tmp_path / "store"))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
-        said = [trainer.stdout.readline() for _ in range(3)]
+        published = [trainer.stdout.readline() for _ in range(3)]
         time.sleep(random.Random(seed).random() * 0.2)
         trainer.kill()
-    version, found = follow(bucket)
-    assert version.number >= int(said[-1])
+    version, found = follow(store)
+    assert version.number >= int(published[-1])
     state = weights(0, size=200_000)
     for number in range(1, version.number + 1):
         state = stepped(state, number)

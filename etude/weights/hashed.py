@@ -1,7 +1,7 @@
-"""Weights that are not written to any more, and the digest of each tensor, computed once.
+"""Immutable weights with a digest of each tensor, computed once.
 
-Whoever makes a delta or applies one needs the checksum of both its ends, and one end is always the other end of the
-delta before. Reading all weights to hash them takes longer than everything else about a delta.
+Making or applying a delta needs the checksums of both its ends, and one end is always the other end of the delta
+before. Reading all weights to hash them takes longer than everything else about a delta.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from etude.errors import InputError
 from etude.system.cores import usable_cores
 
 DIGEST = 16  # bytes
-THREADS = 16  # at most: memory has no more to give
+THREADS = 16  # at most: more do not read memory faster
 SMALL = 4 << 20  # bytes below which threads cost more than they save
 
 Item = TypeVar("Item")
@@ -27,8 +27,8 @@ Result = TypeVar("Result")
 _INTEGERS: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-class Sealed(Mapping[str, Tensor]):
-    """Tensors by name. What is `known` of their digests is believed; the rest is computed when first asked for."""
+class HashedWeights(Mapping[str, Tensor]):
+    """Tensors by name, which must not change. `known` digests are trusted; others are computed when first needed."""
 
     def __init__(self, tensors: Mapping[str, Tensor], known: Mapping[str, bytes] | None = None) -> None:
         self._tensors = dict(tensors)
@@ -46,28 +46,28 @@ class Sealed(Mapping[str, Tensor]):
     @property
     def digests(self) -> Mapping[str, bytes]:
         missing = [name for name in self._tensors if name not in self._digests]
-        found = in_threads(lambda name: _digest(self[name]), missing, lambda name: self[name].nbytes)
+        found = map_in_threads(lambda name: _digest(self[name]), missing, lambda name: self[name].nbytes)
         self._digests |= dict(zip(missing, found, strict=True))
         return self._digests
 
-    def part(self, names: Sequence[str]) -> "Sealed":
-        return Sealed({name: self[name] for name in names}, self._digests)
+    def subset(self, names: Sequence[str]) -> "HashedWeights":
+        return HashedWeights({name: self[name] for name in names}, self._digests)
 
 
-def seal(weights: Mapping[str, Tensor]) -> Sealed:
-    """The same weights; they must stay as they are."""
-    return weights if isinstance(weights, Sealed) else Sealed(weights)
+def with_digests(weights: Mapping[str, Tensor]) -> HashedWeights:
+    """Return the same weights, which must not change from now on, with their digests."""
+    return weights if isinstance(weights, HashedWeights) else HashedWeights(weights)
 
 
-def joined(parts: Sequence[Sealed]) -> Sealed:
-    """Parts of some weights as one."""
+def merge_parts(parts: Sequence[HashedWeights]) -> HashedWeights:
+    """Return several subsets of some weights as one."""
     tensors = {name: tensor for part in parts for name, tensor in part.items()}
-    return Sealed(tensors, {name: digest for part in parts for name, digest in part.digests.items()})
+    return HashedWeights(tensors, {name: digest for part in parts for name, digest in part.digests.items()})
 
 
 def checksum(weights: Mapping[str, Tensor]) -> str:
-    """Of names, types, shapes and bits."""
-    digests = seal(weights).digests
+    """Return a checksum of names, types, shapes and bits."""
+    digests = with_digests(weights).digests
     whole = hashlib.blake2b(digest_size=DIGEST)
     for name in sorted(digests):
         text = name.encode()
@@ -76,7 +76,7 @@ def checksum(weights: Mapping[str, Tensor]) -> str:
 
 
 def bits_of(tensor: Tensor) -> npt.NDArray[Any]:
-    """A tensor's values as integers of their width, in order."""
+    """Return a tensor's values as integers of the same width, in order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     bits: npt.NDArray[Any] = flat.view(torch.uint8).numpy().view(integer_of(tensor.dtype))
     return bits
@@ -89,12 +89,14 @@ def integer_of(dtype: torch.dtype) -> type[np.unsignedinteger[Any]]:
 def type_of(tensor: Tensor) -> str:
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.dtype.itemsize not in _INTEGERS or tensor.is_complex():
-        raise InputError(f"weights of type {name} cannot be sent as a delta")
+        raise InputError(f"weights of type {name} cannot be encoded as a delta; use a real type of 1, 2, 4 or 8 bytes")
     return name
 
 
-def in_threads(function: Callable[[Item], Result], items: Sequence[Item], size: Callable[[Item], int]) -> list[Result]:
-    """`function` of every item, in order; on all cores if there are bytes enough, the large ones first."""
+def map_in_threads(
+    function: Callable[[Item], Result], items: Sequence[Item], size: Callable[[Item], int]
+) -> list[Result]:
+    """Return `function` of every item, in order; on all cores if there are enough bytes, the largest first."""
     sizes = [size(item) for item in items]
     if len(items) < 2 or sum(sizes) < SMALL:
         return [function(item) for item in items]

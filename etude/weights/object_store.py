@@ -1,7 +1,7 @@
-"""An object store as weights need it: named bytes that appear whole or not at all.
+"""A minimal object store: named bytes that are written atomically.
 
-A path or `file://` is a directory; anything else is an fsspec URL (`s3://bucket/run`, `memory://run`), whose store must
-be one where a put is atomic, as S3's is. Whatever goes wrong with a store is an OSError.
+A path or `file://` is a directory; anything else is an fsspec URL (`s3://bucket/run`, `memory://run`) of a store whose
+puts are atomic, as S3's are. Every failure of a store is an OSError.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import fsspec
 from etude.errors import InputError
 
 
-class Bucket:
+class ObjectStore:
     """A prefix in an object store."""
 
     def __init__(self, url: str | Path, **options: Any) -> None:
@@ -32,7 +32,7 @@ class Bucket:
         return (found,) if isinstance(found, str) else tuple(found)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write an object, over any of that name."""
+        """Write an object, replacing any of that name."""
         path = self._path(name)
         if not self._local:
             with self._errors():
@@ -50,7 +50,7 @@ class Bucket:
             part.unlink(missing_ok=True)
 
     def get(self, name: str) -> bytes | None:
-        """An object, or None when there is none of that name."""
+        """Return an object, or None if there is none of that name."""
         try:
             with self._errors():
                 data: bytes = self._fs.cat_file(self._path(name))
@@ -59,7 +59,7 @@ class Bucket:
         return data
 
     def names(self, prefix: str) -> list[str]:
-        """What lies directly under a prefix, as of now."""
+        """Return the names directly under a prefix."""
         try:
             with self._errors():
                 self._fs.invalidate_cache()
@@ -69,17 +69,17 @@ class Bucket:
         return sorted(Path(path).name for path in found if not str(path).endswith(".part"))
 
     def remove(self, prefix: str) -> None:
-        """Everything under a prefix; what is not there is fine."""
+        """Remove everything under a prefix, if there is anything."""
         try:
             with self._errors():
-                self._fs.invalidate_cache()  # it removes what it believes to be there
+                self._fs.invalidate_cache()  # a removal works on the cached listing
                 self._fs.rm(self._path(prefix), recursive=True)
         except FileNotFoundError:
             return
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """The clients of some stores have errors of their own for connections and credentials."""
+        """Turn the own error types of some clients, for connections and credentials, into OSError."""
         try:
             yield
         except OSError:
