@@ -1,21 +1,21 @@
-/* The small steps of decoding on a CPU, each in one pass: what is between the matrix products of a step over n rows.
+/* The operations between the matrix products of a decode step on a CPU, each in one pass over n rows.
 
-   In eager torch a layer is forty calls for a few microseconds of work each. These are float32, one row after another
-   in a fixed order (so a row's bits do not depend on its neighbours), over threads by rows. Each has its plain twin in
-   torch beside the Python function that calls it (fused.py, paged.py, draw.py), which is also what the tests compare.
-   Tensors are dense in their last dimension; strides are in floats. */
+   In eager torch a layer is forty calls for a few microseconds of work each. These are float32, computed row by row in a
+   fixed order (so a row's bits do not depend on its neighbours), with threads over rows. Each has a plain torch version
+   beside the Python function that calls it (fused.py, paged.py, draw.py), with which the tests compare it. Tensors are
+   dense in their last dimension; strides are in floats. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 #define SMALL 4096 /* multiplications below which threads cost more than they save */
-#define FEW 8 /* streams whose heads are shared out too: there may be more threads than streams */
-#define BLOCK 64 /* odds summed in float32 before they join a sum in float64 */
-#define LEAST -80.0f /* a logarithm below which odds are none */
+#define FEW 8 /* sequences below which threads split heads too: there may be more threads than sequences */
+#define BLOCK 64 /* probabilities summed in float32 before they are added to a sum in float64 */
+#define MIN_LOG -80.0f /* a logarithm below which a probability is 0 */
 
-/* e^x for x <= 0, to two units in the last place; a loop over it becomes vector code, one over libm's does not. */
-static inline float power(float x)
+/* e^x for x <= 0, to two units in the last place; unlike libm's, it vectorizes in a loop. */
+static inline float exp_negative(float x)
 {
     x = x < -87.0f ? -87.0f : x;
     float n = floorf(x * 1.44269504f + 0.5f);
@@ -60,13 +60,13 @@ void swiglu(const float *x, float *out, long rows, long dim)
         const float *gate = x + 2 * row * dim, *up = gate + dim;
 #pragma omp simd
         for (long i = 0; i < dim; i++) {
-            float e = power(-fabsf(gate[i]));
+            float e = exp_negative(-fabsf(gate[i]));
             out[row * dim + i] = gate[i] * up[i] * (gate[i] < 0 ? e : 1.0f) / (1.0f + e);
         }
     }
 }
 
-/* Halves of x [rows, heads, dim] turned by the angles of their row: cos and sin [rows, dim / 2]. */
+/* Rotate the halves of x [rows, heads, dim] by the angles of their row: cos and sin [rows, dim / 2]. */
 void rotate(const float *x, long stride, const float *cos, const float *sin, float *out, long rows, long heads, long dim)
 {
     long half = dim / 2;
@@ -82,7 +82,7 @@ void rotate(const float *x, long stride, const float *cos, const float *sin, flo
         }
 }
 
-/* New keys and values [n, heads * dim] into their slots; without values only keys. */
+/* Store new keys and values [n, heads * dim] in their slots; without values only keys. */
 void store_pages(
     const float *k, long k_stride, const float *v, long v_stride, float *keys, float *values, const int64_t *slots,
     long n, long width)
@@ -94,8 +94,9 @@ void store_pages(
     }
 }
 
-/* Queries of a stream over its first `tokens` tokens: `group` for each of `kv_heads` key heads. Page by page, all heads
-   of a page while it is in the nearest cache: memory is read once, in order. `scores` has `longest` for each query. */
+/* Attend from the queries of a sequence to its first `tokens` tokens: `group` queries for each of `kv_heads` key heads.
+   All heads of a page are computed while it is in the L1 cache: memory is read once, in order. `scores` has room for
+   `longest` values per query. */
 static inline void attend_heads(
     const float *q, const float *keys, const float *values, long stride, const int64_t *pages, long page, float *out,
     float *scores, long longest, long tokens, long kv_heads, long group, long dim, long value_dim, float scale)
@@ -117,7 +118,7 @@ static inline void attend_heads(
             most = score[t] > most ? score[t] : most;
 #pragma omp simd reduction(+ : sum)
         for (long t = 0; t < tokens; t++) {
-            score[t] = power(score[t] - most);
+            score[t] = exp_negative(score[t] - most);
             sum += score[t];
         }
         for (long t = 0; t < tokens; t++)
@@ -139,12 +140,12 @@ static inline void attend_heads(
     }
 }
 
-/* One query per stream over its pages. Slabs are [slots, kv heads, dim]; `stride` is from slot to slot, values may be
-   the first part of the keys. `room` holds a float for every token of every (stream, head), `longest` for each. Threads
-   share streams, or the heads of few. */
+/* Attend with one query per sequence over its pages. Slabs are [slots, kv heads, dim]; `stride` is from slot to slot;
+   values may be the first part of the keys. `scratch` holds `longest` floats for every (sequence, head). Threads split
+   sequences or, where there are few, their heads. */
 void attend_pages(
     const float *q, const float *keys, const float *values, long stride, const int64_t *tables, long width,
-    const int64_t *lengths, long page, float *out, float *room, long longest,
+    const int64_t *lengths, long page, float *out, float *scratch, long longest,
     long n, long heads, long kv_heads, long dim, long value_dim, float scale)
 {
     long group = heads / kv_heads, together = n < FEW ? 1 : kv_heads, parts = kv_heads / together;
@@ -153,7 +154,7 @@ void attend_pages(
         long row = part / parts, head = part % parts * together, query = row * heads + head * group;
         const float *one = q + query * dim, *key = keys + head * dim, *value = values + head * dim;
         const int64_t *pages = tables + row * width;
-        float *to = out + query * value_dim, *scores = room + query * longest;
+        float *to = out + query * value_dim, *scores = scratch + query * longest;
         long tokens = lengths[row];
 #define ATTEND(dim, value_dim) \
     attend_heads( \
@@ -168,8 +169,8 @@ void attend_pages(
     }
 }
 
-/* The first place at which the running sum of the odds passes aim: blocks first, then inside one. */
-static long search(const float *odds, long size, double aim)
+/* The first index at which the cumulative sum of the probabilities passes `target`: blocks first, then inside one. */
+static long search(const float *probabilities, long size, double target)
 {
     double before = 0;
     long last = 0;
@@ -178,37 +179,38 @@ static long search(const float *odds, long size, double aim)
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (long i = start; i < end; i++)
-            sum += odds[i];
-        if (before + sum > aim)
+            sum += probabilities[i];
+        if (before + sum > target)
             for (long i = start; i < end; i++) {
-                before += odds[i];
-                if (before > aim)
+                before += probabilities[i];
+                if (before > target)
                     return i;
-                last = odds[i] > 0 ? i : last;
+                last = probabilities[i] > 0 ? i : last;
             }
         else {
             before += sum;
             for (long i = end - 1; sum > 0 && i >= start; i--)
-                if (odds[i] > 0) {
+                if (probabilities[i] > 0) {
                     last = i;
                     break;
                 }
         }
     }
-    return last; /* luck rounded up to the whole: the last that weighs anything */
+    return last; /* the target rounded up to the total: the last token with any probability */
 }
 
-/* A token for each row of logits by its luck in [0, 1); at temperature 0 the likeliest. `room` holds a float for every
-   logit. Both log-probabilities: as drawn, and under the model's own distribution. */
+/* Sample a token from each row of logits by its uniform in [0, 1); at temperature 0 take the likeliest. `scratch` holds
+   a float for every logit. Log-probabilities are given as sampled and under the model's own distribution. */
 void draw(
-    const float *logits, const float *temperatures, const double *lucks, int64_t *tokens, float *logprobs, float *raws,
-    float *room, long rows, long size)
+    const float *logits, const float *temperatures, const double *uniforms, int64_t *tokens, float *logprobs,
+    float *raws, float *scratch, long rows, long size)
 {
 #pragma omp parallel for if (rows * size > 4 * SMALL)
     for (long row = 0; row < rows; row++) {
         const float *in = logits + row * size;
-        float *odds = room + row * size, most = -INFINITY, heat = temperatures[row], cold = heat > 0 ? 1 / heat : 1;
-        double total = 0, whole = 0; /* of the warmed odds, and of the plain */
+        float *probabilities = scratch + row * size, most = -INFINITY;
+        float temperature = temperatures[row], inverse = temperature > 0 ? 1 / temperature : 1;
+        double total = 0, raw_total = 0; /* with and without the temperature */
         long best = 0;
 #pragma omp simd reduction(max : most)
         for (long i = 0; i < size; i++)
@@ -220,16 +222,16 @@ void draw(
             float sum = 0, part = 0;
 #pragma omp simd reduction(+ : sum, part)
             for (long i = start; i < end; i++) {
-                float less = in[i] - most, warm = power(less * cold);
-                part += cold == 1 ? warm : power(less);
-                sum += odds[i] = less * cold < LEAST ? 0 : warm;
+                float less = in[i] - most, tempered = exp_negative(less * inverse);
+                part += inverse == 1 ? tempered : exp_negative(less);
+                sum += probabilities[i] = less * inverse < MIN_LOG ? 0 : tempered;
             }
-            whole += part;
+            raw_total += part;
             total += sum;
         }
-        long token = heat > 0 ? search(odds, size, lucks[row] * total) : best;
+        long token = temperature > 0 ? search(probabilities, size, uniforms[row] * total) : best;
         tokens[row] = token;
-        raws[row] = (float)(in[token] - most - log(whole));
-        logprobs[row] = heat > 0 ? (float)((double)(in[token] - most) * cold - log(total)) : 0;
+        raws[row] = (float)(in[token] - most - log(raw_total));
+        logprobs[row] = temperature > 0 ? (float)((double)(in[token] - most) * inverse - log(total)) : 0;
     }
 }

@@ -1,7 +1,7 @@
-"""How far a draft's next-token distribution is from the main head's, without either one's full logits.
+"""Distance of a draft's next-token distribution from the main head's, without the full logits of either.
 
 Both share the output head, so a chunk of tokens costs two tiles of logits. Only the draft is trained: the teacher and
-the head are constants here, and the gradient of a chunk is taken on the spot, as in `loss`.
+the head are constants here, and the gradient of a chunk is computed in the forward, as in `loss`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Distance = Literal["kl", "tv"]
 
 class Distillation(NamedTuple):
     loss: Tensor  # weighted sum of the distance; has a gradient
-    overlap: Tensor  # weighted sum of sum_v min(p, q): the chance that a sampled draft is accepted
-    agreement: Tensor  # weighted sum of "same likeliest token": the chance that a greedy draft is accepted
+    overlap: Tensor  # weighted sum of sum_v min(p, q): the probability that a sampled draft is accepted
+    agreement: Tensor  # weighted sum of "same likeliest token": the probability that a greedy draft is accepted
 
 
 def distill(draft: Tensor, teacher: Tensor, head: Tensor, weights: Tensor, distance: Distance = "kl") -> Distillation:
-    """draft, teacher [n, width]; head [vocabulary, width]; weights [n], 0 where a token does not count.
+    """Compare draft and teacher [n, width] through head [vocabulary, width]; weights [n] are 0 for ignored tokens.
 
     "kl" is KL(teacher || draft). "tv" is total variation: 1 - tv is exactly the acceptance rate of speculative
-    sampling, so it optimises what decoding will do, but far from the teacher its gradient is weak.
+    sampling, so it optimises what decoding measures, but far from the teacher its gradient is weak.
     """
     found: tuple[Tensor, Tensor, Tensor] = _Distill.apply(  # type: ignore[no-untyped-call]
         draft, teacher.detach(), head.detach(), weights.float(), distance
@@ -41,7 +41,7 @@ class _Distill(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         sums = torch.zeros(3, dtype=torch.float32, device=draft.device)
         gradient = torch.zeros_like(draft)
-        for rows in token_chunks(draft.shape[0], 8 * head.shape[0]):  # some eight float32 tiles are alive at once
+        for rows in token_chunks(draft.shape[0], 8 * head.shape[0]):  # about eight float32 tiles are alive at once
             log_p = (teacher[rows] @ head.T).float().log_softmax(dim=-1)
             log_q = (draft[rows] @ head.T).float().log_softmax(dim=-1)
             p, q, weight = log_p.exp(), log_q.exp(), weights[rows]

@@ -1,4 +1,4 @@
-"""The Triton side of `fused`: one program a row. Imported only where there is a GPU."""
+"""Triton kernels of `fused`: one program per row. Imported only where there is a GPU."""
 
 # mypy: ignore-errors
 import torch
@@ -63,7 +63,7 @@ def _rotate_kernel(x, out, cos, sin, stride_t, stride_h, heads, HALF: tl.constex
     b = tl.load(x + token * stride_t + head * stride_h + HALF + at, mask=inside, other=0.0).to(tl.float32)
     c = tl.load(cos + token * HALF + at).to(tl.float32)
     s = tl.load(sin + token * HALF + at).to(tl.float32)
-    # every product and sum is rounded, as the plain lines round them
+    # every product and sum is rounded, as in plain torch
     first = ((a * c).to(kind).to(tl.float32) - (b * s).to(kind).to(tl.float32)).to(kind)
     second = ((b * c).to(kind).to(tl.float32) + (a * s).to(kind).to(tl.float32)).to(kind)
     base = out + (token * heads + head) * (2 * HALF) + at
@@ -72,7 +72,7 @@ def _rotate_kernel(x, out, cos, sin, stride_t, stride_h, heads, HALF: tl.constex
 
 
 def rotate(x, cos, sin):
-    """x [rows, tokens, heads, dim]; cos and sin [rows, tokens, 1, dim / 2]."""
+    """Rotate x [rows, tokens, heads, dim] by cos and sin [rows, tokens, 1, dim / 2]."""
     rows, tokens, heads, dim = x.shape
     flat = x.flatten(0, 1)
     if flat.stride(-1) != 1:

@@ -1,7 +1,7 @@
 """One matrix product for all experts: rows sorted by expert times each expert's own matrix.
 
-torch's `grouped_mm` does the work, on CPU and on CUDA, forward and backward. It wants 16-byte aligned rows, so the odd
-sizes that only toy models have are padded here.
+torch's `grouped_mm` does the work, on CPU and on CUDA, forward and backward. It needs 16-byte aligned rows, so the odd
+sizes of toy models are padded here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """rows [n, in] in expert order, weights [experts, out, in], ends int32 [experts]: where each expert's rows end."""
+    """Multiply rows [n, in], sorted by expert, by weights [experts, out, in]; ends int32 [experts] bound their rows."""
     wide = 16 // rows.element_size()
     out, inner = weights.shape[1:]
     if short := -inner % wide:

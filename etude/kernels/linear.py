@@ -1,9 +1,9 @@
-"""A product with a weight, which a CPU in inference may keep once more in the order its matrix units read it in.
+"""Linear layers, on a CPU in inference with an optional packed copy of the weight in the order oneDNN reads it.
 
 For a few rows (a decode step) most of a product's time is reading the weight: packed by oneDNN, 32 rows of the nano
-shape take 1.5 ms instead of 3.2 on two AMD cores with cold caches. On Intel's own processors MKL reads a plain weight
-faster (1.2 ms against 2.5), and a small one everywhere. Packing is asked for, weight by weight; it costs the weight's
-memory once more. A weight that changed in place since is packed again. Everywhere else this is torch's own `linear`.
+shape take 1.5 ms instead of 3.2 on two AMD cores with cold caches. On Intel processors MKL reads a plain weight faster
+(1.2 ms against 2.5), and a small one everywhere. Callers pack weight by weight; a packed copy doubles its memory. A
+weight changed in place since is packed again. Everywhere else this is torch's own `linear`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FEW = 4  # rows below which the packed product is slower than a plain one
-SMALL = 1 << 16  # values of a weight that is not worth packing
+SMALL = 1 << 16  # values of a weight, below which packing does not pay
 
 
 class _Packed(NamedTuple):
@@ -26,7 +26,7 @@ class _Packed(NamedTuple):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] times weight [out, in], plus bias."""
+    """Return x [..., in] times weight [out, in], plus bias."""
     packed: _Packed | None = getattr(weight, "packed", None)
     if packed is None or torch.is_grad_enabled() or x.numel() < FEW * x.shape[-1]:
         return F.linear(x, weight, bias)
@@ -37,13 +37,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """On a CPU with oneDNN, in float32; half precision takes a fast path of its own."""
+    """Return whether a weight can be packed: float32 on a CPU with oneDNN. Half precision has its own fast path."""
     fits = weight.device.type == "cpu" and weight.dtype == torch.float32 and not weight.is_inference()
     return fits and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 def pays_to_pack(weight: Tensor) -> bool:
-    """Whether a packed copy would be faster here."""
+    """Return whether a packed copy would be faster here."""
     return can_pack(weight) and weight.numel() >= SMALL and not _on_intel()
 
 

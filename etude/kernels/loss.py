@@ -1,10 +1,10 @@
-"""Output head and loss in one, a chunk of tokens at a time: the full logits [tokens, vocabulary] never exist.
+"""Output head and loss fused, a chunk of tokens at a time: the full logits [tokens, vocabulary] never exist.
 
-Functions over the same rows. `linear_cross_entropy` knows each token's weight beforehand, so it turns a chunk of
-logits into its gradient on the spot and pays no second product: the loss of pretraining and fine-tuning, and, with the
-log-probabilities it has seen on the way (`weighted_logprobs`), of the policy gradient.
-`token_logprobs` gives log p(target) per token for objectives that decide later how to use it, and recomputes a chunk
-in the backward. The softmax of a chunk runs in place in one Triton kernel on CUDA (`kernels/softmax.py`).
+`linear_cross_entropy` knows each token's weight beforehand, so it turns a chunk of logits into its gradient at once and
+needs no second product: the loss of pretraining and fine-tuning and, with the log-probabilities computed on the way
+(`weighted_logprobs`), of the policy gradient. `token_logprobs` returns log p(target) per token for objectives that
+decide later how to use it, and recomputes a chunk in the backward. The softmax of a chunk runs in place in one Triton
+kernel on CUDA (`kernels/softmax.py`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ CHUNK_ELEMENTS = 2**28  # logits held at once; 512 MiB in bfloat16
 
 
 def linear_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Sum over tokens of weight x -log p(target), float32. hidden [n, width], head [vocabulary, width], targets [n]."""
+    """Return the sum of weight x -log p(target), float32. hidden [n, width], head [vocabulary, width], targets [n]."""
     if weights is None:
         weights = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
     return weighted_logprobs(hidden, head, targets, weights)[0]
 
 
 def weighted_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """That sum, and log p(target) of every token, float32 [n], without a gradient; 0 where the target is IGNORE."""
+    """Return that sum, and log p(target) per token, float32 [n], without a gradient; 0 where the target is IGNORE."""
     _check(hidden, head, targets, weights)
-    # contiguous: the kernels walk targets and weights by their index
+    # contiguous: the kernels index targets and weights directly
     found: tuple[Tensor, Tensor] = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, head, targets.contiguous(), weights.detach().float().contiguous()
     )
@@ -39,14 +39,14 @@ def weighted_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, weights: Te
 
 
 def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """log p(target) of every token, float32 [n]; 0 where the target is IGNORE."""
+    """Return log p(target) of every token, float32 [n]; 0 where the target is IGNORE."""
     _check(hidden, head, targets, targets)
     found: Tensor = _TokenLogprobs.apply(hidden, head, targets.contiguous())  # type: ignore[no-untyped-call]
     return found
 
 
 def _check(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> None:
-    """A shape that broadcasts would give a loss, and the wrong one."""
+    """Check shapes: one that broadcasts would silently give a wrong loss."""
     tokens, width = hidden.shape
     if head.shape[1] != width or targets.shape != (tokens,) or weights.shape != (tokens,):
         shapes = [list(t.shape) for t in (hidden, head, targets, weights)]
@@ -56,7 +56,7 @@ def _check(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> No
 
 
 def token_chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
-    """Slices of tokens whose logits may be held at once."""
+    """Return slices of tokens whose logits may be held at once."""
     size = max(1, CHUNK_ELEMENTS // vocabulary)
     size = size // 128 * 128 or size  # whole tiles
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
@@ -69,7 +69,7 @@ class _CrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         seen = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if wants_hidden else None
-        # float32: many chunks are summed here, and bfloat16 would forget the small ones
+        # float32: many chunks are summed here, and bfloat16 would lose the small ones
         head_grad = torch.zeros(head.shape, dtype=torch.float32, device=head.device) if wants_head else None
         for rows in token_chunks(*_sizes(hidden, head)):
             logits = hidden[rows] @ head.T

@@ -1,7 +1,7 @@
-"""The kernels of `decode.c`, compiled for this processor where there is a C compiler; None where there is none.
+"""Load the kernels of `decode.c`, compiled for this processor on first use.
 
-They serve float32 on a CPU in inference and nothing else. Without a compiler the same functions run in torch, slower
-and equal but for the last bits; `why_not` says why. ETUDE_CPU_KERNELS=off turns them off.
+They serve float32 inference on a CPU only. Without a C compiler the same functions run in torch, slower and equal
+except for the last bits; `unavailable_reason` says why. ETUDE_CPU_KERNELS=off turns them off.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from etude.system.compiler import COMPILE_S, cache_directory, find_compiled, run
 
 SWITCH = "ETUDE_CPU_KERNELS"
 COMPILERS = ("cc", "gcc", "clang")
-# fused multiply-adds are welcome, reordered sums only where the source says so
+# fused multiply-adds are allowed, reordered sums only where the source says so
 OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 
 _SOURCE = Path(__file__).parent / "decode.c"
@@ -33,15 +33,15 @@ _SIGNATURES = {
 }
 
 
-def serves(x: Tensor) -> ctypes.CDLL | None:
-    """The kernels, if they may be used for `x`."""
+def native_kernels_for(x: Tensor) -> ctypes.CDLL | None:
+    """Return the kernels if they may be used for `x`, else None."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     return _library()[0]
 
 
-def why_not() -> str:
-    """Why there are no kernels; "" when there are."""
+def unavailable_reason() -> str:
+    """Return why there are no kernels; "" if there are."""
     return _library()[1]
 
 
@@ -50,23 +50,23 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get(SWITCH) == "off":
         return None, f"{SWITCH}=off"
     key = f"{OPTIONS} {_processor()}"
-    path, why = find_compiled("decode", [_SOURCE], COMPILERS, _compile, _try, cache_directory(), key)
-    return (_load(path), "") if path else (None, why)
+    path, reason = find_compiled("decode", [_SOURCE], COMPILERS, _compile, _test, cache_directory(), key)
+    return (_load(path), "") if path else (None, reason)
 
 
 def _compile(compiler: str, target: str) -> None:
     run([compiler, *OPTIONS, "-o", target, str(_SOURCE), "-lm"], COMPILE_S)
 
 
-def _try(path: Path) -> None:
+def _test(path: Path) -> None:
     x, weight, out = torch.tensor([[3.0, -4.0]]), torch.ones(2), torch.empty(1, 2)
     _load(path).rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), 1, 2, 0.0)
     if not torch.allclose(out, x / 12.5**0.5):
-        raise OSError(f"{path.name}: gives wrong numbers")
+        raise OSError(f"{path.name}: rms_norm returned wrong numbers")
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    # torch has loaded an OpenMP of the same name, so its threads are the ones used here
+    # torch has already loaded an OpenMP library of the same name, so its threads are used here
     library = ctypes.CDLL(str(path))
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
@@ -75,7 +75,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """What `-march=native` means here: a cache may be shared by machines."""
+    """Return a digest of the processor, which `-march=native` depends on: a cache may be shared by machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,9 +1,9 @@
-"""The Triton side of `paged`: attention over pages, and keys and values into their slots. GPU only.
+"""Triton kernels of `paged`: attention over pages, and storing keys and values in their slots. GPU only.
 
-Decoding, one program reads a run of one stream's tokens for one key head and all the query heads that share it, so
-every key and value crosses from memory once. Runs have a fixed length, whatever the batch: with `exact` the order of
-every sum is the same for a stream alone or among many. Without, a full grid reads each stream in one run. Reading
-prompts, one program has a block of queries of one stream, for one key head likewise; a tensor says which.
+In decoding, one program reads a run of one sequence's tokens for one key head and all the query heads that share it, so
+every key and value is loaded once. Runs have a fixed length, whatever the batch: with `exact` the order of every sum is
+the same for a sequence alone or among many. Otherwise a full grid reads each sequence in one run. In prefill, one
+program has a block of queries of one sequence, again for one key head; a tensor says which block.
 """
 
 # mypy: ignore-errors
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-RUN = 512  # tokens of one program when streams are cut into runs
+RUN = 512  # tokens of one program when sequences are split into runs
 BLOCK = 128  # tokens read at once; 3.4 TB/s on an H200, 64 gives 3.2
 
 
@@ -39,68 +39,68 @@ def _decode_kernel(
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    stream = tl.program_id(0).to(tl.int64)
+    sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     run = tl.program_id(2)
-    length = tl.load(lengths + stream).to(tl.int32)
+    length = tl.load(lengths + sequence).to(tl.int32)
     first = run * LENGTH if SPLIT else 0
     last = tl.minimum(length, first + LENGTH) if SPLIT else length
     row = tl.arange(0, ROWS)
     at = tl.arange(0, DIM)
     mine = row < GROUP
-    asks = q + (stream * heads + head * GROUP + row[:, None]) * DIM + at[None, :]
-    query = tl.load(asks, mask=mine[:, None], other=0.0)
+    pointers = q + (sequence * heads + head * GROUP + row[:, None]) * DIM + at[None, :]
+    query = tl.load(pointers, mask=mine[:, None], other=0.0)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, DIM), tl.float32)
     for start in range(first, last, TOKENS):
         token = start + tl.arange(0, TOKENS)
         inside = token < last
-        page = tl.load(tables + stream * table_stride + token // PAGE, mask=inside, other=0)
+        page = tl.load(tables + sequence * table_stride + token // PAGE, mask=inside, other=0)
         slot = page.to(tl.int64) * PAGE + token % PAGE
         k = tl.load(keys + slot[:, None] * key_stride + head * DIM + at[None, :], mask=inside[:, None], other=0.0)
         scores = tl.dot(query, tl.trans(k)).to(tl.float32) * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
-        odds = tl.exp(scores - higher[:, None])
-        fade = tl.exp(top - higher)
+        weights = tl.exp(scores - higher[:, None])
+        rescale = tl.exp(top - higher)
         v = tl.load(values + slot[:, None] * value_stride + head * DIM + at[None, :], mask=inside[:, None], other=0.0)
-        sums = sums * fade[:, None] + tl.dot(odds.to(v.dtype), v).to(tl.float32)
-        total = total * fade + tl.sum(odds, axis=1)
+        sums = sums * rescale[:, None] + tl.dot(weights.to(v.dtype), v).to(tl.float32)
+        total = total * rescale + tl.sum(weights, axis=1)
         top = higher
-    place = stream * heads + head * GROUP + row
+    target = sequence * heads + head * GROUP + row
     if SPLIT:
         # a run past the end has weight zero
-        tl.store(weight + place * runs + run, tl.where(first < length, top + tl.log(total), float("-inf")), mask=mine)
+        tl.store(weight + target * runs + run, tl.where(first < length, top + tl.log(total), float("-inf")), mask=mine)
         sums = tl.where(first < length, sums / total[:, None], 0.0)
-        tl.store(out + (place[:, None] * runs + run) * DIM + at[None, :], sums, mask=mine[:, None])
+        tl.store(out + (target[:, None] * runs + run) * DIM + at[None, :], sums, mask=mine[:, None])
     else:
-        sums = sums / tl.where(total > 0, total, 1.0)[:, None]  # a stream of no tokens has seen nothing
-        tl.store(out + place[:, None] * DIM + at[None, :], sums.to(out.dtype.element_ty), mask=mine[:, None])
+        sums = sums / tl.where(total > 0, total, 1.0)[:, None]  # a sequence of no tokens gives zeros
+        tl.store(out + target[:, None] * DIM + at[None, :], sums.to(out.dtype.element_ty), mask=mine[:, None])
 
 
 @triton.jit
 def _join_kernel(parts, weight, out, runs, DIM: tl.constexpr, RUNS: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64)
+    target = tl.program_id(0).to(tl.int64)
     run = tl.arange(0, RUNS)
     at = tl.arange(0, DIM)
-    logs = tl.load(weight + place * runs + run, mask=run < runs, other=float("-inf"))
+    logs = tl.load(weight + target * runs + run, mask=run < runs, other=float("-inf"))
     top = tl.max(logs, axis=0)
     share = tl.exp(logs - tl.where(top > float("-inf"), top, 0.0))
     total = tl.sum(share, axis=0)
     share = share / tl.where(total > 0, total, 1.0)
-    part = tl.load(parts + (place * runs + run[:, None]) * DIM + at[None, :], mask=(run < runs)[:, None], other=0.0)
-    tl.store(out + place * DIM + at, tl.sum(part * share[:, None], axis=0).to(out.dtype.element_ty))
+    part = tl.load(parts + (target * runs + run[:, None]) * DIM + at[None, :], mask=(run < runs)[:, None], other=0.0)
+    tl.store(out + target * DIM + at, tl.sum(part * share[:, None], axis=0).to(out.dtype.element_ty))
 
 
 def decode(q, keys, values, tables, lengths, size, scale, exact, out=None):
-    """q [n, heads, dim] over pages -> [n, heads, dim]; where a length is 0, zeros."""
+    """Attend with q [n, heads, dim] over pages -> [n, heads, dim]; where a length is 0, zeros."""
     n, heads, dim = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     q = q.contiguous()
     out = torch.empty_like(q) if out is None else out
-    split = exact or n * kv_heads < 512  # too few programs for the device's 132 multiprocessors: cut the streams
+    split = exact or n * kv_heads < 512  # too few programs for the device's 132 multiprocessors: split sequences
     runs = triton.cdiv(tables.shape[1] * size, RUN) if split else 1
     target, weight = out, out
     if split:
@@ -137,7 +137,7 @@ def decode(q, keys, values, tables, lengths, size, scale, exact, out=None):
 
 
 @triton.jit
-def _read_kernel(
+def _prefill_kernel(
     q,
     keys,
     values,
@@ -158,49 +158,49 @@ def _read_kernel(
 ):
     block = tl.program_id(0)
     head = tl.program_id(1)
-    stream = tl.load(blocks + block * 4).to(tl.int64)
+    sequence = tl.load(blocks + block * 4).to(tl.int64)
     first = tl.load(blocks + block * 4 + 1).to(tl.int64)
     count = tl.load(blocks + block * 4 + 2)
-    place = tl.load(blocks + block * 4 + 3)
-    last = tl.where(count > 0, place + count, 0)  # an unused block looks at nothing
+    position = tl.load(blocks + block * 4 + 3)
+    last = tl.where(count > 0, position + count, 0)  # an unused block attends to nothing
     row = tl.arange(0, QUERIES * WIDE)
-    ask = row // WIDE
+    index = row // WIDE
     member = row % WIDE
     at = tl.arange(0, DIM)
-    mine = (ask < count) & (member < GROUP)
-    spot = ((first + ask) * heads + head * GROUP + member)[:, None] * DIM + at[None, :]
-    query = tl.load(q + spot, mask=mine[:, None], other=0.0)
+    mine = (index < count) & (member < GROUP)
+    offset = ((first + index) * heads + head * GROUP + member)[:, None] * DIM + at[None, :]
+    query = tl.load(q + offset, mask=mine[:, None], other=0.0)
     top = tl.full((QUERIES * WIDE,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES * WIDE,), tl.float32)
     sums = tl.zeros((QUERIES * WIDE, DIM), tl.float32)
     for start in range(0, last, TOKENS):
         token = start + tl.arange(0, TOKENS)
         inside = token < last
-        page = tl.load(tables + stream * table_stride + token // PAGE, mask=inside, other=0)
+        page = tl.load(tables + sequence * table_stride + token // PAGE, mask=inside, other=0)
         slot = page.to(tl.int64) * PAGE + token % PAGE
         k = tl.load(keys + slot[:, None] * key_stride + head * DIM + at[None, :], mask=inside[:, None], other=0.0)
         scores = tl.dot(query, tl.trans(k)).to(tl.float32) * scale
-        # every row sees the first token, so that no maximum is of nothing
-        scores = tl.where(token[None, :] <= (place + ask)[:, None], scores, float("-inf"))
+        # every row sees the first token, so no maximum is -inf
+        scores = tl.where(token[None, :] <= (position + index)[:, None], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
-        odds = tl.exp(scores - higher[:, None])
-        fade = tl.exp(top - higher)
+        weights = tl.exp(scores - higher[:, None])
+        rescale = tl.exp(top - higher)
         v = tl.load(values + slot[:, None] * value_stride + head * DIM + at[None, :], mask=inside[:, None], other=0.0)
-        sums = sums * fade[:, None] + tl.dot(odds.to(v.dtype), v).to(tl.float32)
-        total = total * fade + tl.sum(odds, axis=1)
+        sums = sums * rescale[:, None] + tl.dot(weights.to(v.dtype), v).to(tl.float32)
+        total = total * rescale + tl.sum(weights, axis=1)
         top = higher
     sums = sums / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + spot, sums.to(out.dtype.element_ty), mask=mine[:, None])
+    tl.store(out + offset, sums.to(out.dtype.element_ty), mask=mine[:, None])
 
 
-def read(q, keys, values, tables, lengths, blocks, queries, size, scale):
-    """q [n, heads, dim]: the first `len(lengths)` as in `decode`, then each of `blocks` over all before it."""
+def decode_and_prefill(q, keys, values, tables, lengths, blocks, queries, size, scale):
+    """Attend with the first `len(lengths)` of q [n, heads, dim] as in `decode`, then with each of `blocks`."""
     q = q.contiguous()
     out = torch.zeros_like(q)
     n, heads, dim = len(lengths), *q.shape[1:]
     decode(q[:n], keys, values, tables, lengths, size, scale, False, out[:n])
     group = heads // keys.shape[1]
-    _read_kernel[(len(blocks), keys.shape[1])](
+    _prefill_kernel[(len(blocks), keys.shape[1])](
         q,
         keys,
         values,
@@ -235,7 +235,7 @@ def _store_kernel(k, v, keys, values, slots, k_stride, v_stride, size, BLOCK: tl
 
 
 def store(k, v, keys, values, slots):
-    """k and v [n, heads, dim] into their slots, both in one pass."""
+    """Store k and v [n, heads, dim] in their slots, both in one pass."""
     size = k.shape[1] * k.shape[2]
     k = k if k[0].is_contiguous() else k.contiguous()
     v = v if v[0].is_contiguous() else v.contiguous()

@@ -1,7 +1,7 @@
-"""log-softmax at the target and its gradient over rows of logits, in float32 whatever the logits are stored in.
+"""Log-softmax at the target and its gradient over rows of logits, in float32 whatever type the logits have.
 
-On CUDA one program per row reads the row from cache twice and writes the gradient over the logits themselves, so the
-pass costs one read and one write of memory. Everywhere else the same two functions are a few lines of torch.
+On CUDA one program per row reads the row from cache twice and writes the gradient over the logits, so the pass costs
+one read and one write of memory. Everywhere else the same two functions are a few lines of torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BLOCK = 4096
 
 
 def logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """log softmax(logits)[target] of every row, float32; 0 where the target is negative (ignored)."""
+    """Return log softmax(logits)[target] of every row, float32; 0 where the target is negative (ignored)."""
     if logits.is_cuda:
         return _triton_logprobs(logits, targets)
     kept = targets >= 0
@@ -25,7 +25,7 @@ def logprobs(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def logprobs_and_gradient_(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """`logprobs`, and weight x (softmax - onehot(target)) written over the logits; 0 where the target is negative."""
+    """Return `logprobs`, and write weight x (softmax - onehot(target)) over the logits; 0 for negative targets."""
     if logits.is_cuda:
         return _triton_logprobs_and_gradient(logits, targets, weights)
     found, kept = logprobs(logits, targets), targets >= 0

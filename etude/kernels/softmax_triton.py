@@ -1,4 +1,4 @@
-"""The Triton side of `softmax`: one program a row, float32 inside. Imported only where there is a GPU."""
+"""Triton kernels of `softmax`: one program per row, float32 inside. Imported only where there is a GPU."""
 
 # mypy: ignore-errors
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def _log_sum_exp(row, size, BLOCK: tl.constexpr):
-    """Running maximum and running sum, block by block; the blocks are combined at the end."""
+    """Return log(sum(exp(row))) from a running maximum and sum per lane, combined at the end."""
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, size, BLOCK):
@@ -29,7 +29,7 @@ def logprobs_kernel(logits, stride, targets, found, size, BLOCK: tl.constexpr):
     if target < 0:
         tl.store(found + index, 0.0)
     else:
-        # a target outside the vocabulary has no probability: NaN, which nobody overlooks
+        # a target outside the vocabulary has no probability: NaN makes the error visible
         at_target = tl.load(row + target, mask=target < size, other=float("nan")).to(tl.float32)
         tl.store(found + index, at_target - _log_sum_exp(row, size, BLOCK))
 

@@ -1,4 +1,4 @@
-"""Distances between draft and teacher against plain torch, values and gradients; what speculation will see of them."""
+"""Distances between draft and teacher against plain torch: values, gradients and acceptance rates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_distances_equal_the_plain_ones(distance: Distance, n: int, vocabulary: 
     torch.testing.assert_close(got, torch.autograd.grad(want, draft)[0], atol=1e-4, rtol=1e-3)
 
 
-def test_only_the_draft_learns() -> None:
+def test_only_the_draft_gets_a_gradient() -> None:
     draft, teacher, head = (torch.randn(4, 6, requires_grad=True) for _ in range(3))
     found = distill(draft, teacher, head, torch.ones(4))
     found.loss.backward()

@@ -1,4 +1,4 @@
-"""One grouped product equals a product per expert, gradients too, whatever the sizes and however empty a group."""
+"""One grouped product equals a product per expert, gradients too, for all sizes and for empty groups."""
 
 from __future__ import annotations
 

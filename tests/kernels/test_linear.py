@@ -1,4 +1,4 @@
-"""Packed weights and few-call kernels give what the plain lines give, and follow the weight when it changes."""
+"""Packed weights and fused kernels give the same as plain torch, and follow the weight when it changes."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_gradients_flow_through_a_weight_that_is_packed() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_inference_on_a_cpu_takes_fewer_calls_to_the_same_numbers(interleaved: bool) -> None:
+def test_inference_on_a_cpu_gives_the_same_numbers_with_fewer_calls(interleaved: bool) -> None:
     x, weight = torch.randn(2, 5, 3, 8), torch.rand(8)
     cos, sin = torch.randn(2, 5, 1, 4), torch.randn(2, 5, 1, 4)
     plain = rms_norm(x, weight, 1e-5), rotate(x, cos, sin, interleaved)

@@ -1,4 +1,4 @@
-"""The compiled kernels beside the plain lines in torch, which run wherever a gradient may be asked for."""
+"""The compiled kernels against plain torch, which runs wherever gradients are enabled."""
 
 import os
 import subprocess
@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from etude.kernels import native
-from etude.kernels.draw import DRAW, Drawn, draw_plain, luck
+from etude.kernels.draw import DRAW, Drawn, draw_untruncated, uniform
 from etude.kernels.fused import rms_norm, rotate, swiglu
 from etude.kernels.paged import attend_pages, store_pages
 
-pytestmark = pytest.mark.skipif(native.why_not() != "", reason=f"no compiled kernels: {native.why_not()}")
+REASON = native.unavailable_reason()
+pytestmark = pytest.mark.skipif(REASON != "", reason=f"no compiled kernels: {REASON}")
 
 
 def both(function: Callable[..., Tensor], *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """What the compiled kernel gives, and what torch does."""
+    """Return the results of the compiled kernel and of torch."""
     with torch.enable_grad():
         plain = function(*inputs, **options).detach()
     with torch.no_grad():
@@ -77,46 +78,49 @@ def test_new_keys_and_values_go_to_their_slots() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5, 64, 65, 4096])
-def test_a_drawn_token_is_the_one_its_luck_points_at(size: int) -> None:
+def test_a_sampled_token_is_the_one_its_uniform_points_at(size: int) -> None:
     torch.manual_seed(size)
     n = 500
     logits = torch.randn(n, size) * 4
     logits[::7, 0] = float("-inf") if size > 1 else 0.0
-    heat = torch.rand(n) * 1.5 + 0.2
-    heat[::5], heat[1::5] = 0.0, 1.0
-    seeds, places = torch.arange(n), torch.arange(n) % 9
+    temperatures = torch.rand(n) * 1.5 + 0.2
+    temperatures[::5], temperatures[1::5] = 0.0, 1.0
+    seeds, positions = torch.arange(n), torch.arange(n) % 9
     with torch.no_grad():
-        mine = draw_plain(logits, heat, seeds, places)
+        mine = draw_untruncated(logits, temperatures, seeds, positions)
     with torch.enable_grad():
-        plain = Drawn(*(part.detach() for part in draw_plain(logits, heat, seeds, places)))
+        plain = Drawn(*(part.detach() for part in draw_untruncated(logits, temperatures, seeds, positions)))
     assert torch.allclose(mine.raw_logprobs, logits.log_softmax(-1).gather(1, mine.tokens[:, None])[:, 0], atol=2e-6)
     same = mine.tokens == plain.tokens
-    assert same.float().mean() > 0.99  # the rest: luck on the edge between two tokens
+    assert same.float().mean() > 0.99  # the rest: a uniform on the edge between two tokens
     assert torch.allclose(mine.logprobs[same], plain.logprobs[same], atol=5e-6)
-    odds = (logits.double() / heat.double().clamp(min=1e-9)[:, None]).softmax(-1)
-    ends, aim = odds.cumsum(-1).gather(1, mine.tokens[:, None])[:, 0], luck(seeds, places, DRAW)
-    starts = ends - odds.gather(1, mine.tokens[:, None])[:, 0]
-    warm = heat > 0
-    assert ((starts - 1e-5 <= aim) & (aim <= ends + 1e-5))[warm].all()
-    assert torch.equal(mine.tokens[~warm], logits[~warm].argmax(-1))
+    probabilities = (logits.double() / temperatures.double().clamp(min=1e-9)[:, None]).softmax(-1)
+    ends, target = probabilities.cumsum(-1).gather(1, mine.tokens[:, None])[:, 0], uniform(seeds, positions, DRAW)
+    starts = ends - probabilities.gather(1, mine.tokens[:, None])[:, 0]
+    sampled = temperatures > 0
+    assert ((starts - 1e-5 <= target) & (target <= ends + 1e-5))[sampled].all()
+    assert torch.equal(mine.tokens[~sampled], logits[~sampled].argmax(-1))
     assert (logits.gather(1, mine.tokens[:, None]) > -1e30).all()
 
 
-def test_luck_at_the_very_end_draws_a_token_that_has_weight() -> None:
+def test_a_uniform_rounded_to_one_samples_a_token_with_probability() -> None:
     logits = torch.full((1, 200), float("-inf"))
     logits[0, 70] = logits[0, 130] = 0.0
     with torch.no_grad():
-        library = native.serves(logits)
+        library = native.native_kernels_for(logits)
     assert library is not None
-    token, scores, room = torch.empty(1, dtype=torch.int64), torch.empty(2), torch.empty(200)
-    heat, aim = torch.ones(1), torch.ones(1, dtype=torch.float64)  # 1.0 itself is never drawn, but may be rounded to
-    made = token.data_ptr(), scores.data_ptr(), scores[1:].data_ptr(), room.data_ptr()
-    library.draw(logits.data_ptr(), heat.data_ptr(), aim.data_ptr(), *made, 1, 200)
+    token, scores, scratch = torch.empty(1, dtype=torch.int64), torch.empty(2), torch.empty(200)
+    temperatures, target = (
+        torch.ones(1),
+        torch.ones(1, dtype=torch.float64),
+    )  # 1.0 itself is never drawn, but may be rounded to
+    outputs = token.data_ptr(), scores.data_ptr(), scores[1:].data_ptr(), scratch.data_ptr()
+    library.draw(logits.data_ptr(), temperatures.data_ptr(), target.data_ptr(), *outputs, 1, 200)
     assert token.item() == 130
 
 
-def test_the_switch_turns_them_off() -> None:
-    code = "from etude.kernels import native; print(native.why_not())"
+def test_the_environment_variable_turns_them_off() -> None:
+    code = "from etude.kernels import native; print(native.unavailable_reason())"
     env = os.environ | {native.SWITCH: "off"}
     said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
     assert said.strip() == f"{native.SWITCH}=off"
