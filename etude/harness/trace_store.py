@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 import numpy as np
 import zstandard
 
+from etude.config import Settings, make_settings
 from etude.errors import EtudeError, InputError
 from etude.harness.trace import Segment, SegmentKind, Trace
 
@@ -190,9 +191,11 @@ def _check(segment: Segment, where: str) -> None:
 
 
 def to_json(value: Any, where: str) -> Any:
-    """Return the JSON form of dataclasses, mappings and sequences; InputError names a value that has none."""
+    """Return the JSON form of dataclasses, settings, mappings and sequences; InputError names a value that has none."""
     if value is None or isinstance(value, str | int | float):
         return value
+    if isinstance(value, Settings):
+        return value.model_dump(mode="json")
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name), f"{where}.{field.name}") for field in fields(value)}
     if isinstance(value, list | tuple):
@@ -217,6 +220,8 @@ def from_json(kind: Any, value: Any, where: str) -> Any:
         raise InputError(f"{where}: {_shown(value)} where {NAMES[form]} was expected")
     if origin is Literal and value not in parts:
         raise InputError(f"{where}: {_shown(value)} is none of {', '.join(parts)}")
+    if _is_settings(kind):
+        return make_settings(kind, where, **{kind.renamed_keys.get(key, key): item for key, item in value.items()})
     if is_dataclass(kind):
         return _read_object(kind, value, where)
     if form is list:
@@ -253,7 +258,11 @@ def _json_type(kind: Any) -> Any:
         return int | float
     if get_origin(kind) is Literal:
         return str
-    return dict if is_dataclass(kind) or issubclass(get_origin(kind), Mapping) else list
+    return dict if _is_settings(kind) or is_dataclass(kind) or issubclass(get_origin(kind), Mapping) else list
+
+
+def _is_settings(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Settings)
 
 
 def _shown(value: Any) -> str:
