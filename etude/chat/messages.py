@@ -3,9 +3,9 @@
 Token ids are kept in the trace and are never re-created from these messages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 Role = Literal["system", "user", "assistant", "tool"]
 # Parse status of a tool call. Only `ok` calls run; all others are answered with an error and counted, never dropped.
@@ -17,6 +17,10 @@ CallStatus = Literal[
     "unknown_tool",
     "unclosed",  # the turn ended inside the call
 ]
+
+# Kinds of streamed output: reasoning, text, or the name of a tool that is being called.
+StreamPart: TypeAlias = Literal["thinking", "text", "call"]
+PartListener: TypeAlias = Callable[[StreamPart, str], None]
 
 
 @dataclass(frozen=True)

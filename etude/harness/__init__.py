@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from etude.harness.atif import from_atif, to_atif
+    from etude.harness.budget import Budget
     from etude.harness.model_client import ChatModelClient, ModelClient, TokenModelClient
     from etude.harness.prompt import SessionRequest
-    from etude.harness.session import Budget, Session
+    from etude.harness.session import Session
     from etude.harness.session_factory import open_session
     from etude.harness.summary import SummarySettings
     from etude.harness.tool_set import ToolSet
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from etude.harness.trace_store import load_trace, save_trace
 
 _HOMES = {
-    "Budget": "etude.harness.session",
+    "Budget": "etude.harness.budget",
     "ChatModelClient": "etude.harness.model_client",
     "ModelClient": "etude.harness.model_client",
     "Segment": "etude.harness.trace",

@@ -16,10 +16,19 @@ from typing import Any
 from etude.chat.dialects.dialect import Dialect
 from etude.chat.dialects.json_calls import MalformedCall, read_arguments
 from etude.chat.dialects.streaming import TurnStreamer
-from etude.chat.messages import CallStatus, Message, ParsedTurn, ToolCall, ToolSchema, tool_names
+from etude.chat.messages import (
+    CallStatus,
+    Message,
+    ParsedTurn,
+    PartListener,
+    StreamPart,
+    ToolCall,
+    ToolSchema,
+    tool_names,
+)
 from etude.errors import InputError
 from etude.harness.trace import Segment, SegmentBuilder, SegmentKind, Trace
-from etude.inference.chat_format import ParsedToolCall, PartListener, StreamPart
+from etude.inference.chat_format import ParsedToolCall
 from etude.inference.clients.openai import OpenAIChat, Reply
 from etude.inference.policy import Completion, Policy
 from etude.inference.sampling import Sampling

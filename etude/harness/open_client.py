@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from etude.agent.options import Model
 from etude.chat.dialects import dialect_for
 from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
 from etude.harness.model_client import SEED_LIMIT, ChatModelClient, ModelClient, TokenModelClient
+from etude.harness.model_options import ModelOptions
 from etude.inference.clients.http import HttpPolicy
 from etude.inference.clients.openai import OpenAIChat
 from etude.inference.clients.transport import RetryPolicy, ServerError
@@ -25,7 +25,7 @@ PAGE = 16
 
 
 @asynccontextmanager
-async def open_model_client(model: Model, session: str) -> AsyncIterator[ModelClient]:
+async def open_model_client(model: ModelOptions, session: str) -> AsyncIterator[ModelClient]:
     """Open the model client of one session and close its resources afterwards."""
     if not model.name and not model.endpoint:
         raise InputError(
@@ -46,7 +46,7 @@ async def open_model_client(model: Model, session: str) -> AsyncIterator[ModelCl
 
 
 @asynccontextmanager
-async def _local_checkpoint(model: Model, session: str) -> AsyncIterator[ModelClient]:
+async def _local_checkpoint(model: ModelOptions, session: str) -> AsyncIterator[ModelClient]:
     directory = model.directory
     if directory is None:
         raise InputError(f"--model {model.name}: no such directory; a model by name needs --endpoint URL")
@@ -71,7 +71,7 @@ async def _local_checkpoint(model: Model, session: str) -> AsyncIterator[ModelCl
 
 
 @asynccontextmanager
-async def _served_checkpoint(model: Model, session: str) -> AsyncIterator[ModelClient]:
+async def _served_checkpoint(model: ModelOptions, session: str) -> AsyncIterator[ModelClient]:
     """Use an Etude server by token ids; the tokenizer is loaded from the model directory."""
     directory = model.directory
     assert directory is not None
@@ -92,7 +92,9 @@ async def _served_checkpoint(model: Model, session: str) -> AsyncIterator[ModelC
         await policy.close()
 
 
-def _token_client(model: Model, policy: Policy, tokenizer: Tokenizer, window: int, session: str) -> TokenModelClient:
+def _token_client(
+    model: ModelOptions, policy: Policy, tokenizer: Tokenizer, window: int, session: str
+) -> TokenModelClient:
     seed = random.randrange(SEED_LIMIT) if model.seed is None else model.seed
     sampling = Sampling(temperature=model.temperature, seed=seed)
     dialect = dialect_for(tokenizer, model.dialect or None)
@@ -100,7 +102,7 @@ def _token_client(model: Model, policy: Policy, tokenizer: Tokenizer, window: in
 
 
 @asynccontextmanager
-async def _chat_endpoint(model: Model) -> AsyncIterator[ModelClient]:
+async def _chat_endpoint(model: ModelOptions) -> AsyncIterator[ModelClient]:
     url = urlsplit(model.endpoint)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise InputError(f"--endpoint {model.endpoint}: expected a URL such as http://127.0.0.1:8000/v1")
@@ -119,7 +121,7 @@ async def _chat_endpoint(model: Model) -> AsyncIterator[ModelClient]:
         await client.close()
 
 
-async def _list_models(client: OpenAIChat, model: Model) -> list[Mapping[str, Any]]:
+async def _list_models(client: OpenAIChat, model: ModelOptions) -> list[Mapping[str, Any]]:
     """Return the models the endpoint lists; an endpoint without a list is accepted if the model was named."""
     try:
         return await client.models()
@@ -129,7 +131,7 @@ async def _list_models(client: OpenAIChat, model: Model) -> list[Mapping[str, An
         return []
 
 
-def _only_model(served: list[Mapping[str, Any]], model: Model) -> str:
+def _only_model(served: list[Mapping[str, Any]], model: ModelOptions) -> str:
     names = [str(each.get("id")) for each in served]
     if len(names) != 1:
         shown = ", ".join(names[:10]) or "none"
@@ -137,7 +139,7 @@ def _only_model(served: list[Mapping[str, Any]], model: Model) -> str:
     return names[0]
 
 
-def _window(model: Model, known: int) -> int:
+def _window(model: ModelOptions, known: int) -> int:
     if model.window > known:
         raise InputError(f"--window {model.window:,}: this model's window has {known:,} tokens")
     return model.window or known

@@ -8,12 +8,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from etude.errors import EtudeError, InputError
+from etude.harness.budget import Budget
 from etude.harness.model_client import ModelClient, TokenModelClient
 from etude.harness.prompt import SessionRequest, opening_messages
 from etude.harness.search.render import render_result
 from etude.harness.search.searcher import CodebaseSearcher
 from etude.harness.search.source import FileSource
-from etude.harness.session import MIN_TURN_TOKENS, Budget, Session
+from etude.harness.session import MIN_TURN_TOKENS, Session
 from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
 from etude.harness.tools.context import WebProvider

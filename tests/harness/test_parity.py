@@ -12,7 +12,7 @@ import pytest
 from agent_workspace import ETUDE, AgentWorkspace, open_pods, make_workspace, tiny_checkpoint
 from session_helpers import call, chatml, says
 
-from etude.agent import conversation as conversation
+from etude.agent import conversation
 from etude.agent.upload import upload_directory
 from etude.chat.dialects import dialect_for
 from etude.chat.messages import Message

@@ -9,8 +9,7 @@ import time
 from collections.abc import Sequence
 
 from etude.chat.dialects.dialect import Dialect
-from etude.chat.messages import ParsedTurn
-from etude.inference.chat_format import PartListener, StreamPart
+from etude.chat.messages import ParsedTurn, PartListener, StreamPart
 
 MIN_INTERVAL_S = 0.03  # between two parses; people do not read faster
 PARSE_INTERVAL_RATIO = 5  # limits parsing to about a fifth of the time, however long the turn
