@@ -1,22 +1,46 @@
 """Etude trains coding agents: base model, continued pretraining, fine-tuning and reinforcement learning.
 
-Importing `etude` is cheap and imports no torch. Each room (`etude.model`, `etude.data`, ...) is loaded the
-first time it is touched, so `import etude; etude.model.load(path)` works without a second import.
+Importing `etude` is cheap and loads no torch. Each package (`etude.model`, `etude.data`, ...) is imported when it is
+first used, so `import etude; etude.model.load(path)` works without a second import.
 """
 
-from importlib import import_module
-from types import ModuleType
+import importlib as _importlib
+from types import ModuleType as _ModuleType
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+
+# In the order of the import contract: a package imports only packages listed before it.
+__all__ = [
+    "agent",
+    "bench",
+    "chat",
+    "cluster",
+    "config",
+    "data",
+    "evaluation",
+    "harness",
+    "inference",
+    "kernels",
+    "model",
+    "pipeline",
+    "pods",
+    "recipe",
+    "rewards",
+    "rl",
+    "rollouts",
+    "runs",
+    "tasks",
+    "train",
+    "viewer",
+    "weights",
+]
 
 
-def __getattr__(name: str) -> ModuleType:
-    if name.startswith("_"):
+def __getattr__(name: str) -> _ModuleType:
+    if name not in __all__:
         raise AttributeError(f"module 'etude' has no attribute {name!r}")
-    try:
-        return import_module(f"etude.{name}")
-    except ModuleNotFoundError as error:
-        # Only a room that is not there is an attribute error; one that lacks a dependency must say so.
-        if error.name == f"etude.{name}":
-            raise AttributeError(f"module 'etude' has no attribute {name!r}") from None
-        raise
+    return _importlib.import_module(f"etude.{name}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,7 +1,7 @@
-"""The `etude` command: one short function per verb, no logic of its own.
+"""The `etude` command: one short function per subcommand, no logic of its own.
 
-Results go to standard output (`--json` for programs), progress and errors to standard error. Rooms that need
-torch are loaded when one of their verbs is asked for, so that `etude --help` answers at once.
+Results go to standard output (`--json` for programs), progress and errors to standard error. Packages that need torch
+are imported when one of their subcommands runs, so that `etude --help` answers at once.
 """
 
 import json
@@ -23,29 +23,28 @@ from etude.agent.cli import agent
 from etude.errors import EtudeError, InputError
 from etude.inference.cli import serve
 from etude.viewer.cli import report, view
-from studies.cli import Listing, reproduce
 
 EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 bad input or usage, 3 busy (another process holds it), 130 interrupted."
 
 
-def lazy_room(module: str) -> type[typer.core.TyperGroup]:
-    """A command group whose verbs are the typer app `module.app`, imported when one of them is needed."""
+def lazy_group(module: str) -> type[typer.core.TyperGroup]:
+    """Return a command group whose subcommands are the typer app `module.app`, imported when one is needed."""
 
-    class Room(typer.core.TyperGroup):
+    class LazyGroup(typer.core.TyperGroup):
         def list_commands(self, ctx: Any) -> list[str]:
-            return _verbs(module).list_commands(ctx)
+            return _subcommands(module).list_commands(ctx)
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            return _verbs(module).get_command(ctx, cmd_name)
+            return _subcommands(module).get_command(ctx, cmd_name)
 
-    return Room
+    return LazyGroup
 
 
-def _verbs(module: str) -> typer.core.TyperGroup:
+def _subcommands(module: str) -> typer.core.TyperGroup:
     try:
         return typer.main.get_group(import_module(module).app)
     except ModuleNotFoundError as error:
-        raise EtudeError(f"this verb needs the Python module {error.name}, which is not installed") from error
+        raise EtudeError(f"this command needs the Python module {error.name}, which is not installed") from error
 
 
 app = typer.Typer(
@@ -57,11 +56,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"Start here:  etude run recipes/nano.toml --out runs/nano\n\n{EXIT_CODES}",
 )
-recipe_app = typer.Typer(no_args_is_help=True, help="Look at a recipe without running it, or at what one may say.")
+recipe_app = typer.Typer(no_args_is_help=True, help="Show a recipe without running it, or list the keys a recipe may have.")
 app.add_typer(recipe_app, name="recipe")
 app.add_typer(
     typer.Typer(
-        cls=lazy_room("etude.model.cli"),
+        cls=lazy_group("etude.evaluation.cli"),
         no_args_is_help=True,
         help="Import, inspect, sample from and score a model.",
     ),
@@ -70,7 +69,7 @@ app.add_typer(
 
 app.add_typer(
     typer.Typer(
-        cls=lazy_room("etude.data.cli"),
+        cls=lazy_group("etude.data.cli"),
         no_args_is_help=True,
         help="Build and inspect corpora of token shards.",
     ),
@@ -78,7 +77,7 @@ app.add_typer(
 )
 app.add_typer(
     typer.Typer(
-        cls=lazy_room("etude.pods.cli.main"),
+        cls=lazy_group("etude.pods.cli.main"),
         no_args_is_help=True,
         help="Sandboxes: run, look into, snapshot and fork pods.",
     ),
@@ -86,7 +85,7 @@ app.add_typer(
 )
 app.add_typer(
     typer.Typer(
-        cls=lazy_room("etude.tasks.cli"),
+        cls=lazy_group("etude.tasks.cli"),
         no_args_is_help=True,
         help="Tasks: look at, run, validate, import and export them.",
     ),
@@ -95,7 +94,7 @@ app.add_typer(
 
 app.add_typer(
     typer.Typer(
-        cls=lazy_room("etude.bench.cli"),
+        cls=lazy_group("etude.bench.cli"),
         no_args_is_help=True,
         help="Compare policies on tasks, in the harness.",
     ),
@@ -112,11 +111,11 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text for people.")]
-Out = Annotated[Path | None, typer.Option(help="Directory of the run; made if it is not there.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Out = Annotated[Path | None, typer.Option(help="Directory of the run; created if it does not exist.", show_default=False)]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out, if there is one.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Check everything, print what it would do, take and start, and stop.")
+    bool, typer.Option("--dry-run", help="Check the recipe, print what it would do and need, and stop.")
 ]
 
 
@@ -150,14 +149,14 @@ def run(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run the stages a recipe names and leave everything they made in one run directory."""
-    _carry_out(recipe, out, resume, dry_run, overrides, as_json)
+    """Run the stages of a recipe; everything they make is in one run directory."""
+    _run(recipe, out, resume, dry_run, overrides, as_json)
 
 
-def _stage_alone(stage: str, what: str) -> None:
-    """A verb that runs one stage of a recipe, with the options of `run`."""
+def _add_stage_command(stage: str, what: str) -> None:
+    """Add a command that runs one stage of a recipe, with the options of `run`."""
 
-    def alone(
+    def run_stage(
         recipe: RecipeFile,
         out: Out = None,
         resume: Resume = False,
@@ -165,18 +164,18 @@ def _stage_alone(stage: str, what: str) -> None:
         overrides: Overrides = None,
         as_json: AsJson = False,
     ) -> None:
-        _carry_out(recipe, out, resume, dry_run, overrides, as_json, only=stage)
+        _run(recipe, out, resume, dry_run, overrides, as_json, only=stage)
 
     examples = f"etude {stage} RECIPE --dry-run\n\n  etude {stage} RECIPE --out RUN --resume"
     epilog = f"Examples:\n\n  {examples}\n\n{EXIT_CODES}"
-    app.command(stage, help=f"The stage {stage} of a recipe alone: {what}.", epilog=epilog)(alone)
+    app.command(stage, help=f"Run only the stage {stage} of a recipe: {what}.", epilog=epilog)(run_stage)
 
 
-_stage_alone("pretrain", "continue pretraining on text")
-_stage_alone("mtp", "train multi-token-prediction layers beside a model")
-_stage_alone("extend", "lengthen the context")
-_stage_alone("sft", "fine-tune on conversations")
-_stage_alone("rl", "reinforcement learning, on the weights the recipe names or its run has")
+_add_stage_command("pretrain", "continue pretraining on text")
+_add_stage_command("mtp", "train multi-token-prediction layers beside a model")
+_add_stage_command("extend", "extend the context")
+_add_stage_command("sft", "fine-tune on conversations")
+_add_stage_command("rl", "reinforcement learning from the model of the recipe or the run")
 
 
 @app.command(epilog="Example:  etude status runs/nano")
@@ -184,18 +183,18 @@ def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """How far a run is; of its reinforcement learning the processes, what each waits for, and rollouts by state."""
-    from etude.rl import metrics
-    from etude.runs.layout import Place
-    from etude.runs.run_status import standing
+    """Show the progress of a run; for RL also its processes, what each waits for, and the rollouts by state."""
+    from etude.rl.health import health_table, rl_health
+    from etude.runs.layout import RunLayout
+    from etude.runs.run_status import run_status
 
-    lines, learning = standing(run), Place(run).root.is_dir()
+    lines, has_rl = run_status(run), RunLayout(run).root.is_dir()
     if as_json:
-        print(json.dumps({"run": lines, "rl": asdict(metrics.health(run)) if learning else None}))
+        print(json.dumps({"run": lines, "rl": asdict(rl_health(run)) if has_rl else None}))
         return
     print("\n".join(lines))
-    if learning:
-        Console().print(metrics.table(run))
+    if has_rl:
+        Console().print(health_table(run))
 
 
 @app.command(
@@ -203,26 +202,26 @@ def status(
 )
 def rollouts(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
-    prefix: Annotated[str, typer.Argument(metavar="NAME", help="Only those whose name begins so.")] = "",
+    prefix: Annotated[str, typer.Argument(metavar="NAME", help="Only rollouts whose name has this prefix.")] = "",
     atif: Annotated[Path | None, typer.Option(help="Write them here as ATIF trajectories.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the rollouts a run has kept, or write them in the agent trajectory interchange format."""
-    from etude.rl.metrics import export_rollouts, rollouts, rollouts_table
-    from etude.runs.layout import Place
+    """List the rollouts a run has stored, or export them in the agent trajectory interchange format."""
+    from etude.rollouts.listing import export_rollouts, list_rollouts, rollouts_table
+    from etude.runs.layout import RunLayout
 
-    kept = rollouts(Place(run), prefix)
-    if prefix and not kept:
-        raise InputError(f"{run} has kept no rollout named {prefix}...; `etude rollouts {run}` lists them")
+    stored = list_rollouts(RunLayout(run), prefix)
+    if prefix and not stored:
+        raise InputError(f"{run} has no rollout named {prefix}...; `etude rollouts {run}` lists them")
     if atif is not None:
-        count, problems = export_rollouts(kept, atif)
+        count, problems = export_rollouts(stored, atif)
         print(f"{count} trajectories in {atif}")
         if problems:
             raise EtudeError("\n".join(f"left out: {problem}" for problem in problems))
     elif as_json:
-        print(json.dumps([each.row for each in kept]))
+        print(json.dumps([each.row for each in stored]))
     else:
-        Console().print(rollouts_table(kept))
+        Console().print(rollouts_table(stored))
 
 
 app.command(
@@ -238,24 +237,25 @@ app.command(
 
 app.command(epilog="Examples:\n\n  etude view runs/nano\n\n  etude view runs --port 8400")(view)
 app.command(epilog="Example:  etude report runs/nano --out report.html")(report)
-app.command(cls=Listing, epilog="Example:  etude reproduce kl --out runs/kl")(reproduce)
 
 
 @recipe_app.command("show", epilog="Example:  etude recipe show recipes/nano.toml --set rl.steps=6")
 def recipe_show(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a recipe and print it resolved: defaults filled in, overrides applied, paths absolute."""
-    from etude.recipe.recipe import load_recipe, recipe_data, render_toml
+    from etude.config import render_toml, settings_data
+    from etude.recipe.recipe import load_recipe
 
     resolved = load_recipe(recipe, overrides or ())
-    print(json.dumps(recipe_data(resolved)) if as_json else render_toml(resolved).rstrip())
+    print(json.dumps(settings_data(resolved)) if as_json else render_toml(resolved).rstrip())
 
 
 @recipe_app.command("keys", epilog="Example:  etude recipe keys --json")
 def recipe_keys(as_json: AsJson = False) -> None:
-    """List every key a recipe may hold, with its type, its default and what it does."""
-    from etude.recipe.recipe import recipe_keys
+    """List every key a recipe may have, with its type, default and meaning."""
+    from etude.config import settings_keys
+    from etude.recipe.recipe import Recipe
 
-    keys = recipe_keys()
+    keys = settings_keys(Recipe)
     if as_json:
         print(json.dumps([vars(key) for key in keys]))
         return
@@ -264,10 +264,10 @@ def recipe_keys(as_json: AsJson = False) -> None:
         table.add_column(column, overflow="fold", no_wrap=column == "key")
     for key in keys:
         table.add_row(*(escape(text) for text in (key.name, key.type, key.default, key.doc)))
-    Console().print(table)
+    Console(width=None if Console().is_terminal else 160).print(table)
 
 
-def _carry_out(
+def _run(
     recipe: Path,
     out: Path | None,
     resume: bool,
@@ -276,7 +276,7 @@ def _carry_out(
     as_json: bool,
     only: str | None = None,
 ) -> None:
-    """Run a recipe, or one stage of it; or say what that would be."""
+    """Run a recipe or one stage of it, or describe what that would do."""
     from etude.recipe.recipe import load_recipe
 
     resolved = load_recipe(recipe, overrides or ())
@@ -290,27 +290,27 @@ def _carry_out(
         print(json.dumps(plan_data(plan)) if as_json else plan_text(plan))
         return
     if out is None:
-        raise InputError("--out is missing: name the directory of the run, or ask for --dry-run")
+        raise InputError("--out is missing: name the directory of the run, or use --dry-run")
     from etude.pipeline.stages import run_recipe
 
     _show(run_recipe(resolved, out, resume, only=only), out, as_json)
 
 
 def _show(stages: dict[str, dict[str, Any]], out: Path, as_json: bool) -> None:
-    """What the stages of a run found."""
-    from etude.pipeline.stage_summary import tell
+    """Print a summary of each stage."""
+    from etude.pipeline.stage_summary import stage_summary
 
     if as_json:
         print(json.dumps({"run": str(out), "stages": stages}))
         return
     for stage, facts in stages.items():
-        print(tell(stage, facts))
+        print(stage_summary(stage, facts))
     print(f"run: {out}")
 
 
 def main() -> None:
-    """Run the command; an error meant for the user becomes lines and an exit code, a bug a traceback."""
-    # Before torch is loaded: spinning threads make small products twenty times slower when others use the cores.
+    """Run the command; an error meant for the user is printed without a traceback and sets the exit code."""
+    # Before torch is loaded: spinning threads make small products twenty times slower on busy cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()

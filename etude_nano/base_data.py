@@ -29,10 +29,10 @@ from etude.chat.dialects import dialect_for
 from etude.chat.tokenizer import Tokenizer
 from etude.data.corpus import TOKENIZER
 from etude.data.shards import FORMAT, MANIFEST, SPLITS, ShardWriter
-from etude.data.sources import locate
+from etude.data.sources import locate_source
 from etude.errors import InputError
 from etude.system.cores import usable_cores
-from etude.system.progress import Report
+from etude.system.progress import ProgressCallback
 from etude_nano.code_snippets import SnippetPool, extract_snippets, invent_name, make_pool, rename_identifiers
 from etude_nano.exercises import draw_exercise, simulate_exercise
 from etude_nano.pod_sessions import vocabulary_texts
@@ -63,7 +63,7 @@ def make_base_data(
     out: Path,
     sources: Sequence[str],
     amounts: Amounts = Amounts(),  # noqa: B008  frozen
-    progress: Report = lambda done, total, note="": None,
+    progress: ProgressCallback = lambda done, total, note="": None,
     processes: int | None = None,
 ) -> dict[str, dict[str, int]]:
     """Write the tokenizer and corpora below `out`; return the number of documents and tokens of each corpus."""
@@ -100,7 +100,7 @@ def code_texts(sources: Sequence[str], limit: int, seed: int) -> Iterator[str]:
     """Yield Python files of the sources in shuffled order, until `limit` characters."""
     files: dict[Path, None] = {}
     for source in sources:
-        root = locate(source)
+        root = locate_source(source)
         if not root.is_dir():
             raise InputError(
                 f"source {source} is not a directory; name one with Python code, or stdlib, or site-packages"

@@ -1,12 +1,16 @@
-"""The nano tasks as an Etude plugin: registers the task source `nano`."""
+"""The nano tasks as an Etude plugin: registers the task source `nano`. Importing this loads no torch."""
+
+from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from etude.chat.dialects.dialect import Dialect
 from etude.tasks.settings import TaskSetSettings
 from etude.tasks.sources import DemonstrationRow, task_sources
-from etude_nano import demonstrator, pod_sessions, simulated_sessions, source
+
+if TYPE_CHECKING:
+    from etude.chat.dialects.dialect import Dialect
 
 DEMONSTRATION_SEED_OFFSET = 1_000_000_000  # added to a set's seed: the first task that is used for demonstrations
 
@@ -15,15 +19,21 @@ class NanoTaskSource:
     """Tiny tasks from templates, with scripted demonstrations that run without pods."""
 
     def tasks(self, settings: TaskSetSettings) -> Iterator[tuple[str, Mapping[str, str]]]:
+        from etude_nano import source
+
         return source.nano_tasks(settings.count or 1, settings.split, settings.seed, settings.difficulties)
 
     def write_task_set(self, directory: Path, settings: TaskSetSettings) -> None:
+        from etude_nano import source
+
         assert settings.count is not None  # checked by the settings
         source.generate_nano(directory, settings.count, settings.split, settings.seed, settings.difficulties)
 
     async def demonstrations(
         self, settings: TaskSetSettings, exclude: Collection[Path], dialect: Dialect
     ) -> AsyncIterator[DemonstrationRow]:
+        from etude_nano import demonstrator, simulated_sessions, source
+
         excluded = {source.text_digest(demonstrator.read_files(task)) for task in exclude}
         style = demonstrator.style_of(settings)
         seed = settings.seed + DEMONSTRATION_SEED_OFFSET
@@ -36,6 +46,8 @@ class NanoTaskSource:
                 yield DemonstrationRow(shown.task, shown.row(), tokens)
 
     def vocabulary_texts(self, tasks: int = 2000) -> Iterator[str]:
+        from etude_nano import pod_sessions
+
         return pod_sessions.vocabulary_texts(tasks)
 
 

@@ -19,10 +19,10 @@ from etude.chat.dialects.dialect import Dialect
 from etude.chat.messages import Message, ToolSchema
 from etude.chat.tokenizer import CHAT_TEMPLATE
 from etude.errors import EtudeError
+from etude.harness.budget import Budget
 from etude.harness.model_client import TokenModelClient
 from etude.harness.prompt import SessionRequest, system_message
 from etude.harness.scripted_policy import ScriptedPolicy
-from etude.harness.session import Budget
 from etude.harness.session_factory import open_session
 from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet

@@ -1,8 +1,8 @@
-"""The processes of a run on this machine: started, watched, started again when they die.
+"""Start and watch the service processes of a run on this machine.
 
-They end with whoever started them, however that ends. A process that says nothing for too long is as good as dead and
-is killed; one that refuses its input or gives up would do so again, and that ends the run with its own words. So does
-one that dies again and again: how often, and the end of its log, are in the message.
+A service that dies is started again, with a growing pause. A service that reports no status for too long is killed. One
+that rejects its input or gives up would do so again, so its last words end the run; so does one that dies too often.
+All services end with the process that started them, however that ends.
 """
 
 import os
@@ -12,98 +12,110 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
 
 from etude.errors import EtudeError, InputError
-from etude.runs.layout import GivenUp, Place, read_status
+from etude.runs.layout import RunLayout
+from etude.runs.service_status import read_status
+from etude.system.processes import PARENT_VARIABLE
 
-SILENT_S = 120.0  # without a word after which a process is killed; torch alone may take half a minute to load
-FORGIVEN_S = 300.0  # after which a death no longer counts
-MOST_DEATHS = 8
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 20.0
-END_S = 10.0  # that a process has to end when it is asked to
-TAIL = 2000  # characters of a log that are shown
-FINAL = (InputError.exit_code, GivenUp.exit_code)
+SILENCE_S = 120.0  # without a status after which a process is killed; loading torch alone may take half a minute
+DEATH_WINDOW_S = 300.0  # after which a death no longer counts
+MAX_DEATHS = 8  # within the window
+MIN_PAUSE_S, MAX_PAUSE_S = 0.2, 20.0  # before a restart; doubled with every death
+STOP_S = 10.0  # that a process has to end after SIGTERM
+LOG_TAIL = 2000  # characters of a log shown in an error
+
+
+class ServiceGaveUp(EtudeError):
+    """A service cannot continue, and started again it would fail the same way."""
+
+    exit_code: ClassVar[int] = 4
 
 
 class ServiceFailed(EtudeError):
-    """A process that cannot be kept alive."""
+    """A service that cannot be kept alive."""
+
+
+FINAL_EXIT_CODES = (InputError.exit_code, ServiceGaveUp.exit_code)
 
 
 @dataclass
 class Service:
-    """One process, through all its lives."""
+    """One service, across all its processes."""
 
     name: str
     command: Sequence[str]
-    ends: bool = False  # it has an end to come to; the others run until they are stopped
+    finishes: bool = False  # exit code 0 means that its work is done; other services run until they are stopped
     process: subprocess.Popen[bytes] | None = None
-    started: float = 0.0
-    next_start: float = 0.0
+    started_at: float = 0.0
+    restart_at: float = 0.0
     deaths: list[float] = field(default_factory=list)
-    lives: int = 0
-    ended: bool = False  # it has done its work
+    starts: int = 0
+    finished: bool = False
 
 
-class Services:
-    """Use as a context: leaving ends them all."""
+class LocalServices:
+    """The services of a run as local processes. A context manager: leaving it stops them all."""
 
-    def __init__(self, place: Place, on_death: Callable[[str, str], None] = lambda name, why: None) -> None:
-        self.place, self.on_death = place, on_death
-        self.all: dict[str, Service] = {}
+    def __init__(self, layout: RunLayout, on_death: Callable[[str, str], None] = lambda name, reason: None) -> None:
+        self.layout, self.on_death = layout, on_death
+        self.services: dict[str, Service] = {}
 
-    def __enter__(self) -> "Services":
+    def __enter__(self) -> "LocalServices":
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.stop(*self.all)
+        self.stop(*self.services)
 
-    def add(self, name: str, module: str, *arguments: str, ends: bool = False) -> None:
-        """A process that shall run from now on."""
-        self.all[name] = Service(name, [sys.executable, "-m", module, str(self.place.run), *arguments], ends)
+    def add(self, name: str, module: str, *arguments: str, finishes: bool = False) -> None:
+        """Add a service `python -m MODULE RUN ARGUMENTS`; the next `tick` starts it."""
+        command = [sys.executable, "-m", module, str(self.layout.run), *arguments]
+        self.services[name] = Service(name, command, finishes)
 
-    def tend(self) -> None:
-        """Start what should run and does not; once in a while."""
+    def tick(self) -> None:
+        """Start services that should run and do not, and kill those that hang."""
         now = time.monotonic()
-        for service in self.all.values():
-            if service.ended:
+        for service in self.services.values():
+            if service.finished:
                 continue
             if service.process is None:
-                if now >= service.next_start:
+                if now >= service.restart_at:
                     self._start(service)
                 continue
             code = service.process.poll()
-            if code is None and self._silent(service):
+            if code is None and self._is_silent(service):
                 service.process.kill()
                 code = service.process.wait()
-                self._mourn(service, f"said nothing for {SILENT_S:.0f} s and was killed")
-            elif code == 0 and service.ends:
-                service.ended, service.process = True, None
+                self._on_process_death(service, f"reported nothing for {SILENCE_S:.0f} s and was killed")
+            elif code == 0 and service.finishes:
+                service.finished, service.process = True, None
             elif code is not None:
-                self._mourn(service, f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}", code)
+                reason = f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}"
+                self._on_process_death(service, reason, code)
 
     def stop(self, *names: str) -> None:
-        """End processes: asked first, then killed."""
-        there = [service for name in names if (service := self.all[name]).process is not None]
-        for service in there:
+        """Stop services: SIGTERM first, then SIGKILL."""
+        running = [service for name in names if (service := self.services[name]).process is not None]
+        for service in running:
             assert service.process is not None
             service.process.terminate()
-        deadline = time.monotonic() + END_S
-        for service in there:
+        deadline = time.monotonic() + STOP_S
+        for service in running:
             assert service.process is not None
             try:
                 service.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 service.process.kill()
                 service.process.wait()
-            service.process, service.ended = None, True
+            service.process, service.finished = None, True
 
-    def deaths(self) -> dict[str, int]:
-        """How often each has died in this process's time, those who never did left out."""
-        return {name: service.lives - 1 for name, service in self.all.items() if service.lives > 1}
+    def restarts(self) -> dict[str, int]:
+        """Return how often each service was restarted, those that never were left out."""
+        return {name: service.starts - 1 for name, service in self.services.items() if service.starts > 1}
 
     def _start(self, service: Service) -> None:
-        (self.place.services / f"{service.name}.json").unlink(missing_ok=True)  # what its last life said
+        (self.layout.services / f"{service.name}.json").unlink(missing_ok=True)  # status of the previous process
         log = self._log(service.name)
         log.parent.mkdir(parents=True, exist_ok=True)
         out: IO[bytes]
@@ -113,27 +125,30 @@ class Services:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "ETUDE_PARENT": str(os.getpid())},
+                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
             )
-        service.started, service.lives = time.time(), service.lives + 1
+        service.started_at, service.starts = time.time(), service.starts + 1
 
-    def _silent(self, service: Service) -> bool:
-        status = read_status(self.place, service.name) or {}
-        return time.time() - max(service.started, float(status.get("time", 0.0))) > SILENT_S
+    def _is_silent(self, service: Service) -> bool:
+        status = read_status(self.layout, service.name) or {}
+        return time.time() - max(service.started_at, float(status.get("time", 0.0))) > SILENCE_S
 
-    def _mourn(self, service: Service, why: str, code: int = 1) -> None:
+    def _on_process_death(self, service: Service, reason: str, code: int = 1) -> None:
         now = time.monotonic()
         service.process = None
-        service.deaths = [when for when in service.deaths if now - when < FORGIVEN_S] + [now]
-        self.on_death(service.name, why)
-        if code in FINAL or len(service.deaths) >= MOST_DEATHS:
-            often = "" if code in FINAL else f" for the {len(service.deaths)}th time in {FORGIVEN_S / 60:.0f} minutes"
-            raise ServiceFailed(f"{service.name} {why}{often}; its log ends:\n{self._tail(service.name)}")
-        service.next_start = now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (len(service.deaths) - 1))
+        service.deaths = [when for when in service.deaths if now - when < DEATH_WINDOW_S] + [now]
+        self.on_death(service.name, reason)
+        final = code in FINAL_EXIT_CODES
+        if final or len(service.deaths) >= MAX_DEATHS:
+            count = f" for the {len(service.deaths)}th time in {DEATH_WINDOW_S / 60:.0f} minutes"
+            raise ServiceFailed(
+                f"{service.name} {reason}{'' if final else count}; its log ends:\n{self._log_tail(service.name)}"
+            )
+        service.restart_at = now + min(MAX_PAUSE_S, MIN_PAUSE_S * 2 ** (len(service.deaths) - 1))
 
     def _log(self, name: str) -> Path:
-        return self.place.logs / f"{name}.log"
+        return self.layout.logs / f"{name}.log"
 
-    def _tail(self, name: str) -> str:
-        text = self._log(name).read_text(encoding="utf-8", errors="replace")[-TAIL:]
+    def _log_tail(self, name: str) -> str:
+        text = self._log(name).read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
         return "\n".join(f"  {line}" for line in text.strip().splitlines()[-15:])

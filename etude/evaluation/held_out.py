@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.errors import EtudeError, InputError
-from etude.rollouts.queue import Plan, ReadyGroup, Slot, Slots
+from etude.rollouts.queue import ReadyGroup, RolloutQueue, Slot
 
 DRAWS = 2000  # of a bootstrap: its own error in a bound is then a few hundredths of the interval's width
 AT_ONCE = 1 << 20  # numbers drawn at once, for the memory's sake
@@ -28,11 +28,6 @@ Floats = npt.NDArray[np.float64]
 # ------------------------------------------------------------------------------------------- asking
 
 
-def evaluation_plan(plan: Plan, samples: int) -> Plan:
-    """How the table of evaluations works, where training works like `plan`."""
-    return replace(plan, group_size=samples, groups_per_step=1, max_staleness=0, ahead=None)
-
-
 def choose_tasks(tasks: Iterable[str], most: int | None) -> list[str]:
     """At most so many of the tasks, evenly over their sorted names: the same at every evaluation."""
     names = sorted(tasks)
@@ -40,7 +35,7 @@ def choose_tasks(tasks: Iterable[str], most: int | None) -> list[str]:
     return [names[index * len(names) // count] for index in range(count)]
 
 
-def begin(evaluations: Slots, step: int, tasks: Iterable[str], expected: Mapping[str, float] | None = None) -> int:
+def start(evaluations: RolloutQueue, step: int, tasks: Iterable[str], expected: Mapping[str, float] | None = None) -> int:
     """Queue the samples of every task; how many tasks are new. To begin again what was begun changes nothing."""
     names = list(tasks)
     if not names:
@@ -49,13 +44,13 @@ def begin(evaluations: Slots, step: int, tasks: Iterable[str], expected: Mapping
     return evaluations.add((f"{_prefix(step)}{name}", seconds.get(name, 0.0)) for name in names)
 
 
-def upkeep(evaluations: Slots, now: float) -> dict[str, int]:
+def reconcile(evaluations: RolloutQueue, now: float) -> dict[str, int]:
     """Queue what its worker lost. Answers do not grow too old here, whatever the trainer's version is by now."""
     return evaluations.reconcile(now, -1)  # below every version, also of a rollout in which no token was made
 
 
 @dataclass(frozen=True)
-class Progress:
+class EvaluationProgress:
     """How far an evaluation is, in samples. Those of tasks that were given up are not wanted any more."""
 
     ready: int
@@ -67,21 +62,21 @@ class Progress:
         return self.ready >= self.wanted
 
 
-def begun(evaluations: Slots) -> list[int]:
+def started(evaluations: RolloutQueue) -> list[int]:
     """The steps that have an evaluation."""
     return sorted({int(task.partition("/")[0]) for task in evaluations.tasks()})
 
 
-def progress(evaluations: Slots, step: int) -> Progress:
-    found = evaluations.standings(_prefix(step))
-    going = [standing for standing in found if not standing.dropped]
-    return Progress(sum(s.ready for s in going), sum(s.size for s in going), len(found) - len(going))
+def progress(evaluations: RolloutQueue, step: int) -> EvaluationProgress:
+    found = evaluations.progress(_prefix(step))
+    going = [group_progress for group_progress in found if not group_progress.dropped]
+    return EvaluationProgress(sum(s.ready for s in going), sum(s.size for s in going), len(found) - len(going))
 
 
-def finished(evaluations: Slots, step: int) -> bool:
+def is_finished(evaluations: RolloutQueue, step: int) -> bool:
     """Whether an evaluation was begun, and nothing more will come of it."""
-    found = evaluations.standings(_prefix(step))
-    return bool(found) and all(standing.over for standing in found)
+    found = evaluations.progress(_prefix(step))
+    return bool(found) and all(group_progress.is_finished for group_progress in found)
 
 
 def _prefix(step: int) -> str:
@@ -101,22 +96,22 @@ class Evaluation:
     failures: int = 0  # of the infrastructure, over all samples: retried, or given up
 
 
-def results(evaluations: Slots, step: int) -> Evaluation:
+def results(evaluations: RolloutQueue, step: int) -> Evaluation:
     """What an evaluation that is finished came to."""
-    found = evaluations.standings(_prefix(step))
-    if waiting := [standing.task for standing in found if not standing.over] if found else ["all of it"]:
+    found = evaluations.progress(_prefix(step))
+    if waiting := [group_progress.task for group_progress in found if not group_progress.is_finished] if found else ["all of it"]:
         raise EtudeError(f"evaluation at step {step} is not finished: {len(waiting)} to come, such as {waiting[0]}")
-    names = {standing.id: standing.task.removeprefix(_prefix(step)) for standing in found}
-    groups = (evaluations.group(standing.id) for standing in found if not standing.dropped)
+    names = {group_progress.id: group_progress.task.removeprefix(_prefix(step)) for group_progress in found}
+    groups = (evaluations.group(group_progress.id) for group_progress in found if not group_progress.dropped)
     return Evaluation(
         step,
         tuple(replace(group, task=names[group.id]) for group in groups),
-        {names[standing.id]: standing.dropped for standing in found if standing.dropped},
-        sum(standing.failures for standing in found),
+        {names[group_progress.id]: group_progress.dropped for group_progress in found if group_progress.dropped},
+        sum(group_progress.failures for group_progress in found),
     )
 
 
-def part(evaluation: Evaluation, prefix: str) -> Evaluation:
+def subset(evaluation: Evaluation, prefix: str) -> Evaluation:
     """The tasks whose names begin so."""
     groups = tuple(group for group in evaluation.groups if group.task.startswith(prefix))
     given_up = {task: why for task, why in evaluation.given_up.items() if task.startswith(prefix)}
@@ -273,6 +268,6 @@ def _endings(samples: Sequence[Slot]) -> dict[str, float]:
 
 def _versions(samples: Sequence[Slot]) -> dict[str, int]:
     """The weights that answered: an evaluation goes on while the trainer does."""
-    oldest = [slot.oldest for slot in samples if slot.oldest is not None and slot.oldest >= 0]
-    newest = [slot.newest for slot in samples if slot.newest is not None and slot.newest >= 0]
+    oldest = [slot.oldest_step for slot in samples if slot.oldest_step is not None and slot.oldest_step >= 0]
+    newest = [slot.newest_step for slot in samples if slot.newest_step is not None and slot.newest_step >= 0]
     return {"versions/oldest": min(oldest), "versions/newest": max(newest)} if oldest and newest else {}

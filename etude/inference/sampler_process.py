@@ -1,10 +1,10 @@
-"""A sampler of a run: an engine behind our HTTP server that follows the chain of weights by itself.
+"""The sampler process of a run: an engine behind the HTTP server that loads every new weight version by itself.
 
     python -m etude.inference.sampler_process RUN --name sampler-0
 
-Weights come from the store, requests over HTTP; a request goes on across a swap, and its tokens say of which version
-they are. Every second a status file tells how it is. It may be killed at any time: a request is token ids, and whoever
-asked asks again (`samplers.py`). A broken or stuck engine ends the process with 1, for somebody to start another.
+Weights come from the object store, requests over HTTP. A request continues across a weight update, and each token
+records the version that sampled it. The process reports its status every second and may be killed at any time: a
+request is token ids, so the client sends it again. A broken or stuck engine ends the process with exit code 1.
 """
 
 import argparse
@@ -24,30 +24,32 @@ from typing import Any, NoReturn
 import torch
 
 from etude.chat.tokenizer import Tokenizer, check_vocabulary
+from etude.config import load_table
 from etude.errors import EtudeError, InputError
 from etude.inference import server
 from etude.inference.engine import Engine, EngineOptions
 from etude.inference.service import EngineBroken, EngineService
+from etude.inference.settings import SamplerRunSettings
 from etude.inference.weight_update import check_finite
 from etude.kernels import usable_device
 from etude.model.checkpoint import load
-from etude.recipe.sections import RlStage
-from etude.rollouts.sampler_pool import KIND, token_of
-from etude.runs.layout import Place, die_with_parent, parent_process, place_and_section, write_status
-from etude.weights.bucket import Bucket
+from etude.runs.layout import RunLayout, run_directory
+from etude.runs.service_status import SAMPLER, sampler_token, write_status
+from etude.system.processes import die_with_parent, parent_process
 from etude.weights.delta import DeltaError
-from etude.weights.versions import BrokenChain, State, Version, follow, latest, read_version
+from etude.weights.object_store import ObjectStore
+from etude.weights.versions import BrokenChain, Version, WeightState, follow, latest, read_version
 
 REPORT_S = 1.0
 LOAD_S = 120.0  # for the engine to take new weights between two steps
-REST = 4.0  # after a failed look at the store, times what it took: broken chains of large models are costly to read
-LINGER_S = 5.0  # for connections to close at the end
+BACKOFF = 4.0  # after a failed read of the store, times its duration: broken chains of large models are slow to read
+CLOSE_S = 5.0  # for connections to close at the end
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a sampler needs to know."""
+class SamplerProcessSettings:
+    """The configuration of one sampler process."""
 
     model: Path
     store: str
@@ -57,32 +59,36 @@ class Settings:
     threads: int = 0
     host: str = "127.0.0.1"
     poll_s: float = 0.2
-    first_version_s: float = 600.0  # to wait for the trainer, which loads the model too and uploads all of it
-    stuck_s: float = 300.0  # without a step while there is work; a first step may compile kernels
+    first_version_s: float = 600.0  # the trainer must first load the model and upload all of it
+    stuck_s: float = 300.0  # without a step while there are requests; a first step may compile kernels
 
 
-def settings_of(place: Place, section: RlStage) -> Settings:
-    table = section.sampler
+def process_settings(layout: RunLayout, settings: SamplerRunSettings) -> SamplerProcessSettings:
+    """Return what the recipe of a run tells its samplers."""
+    sampler = settings.sampler
     options = EngineOptions(
-        tokens=table.tokens, max_streams=table.max_streams, budget=table.budget, on_swap=table.on_swap
+        cache_tokens=sampler.kv_cache_tokens,
+        max_sequences=sampler.max_sequences,
+        max_batched_tokens=sampler.max_step_tokens,
+        on_swap=sampler.on_swap,
     )
-    return Settings(
-        model=place.model,
-        store=place.store,
+    return SamplerProcessSettings(
+        model=layout.model,
+        store=settings.weights.store or layout.store,
         engine=options,
-        device=table.device,
-        dtype=section.precision,
-        threads=table.threads,
-        poll_s=section.weights.poll_s,
-        first_version_s=section.stall_s,
+        device=sampler.device,
+        dtype=settings.precision,
+        threads=sampler.threads,
+        poll_s=settings.weights.poll_s,
+        first_version_s=settings.stall_s,
     )
 
 
-# ------------------------------------------------------------------------------------------- the chain of weights
+# ------------------------------------------------------------------------------------------ weight versions
 
 
-class MeteredBucket(Bucket):
-    """A bucket that counts what reading took."""
+class MeteredObjectStore(ObjectStore):
+    """An object store that counts the time and bytes of reads."""
 
     seconds = 0.0
     size = 0
@@ -97,88 +103,88 @@ class MeteredBucket(Bucket):
 
 @dataclass(frozen=True)
 class Fetched:
-    """A version as it came from the store."""
+    """A weight version read from the store, and the cost of reading it."""
 
     version: Version
-    state: State
+    state: WeightState
     fetch_s: float
     apply_s: float
     bytes: int
 
 
-class Chain:
-    """Where we are in the chain, and what is wrong with what comes next."""
+class VersionFollower:
+    """Reads new weight versions from the store, and knows why the newest cannot be used."""
 
-    def __init__(self, bucket: MeteredBucket) -> None:
+    def __init__(self, bucket: MeteredObjectStore) -> None:
         self.bucket = bucket
-        self.problem = ""  # why the newest version is not the one in use
-        self._have: tuple[Version, State] | None = None  # what deltas apply to, usable or not
-        self._refused = ""
-        self._rests_until = 0.0
+        self.problem = ""  # why the newest version is not in use
+        self._current: tuple[Version, WeightState] | None = None  # base of the next delta, usable or not
+        self._rejected = ""
+        self._retry_at = 0.0
 
-    def look(self) -> Fetched | None:
-        """A version newer than the last one given, if the store has one that can be rebuilt."""
+    def poll(self) -> Fetched | None:
+        """Return a version newer than the last one returned, if the store has one that can be rebuilt."""
         started = time.monotonic()
-        if started < self._rests_until:
+        if started < self._retry_at:
             return None
         seconds, size = self.bucket.seconds, self.bucket.size
         try:
             newest = latest(self.bucket)
-            if newest is None or (self._have is not None and newest == self._have[0].number):
-                self.problem = self._refused
+            if newest is None or (self._current is not None and newest == self._current[0].number):
+                self.problem = self._rejected
                 return None
             version, state = self._read(newest)
-        except Exception as error:  # of whatever store: it may work again
-            self._rest(started, str(error) if isinstance(error, EtudeError) else f"{type(error).__name__}: {error}")
+        except Exception as error:  # from any kind of store; the next poll may succeed
+            self._back_off(started, str(error) if isinstance(error, EtudeError) else f"{type(error).__name__}: {error}")
             return None
-        if self._have is not None and version.number <= self._have[0].number:
+        if self._current is not None and version.number <= self._current[0].number:
             return None
-        self._have, self._refused = (version, state), ""
+        self._current, self._rejected = (version, state), ""
         took, fetch_s = time.monotonic() - started, self.bucket.seconds - seconds
         return Fetched(version, state, fetch_s, max(0.0, took - fetch_s), self.bucket.size - size)
 
-    def refuse(self, problem: str) -> None:
-        """The version given last cannot be used; the next may be."""
-        self.problem = self._refused = problem
+    def reject(self, problem: str) -> None:
+        """Record that the last returned version cannot be used; the next one may be."""
+        self.problem = self._rejected = problem
 
-    def _read(self, newest: int) -> tuple[Version, State]:
-        """The newest version, or the newest that can be rebuilt, and then `problem` says why."""
+    def _read(self, newest: int) -> tuple[Version, WeightState]:
+        """Return the newest version, or the newest that can be rebuilt; `problem` then says why."""
         started, problem = time.monotonic(), ""
         try:
-            found = read_version(self.bucket, newest, self._have)
+            found = read_version(self.bucket, newest, self._current)
         except (BrokenChain, DeltaError) as error:
-            found, problem = follow(self.bucket, self._have), str(error)
+            found, problem = follow(self.bucket, self._current), str(error)
         if found[0].number < newest:
-            self._rest(started, problem)
+            self._back_off(started, problem)
         else:
             self.problem = ""
         return found
 
-    def _rest(self, started: float, problem: str) -> None:
+    def _back_off(self, started: float, problem: str) -> None:
         self.problem = problem
         now = time.monotonic()
-        self._rests_until = now + REST * (now - started)
+        self._retry_at = now + BACKOFF * (now - started)
 
 
-# ------------------------------------------------------------------------------------------- the process
+# ------------------------------------------------------------------------------------------ the process
 
 
 class Sampler:
-    """One engine, who asks it, what it follows, and what it says of itself."""
+    """One engine with its HTTP server, its weight updates and its status reports."""
 
-    def __init__(self, place: Place, name: str, settings: Settings) -> None:
-        self.place, self.name, self.settings = place, name, settings
-        self.chain = Chain(MeteredBucket(settings.store))
+    def __init__(self, layout: RunLayout, name: str, settings: SamplerProcessSettings) -> None:
+        self.layout, self.name, self.settings = layout, name, settings
+        self.follower = VersionFollower(MeteredObjectStore(settings.store))
         self.service: EngineService | None = None
         self._state, self._waiting_for, self._url = "starting", "", ""
         self._loaded: dict[str, Any] = {"version": None, "checksum": ""}
         self._parent = parent_process()
-        self._reports = threading.Event()  # set: at once
-        self._made = (time.monotonic(), 0)  # tokens at the last report
-        self._moved = (time.monotonic(), -1)  # when the engine's steps last grew
+        self._report_now = threading.Event()
+        self._sampled = (time.monotonic(), 0)  # time and tokens at the last report
+        self._progress = (time.monotonic(), -1)  # time and number of the engine's last step
 
     def run(self) -> None:
-        """Serve until SIGTERM, which ends it at once; EngineBroken when the engine is."""
+        """Serve until SIGTERM; raise EngineBroken if the engine breaks."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stop)
         threading.Thread(target=self._report, name="report", daemon=True).start()
@@ -190,35 +196,35 @@ class Sampler:
         except Stopped:
             pass
         except Exception as error:
-            self.chain.problem = str(error)
+            self.follower.problem = str(error)
             raise
         finally:
             self._state, self._waiting_for, self._url = "ended", "", ""
             self.write()
 
     def _begin(self, engine: Engine) -> None:
-        """Wait for a first version that can be used, and get ready meanwhile."""
-        warming = engine.warm()
+        """Wait for a first usable version, and warm up the engine meanwhile."""
+        warming = engine.warm_up()
         deadline = time.monotonic() + self.settings.first_version_s
-        while (fetched := self.chain.look()) is None or not self._usable(fetched):
+        while (fetched := self.follower.poll()) is None or not self._usable(fetched):
             store = self.settings.store
-            self._tell("waiting", f"a first version in {store}")
+            self._set_state("waiting", f"a first version in {store}")
             if time.monotonic() > deadline:
                 waited = f"after {self.settings.first_version_s:g} s there is no usable version in {store}"
-                why = self.chain.problem or "the trainer publishes one when it starts"
+                why = self.follower.problem or "the trainer publishes one when it starts"
                 raise EtudeError(f"{waited}: {why}")
             if not next(warming, False):
                 time.sleep(self.settings.poll_s)
-        self._tell("starting", "the engine")
+        self._set_state("starting", "the engine")
         started = time.perf_counter()
         engine.load(fetched.state, fetched.version.number)
-        self._note(fetched, time.perf_counter() - started)
+        self._record_loaded(fetched, time.perf_counter() - started)
 
     def _usable(self, fetched: Fetched) -> bool:
         try:
             check_finite(fetched.state, fetched.version.number)
         except InputError as error:
-            self.chain.refuse(str(error))
+            self.follower.reject(str(error))
             return False
         return True
 
@@ -231,36 +237,36 @@ class Sampler:
 
             def ready() -> None:
                 self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-                self._tell("ready", "")
+                self._set_state("ready", "")
 
-            token = token_of(self.place)
+            token = sampler_token(self.layout)
             await server.run(service, listener, name=self.name, token=token, grace=0.0, ready=ready)
             if service.failure is not None:
                 raise service.failure
 
     def _follow(self, service: EngineService, loop: asyncio.AbstractEventLoop) -> None:
-        """Bring every new version between two steps of the engine, for as long as that takes any."""
+        """Load every new version between two engine steps, until the service ends."""
         while service.state not in ("broken", "closed"):
             time.sleep(self.settings.poll_s)
-            known, fetched = self.chain.problem, self.chain.look()
-            if self.chain.problem != known:
-                self._reports.set()
+            known, fetched = self.follower.problem, self.follower.poll()
+            if self.follower.problem != known:
+                self._report_now.set()
             if fetched is None:
                 continue
             number = fetched.version.number
             try:
                 loading = asyncio.run_coroutine_threadsafe(service.load(fetched.state, number), loop)
-                self._note(fetched, loading.result(LOAD_S).seconds)
+                self._record_loaded(fetched, loading.result(LOAD_S).seconds)
             except TimeoutError:
-                self.chain.refuse(f"the engine did not take version {number} in {LOAD_S:g} s")
+                self.follower.reject(f"the engine did not take version {number} in {LOAD_S:g} s")
             except EngineBroken:
                 return
             except EtudeError as error:
-                self.chain.refuse(str(error))
-            except (CancelledError, RuntimeError):  # the loop has ended, and the process is about to
+                self.follower.reject(str(error))
+            except (CancelledError, RuntimeError):  # the event loop has ended, and the process is about to
                 return
 
-    def _note(self, fetched: Fetched, swap_s: float) -> None:
+    def _record_loaded(self, fetched: Fetched, swap_s: float) -> None:
         self._loaded = {
             "version": fetched.version.number,
             "checksum": fetched.version.checksum,
@@ -270,76 +276,87 @@ class Sampler:
             "swap_s": round(swap_s, 4),
             "fetched_bytes": fetched.bytes,
         }
-        self._reports.set()
+        self._report_now.set()
 
-    # ------------------------------------------------------------------------------------------- what it says
+    # ------------------------------------------------------------------------------------------ status
 
-    def _tell(self, state: str, waiting_for: str) -> None:
+    def _set_state(self, state: str, waiting_for: str) -> None:
         if (state, waiting_for) != (self._state, self._waiting_for):
             self._state, self._waiting_for = state, waiting_for
-            self._reports.set()
+            self._report_now.set()
 
     def _report(self) -> None:
-        """Every second: say how it is, and look whether anybody still wants it."""
+        """Every second: report the status, and end if the parent process has ended or the engine is stuck."""
         while True:
-            self._reports.clear()
+            self._report_now.clear()
             self.write()
             if os.getppid() != self._parent:
                 self._end("the process that started this one has ended", 1)
             self._end_if_stuck()
-            self._reports.wait(REPORT_S)
+            self._report_now.wait(REPORT_S)
 
     def write(self) -> None:
-        """The status file, as of now."""
-        facts = {"kind": KIND, "state": self._state, "waiting_for": self._waiting_for, "url": self._url}
-        facts |= {"model": str(self.settings.model), "problem": self.chain.problem, **self._loaded, **self._figures()}
+        """Write the status file."""
+        facts = {"kind": SAMPLER, "state": self._state, "waiting_for": self._waiting_for, "url": self._url}
+        facts |= {
+            "model": str(self.settings.model),
+            "problem": self.follower.problem,
+            **self._loaded,
+            **self._figures(),
+        }
         try:
-            write_status(self.place, self.name, **facts)
+            write_status(self.layout, self.name, **facts)
         except OSError as error:
             print(f"{self.name}: the status file cannot be written: {error}", file=sys.stderr, flush=True)
 
     def _figures(self) -> dict[str, Any]:
         if self.service is None:
             return {}
-        stats, (then, before), now = self.service.stats(), self._made, time.monotonic()
-        self._made = now, stats.made_tokens
+        stats, (then, before), now = self.service.stats(), self._sampled, time.monotonic()
+        self._sampled = now, stats.output_tokens
         return {
             "version": stats.version,
             "engine": stats.state,
             "running": stats.running,
             "waiting": stats.waiting,
             "swaps": stats.swaps,
-            "made_tokens": stats.made_tokens,
-            "read_tokens": stats.read_tokens,
+            "made_tokens": stats.output_tokens,
+            "read_tokens": stats.prefill_tokens,
             "cached_tokens": stats.cached_tokens,
             "preemptions": stats.preemptions,
             "busy_s": round(stats.busy_s, 3),
-            "tokens_s": round((stats.made_tokens - before) / max(now - then, 1e-3), 1),
+            "tokens_s": round((stats.output_tokens - before) / max(now - then, 1e-3), 1),
         }
 
     def _end_if_stuck(self) -> None:
-        """A step that never ends must not look like work; nor may an end that never comes."""
+        """End the process if an engine step, or the shutdown itself, does not finish."""
         service, now = self.service, time.monotonic()
         if service is None:
             return
         ending = service.state in ("broken", "closed")
-        if (service.engine.steps != self._moved[1] or service.state == "paused" or not service.held) and not ending:
-            self._moved = now, service.engine.steps
-        limit = LINGER_S if ending else self.settings.stuck_s
-        if now - self._moved[0] > limit:
-            why = "it does not end" if ending else f"the engine made no step in {limit:g} s with {service.held} samples"
+        if (
+            service.engine.steps != self._progress[1] or service.state == "paused" or not service.open_sequences
+        ) and not ending:
+            self._progress = now, service.engine.steps
+        limit = CLOSE_S if ending else self.settings.stuck_s
+        if now - self._progress[0] > limit:
+            why = (
+                "the shutdown does not finish"
+                if ending
+                else f"the engine made no step in {limit:g} s with {service.open_sequences} sequences"
+            )
             self._end(why, 0 if service.state == "closed" else 1)
 
     def _end(self, why: str, code: int) -> NoReturn:
-        """Without waiting for anybody."""
+        """Exit at once, without closing connections or joining threads."""
         print(f"{self.name}: {why}", file=sys.stderr, flush=True)
-        self._state, self._waiting_for, self._url, self.chain.problem = "ended", "", "", why
+        self._state, self._waiting_for, self._url, self.follower.problem = "ended", "", "", why
         self.write()
         os._exit(code)
 
 
-def open_engine(settings: Settings) -> Engine:
-    """The engine around the model the run began with."""
+def open_engine(settings: SamplerProcessSettings) -> Engine:
+    """Return an engine with the model that the run started from; its weights are replaced by the first version."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     tokenizer = Tokenizer.load(settings.model)
@@ -349,7 +366,7 @@ def open_engine(settings: Settings) -> Engine:
 
 
 class Stopped(BaseException):
-    """Somebody asked the process to end."""
+    """The process was asked to end."""
 
 
 def _stop(number: int, frame: object) -> NoReturn:
@@ -361,12 +378,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m etude.inference.sampler_process", description=__doc__.splitlines()[0]
     )
     parser.add_argument("run", type=Path, help="directory of the run")
-    parser.add_argument("--name", required=True, help="of this sampler, such as sampler-0")
+    parser.add_argument("--name", required=True, help="name of this sampler, such as sampler-0")
     given = parser.parse_args(arguments)
     try:
         die_with_parent(parent_process())
-        place, section, _ = place_and_section(given.run)
-        Sampler(place, given.name, settings_of(place, section)).run()
+        layout = RunLayout(run_directory(given.run))
+        settings = load_table(layout.recipe, "rl", SamplerRunSettings)
+        Sampler(layout, given.name, process_settings(layout, settings)).run()
     except EtudeError as error:
         print(f"{given.name}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -376,4 +394,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status)  # what follows the chain may be inside torch, whose threads do not bear the interpreter's end
+    os._exit(status)  # a weight update may be inside torch, whose threads crash when the interpreter shuts down

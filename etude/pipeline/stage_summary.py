@@ -6,7 +6,7 @@ from typing import Any
 Facts = Mapping[str, Any]
 
 
-def tell(stage: str, facts: Facts) -> str:
+def stage_summary(stage: str, facts: Facts) -> str:
     """One line, or a few: the first begins with the stage's name."""
     teller = TELLERS.get(stage)
     return f"{stage}: " + (teller(facts) if teller else listed(facts))
@@ -27,8 +27,8 @@ def _shown(value: object) -> str:
 
 def _tasks(facts: Facts) -> str:
     sets = [f"{name} {found['tasks']:,}" for name, found in facts.items()]
-    experts = sum(found.get("experts", 0) for found in facts.values())
-    return ", ".join(sets) + (f"; {experts:,} sessions of experts" if experts else "")
+    demonstrations = sum(found.get("demonstrations", 0) for found in facts.values())
+    return ", ".join(sets) + (f"; {demonstrations:,} demonstrations" if demonstrations else "")
 
 
 def _corpus(facts: Facts) -> str:

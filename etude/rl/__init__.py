@@ -1,5 +1,63 @@
-"""Reinforcement learning: groups of rollouts, what they are worth, and the loop that learns from them."""
+"""Asynchronous reinforcement learning: the learning loop, the trainer process and the orchestrator.
 
-from etude.rl.advantages import advantages
+    take ready groups -> token advantages -> pack -> one step -> mark trained -> publish -> checkpoint
 
-__all__ = ["advantages"]
+`run_rl` runs the stage to its end. Everything that computes with torch is imported when first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from etude.rl.advantages import EstimatorSettings, k1, k3, token_advantages
+from etude.rollouts.group_advantages import group_advantages
+
+if TYPE_CHECKING:
+    from etude.rl.curriculum import Curriculum, CurriculumSettings
+    from etude.rl.health import RlHealth, rl_health
+    from etude.rl.loop import RlLoop, learn
+    from etude.rl.objective import PolicyGradient, RolloutBatch
+    from etude.rl.orchestrator import run_rl
+    from etude.rl.packing import TrainingSequence, pack
+    from etude.rl.settings import RlSettings, open_rl_run
+
+_MODULES = {  # imported when first used
+    "Curriculum": "etude.rl.curriculum",
+    "CurriculumSettings": "etude.rl.curriculum",
+    "PolicyGradient": "etude.rl.objective",
+    "RlHealth": "etude.rl.health",
+    "RlLoop": "etude.rl.loop",
+    "RlSettings": "etude.rl.settings",
+    "RolloutBatch": "etude.rl.objective",
+    "TrainingSequence": "etude.rl.packing",
+    "learn": "etude.rl.loop",
+    "open_rl_run": "etude.rl.settings",
+    "pack": "etude.rl.packing",
+    "rl_health": "etude.rl.health",
+    "run_rl": "etude.rl.orchestrator",
+}
+__all__ = [
+    "Curriculum",
+    "CurriculumSettings",
+    "EstimatorSettings",
+    "PolicyGradient",
+    "RlHealth",
+    "RlLoop",
+    "RlSettings",
+    "RolloutBatch",
+    "TrainingSequence",
+    "group_advantages",
+    "k1",
+    "k3",
+    "learn",
+    "open_rl_run",
+    "pack",
+    "rl_health",
+    "run_rl",
+    "token_advantages",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'etude.rl' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -12,13 +12,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import accumulate
 from statistics import fmean
 
+from pydantic import Field
+
+from etude.config import Settings
 from etude.errors import InputError
-from etude.rollouts.queue import Effort, Slots
+from etude.rollouts.queue import GroupEffort, RolloutQueue
 from etude.tasks.task import Task
 
 LEAST = 8  # rollouts of a kind before anything is said of it
@@ -30,8 +33,19 @@ def kind_of(task: Task) -> str:
     return "/".join(str(part) for part in parts if part not in (None, "")) or "any"
 
 
+class CurriculumSettings(Settings):
+    """Which prompts are sampled when."""
+
+    hard_after: float = Field(
+        default=0.6, ge=0, le=1, description="fraction of the steps after which hard kinds are sampled more often"
+    )
+    hard_weight: float = Field(
+        default=1.0, ge=0, description="a kind of twice the mean effort is sampled 1 + this times as often"
+    )
+
+
 @dataclass(frozen=True)
-class Kind:
+class KindStatistics:
     """What rollouts of a kind took so far."""
 
     rollouts: int
@@ -41,8 +55,8 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Draw:
-    """Prompts to begin, each with its expected seconds, as `Slots.add` takes them."""
+class PromptDraw:
+    """Prompts to begin, each with its expected seconds, as `RolloutQueue.add` takes them."""
 
     prompts: tuple[tuple[str, float], ...]
     wanted: int
@@ -59,19 +73,13 @@ class Curriculum:
 
     tasks: Mapping[str, str]
     seed: int = 0
-    hard_after: float = 0.6
-    hard_weight: float = 1.0  # a kind of twice the mean effort comes 1 + this times as often; 0: no kind does
+    settings: CurriculumSettings = field(default_factory=CurriculumSettings)
 
     def __post_init__(self) -> None:
         if not self.tasks:
-            raise InputError("curriculum: there are no tasks to learn from")
-        if not 0 <= self.hard_after <= 1 or self.hard_weight < 0:
-            raise InputError(
-                f"curriculum: hard_after {self.hard_after}, hard_weight {self.hard_weight}; "
-                "expected a share of the steps, and a weight not below 0"
-            )
+            raise InputError("curriculum: there are no tasks to train on")
 
-    def next(self, slots: Slots, count: int, done: float) -> Draw:
+    def next(self, slots: RolloutQueue, count: int, done: float) -> PromptDraw:
         """The next prompts, at most so many, when this share of the run's steps is done.
 
         With equal weights it is a shuffle: a kind by how many are left of it, then the first of that kind in the seed's
@@ -79,8 +87,8 @@ class Curriculum:
         """
         left = self._left(set(slots.tasks()))
         kinds = summarise_kinds(slots.efforts(), self.tasks)
-        late = self.hard_weight > 0 and done >= self.hard_after
-        weights = hard_weights(kinds, self.hard_weight) if late else {}
+        late = self.settings.hard_weight > 0 and done >= self.settings.hard_after
+        weights = hard_weights(kinds, self.settings.hard_weight) if late else {}
         begun = len(self.tasks) - sum(map(len, left.values()))
         prompts = []
         for number in range(begun, min(begun + count, len(self.tasks))):
@@ -88,7 +96,7 @@ class Curriculum:
             prompts.append((left[kind].pop(), expected_seconds(kinds, kind)))
             if not left[kind]:
                 del left[kind]
-        return Draw(tuple(prompts), count)
+        return PromptDraw(tuple(prompts), count)
 
     def _left(self, used: set[str]) -> dict[str, list[str]]:
         """Prompts that had no turn yet, by kind, the next one last."""
@@ -97,27 +105,27 @@ class Curriculum:
             left[self.tasks[name]].append(name)
         return dict(sorted(left.items()))
 
-    def over(self, slots: Slots) -> str:
+    def exhausted(self, slots: RolloutQueue) -> str:
         """Why there can be no further step; nothing while there can."""
-        standings = slots.standings()
+        standings = slots.progress()
         left = len(self.tasks.keys() - {standing.task for standing in standings})
         going = sum(standing.step is None and not standing.dropped for standing in standings)
-        if left + going >= slots.plan.groups_per_step:
+        if left + going >= slots.settings.groups_per_step:
             return ""
         fates = Counter("dropped" if s.dropped else "trained" for s in standings if s.dropped or s.step is not None)
         return (
             f"the prompts have run out: of {len(self.tasks)} tasks {fates['trained']} were trained on, "
-            f"{fates['dropped']} dropped, and the {left + going} left make no step of {slots.plan.groups_per_step}"
+            f"{fates['dropped']} dropped, and the {left + going} left make no step of {slots.settings.groups_per_step}"
         )
 
 
 # ------------------------------------------------------------------------------------------- what rollouts took
 
 
-def summarise_kinds(efforts: Sequence[Effort], tasks: Mapping[str, str]) -> dict[str, Kind]:
+def summarise_kinds(efforts: Sequence[GroupEffort], tasks: Mapping[str, str]) -> dict[str, KindStatistics]:
     """What is known of each kind; groups weigh by their rollouts."""
     known = [effort for effort in efforts if effort.task in tasks and effort.turns is not None]
-    of_kind: defaultdict[str, list[Effort]] = defaultdict(list)
+    of_kind: defaultdict[str, list[GroupEffort]] = defaultdict(list)
     for effort in known:
         of_kind[tasks[effort.task]].append(effort)
     turns, thinking = _mean(known, "turns"), _mean(known, "thinking")
@@ -126,7 +134,7 @@ def summarise_kinds(efforts: Sequence[Effort], tasks: Mapping[str, str]) -> dict
         # a model that never thinks has no mean to be measured against
         shares = [_mean(found, part) / whole for part, whole in (("turns", turns), ("thinking", thinking)) if whole]
         slowest = [effort.seconds for effort in found if effort.seconds is not None]
-        kinds[name] = Kind(
+        kinds[name] = KindStatistics(
             sum(effort.rollouts for effort in found),
             fmean(shares) if shares else 1.0,
             _mean(found, "solved"),
@@ -135,7 +143,7 @@ def summarise_kinds(efforts: Sequence[Effort], tasks: Mapping[str, str]) -> dict
     return kinds
 
 
-def hard_weights(kinds: Mapping[str, Kind], hard_weight: float) -> dict[str, float]:
+def hard_weights(kinds: Mapping[str, KindStatistics], hard_weight: float) -> dict[str, float]:
     """How much more often hard kinds come: up to 1 + `hard_weight` times, from the mean effort to twice that.
 
     A kind that is never solved teaches nothing yet, and one that always is nothing any more: both stay as they are.
@@ -147,7 +155,7 @@ def hard_weights(kinds: Mapping[str, Kind], hard_weight: float) -> dict[str, flo
     }
 
 
-def expected_seconds(kinds: Mapping[str, Kind], name: str) -> float:
+def expected_seconds(kinds: Mapping[str, KindStatistics], name: str) -> float:
     """How long a group of this kind takes; of one never seen, as long as the others."""
     known = kinds.get(name)
     if known is not None and known.seconds is not None:
@@ -156,7 +164,7 @@ def expected_seconds(kinds: Mapping[str, Kind], name: str) -> float:
     return fmean(others) if others else 0.0
 
 
-def _mean(efforts: Sequence[Effort], part: str) -> float:
+def _mean(efforts: Sequence[GroupEffort], part: str) -> float:
     said = [(getattr(effort, part), effort.rollouts) for effort in efforts if getattr(effort, part) is not None]
     return float(sum(value * rollouts for value, rollouts in said)) / max(1, sum(rollouts for _, rollouts in said))
 

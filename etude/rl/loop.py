@@ -1,9 +1,10 @@
-"""The loop of reinforcement learning, as the trainer goes through it.
+"""The learning loop of the trainer.
 
-Take the groups that are ready, settle what every token is worth, pack, one step, say which prompts it used up, publish,
-repeat. Meanwhile samplers, workers and the orchestrator do their part in processes of their own: nobody here starts a
-rollout or waits for an upload. What a step used is written down before its checkpoint, so that a checkpoint never holds
-a group that the table does not call trained; going back to one makes the later groups ready again.
+    take ready groups -> token advantages -> pack -> one step -> mark trained -> publish -> checkpoint
+
+Samplers, workers and the orchestrator run in processes of their own: the trainer starts no rollout and waits for no
+upload. Groups are marked as trained before the checkpoint is written, so a checkpoint never contains a group that the
+queue does not know as trained; going back to a checkpoint makes the later groups ready again.
 """
 
 from __future__ import annotations
@@ -17,168 +18,172 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from etude.cluster.local import ServiceGaveUp
 from etude.harness.trace import Segment, Trace
 from etude.harness.trace_store import load_trace
 from etude.kernels.loss import IGNORE, token_logprobs
-from etude.model.checkpoint import views
+from etude.model.checkpoint import checkpoint_views
 from etude.model.transformer import Transformer
-from etude.recipe.sections import RlStage
-from etude.rl.advantages import Estimator, advantages, k1, k3, worths
+from etude.rl.advantages import k1, k3, token_advantages
 from etude.rl.objective import PolicyGradient, RolloutBatch
-from etude.rl.packing import Piece, pack
-from etude.rollouts.queue import ReadyGroup, Slots
-from etude.runs.layout import GivenUp, Place
+from etude.rl.packing import TrainingSequence, pack
+from etude.rl.settings import RlSettings
+from etude.rollouts.group_advantages import group_advantages
+from etude.rollouts.queue import ReadyGroup, RolloutQueue
+from etude.runs.layout import RunLayout
 from etude.train.trainer import StepResult, Trainer
 from etude.weights.publisher import Publisher
 
 POLL_S = 0.05
-CUT_OFF = frozenset({"length", "tokens", "turns", "time", "context"})  # endings of rollouts that are overlong
+OVERLONG_ENDINGS = frozenset({"length", "tokens", "turns", "time", "context"})
 
 
-class Stalled(GivenUp):
-    """Nothing has moved for too long; the message says what was waited for."""
+class RlStalled(ServiceGaveUp):
+    """The trainer made no progress for too long; the message says what it waited for."""
 
 
-class Diverged(GivenUp):
-    """A step that is not a number. It would be the same again: the same groups and the same weights."""
+class RlDiverged(ServiceGaveUp):
+    """A step is not finite. Repeating it would give the same: the groups and the weights are the same."""
 
 
 @dataclass
-class Loop:
-    """Everything a step needs."""
+class RlLoop:
+    """Everything a policy step needs."""
 
-    place: Place
-    section: RlStage
-    estimator: Estimator
+    layout: RunLayout
+    settings: RlSettings
     trainer: Trainer
     objective: PolicyGradient
-    slots: Slots
-    evaluations: Slots | None  # told which step a version stands for
+    queue: RolloutQueue
+    evaluation_queue: RolloutQueue | None  # records which policy step a weight version belongs to
     publisher: Publisher
-    reference: Transformer | None  # for the divergence
+    reference: Transformer | None  # KL reference policy
     padding: int
-    version: int  # of the newest weights that were published
-    held: Callable[[], str] = lambda: ""  # what a step must wait for beside groups; "" is nothing
-    tell: Callable[..., None] = lambda **facts: None  # how the trainer is
-    record: Callable[[int, dict[str, Any]], None] = lambda step, facts: None
+    version: int  # newest published weight version
+    blocked_by: Callable[[], str] = lambda: ""  # what a step must wait for beside groups; "" is nothing
+    report_status: Callable[..., None] = lambda **facts: None
+    record_step: Callable[[int, dict[str, Any]], None] = lambda step, facts: None
     checkpoint: Callable[[], None] = lambda: None
 
 
-def learn(loop: Loop) -> None:
-    """Take the steps that are left, or as many as there are prompts for."""
-    section, trainer = loop.section, loop.trainer
-    while (step := trainer.step_count) < section.steps:
+def learn(loop: RlLoop) -> None:
+    """Take the remaining policy steps, or as many as there are prompts for."""
+    settings, trainer = loop.settings, loop.trainer
+    while (step := trainer.step_count) < settings.steps:
         started = time.monotonic()
         groups, waited = wait_for_groups(loop, step)
         if groups is None:
-            if step % section.checkpoint_every:  # what was learned since the last one is the end of it
+            if step % settings.checkpoint_every:  # the run ends here: keep the steps since the last checkpoint
                 loop.checkpoint()
             break
-        loop.tell(state="working", step=step)
-        pieces = taught(loop, groups)
-        (batches,) = pack(pieces, trainer.model.config, length=section.length, rows=section.rows, padding=loop.padding)
-        factor = min(1.0, (step + 1) / section.warmup) if section.warmup else 1.0
-        rollouts = section.groups_per_step * section.group_size
-        # a constant: neither long rollouts nor long steps count less
-        result = trainer.step(batches, loop.objective, factor, divisor=rollouts * section.length)
-        check(loop, result, step + 1)
-        loop.slots.mark_trained(groups, step + 1)
+        loop.report_status(state="working", step=step)
+        sequences = build_training_sequences(loop, groups)
+        (batches,) = pack(
+            sequences, trainer.model.config, length=settings.length, rows=settings.rows, padding=loop.padding
+        )
+        lr_factor = min(1.0, (step + 1) / settings.warmup) if settings.warmup else 1.0
+        rollouts = settings.groups_per_step * settings.group_size
+        # Divided by a constant, so that neither long rollouts nor long steps count less.
+        result = trainer.step(batches, loop.objective, lr_factor, divisor=rollouts * settings.length)
+        check_finite(loop, result, step + 1)
+        loop.queue.mark_trained(groups, step + 1)
         publish(loop)
-        loop.record(step + 1, facts_of(loop, groups, pieces, result, waited, time.monotonic() - started))
-        if trainer.step_count == section.steps or trainer.step_count % section.checkpoint_every == 0:
+        wall_s = time.monotonic() - started
+        loop.record_step(step + 1, step_facts(loop, groups, sequences, result, waited, wall_s))
+        if trainer.step_count == settings.steps or trainer.step_count % settings.checkpoint_every == 0:
             loop.checkpoint()
 
 
-def wait_for_groups(loop: Loop, step: int) -> tuple[list[ReadyGroup] | None, dict[str, float]]:
-    """The groups of the next step, or None when there will never be enough; and how long it took to wait for what.
+def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, dict[str, float]]:
+    """Return the groups of the next step, or None if there will never be enough; and the seconds waited, by reason.
 
-    Stalled when nothing moves any more.
+    Raises RlStalled when nothing makes progress any more.
     """
-    seen: object = None
+    last_progress: object = None
     deadline = 0.0
     waited: dict[str, float] = {}
     last = time.monotonic()
     while True:
-        held = loop.held()
-        groups = None if held else loop.slots.take(step)
+        blocker = loop.blocked_by()
+        groups = None if blocker else loop.queue.take(step)
         now = time.monotonic()
-        if groups is not None or (not held and exhausted(loop)):
+        if groups is not None or (not blocker and prompts_exhausted(loop)):
             return groups, waited
-        late = [] if held else loop.slots.awaited(step)
-        what = "measurement" if held else "slow_groups" if late else "rollouts"
-        waited[what] = waited.get(what, 0.0) + now - last
+        slow = [] if blocker else loop.queue.awaited(step)
+        reason = "measurement" if blocker else "slow_groups" if slow else "rollouts"
+        waited[reason] = waited.get(reason, 0.0) + now - last
         last = now
-        counts = loop.slots.counts()
-        # a slow group is no stall for as long as its worker is alive; its session has limits of its own
-        moves = counts, held, loop.slots.last_sign() if late else 0.0
-        if moves != seen:
-            seen, deadline = moves, now + loop.section.stall_s
-        waiting = held or loop.slots.waiting_for(time.time())
-        if late:
-            waiting = f"{', '.join(late[:3])}, or they would be older than rl.max_staleness; {waiting}"
+        # A slow group is no stall while its worker sends heartbeats: its session has time limits of its own.
+        progress = loop.queue.counts(), blocker, loop.queue.last_heartbeat() if slow else 0.0
+        if progress != last_progress:
+            last_progress, deadline = progress, now + loop.settings.stall_s
+        waiting_for = blocker or loop.queue.waiting_for(time.time())
+        if slow:
+            waiting_for = f"{', '.join(slow[:3])}, which would otherwise exceed rl.max_staleness; {waiting_for}"
         if now > deadline:
-            raise Stalled(f"the trainer has waited {loop.section.stall_s:.0f} s for groups: {waiting}")
-        loop.tell(state="waiting", step=step, waiting_for=waiting)
+            raise RlStalled(f"the trainer has waited {loop.settings.stall_s:.0f} s for groups: {waiting_for}")
+        loop.report_status(state="waiting", step=step, waiting_for=waiting_for)
         time.sleep(POLL_S)
 
 
-def exhausted(loop: Loop) -> bool:
-    """Whether the prompts are used up, and fewer are under way than a step takes."""
-    return (loop.place.root / "exhausted").exists() and loop.slots.outstanding() < loop.section.groups_per_step
+def prompts_exhausted(loop: RlLoop) -> bool:
+    """Return whether all prompts are used and fewer groups are in progress than a step needs."""
+    return (loop.layout.root / "exhausted").exists() and loop.queue.outstanding() < loop.settings.groups_per_step
 
 
-# ------------------------------------------------------------------------------------------- what is learned
+# ------------------------------------------------------------------------------------------ training sequences
 
 
-def taught(loop: Loop, groups: Sequence[ReadyGroup]) -> list[Piece]:
-    """The segments of all rollouts with what their tokens are worth; those that are worth nothing are left out."""
-    pieces: list[Piece] = []
+def build_training_sequences(loop: RlLoop, groups: Sequence[ReadyGroup]) -> list[TrainingSequence]:
+    """Return the segments of all rollouts with their token advantages; rollouts without gradient are left out."""
+    estimator = loop.settings.estimator
+    sequences: list[TrainingSequence] = []
     for group in groups:
         rewards = [float((slot.reward or {})["total"]) for slot in group.slots]
-        above = advantages(rewards, divide_by_std=loop.estimator.divide_by_std)
-        for slot, advantage in zip(group.slots, above, strict=True):
-            if not advantage and loop.estimator.kl == "none":
+        advantages = group_advantages(rewards, divide_by_std=estimator.divide_by_std)
+        for slot, advantage in zip(group.slots, advantages, strict=True):
+            if not advantage and estimator.kl == "none":
                 continue  # its gradient is exactly zero
-            pieces += rollout_pieces(loop, load_trace(loop.place.root / slot.trace), advantage)
-    return pieces
+            sequences += rollout_sequences(loop, load_trace(loop.layout.root / slot.trace), advantage)
+    return sequences
 
 
-def rollout_pieces(loop: Loop, trace: Trace, advantage: float) -> list[Piece]:
-    """The final reward of a chain is on every token the model made in it, its summaries included."""
-    estimator = loop.estimator
-    segments = [segment for segment in trace.segments if segment.kind != "compaction" and segment.made.any()]
-    if not loop.section.estimator.replay:
+def rollout_sequences(loop: RlLoop, trace: Trace, advantage: float) -> list[TrainingSequence]:
+    """Return the training sequences of one rollout: the final reward counts for every sampled token of the chain of
+    segments, self-summaries included."""
+    estimator = loop.settings.estimator
+    segments = [segment for segment in trace.segments if segment.kind != "compaction" and segment.sampled.any()]
+    if not estimator.replay:
         segments = [replace(segment, routing=None) for segment in segments]
-    if estimator.mask_overlong and trace.ending in CUT_OFF:
+    if estimator.mask_overlong and trace.ending in OVERLONG_ENDINGS:
         return []
-    divergence = None
+    kl = None
     if loop.reference is not None:
-        form = k1 if estimator.kl == "k1" else k3
-        known = reference_logprobs(loop, segments)
-        divergence = [
-            form(segment.raw_logprobs[segment.made], logprobs)
-            for segment, logprobs in zip(segments, known, strict=True)
+        kl_form = k1 if estimator.kl == "k1" else k3
+        kl = [
+            kl_form(segment.raw_logprobs[segment.sampled], logprobs)
+            for segment, logprobs in zip(segments, reference_logprobs(loop, segments), strict=True)
         ]
-    parts = worths(
+    parts = token_advantages(
         advantage,
-        [int(segment.made.sum()) for segment in segments],
-        kl=divergence,
+        [int(segment.sampled.sum()) for segment in segments],
+        kl=kl,
         kl_weight=estimator.kl_weight,
         divide_by_length=estimator.divide_by_length,
     )
-    return [Piece(segment, part) for segment, part in zip(segments, parts, strict=True)]
+    return [TrainingSequence(segment, part) for segment, part in zip(segments, parts, strict=True)]
 
 
 @torch.no_grad()
-def reference_logprobs(loop: Loop, segments: Sequence[Segment]) -> list[npt.NDArray[np.float32]]:
-    """What the reference policy thinks of the made tokens of each segment."""
+def reference_logprobs(loop: RlLoop, segments: Sequence[Segment]) -> list[npt.NDArray[np.float32]]:
+    """Return the reference policy's log-probabilities of the sampled tokens of each segment."""
     assert loop.reference is not None
-    sizes = [int(segment.made.sum()) for segment in segments]
-    # numbered, so that the answers find home from wherever packing puts them
-    numbers = np.split(np.arange(sum(sizes), dtype=np.float32), np.cumsum(sizes)[:-1])
-    pieces = [Piece(replace(s, routing=None), part) for s, part in zip(segments, numbers, strict=True)]
-    config, section = loop.reference.config, loop.section
-    (batches,) = pack(pieces, config, length=section.length, rows=section.rows, padding=loop.padding)
+    sizes = [int(segment.sampled.sum()) for segment in segments]
+    # The "advantage" of a token is its index here, so that results can be put back in order after packing.
+    indices = np.split(np.arange(sum(sizes), dtype=np.float32), np.cumsum(sizes)[:-1])
+    sequences = [TrainingSequence(replace(s, routing=None), part) for s, part in zip(segments, indices, strict=True)]
+    config, settings = loop.reference.config, loop.settings
+    (batches,) = pack(sequences, config, length=settings.length, rows=settings.rows, padding=loop.padding)
     found = np.zeros(sum(sizes), np.float32)
     for batch in batches:
         moved = batch.to(loop.trainer.device)
@@ -186,63 +191,62 @@ def reference_logprobs(loop: Loop, segments: Sequence[Segment]) -> list[npt.NDAr
         hidden = loop.reference.hidden(moved.tokens, documents=moved.documents).flatten(0, 1)
         targets = moved.targets.flatten()
         logprobs = token_logprobs(hidden, loop.reference.head_weight, targets)
-        made = targets != IGNORE
-        found[moved.worths.flatten()[made].long().cpu().numpy()] = logprobs[made].float().cpu().numpy()
+        sampled = targets != IGNORE
+        positions = moved.token_advantages.flatten()[sampled].long().cpu().numpy()
+        found[positions] = logprobs[sampled].float().cpu().numpy()
     return np.split(found, np.cumsum(sizes)[:-1])
 
 
-# ------------------------------------------------------------------------------------------- what comes of it
+# ------------------------------------------------------------------------------------------ after a step
 
 
-def publish(loop: Loop) -> None:
-    """Send the weights on their way; the step they stand for is known before anybody can sample with them."""
-    dtype = getattr(torch, loop.section.weights.dtype)
+def publish(loop: RlLoop) -> None:
+    """Upload the weights in the background. The queues learn their policy step before a sampler can use them."""
+    dtype = getattr(torch, loop.settings.weights.dtype)
     loop.version += 1
-    for table in filter(None, (loop.slots, loop.evaluations)):
-        table.published(loop.version, loop.trainer.step_count)
+    for queue in filter(None, (loop.queue, loop.evaluation_queue)):
+        queue.record_version(loop.version, loop.trainer.step_count)
     with torch.no_grad():
-        weights = {name: tensor.to(dtype) for name, tensor in views(loop.trainer.model).items()}
+        weights = {name: tensor.to(dtype) for name, tensor in checkpoint_views(loop.trainer.model).items()}
     loop.publisher.publish_soon(loop.version, weights)
 
 
-def check(loop: Loop, result: StepResult, step: int) -> None:
-    """A step that is not a number must not reach samplers or checkpoints."""
-    values = {**result.values, **{f"gradient norm of {name}": norm for name, norm in result.gradient_norms.items()}}
+def check_finite(loop: RlLoop, result: StepResult, step: int) -> None:
+    """Raise RlDiverged before a step that is not finite reaches samplers or checkpoints."""
+    values = {**result.metrics, **{f"gradient norm of {name}": norm for name, norm in result.gradient_norms.items()}}
     with torch.no_grad():
         values["norm of the weights"] = float(torch.nn.utils.get_total_norm(loop.trainer.model.parameters()))
     bad = [name for name, value in values.items() if not np.isfinite(value)]
     if bad:
-        advice = (
-            "begin another run with a lower rl.learning_rate, if you like with rl.model = one of the checkpoints in"
-        )
-        raise Diverged(f"rl: step {step}: {bad[0]} is {values[bad[0]]}; {advice} {loop.place.trainer}")
+        advice = "start another run with a lower rl.learning_rate, for instance from one of the checkpoints in"
+        raise RlDiverged(f"rl: step {step}: {bad[0]} is {values[bad[0]]}; {advice} {loop.layout.trainer}")
 
 
-def facts_of(
-    loop: Loop,
+def step_facts(
+    loop: RlLoop,
     groups: Sequence[ReadyGroup],
-    pieces: Sequence[Piece],
+    sequences: Sequence[TrainingSequence],
     result: StepResult,
     waited: Mapping[str, float],
-    took: float,
+    wall_s: float,
 ) -> dict[str, Any]:
-    """What the trainer alone knows of its step."""
-    mean, high = loop.objective.mismatch()
-    seen = {"mismatch_mean": mean, "mismatch_p99": high} if pieces else {}  # of groups all alike nothing is looked at
+    """Return what only the trainer knows of its step."""
+    mean, p99 = loop.objective.mismatch()
+    mismatch = {"mismatch_mean": mean, "mismatch_p99": p99} if sequences else {}  # nothing was computed otherwise
     uploads = loop.publisher.history[-1:]
     return {
-        **seen,
+        **mismatch,
         "groups": [group.id for group in groups],
         "version": loop.version,
-        "values": result.values,
+        "values": result.metrics,
         "gradient_norm": result.gradient_norms["model"],
-        "trained_tokens": result.trained if pieces else 0,
+        "trained_tokens": result.loss_tokens if sequences else 0,
         "tokens": result.tokens,
-        "pieces": len(pieces),
+        "pieces": len(sequences),
         "step_s": result.seconds,
         "waited_s": sum(waited.values()),
         "waited_for": dict(waited),
-        "wall_s": took,
+        "wall_s": wall_s,
         "upload": [
             {
                 "version": upload.version.number,

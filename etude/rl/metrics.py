@@ -7,42 +7,30 @@ fact that nobody gave is left out of the line, never zero.
 
 from __future__ import annotations
 
-import json
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.markup import escape
-from rich.table import Table
 
-from etude.errors import EtudeError, InputError
-from etude.harness.atif import to_atif
-from etude.harness.trace_store import SUFFIX, load_trace
-from etude.rewards.monitors import MONITORS, Seen, Watch
-from etude.rewards.reward import Graded, Reward
-from etude.rollouts.queue import ReadyGroup, Slot, Slots
-from etude.runs.layout import Place, statuses, write_whole
+from etude.errors import EtudeError
+from etude.rewards.monitors import MonitorSet
+from etude.rollouts.queue import ReadyGroup, RolloutQueue, Slot
 
 Facts = dict[str, Any]
 KINDS = ("thinking", "call", "commentary", "final", "summary", "output", "prompt", "cached")  # of tokens, in a cost
-SILENT_S = 10.0  # services write every second; a busy machine is late
 WINDOW = 200  # sessions that monitors look back over
 
 
 # ------------------------------------------------------------------------------------------- one step
 
 
-def step_facts(
+def step_metrics(
     groups: Sequence[ReadyGroup],
     step: int,
     told: Mapping[str, Any],
     services: Mapping[str, Mapping[str, Any]],
-    slots: Slots,
+    slots: RolloutQueue,
     before: Mapping[str, Any] | None = None,
 ) -> Facts:
     """The line of a step: `told` is what the trainer wrote down of it, `before` the line of the step before."""
@@ -119,8 +107,8 @@ def _endings(rewards: Sequence[Facts]) -> Facts:
 def staleness_facts(groups: Sequence[ReadyGroup], version: int) -> Facts:
     """How many steps older than the trainer the tokens were: the oldest of each rollout, and the newest."""
     slots = [slot for group in groups for slot in group.slots]
-    oldest = [version - slot.oldest for slot in slots if slot.oldest is not None and slot.oldest >= 0]
-    newest = [version - slot.newest for slot in slots if slot.newest is not None and slot.newest >= 0]
+    oldest = [version - slot.oldest_step for slot in slots if slot.oldest_step is not None and slot.oldest_step >= 0]
+    newest = [version - slot.newest_step for slot in slots if slot.newest_step is not None and slot.newest_step >= 0]
     if not oldest or not newest:
         return {}
     line = {
@@ -129,7 +117,7 @@ def staleness_facts(groups: Sequence[ReadyGroup], version: int) -> Facts:
         "staleness_newest": float(np.mean(newest)),
     }
     # a rollout whose oldest and newest token differ went on through a change of weights
-    line["swapped"] = float(np.mean([slot.oldest != slot.newest for slot in slots]))
+    line["swapped"] = float(np.mean([slot.oldest_step != slot.newest_step for slot in slots]))
     return line | {f"staleness/{age}": count / len(oldest) for age, count in sorted(Counter(oldest).items())}
 
 
@@ -176,9 +164,9 @@ def sampler_facts(services: Mapping[str, Mapping[str, Any]], before: Mapping[str
     return line | ({"samplers_idle_s": idle, "samplers_seen_s": seen} if seen else {})
 
 
-def trouble_facts(slots: Slots, step: int) -> Facts:
+def trouble_facts(slots: RolloutQueue, step: int) -> Facts:
     """What the infrastructure did to rollouts on the way to this step: it is in no mean above."""
-    troubles = slots.troubles(step)
+    troubles = slots.incidents(step)
     counts = Counter(trouble.kind for trouble in troubles)
     line: Facts = {f"infrastructure/{kind}": counts[kind] for kind in ("failed", "lost", "stale", "dropped")}
     if reasons := Counter(trouble.why for trouble in troubles if trouble.kind == "failed"):
@@ -189,16 +177,9 @@ def trouble_facts(slots: Slots, step: int) -> Facts:
 # ------------------------------------------------------------------------------------------- monitors
 
 
-def habits(graded: Graded, reward: Reward) -> dict[str, float]:
-    """What every monitor measures of one session: for its reward's record, since nobody else has all of it at hand."""
-    seen = Seen(graded, reward)
-    rates = {monitor.name: monitor.rate(seen) for monitor in MONITORS}
-    return {name: float(rate) for name, rate in rates.items() if rate is not None}
-
-
 def monitor_facts(rewards: Iterable[Mapping[str, Any]]) -> Facts:
     """The monitors' rates over these sessions, and what is alarming about them."""
-    watch = Watch(window=WINDOW)
+    watch = MonitorSet(window=WINDOW)
     for reward in rewards:
         watch.restore({name: [rate] for name, rate in reward.get("habits", {}).items()})
     readings = [reading for reading in watch.readings() if reading.sessions]
@@ -209,7 +190,7 @@ def monitor_facts(rewards: Iterable[Mapping[str, Any]]) -> Facts:
 # ------------------------------------------------------------------------------------------- for people
 
 
-def line(facts: Mapping[str, Any]) -> str:
+def progress_line(facts: Mapping[str, Any]) -> str:
     """A step in words, for the line that shows how a run goes."""
     forms = (
         ("reward", "reward {:.3f}"),
@@ -228,7 +209,7 @@ def line(facts: Mapping[str, Any]) -> str:
     return "  ".join(words)
 
 
-def stage_facts(metrics: Sequence[Mapping[str, Any]], slots: Slots, problems: Sequence[str]) -> Facts:
+def stage_facts(metrics: Sequence[Mapping[str, Any]], slots: RolloutQueue, problems: Sequence[str]) -> Facts:
     """What a finished stage is remembered by, from its lines of metrics."""
     steps = [record for record in metrics if not record.get("evaluation")]
     measured = sorted((record for record in metrics if record.get("evaluation")), key=lambda record: record["step"])
@@ -247,170 +228,9 @@ def stage_facts(metrics: Sequence[Mapping[str, Any]], slots: Slots, problems: Se
         top = max(bests, key=lambda key: int(key.removeprefix("best/")), default="")
         kept = [key for key in ("solved", "solved_low", "solved_high", top) if record.get(key) is not None]
         facts[name] = {"step": record["step"], **{key: record[key] for key in kept}}
-    troubles = Counter(trouble.kind for trouble in slots.troubles())
+    troubles = Counter(trouble.kind for trouble in slots.incidents())
     facts |= {"retried": troubles["failed"] + troubles["lost"], "stale": troubles["stale"]}
     return facts | {"dropped": troubles["dropped"], "deaths": len(problems)}
-
-
-@dataclass(frozen=True)
-class Health:
-    """How the reinforcement learning of a run is, as data."""
-
-    services: list[Facts]  # name, state, silent_s, about
-    rollouts: dict[str, dict[str, int]]  # to train on and to measure with, by state
-    deaths: list[Facts]  # of processes, oldest first: time, name, why
-
-
-def health(run: Path | str, now: float | None = None) -> Health:
-    """Its services and what each waits for, its rollouts by state, and who has died."""
-    place, now = Place(Path(run)), time.time() if now is None else now
-    if not place.root.is_dir():
-        raise InputError(f"{run}: there is no reinforcement learning here; name a run that has begun its stage rl")
-    services = []
-    for name, status in statuses(place).items():
-        silent = now - float(status.get("time", 0.0))
-        over = status.get("state") == "ended"
-        state = "silent" if silent > SILENT_S and not over else str(status.get("state", ""))
-        about = str(status.get("waiting_for") or "") or _figures(status)
-        services.append({"name": name, "state": state, "silent_s": round(silent, 1), "about": about})
-    rollouts = {}
-    for name, path in (("training", place.slots), ("evaluation", place.evaluations)):
-        if path.exists():
-            with closing(Slots.look(path)) as slots:
-                rollouts[name] = slots.counts()
-    deaths: list[Facts] = []
-    log = place.logs / "deaths.jsonl"
-    for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
-        with suppress(ValueError):  # the last may be half written
-            deaths.append(json.loads(line))
-    return Health(services, rollouts, deaths)
-
-
-def table(run: Path | str, now: float | None = None) -> Table:
-    """How a run is, for people."""
-    now = time.time() if now is None else now
-    found = health(run, now)
-    shown = Table(box=None, header_style="bold")
-    for column in ("service", "state", "heard", "waits for, or does"):
-        shown.add_column(column, overflow="fold", no_wrap=column != "waits for, or does")
-    for each in found.services:
-        shown.add_row(
-            escape(each["name"]), escape(each["state"]), f"{each['silent_s']:.0f} s ago", escape(each["about"])
-        )
-    for name, states in found.rollouts.items():
-        counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-        shown.add_row(name, "rollouts", "", counts or "none")
-    if found.deaths:
-        last = found.deaths[-1]
-        told = f"{len(found.deaths)}, the last: {last['name']} {last['why']}"
-        shown.add_row("deaths", "", f"{now - last['time']:.0f} s ago", escape(told))
-    return shown
-
-
-def _figures(status: Mapping[str, Any]) -> str:
-    known = {"step": "step", "version": "version", "running": "running", "waiting": "waiting", "tokens_s": "tokens/s"}
-    found = [f"{word} {status[name]}" for name, word in known.items() if isinstance(status.get(name), int | float)]
-    held = status.get("held")
-    return ", ".join([*found, f"{len(held)} rollouts"] if isinstance(held, list | dict) else found)
-
-
-# ------------------------------------------------------------------------------------------- every rollout
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A rollout on disk. One that was sampled again keeps its file and has no reward: it was not trained on."""
-
-    path: Path
-    name: str  # of the file, from where all of them lie: traces/000012/03-1
-    step: int | None  # that trained it, or at which it was measured; None: none has yet
-    group: int
-    number: int
-    attempt: int
-    task: str
-    reward: Mapping[str, Any] | None
-
-    @property
-    def row(self) -> Facts:
-        """For a list."""
-        said = self.reward or {}
-        cost = said.get("cost", {})
-        facts = {key: said.get(key) for key in ("total", "score", "solved", "ending", "hack")}
-        return {
-            "name": self.name,
-            "step": self.step,
-            "group": self.group,
-            "slot": self.number,
-            "attempt": self.attempt,
-            "task": self.task,
-            **facts,
-            "turns": cost.get("turns"),
-            "path": str(self.path),
-        }
-
-
-def rollouts(place: Place, prefix: str = "") -> list[Kept]:
-    """Every rollout that was kept, training first, by group and number; those whose name begins so."""
-    found: list[Kept] = []
-    if not place.root.is_dir():
-        raise InputError(f"{place.run}: there is no reinforcement learning here; name a run with a stage rl")
-    for database, traces in ((place.slots, place.traces), (place.evaluations, place.evaluation_traces)):
-        if not database.exists():
-            if any(traces.glob("[0-9]*")):
-                raise EtudeError(f"{database} is missing: nobody can say what the rollouts in {traces} are")
-            continue
-        with closing(Slots.look(database)) as slots:
-            steps = {standing.id: (standing.task, standing.step) for standing in slots.standings()}
-            for directory in sorted(traces.glob("[0-9]*")):
-                names = [path for path in sorted(directory.glob(f"*{SUFFIX}")) if _name(place, path).startswith(prefix)]
-                if names and int(directory.name) in steps:
-                    group = slots.group(int(directory.name))
-                    found += [_kept(place, path, group, *steps[group.id]) for path in names]
-    return found
-
-
-def _kept(place: Place, path: Path, group: ReadyGroup, task: str, step: int | None) -> Kept:
-    number, _, attempt = path.stem.partition("-")
-    (slot,) = (slot for slot in group.slots if slot.number == int(number))
-    current = slot.reward is not None and place.root / slot.trace == path
-    if path.is_relative_to(place.evaluation_traces):
-        measured, _, task = task.partition("/")
-        step = int(measured)
-    elif not current:
-        step = None  # another attempt was trained on, if any
-    reward = slot.reward if current else None
-    return Kept(path, _name(place, path), step, group.id, slot.number, int(attempt), task, reward)
-
-
-def _name(place: Place, path: Path) -> str:
-    return path.relative_to(place.root).with_suffix("").as_posix()
-
-
-def rollouts_table(kept: Iterable[Kept]) -> Table:
-    """Rollouts for people to choose from."""
-    columns = ("name", "step", "total", "solved", "ending", "turns", "task")
-    shown = Table(*columns, box=None, header_style="bold")
-    for rollout in kept:
-        row = rollout.row | {"ending": rollout.row["ending"] or "sampled again"}
-        shown.add_row(*("" if row[name] is None else escape(_word(row[name])) for name in columns))
-    return shown
-
-
-def export_rollouts(kept: Iterable[Kept], directory: Path) -> tuple[int, list[str]]:
-    """Write rollouts as documents of the Agent Trajectory Interchange Format, one file each; how many, and what is
-    wrong with those that cannot be read."""
-    count, problems = 0, []
-    for rollout in kept:
-        try:
-            document = to_atif(load_trace(rollout.path))
-        except InputError as error:
-            problems.append(str(error))
-            continue
-        document["extra"]["rollout"] = rollout.row | {"path": rollout.name, "reward": rollout.reward}
-        text = json.dumps(document, ensure_ascii=False, allow_nan=False)
-        write_whole(directory / f"{rollout.name.replace('/', '-')}.json", text)
-        count += 1
-    return count, problems
 
 
 # ------------------------------------------------------------------------------------------- small things
@@ -424,10 +244,6 @@ def _reward(slot: Slot) -> Facts:
 
 def _part(rewards: Iterable[Mapping[str, Any]], name: str) -> list[Facts]:
     return [reward[name] for reward in rewards if isinstance(reward.get(name), dict)]
-
-
-def _word(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _means(found: Sequence[Mapping[str, Any]], *names: str) -> dict[str, float]:

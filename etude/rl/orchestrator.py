@@ -1,10 +1,11 @@
-"""The stage `rl`: keep the processes alive and the table full until the trainer has taken its steps.
+"""The orchestrator of the `rl` stage: keeps the service processes alive and the rollout queue filled until the trainer
+has taken its steps.
 
-    every tenth of a second: start what died, queue what was lost, begin groups, begin a measurement that is due,
-                             write into the run's metrics what the others left
+    ten times a second: restart dead processes, requeue lost rollouts, start groups, start an evaluation that is due,
+                        copy step facts and evaluation results into the run's metrics
 
-It holds the run's lock and computes nothing itself. Kill it, and the others end with it; the same command with
-`--resume` goes on from the table, the trainer's newest checkpoint and the rollouts' own.
+It holds the run's lock and computes nothing itself. If it is killed, the other processes end with it; the same command
+with `--resume` continues from the queue, the trainer's newest checkpoint and the checkpoints of rollouts.
 """
 
 import json
@@ -18,127 +19,131 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.cluster.local import Services
+from etude.cluster.local import LocalServices
 from etude.errors import EtudeError, InputError
-from etude.evaluation import held_out as evaluate
-from etude.recipe.recipe import Recipe
-from etude.recipe.sections import RlStage
-from etude.rl import metrics as observe
+from etude.evaluation import held_out
+from etude.files import write_atomically
+from etude.rl import metrics
 from etude.rl.curriculum import Curriculum, kind_of
-from etude.rl.settings import evaluation_plan, plan_of
+from etude.rl.settings import RlSettings
 from etude.rl.trainer_process import checkpoints
-from etude.rollouts.queue import Slots
-from etude.runs.layout import Place, statuses, write_status, write_whole
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.settings import evaluation_queue
+from etude.runs.layout import RunLayout
 from etude.runs.run import Parent, Run
-from etude.system.progress import Report
+from etude.runs.service_status import read_statuses, write_status
+from etude.system.progress import ProgressCallback
 from etude.tasks.harbor import find_tasks, read_task
 from etude.tasks.task import Task
-from etude.train.stages import origin_of
+from etude.train.stages import initial_weights
 
-POLL_S = 0.1
+TICK_S = 0.1
+RECONCILE_S = 1.0  # leases are long
 Facts = dict[str, Any]
 
 
-def rl(run: Run, recipe: Recipe, report: Report) -> Facts:
-    """Asynchronous reinforcement learning."""
-    section = recipe.rl
-    assert section is not None  # the recipe checks that every stage it names has its section
-    place = Place(run.path, section.weights.store)
-    tasks = prepare(run, section, place)
-    with tables(place, section) as (slots, evaluations):
-        check_ledger(place, slots)
-        slots.release()
+def run_rl(run: Run, settings: RlSettings, seed: int, report: ProgressCallback) -> Facts:
+    """Run asynchronous reinforcement learning to its end; return the facts of the stage's summary."""
+    layout = RunLayout(run.path, settings.weights.store)
+    tasks = prepare(run, settings, layout)
+    with open_queues(layout, settings) as (queue, evaluations):
+        check_queue_matches_checkpoint(layout, queue)
+        queue.release()
         evaluations.release()
-        care = Care(run, section, place, slots, evaluations, tasks, recipe.seed, report)
-        with all_ended(place), Services(place, care.mourn) as services:
-            services.add("trainer", "etude.rl.trainer_process", ends=True)
-            for number in range(section.sampler.count):
-                services.add(f"sampler-{number}", "etude.inference.sampler_process", "--name", f"sampler-{number}")
-            for number in range(section.workers):
-                services.add(f"worker-{number}", "etude.rollouts.worker", "--name", f"worker-{number}")
-            while not care.over(services):
-                services.tend()
-                care.look_after(services)
-                time.sleep(POLL_S)
-        return care.finish()
+        orchestrator = Orchestrator(run, settings, layout, queue, evaluations, tasks, seed, report)
+        with mark_services_ended(layout), LocalServices(layout, orchestrator.on_process_death) as services:
+            services.add("trainer", "etude.rl.trainer_process", finishes=True)
+            for number in range(settings.sampler.count):
+                name = f"sampler-{number}"
+                services.add(name, "etude.inference.sampler_process", "--name", name)
+            for number in range(settings.workers):
+                name = f"worker-{number}"
+                services.add(name, "etude.rollouts.worker", "--name", name)
+            while not orchestrator.is_finished(services):
+                services.tick()
+                orchestrator.tick(services)
+                time.sleep(TICK_S)
+        return orchestrator.finish()
 
 
 @contextmanager
-def tables(place: Place, section: RlStage) -> Iterator[tuple[Slots, Slots]]:
-    """Those of rollouts to train on and to measure with."""
+def open_queues(layout: RunLayout, settings: RlSettings) -> Iterator[tuple[RolloutQueue, RolloutQueue]]:
+    """Open the rollout queues of training and of evaluation."""
+    samples = settings.evaluation.samples if settings.evaluation else 1
     try:
-        slots, evaluations = Slots(place.slots, plan_of(section)), Slots(place.evaluations, evaluation_plan(section))
+        queue = RolloutQueue(layout.slots, settings)
+        evaluations = RolloutQueue(layout.evaluations, evaluation_queue(settings, samples))
     except sqlite3.DatabaseError as error:
-        what = f"{place.slots.name} and {place.evaluations.name}"
-        raise InputError(f"{place.root}: {what}: {error}; put them back as they were, or begin another run") from error
-    with closing(slots), closing(evaluations):
-        yield slots, evaluations
+        files = f"{layout.slots.name} and {layout.evaluations.name}"
+        raise InputError(f"{layout.root}: {files}: {error}; restore them, or start another run") from error
+    with closing(queue), closing(evaluations):
+        yield queue, evaluations
 
 
 @contextmanager
-def all_ended(place: Place) -> Iterator[None]:
-    """However the stage ends, its processes end with it, and their status says so."""
+def mark_services_ended(layout: RunLayout) -> Iterator[None]:
+    """When the stage ends, however that happens, mark the status of every service as ended."""
     try:
         yield
     finally:
-        for name, told in statuses(place).items():
-            write_status(place, name, **{**told, "state": "ended", "waiting_for": ""})
+        for name, status in read_statuses(layout).items():
+            write_status(layout, name, **{**status, "state": "ended", "waiting_for": ""})
 
 
-# ------------------------------------------------------------------------------------------- beginning
+# ------------------------------------------------------------------------------------------ preparing
 
 
 @dataclass(frozen=True)
-class TaskSets:
-    """What is learned from, and what is measured with, by name."""
+class RlTaskSets:
+    """The tasks of a run by name: those to train on, and those to evaluate on."""
 
     train: dict[str, Task]
     held_out: dict[str, Task]
 
 
-def prepare(run: Run, section: RlStage, place: Place) -> TaskSets:
-    """The run's own copy of the model it begins with, and the list of its tasks."""
-    place.make()
-    if not place.model.is_dir():
-        origin = section.model or origin_of(run, "rl")
+def prepare(run: Run, settings: RlSettings, layout: RunLayout) -> RlTaskSets:
+    """Copy the model that RL starts from into the run, and write the task lists for the workers."""
+    layout.make()
+    if not layout.model.is_dir():
+        origin = settings.model or initial_weights(run, "rl")
         source = origin if isinstance(origin, Path) else origin.path
-        write_whole(place.origin, json.dumps(asdict(run.parent(origin))))
-        making = place.root / ".model.making"
-        shutil.rmtree(making, ignore_errors=True)
-        shutil.copytree(source, making, copy_function=_link_or_copy, ignore=shutil.ignore_patterns("optimizer.*"))
-        making.rename(place.model)
-    train = named_tasks(task_directory(run, section.tasks, "rl.tasks"))
-    needed = section.steps * section.groups_per_step
+        write_atomically(layout.origin, json.dumps(asdict(run.parent(origin))))
+        draft = layout.root / ".model.making"
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.copytree(source, draft, copy_function=_link_or_copy, ignore=shutil.ignore_patterns("optimizer.*"))
+        draft.rename(layout.model)
+    train = named_tasks(task_directory(run, settings.tasks, "rl.tasks"))
+    needed = settings.steps * settings.groups_per_step
     if len(train) < needed:
         raise InputError(
-            f"rl.tasks has {len(train)} prompts, but {section.steps} steps of {section.groups_per_step} groups take "
+            f"rl.tasks has {len(train)} prompts, but {settings.steps} steps of {settings.groups_per_step} groups need "
             f"{needed}, and a prompt is trained on once: give more tasks or fewer steps"
         )
-    held_out: dict[str, Task] = {}
-    if section.evaluation:
-        for name in section.evaluation.tasks:
+    evaluated: dict[str, Task] = {}
+    if settings.evaluation:
+        for name in settings.evaluation.tasks:
             tasks = named_tasks(task_directory(run, name, "rl.evaluation.tasks"))
-            chosen = evaluate.choose_tasks(tasks, section.evaluation.most)
-            label = f"{Path(name).name}/" if len(section.evaluation.tasks) > 1 else ""
-            held_out |= {f"{label}{task}": tasks[task] for task in chosen}
-    found = {"train": train, "held_out": held_out}
-    lists = {split: {name: str(task.directory) for name, task in tasks.items()} for split, tasks in found.items()}
-    write_whole(place.tasks, json.dumps(lists))
-    return TaskSets(train, held_out)
+            chosen = held_out.choose_tasks(tasks, settings.evaluation.max_tasks)
+            label = f"{Path(name).name}/" if len(settings.evaluation.tasks) > 1 else ""
+            evaluated |= {f"{label}{task}": tasks[task] for task in chosen}
+    sets = {"train": train, "held_out": evaluated}
+    lists = {split: {name: str(task.directory) for name, task in tasks.items()} for split, tasks in sets.items()}
+    write_atomically(layout.tasks, json.dumps(lists))
+    return RlTaskSets(train, evaluated)
 
 
-def check_ledger(place: Place, slots: Slots) -> None:
-    """What a checkpoint has learned from stands in the table before it: without that, prompts would be used again."""
-    step = max((step for step, _ in checkpoints(place)), default=0)
-    if slots.last_step() < step:
+def check_queue_matches_checkpoint(layout: RunLayout, queue: RolloutQueue) -> None:
+    """Refuse a queue that is older than the trainer's checkpoint: prompts would be trained on again."""
+    step = max((step for step, _ in checkpoints(layout)), default=0)
+    if queue.last_step() < step:
         raise InputError(
-            f"{place.slots} knows of {slots.last_step()} steps, but the trainer's checkpoint is of step {step}: which "
-            "prompts were used is lost; put the table back, or begin another run from that checkpoint"
+            f"{layout.slots} records {queue.last_step()} steps, but the trainer's checkpoint is of step {step}: which "
+            "prompts were used is lost; restore the file, or start another run from that checkpoint"
         )
 
 
 def task_directory(run: Run, name: str, key: str) -> Path:
-    """A set of tasks of this run by its name, or a directory of them."""
+    """Return the directory of a task set: one of this run by name, or any directory by absolute path."""
     if os.path.isabs(name):
         return Path(name)
     sets = {artefact.name.removeprefix("tasks-"): artefact.path for artefact in run.artefacts("tasks")}
@@ -148,7 +153,7 @@ def task_directory(run: Run, name: str, key: str) -> Path:
 
 
 def named_tasks(directory: Path) -> dict[str, Task]:
-    """The tasks below a directory, by their place in it."""
+    """Return the tasks below a directory, by their relative path."""
     tasks = {path.relative_to(directory).as_posix(): read_task(path) for path in find_tasks(directory)}
     if not tasks:
         raise InputError(f"{directory}: there are no tasks; expected directories with a task.toml")
@@ -162,224 +167,232 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-# ------------------------------------------------------------------------------------------- going on
+# ------------------------------------------------------------------------------------------ orchestrating
 
 
-def mark(facts: Facts) -> tuple[Any, ...]:
-    """By what a step is told from another of the same number, in the trainer's own words and in the metrics."""
+def step_identity(facts: Facts) -> tuple[Any, ...]:
+    """Return what distinguishes a step from another of the same number, taken again after going back."""
     return facts.get("version"), facts.get("wall_s")
 
 
 @dataclass
-class Care:
-    """What the orchestrator does again and again, and what it knows from one time to the next."""
+class Orchestrator:
+    """What is done on every tick, and the state kept between ticks."""
 
     run: Run
-    section: RlStage
-    place: Place
-    slots: Slots
-    evaluations: Slots
-    tasks: TaskSets
+    settings: RlSettings
+    layout: RunLayout
+    queue: RolloutQueue
+    evaluations: RolloutQueue
+    tasks: RlTaskSets
     seed: int
-    report: Report
-    logged: int = field(init=False)  # steps whose facts are in the metrics
-    measured: set[int] = field(init=False)  # measurements whose results are
-    problems: list[str] = field(init=False, default_factory=list)  # deaths of processes
-    told: int = field(init=False, default=0)  # of those, how many are in the metrics
-    lately: str = field(init=False, default="")  # how the last step went
-    served: int | None = field(init=False, default=None)  # the step whose weights all samplers have
+    report: ProgressCallback
+    logged_steps: int = field(init=False)  # steps whose facts are in the metrics
+    logged_evaluations: set[int] = field(init=False)  # steps whose evaluation is in the metrics
+    process_deaths: list[str] = field(init=False, default_factory=list)
+    logged_deaths: int = field(init=False, default=0)
+    last_step_line: str = field(init=False, default="")  # of the progress line
+    served_step: int | None = field(init=False, default=None)  # the step whose weights all samplers have
 
     def __post_init__(self) -> None:
-        table = self.section.curriculum
         kinds = {name: kind_of(task) for name, task in self.tasks.train.items()}
-        self.curriculum = Curriculum(kinds, self.seed, table.hard_after, table.hard_weight)
+        self.curriculum = Curriculum(kinds, self.seed, self.settings.curriculum)
         records = self.run.metrics("rl")
-        self.measured = {record["step"] for record in records if record.get("evaluation")}
-        self.logged = max((record["step"] for record in records if not record.get("evaluation")), default=0)
-        self.lines = {record["step"]: record for record in records if not record.get("evaluation")}
-        self.marks = {step: mark(record) for step, record in self.lines.items()}
-        self._reconciled = 0.0
+        self.logged_evaluations = {record["step"] for record in records if record.get("evaluation")}
+        self.step_records = {record["step"]: record for record in records if not record.get("evaluation")}
+        self.step_identities = {step: step_identity(record) for step, record in self.step_records.items()}
+        self.logged_steps = max(self.step_records, default=0)
+        self._reconciled_at = 0.0
 
     @property
     def step(self) -> int:
-        """Steps the trainer has taken."""
-        return max((int(path.stem) for path in self.place.steps.glob("[0-9]*.json")), default=0)
+        """Policy steps the trainer has taken."""
+        return max((int(path.stem) for path in self.layout.steps.glob("[0-9]*.json")), default=0)
 
-    def look_after(self, services: Services) -> None:
+    def tick(self, services: LocalServices) -> None:
         step = self.step
-        if time.monotonic() - self._reconciled > 1.0:  # leases are long
-            self.slots.reconcile(time.time(), step)
-            evaluate.upkeep(self.evaluations, time.time())
-            self._reconciled = time.monotonic()
-        if "began" not in self.run.facts("rl") and self.caught_up(0):
-            self.run.keep("rl", began=time.time())  # what came before is loading models
-        self.begin_measurement(step)
-        self.see_samplers()
-        self.fill(step)
+        if time.monotonic() - self._reconciled_at > RECONCILE_S:
+            self.queue.reconcile(time.time(), step)
+            held_out.reconcile(self.evaluations, time.time())
+            self._reconciled_at = time.monotonic()
+        if "began" not in self.run.facts("rl") and self.samplers_have(0):
+            self.run.save_facts("rl", began=time.time())  # the time before was spent loading models
+        self.start_due_evaluation(step)
+        self.update_served_step()
+        self.start_groups(step)
         self.log_steps(step)
-        self.log_measurements()
-        self.say(step, services)
+        self.log_evaluations()
+        self.report_status(step, services)
 
-    def see_samplers(self) -> None:
-        """Have the table know how old at most is what begins now."""
-        have = [self.slots.step_of(version) for version in self.sampled() if version is not None]
-        if len(have) == self.section.sampler.count and min(have) != self.served:
-            self.served = min(have)
-            self.slots.serve(self.served)
+    def update_served_step(self) -> None:
+        """Tell the queue how old the weights are, at most, that a rollout starting now is sampled with."""
+        steps = [self.queue.step_of(version) for version in self.sampler_versions() if version is not None]
+        if len(steps) == self.settings.sampler.count and min(steps) != self.served_step:
+            self.served_step = min(steps)
+            self.queue.set_served_step(self.served_step)
 
-    def fill(self, step: int) -> None:
-        """Begin as many groups as may be under way. Where no token may be older than the trainer, none may before the
-        samplers have the weights of the last step: this is how asynchronous becomes synchronous."""
-        marked = self.slots.last_step()  # a moment before its facts are written
-        left = (self.section.steps - max(step, marked)) * self.section.groups_per_step - self.slots.outstanding()
-        fresh = marked == step and self.caught_up(step)
-        wanted = min(self.slots.wanted(fresh=fresh), left)
+    def start_groups(self, step: int) -> None:
+        """Start as many groups as may be outstanding.
+
+        With max_staleness = 0 none starts before the samplers have the weights of the last step: this is how the
+        asynchronous loop becomes synchronous.
+        """
+        trained = self.queue.last_step()  # ahead of `step` for a moment, until the step's facts are written
+        left = (self.settings.steps - max(step, trained)) * self.settings.groups_per_step - self.queue.outstanding()
+        fresh = trained == step and self.samplers_have(step)
+        wanted = min(self.queue.wanted(fresh=fresh), left)
         if wanted <= 0:
             return
-        draw = self.curriculum.next(self.slots, wanted, step / self.section.steps)
-        self.slots.add(draw.prompts)
+        draw = self.curriculum.next(self.queue, wanted, step / self.settings.steps)
+        self.queue.add(draw.prompts)
         if draw.missing:
-            write_whole(self.place.root / "exhausted", self.curriculum.over(self.slots) or "no prompt is left")
+            reason = self.curriculum.exhausted(self.queue) or "no prompt is left"
+            write_atomically(self.layout.root / "exhausted", reason)
 
-    def begin_measurement(self, step: int) -> None:
-        """Before the first step and every so many; the last one is begun when the trainer has ended."""
-        table = self.section.evaluation
-        if table is None:
+    def start_due_evaluation(self, step: int) -> None:
+        """Start the evaluation before the first step, or a periodic one. `is_finished` starts the last one."""
+        evaluation = self.settings.evaluation
+        if evaluation is None:
             return
-        due = step - step % table.every if table.every else 0
-        if due < self.section.steps and due not in evaluate.begun(self.evaluations):
-            evaluate.begin(self.evaluations, due, sorted(self.tasks.held_out))
+        due = step - step % evaluation.every if evaluation.every else 0
+        if due < self.settings.steps and due not in held_out.started(self.evaluations):
+            held_out.start(self.evaluations, due, sorted(self.tasks.held_out))
 
     def log_steps(self, step: int) -> None:
-        if (kept := self.still_taken(step)) < self.logged:  # the trainer went back to a checkpoint
-            self.run.rewind("rl", kept)
-            self.logged = kept
-            self.measured = {measured for measured in self.measured if measured <= kept}
-        while self.logged < step:
-            path = self.place.steps / f"{self.logged + 1:06d}.json"
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            groups = self.slots.groups(facts["groups"])
-            before = self.lines.get(self.logged)
-            values = observe.step_facts(groups, self.logged + 1, facts, statuses(self.place), self.slots, before)
-            values["infrastructure/deaths"], self.told = len(self.problems) - self.told, len(self.problems)
-            self.lines = {self.logged + 1: values}
-            self.marks[self.logged + 1] = mark(facts)
-            self.run.log("rl", self.logged + 1, **values)
-            self.lately = observe.line(values)
-            self.logged += 1
+        if (valid := self.last_valid_step(step)) < self.logged_steps:  # the trainer went back to a checkpoint
+            self.run.rewind("rl", valid)
+            self.logged_steps = valid
+            self.logged_evaluations = {logged for logged in self.logged_evaluations if logged <= valid}
+        while self.logged_steps < step:
+            number = self.logged_steps + 1
+            facts = json.loads(self.layout.step_file(number).read_text(encoding="utf-8"))
+            groups = self.queue.groups(facts["groups"])
+            previous = self.step_records.get(self.logged_steps)
+            values = metrics.step_metrics(groups, number, facts, read_statuses(self.layout), self.queue, previous)
+            values["infrastructure/deaths"] = len(self.process_deaths) - self.logged_deaths
+            self.logged_deaths = len(self.process_deaths)
+            self.step_records = {number: values}
+            self.step_identities[number] = step_identity(facts)
+            self.run.log("rl", number, **values)
+            self.last_step_line = metrics.progress_line(values)
+            self.logged_steps = number
 
-    def still_taken(self, step: int) -> int:
-        """The last step in the metrics that is the one the trainer took: back at a checkpoint it may have taken a step
-        of the same number again before anybody looked."""
-        last = min(step, self.logged)
-        while last and self.marks.get(last) != self.mark_of(last):
+    def last_valid_step(self, step: int) -> int:
+        """Return the last logged step that is the one the trainer took.
+
+        After going back to a checkpoint the trainer may already have taken a step of the same number again.
+        """
+        last = min(step, self.logged_steps)
+        while last and self.step_identities.get(last) != self._recorded_identity(last):
             last -= 1
         return last
 
-    def mark_of(self, step: int) -> tuple[Any, ...] | None:
+    def _recorded_identity(self, step: int) -> tuple[Any, ...] | None:
         try:
-            return mark(json.loads((self.place.steps / f"{step:06d}.json").read_text(encoding="utf-8")))
+            return step_identity(json.loads(self.layout.step_file(step).read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
 
-    def log_measurements(self) -> None:
-        for step in evaluate.begun(self.evaluations):
-            if step not in self.measured and step <= self.logged and evaluate.finished(self.evaluations, step):
-                found = evaluate.results(self.evaluations, step)
-                self.run.log("rl", step, evaluation=True, **evaluate.summarise(found), **self.by_set(found))
-                self.measured.add(step)
+    def log_evaluations(self) -> None:
+        for step in held_out.started(self.evaluations):
+            if step in self.logged_evaluations or step > self.logged_steps:
+                continue
+            if held_out.is_finished(self.evaluations, step):
+                results = held_out.results(self.evaluations, step)
+                self.run.log("rl", step, evaluation=True, **held_out.summarise(results), **self.by_set(results))
+                self.logged_evaluations.add(step)
 
-    def by_set(self, found: evaluate.Evaluation) -> Facts:
-        """Where several sets are measured with, each by itself."""
-        table = self.section.evaluation
-        sets = [Path(name).name for name in table.tasks] if table and len(table.tasks) > 1 else []
-        parts = {name: evaluate.summarise(evaluate.part(found, f"{name}/")) for name in sets}
-        kept = ("tasks", "solved", "solved_low", "solved_high", f"best/{table.samples if table else 1}")
+    def by_set(self, results: held_out.Evaluation) -> Facts:
+        """Return the main figures of each task set, where there are several."""
+        evaluation = self.settings.evaluation
+        sets = [Path(name).name for name in evaluation.tasks] if evaluation and len(evaluation.tasks) > 1 else []
+        parts = {name: held_out.summarise(held_out.subset(results, f"{name}/")) for name in sets}
+        best = f"best/{evaluation.samples if evaluation else 1}"
+        kept = ("tasks", "solved", "solved_low", "solved_high", best)
         return {f"set/{name}/{key}": part[key] for name, part in parts.items() for key in kept if key in part}
 
-    def say(self, step: int, services: Services) -> None:
-        """One line for whoever watches, and one for the status."""
-        counts = self.slots.counts()
-        flying = sum(counts.get(state, 0) for state in ("starting", "running", "grading"))
-        note = f"{flying} in flight, {counts.get('ready', 0)} ready"
-        note += f"  {self.lately}" if self.lately else ""
+    def report_status(self, step: int, services: LocalServices) -> None:
+        """Update the progress line and the orchestrator's own status."""
+        counts = self.queue.counts()
+        in_flight = sum(counts.get(state, 0) for state in ("starting", "running", "grading"))
+        note = f"{in_flight} in flight, {counts.get('ready', 0)} ready"
+        note += f"  {self.last_step_line}" if self.last_step_line else ""
         if "began" not in self.run.facts("rl"):
             note = "trainer and samplers are starting"
-        elif measuring := self.measuring():
-            note = f"{measuring}  {note}"
-        self.report(step, self.section.steps, note)
-        write_status(self.place, "orchestrator", step=step, counts=counts, deaths=services.deaths())
+        elif evaluating := self.evaluation_progress():
+            note = f"{evaluating}  {note}"
+        self.report(step, self.settings.steps, note)
+        write_status(self.layout, "orchestrator", step=step, counts=counts, deaths=services.restarts())
 
-    def measuring(self) -> str:
-        """How far a measurement is that goes on."""
-        table = self.section.evaluation
-        begun = [step for step in evaluate.begun(self.evaluations) if step not in self.measured]
-        if table is None or not begun:
+    def evaluation_progress(self) -> str:
+        """Describe the progress of a running evaluation; "" if there is none."""
+        evaluation = self.settings.evaluation
+        steps = [step for step in held_out.started(self.evaluations) if step not in self.logged_evaluations]
+        if evaluation is None or not steps:
             return ""
         counts = self.evaluations.counts()
         left = sum(count for state, count in counts.items() if state not in ("ready", "trained"))
-        total = len(begun) * len(self.tasks.held_out) * table.samples
-        return f"measured {max(0, total - left)} of {total}"
+        total = len(steps) * len(self.tasks.held_out) * evaluation.samples
+        return f"evaluated {max(0, total - left)} of {total}"
 
-    def mourn(self, name: str, why: str) -> None:
-        """A process died: what it held is queued at once."""
-        self.problems.append(f"{name} {why}")
-        with open(self.place.logs / "deaths.jsonl", "a", encoding="utf-8") as log:
-            log.write(json.dumps({"time": time.time(), "name": name, "why": why}) + "\n")
+    def on_process_death(self, name: str, reason: str) -> None:
+        """Record the death, and requeue a worker's slots at once."""
+        self.process_deaths.append(f"{name} {reason}")
+        with open(self.layout.logs / "deaths.jsonl", "a", encoding="utf-8") as log:
+            log.write(json.dumps({"time": time.time(), "name": name, "why": reason}) + "\n")
         if name.startswith("worker"):
-            self.slots.release(name)
+            self.queue.release(name)
             self.evaluations.release(name)
 
-    # --------------------------------------------------------------------------------------- ending
+    # -------------------------------------------------------------------------------------- finishing
 
-    def over(self, services: Services) -> bool:
-        """Whether the trainer has ended and everything it should be measured by is."""
-        trainer = services.all.get("trainer")
-        if trainer is None or not trainer.ended:
+    def is_finished(self, services: LocalServices) -> bool:
+        """Return whether the trainer has finished and its last weights are evaluated."""
+        trainer = services.services.get("trainer")
+        if trainer is None or not trainer.finished:
             return False
         step = self.step
-        if self.logged < step:
+        if self.logged_steps < step:
             return False
-        if self.section.evaluation is None:
+        if self.settings.evaluation is None:
             return True
-        if step not in evaluate.begun(self.evaluations) and self.caught_up(step):
-            evaluate.begin(self.evaluations, step, sorted(self.tasks.held_out))
-        return step in self.measured
+        if step not in held_out.started(self.evaluations) and self.samplers_have(step):
+            held_out.start(self.evaluations, step, sorted(self.tasks.held_out))
+        return step in self.logged_evaluations
 
-    def caught_up(self, step: int) -> bool:
-        """Whether every sampler has the weights of this step: the last measurement is of those and no others."""
-        version = json.loads((self.place.steps / f"{step:06d}.json").read_text())["version"] if step else 0
-        return all(each is not None and each >= version for each in self.sampled())
+    def samplers_have(self, step: int) -> bool:
+        """Return whether every sampler has the weights of this step: the last evaluation is of exactly those."""
+        version = json.loads(self.layout.step_file(step).read_text())["version"] if step else 0
+        return all(loaded is not None and loaded >= version for loaded in self.sampler_versions())
 
-    def sampled(self) -> list[int | None]:
-        """The version that each sampler has; None for one that has none yet."""
-        told = statuses(self.place)
-        return [told.get(f"sampler-{number}", {}).get("version") for number in range(self.section.sampler.count)]
+    def sampler_versions(self) -> list[int | None]:
+        """Return the weight version of each sampler; None for one that has none yet."""
+        statuses = read_statuses(self.layout)
+        names = (f"sampler-{number}" for number in range(self.settings.sampler.count))
+        return [statuses.get(name, {}).get("version") for name in names]
 
     def finish(self) -> Facts:
-        """The last weights as a checkpoint of the run, and the facts worth telling."""
-        found = checkpoints(self.place)
-        note = self.place.root / "exhausted"
-        early = note.read_text(encoding="utf-8") if note.exists() else ""
+        """Save the last weights as a checkpoint of the run, and return the facts of the stage's summary."""
+        found = checkpoints(self.layout)
+        note = self.layout.root / "exhausted"
+        ended_early = note.read_text(encoding="utf-8") if note.exists() else ""
         if not found:
-            raise EtudeError(
-                f"{self.place.trainer}: no checkpoint: {early or 'the trainer ended before its first step'}"
-            )
+            reason = ended_early or "the trainer ended before its first step"
+            raise EtudeError(f"{self.layout.trainer}: no checkpoint: {reason}")
         step, last = found[-1]
-        existing = [artefact for artefact in self.run.artefacts("checkpoint") if artefact.name == f"rl-{step}"]
-        if not existing:
-            origin = Parent(**json.loads(self.place.origin.read_text(encoding="utf-8")))
+        if not any(artefact.name == f"rl-{step}" for artefact in self.run.artefacts("checkpoint")):
+            origin = Parent(**json.loads(self.layout.origin.read_text(encoding="utf-8")))
             with self.run.checkpoint("rl", step, parents=[origin]) as directory:
                 ignored = shutil.ignore_patterns("optimizer.*", "training.json")
                 shutil.copytree(last, directory, dirs_exist_ok=True, ignore=ignored, copy_function=_link_or_copy)
-        facts = observe.stage_facts(self.run.metrics("rl"), self.slots, self.problems)
-        if early and step < self.section.steps:
-            facts["ended_early"] = early
+        facts = metrics.stage_facts(self.run.metrics("rl"), self.queue, self.process_deaths)
+        if ended_early and step < self.settings.steps:
+            facts["ended_early"] = ended_early
             self.report(step, step, "ended early")
-        if {0, step} <= self.measured and step:
-            before, after = (evaluate.results(self.evaluations, measured) for measured in (0, step))
-            facts["rise"] = evaluate.compare(before, after)
+        if {0, step} <= self.logged_evaluations and step:
+            before, after = (held_out.results(self.evaluations, each) for each in (0, step))
+            facts["rise"] = held_out.compare(before, after)
             for name in dict.fromkeys(key.split("/")[1] for key in self.by_set(after)):
-                parts = (evaluate.part(found, f"{name}/") for found in (before, after))
-                facts[f"rise_{name}"] = evaluate.compare(*parts)
+                parts = (held_out.subset(results, f"{name}/") for results in (before, after))
+                facts[f"rise_{name}"] = held_out.compare(*parts)
         return facts

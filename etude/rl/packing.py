@@ -1,8 +1,8 @@
-"""Rollouts as rows for the trainer: segments side by side, equal work for every rank.
+"""Pack training sequences into rows for the trainer, with equal work for every rank.
 
-A segment is one document: it attends to itself only. Its cost is linear in its tokens for the products and quadratic
-for attention, so rows of equal length are not equal work; whoever balances by tokens waits for the rank with the
-longest documents. Here rows are filled by length, because that is what must fit, and dealt out by cost.
+A training sequence attends to itself only. Its cost is linear in its tokens for matrix products and quadratic for
+attention, so rows of equal length are not equal work, and balancing by tokens makes every rank wait for the one with
+the longest sequences. Rows are therefore filled by length, which must fit, and assigned to ranks by cost.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from etude.rl.objective import RolloutBatch
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A segment, and what each of its made tokens is worth."""
+class TrainingSequence:
+    """A segment with its token advantages."""
 
     segment: Segment
-    worths: npt.NDArray[np.float32]  # one for each made token, in order
+    token_advantages: npt.NDArray[np.float32]  # one for each sampled token, in order
 
     def __post_init__(self) -> None:
-        made = int(self.segment.made.sum())
-        if len(self.worths) != made:
-            raise InputError(f"packing: {len(self.worths)} worths for {made} made tokens")
+        sampled = int(self.segment.sampled.sum())
+        if len(self.token_advantages) != sampled:
+            raise InputError(f"packing: {len(self.token_advantages)} token advantages for {sampled} sampled tokens")
 
     def __len__(self) -> int:
         return len(self.segment)
 
 
-def document_cost(config: ModelConfig, tokens: int) -> float:
-    """Multiplications of one document's forward, up to a factor: products per token, and attention per pair."""
+def sequence_cost(config: ModelConfig, tokens: int) -> float:
+    """Return the multiplications of one sequence's forward pass, up to a constant factor."""
     width = config.heads * config.head_dim
     mlp = config.mlp_size
     if config.moe is not None:
@@ -50,7 +50,10 @@ def document_cost(config: ModelConfig, tokens: int) -> float:
 
 
 def fill_rows(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Indices in rows of at most `length` tokens, largest first, each into the fullest row; one too long is alone."""
+    """Return indices in rows of at most `length` tokens: largest first, each into the fullest row that it fits.
+
+    A sequence longer than `length` gets a row of its own.
+    """
     rows: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -65,54 +68,60 @@ def fill_rows(sizes: Sequence[int], length: int) -> list[list[int]]:
     return rows
 
 
-def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Indices for each rank: the dearest first, each to whoever has least so far."""
+def assign_to_ranks(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Return the indices for each rank: the most expensive first, each to the rank with the least work so far."""
     if ranks < 1:
-        raise InputError(f"packing: {ranks} ranks")
-    hands: list[list[int]] = [[] for _ in range(ranks)]
+        raise InputError(f"packing: {ranks} ranks; expected at least 1")
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
     heap = [(0.0, rank) for rank in range(ranks)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         total, rank = heapq.heappop(heap)
-        hands[rank].append(index)
+        assigned[rank].append(index)
         heapq.heappush(heap, (total + costs[index], rank))
-    return hands
+    return assigned
 
 
 def pack(
-    pieces: Sequence[Piece], config: ModelConfig, *, length: int, rows: int, padding: int, ranks: int = 1
+    sequences: Sequence[TrainingSequence],
+    config: ModelConfig,
+    *,
+    length: int,
+    rows: int,
+    padding: int,
+    ranks: int = 1,
 ) -> list[list[RolloutBatch]]:
-    """Micro-batches of at most `rows` rows for each rank. Pieces in which the model made nothing teach nothing."""
-    taught = [piece for piece in pieces if len(piece.worths)]
-    filled = fill_rows([len(piece) for piece in taught], length)
-    costs = [sum(document_cost(config, len(taught[index])) for index in row) for row in filled]
+    """Return micro-batches of at most `rows` rows for each rank. Sequences without a sampled token are left out."""
+    trained = [sequence for sequence in sequences if len(sequence.token_advantages)]
+    filled = fill_rows([len(sequence) for sequence in trained], length)
+    costs = [sum(sequence_cost(config, len(trained[index])) for index in row) for row in filled]
     batches = []
-    for hand in deal(costs, ranks):
-        mine = [[taught[index] for index in filled[row]] for row in hand]
-        batches.append([_batch(mine[at : at + rows], config, padding) for at in range(0, len(mine), rows)])
+    for assigned in assign_to_ranks(costs, ranks):
+        own = [[trained[index] for index in filled[row]] for row in assigned]
+        batches.append([_batch(own[at : at + rows], config, padding) for at in range(0, len(own), rows)])
     return batches
 
 
-def _batch(rows: Sequence[Sequence[Piece]], config: ModelConfig, padding: int) -> RolloutBatch:
+def _batch(rows: Sequence[Sequence[TrainingSequence]], config: ModelConfig, padding: int) -> RolloutBatch:
     length = max(sum(map(len, row)) for row in rows)
     shape = len(rows), length
     tokens, targets = np.full(shape, padding, np.int64), np.full(shape, IGNORE, np.int64)
-    worths, sampler = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    routing = _no_routing(rows, config, shape)
+    advantages, sampler_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    routing = _empty_routing(rows, config, shape)
     lengths = []
     for number, row in enumerate(rows):
         at = 0
-        for piece in row:
-            segment, size = piece.segment, len(piece)
-            place, made = slice(at, at + size - 1), segment.made[1:]
+        for sequence in row:
+            segment, size = sequence.segment, len(sequence)
+            span, sampled = slice(at, at + size - 1), segment.sampled[1:]
             tokens[number, at : at + size] = segment.tokens
-            targets[number, place] = np.where(made, segment.tokens[1:].astype(np.int64), IGNORE)
-            sampler[number, place] = np.where(made, segment.raw_logprobs[1:], 0.0)
-            spread = np.zeros(size, np.float32)
-            spread[segment.made] = piece.worths
-            worths[number, place] = spread[1:]
+            targets[number, span] = np.where(sampled, segment.tokens[1:].astype(np.int64), IGNORE)
+            sampler_logprobs[number, span] = np.where(sampled, segment.raw_logprobs[1:], 0.0)
+            by_token = np.zeros(size, np.float32)
+            by_token[segment.sampled] = sequence.token_advantages
+            advantages[number, span] = by_token[1:]
             if routing is not None and segment.routing is not None:
-                read = len(segment.routing)
-                routing[number, at : at + read] = segment.routing
+                routed = len(segment.routing)
+                routing[number, at : at + routed] = segment.routing
             at += size
         sizes = tuple(map(len, row))
         lengths.append((*sizes, length - at) if at < length else sizes)
@@ -123,16 +132,16 @@ def _batch(rows: Sequence[Sequence[Piece]], config: ModelConfig, padding: int) -
         tuple(lengths),
         (),
         trained,
-        worths=torch.from_numpy(worths),
-        sampler=torch.from_numpy(sampler),
+        token_advantages=torch.from_numpy(advantages),
+        sampler_logprobs=torch.from_numpy(sampler_logprobs),
         routing=None if routing is None else torch.from_numpy(routing),
     )
 
 
-def _no_routing(
-    rows: Sequence[Sequence[Piece]], config: ModelConfig, shape: tuple[int, int]
+def _empty_routing(
+    rows: Sequence[Sequence[TrainingSequence]], config: ModelConfig, shape: tuple[int, int]
 ) -> npt.NDArray[np.int16] | None:
-    """Room for the experts of a batch, all unknown; None where the model has none, or nobody recorded any."""
-    if config.moe is None or all(piece.segment.routing is None for row in rows for piece in row):
+    """Return an array for the routed experts of a batch, all unknown; None for a model or rollouts without any."""
+    if config.moe is None or all(sequence.segment.routing is None for row in rows for sequence in row):
         return None
     return np.full((*shape, len(config.moe.layers), config.moe.per_token), -1, np.int16)

@@ -1,72 +1,66 @@
-"""The recipe's words in the terms of the rooms: one function for each thing that is made from a section."""
+"""Settings of the `rl` stage: those of rollouts, and those of learning."""
 
-from etude.evaluation import held_out
-from etude.harness.session import Budget
-from etude.harness.summary import Summaries
-from etude.harness.tool_set import ALL_TOOLS, ToolSet
-from etude.recipe.sections import RlStage
-from etude.rewards.effort import EffortWeights
-from etude.rl.advantages import Estimator
-from etude.rollouts.queue import Plan
-from etude.train.optim import AdamSettings
+from pathlib import Path
+from typing import ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from etude.config import AbsolutePath, NameOrPath, load_table, made_by, read_toml
+from etude.errors import InputError
+from etude.inference.settings import SamplerRunSettings
+from etude.rl.advantages import EstimatorSettings
+from etude.rl.curriculum import CurriculumSettings
+from etude.rollouts.settings import RolloutSettings
+from etude.runs.layout import RunLayout, run_directory
 
 
-def plan_of(section: RlStage) -> Plan:
-    """Of the table of training groups."""
-    return Plan(
-        group_size=section.group_size,
-        groups_per_step=section.groups_per_step,
-        max_staleness=section.max_staleness,
-        ahead=section.ahead,
-        in_flight=section.in_flight,
-        lease_s=section.lease_s,
-        attempts=section.attempts,
+class RlSettings(RolloutSettings, SamplerRunSettings):
+    """Asynchronous reinforcement learning: every sample is a whole agent session."""
+
+    renamed_keys: ClassVar[dict[str, str]] = {**RolloutSettings.renamed_keys, "clip": "max_grad_norm"}
+
+    model: AbsolutePath | None = made_by(
+        "base", "init", "pretrain", "extend", "sft", doc="model directory, when no stage makes one"
     )
+    tasks: NameOrPath = Field(description="training tasks: a task set of this run by name, or a directory")
+    steps: int = Field(ge=1, description="policy steps")
+    group_size: int = Field(default=8, ge=2, description="rollouts of one prompt")
+
+    estimator: EstimatorSettings = Field(default_factory=EstimatorSettings)
+    curriculum: CurriculumSettings = Field(default_factory=CurriculumSettings)
+
+    learning_rate: float = Field(default=1e-6, gt=0, description="learning rate, constant after the warm-up")
+    warmup: int = Field(default=0, ge=0, description="warm-up steps")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False, description="Adam betas")
+    weight_decay: float = Field(default=0.0, ge=0, description="weight decay of matrices")
+    max_grad_norm: float = Field(default=1.0, ge=0, description="gradient-norm limit; 0: no clipping")
+    length: int = Field(default=4096, ge=2, description="tokens of a packed row; a longer segment gets its own row")
+    rows: int = Field(default=4, ge=1, description="rows of one forward pass")
+    device: str = Field(default="auto", description="trainer device: cpu, cuda ...; auto: a GPU if there is one")
+    threads: int = Field(default=0, ge=0, description="CPU threads of the trainer; 0: torch's default")
+    compile: bool = Field(default=False, description="compile the transformer blocks; pays on a GPU")
+    recompute: bool = Field(default=False, description="activation checkpointing: less memory, a third more compute")
+    checkpoint_every: int = Field(default=10, ge=1, description="policy steps between trainer checkpoints")
+    keep: int = Field(default=2, ge=1, description="newest checkpoints to keep")
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be at least 0 and below 1, not {list(self.betas)}")
+        if self.evaluation is not None and self.tasks in self.evaluation.tasks:
+            raise ValueError(f'evaluation.tasks has "{self.tasks}", which is trained on: evaluate on other tasks')
+        if self.precision == "bfloat16" and self.weights.dtype == "float32":
+            raise ValueError('weights.dtype must be "bfloat16" where precision is: there are no finer weights')
+        if self.window and self.sampler.kv_cache_tokens < self.window:
+            held = f"sampler.kv_cache_tokens = {self.sampler.kv_cache_tokens} does not hold one session"
+            raise ValueError(f"{held}: give at least window = {self.window}, better that for each of in_flight")
+        return self
 
 
-def evaluation_plan(section: RlStage) -> Plan:
-    """Of the table of measurements: groups of K."""
-    return held_out.evaluation_plan(plan_of(section), section.evaluation.samples if section.evaluation else 1)
-
-
-def estimator_of(section: RlStage) -> Estimator:
-    table = section.estimator
-    return Estimator(
-        table.divide_by_std,
-        table.divide_by_length,
-        table.mask_overlong,
-        table.kl,
-        table.kl_weight,
-        table.correction,
-    )
-
-
-def adam_of(section: RlStage) -> AdamSettings:
-    """A float32 trainer whose weights travel as bfloat16 computes with rounded ones: what it trains is what samples."""
-    rounded = section.precision == "float32" and section.weights.dtype == "bfloat16"
-    return AdamSettings(section.learning_rate, section.betas, 1e-8, section.weight_decay, section.clip, rounded)
-
-
-def environment_of(section: RlStage) -> ToolSet:
-    table = section.environment
-    return ToolSet(
-        tools=ALL_TOOLS if table.tools is None else table.tools,
-        naming=table.naming,
-        brief=table.brief,
-        strict=table.strict,
-        command_timeout_s=table.command_timeout_s,
-    )
-
-
-def budget_of(section: RlStage) -> Budget:
-    table = section.budget
-    return Budget(table.turns, table.tokens, table.seconds, table.answer)
-
-
-def summaries_of(section: RlStage) -> Summaries:
-    table = section.summaries
-    return Summaries(table.mode, table.trigger, table.reserve, table.attempts, table.most)
-
-
-def effort_of(section: RlStage) -> EffortWeights:
-    return EffortWeights(**section.effort.model_dump())
+def open_rl_run(run: Path | str) -> tuple[RunLayout, RlSettings]:
+    """Return the layout of a run and the settings of its `rl` stage, from its recorded recipe."""
+    layout = RunLayout(run_directory(run))
+    if "rl" not in read_toml(layout.recipe):
+        raise InputError(f"{layout.run}: this run has no stage rl")
+    settings = load_table(layout.recipe, "rl", RlSettings)
+    return RunLayout(layout.run, settings.weights.store), settings

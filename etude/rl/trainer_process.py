@@ -1,7 +1,8 @@
-"""The trainer's process: `python -m etude.rl.trainer_process RUN`. Puts the loop together, keeps its checkpoints.
+"""The trainer process: `python -m etude.rl.trainer_process RUN`. Builds the learning loop and keeps its checkpoints.
 
-A checkpoint is a Hugging Face directory with the optimizer's tensors and the step. Starting again, it stands where the
-newest one stands, tells the table so, and publishes what it has as a new version: versions only ever grow.
+A checkpoint is a Hugging Face directory with the optimizer's tensors and the step. After a restart the trainer
+continues from the newest checkpoint, rewinds the queue to it, and publishes its weights as a new version: version
+numbers only ever grow.
 """
 
 from __future__ import annotations
@@ -23,173 +24,192 @@ from safetensors.torch import load_file, save_file
 from etude.chat.tokenizer import Tokenizer
 from etude.errors import EtudeError
 from etude.evaluation import held_out
+from etude.files import write_atomically
 from etude.kernels import usable_device
 from etude.model.checkpoint import load, write_model
-from etude.model.mtp import FILE as MTP_FILE
+from etude.model.mtp import MTP_FILE
 from etude.model.transformer import Transformer, compile_blocks
-from etude.recipe.sections import RlStage
-from etude.rl.loop import Loop, learn, publish
+from etude.rl.loop import RlLoop, learn, publish
 from etude.rl.objective import PolicyGradient
-from etude.rl.settings import adam_of, estimator_of, evaluation_plan, plan_of
-from etude.rollouts.queue import Slots
-from etude.runs.layout import Place, die_with_parent, parent_process, place_and_section, write_status, write_whole
+from etude.rl.settings import RlSettings, open_rl_run
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.settings import evaluation_queue
+from etude.runs.layout import RunLayout
+from etude.runs.service_status import write_status
+from etude.system.processes import die_with_parent, parent_process
+from etude.train.optim import AdamSettings
 from etude.train.phase import OPTIMIZER_FILE, STATE_FILE
 from etude.train.trainer import Trainer
-from etude.weights.bucket import Bucket
+from etude.weights.object_store import ObjectStore
 from etude.weights.publisher import Publisher
 from etude.weights.versions import latest
 
-NAME = "trainer"
+SERVICE = "trainer"
+STATUS_S = 1.0
 
 
 def main() -> None:
     die_with_parent(parent_process())
-    place, section, _ = place_and_section(sys.argv[1])
-    if section.threads:
-        torch.set_num_threads(section.threads)
+    layout, settings = open_rl_run(sys.argv[1])
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     try:
-        with opened(place, section) as loop:
+        with open_loop(layout, settings) as loop:
             learn(loop)
-            loop.publisher.flush(section.stall_s)
+            loop.publisher.flush(settings.stall_s)
     except (EtudeError, OSError) as error:
         print(f"etude: {error}", file=sys.stderr)
         sys.exit(error.exit_code if isinstance(error, EtudeError) else 1)
 
 
 @contextmanager
-def opened(place: Place, section: RlStage) -> Iterator[Loop]:
-    """The loop, standing at the newest checkpoint, with its weights on their way to the samplers."""
-    with telling(place) as tell:
-        tell(state="starting")
-        device = usable_device(section.device)
-        found = checkpoints(place)
-        origin = found[-1][1] if found else place.model
-        model = load(origin, dtype=getattr(torch, section.precision), device=device)
-        if section.recompute:
+def open_loop(layout: RunLayout, settings: RlSettings) -> Iterator[RlLoop]:
+    """Give the learning loop, restored from the newest checkpoint, with its weights being published."""
+    with reporting_status(layout) as report_status:
+        report_status(state="starting")
+        device = usable_device(settings.device)
+        found = checkpoints(layout)
+        origin = found[-1][1] if found else layout.model
+        model = load(origin, dtype=getattr(torch, settings.precision), device=device)
+        if settings.recompute:
             model.recompute = True
-        if section.compile:
+        if settings.compile:
             compile_blocks(model)
-        trainer = Trainer(model, adam_of(section))
+        trainer = Trainer(model, adam_settings(settings))
         if found:
             trainer.step_count = json.loads((origin / STATE_FILE).read_text())["step"]
-            trainer.optimizer.restore(load_file(origin / OPTIMIZER_FILE))
-        slots = Slots(place.slots, plan_of(section))
-        evaluations = Slots(place.evaluations, evaluation_plan(section)) if section.evaluation else None
-        forget_steps(place, trainer.step_count)  # before the table: what is ready must not look old to anybody
-        for table in filter(None, (slots, evaluations)):
-            table.rewind(trainer.step_count)
-        bucket = Bucket(place.store)
-        tokenizer = Tokenizer.load(place.model)
-        newest = latest(bucket)
-        with Publisher(bucket, full_every=section.weights.full_every, keep=section.weights.keep) as publisher:
-            loop = Loop(
-                place,
-                section,
-                estimator_of(section),
+            trainer.optimizer.load_state_dict(load_file(origin / OPTIMIZER_FILE))
+        queue = RolloutQueue(layout.slots, settings)
+        evaluations = None
+        if settings.evaluation:
+            evaluations = RolloutQueue(layout.evaluations, evaluation_queue(settings, settings.evaluation.samples))
+        # Before the queues are rewound: ready groups must not look stale to the orchestrator.
+        remove_later_steps(layout, trainer.step_count)
+        for each in filter(None, (queue, evaluations)):
+            each.rewind(trainer.step_count)
+        store = ObjectStore(layout.store)
+        tokenizer = Tokenizer.load(layout.model)
+        newest = latest(store)
+        estimator = settings.estimator
+        with Publisher(store, full_every=settings.weights.full_every, keep=settings.weights.keep) as publisher:
+            loop = RlLoop(
+                layout,
+                settings,
                 trainer,
-                PolicyGradient(section.estimator.correction, section.estimator.plausibility),
-                slots,
+                PolicyGradient(estimator.max_importance_ratio, estimator.plausibility),
+                queue,
                 evaluations,
                 publisher,
-                reference_of(place, section, device),
+                load_reference(layout, settings, device),
                 tokenizer.end_of_text,
                 -1 if newest is None else newest,
-                held=holding(evaluations),
-                tell=tell,
-                record=lambda step, facts: write_whole(place.steps / f"{step:06d}.json", json.dumps(facts)),
-                checkpoint=lambda: write_checkpoint(place, trainer, tokenizer, section.keep),
+                blocked_by=first_evaluation_blocker(evaluations),
+                report_status=report_status,
+                record_step=lambda step, facts: write_atomically(layout.step_file(step), json.dumps(facts)),
+                checkpoint=lambda: write_checkpoint(layout, trainer, tokenizer, settings.keep),
             )
             publish(loop)
             try:
                 yield loop
             finally:
-                slots.close()
+                queue.close()
 
 
-def reference_of(place: Place, section: RlStage, device: torch.device) -> Transformer | None:
-    """The policy that the divergence is from; None where there is none to be held to."""
-    table = section.estimator
-    if table.kl == "none":
+def adam_settings(settings: RlSettings) -> AdamSettings:
+    """Return the optimizer's settings.
+
+    A float32 trainer that publishes bfloat16 weights computes with rounded ones: it trains what the samplers run.
+    """
+    rounded = settings.precision == "float32" and settings.weights.dtype == "bfloat16"
+    return AdamSettings(
+        settings.learning_rate, settings.betas, 1e-8, settings.weight_decay, settings.max_grad_norm, rounded
+    )
+
+
+def load_reference(layout: RunLayout, settings: RlSettings, device: torch.device) -> Transformer | None:
+    """Load the KL reference policy; None if there is no KL penalty."""
+    estimator = settings.estimator
+    if estimator.kl == "none":
         return None
-    directory = place.model if table.reference == "start" else Path(table.reference)
-    return load(directory, dtype=getattr(torch, section.precision), device=device).requires_grad_(False)
+    directory = layout.model if estimator.reference == "start" else Path(estimator.reference)
+    return load(directory, dtype=getattr(torch, settings.precision), device=device).requires_grad_(False)
 
 
-def holding(evaluations: Slots | None) -> Callable[[], str]:
-    """Before the first step there is the measurement of what the run began with: exactly that, and nothing newer."""
-    over = evaluations is None
+def first_evaluation_blocker(evaluations: RolloutQueue | None) -> Callable[[], str]:
+    """Return a function that says what blocks the first step: the evaluation of exactly the first weights."""
+    finished = evaluations is None
 
-    def held() -> str:
-        nonlocal over
-        if over or evaluations is None:
+    def blocked_by() -> str:
+        nonlocal finished
+        if finished or evaluations is None:
             return ""
-        over = held_out.finished(evaluations, 0)
-        return "" if over else f"the first measurement: {evaluations.waiting_for(time.time())}"
+        finished = held_out.is_finished(evaluations, 0)
+        return "" if finished else f"the first evaluation: {evaluations.waiting_for(time.time())}"
 
-    return held
+    return blocked_by
 
 
 @contextmanager
-def telling(place: Place) -> Iterator[Any]:
-    """Says once a second how the trainer is, also in the middle of a long step."""
+def reporting_status(layout: RunLayout) -> Iterator[Callable[..., None]]:
+    """Report the trainer's status every second, also during a long step."""
     facts: dict[str, Any] = {"state": "starting"}
-    over = threading.Event()
+    ended = threading.Event()
 
-    def tell(**news: Any) -> None:
-        facts.update({"waiting_for": "", **news})
+    def update(**changes: Any) -> None:
+        facts.update({"waiting_for": "", **changes})
 
-    def keep_telling() -> None:
+    def report() -> None:
         while True:
-            write_status(place, NAME, **facts)
-            if over.wait(1.0):
+            write_status(layout, SERVICE, **facts)
+            if ended.wait(STATUS_S):
                 return
 
-    thread = threading.Thread(target=keep_telling, name="status", daemon=True)
+    thread = threading.Thread(target=report, name="status", daemon=True)
     thread.start()
     try:
-        yield tell
+        yield update
     finally:
-        tell(state="ended")
-        over.set()
+        update(state="ended")
+        ended.set()
         thread.join()
-        write_status(place, NAME, **facts)
+        write_status(layout, SERVICE, **facts)
 
 
-# ------------------------------------------------------------------------------------------- checkpoints
+# ------------------------------------------------------------------------------------------ checkpoints
 
 
-def checkpoints(place: Place) -> list[tuple[int, Path]]:
-    """The trainer's checkpoints with their steps, oldest first."""
-    found = [path for path in place.trainer.glob("[0-9]*") if (path / STATE_FILE).exists()]
+def checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
+    """Return the trainer's checkpoints with their steps, oldest first."""
+    found = [path for path in layout.trainer.glob("[0-9]*") if (path / STATE_FILE).exists()]
     return sorted((int(path.name), path) for path in found)
 
 
-def write_checkpoint(place: Place, trainer: Trainer, tokenizer: Tokenizer, keep: int) -> None:
-    """Written beside and renamed: a checkpoint is there or not."""
+def write_checkpoint(layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, keep: int) -> None:
+    """Write a checkpoint under a temporary name, rename it when it is complete, and delete old ones."""
     step = trainer.step_count
-    making = place.trainer / f".{step:06d}.making"
-    shutil.rmtree(making, ignore_errors=True)
+    draft = layout.trainer / f".{step:06d}.making"
+    shutil.rmtree(draft, ignore_errors=True)
     try:
-        making.mkdir(parents=True)
-        write_model(trainer.model, making)
-        tokenizer.save(making)
-        if (place.model / MTP_FILE).exists():  # they do not learn here, and draft for what has moved a little
-            shutil.copy(place.model / MTP_FILE, making / MTP_FILE)
-        tensors = {name: value.cpu().contiguous() for name, value in trainer.optimizer.state().items()}
-        save_file(tensors, making / OPTIMIZER_FILE)
-        (making / STATE_FILE).write_text(json.dumps({"step": step}))
+        draft.mkdir(parents=True)
+        write_model(trainer.model, draft)
+        tokenizer.save(draft)
+        if (layout.model / MTP_FILE).exists():  # MTP layers are not trained here, only carried along
+            shutil.copy(layout.model / MTP_FILE, draft / MTP_FILE)
+        tensors = {name: value.cpu().contiguous() for name, value in trainer.optimizer.state_dict().items()}
+        save_file(tensors, draft / OPTIMIZER_FILE)
+        (draft / STATE_FILE).write_text(json.dumps({"step": step}))
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
-        raise EtudeError(f"{making}: the checkpoint cannot be written: {error}") from error
-    final = place.trainer / f"{step:06d}"
+        raise EtudeError(f"{draft}: the checkpoint cannot be written: {error}") from error
+    final = layout.trainer / f"{step:06d}"
     shutil.rmtree(final, ignore_errors=True)
-    making.rename(final)
-    for _, old in checkpoints(place)[:-keep]:
+    draft.rename(final)
+    for _, old in checkpoints(layout)[:-keep]:
         shutil.rmtree(old)
 
 
-def forget_steps(place: Place, step: int) -> None:
-    """Facts of steps that will be taken again."""
-    for path in place.steps.glob("[0-9]*.json"):
+def remove_later_steps(layout: RunLayout, step: int) -> None:
+    """Remove the facts of steps that will be taken again."""
+    for path in layout.steps.glob("[0-9]*.json"):
         if int(path.stem) > step:
             path.unlink()
 

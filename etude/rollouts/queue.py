@@ -1,16 +1,15 @@
-"""The reconciler's table: every sample is a slot, every slot is a row, every change is one transaction.
+"""The rollout queue: a durable table (SQLite) in which every rollout is a slot and every change is one transaction.
 
     queued -> starting -> running -> grading -> ready -> trained
-       ^---------'----------'----------'   a death, a lost lease, a broken verifier: back in the queue, never a reward
+       ^---------'----------'----------'   dead worker, expired lease, failed verifier: requeued, never a reward
 
-Slots belong to groups, one prompt each; a prompt is used once. A claim comes with an attempt number, and whoever
-reports must show it: an answer that comes twice, or from a worker given up for dead, changes nothing. Time and the
-trainer's version are arguments, so that a simulation can run years of it in a second. Nobody talks to anybody here:
-workers claim and report, the trainer takes and marks, and `reconcile` compares what should be with what is.
+The slots of one prompt form a group; a prompt is used once. A claim has an attempt number that later reports must
+carry, so a duplicate report, or one from a worker whose lease expired, changes nothing. The current time and policy
+step are arguments, so that a simulation can run years of operation in a second. Workers claim and report, the trainer
+takes groups and marks them as trained, and `reconcile` requeues what was lost.
 """
 
 import json
-import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,18 +18,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import EtudeError, InputError
+from etude.rollouts.settings import QueueSettings
 
 SlotState = Literal["queued", "starting", "running", "grading", "ready"]
 IN_FLIGHT = ("starting", "running", "grading")
-TroubleKind = Literal["failed", "lost", "stale", "dropped"]
+IncidentKind = Literal["failed", "lost", "stale", "dropped"]
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS plan (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS groups (
     id INTEGER PRIMARY KEY,
     task TEXT NOT NULL UNIQUE,           -- a prompt is used once, whatever happens
-    expected REAL NOT NULL DEFAULT 0,    -- how long it is expected to take: long ones start early
-    step INTEGER,                        -- that trained it; NULL: none has
+    expected REAL NOT NULL DEFAULT 0,    -- expected seconds: long groups start early
+    step INTEGER,                        -- policy step that trained it; NULL: not trained
     dropped TEXT                         -- why it will never be trained
 );
 CREATE TABLE IF NOT EXISTS slots (
@@ -38,11 +38,11 @@ CREATE TABLE IF NOT EXISTS slots (
     grp INTEGER NOT NULL REFERENCES groups(id),
     number INTEGER NOT NULL,
     state TEXT NOT NULL DEFAULT 'queued',
-    attempt INTEGER NOT NULL DEFAULT 0,  -- counts claims; the fencing token of whoever holds it
+    attempt INTEGER NOT NULL DEFAULT 0,  -- counts claims; the fencing token of the current one
     failures INTEGER NOT NULL DEFAULT 0,
     worker TEXT NOT NULL DEFAULT '',
-    lease REAL NOT NULL DEFAULT 0,       -- when it is given up for dead
-    oldest INTEGER,                      -- steps of the weights that made its tokens; until then: that it is not older
+    lease REAL NOT NULL DEFAULT 0,       -- when the claim expires
+    oldest INTEGER,                      -- policy steps of the weights that sampled its tokens; before that, a lower bound
     newest INTEGER,
     reward TEXT,                         -- JSON
     trace TEXT NOT NULL DEFAULT '',
@@ -51,20 +51,20 @@ CREATE TABLE IF NOT EXISTS slots (
     UNIQUE (grp, number)
 );
 CREATE TABLE IF NOT EXISTS versions (
-    number INTEGER PRIMARY KEY,          -- of published weights: they only ever grow, also over a restart
-    step INTEGER NOT NULL                -- of the trainer that they stand for
+    number INTEGER PRIMARY KEY,          -- weight version: only ever grows, also across restarts
+    step INTEGER NOT NULL                -- policy step of those weights
 );
-CREATE TABLE IF NOT EXISTS troubles (     -- the table keeps this record itself: no change can forget to
+CREATE TABLE IF NOT EXISTS troubles (     -- written by triggers, so that no change can omit it
     id INTEGER PRIMARY KEY,
     grp INTEGER NOT NULL REFERENCES groups(id),
     number INTEGER,                      -- of the slot; NULL: the whole group
     kind TEXT NOT NULL,
     why TEXT NOT NULL,
-    step INTEGER                         -- the last that was trained when it came; NULL: none was
+    step INTEGER                         -- last trained step at that time; NULL: none
 );
 CREATE TRIGGER IF NOT EXISTS slot_failed AFTER UPDATE OF failures ON slots WHEN NEW.failures > OLD.failures BEGIN
     INSERT INTO troubles (grp, number, kind, why, step) SELECT NEW.grp, NEW.number,
-        CASE NEW.note WHEN 'its worker was not heard of' THEN 'lost' ELSE 'failed' END, NEW.note, MAX(step) FROM groups;
+        CASE NEW.note WHEN 'its lease expired' THEN 'lost' ELSE 'failed' END, NEW.note, MAX(step) FROM groups;
 END;
 CREATE TRIGGER IF NOT EXISTS slot_stale AFTER UPDATE OF state ON slots
 WHEN OLD.state = 'ready' AND NEW.state = 'queued' BEGIN
@@ -80,38 +80,12 @@ CREATE INDEX IF NOT EXISTS slots_by_state ON slots (state, grp);
 
 
 class StaleClaim(EtudeError):
-    """A report about a slot by somebody who does not hold it any more; what it says is not needed."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a run samples and trains."""
-
-    group_size: int = 8
-    groups_per_step: int = 8
-    max_staleness: int = 2  # versions between the oldest token of a group and the trainer when it takes it
-    ahead: float | None = None  # steps' groups that are begun beside those of the next; None: half the staleness
-    in_flight: int = 64  # slots at once
-    lease_s: float = 120.0  # without a sign of life after which a worker is dead
-    attempts: int = 4  # failures of a slot after which its group is given up
-
-    def __post_init__(self) -> None:
-        small = [name for name in ("group_size", "groups_per_step", "in_flight", "attempts") if getattr(self, name) < 1]
-        if small or self.max_staleness < 0 or self.lease_s <= 0:
-            raise InputError(f"slots: {self}; expected numbers of at least 1, and a staleness not below 0")
-        if self.ahead is not None and not 0 <= self.ahead <= self.max_staleness:
-            raise InputError(f"slots: {self.ahead:g} steps ahead; expected 0 to max_staleness = {self.max_staleness}")
-
-    @property
-    def outstanding(self) -> int:
-        """Groups that may be begun and not trained. Each step's worth of them makes samples one step older."""
-        ahead = self.max_staleness / 2 if self.ahead is None else self.ahead
-        return math.ceil((1 + ahead) * self.groups_per_step)
+    """A report for a claim that has expired or been replaced; it must be discarded."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One sample of a group, as its row is now."""
+    """One rollout of a group, as its row is now."""
 
     id: int
     group: int
@@ -119,8 +93,8 @@ class Slot:
     number: int
     attempt: int
     state: str
-    oldest: int | None = None
-    newest: int | None = None
+    oldest_step: int | None = None  # policy steps of the weights that sampled it
+    newest_step: int | None = None
     reward: dict[str, Any] | None = None
     trace: str = ""
     resume: dict[str, Any] | None = None
@@ -136,13 +110,13 @@ class ReadyGroup:
     slots: tuple[Slot, ...]
 
     @property
-    def oldest(self) -> int:
-        return min(slot.oldest for slot in self.slots if slot.oldest is not None)
+    def oldest_step(self) -> int:
+        return min(slot.oldest_step for slot in self.slots if slot.oldest_step is not None)
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How far a group is. Its failures are those of the infrastructure, over all its slots."""
+class GroupProgress:
+    """How many rollouts of a group are ready. `failures` counts infrastructure failures over all its slots."""
 
     id: int
     task: str
@@ -153,14 +127,14 @@ class Standing:
     failures: int
 
     @property
-    def over(self) -> bool:
-        """Nothing more will come of it: all is graded, or it was given up."""
+    def is_finished(self) -> bool:
+        """Whether all rollouts are scored, or the group was dropped."""
         return bool(self.dropped) or self.ready == self.size
 
 
 @dataclass(frozen=True)
-class Effort:
-    """What the finished rollouts of a group took, on average; None where they do not say. Seconds: of the slowest."""
+class GroupEffort:
+    """Mean effort of the finished rollouts of a group; None where unknown. `seconds` is that of the slowest."""
 
     task: str
     rollouts: int
@@ -171,52 +145,53 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """A slot that had to be sampled again, or a group (without a number) that was given up, and why."""
+class Incident:
+    """A slot that had to be sampled again, or a group (`number` is None) that was dropped, and why."""
 
     task: str
     number: int | None
-    kind: TroubleKind
+    kind: IncidentKind
     why: str
 
 
-class Slots:
-    """The table of one run."""
+class RolloutQueue:
+    """The rollout queue of one run."""
 
-    def __init__(self, path: Path | str, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, path: Path | str, settings: QueueSettings) -> None:
+        self.settings = settings
         self._db = sqlite3.connect(str(path), isolation_level=None, timeout=30.0)
         self._db.row_factory = sqlite3.Row
         self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")  # a crash of the process loses nothing; of the machine, seconds
+        self._db.execute("PRAGMA synchronous=NORMAL")  # a process crash loses nothing; a machine crash, seconds
         self._db.executescript(SCHEMA)
-        self._check_plan()
+        self._check_group_size()
 
     @classmethod
-    def look(cls, path: Path | str) -> "Slots":
-        """Open a table that is there for reading only; whoever works on it is not disturbed."""
+    def open_read_only(cls, path: Path | str) -> "RolloutQueue":
+        """Open an existing queue for reading, without disturbing the processes that write to it."""
         table = cls.__new__(cls)
         try:
             table._db = sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
             table._db.row_factory = sqlite3.Row
-            table.plan = Plan(group_size=int(table._one("SELECT value FROM plan WHERE key = 'group_size'")))
+            size = int(table._scalar("SELECT value FROM plan WHERE key = 'group_size'"))
+            table.settings = QueueSettings(group_size=size)
         except (sqlite3.Error, TypeError) as error:
-            raise InputError(f"{path}: no table of slots, or not yet: {error}") from error
+            raise InputError(f"{path} is not a rollout queue, or not yet: {error}") from error
         return table
 
     def close(self) -> None:
         self._db.close()
 
-    def _check_plan(self) -> None:
-        """A group's size cannot change under a run; the rest may."""
-        with self._change() as db:
-            db.execute("INSERT OR IGNORE INTO plan VALUES ('group_size', ?)", (str(self.plan.group_size),))
+    def _check_group_size(self) -> None:
+        """Refuse another group size than the recorded one; other settings may change during a run."""
+        with self._transaction() as db:
+            db.execute("INSERT OR IGNORE INTO plan VALUES ('group_size', ?)", (str(self.settings.group_size),))
             (size,) = db.execute("SELECT value FROM plan WHERE key = 'group_size'").fetchone()
-        if int(size) != self.plan.group_size:
-            raise InputError(f"slots: this run has groups of {size}; group_size cannot become {self.plan.group_size}")
+        if int(size) != self.settings.group_size:
+            raise InputError(f"this run has groups of {size}; group_size cannot become {self.settings.group_size}")
 
     @contextmanager
-    def _change(self) -> Iterator[sqlite3.Connection]:
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield self._db
@@ -225,56 +200,59 @@ class Slots:
             raise
         self._db.execute("COMMIT")
 
-    # ------------------------------------------------------------------------------------------- filling
+    # ------------------------------------------------------------------------------------------ adding groups
 
     def outstanding(self) -> int:
-        """Groups that are begun, and neither trained nor dropped."""
-        return int(self._one("SELECT COUNT(*) FROM groups WHERE step IS NULL AND dropped IS NULL"))
+        """Return how many groups were started and neither trained nor dropped."""
+        return int(self._scalar("SELECT COUNT(*) FROM groups WHERE step IS NULL AND dropped IS NULL"))
 
     def wanted(self, *, fresh: bool = True) -> int:
-        """How many new groups there should be; a step's fewer while the samplers are not `fresh`, without the weights
-        of the last step: what is begun then is a step older for ever, and others are in flight to go on with."""
-        most = self.plan.outstanding - (0 if fresh else self.plan.groups_per_step)
-        return max(0, most - self.outstanding())
+        """Return how many new groups to start.
+
+        One step's worth fewer while the samplers are not `fresh` (do not have the weights of the last step yet):
+        groups started then are one step staler, and there are others in flight meanwhile.
+        """
+        limit = self.settings.max_outstanding_groups - (0 if fresh else self.settings.groups_per_step)
+        return max(0, limit - self.outstanding())
 
     def add(self, tasks: Iterable[tuple[str, float]]) -> int:
-        """Begin groups for prompts, each with how long it is expected to take; prompts used before are passed over."""
+        """Start groups for prompts, given with their expected seconds; prompts that were used before are skipped."""
         added = 0
-        with self._change() as db:
+        with self._transaction() as db:
             for task, expected in tasks:
                 found = db.execute("INSERT OR IGNORE INTO groups (task, expected) VALUES (?, ?)", (task, expected))
                 if found.rowcount:
                     added += 1
-                    rows = [(found.lastrowid, number) for number in range(self.plan.group_size)]
+                    rows = [(found.lastrowid, number) for number in range(self.settings.group_size)]
                     db.executemany("INSERT INTO slots (grp, number) VALUES (?, ?)", rows)
         return added
 
-    def serve(self, step: int) -> None:
-        """All samplers have the weights of this step by now: what is begun from here on is not older."""
-        with self._change() as db:
+    def set_served_step(self, step: int) -> None:
+        """Record that all samplers have the weights of this step: rollouts claimed from now on are not older."""
+        with self._transaction() as db:
             db.execute("INSERT OR REPLACE INTO plan VALUES ('served', ?)", (str(step),))
 
-    def _full(self) -> bool:
+    def _in_flight_full(self) -> bool:
         marks = ", ".join("?" * len(IN_FLIGHT))
         return bool(
-            self._one(f"SELECT COUNT(*) FROM slots WHERE state IN ({marks})", *IN_FLIGHT) >= self.plan.in_flight
+            self._scalar(f"SELECT COUNT(*) FROM slots WHERE state IN ({marks})", *IN_FLIGHT) >= self.settings.in_flight
         )
 
-    def used(self, task: str) -> bool:
-        """Whether a prompt has had its turn."""
-        return bool(self._one("SELECT COUNT(*) FROM groups WHERE task = ?", task))
+    def is_used(self, task: str) -> bool:
+        """Return whether a prompt was used before."""
+        return bool(self._scalar("SELECT COUNT(*) FROM groups WHERE task = ?", task))
 
-    # ------------------------------------------------------------------------------------------- workers
+    # ------------------------------------------------------------------------------------------ workers
 
     def claim(self, worker: str, now: float) -> Slot | None:
-        """A queued slot, now this worker's until its lease is over; None when there is none, or enough are running.
+        """Claim a queued slot until its lease expires; None if none is queued, or enough are in flight.
 
-        Groups that were begun first come first; among new ones the longest.
+        Slots of started groups come first; among new groups, the one expected to take longest.
         """
-        if self._full() or not self._one("SELECT EXISTS (SELECT 1 FROM slots WHERE state = 'queued')"):
-            return None  # without taking the lock: idle workers ask many times a second
-        with self._change() as db:
-            if self._full():
+        if self._in_flight_full() or not self._scalar("SELECT EXISTS (SELECT 1 FROM slots WHERE state = 'queued')"):
+            return None  # without taking the lock: idle workers poll many times a second
+        with self._transaction() as db:
+            if self._in_flight_full():
                 return None
             row = db.execute(
                 """SELECT slots.id FROM slots JOIN groups ON groups.id = grp
@@ -289,40 +267,40 @@ class Slots:
                        CASE WHEN resume = '' THEN
                            COALESCE((SELECT CAST(value AS INTEGER) FROM plan WHERE key='served'), 0)
                        ELSE oldest END WHERE id=?""",
-                (worker, now + self.plan.lease_s, row["id"]),
+                (worker, now + self.settings.lease_s, row["id"]),
             )
         return self.slot(row["id"])
 
-    def beat(self, slot: Slot, now: float, state: SlotState = "running") -> None:
-        """A sign of life; StaleClaim when the slot is not this worker's any more."""
-        self._report(slot, "state=?, lease=?", (state, now + self.plan.lease_s))
+    def heartbeat(self, slot: Slot, now: float, state: SlotState = "running") -> None:
+        """Renew the lease of a slot; StaleClaim if the claim is no longer valid."""
+        self._report(slot, "state=?, lease=?", (state, now + self.settings.lease_s))
 
-    def beat_all(self, slots: Iterable[tuple[Slot, SlotState]], now: float) -> list[Slot]:
-        """A sign of life for all that a worker holds, in one go; those that are not its own any more."""
+    def heartbeat_all(self, slots: Iterable[tuple[Slot, SlotState]], now: float) -> list[Slot]:
+        """Renew the leases of all slots of a worker in one transaction; return those it has lost."""
         lost = []
         marks = ", ".join("?" * len(IN_FLIGHT))
-        with self._change() as db:
+        with self._transaction() as db:
             for slot, state in slots:
                 found = db.execute(
                     f"UPDATE slots SET state=?, lease=? WHERE id=? AND attempt=? AND state IN ({marks})",
-                    (state, now + self.plan.lease_s, slot.id, slot.attempt, *IN_FLIGHT),
+                    (state, now + self.settings.lease_s, slot.id, slot.attempt, *IN_FLIGHT),
                 )
                 if not found.rowcount:
                     lost.append(slot)
         return lost
 
-    def remark(self, slot: Slot, note: str) -> None:
-        """Something to know about how a slot came to be filled."""
+    def add_note(self, slot: Slot, note: str) -> None:
+        """Record something worth knowing about how the rollout was made."""
         self._report(slot, "note=?", (note,))
 
     def checkpoint(self, slot: Slot, resume: dict[str, Any], now: float) -> None:
-        """Where the rollout could go on if its worker died now."""
-        self._report(slot, "resume=?, lease=?", (json.dumps(resume), now + self.plan.lease_s))
+        """Record a rollout checkpoint, from which another worker can continue if this one dies."""
+        self._report(slot, "resume=?, lease=?", (json.dumps(resume), now + self.settings.lease_s))
 
     def finish(self, slot: Slot, reward: dict[str, Any], trace: str, versions: tuple[int, int]) -> None:
-        """A graded rollout, and the oldest and newest version in it. Only the first report of a claim counts."""
+        """Store a scored rollout, and the oldest and newest weight version in it. Only the first report of a claim counts."""
         step = "COALESCE((SELECT step FROM versions WHERE versions.number=?), ?)"
-        # one in which no token was made is nobody's, and as old as what is newest: it must not be sampled for ever
+        # A rollout without a sampled token counts as the newest version: otherwise it would be resampled for ever.
         oldest, newest = versions if versions[0] >= 0 else (self.newest_version(),) * 2
         self._report(
             slot,
@@ -331,15 +309,15 @@ class Slots:
         )
 
     def fail(self, slot: Slot, why: str, *, keep_resume: bool = True) -> None:
-        """The infrastructure failed, not the agent: the slot is queued again; after too often its group is dropped."""
+        """Requeue a slot after an infrastructure failure; after too many of them its group is dropped."""
         resume = "" if keep_resume else ", resume=''"
         self._report(slot, f"state='queued', failures=failures+1, note=?, worker='', lease=0{resume}", (why,))
-        self._give_up()
+        self._drop_failed_groups()
 
     def release(self, worker: str = "") -> int:
-        """Queue what a worker held (or all of them) that is known to be gone: nobody's failure; how many."""
+        """Requeue the slots of a worker (or of all) that is known to have ended, without counting a failure; return how many."""
         marks = ", ".join("?" * len(IN_FLIGHT))
-        with self._change() as db:
+        with self._transaction() as db:
             return db.execute(
                 f"UPDATE slots SET state='queued', worker='', lease=0 WHERE state IN ({marks}) AND ? IN ('', worker)",
                 (*IN_FLIGHT, worker),
@@ -347,138 +325,141 @@ class Slots:
 
     def _report(self, slot: Slot, change: str, values: Sequence[Any]) -> None:
         marks = ", ".join("?" * len(IN_FLIGHT))
-        with self._change() as db:
+        with self._transaction() as db:
             found = db.execute(
                 f"UPDATE slots SET {change} WHERE id=? AND attempt=? AND state IN ({marks})",
                 (*values, slot.id, slot.attempt, *IN_FLIGHT),
             )
             if not found.rowcount:
-                raise StaleClaim(f"slot {slot.id} of {slot.task}: attempt {slot.attempt} does not hold it any more")
+                raise StaleClaim(f"slot {slot.id} of {slot.task}: the claim of attempt {slot.attempt} is no longer valid")
 
-    # ------------------------------------------------------------------------------------------- reconciling
+    # ------------------------------------------------------------------------------------------ reconciling
 
-    def reconcile(self, now: float, version: int) -> dict[str, int]:
-        """Queue what its worker lost, and what has grown too old to be trained; how many of each."""
+    def reconcile(self, now: float, step: int) -> dict[str, int]:
+        """Requeue slots whose lease expired and rollouts too stale for the trainer at `step`; return how many of each."""
         marks = ", ".join("?" * len(IN_FLIGHT))
-        with self._change() as db:
+        with self._transaction() as db:
             lost = db.execute(
-                f"""UPDATE slots SET state='queued', failures=failures+1, worker='', note='its worker was not heard of'
+                f"""UPDATE slots SET state='queued', failures=failures+1, worker='', note='its lease expired'
                     WHERE state IN ({marks}) AND lease < ?""",
                 (*IN_FLIGHT, now),
             ).rowcount
             stale = db.execute(
                 """UPDATE slots SET state='queued', reward=NULL, trace='', oldest=NULL, newest=NULL, resume='',
-                          note='too old to be trained'
+                          note='too stale to train on'
                    WHERE state='ready' AND oldest < ? AND grp IN (SELECT id FROM groups WHERE step IS NULL)""",
-                (version - self.plan.max_staleness,),
+                (step - self.settings.max_staleness,),
             ).rowcount
-        return {"lost": lost, "stale": stale, "dropped": self._give_up()}
+        return {"lost": lost, "stale": stale, "dropped": self._drop_failed_groups()}
 
-    def _give_up(self) -> int:
-        """Drop groups of which a slot failed too often: groups have one size, and a missing member is no zero."""
-        with self._change() as db:
+    def _drop_failed_groups(self) -> int:
+        """Drop groups with a slot that failed too often: a group has one size, and a missing rollout is not a zero."""
+        with self._transaction() as db:
             return db.execute(
                 """UPDATE groups SET dropped = (
                        SELECT 'slot ' || number || ' failed ' || failures || ' times: ' || note
                        FROM slots WHERE grp = groups.id AND failures >= ? LIMIT 1)
                    WHERE dropped IS NULL AND step IS NULL
                      AND EXISTS (SELECT 1 FROM slots WHERE grp = groups.id AND failures >= ?)""",
-                (self.plan.attempts, self.plan.attempts),
+                (self.settings.max_attempts, self.settings.max_attempts),
             ).rowcount
 
-    # ------------------------------------------------------------------------------------------- the trainer
+    # ------------------------------------------------------------------------------------------ the trainer
 
-    def ready(self, version: int) -> list[ReadyGroup]:
-        """Groups whose rollouts are all graded and young enough for this version, the oldest tokens first."""
-        return self.groups(row["grp"] for row in self._begun(version) if not row["missing"])
+    def ready(self, step: int) -> list[ReadyGroup]:
+        """Return the groups that are complete and not too stale for the trainer at `step`, the stalest first."""
+        return self.groups(row["grp"] for row in self._trainable(step) if not row["missing"])
 
-    def take(self, version: int) -> list[ReadyGroup] | None:
-        """The groups of the next step; None while there are not enough, or others are awaited.
+    def take(self, step: int) -> list[ReadyGroup] | None:
+        """Return the groups of the step after `step`; None while there are not enough, or slow ones are awaited.
 
-        A step ages all that is under way. Rather than throw away what is then too old and begin it again, which for
-        long tasks would never end, it waits: samplers have other groups to go on with.
+        Every step makes unfinished groups one step staler. Instead of discarding those that become too stale and
+        starting them again, which for long tasks would never end, the trainer waits for them.
         """
-        chosen, awaited = self._choose(version)
-        return None if awaited or len(chosen) < self.plan.groups_per_step else self.groups(chosen)
+        chosen, awaited = self._choose(step)
+        return None if awaited or len(chosen) < self.settings.groups_per_step else self.groups(chosen)
 
-    def awaited(self, version: int) -> list[str]:
-        """The tasks for which a step waits that has all the groups it needs."""
-        chosen, awaited = self._choose(version)
-        return awaited if len(chosen) == self.plan.groups_per_step else []
+    def awaited(self, step: int) -> list[str]:
+        """Return the tasks of slow groups that the next step waits for although enough others are ready."""
+        chosen, awaited = self._choose(step)
+        return awaited if len(chosen) == self.settings.groups_per_step else []
 
-    def _choose(self, version: int) -> tuple[list[int], list[str]]:
-        """The oldest groups that are ready, as many as a step takes, and the tasks of older ones to wait for, where
-        fewer are too old in the steps to come if those go first."""
-        size, rows = self.plan.groups_per_step, self._begun(version)
+    def _choose(self, step: int) -> tuple[list[int], list[str]]:
+        """Return the stalest ready groups, one step's worth, and the tasks of staler unfinished groups to wait for.
+
+        Waiting is chosen only if fewer groups will then exceed max_staleness in the steps to come.
+        """
+        size, rows = self.settings.groups_per_step, self._trainable(step)
         chosen = [row for row in rows if not row["missing"]][:size]
-        # one that has taken its workers along time and again is not waited for
-        under_way = [row for row in rows if row["missing"] and row["tries"] <= self.plan.attempts]
-        first = sorted((*chosen, *under_way), key=lambda row: int(row["age"]))[:size]
+        # A group that has repeatedly killed its workers is not waited for.
+        unfinished = [row for row in rows if row["missing"] and row["tries"] <= self.settings.max_attempts]
+        first = sorted((*chosen, *unfinished), key=lambda row: int(row["age"]))[:size]
         awaited = [row["task"] for row in first if row["missing"]]
-        if awaited and self._lost(rows, first, version) >= self._lost(rows, chosen, version):
+        if awaited and self._will_be_stale(rows, first, step) >= self._will_be_stale(rows, chosen, step):
             awaited = []
         return [row["grp"] for row in chosen], awaited
 
-    def _lost(self, rows: Sequence[sqlite3.Row], taken: Sequence[sqlite3.Row], version: int) -> int:
-        """How many are too old when their turn comes in the steps after the next, which takes some, at best."""
-        size, least = self.plan.groups_per_step, version + 1 - self.plan.max_staleness
-        left = [row["age"] for row in rows if row not in taken]  # the oldest first
+    def _will_be_stale(self, rows: Sequence[sqlite3.Row], taken: Sequence[sqlite3.Row], step: int) -> int:
+        """Return a lower bound on how many groups will exceed max_staleness before they are trained, if the next step
+        takes `taken`."""
+        size, least = self.settings.groups_per_step, step + 1 - self.settings.max_staleness
+        left = [row["age"] for row in rows if row not in taken]  # the stalest first
         kept = 0
         for age in left:
             kept += age >= least + kept // size
         return len(left) - kept
 
-    def _begun(self, version: int) -> list[sqlite3.Row]:
-        """Groups that this version can train, as far as is known: how many slots are missing, and how old the rest."""
+    def _trainable(self, step: int) -> list[sqlite3.Row]:
+        """Return started groups that are not too stale yet, with their unfinished slots and their oldest step (age)."""
         return self._db.execute(
             """SELECT grp, task, SUM(state != 'ready') AS missing, MAX((state != 'ready') * attempt) AS tries,
                       MIN(CASE WHEN state != 'queued' OR resume != '' THEN oldest END) AS age
                FROM slots JOIN groups ON groups.id = grp WHERE step IS NULL AND dropped IS NULL
                GROUP BY grp HAVING age >= ? ORDER BY age, grp""",
-            (version - self.plan.max_staleness,),
+            (step - self.settings.max_staleness,),
         ).fetchall()
 
     def mark_trained(self, groups: Iterable[ReadyGroup], step: int) -> None:
-        """These groups are in the weights from this step on."""
-        with self._change() as db:
+        """Record that these groups were trained in this step."""
+        with self._transaction() as db:
             for group in groups:
                 found = db.execute(
                     "UPDATE groups SET step=? WHERE id=? AND step IS NULL AND dropped IS NULL", (step, group.id)
                 )
                 if not found.rowcount:
-                    raise EtudeError(f"slots: group {group.id} of {group.task} was trained or dropped before")
+                    raise EtudeError(f"group {group.id} of {group.task} was trained or dropped before")
 
-    def published(self, number: int, step: int) -> None:
-        """Weights of this number stand for the trainer after `step`. Unknown numbers stand for the step they name."""
-        with self._change() as db:
+    def record_version(self, number: int, step: int) -> None:
+        """Record the policy step of a weight version. An unknown version counts as the step of the same number."""
+        with self._transaction() as db:
             db.execute("INSERT OR REPLACE INTO versions VALUES (?, ?)", (number, step))
 
     def step_of(self, number: int) -> int:
-        """What weights of this number stand for."""
-        return int(self._one("SELECT COALESCE((SELECT step FROM versions WHERE number=?), ?)", number, number))
+        """Return the policy step of a weight version."""
+        return int(self._scalar("SELECT COALESCE((SELECT step FROM versions WHERE number=?), ?)", number, number))
 
-    def last_sign(self) -> float:
-        """When the lease ends that was renewed last, of all that are in flight: it grows while anybody is alive."""
+    def last_heartbeat(self) -> float:
+        """Return the latest lease end of all slots in flight: it grows while any worker is alive."""
         marks = ", ".join("?" * len(IN_FLIGHT))
-        return float(self._one(f"SELECT COALESCE(MAX(lease), 0) FROM slots WHERE state IN ({marks})", *IN_FLIGHT))
+        return float(self._scalar(f"SELECT COALESCE(MAX(lease), 0) FROM slots WHERE state IN ({marks})", *IN_FLIGHT))
 
     def newest_version(self) -> int:
-        """Of the weights that were published; 0 before any was."""
-        return int(self._one("SELECT COALESCE(MAX(number), 0) FROM versions"))
+        """Return the newest published weight version; 0 before the first."""
+        return int(self._scalar("SELECT COALESCE(MAX(number), 0) FROM versions"))
 
     def rewind(self, step: int) -> int:
-        """The trainer is back at the checkpoint after `step`: what was trained later is ready again, not resampled.
+        """Go back to the checkpoint after `step`: groups that were trained later are ready again, not resampled.
 
-        Tokens of the steps that are lost now count as this step's: the trainer will be there again.
+        Tokens sampled by the lost steps count as sampled by `step`. Returns how many groups are ready again.
         """
-        with self._change() as db:
+        with self._transaction() as db:
             db.execute("UPDATE versions SET step=? WHERE step > ?", (step, step))
             newer = "WHERE oldest > ? OR newest > ?"
             db.execute(f"UPDATE slots SET oldest=MIN(oldest, ?), newest=MIN(newest, ?) {newer}", (step,) * 4)
             db.execute("UPDATE plan SET value=? WHERE key='served' AND CAST(value AS INTEGER) > ?", (str(step), step))
             return db.execute("UPDATE groups SET step=NULL WHERE step > ?", (step,)).rowcount
 
-    # ------------------------------------------------------------------------------------------- looking
+    # ------------------------------------------------------------------------------------------ reading
 
     def slot(self, id: int) -> Slot:
         row = self._db.execute(
@@ -487,7 +468,7 @@ class Slots:
         return _slot(row)
 
     def group(self, id: int) -> ReadyGroup:
-        """All slots of a group, whatever their state."""
+        """Return all slots of a group, whatever their state."""
         rows = self._db.execute(
             "SELECT slots.*, task FROM slots JOIN groups ON groups.id = grp WHERE grp = ? ORDER BY number", (id,)
         ).fetchall()
@@ -497,7 +478,7 @@ class Slots:
         return [self.group(id) for id in ids]
 
     def counts(self) -> dict[str, int]:
-        """Slots by state, and groups trained and dropped."""
+        """Return the number of slots by state; those of trained and dropped groups count as such."""
         rows = self._db.execute(
             """SELECT CASE WHEN dropped IS NOT NULL THEN 'dropped' WHEN step IS NOT NULL THEN 'trained' ELSE state END
                       AS name, COUNT(*) AS n FROM slots JOIN groups ON groups.id = grp GROUP BY name"""
@@ -505,14 +486,14 @@ class Slots:
         return {row["name"]: row["n"] for row in rows}
 
     def resumes(self) -> list[dict[str, Any]]:
-        """The rollout checkpoints that somebody may still need."""
+        """Return the rollout checkpoints that may still be needed."""
         rows = self._db.execute(
             "SELECT resume FROM slots JOIN groups ON groups.id = grp WHERE resume != '' AND dropped IS NULL"
         ).fetchall()
         return [json.loads(row["resume"]) for row in rows]
 
     def waiting_for(self, now: float) -> str:
-        """What a stalled run waits for, in words."""
+        """Describe what a waiting trainer waits for."""
         row = self._db.execute(
             f"""SELECT slots.*, task FROM slots JOIN groups ON groups.id = grp
                 WHERE state IN ({", ".join("?" * len(IN_FLIGHT))}) ORDER BY lease LIMIT 1""",
@@ -522,19 +503,19 @@ class Slots:
         if row is None:
             return counts
         silent = f"slot {row['id']} of {row['task']}, {row['state']} at {row['worker']}"
-        return f"{counts}; longest silent: {silent}, given up in {row['lease'] - now:.0f} s"
+        return f"{counts}; longest without a heartbeat: {silent}, its lease expires in {row['lease'] - now:.0f} s"
 
     def last_step(self) -> int:
-        """The newest step that trained a group; 0 before any has."""
-        return int(self._one("SELECT COALESCE(MAX(step), 0) FROM groups"))
+        """Return the newest step that trained a group; 0 before the first."""
+        return int(self._scalar("SELECT COALESCE(MAX(step), 0) FROM groups"))
 
     def trained(self) -> list[tuple[str, int]]:
-        """The ledger: every prompt that was trained on, with its step."""
+        """Return every prompt that was trained on, with its step."""
         rows = self._db.execute("SELECT task, step FROM groups WHERE step IS NOT NULL ORDER BY step, id").fetchall()
         return [(row["task"], row["step"]) for row in rows]
 
-    def given_up(self) -> dict[str, int]:
-        """Prompts that were dropped, with how often their worst slot failed."""
+    def dropped(self) -> dict[str, int]:
+        """Return the prompts that were dropped, with the number of failures of their worst slot."""
         rows = self._db.execute(
             """SELECT task, MAX(failures) AS failures FROM slots JOIN groups ON groups.id = grp
                WHERE dropped IS NOT NULL GROUP BY task"""
@@ -542,11 +523,11 @@ class Slots:
         return {row["task"]: row["failures"] for row in rows}
 
     def tasks(self) -> list[str]:
-        """The prompts that have had their turn, in the order they were begun."""
+        """Return the prompts that were used, in the order they were started."""
         return [row["task"] for row in self._db.execute("SELECT task FROM groups ORDER BY id")]
 
-    def standings(self, prefix: str = "") -> list[Standing]:
-        """How far every group is whose task begins so, in the order they were begun."""
+    def progress(self, prefix: str = "") -> list[GroupProgress]:
+        """Return the progress of every group whose task has this prefix, in the order they were started."""
         rows = self._db.execute(
             """SELECT groups.id AS id, task, step, COALESCE(dropped, '') AS dropped, COUNT(*) AS size,
                       SUM(state = 'ready') AS ready, SUM(failures) AS failures
@@ -554,10 +535,10 @@ class Slots:
                GROUP BY groups.id ORDER BY groups.id""",
             (len(prefix), prefix),
         ).fetchall()
-        return [Standing(**row) for row in rows]
+        return [GroupProgress(**row) for row in rows]
 
-    def efforts(self) -> list[Effort]:
-        """What the rollouts of each group took that are finished, in the order the groups were begun."""
+    def efforts(self) -> list[GroupEffort]:
+        """Return the mean effort of each group's finished rollouts, in the order the groups were started."""
         rows = self._db.execute(
             """SELECT task, COUNT(*) AS rollouts, AVG(json_extract(reward, '$.cost.turns')) AS turns,
                       AVG(json_extract(reward, '$.cost.thinking')) AS thinking,
@@ -565,31 +546,31 @@ class Slots:
                       MAX((SELECT SUM(value) FROM json_each(reward, '$.seconds'))) AS seconds
                FROM slots JOIN groups ON groups.id = grp WHERE state = 'ready' GROUP BY grp ORDER BY grp"""
         ).fetchall()
-        return [Effort(**row) for row in rows]
+        return [GroupEffort(**row) for row in rows]
 
-    def trained_rewards(self, step: int, most: int) -> list[dict[str, Any]]:
-        """The rewards of the last rollouts that were trained on up to a step, oldest first."""
+    def trained_rewards(self, step: int, limit: int) -> list[dict[str, Any]]:
+        """Return the rewards of the last `limit` rollouts trained on up to a step, oldest first."""
         rows = self._db.execute(
             """SELECT reward FROM slots JOIN groups ON groups.id = grp WHERE step <= ? AND reward IS NOT NULL
                ORDER BY step DESC, grp DESC, number DESC LIMIT ?""",
-            (step, most),
+            (step, limit),
         ).fetchall()
         return [json.loads(row["reward"]) for row in reversed(rows)]
 
-    def troubles(self, step: int | None = None) -> list[Trouble]:
-        """What went wrong, oldest first: ever, or on the way from the step before to this one."""
+    def incidents(self, step: int | None = None) -> list[Incident]:
+        """Return incidents, oldest first: all of them, or those between the previous step and this one."""
         rows = self._db.execute(
             """SELECT task, number, kind, why FROM troubles JOIN groups ON groups.id = grp
                WHERE ? IS NULL OR COALESCE(troubles.step, 0) = ? - 1 ORDER BY troubles.id""",
             (step, step),
         ).fetchall()
-        return [Trouble(**row) for row in rows]
+        return [Incident(**row) for row in rows]
 
-    def _one(self, question: str, *values: Any) -> Any:
-        return self._db.execute(question, values).fetchone()[0]
+    def _scalar(self, query: str, *values: Any) -> Any:
+        return self._db.execute(query, values).fetchone()[0]
 
 
 def _slot(row: sqlite3.Row) -> Slot:
     slot = Slot(row["id"], row["grp"], row["task"], row["number"], row["attempt"], row["state"], row["oldest"])
     reward, resume = (json.loads(row[name]) if row[name] else None for name in ("reward", "resume"))
-    return replace(slot, newest=row["newest"], reward=reward, trace=row["trace"], resume=resume, note=row["note"])
+    return replace(slot, newest_step=row["newest"], reward=reward, trace=row["trace"], resume=resume, note=row["note"])

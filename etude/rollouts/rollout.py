@@ -1,12 +1,12 @@
-"""One rollout: a session of the agent on a task, graded and scored. What every slot is filled with.
+"""One rollout: a trial of a task, scored, with checkpoints to resume from.
 
-The session, the tools, the ground and the verifier are those that evaluation and people run. What goes wrong underneath
-(a pod, a host, the samplers, the verifier, the clock of the infrastructure) is `RolloutFailed`: no reward, and the slot
-is tried again. Cancelling a rollout closes its pod.
+The session, tools, environment and verifier are those of evaluation and of `etude tasks run`. An infrastructure failure
+(pod, host, samplers, verifier, time limit of the infrastructure) is RolloutFailed: there is no reward, and the slot is
+retried. Cancelling a rollout closes its pod.
 
-Between two answers a session stands still: then its pod is snapshotted and its trace written down, every so often, and
-whoever takes the slot up after a death goes on from there, to the same tokens. A snapshot holds files and no processes,
-so a session with a command in the background is not written down until that has ended.
+Between two turns a session is idle. There its pod is snapshotted and its trace saved at intervals; after a crash another
+worker continues from there to the same tokens. A snapshot contains files but no processes, so a session with a running
+background command is not checkpointed until the command has ended.
 """
 
 import asyncio
@@ -19,346 +19,356 @@ from typing import Any, Literal
 
 from etude.chat.dialects.dialect import Dialect
 from etude.errors import EtudeError, InputError
-from etude.harness.model_client import SEEDS, Speaker, TokenSpeaker, turn_seed
-from etude.harness.search.searcher import Searcher
+from etude.harness.model_client import SEED_LIMIT, ModelClient, TokenModelClient, turn_seed
+from etude.harness.search.searcher import CodebaseSearcher
 from etude.harness.session import Budget, Session
-from etude.harness.summary import Summaries
+from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
-from etude.harness.tools.executor import Toolbox, shown_tools
+from etude.harness.tools.executor import ToolExecutor, exposed_tools
 from etude.harness.trace import Trace
 from etude.harness.trace_store import load_trace, save_trace
-from etude.inference.policy import OneSample, Policy, Weights
-from etude.inference.request import Sample
+from etude.inference.policy import Policy, PolicyBase, Weights
+from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
 from etude.pods.fleet import Fleet
 from etude.pods.pod import PodError, Snapshot, Unsupported
-from etude.rewards import EffortWeights, Graded, Reward, score
-from etude.rl.metrics import habits
-from etude.tasks.base_images import Provision
-from etude.tasks.environment import Ground, Origin, OriginGone
-from etude.tasks.schema import VERIFIER_S
-from etude.tasks.session_agent import Begun, in_session
+from etude.rewards.effort import EffortSettings
+from etude.rewards.monitors import behaviour_rates
+from etude.rewards.reward import Reward, VerifiedTrial, score
+from etude.tasks.base_images import HostSettings
+from etude.tasks.environment import EnvironmentCheckpoint, EnvironmentCheckpointLost, TaskEnvironment
+from etude.tasks.schema import DEFAULT_VERIFIER_TIMEOUT_S
+from etude.tasks.session_agent import ResumedSession, session_agent
 from etude.tasks.task import Task, TaskStep
-from etude.tasks.trial import Actor, attempt
-from etude.tasks.verifier import graded_in_place
-from etude.tasks.verifier_result import Grade, GradingFailed
-from etude.tasks.workspace import Entry
+from etude.tasks.trial import TrialAgent, run_trial
+from etude.tasks.verifier import verified_in_place
+from etude.tasks.verifier_result import VerifierFailed, VerifierResult
+from etude.tasks.workspace import WorkspaceEntry
 
-Stage = Literal["starting", "running", "grading"]  # as the table of slots calls them
-Doing = Literal["ground", "answer", "tools", "checkpoint", "grading"]
+RolloutPhase = Literal["environment", "answer", "tools", "checkpoint", "grading"]
 
-SESSION_S = 3600.0  # of a session for which neither the budget nor the task has a limit
-SETUP_S = 900.0  # for the ground, image and turn in the queue included; and again for that of the verifier
-MARK = "checkpoint"  # among the facts of a trace that is not over
+SESSION_S = 3600.0  # time limit of a session if neither the budget nor the task has one
+SETUP_S = 900.0  # to open the environment, including image build and admission; again for the verifier's
+CHECKPOINT_KEY = "checkpoint"  # in the facts of a saved trace that can be resumed
 
 
 class RolloutFailed(EtudeError):
-    """There is no rollout, and the agent is not to blame; the message says what broke."""
+    """The infrastructure failed, not the agent: there is no reward. The message says what failed."""
 
 
 @dataclass(frozen=True)
-class Voice:
-    """Who speaks in the sessions."""
+class PolicyBinding:
+    """A policy with the dialect and context window in which sessions use it."""
 
     policy: Policy
     dialect: Dialect
-    window: int  # tokens of context
-    model: str = ""
+    window: int  # tokens
+    model: str = ""  # name recorded in traces
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What is equal for all rollouts of a run."""
+class RolloutOptions:
+    """The options shared by all rollouts of a run."""
 
-    environment: ToolSet = field(default_factory=ToolSet)
+    tool_set: ToolSet = field(default_factory=ToolSet)
     budget: Budget = field(default_factory=Budget)
-    summaries: Summaries = field(default_factory=Summaries)
+    summaries: SummarySettings = field(default_factory=SummarySettings)
     temperature: float = 1.0
-    effort: EffortWeights = field(default_factory=EffortWeights)
-    checkpoint_s: float = 0.0  # between checkpoints of one rollout; 0: none
-    provision: Provision = field(default_factory=Provision)
-    searcher: Searcher | None = None
+    effort: EffortSettings = field(default_factory=EffortSettings)
+    checkpoint_s: float = 0.0  # seconds between checkpoints of one rollout; 0: no checkpoints
+    host_settings: HostSettings = field(default_factory=HostSettings)
+    searcher: CodebaseSearcher | None = None
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A rollout that could go on, or be graded when its session is `over`."""
+class RolloutCheckpoint:
+    """An unfinished rollout: its session can continue, or only has to be verified if it is `finished`."""
 
     trace: Trace
-    origin: Origin
-    tools: Mapping[str, Any]
+    environment: EnvironmentCheckpoint
+    tools: Mapping[str, Any]  # tool state that is not in the pod
     seed: int
-    over: bool
+    finished: bool
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What a slot is filled with. `seconds` are those of the clock, by what they were spent on."""
+    """A scored trial with its trace. `seconds` is wall time by phase."""
 
     trace: Trace
-    grade: Grade
+    verifier_result: VerifierResult
     reward: Reward
     seconds: Mapping[str, float]
     note: str = ""
 
     def record(self, task: Task) -> dict[str, Any]:
-        """What the table keeps of it, as JSON."""
-        trace, reward = self.trace, self.reward
+        """Return the JSON that the rollout queue stores."""
+        trace, reward, result = self.trace, self.reward, self.verifier_result
         return {
             "total": reward.total,
             "parts": dict(reward.parts),
             "hack": reward.hack,
-            "score": self.grade.score,
-            "solved": self.grade.score >= task.passing and not reward.hack,
+            "score": result.score,
+            "solved": result.score >= task.passing_score and not reward.hack,
             "category": task.category,
             "ending": trace.ending,
             "cost": asdict(trace.cost),
             "errors": dict(trace.errors),
             "segments": len(trace.segments),
             "tokens": sum(map(len, trace.segments)),
-            "made": trace.cost.made,
+            "made": trace.cost.sampled,
             "pod_s": trace.cost.pod_s,
             "seconds": dict(self.seconds),
-            "evidence": {name: dict(seen) for name, seen in reward.evidence.items()},
-            "habits": habits(Graded(task, trace, self.grade), reward),
+            "evidence": {name: dict(evidence) for name, evidence in reward.evidence.items()},
+            "habits": behaviour_rates(VerifiedTrial(task, trace, result), reward),
         }
 
 
-def rollout_seed(seed: int, *place: int) -> int:
-    """A seed of its own for every place in the table: two rollouts of a prompt must not have the same luck."""
-    found = seed % SEEDS
-    for number in place:
+def rollout_seed(seed: int, *path: int) -> int:
+    """Derive a seed from the run's seed and the numbers that identify a rollout, so that no two rollouts share one."""
+    found = seed % SEED_LIMIT
+    for number in path:
         found = turn_seed(found, number)
     return found
 
 
-# ------------------------------------------------------------------------------------------- running one
+# ------------------------------------------------------------------------------------------- running
 
 
 async def run_rollout(
     fleet: Fleet,
     task: Task,
-    voice: Voice,
-    settings: Settings,
+    binding: PolicyBinding,
+    options: RolloutOptions,
     *,
     seed: int = 0,
     id: str = "",
     facts: Mapping[str, Any] | None = None,
     weights: Callable[[int], Mapping[str, float]] = lambda version: {"correctness": 1.0},
-    resume: Checkpoint | None = None,
-    on_checkpoint: Callable[[Checkpoint], Awaitable[None]] | None = None,
-    on_doing: Callable[[Doing], None] = lambda doing: None,
+    resume: RolloutCheckpoint | None = None,
+    on_checkpoint: Callable[[RolloutCheckpoint], Awaitable[None]] | None = None,
+    on_phase: Callable[[RolloutPhase], None] = lambda phase: None,
 ) -> Rollout:
-    """Run, grade and score one session. RolloutFailed when there is nothing to be scored.
+    """Run, verify and score one session. Raise RolloutFailed if there is no verifier result.
 
-    `weights` are those of the rewards at a version of the model's; `on_doing` hears what is being waited for.
+    `weights` returns the reward weights for a weight version. If the snapshot of `resume` is lost, the rollout starts
+    from the beginning.
     """
     if task.steps:
-        raise RolloutFailed(f"{task.name} has steps, each a session; a rollout is one")
-    play = _Play(task, voice, settings, resume.seed if resume else seed, id, facts or {}, on_checkpoint, on_doing)
-    limit = 2 * SETUP_S + play.seconds + (task.verifier.timeout_s or VERIFIER_S)
+        raise RolloutFailed(f"{task.name} is a multi-step task; a rollout supports one session only")
+    runner = RolloutRunner(
+        task, binding, options, resume.seed if resume else seed, id, facts or {}, on_checkpoint, on_phase
+    )
+    limit = 2 * SETUP_S + runner.session_s + (task.verifier.timeout_s or DEFAULT_VERIFIER_TIMEOUT_S)
     try:
         async with asyncio.timeout(limit):
             try:
-                return await play.rollout(fleet, resume, weights)
-            except OriginGone as error:
-                play.begin_anew(seed, f"begun anew: {error}")
-                return await play.rollout(fleet, None, weights)
+                return await runner.run(fleet, resume, weights)
+            except EnvironmentCheckpointLost as error:
+                runner.reset(seed, f"restarted from the beginning: {error}")
+                return await runner.run(fleet, None, weights)
     except TimeoutError:
-        raise RolloutFailed(f"{task.name}: not over after {limit:.0f} s; it was at: {play.doing}") from None
+        raise RolloutFailed(f"{task.name}: not finished after {limit:.0f} s, in phase {runner.phase}") from None
     except RolloutFailed:
         raise
-    except GradingFailed as error:
+    except VerifierFailed as error:
         raise RolloutFailed(f"{error.cause}: {error}") from error
     except (EtudeError, OSError) as error:
         raise RolloutFailed(f"{type(error).__name__}: {error}") from error
 
 
-class _Play:
-    """One rollout while it runs."""
+class RolloutRunner:
+    """Runs one rollout and writes its checkpoints."""
 
     def __init__(
         self,
         task: Task,
-        voice: Voice,
-        settings: Settings,
+        binding: PolicyBinding,
+        options: RolloutOptions,
         seed: int,
         id: str,
         facts: Mapping[str, Any],
-        on_checkpoint: Callable[[Checkpoint], Awaitable[None]] | None,
-        on_doing: Callable[[Doing], None],
+        on_checkpoint: Callable[[RolloutCheckpoint], Awaitable[None]] | None,
+        on_phase: Callable[[RolloutPhase], None],
     ) -> None:
-        self.task, self.voice, self.settings, self.seed, self.id = task, voice, settings, seed, id
-        self.given, self.on_checkpoint, self.on_doing = facts, on_checkpoint, on_doing
-        self.seconds = settings.budget.seconds or task.agent.timeout_s or SESSION_S
-        self.doing: Doing = "ground"
+        self.task, self.binding, self.options, self.seed, self.id = task, binding, options, seed, id
+        self.extra_facts, self.on_checkpoint, self.on_phase = facts, on_checkpoint, on_phase
+        self.session_s = options.budget.seconds or task.agent.timeout_s or SESSION_S
+        self.phase: RolloutPhase = "environment"
         self.note = ""
         self.trace: Trace | None = None
-        self.place: tuple[Ground, Session, Toolbox] | None = None
-        self.kept = time.monotonic()  # when it was last written down ...
-        self.turns = 0  # ... and after how many turns
-        self.waited = 0.0  # for an answer that did not come before the session's time was over
+        self.opened: tuple[TaskEnvironment, Session, ToolExecutor] | None = None
+        self.checkpointed_at = time.monotonic()
+        self.checkpointed_turns = 0
+        self.waited = 0.0  # for a completion that did not arrive before the session's time limit
 
-    def begin_anew(self, seed: int, note: str) -> None:
-        self.seed, self.note, self.trace, self.place = seed, note, None, None
+    def reset(self, seed: int, note: str) -> None:
+        self.seed, self.note, self.trace, self.opened = seed, note, None, None
 
-    def do(self, doing: Doing) -> None:
-        self.doing = doing
-        self.on_doing(doing)
+    def enter(self, phase: RolloutPhase) -> None:
+        self.phase = phase
+        self.on_phase(phase)
 
-    async def rollout(
-        self, fleet: Fleet, resume: Checkpoint | None, weights: Callable[[int], Mapping[str, float]]
+    async def run(
+        self, fleet: Fleet, resume: RolloutCheckpoint | None, weights: Callable[[int], Mapping[str, float]]
     ) -> Rollout:
-        self.do("ground")
-        marks = [time.monotonic()]
-        act = self.actor(resume)
+        self.enter("environment")
+        times = [time.monotonic()]
+        run_session = self.agent(resume)
 
-        async def acted(ground: Ground, step: TaskStep | None) -> None:
-            marks.append(time.monotonic())
-            await act(ground, step)
-            await self.keep_end(ground, resume)
-            self.do("grading")
+        async def agent(environment: TaskEnvironment, step: TaskStep | None) -> None:
+            times.append(time.monotonic())
+            await run_session(environment, step)
+            await self.checkpoint_at_end(environment, resume)
+            self.enter("grading")
 
-        provision, origin = self.settings.provision, resume.origin if resume else None
-        grade = await attempt(fleet, self.task, acted, provision=provision, origin=origin)
+        host_settings, checkpoint = self.options.host_settings, resume.environment if resume else None
+        result = await run_trial(fleet, self.task, agent, host_settings=host_settings, checkpoint=checkpoint)
         assert self.trace is not None
-        trace = self.whole(self.trace, resume)
-        if trace.ending == "time" and self.waited > self.seconds / 2:
-            raise RolloutFailed(f"{self.task.name}: no answer for {self.waited:.0f} s, and the session's time was over")
+        trace = self.with_earlier_pod_time(self.trace, resume)
+        if trace.ending == "time" and self.waited > self.session_s / 2:
+            raise RolloutFailed(
+                f"{self.task.name}: no completion for {self.waited:.0f} s, until the session's time limit"
+            )
         oldest, newest = trace.versions()
-        reward = score(Graded(self.task, trace, grade), weights(newest))
-        paid = {"total": reward.total, "parts": dict(reward.parts), "hack": reward.hack, "score": grade.score}
-        trace = replace(trace, facts={**trace.facts, "versions": [oldest, newest], "reward": paid})
-        seconds = {"ground": marks[1] - marks[0], "session": trace.cost.wall_s, "grading": grade.seconds}
-        return Rollout(trace, grade, reward, seconds, self.note)
+        reward = score(VerifiedTrial(self.task, trace, result), weights(newest))
+        recorded = {"total": reward.total, "parts": dict(reward.parts), "hack": reward.hack, "score": result.score}
+        trace = replace(trace, facts={**trace.facts, "versions": [oldest, newest], "reward": recorded})
+        seconds = {"ground": times[1] - times[0], "session": trace.cost.wall_s, "grading": result.seconds}
+        return Rollout(trace, result, reward, seconds, self.note)
 
-    def actor(self, resume: Checkpoint | None) -> Actor:
-        """The session, from its beginning or from where it was; nothing where only its grade is missing."""
-        if resume is not None and resume.over:
-            return self._recall(resume.trace)
-        settings = self.settings
-        return in_session(
-            self._speaking,
-            environment=settings.environment,
-            budget=replace(settings.budget, seconds=self.seconds),
-            summaries=settings.summaries,
-            searcher=settings.searcher,
+    def agent(self, resume: RolloutCheckpoint | None) -> TrialAgent:
+        """Return an agent that runs the session, new or resumed; one that does nothing if the session has finished."""
+        if resume is not None and resume.finished:
+            return self._finished_agent(resume.trace)
+        options = self.options
+        return session_agent(
+            self._open_client,
+            tool_set=options.tool_set,
+            budget=options.budget.model_copy(update={"seconds": self.session_s}),
+            summaries=options.summaries,
+            searcher=options.searcher,
             session_id=self.id,
-            facts=self.facts(),
-            begun=Begun(resume.trace, resume.tools) if resume else None,
-            on_open=self._opened,
-            on_trace=self._ended,
+            facts=self.trace_facts(),
+            resume_from=ResumedSession(resume.trace, resume.tools) if resume else None,
+            on_open=self._on_open,
+            on_trace=self._on_trace,
         )
 
-    def facts(self) -> dict[str, Any]:
-        """What the trace says beside what happened."""
-        shown = shown_tools(self.settings.environment)
+    def trace_facts(self) -> dict[str, Any]:
+        """Return the facts recorded in the trace."""
+        exposed = exposed_tools(self.options.tool_set)
         return {
-            **self.given,
-            "effort": asdict(self.settings.effort),
+            **self.extra_facts,
+            "effort": self.options.effort.model_dump(),
             "seed": self.seed,
-            "temperature": self.settings.temperature,
-            "tool_names": {name: each.tool.name for name, each in shown.items()},
+            "temperature": self.options.temperature,
+            "tool_names": {name: each.tool.name for name, each in exposed.items()},
             **({"note": self.note} if self.note else {}),
         }
 
-    def whole(self, trace: Trace, resume: Checkpoint | None) -> Trace:
-        """With the seconds of the pods before."""
-        before = resume.trace.cost.pod_s if resume and not resume.over else 0.0
+    def with_earlier_pod_time(self, trace: Trace, resume: RolloutCheckpoint | None) -> Trace:
+        """Return the trace with the pod seconds before the checkpoint added."""
+        before = resume.trace.cost.pod_s if resume and not resume.finished else 0.0
         return replace(trace, cost=trace.cost.plus(pod_s=before)) if before else trace
 
-    def _recall(self, trace: Trace) -> Actor:
-        async def act(ground: Ground, step: TaskStep | None) -> None:
+    def _finished_agent(self, trace: Trace) -> TrialAgent:
+        async def agent(environment: TaskEnvironment, step: TaskStep | None) -> None:
             self.trace = trace
 
-        return act
+        return agent
 
-    def _opened(self, ground: Ground, session: Session, tools: Toolbox) -> None:
-        self.place = ground, session, tools
-        self.kept, self.turns = time.monotonic(), session.cost.turns
-        self.do("tools")
+    def _on_open(self, environment: TaskEnvironment, session: Session, tools: ToolExecutor) -> None:
+        self.opened = environment, session, tools
+        self.checkpointed_at, self.checkpointed_turns = time.monotonic(), session.cost.turns
+        self.enter("tools")
 
-    def _ended(self, trace: Trace) -> None:
+    def _on_trace(self, trace: Trace) -> None:
         self.trace = trace
 
     @asynccontextmanager
-    async def _speaking(self, id: str) -> AsyncIterator[Speaker]:
-        voice = self.voice
-        sampling = Sampling(temperature=self.settings.temperature, seed=self.seed)
-        policy = _Attended(self)
-        yield TokenSpeaker(
-            policy, voice.dialect, sampling, window=voice.window, session=self.id, model=voice.model or "policy"
+    async def _open_client(self, id: str) -> AsyncIterator[ModelClient]:
+        binding = self.binding
+        sampling = Sampling(temperature=self.options.temperature, seed=self.seed)
+        policy = CheckpointingPolicy(self)
+        yield TokenModelClient(
+            policy, binding.dialect, sampling, window=binding.window, session=self.id, model=binding.model or "policy"
         )
 
-    # -- writing down
+    # -- checkpoints
 
     @property
-    def due(self) -> bool:
-        every = self.settings.checkpoint_s
-        return self.on_checkpoint is not None and every > 0 and time.monotonic() - self.kept >= every
+    def checkpoint_due(self) -> bool:
+        interval = self.options.checkpoint_s
+        return self.on_checkpoint is not None and interval > 0 and time.monotonic() - self.checkpointed_at >= interval
 
-    async def keep_between(self, force: bool = False) -> None:
-        """Write a session down that stands between two answers, if it is time; with `force` it always is."""
-        if self.place is None or not (self.due or (force and self.on_checkpoint and self.settings.checkpoint_s)):
+    async def checkpoint_between_turns(self, force: bool = False) -> None:
+        """Write a checkpoint if one is due, or in any case with `force`, if checkpoints are enabled."""
+        due = self.checkpoint_due or (force and self.on_checkpoint and self.options.checkpoint_s)
+        if self.opened is None or not due:
             return
-        ground, session, tools = self.place
+        environment, session, tools = self.opened
         trace = session.trace("interrupted")
-        if trace.cost.turns == self.turns:
-            return  # nothing to lose
+        if trace.cost.turns == self.checkpointed_turns:
+            return  # nothing new
         if session.steps[-1].kind == "summary-request" or trace.segments[-1].kind == "compaction":
-            return  # it would be asked for again
+            return  # a resumed session would request the summary again
         state = tools.state()
-        self.do("checkpoint")
-        await tools.rest()
-        await self._keep(ground, trace, state, over=False)
+        self.enter("checkpoint")
+        await tools.stop_server()
+        await self._write_checkpoint(environment, trace, state, finished=False)
 
-    async def keep_end(self, ground: Ground, resume: Checkpoint | None) -> None:
-        """Write a session down that is over, if much would be lost with it."""
-        if self.due and self.trace is not None and not (resume and resume.over):
-            self.do("checkpoint")
-            await self._keep(ground, self.whole(self.trace, resume), {}, over=True)
+    async def checkpoint_at_end(self, environment: TaskEnvironment, resume: RolloutCheckpoint | None) -> None:
+        """Write a checkpoint of a finished session if one is due."""
+        if self.checkpoint_due and self.trace is not None and not (resume and resume.finished):
+            self.enter("checkpoint")
+            trace = self.with_earlier_pod_time(self.trace, resume)
+            await self._write_checkpoint(environment, trace, {}, finished=True)
 
-    async def _keep(self, ground: Ground, trace: Trace, tools: Mapping[str, Any], *, over: bool) -> None:
+    async def _write_checkpoint(
+        self, environment: TaskEnvironment, trace: Trace, tools: Mapping[str, Any], *, finished: bool
+    ) -> None:
         assert self.on_checkpoint is not None
-        self.kept, self.turns = time.monotonic(), trace.cost.turns
+        self.checkpointed_at, self.checkpointed_turns = time.monotonic(), trace.cost.turns
         try:
-            snapshot = await ground.pod.snapshot()
-        except Unsupported:  # on this backend, or with something running
+            snapshot = await environment.pod.snapshot()
+        except Unsupported:  # by this backend, or because a process is running
             return
-        if snapshot.kind != "fs" and (not over or graded_in_place(self.task)):  # what runs there would be missing
-            await forget_snapshot(ground.fleet, snapshot.id)
+        if snapshot.kind != "fs" and (not finished or verified_in_place(self.task)):  # processes would be missing
+            await remove_snapshot(environment.fleet, snapshot.id)
             return
-        await self.on_checkpoint(Checkpoint(trace, Origin(snapshot, ground.before), tools, self.seed, over))
+        saved = EnvironmentCheckpoint(snapshot, environment.baseline)
+        await self.on_checkpoint(RolloutCheckpoint(trace, saved, tools, self.seed, finished))
 
 
-class _Attended(OneSample):
-    """The policy, as a rollout asks it: between two answers there is time to write things down."""
+class CheckpointingPolicy(PolicyBase):
+    """The policy of a rollout. It writes a checkpoint, if one is due, before each completion."""
 
-    def __init__(self, play: _Play) -> None:
-        self.play, self.policy = play, play.voice.policy
-        self._since: int | None = None  # the version that made the first token
+    def __init__(self, runner: RolloutRunner) -> None:
+        self.runner, self.policy = runner, runner.binding.policy
+        self._since: int | None = None  # weight version of the first sampled token
 
-    async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
-        await self.play.keep_between()
-        self.play.do("answer")
+    async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
+        await self.runner.checkpoint_between_turns()
+        self.runner.enter("answer")
         started = time.monotonic()
         try:
-            # weights may change between two answers as within one: the session goes on over what it has read
-            found = await self.policy.samples(tokens, replace(sampling, since=self._since), session=session)
+            # Weights may change between turns as within one: the session keeps the KV cache of the older weights.
+            found = await self.policy.complete_many(tokens, replace(sampling, since=self._since), session=session)
             if self._since is None and found[0].versions:
                 self._since = found[0].versions[0]
             return found
         except asyncio.CancelledError:
-            self.play.waited = time.monotonic() - started
+            self.runner.waited = time.monotonic() - started
             raise
-        except InputError:  # it would be refused again
+        except InputError:  # the request is wrong: a retry would fail too
             raise
         except EtudeError:
-            # whoever takes the slot up when there are samplers again need not do this work again
-            await self.play.keep_between(force=True)
+            # The next attempt, when there are samplers again, can then continue from here.
+            await self.runner.checkpoint_between_turns(force=True)
             raise
         finally:
-            self.play.do("tools")
+            self.runner.enter("tools")
 
     async def load(self, weights: Weights, version: int) -> None:
         raise InputError("a rollout does not load weights; samplers do")
@@ -367,51 +377,51 @@ class _Attended(OneSample):
         return await self.policy.version()
 
     async def close(self) -> None:
-        """It is its owner's."""
+        """Do nothing: the wrapped policy is closed by its owner."""
 
 
-# ------------------------------------------------------------------------------------------- checkpoints as files
+# ------------------------------------------------------------------------------------------- checkpoint files
 
 
-def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
-    """As a trace whose facts say how to go on."""
-    origin = checkpoint.origin
-    before = {
+def save_checkpoint(checkpoint: RolloutCheckpoint, path: Path) -> None:
+    """Save a checkpoint as a trace file with the state to resume from among its facts."""
+    environment = checkpoint.environment
+    baseline = {
         name: [entry.kind, entry.digest, entry.executable, str(entry.source) if entry.source else ""]
-        for name, entry in origin.before.items()
+        for name, entry in environment.baseline.items()
     }
-    mark = {
-        "snapshot": asdict(origin.snapshot),
-        "before": before,
+    state = {
+        "snapshot": asdict(environment.snapshot),
+        "before": baseline,
         "tools": dict(checkpoint.tools),
         "seed": checkpoint.seed,
-        "over": checkpoint.over,
+        "over": checkpoint.finished,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_trace(replace(checkpoint.trace, facts={**checkpoint.trace.facts, MARK: mark}), path)
+    save_trace(replace(checkpoint.trace, facts={**checkpoint.trace.facts, CHECKPOINT_KEY: state}), path)
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """InputError when there is none, or it is damaged."""
+def load_checkpoint(path: Path) -> RolloutCheckpoint:
+    """Load a checkpoint; InputError if the file is missing, damaged or not a checkpoint."""
     trace = load_trace(path)
     try:
-        mark = trace.facts[MARK]
-        before = {
-            str(name): Entry(kind, digest, bool(executable), Path(source) if source else None)
-            for name, (kind, digest, executable, source) in mark["before"].items()
+        state = trace.facts[CHECKPOINT_KEY]
+        baseline = {
+            str(name): WorkspaceEntry(kind, digest, bool(executable), Path(source) if source else None)
+            for name, (kind, digest, executable, source) in state["before"].items()
         }
-        origin = Origin(Snapshot(**mark["snapshot"]), before)
-        tools, seed, over = dict(mark["tools"]), int(mark["seed"]), bool(mark["over"])
+        environment = EnvironmentCheckpoint(Snapshot(**state["snapshot"]), baseline)
+        tools, seed, finished = dict(state["tools"]), int(state["seed"]), bool(state["over"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{path}: no checkpoint of a rollout, or damaged: {error!r}") from error
-    facts = {name: value for name, value in trace.facts.items() if name != MARK}
-    return Checkpoint(replace(trace, facts=facts), origin, tools, seed, over)
+        raise InputError(f"{path}: not a rollout checkpoint, or damaged: {error!r}") from error
+    facts = {name: value for name, value in trace.facts.items() if name != CHECKPOINT_KEY}
+    return RolloutCheckpoint(replace(trace, facts=facts), environment, tools, seed, finished)
 
 
-async def forget_snapshot(fleet: Fleet, id: str) -> None:
-    """Remove a snapshot wherever it is; one that is nowhere is fine."""
-    for door in list(fleet.doors.values()):
+async def remove_snapshot(fleet: Fleet, id: str) -> None:
+    """Remove a snapshot from every host that has it."""
+    for client in list(fleet.clients.values()):
         try:
-            await door.remove_snapshot(id)
-        except (InputError, PodError):  # not there, or the host is not
+            await client.remove_snapshot(id)
+        except (InputError, PodError):  # unknown snapshot, or unreachable host
             continue

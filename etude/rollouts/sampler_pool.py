@@ -1,15 +1,13 @@
-"""A policy over all samplers of a run, which may die, hang and come back elsewhere while it is asked.
+"""A policy over all samplers of a run, which may die, hang and be restarted elsewhere while requests are in flight.
 
-Who there is stands in the status files. A session stays with one sampler, where its prefix is cached; new ones go where
-the fewest requests are. A request is token ids and nothing else, so one that was lost on the way is sent again, to
-another or to the same when it is back: until a deadline, after which `SamplersLost` says what was waited for.
+Samplers are discovered through their status files. A session stays with one sampler, which has its prefix cached; new
+sessions go to the sampler with the fewest requests. A request is only token ids, so a lost one is sent again, to another
+sampler or to the same after its restart, until a deadline: then SamplersUnavailable says what was waited for.
 """
 
 import asyncio
 import contextlib
-import os
 import random
-import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,91 +16,91 @@ from types import TracebackType
 from typing import Any, Self
 
 from etude.errors import EtudeError, InputError
-from etude.inference.clients.http import Http
-from etude.inference.clients.transport import Patience, ServerError, Transport, Unreachable
-from etude.inference.policy import OneSample, Weights
-from etude.inference.request import Sample
+from etude.inference.clients.http import HttpPolicy
+from etude.inference.clients.transport import RetryPolicy, ServerError, ServerUnreachable, Transport
+from etude.inference.policy import PolicyBase, Weights
+from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
-from etude.runs.layout import Place, statuses
+from etude.runs.layout import RunLayout
+from etude.runs.service_status import SAMPLER, read_statuses, sampler_token
 
-KIND = "sampler"  # what a sampler's status file says it is
-DEADLINE_S = 120.0  # a sampler's start takes seconds; loading a large model and its weights a minute or two
-LOSSES = 5  # of one request that was being worked on: one that breaks every engine must not go round for ever
-AT_WORK_S = 1.0  # a request that failed sooner was hardly begun
-FRESH_S = 10.0  # a status file is written every second, by a busy machine later
-LOOK_S = 0.2  # between two readings of the status files
-FIRST_REST_S, LONGEST_REST_S = 0.25, 10.0  # that a sampler is left alone after a failure; doubled for each further
-BUSY_S = 1.0  # before one whose queue is full is asked again
-HEALTH_S, HEALTH_TIMEOUT_S, HEALTH_FAILURES = 2.0, 5.0, 3  # without an answer to as many checks it hangs
-SESSIONS = 1 << 16  # whose sampler is remembered
+DEADLINE_S = 120.0  # a sampler starts in seconds; loading a large model and its weights takes a minute or two
+MAX_LOSSES = 5  # of one request after processing began: a request that crashes every engine must not circulate for ever
+PROCESSING_S = 1.0  # a request that failed sooner had hardly begun
+MAX_STATUS_AGE_S = 10.0  # status files are written every second, on a busy machine later
+REFRESH_S = 0.2  # between two readings of the status files
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.25, 10.0  # after a failure of a sampler; doubled for each further one
+QUEUE_FULL_S = 1.0  # before a request that found a full queue is sent again
+HEALTH_S, HEALTH_TIMEOUT_S, HEALTH_FAILURES = 2.0, 5.0, 3  # after that many failed health checks a sampler hangs
+MAX_SESSIONS = 1 << 16  # whose sampler is remembered
 
-NOT_OURS = (401, 403, 404)  # the port has gone to somebody else: nothing that the request could be blamed for
+WRONG_SERVER = (401, 403, 404)  # another program has the port now; the request itself is fine
 
 
-class SamplersLost(EtudeError):
-    """No sampler finished a request in time; nothing is wrong with the request."""
+class SamplersUnavailable(EtudeError):
+    """No sampler completed a request before the deadline. The request itself is valid."""
 
 
 @dataclass(eq=False)
-class Endpoint:
-    """A sampler as it is now: a process at a place."""
+class SamplerEndpoint:
+    """One sampler process and its address."""
 
     name: str
     url: str
     pid: int
-    http: Http
+    http: HttpPolicy
     ready: bool = True
     status: dict[str, Any] = field(default_factory=dict)
-    asked: set["asyncio.Task[list[Sample]]"] = field(default_factory=set)  # requests in flight
-    chosen: float = 0.0  # when a session was last sent here
+    requests: set["asyncio.Task[list[Completion]]"] = field(default_factory=set)  # in flight
+    last_assigned: float = 0.0  # when a session was last sent here
     failures: int = 0  # in a row
-    rests_until: float = 0.0
+    retry_at: float = 0.0
     problem: str = ""
-    missed: int = 0  # checks in a row without an answer
-    gone: bool = False  # it hangs, or another process has its name
+    missed_checks: int = 0  # in a row
+    abandoned: bool = False  # it hangs, or another process has its name
 
     @property
     def load(self) -> tuple[int, float]:
-        return len(self.asked), self.chosen
+        return len(self.requests), self.last_assigned
 
     def usable(self, now: float) -> bool:
-        return self.ready and not self.gone and self.rests_until <= now
+        return self.ready and not self.abandoned and self.retry_at <= now
 
-    def served(self) -> None:
+    def on_success(self) -> None:
         self.failures = 0
         self.problem = ""
 
-    def failed(self, problem: str) -> None:
-        """Leave it alone for a while, longer each time."""
-        rest = min(LONGEST_REST_S, FIRST_REST_S * 2**self.failures)
+    def on_failure(self, problem: str) -> None:
+        """Send nothing for a while, longer after each failure."""
+        backoff = min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2**self.failures)
         self.failures, self.problem = self.failures + 1, problem
-        self.rests_until = time.monotonic() + rest
+        self.retry_at = time.monotonic() + backoff
 
-    def give_up(self, problem: str) -> None:
-        """Nothing more will come from it: whoever waits asks another."""
-        self.gone, self.problem = True, problem
-        for task in self.asked:
+    def abandon(self, problem: str) -> None:
+        """Cancel all requests in flight, so that they are sent to another sampler."""
+        self.abandoned, self.problem = True, problem
+        for task in self.requests:
             task.cancel()
 
 
-def open_samplers(place: Place, *, deadline_s: float = DEADLINE_S, routing: bool = True) -> "Samplers":
-    """The policy of a run. Use it in one event loop, as a context or with `close`."""
-    return Samplers(place, deadline_s=deadline_s, routing=routing)
+def open_sampler_pool(layout: RunLayout, *, deadline_s: float = DEADLINE_S, routing: bool = True) -> "SamplerPool":
+    """Return the policy of a run. Use it in one event loop, as a context manager or with `close`."""
+    return SamplerPool(layout, deadline_s=deadline_s, routing=routing)
 
 
-class Samplers(OneSample):
-    """All samplers of a run as one policy. With `routing`, the experts of MoE models come along."""
+class SamplerPool(PolicyBase):
+    """All samplers of a run as one policy. With `routing`, completions of MoE models include the routed experts."""
 
-    def __init__(self, place: Place, *, deadline_s: float = DEADLINE_S, routing: bool = True) -> None:
-        self.place, self.deadline_s, self.routing = place, deadline_s, routing
-        self._token = token_of(place)
-        self._endpoints: dict[str, Endpoint] = {}  # the newest of each name
-        self._leaving: list[Endpoint] = []  # replaced, with requests in flight maybe
-        self._signs: dict[str, tuple[float, float]] = {}  # what time a status last said, and when that changed here
-        self._homes: OrderedDict[str, str] = OrderedDict()  # the sampler of each session
-        self._looked = -LOOK_S
-        self._checks = Transport(self._token, Patience(timeout=HEALTH_TIMEOUT_S, attempts=1))
-        self._watcher: asyncio.Task[None] | None = None
+    def __init__(self, layout: RunLayout, *, deadline_s: float = DEADLINE_S, routing: bool = True) -> None:
+        self.layout, self.deadline_s, self.routing = layout, deadline_s, routing
+        self._token = sampler_token(layout)
+        self._endpoints: dict[str, SamplerEndpoint] = {}  # the newest of each name
+        self._replaced: list[SamplerEndpoint] = []  # to be closed when their requests have ended
+        self._status_times: dict[str, tuple[float, float]] = {}  # last time in a status, and when it changed here
+        self._session_samplers: OrderedDict[str, str] = OrderedDict()
+        self._refreshed_at = -REFRESH_S
+        self._health_transport = Transport(self._token, RetryPolicy(timeout=HEALTH_TIMEOUT_S, attempts=1))
+        self._health_task: asyncio.Task[None] | None = None
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -114,199 +112,185 @@ class Samplers(OneSample):
         await self.close()
 
     async def close(self) -> None:
-        """Let go of all connections; whoever still waits is told so."""
+        """Close all connections; requests in flight raise SamplersUnavailable."""
         self._closed = True
-        if self._watcher is not None:
-            self._watcher.cancel()
+        if self._health_task is not None:
+            self._health_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._watcher
-        for endpoint in (*self._endpoints.values(), *self._leaving):
-            endpoint.give_up("closed")
+                await self._health_task
+        for endpoint in (*self._endpoints.values(), *self._replaced):
+            endpoint.abandon("closed")
             await endpoint.http.close()
-        await self._checks.close()
+        await self._health_transport.close()
 
-    # ------------------------------------------------------------------------------------------- asking
+    # ------------------------------------------------------------------------------------------- requests
 
-    async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
-        if self._watcher is None:
-            self._watcher = asyncio.create_task(self._watch())
+    async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
+        if self._health_task is None:
+            self._health_task = asyncio.create_task(self._health_loop())
         losses, deadline = 0, time.monotonic() + self.deadline_s
         while True:
-            endpoint = await self._sampler_for(session, deadline)
+            endpoint = await self._choose_endpoint(session, deadline)
             started = time.monotonic()
             try:
-                found = await self._ask(endpoint, tokens, sampling)
-                endpoint.served()
+                found = await self._send(endpoint, tokens, sampling)
+                endpoint.on_success()
                 return found
             except ServerError as error:
                 if error.status == 429:
                     if time.monotonic() >= deadline:
-                        raise SamplersLost(f"no place in a queue for {self.deadline_s:g} s: {error}") from None
-                    await asyncio.sleep(BUSY_S * random.uniform(0.5, 1.0))  # it still has the session's cache
+                        raise SamplersUnavailable(f"queues were full for {self.deadline_s:g} s: {error}") from None
+                    await asyncio.sleep(QUEUE_FULL_S * random.uniform(0.5, 1.0))  # it still has the session's cache
                     continue
-                if error.status < 500 and error.status not in NOT_OURS:
+                if error.status < 500 and error.status not in WRONG_SERVER:
                     raise InputError(str(error)) from error
-                problem, begun = str(error), True
+                problem, processed = str(error), True
             except EtudeError as error:
-                problem, begun = str(error), time.monotonic() - started > AT_WORK_S
-            endpoint.failed(problem)
-            if begun:
+                problem, processed = str(error), time.monotonic() - started > PROCESSING_S
+            endpoint.on_failure(problem)
+            if processed:
                 losses, deadline = losses + 1, time.monotonic() + self.deadline_s
-                if losses >= LOSSES:
-                    raise SamplersLost(f"a request was lost {losses} times by samplers at work on it; last: {problem}")
+                if losses >= MAX_LOSSES:
+                    raise SamplersUnavailable(f"samplers failed {losses} times while processing a request; last: {problem}")
 
-    async def _ask(self, endpoint: Endpoint, tokens: Sequence[int], sampling: Sampling) -> list[Sample]:
-        """The samples of one sampler; Unreachable when it was given up meanwhile."""
-        task = asyncio.create_task(endpoint.http.samples(tokens, sampling))
-        endpoint.asked.add(task)
+    async def _send(self, endpoint: SamplerEndpoint, tokens: Sequence[int], sampling: Sampling) -> list[Completion]:
+        """Return the completions of one sampler; ServerUnreachable if it is abandoned meanwhile."""
+        task = asyncio.create_task(endpoint.http.complete_many(tokens, sampling))
+        endpoint.requests.add(task)
         try:
             return await task
         except asyncio.CancelledError:
-            me = asyncio.current_task()
-            if endpoint.gone and me is not None and not me.cancelling():
-                raise Unreachable(f"{endpoint.name} at {endpoint.url}: {endpoint.problem}") from None
+            current = asyncio.current_task()
+            if endpoint.abandoned and current is not None and not current.cancelling():
+                raise ServerUnreachable(f"{endpoint.name} at {endpoint.url}: {endpoint.problem}") from None
             raise
         finally:
-            endpoint.asked.discard(task)
+            endpoint.requests.discard(task)
 
-    async def _sampler_for(self, session: str, deadline: float) -> Endpoint:
-        """The sampler to ask, as soon as there is one."""
-        usable = await self._usable(deadline)
-        home = self._homes.get(session) if session else None
-        found = usable[home] if home in usable else min(usable.values(), key=lambda endpoint: endpoint.load)
-        return self._settle(session, found)
+    async def _choose_endpoint(self, session: str, deadline: float) -> SamplerEndpoint:
+        """Return the session's sampler, or the least loaded one; wait until one is usable."""
+        usable = await self._usable_endpoints(deadline)
+        previous = self._session_samplers.get(session) if session else None
+        if previous in usable:
+            return self._assign(session, usable[previous])
+        return self._assign(session, min(usable.values(), key=lambda endpoint: endpoint.load))
 
-    async def _usable(self, deadline: float) -> dict[str, Endpoint]:
-        """Who can be asked, as soon as there is anybody."""
+    async def _usable_endpoints(self, deadline: float) -> dict[str, SamplerEndpoint]:
+        """Return the usable samplers by name; wait until there is at least one."""
         while not self._closed:
-            self._look()
+            self._refresh()
             now = time.monotonic()
             usable = {name: endpoint for name, endpoint in self._endpoints.items() if endpoint.usable(now)}
             if usable:
                 return usable
             if now >= deadline:
-                raise SamplersLost(f"no sampler served for {self.deadline_s:g} s: {self._excuses()}")
-            await asyncio.sleep(min(LOOK_S, deadline - now))
-        raise SamplersLost("the client of the samplers was closed; this was not finished")
+                raise SamplersUnavailable(f"no sampler was available for {self.deadline_s:g} s: {self._problems()}")
+            await asyncio.sleep(min(REFRESH_S, deadline - now))
+        raise SamplersUnavailable("the sampler pool was closed before the request was completed")
 
-    def _settle(self, session: str, endpoint: Endpoint) -> Endpoint:
-        endpoint.chosen = time.monotonic()
+    def _assign(self, session: str, endpoint: SamplerEndpoint) -> SamplerEndpoint:
+        endpoint.last_assigned = time.monotonic()
         if session:
-            self._homes[session] = endpoint.name
-            self._homes.move_to_end(session)
-            if len(self._homes) > SESSIONS:
-                self._homes.popitem(last=False)
+            self._session_samplers[session] = endpoint.name
+            self._session_samplers.move_to_end(session)
+            if len(self._session_samplers) > MAX_SESSIONS:
+                self._session_samplers.popitem(last=False)
         return endpoint
 
     async def load(self, weights: Weights, version: int) -> None:
-        raise InputError(f"samplers load no weights but those of {self.place.store}; publish version {version} there")
+        raise InputError(f"samplers load weights only from {self.layout.store}; publish version {version} there")
 
     async def version(self) -> int:
-        """Of the weights that make new tokens; of several samplers, the oldest."""
-        usable = await self._usable(time.monotonic() + self.deadline_s)
-        return min(int(each.status["version"]) for each in usable.values())
+        """Return the weight version that samples new tokens: the oldest of all usable samplers."""
+        usable = await self._usable_endpoints(time.monotonic() + self.deadline_s)
+        return min(int(endpoint.status["version"]) for endpoint in usable.values())
 
-    # ------------------------------------------------------------------------------------------- looking
+    # ------------------------------------------------------------------------------------------- discovery and health
 
-    def _look(self) -> None:
-        """Read who there is, unless that was just done."""
+    def _refresh(self) -> None:
+        """Read the status files, at most once in REFRESH_S seconds."""
         now = time.monotonic()
-        if now - self._looked < LOOK_S:
+        if now - self._refreshed_at < REFRESH_S:
             return
-        self._looked = now
-        found = {name: status for name, status in statuses(self.place).items() if status.get("kind") == KIND}
+        self._refreshed_at = now
+        statuses = read_statuses(self.layout)
+        found = {name: status for name, status in statuses.items() if status.get("kind") == SAMPLER}
         for name, status in found.items():
-            ready = status["state"] == "ready" and self._is_fresh(name, status, now)
+            ready = status["state"] == "ready" and self._is_recent(name, status, now)
             if ready:
-                self._meet(name, status)
+                self._add_endpoint(name, status)
             known = self._endpoints.get(name)
             if known is not None and (known.url, known.pid) == (status.get("url"), status.get("pid")):
                 known.ready, known.status = ready, status
-            elif known is not None:  # its successor is not ready yet
+            elif known is not None:  # a new process that is not ready yet
                 self._replace(known)
         for name in self._endpoints.keys() - found.keys():
             self._endpoints[name].ready = False
 
-    def _is_fresh(self, name: str, status: dict[str, Any], now: float) -> bool:
-        """Whether a status was written lately; where clocks differ, whether it changes."""
-        said = float(status["time"])
-        last = self._signs.get(name)
+    def _is_recent(self, name: str, status: dict[str, Any], now: float) -> bool:
+        """Return whether a status was written recently; if clocks differ, whether it changed recently."""
+        written = float(status["time"])
+        last = self._status_times.get(name)
         if last is None:
-            self._signs[name] = said, now - abs(time.time() - said)
-        elif last[0] != said:
-            self._signs[name] = said, now
-        return now - self._signs[name][1] <= FRESH_S
+            self._status_times[name] = written, now - abs(time.time() - written)
+        elif last[0] != written:
+            self._status_times[name] = written, now
+        return now - self._status_times[name][1] <= MAX_STATUS_AGE_S
 
-    def _meet(self, name: str, status: dict[str, Any]) -> None:
+    def _add_endpoint(self, name: str, status: dict[str, Any]) -> None:
         known = self._endpoints.get(name)
         if known is not None:
             if (known.url, known.pid) == (status.get("url"), status.get("pid")):
                 return
             self._replace(known)
-        http = Http(status["url"], self._token, routing=self.routing, patience=Patience(attempts=1))
-        self._endpoints[name] = Endpoint(name, status["url"], status["pid"], http)
+        http = HttpPolicy(status["url"], self._token, routing=self.routing, retry=RetryPolicy(attempts=1))
+        self._endpoints[name] = SamplerEndpoint(name, status["url"], status["pid"], http)
 
-    def _replace(self, endpoint: Endpoint) -> None:
+    def _replace(self, endpoint: SamplerEndpoint) -> None:
         del self._endpoints[endpoint.name]
-        endpoint.give_up("another process has taken its place")
-        self._leaving.append(endpoint)
+        endpoint.abandon("it was replaced by another process")
+        self._replaced.append(endpoint)
 
-    async def _watch(self) -> None:
-        """Find out about samplers that hang: a request alone cannot tell them from ones with much to do."""
+    async def _health_loop(self) -> None:
+        """Find samplers that hang: a request alone cannot distinguish them from busy ones."""
         while True:
             await asyncio.sleep(HEALTH_S)
-            with contextlib.suppress(EtudeError, OSError):  # a status that cannot be read: requests are told
-                self._look()
-            await asyncio.gather(*(self._check(each) for each in self._endpoints.values() if each.asked or each.gone))
-            left, self._leaving = self._leaving, []
-            for endpoint in left:
-                if endpoint.asked:
-                    self._leaving.append(endpoint)
+            with contextlib.suppress(EtudeError, OSError):  # requests report an unreadable status
+                self._refresh()
+            checked = [each for each in self._endpoints.values() if each.requests or each.abandoned]
+            await asyncio.gather(*(self._check_health(endpoint) for endpoint in checked))
+            replaced, self._replaced = self._replaced, []
+            for endpoint in replaced:
+                if endpoint.requests:
+                    self._replaced.append(endpoint)
                 else:
                     await endpoint.http.close()
 
-    async def _check(self, endpoint: Endpoint) -> None:
+    async def _check_health(self, endpoint: SamplerEndpoint) -> None:
         try:
-            await self._checks.call("GET", "/health", lambda: endpoint.url)
-        except ServerError:  # draining or broken: it answers, and says so to every request
-            endpoint.missed, endpoint.gone = 0, False
+            await self._health_transport.call("GET", "/health", lambda: endpoint.url)
+        except ServerError:  # draining or broken: it responds, and refuses every request
+            endpoint.missed_checks, endpoint.abandoned = 0, False
         except EtudeError as error:
-            endpoint.missed += 1
-            if endpoint.missed >= HEALTH_FAILURES and not endpoint.gone:
-                endpoint.give_up(f"no answer to {endpoint.missed} checks: {error}")
+            endpoint.missed_checks += 1
+            if endpoint.missed_checks >= HEALTH_FAILURES and not endpoint.abandoned:
+                endpoint.abandon(f"{endpoint.missed_checks} health checks failed: {error}")
         else:
-            endpoint.missed, endpoint.gone = 0, False
+            endpoint.missed_checks, endpoint.abandoned = 0, False
 
-    def _excuses(self) -> str:
-        """What keeps every sampler from serving."""
+    def _problems(self) -> str:
+        """Describe why each sampler is not usable."""
         found = []
-        for name, status in statuses(self.place).items():
-            if status.get("kind") != KIND:
+        for name, status in read_statuses(self.layout).items():
+            if status.get("kind") != SAMPLER:
                 continue
             known, age = self._endpoints.get(name), time.time() - float(status["time"])
             if status["state"] != "ready":
                 reason = status["waiting_for"] or status.get("problem")
-                why = f"{status['state']}: {reason}" if reason else status["state"]
+                problem = f"{status['state']}: {reason}" if reason else status["state"]
             elif known is not None and known.problem:
-                why = known.problem
+                problem = known.problem
             else:
-                why = f"no sign of life for {age:.0f} s"
-            found.append(f"{name}: {why}")
-        return "; ".join(found) or f"there is none: {self.place.services} has no status of one"
-
-
-def token_of(place: Place) -> str:
-    """What the samplers of a run ask for; made by whoever needs it first."""
-    path = place.root / "sampler.token"
-    with contextlib.suppress(FileNotFoundError):
-        return path.read_text(encoding="ascii")
-    place.root.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-    part.touch(0o600)
-    try:
-        part.write_text(secrets.token_hex(24), encoding="ascii")
-        with contextlib.suppress(FileExistsError):
-            os.link(part, path)  # appears whole, and only once
-    finally:
-        part.unlink(missing_ok=True)
-    return path.read_text(encoding="ascii")
+                problem = f"no status for {age:.0f} s"
+            found.append(f"{name}: {problem}")
+        return "; ".join(found) or f"there is none: {self.layout.services} has no status of a sampler"

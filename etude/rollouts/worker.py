@@ -1,11 +1,11 @@
-"""A worker of a run: claims slots, runs their sessions in pods, grades, scores, keeps the traces and reports.
+"""A worker process: claims slots, runs their rollouts in pods, stores traces and reports rewards to the queue.
 
     python -m etude.rollouts.worker RUN --name worker-0
 
-One process, one event loop, many rollouts at once; measurements come before training. It talks to the table of slots
-and to the samplers, and to nobody else. Kill it at any time: what it held is queued again, and goes on from the last
-checkpoint of each rollout, in this worker's next life or in another worker on the same machine. Asked to end (SIGTERM),
-it gives its slots back, closes its pods and is gone. Every second a status file says what it waits for.
+One process with one event loop runs many rollouts concurrently; evaluation slots come before training slots. It talks
+only to the rollout queues and the samplers. It may be killed at any time: its slots are requeued and continue from the
+last checkpoint of each rollout, in the restarted worker or in another one on the same machine. On SIGTERM it releases
+its slots, closes its pods and exits. It reports its status every second.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from typing import Literal, TypeVar
 
 from etude.chat.dialects import dialect_for
 from etude.chat.tokenizer import Tokenizer
+from etude.config import load_table, read_toml
 from etude.errors import EtudeError, InputError
 from etude.harness.search.searcher import open_searcher
 from etude.harness.trace_store import SUFFIX, save_trace
@@ -32,137 +33,140 @@ from etude.model.config import ModelConfig
 from etude.pods import open_fleet
 from etude.pods.fleet import Fleet
 from etude.pods.pod import PodError
-from etude.recipe.sections import RlStage
 from etude.rewards.live_weights import LiveWeights
-from etude.rl.settings import budget_of, effort_of, environment_of, evaluation_plan, plan_of, summaries_of
-from etude.rollouts.queue import Plan, Slot, Slots, SlotState, StaleClaim
+from etude.rollouts.queue import RolloutQueue, Slot, SlotState, StaleClaim
 from etude.rollouts.rollout import (
-    Checkpoint,
-    Doing,
+    PolicyBinding,
     Rollout,
+    RolloutCheckpoint,
     RolloutFailed,
-    Settings,
-    Voice,
-    forget_snapshot,
+    RolloutOptions,
+    RolloutPhase,
     load_checkpoint,
+    remove_snapshot,
     rollout_seed,
     run_rollout,
     save_checkpoint,
 )
-from etude.rollouts.sampler_pool import SamplersLost, open_samplers
-from etude.runs.layout import Place, die_with_parent, parent_process, place_and_section, read_tasks, write_status
-from etude.tasks.environment import open_ground
+from etude.rollouts.sampler_pool import SamplersUnavailable, open_sampler_pool
+from etude.rollouts.settings import QueueSettings, RolloutSettings, evaluation_queue
+from etude.runs.layout import RunLayout, read_task_lists, run_directory
+from etude.runs.service_status import write_status
+from etude.system.processes import die_with_parent, parent_process
+from etude.tasks.environment import open_environment
 from etude.tasks.harbor import read_task
 from etude.tasks.task import Task
 
 T = TypeVar("T")
-TableName = Literal["training", "evaluation"]
-TABLES: tuple[TableName, ...] = ("evaluation", "training")  # in the order they are served
+QueueName = Literal["training", "evaluation"]
+QUEUES: tuple[QueueName, ...] = ("evaluation", "training")  # in order of priority
 
-IDLE_S = 0.05  # between looks at a table with nothing to do
-REPORT_S = 1.0
-BEATS = 4  # in a lease, at least ...
-BEAT_S = 2.0  # ... and as often as this, so that the table knows what is going on
-SWEEP_S = 60.0  # between looks for snapshots that nobody needs
-CLOSE_S = 8.0  # to end in, when asked to; the orchestrator kills after ten
-MOST_WHY = 1000  # characters of a reason that the table keeps
+IDLE_S = 0.05  # between polls of a queue that has no slot to claim
+STATUS_S = 1.0
+HEARTBEATS_PER_LEASE = 4  # at least ...
+HEARTBEAT_S = 2.0  # ... and at least this often, so that the queue shows the current state
+SWEEP_S = 60.0  # between searches for unneeded snapshots
+STOP_S = 8.0  # to stop after SIGTERM; the orchestrator sends SIGKILL after ten
+MAX_REASON = 1000  # characters of a failure reason stored in the queue
 
 log = logging.getLogger("etude.rollouts.worker")
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What a worker needs to know of its run."""
+class WorkerConfig:
+    """The part of a run's configuration that a worker needs."""
 
-    place: Place
-    plans: Mapping[TableName, Plan]
-    tasks: Mapping[TableName, Mapping[str, Path]]  # directories by name
-    settings: Mapping[TableName, Settings]
-    rewards: Mapping[str, float]
+    layout: RunLayout
+    queues: Mapping[QueueName, QueueSettings]
+    tasks: Mapping[QueueName, Mapping[str, Path]]  # task directories by name
+    options: Mapping[QueueName, RolloutOptions]
+    rewards: Mapping[str, float]  # weights of the recipe
     seed: int
-    most: int  # rollouts at once
+    max_rollouts: int  # at once
 
 
 @dataclass
-class Held:
-    """A slot of ours."""
+class ClaimedSlot:
+    """A slot that this worker has claimed, and the state of its rollout."""
 
-    table: TableName
+    queue: QueueName
     slot: Slot
     since: float
-    doing: Doing = "ground"
+    phase: RolloutPhase = "environment"
     work: "asyncio.Task[None] | None" = None
     snapshot: str = ""  # of its last checkpoint
-    partial: str = ""
-    kept: bool = False  # there is a checkpoint of this very attempt
-    reported: bool = False  # what came of it
+    checkpoint_file: str = ""
+    has_checkpoint: bool = False  # written by this attempt
+    reported: bool = False  # its reward or failure is in the queue
 
     @property
     def state(self) -> SlotState:
-        return "starting" if self.doing == "ground" else "grading" if self.doing == "grading" else "running"
+        return "starting" if self.phase == "environment" else "grading" if self.phase == "grading" else "running"
 
 
-class Tables:
-    """The tables in a thread of their own: a lock that somebody else holds must not stop the sessions."""
+class RolloutQueueClient:
+    """The rollout queues, accessed in a thread of their own: a locked database must not block the sessions."""
 
-    def __init__(self, worker: str, place: Place, plans: Mapping[TableName, Plan]) -> None:
-        self.worker, self.plans = worker, plans
-        self.paths = {"training": place.slots, "evaluation": place.evaluations}
+    def __init__(self, worker: str, layout: RunLayout, settings: Mapping[QueueName, QueueSettings]) -> None:
+        self.worker, self.settings = worker, settings
+        self.paths = {"training": layout.slots, "evaluation": layout.evaluations}
         self._thread = ThreadPoolExecutor(1, "slots")
-        self._all: dict[TableName, Slots] = {}
+        self._queues: dict[QueueName, RolloutQueue] = {}
 
-    async def claim(self, room: int) -> list[tuple[TableName, Slot]]:
-        """At most `room` slots, now ours."""
+    async def claim(self, count: int) -> list[tuple[QueueName, Slot]]:
+        """Claim at most `count` slots."""
 
-        def work() -> list[tuple[TableName, Slot]]:
-            found: list[tuple[TableName, Slot]] = []
-            for name, table in self._all.items():
-                while len(found) < room and (slot := table.claim(self.worker, time.time())) is not None:
+        def work() -> list[tuple[QueueName, Slot]]:
+            found: list[tuple[QueueName, Slot]] = []
+            for name, queue in self._queues.items():
+                while len(found) < count and (slot := queue.claim(self.worker, time.time())) is not None:
                     found.append((name, slot))
             return found
 
-        return await self._do(work)
+        return await self._call(work)
 
-    async def beat(self, mine: Sequence[Held]) -> list[Held]:
-        """A sign of life for all of them; those that are not ours any more."""
-        states = [(held, held.state) for held in mine]
+    async def heartbeat(self, claims: Sequence[ClaimedSlot]) -> list[ClaimedSlot]:
+        """Renew the leases of all claims; return those that are no longer valid."""
+        states = [(claim, claim.state) for claim in claims]
 
-        def work() -> list[Held]:
-            lost: list[Held] = []
-            for name, table in self._all.items():
-                here = {held.slot.id: (held, state) for held, state in states if held.table == name}
-                gone = table.beat_all([(held.slot, state) for held, state in here.values()], time.time())
-                lost += [here[slot.id][0] for slot in gone]
+        def work() -> list[ClaimedSlot]:
+            lost: list[ClaimedSlot] = []
+            for name, queue in self._queues.items():
+                own = {claim.slot.id: (claim, state) for claim, state in states if claim.queue == name}
+                gone = queue.heartbeat_all([(claim.slot, state) for claim, state in own.values()], time.time())
+                lost += [own[slot.id][0] for slot in gone]
             return lost
 
-        return await self._do(work)
+        return await self._call(work)
 
     async def release(self) -> None:
-        """Give back all that is ours."""
-        await self._do(lambda: [table.release(self.worker) for table in self._all.values()])
+        """Requeue all slots of this worker."""
+        await self._call(lambda: [queue.release(self.worker) for queue in self._queues.values()])
 
     async def snapshots(self) -> set[str]:
-        """Those that a slot may be taken up from."""
-        return await self._do(
-            lambda: {str(resume.get("snapshot")) for table in self._all.values() for resume in table.resumes()}
+        """Return the snapshots from which a slot may be resumed."""
+        return await self._call(
+            lambda: {str(resume.get("snapshot")) for queue in self._queues.values() for resume in queue.resumes()}
         )
 
-    async def report(self, held: Held, word: Callable[[Slots, Slot], None]) -> None:
-        """Say something of a slot; StaleClaim when it is not ours any more."""
-        await self._do(lambda: word(self._all[held.table], held.slot))
+    async def report(self, claim: ClaimedSlot, change: Callable[[RolloutQueue, Slot], None]) -> None:
+        """Apply a change to a claimed slot; StaleClaim if the claim is no longer valid."""
+        await self._call(lambda: change(self._queues[claim.queue], claim.slot))
 
     async def close(self) -> None:
         def work() -> None:
-            for table in self._all.values():
-                table.close()
+            for queue in self._queues.values():
+                queue.close()
 
-        await self._do(work)
+        await self._call(work)
         self._thread.shutdown()
 
-    async def _do(self, work: Callable[[], T]) -> T:
+    async def _call(self, work: Callable[[], T]) -> T:
         def run() -> T:
-            if not self._all:  # a connection belongs to the thread that opened it
-                self._all = {name: Slots(self.paths[name], self.plans[name]) for name in TABLES if name in self.plans}
+            if not self._queues:  # a connection belongs to the thread that opened it
+                self._queues = {
+                    name: RolloutQueue(self.paths[name], self.settings[name]) for name in QUEUES if name in self.settings
+                }
             return work()
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
@@ -172,208 +176,209 @@ class Tables:
 
 
 class Worker:
-    """Use `run`; `stop` ends it."""
+    """Runs rollouts until `stop` is called. Use `run`."""
 
-    def __init__(self, name: str, orders: Orders, fleet: Fleet, voice: Voice) -> None:
-        self.name, self.orders, self.fleet, self.voice = name, orders, fleet, voice
-        self.place = orders.place
-        self.tables = Tables(name, orders.place, orders.plans)
-        self.weights = LiveWeights(orders.place.run, orders.rewards)
-        self.held: dict[tuple[TableName, int], Held] = {}
+    def __init__(self, name: str, config: WorkerConfig, fleet: Fleet, binding: PolicyBinding) -> None:
+        self.name, self.config, self.fleet, self.binding = name, config, fleet, binding
+        self.layout = config.layout
+        self.queues = RolloutQueueClient(name, config.layout, config.queues)
+        self.weights = LiveWeights(config.layout.run, config.rewards)
+        self.claims: dict[tuple[QueueName, int], ClaimedSlot] = {}
         self.counts: Counter[str] = Counter()
-        self.waiting = "the samplers"  # before anything can be done
+        self.waiting_for = "the samplers"
         self.last_failure = ""
         self._tasks: dict[Path, Task] = {}
-        self._change = asyncio.Event()  # a slot was given back
+        self._slot_freed = asyncio.Event()
         self._stop = asyncio.Event()
-        self._broken: BaseException | None = None  # what a rollout could not even report
-        self._unneeded: set[str] = set()
+        self._fatal: BaseException | None = None  # an error that a rollout could not report to the queue
+        self._unneeded: set[str] = set()  # snapshots that the last sweep found unneeded
 
     def stop(self) -> None:
         self._stop.set()
 
     async def run(self) -> None:
-        """Until it is stopped. What breaks here ends the process, for somebody to start another."""
-        await self.tables.release()  # what an earlier life of this name held
-        always = [self._claim_always(), self._beat_always(), self._report_always(), self._sweep_always()]
-        keeping = [asyncio.create_task(work) for work in (*always, self._stop.wait())]
-        breaking = asyncio.create_task(self._break_ground())
+        """Claim and run slots until stopped. An unexpected error ends the worker; the orchestrator restarts it."""
+        await self.queues.release()  # slots of an earlier process of this name
+        loops = [self._claim_loop(), self._heartbeat_loop(), self._status_loop(), self._sweep_loop()]
+        running = [asyncio.create_task(work) for work in (*loops, self._stop.wait())]
+        prewarming = asyncio.create_task(self._prewarm())
         try:
-            done, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-            if self._broken is not None:
-                raise self._broken
+            if self._fatal is not None:
+                raise self._fatal
         finally:
-            for task in (*keeping, breaking):
+            for task in (*running, prewarming):
                 task.cancel()
-            await asyncio.gather(*keeping, breaking, return_exceptions=True)
-            await self._give_back()
+            await asyncio.gather(*running, prewarming, return_exceptions=True)
+            await self._shut_down()
 
-    async def _break_ground(self) -> None:
-        """Make the ground of one task while the samplers load: what is built for it is there for its likes."""
-        name = next(iter(self.orders.tasks["training"]), None)
-        with contextlib.suppress(EtudeError, OSError):  # the first rollout will say so
+    async def _prewarm(self) -> None:
+        """Open the environment of one task while the samplers load: similar tasks then find their image built."""
+        name = next(iter(self.config.tasks["training"]), None)
+        with contextlib.suppress(EtudeError, OSError):  # the first rollout will report the error
             if name is not None:
-                provision = self.orders.settings["training"].provision
-                async with open_ground(self.fleet, self._task("training", name), provision=provision):
+                host_settings = self.config.options["training"].host_settings
+                async with open_environment(self.fleet, self._task("training", name), host_settings=host_settings):
                     pass
 
-    async def _give_back(self) -> None:
-        """End every rollout, and let others have the slots: nobody's failure."""
-        works = [held.work for held in self.held.values() if held.work is not None]
+    async def _shut_down(self) -> None:
+        """Cancel all rollouts and release their slots, without counting failures."""
+        works = [claim.work for claim in self.claims.values() if claim.work is not None]
         for work in works:
             work.cancel()
-        kept = [held.snapshot for held in self.held.values() if held.snapshot]
+        snapshots = [claim.snapshot for claim in self.claims.values() if claim.snapshot]
         if works:
-            await asyncio.wait(works, timeout=CLOSE_S / 2)
-        await self._persist(kept)
-        await self.tables.release()
-        await self.tables.close()
-        self._report()
+            await asyncio.wait(works, timeout=STOP_S / 2)
+        await self._persist(snapshots)
+        await self.queues.release()
+        await self.queues.close()
+        self._report_status()
 
     async def _persist(self, snapshots: Sequence[str]) -> None:
-        """Have snapshots outlive the memory of the pods' keeper; what takes too long does not."""
+        """Write snapshots to disk, so that they outlive the zygote's memory; those that take too long are lost."""
         host = self.fleet.local
         with contextlib.suppress(TimeoutError, PodError, InputError):
-            async with asyncio.timeout(CLOSE_S / 4):
+            async with asyncio.timeout(STOP_S / 4):
                 for snapshot in snapshots if host is not None else ():
                     assert host is not None
                     await host.persist(snapshot)
 
-    # -- slots
+    # -- claims
 
-    async def _claim_always(self) -> None:
-        await self._hear_samplers()
+    async def _claim_loop(self) -> None:
+        await self._wait_for_samplers()
         while True:
-            self._change.clear()
-            room = self.orders.most - len(self.held)
-            slots = await self.tables.claim(room) if room else []
-            for table, slot in slots:
-                held = Held(table, slot, time.monotonic())
-                self.held[table, slot.id] = held
-                held.work = asyncio.create_task(self._fill(held))
-                held.work.add_done_callback(self._see_end)
+            self._slot_freed.clear()
+            free = self.config.max_rollouts - len(self.claims)
+            slots = await self.queues.claim(free) if free else []
+            for queue, slot in slots:
+                claim = ClaimedSlot(queue, slot, time.monotonic())
+                self.claims[queue, slot.id] = claim
+                claim.work = asyncio.create_task(self._run_slot(claim))
+                claim.work.add_done_callback(self._on_slot_done)
             if not slots:
                 with contextlib.suppress(TimeoutError):
-                    # not wait_for, which before Python 3.12 loses a cancellation that comes with what it waits for
-                    async with asyncio.timeout(IDLE_S if room else REPORT_S):
-                        await self._change.wait()
-            if self.waiting:
-                await self._hear_samplers()
+                    # Not wait_for: before Python 3.12 it loses a cancellation that arrives with the event.
+                    async with asyncio.timeout(IDLE_S if free else STATUS_S):
+                        await self._slot_freed.wait()
+            if self.waiting_for:
+                await self._wait_for_samplers()
 
-    async def _hear_samplers(self) -> None:
-        """Wait until somebody can answer: a session that cannot be had is not begun."""
+    async def _wait_for_samplers(self) -> None:
+        """Wait until a sampler is available; no session is started before."""
         while True:
             try:
-                await self.voice.policy.version()
+                await self.binding.policy.version()
             except EtudeError as error:
-                self.waiting = f"the samplers: {error}"
-                await asyncio.sleep(REPORT_S / 4)
+                self.waiting_for = f"the samplers: {error}"
+                await asyncio.sleep(STATUS_S / 4)
             else:
-                self.waiting = ""
+                self.waiting_for = ""
                 return
 
-    async def _beat_always(self) -> None:
-        lease = min(plan.lease_s for plan in self.orders.plans.values())
+    async def _heartbeat_loop(self) -> None:
+        lease = min(settings.lease_s for settings in self.config.queues.values())
         while True:
-            await asyncio.sleep(min(BEAT_S, lease / BEATS))
-            for held in await self.tables.beat(list(self.held.values())):
-                if not held.reported and held.work is not None:
-                    log.warning("slot %d of %s is not ours any more", held.slot.id, held.slot.task)
+            await asyncio.sleep(min(HEARTBEAT_S, lease / HEARTBEATS_PER_LEASE))
+            for claim in await self.queues.heartbeat(list(self.claims.values())):
+                if not claim.reported and claim.work is not None:
+                    log.warning("slot %d of %s: the claim was lost", claim.slot.id, claim.slot.task)
                     self.counts["lost"] += 1
-                    held.work.cancel()
+                    claim.work.cancel()
 
     # -- one slot
 
-    def _see_end(self, work: "asyncio.Task[None]") -> None:
+    def _on_slot_done(self, work: "asyncio.Task[None]") -> None:
         if not work.cancelled() and (error := work.exception()) is not None:
-            self._broken = error
+            self._fatal = error
             self._stop.set()
 
-    async def _fill(self, held: Held) -> None:
-        slot = held.slot
+    async def _run_slot(self, claim: ClaimedSlot) -> None:
+        slot = claim.slot
         try:
             try:
-                rollout = await self._roll(held)
-                await self._finish(held, rollout)
+                rollout = await self._run_rollout(claim)
+                await self._finish(claim, rollout)
             except RolloutFailed as error:
-                await self._fail(held, error)
+                await self._fail(claim, error)
             except StaleClaim:
                 self.counts["lost"] += 1
-            except Exception as error:  # a bug of ours; the others go on
+            except Exception as error:  # a bug of ours must not end the other rollouts
                 log.exception("slot %d of %s", slot.id, slot.task)
-                await self._fail(held, RolloutFailed(f"bug: {type(error).__name__}: {error}"))
+                await self._fail(claim, RolloutFailed(f"bug: {type(error).__name__}: {error}"))
         except StaleClaim:
             self.counts["lost"] += 1
         finally:
-            del self.held[held.table, slot.id]
-            self._change.set()
+            del self.claims[claim.queue, slot.id]
+            self._slot_freed.set()
 
-    async def _roll(self, held: Held) -> Rollout:
-        table, slot, orders = held.table, held.slot, self.orders
-        task = self._task(table, slot.task)
-        resume = await self._resumed(held)
+    async def _run_rollout(self, claim: ClaimedSlot) -> Rollout:
+        queue, slot, config = claim.queue, claim.slot, self.config
+        task = self._task(queue, slot.task)
+        resume = await self._load_checkpoint(claim)
 
-        def do(doing: Doing) -> None:
-            held.doing = doing
+        def set_phase(phase: RolloutPhase) -> None:
+            claim.phase = phase
 
-        async def keep(checkpoint: Checkpoint) -> None:
-            await self._checkpoint(held, checkpoint)
+        async def save(checkpoint: RolloutCheckpoint) -> None:
+            await self._save_checkpoint(claim, checkpoint)
 
         rollout = await run_rollout(
             self.fleet,
             task,
-            self.voice,
-            orders.settings[table],
-            seed=rollout_seed(orders.seed, TABLES.index(table), slot.group, slot.number, slot.attempt),
-            id=f"{self.place.run.name}/{table}/{slot.group:06d}/{slot.number:02d}-{slot.attempt}",
-            facts={"run": self.place.run.name, "set": table, "group": slot.group, "number": slot.number},
+            self.binding,
+            config.options[queue],
+            seed=rollout_seed(config.seed, QUEUES.index(queue), slot.group, slot.number, slot.attempt),
+            id=f"{self.layout.run.name}/{queue}/{slot.group:06d}/{slot.number:02d}-{slot.attempt}",
+            facts={"run": self.layout.run.name, "set": queue, "group": slot.group, "number": slot.number},
             weights=self.weights.at,
             resume=resume,
-            on_checkpoint=keep,
-            on_doing=do,
+            on_checkpoint=save,
+            on_phase=set_phase,
         )
         if rollout.note:
-            await self.tables.report(held, lambda slots, slot: slots.remark(slot, rollout.note[:MOST_WHY]))
+            await self.queues.report(claim, lambda queue, slot: queue.add_note(slot, rollout.note[:MAX_REASON]))
         return rollout
 
-    async def _finish(self, held: Held, rollout: Rollout) -> None:
-        slot, task = held.slot, self._task(held.table, held.slot.task)
-        directory = self.place.traces if held.table == "training" else self.place.evaluation_traces
+    async def _finish(self, claim: ClaimedSlot, rollout: Rollout) -> None:
+        """Store the trace and report the reward."""
+        slot, task = claim.slot, self._task(claim.queue, claim.slot.task)
+        directory = self.layout.traces if claim.queue == "training" else self.layout.evaluation_traces
         path = directory / f"{slot.group:06d}" / f"{slot.number:02d}-{slot.attempt}{SUFFIX}"
         path.parent.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(save_trace, rollout.trace, path)
-        name = path.relative_to(self.place.root).as_posix()
+        name = path.relative_to(self.layout.root).as_posix()
         record, versions = rollout.record(task), rollout.trace.versions()
-        held.reported = True
+        claim.reported = True
         try:
-            await self.tables.report(held, lambda slots, slot: slots.finish(slot, record, name, versions))
+            await self.queues.report(claim, lambda queue, slot: queue.finish(slot, record, name, versions))
         except StaleClaim:
-            path.unlink(missing_ok=True)  # another's counts
+            path.unlink(missing_ok=True)  # the rollout of another worker counts
             raise
         self.counts["finished"] += 1
-        await self._forget(held)
+        await self._remove_checkpoint(claim)
 
-    async def _fail(self, held: Held, error: RolloutFailed) -> None:
-        """Have the slot tried again: from its checkpoint, unless that is what it was tried from just now."""
-        why = str(error)[:MOST_WHY]
-        log.warning("slot %d of %s, attempt %d: %s", held.slot.id, held.slot.task, held.slot.attempt, why)
+    async def _fail(self, claim: ClaimedSlot, error: RolloutFailed) -> None:
+        """Requeue the slot, with its checkpoint only if this attempt wrote it: no checkpoint is resumed in vain twice."""
+        reason = str(error)[:MAX_REASON]
+        log.warning("slot %d of %s, attempt %d: %s", claim.slot.id, claim.slot.task, claim.slot.attempt, reason)
         self.counts["failed"] += 1
-        self.last_failure = why
-        if isinstance(error.__cause__, SamplersLost):
-            self.waiting = "the samplers"
-        keep, held.reported = held.kept, True
-        await self.tables.report(held, lambda slots, slot: slots.fail(slot, why, keep_resume=keep))
+        self.last_failure = reason
+        if isinstance(error.__cause__, SamplersUnavailable):
+            self.waiting_for = "the samplers"
+        keep, claim.reported = claim.has_checkpoint, True
+        await self.queues.report(claim, lambda queue, slot: queue.fail(slot, reason, keep_resume=keep))
         if not keep:
-            await self._forget(held)
+            await self._remove_checkpoint(claim)
 
-    def _task(self, table: TableName, name: str) -> Task:
-        """A task by its name in the table; those of measurements have the step before it."""
-        plain = name if table == "training" else name.partition("/")[2]
-        directory = self.orders.tasks[table].get(plain)
+    def _task(self, queue: QueueName, name: str) -> Task:
+        """Return a task by its name in the queue; in the evaluation queue names are STEP/TASK."""
+        plain = name if queue == "training" else name.partition("/")[2]
+        directory = self.config.tasks[queue].get(plain)
         if directory is None:
-            raise RolloutFailed(f"there is no task {plain} in {self.place.tasks}")
+            raise RolloutFailed(f"there is no task {plain} in {self.layout.tasks}")
         if directory not in self._tasks:
             try:
                 self._tasks[directory] = read_task(directory)
@@ -383,75 +388,77 @@ class Worker:
 
     # -- checkpoints
 
-    async def _resumed(self, held: Held) -> Checkpoint | None:
-        """Where an earlier attempt was; None where there was none, or nothing is left of it."""
-        resume = held.slot.resume
+    async def _load_checkpoint(self, claim: ClaimedSlot) -> RolloutCheckpoint | None:
+        """Return the checkpoint of an earlier attempt; None if there is none, or it cannot be read."""
+        resume = claim.slot.resume
         if resume is None:
             return None
-        held.snapshot, held.partial = str(resume.get("snapshot", "")), str(resume.get("trace", ""))
+        claim.snapshot, claim.checkpoint_file = str(resume.get("snapshot", "")), str(resume.get("trace", ""))
         try:
-            return await asyncio.to_thread(load_checkpoint, self.place.root / held.partial)
+            return await asyncio.to_thread(load_checkpoint, self.layout.root / claim.checkpoint_file)
         except InputError as error:
-            note = f"begun anew: {error}"[:MOST_WHY]
-            await self.tables.report(held, lambda slots, slot: slots.remark(slot, note))
+            note = f"restarted from the beginning: {error}"[:MAX_REASON]
+            await self.queues.report(claim, lambda queue, slot: queue.add_note(slot, note))
             return None
 
-    async def _checkpoint(self, held: Held, checkpoint: Checkpoint) -> None:
-        """Write a rollout down; the one before is not needed when the table knows of it."""
-        slot, before = held.slot, replace(held)
+    async def _save_checkpoint(self, claim: ClaimedSlot, checkpoint: RolloutCheckpoint) -> None:
+        """Save a checkpoint, record it in the queue, and then remove the previous one."""
+        slot, previous = claim.slot, replace(claim)
         turns = checkpoint.trace.cost.turns
-        path = self.place.partial / f"{held.table}-{slot.id:06d}-{slot.attempt}-{turns}{SUFFIX}"
-        name, snapshot = path.relative_to(self.place.root).as_posix(), checkpoint.origin.snapshot.id
+        path = self.layout.partial / f"{claim.queue}-{slot.id:06d}-{slot.attempt}-{turns}{SUFFIX}"
+        name, snapshot = path.relative_to(self.layout.root).as_posix(), checkpoint.environment.snapshot.id
         await asyncio.to_thread(save_checkpoint, checkpoint, path)
-        resume = {"trace": name, "snapshot": snapshot, "turns": turns, "over": checkpoint.over}
-        await self.tables.report(held, lambda slots, slot: slots.checkpoint(slot, resume, time.time()))
-        held.snapshot, held.partial, held.kept = snapshot, name, True
+        resume = {"trace": name, "snapshot": snapshot, "turns": turns, "over": checkpoint.finished}
+        await self.queues.report(claim, lambda queue, slot: queue.checkpoint(slot, resume, time.time()))
+        claim.snapshot, claim.checkpoint_file, claim.has_checkpoint = snapshot, name, True
         self.counts["checkpoints"] += 1
-        await self._forget(before, but=name)
+        await self._remove_checkpoint(previous, keep_file=name)
 
-    async def _forget(self, held: Held, but: str = "") -> None:
-        """Remove what a checkpoint took."""
-        if held.snapshot:
-            await forget_snapshot(self.fleet, held.snapshot)
-        if held.partial and held.partial != but:
-            (self.place.root / held.partial).unlink(missing_ok=True)
+    async def _remove_checkpoint(self, claim: ClaimedSlot, keep_file: str = "") -> None:
+        """Remove the snapshot and file of a claim's checkpoint."""
+        if claim.snapshot:
+            await remove_snapshot(self.fleet, claim.snapshot)
+        if claim.checkpoint_file and claim.checkpoint_file != keep_file:
+            (self.layout.root / claim.checkpoint_file).unlink(missing_ok=True)
 
-    async def _sweep_always(self) -> None:
-        """Remove snapshots that no slot speaks of, now as a while ago: those of rollouts that are over, or were killed
-        before the table knew."""
+    async def _sweep_loop(self) -> None:
+        """Remove snapshots that no slot refers to in two consecutive sweeps.
+
+        They belong to finished rollouts, or to workers killed before they recorded the checkpoint.
+        """
         local = self.fleet.local
         while local is not None:
-            needed = await self.tables.snapshots()
-            there = {saved.snapshot.id for saved in await asyncio.to_thread(local.store.snapshots)}
-            for id in (there - needed) & self._unneeded:
-                await forget_snapshot(self.fleet, id)
-            self._unneeded = there - needed
+            needed = await self.queues.snapshots()
+            existing = {saved.snapshot.id for saved in await asyncio.to_thread(local.store.snapshots)}
+            for id in (existing - needed) & self._unneeded:
+                await remove_snapshot(self.fleet, id)
+            self._unneeded = existing - needed
             await asyncio.sleep(SWEEP_S)
         await asyncio.Event().wait()
 
-    # -- how it is
+    # -- status
 
-    async def _report_always(self) -> None:
+    async def _status_loop(self) -> None:
         while True:
-            self._report()
-            await asyncio.sleep(REPORT_S)
+            self._report_status()
+            await asyncio.sleep(STATUS_S)
 
-    def _report(self) -> None:
+    def _report_status(self) -> None:
         now = time.monotonic()
-        held = sorted(self.held.values(), key=lambda each: each.since)
-        waiting = self.waiting
-        if held and not waiting:
-            first = held[0]
-            waiting = f"{first.doing} of {first.slot.task} (slot {first.slot.id}), {now - first.since:.0f} s"
-        elif not waiting:
-            waiting = "slots to claim"
+        claims = sorted(self.claims.values(), key=lambda claim: claim.since)
+        waiting_for = self.waiting_for
+        if claims and not waiting_for:
+            oldest = claims[0]
+            waiting_for = f"{oldest.phase} of {oldest.slot.task} (slot {oldest.slot.id}), {now - oldest.since:.0f} s"
+        elif not waiting_for:
+            waiting_for = "slots to claim"
         write_status(
-            self.place,
+            self.layout,
             self.name,
-            state="working" if held else "waiting",
-            waiting_for=waiting,
-            held=[{"table": h.table, "slot": h.slot.id, "doing": h.doing, "seconds": now - h.since} for h in held],
-            doing=dict(Counter(each.doing for each in held)),
+            state="working" if claims else "waiting",
+            waiting_for=waiting_for,
+            held=[{"table": c.queue, "slot": c.slot.id, "doing": c.phase, "seconds": now - c.since} for c in claims],
+            doing=dict(Counter(claim.phase for claim in claims)),
             counts=dict(self.counts),
             last_failure=self.last_failure,
             cpu_s=time.process_time(),
@@ -462,48 +469,48 @@ class Worker:
 # ------------------------------------------------------------------------------------------- the process
 
 
-def orders_of(place: Place, section: RlStage, seed: int) -> Orders:
-    """What the recipe says, in a worker's terms."""
-    settings = Settings(
-        environment=environment_of(section),
-        budget=budget_of(section),
-        summaries=summaries_of(section),
-        temperature=section.temperature,
-        effort=effort_of(section),
-        checkpoint_s=section.checkpoint_rollouts_s,
+def worker_config(layout: RunLayout, settings: RolloutSettings, seed: int) -> WorkerConfig:
+    """Return the configuration of a run's workers."""
+    training = RolloutOptions(
+        tool_set=settings.tool_set,
+        budget=settings.budget,
+        summaries=settings.summaries,
+        temperature=settings.temperature,
+        effort=settings.effort,
+        checkpoint_s=settings.checkpoint_rollouts_s,
     )
-    if "codebase_search" in settings.environment.tools:
-        settings = replace(settings, searcher=open_searcher())
-    found = read_tasks(place)
-    plans: dict[TableName, Plan] = {"training": plan_of(section)}
-    all_settings: dict[TableName, Settings] = {"training": settings}
-    if section.evaluation is not None:
-        plans["evaluation"] = evaluation_plan(section)
-        all_settings["evaluation"] = replace(settings, temperature=section.evaluation.temperature)
-    return Orders(
-        place=place,
-        plans=plans,
-        tasks={"training": found["train"], "evaluation": found.get("held_out", {})},
-        settings=all_settings,
-        rewards=section.rewards,
+    if "codebase_search" in training.tool_set.tools:
+        training = replace(training, searcher=open_searcher())
+    tasks = read_task_lists(layout)
+    queues: dict[QueueName, QueueSettings] = {"training": settings}
+    options: dict[QueueName, RolloutOptions] = {"training": training}
+    if settings.evaluation is not None:
+        queues["evaluation"] = evaluation_queue(settings, settings.evaluation.samples)
+        options["evaluation"] = replace(training, temperature=settings.evaluation.temperature)
+    return WorkerConfig(
+        layout=layout,
+        queues=queues,
+        tasks={"training": tasks["train"], "evaluation": tasks.get("held_out", {})},
+        options=options,
+        rewards=settings.rewards,
         seed=seed,
-        most=max(1, -(-section.in_flight // section.workers)),
+        max_rollouts=max(1, -(-settings.in_flight // settings.workers)),
     )
 
 
-def voice_of(place: Place, section: RlStage, policy: Policy) -> Voice:
-    """The model of a run, as sessions speak with it."""
-    dialect = dialect_for(Tokenizer.load(place.model), None if section.dialect == "auto" else section.dialect)
-    window = section.window or ModelConfig.load(place.model).max_length
-    return Voice(policy, dialect, window, place.run.name)
+def bind_policy(layout: RunLayout, settings: RolloutSettings, policy: Policy) -> PolicyBinding:
+    """Bind the policy of a run to its dialect and window."""
+    dialect = dialect_for(Tokenizer.load(layout.model), None if settings.dialect == "auto" else settings.dialect)
+    window = settings.window or ModelConfig.load(layout.model).max_length
+    return PolicyBinding(policy, dialect, window, layout.run.name)
 
 
-async def work(name: str, orders: Orders, section: RlStage) -> None:
-    """One worker, until it is asked to end."""
-    place = orders.place
-    # one directory for all workers of a machine: whoever takes a slot up finds the snapshot of its pod
-    async with open_fleet(state=place.root / "pods") as fleet, open_samplers(place) as policy:
-        worker = Worker(name, orders, fleet, voice_of(place, section, policy))
+async def run_worker(name: str, config: WorkerConfig, settings: RolloutSettings) -> None:
+    """Run a worker until SIGTERM or SIGINT."""
+    layout = config.layout
+    # All workers of a machine share one directory: each finds the pod snapshots of the others' checkpoints.
+    async with open_fleet(state=layout.root / "pods") as fleet, open_sampler_pool(layout) as policy:
+        worker = Worker(name, config, fleet, bind_policy(layout, settings, policy))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.stop)
@@ -512,15 +519,17 @@ async def work(name: str, orders: Orders, section: RlStage) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m etude.rollouts.worker", description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, help="directory of the run")
-    parser.add_argument("--name", required=True, help="of this worker, such as worker-0")
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("--name", required=True, help="name of this worker, such as worker-0")
     given = parser.parse_args(arguments)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     try:
         die_with_parent(parent_process())
-        place, section, recipe = place_and_section(given.run)
-        write_status(place, given.name, state="starting")
-        asyncio.run(work(given.name, orders_of(place, section, recipe.seed), section))
+        layout = RunLayout(run_directory(given.run))
+        write_status(layout, given.name, state="starting")
+        settings = load_table(layout.recipe, "rl", RolloutSettings)
+        seed = int(read_toml(layout.recipe).get("seed", 0))
+        asyncio.run(run_worker(given.name, worker_config(layout, settings, seed), settings))
     except EtudeError as error:
         print(f"{given.name}: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -1,6 +1,6 @@
-"""Metrics for other tools, when asked for: every line of metrics.jsonl also goes to Weights & Biases or TensorBoard.
+"""Loggers: copies of every line of metrics.jsonl to Weights & Biases or TensorBoard.
 
-metrics.jsonl stays the truth; these are copies. A tool that is asked for and not installed is an error at the start.
+A logger that the recipe names and that is not installed is an error when the run starts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Listener = Callable[[str, int, dict[str, Any]], None]
 
 
 @contextmanager
-def tracking(run: Run, tools: Sequence[str]) -> Iterator[None]:
-    """While this is open, what the run logs is passed on to the tools."""
+def attach_loggers(run: Run, tools: Sequence[str]) -> Iterator[None]:
+    """Copy everything the run logs inside the block to the tools."""
     opened = [_OPEN[tool](run) for tool in tools]
     run.listeners += [listen for listen, _ in opened]
     try:
@@ -37,10 +37,10 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
 
 def _wandb(run: Run) -> tuple[Listener, Callable[[], object]]:
     wandb = _tool("wandb")
-    session = wandb.init(project="etude", name=run.recipe.name, dir=str(run.path), resume="allow")
+    session = wandb.init(project="etude", name=run.settings.name, dir=str(run.path), resume="allow")
 
     def listen(stage: str, step: int, values: dict[str, Any]) -> None:
-        # stages count their steps each from 0, so each has an axis of its own
+        # every stage counts its steps from 0, so each has its own axis
         session.log({f"{stage}/{key}": value for key, value in {**_numbers(values), "step": step}.items()})
 
     return listen, session.finish
@@ -65,4 +65,4 @@ def _tool(module: str) -> Any:
         return import_module(module)
     except ImportError:
         name = module.rpartition(".")[2]
-        raise InputError(f"track names {name}, which is not installed; pip install {name}, or leave it out") from None
+        raise InputError(f"loggers names {name}, which is not installed; pip install {name}, or leave it out") from None

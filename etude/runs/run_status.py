@@ -1,30 +1,31 @@
-"""How far a run is, in two lines: stages that are done, what was last heard of the one under way, who is at work."""
+"""The progress of a run in two lines: finished stages, the latest event of the current one, and the active process."""
 
 import time
 from datetime import datetime
 from pathlib import Path
 
-from etude.files import holder
+from etude.files import lock_holder
 from etude.runs.run import Run
 
 
-def standing(path: Path, now: float | None = None) -> list[str]:
-    """Lines for people, of a run that may be going on."""
+def run_status(path: Path, now: float | None = None) -> list[str]:
+    """Return the progress of a run, which may be active, as lines to print."""
     run, now = Run.read(path), time.time() if now is None else now
-    left = [stage for stage in run.recipe.stages if not run.stage_done(stage)]
-    done = ", ".join(stage for stage in run.recipe.stages if stage not in left)
+    name, stages = run.settings.name, run.settings.stages
+    left = [stage for stage in stages if not run.stage_done(stage)]
+    done = ", ".join(stage for stage in stages if stage not in left)
     if not left:
-        return [f"{run.recipe.name}: {done} done; nothing is left to do"]
+        return [f"{name}: {done} done; nothing is left to do"]
     parts = [f"{done} done"] if done else []
-    parts.append(f"in {left[0]}{_heard(run, left[0], now)}")
+    parts.append(f"in {left[0]}{_latest_event(run, left[0], now)}")
     parts += [f"{', '.join(left[1:])} to come"] if left[1:] else []
-    who = holder(run.path / "lock")
-    work = f"{who} is at work on it" if who else "nobody is at work on it; `etude run` with --resume goes on"
-    return [f"{run.recipe.name}: {'; '.join(parts)}", work]
+    holder = lock_holder(run.path / "lock")
+    activity = f"running: {holder}" if holder else "not running; `etude run` with --resume continues it"
+    return [f"{name}: {'; '.join(parts)}", activity]
 
 
-def _heard(run: Run, stage: str, now: float) -> str:
-    """The last step or artefact of a stage, and how long ago that was."""
+def _latest_event(run: Run, stage: str, now: float) -> str:
+    """Return the last step or artefact of a stage, and its age."""
     if records := run.metrics(stage):
         return f" (step {records[-1]['step']}, {_ago(now - records[-1]['time'])})"
     if made := [artefact for artefact in run.artefacts() if artefact.stage == stage]:

@@ -20,11 +20,11 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-SAY_S = 30.0  # between lines where there is no terminal
-WIDE = 110  # columns of a terminal with room for a long bar
+LOG_INTERVAL_S = 30.0  # between lines where there is no terminal
+WIDE_TERMINAL_COLUMNS = 110  # columns of a terminal with room for a long bar
 
 
-class Report(Protocol):
+class ProgressCallback(Protocol):
     def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
 
@@ -43,7 +43,7 @@ def progress_bars() -> Progress:
     columns = (
         SpinnerColumn(finished_text="[green]✓"),
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24 if console.width >= WIDE else 8),
+        BarColumn(bar_width=24 if console.width >= WIDE_TERMINAL_COLUMNS else 8),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(compact=True),
@@ -53,7 +53,7 @@ def progress_bars() -> Progress:
 
 
 @contextmanager
-def progress_line(name: str, progress: Progress | None = None) -> Iterator[Report]:
+def progress_line(name: str, progress: Progress | None = None) -> Iterator[ProgressCallback]:
     """One task's line; on its own, or under others when they share `progress`."""
     if progress is None:
         with progress_bars() as alone, progress_line(name, alone) as report:
@@ -67,7 +67,7 @@ def progress_line(name: str, progress: Progress | None = None) -> Iterator[Repor
         nonlocal said
         progress.update(task, completed=done, total=total, note=note)
         # into a file a bar is drawn once, at its end; whoever reads the file wants to know how far it is
-        if not progress.console.is_terminal and (now := time.monotonic()) - said >= SAY_S:
+        if not progress.console.is_terminal and (now := time.monotonic()) - said >= LOG_INTERVAL_S:
             said = now
             progress.console.print(f"{name} {done}/{total or '?'} {note}".rstrip(), markup=False, soft_wrap=True)
 

@@ -30,9 +30,9 @@ def agent_by_name(name: str) -> TrialAgent:
 
 def model_agent(model: str, endpoint: str, key_env: str, turns: int, out: Path | None) -> TrialAgent:
     """Return an agent that runs harness sessions with a model; traces are saved below `out`."""
+    from etude.harness.budget import Budget
     from etude.harness.model_options import ModelOptions
     from etude.harness.open_client import open_model_client
-    from etude.harness.session import Budget
     from etude.harness.trace import Trace
     from etude.harness.trace_store import SUFFIX, save_trace
     from etude.tasks.session_agent import session_agent

@@ -5,10 +5,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from etude.harness.budget import Budget
 from etude.harness.model_client import ModelClient
 from etude.harness.prompt import SessionRequest
 from etude.harness.search.searcher import CodebaseSearcher
-from etude.harness.session import Budget, Session
+from etude.harness.session import Session
 from etude.harness.session_factory import open_session
 from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet

@@ -1,14 +1,13 @@
-"""The `tasks` stage of a recipe: sets of tasks, and expert sessions to learn the format from.
+"""The `tasks` stage of a recipe: task sets, and demonstrations beside them for SFT.
 
-A set is an artefact `tasks-NAME` of the run, a directory of task directories; its experts, where some are wanted, are
-`experts-NAME`, one file of conversations that `[[corpus.build]]` reads as `experts:NAME`. Experts work on other tasks
-than those of the set, so that nothing of reinforcement learning is known before.
+A set is an artefact `tasks-NAME`, a directory of task directories. Its demonstrations, if any, are an artefact
+`demonstrations-NAME`: one JSONL file of conversations that `[[corpus.build]]` reads as `demonstrations:NAME`. They are
+made on other tasks than those of the set, so that RL does not train on tasks whose solution SFT has shown.
 """
 
 import asyncio
 import json
 import shutil
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,95 +15,82 @@ from etude.chat.dialects import dialect_for
 from etude.chat.dialects.dialect import Dialect
 from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
-from etude.recipe.recipe import Recipe
-from etude.recipe.sections import TaskBuild
 from etude.runs.run import Artefact, Run
-from etude.system.progress import Report
+from etude.system.progress import ProgressCallback
 from etude.tasks.harbor import find_tasks, read_task
-from etude_nano.demonstrator import manner_of, read_files
-from etude_nano.simulated_sessions import rehearse
-from etude_nano.source import generate_nano, nano_tasks, text_digest
+from etude.tasks.settings import TaskSetSettings, TaskSetsSettings
+from etude.tasks.sources import task_sources
 
-EXPERTS = "experts.jsonl"
-OTHERS = 1_000_000_000  # added to a set's seed: where its experts' tasks begin
+DEMONSTRATIONS_FILE = "demonstrations.jsonl"
 
 
-def build_tasks(run: Run, recipe: Recipe, report: Report) -> dict[str, object]:
-    """Every set that the recipe names; those that are there from an interrupted run stay."""
-    section = recipe.tasks
-    assert section is not None  # the recipe checks that every stage it names has its section
+def build_task_sets(run: Run, settings: TaskSetsSettings, report: ProgressCallback) -> dict[str, Any]:
+    """Make every set of the recipe; sets that an interrupted run has finished are kept."""
     done = {artefact.name for artefact in run.artefacts()}
-    facts: dict[str, object] = {}
-    for table in section.build:
-        name = f"tasks-{table.name}"
+    facts: dict[str, Any] = {}
+    for task_set in settings.build:
+        name = f"tasks-{task_set.name}"
         if name not in done:
-            parents = [table.path] if table.path else []
-            report(0, table.count or 1, f"tasks of {table.name}")
+            parents = [task_set.path] if task_set.path else []
+            report(0, task_set.count or 1, f"tasks of {task_set.name}")
             with run.artefact(name, kind="tasks", stage="tasks", parents=parents) as directory:
-                _fill(directory, table)
-        found = next(artefact.path for artefact in run.artefacts("tasks") if artefact.name == name)
-        facts[table.name] = {"tasks": sum(1 for _ in find_tasks(found))}
-        if table.experts:
-            origin = _tokenizer_of(run)
-            experts = f"experts-{table.name}"
-            if experts not in done:
-                with run.artefact(experts, kind="experts", stage="tasks", parents=[origin]) as directory:
-                    dialect = dialect_for(Tokenizer.load(origin.path))
-                    asyncio.run(_write_experts(directory / EXPERTS, found, table, dialect, report))
-            facts[table.name] = {**facts[table.name], "experts": table.experts}  # type: ignore[dict-item]
+                _write_task_set(directory, task_set)
+        tasks = next(artefact.path for artefact in run.artefacts("tasks") if artefact.name == name)
+        facts[task_set.name] = {"tasks": sum(1 for _ in find_tasks(tasks))}
+        if task_set.demonstrations:
+            name = f"demonstrations-{task_set.name}"
+            if name not in done:
+                tokenizer = _newest_tokenizer(run)
+                with run.artefact(name, kind="demonstrations", stage="tasks", parents=[tokenizer]) as directory:
+                    dialect = dialect_for(Tokenizer.load(tokenizer.path))
+                    asyncio.run(
+                        _write_demonstrations(directory / DEMONSTRATIONS_FILE, tasks, task_set, dialect, report)
+                    )
+            facts[task_set.name]["demonstrations"] = task_set.demonstrations
     return facts
 
 
-def experts_file(run: Run, name: str) -> Path:
-    """The expert sessions beside a set of this run."""
-    for artefact in run.artefacts("experts"):
-        if artefact.name == f"experts-{name}":
-            return artefact.path / EXPERTS
-    raise InputError(f"this run has no experts:{name}; give the set {name} in [[tasks.build]] some experts")
+def demonstrations_file(run: Run, name: str) -> Path:
+    """Return the demonstrations made beside the task set `name` of this run."""
+    for artefact in run.artefacts("demonstrations"):
+        if artefact.name == f"demonstrations-{name}":
+            return artefact.path / DEMONSTRATIONS_FILE
+    raise InputError(f"this run has no demonstrations:{name}; set demonstrations for the set {name} in [[tasks.build]]")
 
 
-def _fill(directory: Path, table: TaskBuild) -> None:
-    """Make a set, or take over one that is there, after a look at each of its tasks."""
-    if table.path is None:
-        assert table.count is not None
+def _write_task_set(directory: Path, task_set: TaskSetSettings) -> None:
+    """Generate a set, or copy one from a directory after checking each of its tasks."""
+    if task_set.source is not None:
         directory.rmdir()
-        generate_nano(directory, table.count, table.split, table.seed, table.difficulties)
+        task_sources.get(task_set.source).write_task_set(directory, task_set)
         return
-    tasks = list(find_tasks(table.path))
+    assert task_set.path is not None
+    tasks = list(find_tasks(task_set.path))
     if not tasks:
-        raise InputError(f"tasks.build {table.name}: {table.path} has no task (a directory with a task.toml)")
+        raise InputError(f"tasks.build {task_set.name}: {task_set.path} has no task (a directory with a task.toml)")
     for task in tasks:
         read_task(task)
-    shutil.copytree(table.path, directory, dirs_exist_ok=True, symlinks=True)
+    shutil.copytree(task_set.path, directory, dirs_exist_ok=True, symlinks=True)
 
 
-async def _write_experts(file: Path, tasks: Path, table: TaskBuild, dialect: Dialect, report: Report) -> None:
-    """Sessions of experts in tasks like those of the set, none of which is in it."""
-    manner = manner_of(table)
-    taken = {text_digest(read_files(task)) for task in find_tasks(tasks)}
+async def _write_demonstrations(
+    file: Path, tasks: Path, task_set: TaskSetSettings, dialect: Dialect, report: ProgressCallback
+) -> None:
+    assert task_set.source is not None
+    source = task_sources.get(task_set.source)
+    written = 0
     with file.open("w", encoding="utf-8") as rows:
-        written = 0
-        for number, files in enumerate(_others(table, taken)):
-            shown = await rehearse(files, dialect, seed=number, manner=manner)
-            if shown is None or shown.odd:
-                continue
-            rows.write(json.dumps({**shown.row(), "path": shown.task}) + "\n")
+        async for shown in source.demonstrations(task_set, list(find_tasks(tasks)), dialect):
+            rows.write(json.dumps({**shown.row, "path": shown.task}) + "\n")
             written += 1
-            report(written, table.experts, f"experts of {table.name}")
-            if written == table.experts:
+            report(written, task_set.demonstrations, f"demonstrations of {task_set.name}")
+            if written == task_set.demonstrations:
                 return
 
 
-def _others(table: TaskBuild, taken: Collection[str]) -> Any:
-    """As many tasks that are not taken as anybody asks for."""
-    for _, files in nano_tasks(2**40, table.split, table.seed + OTHERS, table.difficulties):
-        if text_digest(files) not in taken:
-            yield files
-
-
-def _tokenizer_of(run: Run) -> Artefact:
-    """What sessions are written with: the newest tokenizer of the run, with a model or alone."""
+def _newest_tokenizer(run: Run) -> Artefact:
+    """Return the newest artefact with a tokenizer: a tokenizer alone, or a checkpoint."""
     found = [artefact for artefact in run.artefacts() if artefact.kind in ("tokenizer", "checkpoint")]
     if not found:
-        raise InputError("experts need a tokenizer: run one of the stages tokenizer, base and init before tasks")
+        raise InputError("demonstrations need a tokenizer: run the stage tokenizer, base or init before tasks")
     return found[-1]

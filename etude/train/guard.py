@@ -1,4 +1,4 @@
-"""Stops a run that goes wrong, and keeps the evidence: the batch that did it, on disk, to be looked at and replayed."""
+"""Stop a run when a step goes wrong, and save the batch of that step to disk for inspection and replay."""
 
 from __future__ import annotations
 
@@ -18,46 +18,49 @@ from etude.train.trainer import StepResult
 
 
 @dataclass
-class Guard:
-    """A step is bad if a value or gradient norm is not finite, or what is watched is `spike` above its median."""
+class LossSpikeGuard:
+    """Rejects a step with a non-finite metric or gradient norm, or with `metric` more than `threshold` nats above
+    the median of the recent steps. A threshold of 0 turns the spike check off."""
 
-    spike: float
+    threshold: float
     directory: Path
-    watch: str = "loss"
+    metric: str = "loss"
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))
 
-    SETTLE = 20  # steps before a spike can be told from the fall at the beginning
+    MIN_HISTORY = 20  # steps before a spike can be told from the initial fall of the loss
 
     def check(self, step: int, result: StepResult, batches: Sequence[Batch]) -> None:
-        loss = result.values[self.watch]
+        """Raise EtudeError and save the batches if this step is bad."""
+        value = result.metrics[self.metric]
         problem = None
-        if not all(map(math.isfinite, [*result.values.values(), *result.gradient_norms.values()])):
-            problem = f"{self.watch} {loss} and gradient norms {result.gradient_norms} at step {step}"
-        elif self.spike and len(self.recent) >= self.SETTLE:
-            usual = sorted(self.recent)[len(self.recent) // 2]
-            if loss > usual + self.spike:
+        if not all(map(math.isfinite, [*result.metrics.values(), *result.gradient_norms.values()])):
+            problem = f"{self.metric} {value} and gradient norms {result.gradient_norms} at step {step}"
+        elif self.threshold and len(self.recent) >= self.MIN_HISTORY:
+            median = sorted(self.recent)[len(self.recent) // 2]
+            if value > median + self.threshold:
                 problem = (
-                    f"{self.watch} {loss:.3f} at step {step} is {loss - usual:.3f} nats above the usual {usual:.3f}"
+                    f"{self.metric} {value:.3f} at step {step} is {value - median:.3f} nats above "
+                    f"the recent median {median:.3f}"
                 )
-        self.recent.append(loss)
+        self.recent.append(value)
         if problem:
-            where = self._keep(step, result, batches)
+            saved = self._save_batches(step, result, batches)
             raise EtudeError(
-                f"training stopped: {problem}; the batch is in {where}. Look at it, then resume with a lower learning "
-                "rate or a higher spike limit in a new run, or remove the document"
+                f"training stopped: {problem}; the batch is in {saved}. Inspect it, then start a new run with a lower "
+                "learning rate or a higher spike limit, or without the document"
             )
 
-    def _keep(self, step: int, result: StepResult, batches: Sequence[Batch]) -> Path:
-        where = self.directory / f"step-{step}"
-        where.mkdir(parents=True, exist_ok=True)
+    def _save_batches(self, step: int, result: StepResult, batches: Sequence[Batch]) -> Path:
+        directory = self.directory / f"step-{step}"
+        directory.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
         for number, batch in enumerate(batches):
             tensors |= {f"{number}.tokens": batch.tokens.contiguous(), f"{number}.targets": batch.targets.contiguous()}
-        save_file(tensors, where / "batch.safetensors")
-        pieces = [[asdict(piece) for piece in batch.pieces] for batch in batches]
-        facts = {
-            "values": {k: repr(v) for k, v in result.values.items()},
+        save_file(tensors, directory / "batch.safetensors")
+        record = {
+            "values": {k: repr(v) for k, v in result.metrics.items()},
             "gradient_norms": repr(result.gradient_norms),
+            "pieces": [[asdict(span) for span in batch.spans] for batch in batches],
         }
-        (where / "batch.json").write_text(json.dumps({**facts, "pieces": pieces}, indent=1))
-        return where
+        (directory / "batch.json").write_text(json.dumps(record, indent=1))
+        return directory

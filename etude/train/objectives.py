@@ -1,7 +1,7 @@
-"""What a step minimises: small functions from a model and a batch to sums over tokens.
+"""Objectives: functions from a model and a batch to a loss and metrics, each summed over tokens.
 
-An objective returns the sum to be minimised and further sums worth showing; the trainer divides all of them by the
-number of trained tokens of the whole step, so that micro-batches of unequal weight count right.
+The trainer divides the sums by the number of loss tokens of the whole step, so that micro-batches with unequal numbers
+of loss tokens are weighted correctly.
 """
 
 from __future__ import annotations
@@ -20,57 +20,64 @@ from etude.model.transformer import Transformer
 
 
 @dataclass(frozen=True)
-class Sums:
-    total: Tensor  # has the gradient
-    shown: dict[str, Tensor]
-    counts: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # of those that are means over other tokens than the trained
+class ObjectiveSums:
+    """Sums over the tokens of one micro-batch."""
+
+    loss: Tensor  # carries the gradient
+    metrics: dict[str, Tensor]
+    metric_counts: dict[str, Tensor] = field(default_factory=dict)  # divisors of metrics not averaged over loss tokens
 
 
-Objective = Callable[[Transformer, Batch], Sums]
-SPARSE = 0.75  # share of targets that count below which picking them out is cheaper than predicting them all
+Objective = Callable[[Transformer, Batch], ObjectiveSums]
+SPARSE_TARGETS = 0.75  # below this share of loss tokens, gathering their hidden states is cheaper than scoring all
 
 
-def next_token(model: Transformer, batch: Batch) -> Sums:
-    """Pretraining and fine-tuning: -log p of every target that is not ignored."""
+def next_token(model: Transformer, batch: Batch) -> ObjectiveSums:
+    """Return the cross-entropy of every target that is not ignored: the objective of pretraining and fine-tuning."""
     hidden = model.hidden(batch.tokens, documents=batch.documents).flatten(0, 1)
     targets = batch.targets.flatten()
-    if batch.trained < SPARSE * targets.numel():
-        places = taught_places(batch)
-        hidden, targets = hidden.index_select(0, places), targets[places]
+    if batch.loss_tokens < SPARSE_TARGETS * targets.numel():
+        positions = loss_positions(batch)
+        hidden, targets = hidden.index_select(0, positions), targets[positions]
     loss = linear_cross_entropy(hidden, model.head_weight, targets)
-    return Sums(loss, {"loss": loss.detach()})
+    return ObjectiveSums(loss, {"loss": loss.detach()})
 
 
-def taught_places(batch: Batch) -> Tensor:
-    """Where the targets are that count: most of an agent's session is prompt and tool results, and the head need not
-    read those. Their number is known; with `nonzero` alone the host would wait for the device to count them."""
-    return torch.nonzero_static(batch.targets.flatten() != IGNORE, size=batch.trained)[:, 0]
+def loss_positions(batch: Batch) -> Tensor:
+    """Return the flat positions of the loss tokens, so that the head can skip all others (most of an agent's session
+    is prompt and tool results). The static size avoids the device synchronization that plain `nonzero` needs."""
+    return torch.nonzero_static(batch.targets.flatten() != IGNORE, size=batch.loss_tokens)[:, 0]
 
 
 def with_mtp(mtp: MTP, *, distance: Distance = "kl", joint: bool = True) -> Objective:
-    """Next token and, beside it, the multi-token-prediction layers' distance to the main head; `joint=False` trains
-    those layers alone."""
+    """Return an objective that adds the distance of each multi-token-prediction layer to the main head.
 
-    def objective(model: Transformer, batch: Batch) -> Sums:
+    With `joint=False` only those layers are trained; the next-token loss is reported without a gradient.
+    """
+
+    def objective(model: Transformer, batch: Batch) -> ObjectiveSums:
         hidden = model.hidden(batch.tokens, documents=batch.documents)
-        loss = linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, batch.targets.flatten())
-        total, shown = loss if joint else loss.detach(), {"loss": loss.detach()}
+        next_token_loss = linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, batch.targets.flatten())
+        loss = next_token_loss if joint else next_token_loss.detach()
+        metrics: dict[str, Tensor] = {"loss": next_token_loss.detach()}
         counts: dict[str, Tensor] = {}
         drafts = mtp.drafts(model, hidden, batch.tokens, batch.targets, batch.documents)
-        for ahead, draft in enumerate(drafts, start=1):
-            found = distill(
+        for depth, draft in enumerate(drafts, start=1):
+            distilled = distill(
                 draft.hidden.flatten(0, 1),
                 draft.teacher.flatten(0, 1),
                 model.head_weight,
                 draft.weights.flatten(),
                 distance,
             )
-            total = total + found.loss
-            sums = {distance: found.loss.detach(), "overlap": found.overlap, "agreement": found.agreement}
-            shown |= {f"mtp_{ahead}_{name}": value for name, value in sums.items()}
-            counts |= dict.fromkeys((f"mtp_{ahead}_{name}" for name in sums), draft.weights.sum())
-        return Sums(total, shown, counts)
+            loss = loss + distilled.loss
+            sums = {
+                distance: distilled.loss.detach(),
+                "overlap": distilled.overlap,
+                "agreement": distilled.agreement,
+            }
+            metrics |= {f"mtp_{depth}_{name}": value for name, value in sums.items()}
+            counts |= dict.fromkeys((f"mtp_{depth}_{name}" for name in sums), draft.weights.sum())
+        return ObjectiveSums(loss, metrics, counts)
 
     return objective

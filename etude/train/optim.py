@@ -1,9 +1,9 @@
-"""AdamW on float32 master weights, and the learning rate over a run.
+"""AdamW on float32 master weights, and the learning-rate schedule.
 
-A bfloat16 weight forgets any step smaller than about 1/256 of itself, and RL's steps are smaller; so masters, moments
-and accumulated gradients are float32, and the model's own weights are their rounded copy. A float32 model is its own
-master, unless it has to hold rounded values. State is plain tensors by parameter name: it saves as safetensors and
-resumes to the bit.
+A bfloat16 weight loses any update smaller than about 1/256 of itself, and the updates of RL are smaller. So master
+weights, moments and accumulated gradients are float32, and the model's weights are a rounded copy of the masters. A
+float32 model is its own master unless its values must be rounded. The state is plain tensors by parameter name: it is
+stored as safetensors and resumes bit for bit.
 """
 
 from __future__ import annotations
@@ -27,45 +27,46 @@ class AdamSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    clip: float = 1.0  # global gradient norm; 0 turns clipping off
-    rounded: bool = False  # hold the values of a float32 model to bfloat16, as samplers will get them
+    max_grad_norm: float = 1.0  # global gradient-norm limit; 0 turns clipping off
+    round_to_bfloat16: bool = False  # round the values of a float32 model to bfloat16, as samplers get them
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """The learning rate as a factor of its peak: up over `warmup` steps, down to `final` at the last one."""
+class LRSchedule:
+    """Learning rate as a factor of its peak: linear warm-up, then decay to `final_fraction` at the last step."""
 
     steps: int
     warmup: int = 0
     decay: Decay = "cosine"
-    final: float = 0.1
+    final_fraction: float = 0.1
 
     def factor(self, step: int) -> float:
-        """Of step 0, 1, ... steps - 1."""
+        """Return the factor of `step`, counted from 0."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.decay == "constant":
             return 1.0
         done = (step - self.warmup + 1) / max(1, self.steps - self.warmup)
         shape = (1 + math.cos(math.pi * done)) / 2 if self.decay == "cosine" else 1 - done
-        return self.final + (1 - self.final) * shape
+        return self.final_fraction + (1 - self.final_fraction) * shape
 
 
 class MasterAdamW:
-    """Each module is clipped by its own norm, so that training one beside another does not change the other's steps."""
+    """AdamW over several modules. Each module is clipped by its own gradient norm, so that training one together with
+    another does not change the other's updates."""
 
     def __init__(self, modules: Mapping[str, nn.Module], settings: AdamSettings) -> None:
         self.settings = settings
         named = [(f"{module}.{name}", p) for module, m in modules.items() for name, p in m.named_parameters()]
         self.parameters = {name: p for name, p in named if p.requires_grad}
         if not self.parameters:
-            raise InputError("there is nothing to train: no parameter asks for a gradient")
-        own = settings.rounded  # a float32 model that must be rounded is not its own master
+            raise InputError("there is nothing to train: no parameter requires a gradient")
+        # A float32 model whose values must be rounded is not its own master.
         self.masters = {
-            n: p if p.dtype == torch.float32 and not own else p.detach().float().clone()
+            n: p if p.dtype == torch.float32 and not settings.round_to_bfloat16 else p.detach().float().clone()
             for n, p in self.parameters.items()
         }
-        self._round()
+        self._copy_to_model()
         matrices = [m for m in self.masters.values() if m.dim() > 1]
         vectors = [m for m in self.masters.values() if m.dim() <= 1]  # norms and biases are not decayed
         groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -77,8 +78,8 @@ class MasterAdamW:
             fused=True,
         )
 
-    def collect(self) -> None:
-        """Add the model's gradients to the masters' in float32 and clear them; once after every backward."""
+    def accumulate_gradients(self) -> None:
+        """Add the model's gradients to the masters' in float32 and clear them. Call once after every backward."""
         for name, parameter in self.parameters.items():
             master = self.masters[name]
             if parameter.grad is None or master is parameter:
@@ -89,45 +90,46 @@ class MasterAdamW:
                 master.grad += parameter.grad
             parameter.grad = None
 
-    def step(self, factor: float) -> dict[str, Tensor]:
-        """Clip, step at `factor` of the learning rate, round into the model; returns each module's norm before that."""
+    def step(self, lr_factor: float) -> dict[str, Tensor]:
+        """Clip, step at `lr_factor` of the learning rate and update the model; return the norms before clipping."""
         norms = {}
         for module in dict.fromkeys(name.partition(".")[0] for name in self.masters):
             own = [m for name, m in self.masters.items() if name.partition(".")[0] == module and m.grad is not None]
             norms[module] = torch.nn.utils.get_total_norm([m.grad for m in own if m.grad is not None])
-            if self.settings.clip:
-                torch.nn.utils.clip_grads_with_norm_(own, self.settings.clip, norms[module])
+            if self.settings.max_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(own, self.settings.max_grad_norm, norms[module])
         for group in self.adam.param_groups:
-            group["lr"] = self.settings.learning_rate * factor
+            group["lr"] = self.settings.learning_rate * lr_factor
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
-        self._round()
+        self._copy_to_model()
         return norms
 
     @torch.no_grad()
-    def _round(self) -> None:
-        """The model's weights from their masters."""
+    def _copy_to_model(self) -> None:
+        """Copy the masters into the model's weights, rounded to the model's dtype."""
         for name, parameter in self.parameters.items():
             if (master := self.masters[name]) is not parameter:
-                parameter.copy_(master.bfloat16() if self.settings.rounded else master)
+                parameter.copy_(master.bfloat16() if self.settings.round_to_bfloat16 else master)
 
-    def state(self) -> dict[str, Tensor]:
-        """Masters, both moments and the step count, by parameter name."""
-        found = {}
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return masters, both moments and the step count, by parameter name."""
+        state = {}
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
-                found[f"{name}/master"] = master
-            found |= {f"{name}/{key}": value for key, value in self.adam.state[master].items()}
-        return {key: value.detach() for key, value in found.items()}
+                state[f"{name}/master"] = master
+            state |= {f"{name}/{key}": value for key, value in self.adam.state[master].items()}
+        return {key: value.detach() for key, value in state.items()}
 
-    def restore(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
         for name, master in self.masters.items():
-            mine = {key.rsplit("/", 1)[1]: value for key, value in state.items() if key.rsplit("/", 1)[0] == name}
-            if not mine:
-                raise InputError(f"the optimizer state holds nothing for {name}; it belongs to another model")
+            own = {key.rsplit("/", 1)[1]: value for key, value in state.items() if key.rsplit("/", 1)[0] == name}
+            if not own:
+                raise InputError(f"the optimizer state has no entry for {name}; it belongs to another model")
             with torch.no_grad():
-                if "master" in mine:
-                    master.copy_(mine.pop("master"))
+                if "master" in own:
+                    master.copy_(own.pop("master"))
             # fused Adam keeps its step counter on the device of the weights
-            self.adam.state[master] = {key: value.to(master.device) for key, value in mine.items()}
-        self._round()
+            self.adam.state[master] = {key: value.to(master.device) for key, value in own.items()}
+        self._copy_to_model()

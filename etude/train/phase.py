@@ -1,8 +1,8 @@
-"""A phase of training, start to end: read, step, check, log, evaluate, checkpoint; and resume to the same result.
+"""The training loop of one stage: next batch, step, guard, log, evaluate, checkpoint. A resumed run repeats it exactly.
 
-A checkpoint is a Hugging Face directory with three more files: the optimizer's tensors, the MTP layers if there are
-any, and `training.json` (step, tokens, the reader's position). Metrics written after the last checkpoint are dropped
-on resume, because those steps are taken again.
+A checkpoint is a Hugging Face directory with further files: the optimizer's tensors, the MTP layers if there are any,
+and `training.json` (step, mixture position, recent losses). Metrics logged after the last checkpoint are dropped on
+resume, because those steps run again.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from safetensors.torch import load_file, save_file
 from etude.data.mixture import Mixture
 from etude.data.packing import next_batch
 from etude.errors import EtudeError
-from etude.runs.run import Artefact, Run, content_digest
-from etude.system.progress import Report
-from etude.train.guard import Guard
+from etude.files import content_digest
+from etude.runs.run import Artefact, Run
+from etude.system.progress import ProgressCallback
+from etude.train.guard import LossSpikeGuard
 from etude.train.objectives import Objective
-from etude.train.optim import Schedule
+from etude.train.optim import LRSchedule
 from etude.train.trainer import StepResult, Trainer
 
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "training.json"
 
 
 @dataclass
-class Phase:
-    """Everything the loop needs, put together by `stages`."""
+class TrainingPhase:
+    """The objects and settings of one training loop; `stages.build_phase` makes it."""
 
     name: str
     trainer: Trainer
     objective: Objective
-    schedule: Schedule
+    schedule: LRSchedule
     mixture: Mixture
-    guard: Guard
+    guard: LossSpikeGuard
     rows: int
     micro_batches: int
     padding: int
     flops_per_token: float
-    milestones: frozenset[int]  # steps that get a checkpoint whatever checkpoint_every says
+    milestones: frozenset[int]  # steps that get a checkpoint in addition to checkpoint_every
     evaluate: Callable[[], dict[str, Any]]
     evaluate_every: int
     checkpoint_every: int
@@ -58,127 +59,134 @@ class Phase:
         return self.rows * self.micro_batches * self.mixture.length
 
 
-def train(run: Run, phase: Phase, report: Report) -> dict[str, Any]:
-    """Take the steps that are left. Returns the facts worth telling."""
+def train(run: Run, phase: TrainingPhase, report: ProgressCallback) -> dict[str, Any]:
+    """Run the remaining steps and return the stage's summary."""
     trainer, steps = phase.trainer, phase.schedule.steps
-    resume(run, phase)
+    load_checkpoint(run, phase)
     if trainer.step_count == 0:
         log_evaluation(run, phase)
     while (step := trainer.step_count) < steps:
         batches = [next_batch(phase.mixture, phase.rows, phase.padding) for _ in range(phase.micro_batches)]
-        factor = phase.schedule.factor(step)
-        result = trainer.step(batches, phase.objective, factor)
+        lr_factor = phase.schedule.factor(step)
+        result = trainer.step(batches, phase.objective, lr_factor)
         phase.guard.check(step + 1, result, batches)
-        log_step(run, phase, result, factor, report)
+        log_step(run, phase, result, lr_factor, report)
         last = trainer.step_count == steps
         if last or (phase.evaluate_every and trainer.step_count % phase.evaluate_every == 0):
             log_evaluation(run, phase)
         due = phase.checkpoint_every and trainer.step_count % phase.checkpoint_every == 0
         if last or due or trainer.step_count in phase.milestones:
-            write_checkpoint(run, phase)
-    return summary(run, phase)
+            save_checkpoint(run, phase)
+    return summarize(run, phase)
 
 
-def log_step(run: Run, phase: Phase, result: StepResult, factor: float, report: Report) -> None:
+def log_step(run: Run, phase: TrainingPhase, result: StepResult, lr_factor: float, report: ProgressCallback) -> None:
     step, rate = phase.trainer.step_count, result.tokens / result.seconds
     device = phase.trainer.device
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     mfu = rate * phase.flops_per_token / peak_flops(device)
     values = {
-        **result.values,
+        **result.metrics,
         "tokens": step * phase.tokens_per_step,
-        "trained": result.trained,
-        "learning_rate": phase.trainer.settings.learning_rate * factor,
+        "trained": result.loss_tokens,
+        "learning_rate": phase.trainer.settings.learning_rate * lr_factor,
         **{"gradient_norm" if n == "model" else f"{n}_gradient_norm": v for n, v in result.gradient_norms.items()},
         "tokens_per_second": round(rate, 1),
     }
     if device.type == "cuda":
         values |= {"mfu": round(mfu, 4), "memory": memory}
     run.log(phase.name, step, **values)
-    shown = f"{phase.guard.watch} {result.values[phase.guard.watch]:.3f}  {rate:,.0f} tok/s"
+    metric = phase.guard.metric
+    note = f"{metric} {result.metrics[metric]:.3f}  {rate:,.0f} tok/s"
     if device.type == "cuda":
-        shown += f"  MFU {mfu:.0%}  {memory / 2**30:.1f} GiB"
-    report(step, phase.schedule.steps, shown)
+        note += f"  MFU {mfu:.0%}  {memory / 2**30:.1f} GiB"
+    report(step, phase.schedule.steps, note)
 
 
 def peak_flops(device: torch.device) -> float:
-    """bfloat16 products per second by the data sheet; MFU is a share of it. Unknown GPUs count as an H100."""
+    """Return the data-sheet bfloat16 FLOP/s of the device, for MFU. Unknown GPUs count as an H100."""
     names = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12, "B300": 2250e12}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((flops for part, flops in names.items() if part in name), 989e12)
 
 
-def log_evaluation(run: Run, phase: Phase) -> None:
-    found = phase.evaluate()
-    if found:
+def log_evaluation(run: Run, phase: TrainingPhase) -> None:
+    metrics = phase.evaluate()
+    if metrics:
         step = phase.trainer.step_count
-        run.log(phase.name, step, tokens=step * phase.tokens_per_step, evaluation=True, **found)
+        run.log(phase.name, step, tokens=step * phase.tokens_per_step, evaluation=True, **metrics)
 
 
-def summary(run: Run, phase: Phase) -> dict[str, Any]:
-    records, watch = run.metrics(phase.name), phase.guard.watch
+def summarize(run: Run, phase: TrainingPhase) -> dict[str, Any]:
+    """Return steps, tokens, first and last loss and the held-out scores, from the logged metrics."""
+    records, metric = run.metrics(phase.name), phase.guard.metric
     steps = [record for record in records if "loss" in record]
     scores = [record for record in records if record.get("evaluation")]
-    facts: dict[str, Any] = {"steps": len(steps), "tokens": steps[-1]["tokens"] if steps else 0}
+    summary: dict[str, Any] = {"steps": len(steps), "tokens": steps[-1]["tokens"] if steps else 0}
     if steps:
         edge = max(1, len(steps) // 20)
         for word, some in (("first", steps[:edge]), ("last", steps[-edge:])):
-            facts[f"{word}_{watch}"] = round(sum(record[watch] for record in some) / len(some), 4)
-    for measure in ("held_out_nats", "held_out_overlap"):
-        if scores and measure in scores[0]:
-            facts |= {f"{measure}_before": scores[0][measure], f"{measure}_after": scores[-1][measure]}
-    if phase.mixture.cut:
-        facts["documents_cut"] = phase.mixture.cut
-    return facts
+            summary[f"{word}_{metric}"] = round(sum(record[metric] for record in some) / len(some), 4)
+    for score in ("held_out_nats", "held_out_overlap"):
+        if scores and score in scores[0]:
+            summary |= {f"{score}_before": scores[0][score], f"{score}_after": scores[-1][score]}
+    if phase.mixture.truncated:
+        summary["documents_cut"] = phase.mixture.truncated
+    return summary
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
-def write_checkpoint(run: Run, phase: Phase) -> None:
+def save_checkpoint(run: Run, phase: TrainingPhase) -> None:
+    """Write weights, optimizer and position as a new artefact, then remove old checkpoints."""
     trainer = phase.trainer
     try:
-        with phase.open_checkpoint(trainer.step_count) as place:
-            phase.save_weights(place)
-            tensors = {name: value.cpu().contiguous() for name, value in trainer.optimizer.state().items()}
-            save_file(tensors, place / OPTIMIZER_FILE)
-            state = {"step": trainer.step_count, "mixture": phase.mixture.state(), "recent": list(phase.guard.recent)}
-            (place / STATE_FILE).write_text(json.dumps(state))
-    except SafetensorError as problem:  # a full disk, in safetensors' words
+        with phase.open_checkpoint(trainer.step_count) as directory:
+            phase.save_weights(directory)
+            tensors = {name: value.cpu().contiguous() for name, value in trainer.optimizer.state_dict().items()}
+            save_file(tensors, directory / OPTIMIZER_FILE)
+            state = {
+                "step": trainer.step_count,
+                "mixture": phase.mixture.state_dict(),
+                "recent": list(phase.guard.recent),
+            }
+            (directory / STATE_FILE).write_text(json.dumps(state))
+    except SafetensorError as problem:  # safetensors reports a full disk this way
         where = f"{run.path}: the checkpoint of step {trainer.step_count} could not be written"
         raise EtudeError(f"{where} ({problem}); free some space, then continue with --resume") from None
-    _forget_old(run, phase)
+    _remove_old_checkpoints(run, phase)
 
 
-def checkpoints_of(run: Run, stage: str) -> list[tuple[int, Artefact]]:
-    """A stage's checkpoints with their steps, in order."""
+def list_checkpoints(run: Run, stage: str) -> list[tuple[int, Artefact]]:
+    """Return a stage's checkpoints with their steps, in order."""
     found = [a for a in run.artefacts() if a.stage == stage and (a.path / STATE_FILE).exists()]
     return sorted((int(a.name.rpartition("-")[2]), a) for a in found)
 
 
-def _forget_old(run: Run, phase: Phase) -> None:
-    """Keep the newest few, and the one at half the way: the MTP layers start from it."""
-    found = checkpoints_of(run, phase.name)
+def _remove_old_checkpoints(run: Run, phase: TrainingPhase) -> None:
+    """Keep the newest `keep` checkpoints, and the one at half of the steps: the MTP layers start from it."""
+    found = list_checkpoints(run, phase.name)
     half = next((step for step, _ in found if 2 * step >= phase.schedule.steps), None)
     for step, artefact in found[: -phase.keep]:
         if step != half:
             run.remove(artefact)
 
 
-def resume(run: Run, phase: Phase) -> None:
-    """Stand where the newest checkpoint of this stage stands; a damaged one is an error, not a silent step back."""
-    found = checkpoints_of(run, phase.name)
+def load_checkpoint(run: Run, phase: TrainingPhase) -> None:
+    """Restore the newest checkpoint of this stage, if there is one. A damaged one is an error, never skipped."""
+    found = list_checkpoints(run, phase.name)
     if not found:
         run.rewind(phase.name)
         return
     step, artefact = found[-1]
     if content_digest(artefact.path) != artefact.digest:
         raise EtudeError(
-            f"{artefact.path}: the checkpoint is damaged (digest differs); remove it to go on from the one before"
+            f"{artefact.path}: the checkpoint is damaged (its digest differs); remove it to resume from the one before"
         )
     state = json.loads((artefact.path / STATE_FILE).read_text())
-    phase.mixture.restore(state["mixture"])
+    phase.mixture.load_state_dict(state["mixture"])
     phase.guard.recent.extend(state["recent"])
-    phase.trainer.optimizer.restore(load_file(artefact.path / OPTIMIZER_FILE))
+    phase.trainer.optimizer.load_state_dict(load_file(artefact.path / OPTIMIZER_FILE))
     phase.trainer.step_count = step
     run.rewind(phase.name, step)

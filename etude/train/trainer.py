@@ -1,7 +1,7 @@
-"""One training step, whatever is being learned: the objective is an argument, the batches are given.
+"""One training step for any objective: micro-batches in, one optimizer step, metrics out.
 
-The trainer owns the model, the optimizer and the step count, and nothing else: data, schedules, evaluation, files and
-what to do about a bad step belong to the stages around it.
+The trainer owns the model, the optimizer and the step count. Data, schedules, evaluation, checkpoints and the handling
+of bad steps belong to the stages that call it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from etude.train.optim import AdamSettings, MasterAdamW
 
 @dataclass(frozen=True)
 class StepResult:
-    values: dict[str, float]  # means per token of what the objective shows
-    gradient_norms: dict[str, float]  # of the model, and of each module beside it
-    trained: int  # tokens with a target
-    tokens: int  # all tokens the forward saw
+    metrics: dict[str, float]  # means per token of the objective's metrics
+    gradient_norms: dict[str, float]  # of the model and of each extra module, before clipping
+    loss_tokens: int  # tokens with a target
+    tokens: int  # all tokens of the forward passes
     seconds: float
 
 
@@ -32,39 +32,43 @@ class StepResult:
 class Trainer:
     model: Transformer
     settings: AdamSettings
-    beside: dict[str, nn.Module] = field(default_factory=dict)  # further modules to train, by name: the MTP layers
+    extra_modules: dict[str, nn.Module] = field(default_factory=dict)  # trained with the model, such as MTP layers
     step_count: int = 0
 
     def __post_init__(self) -> None:
-        self.optimizer = MasterAdamW({"model": self.model, **self.beside}, self.settings)
+        self.optimizer = MasterAdamW({"model": self.model, **self.extra_modules}, self.settings)
 
     def step(
-        self, batches: Sequence[Batch], objective: Objective, factor: float = 1.0, divisor: float | None = None
+        self, batches: Sequence[Batch], objective: Objective, lr_factor: float = 1.0, divisor: float | None = None
     ) -> StepResult:
-        """Forward and backward every micro-batch, then one optimizer step at `factor` of the learning rate.
+        """Run forward and backward on every micro-batch, then one optimizer step at `lr_factor` of the learning rate.
 
-        What is minimised is the mean over trained tokens or, with a `divisor`, the sum divided by that.
+        The minimised value is the mean over loss tokens or, with a `divisor`, the sum divided by that.
         """
         start = time.perf_counter()
-        trained = max(1, sum(batch.trained for batch in batches))
+        loss_tokens = max(1, sum(batch.loss_tokens for batch in batches))
         sums: dict[str, Tensor] = {}
         counts: dict[str, Tensor] = {}
         for batch in batches:
             found = objective(self.model, batch.to(self.device))
-            (found.total / (divisor or trained)).backward()
-            self.optimizer.collect()
-            for kept, new in ((sums, found.shown), (counts, found.counts)):
+            (found.loss / (divisor or loss_tokens)).backward()
+            self.optimizer.accumulate_gradients()
+            for total, new in ((sums, found.metrics), (counts, found.metric_counts)):
                 for name, value in new.items():
-                    kept[name] = kept[name] + value if name in kept else value
-        norms = self.optimizer.step(factor)
+                    total[name] = total[name] + value if name in total else value
+        norms = self.optimizer.step(lr_factor)
         self.step_count += 1
-        everything = [*sums.values(), *counts.values(), *norms.values()]
-        numbers = torch.stack([value.to(self.device).float() for value in everything]).tolist()  # the one wait
-        shown, over = numbers[: len(sums)], dict(zip(counts, numbers[len(sums) :], strict=False))
+        scalars = [*sums.values(), *counts.values(), *norms.values()]
+        # The only device synchronization of a step.
+        numbers = torch.stack([value.to(self.device).float() for value in scalars]).tolist()
+        divisors = dict(zip(counts, numbers[len(sums) :], strict=False))
         return StepResult(
-            values={name: value / (over.get(name, trained) or 1) for name, value in zip(sums, shown, strict=True)},
+            metrics={
+                name: value / (divisors.get(name, loss_tokens) or 1)
+                for name, value in zip(sums, numbers[: len(sums)], strict=True)
+            },
             gradient_norms=dict(zip(norms, numbers[len(sums) + len(counts) :], strict=True)),
-            trained=trained,
+            loss_tokens=loss_tokens,
             tokens=sum(batch.tokens.numel() for batch in batches),
             seconds=time.perf_counter() - start,
         )

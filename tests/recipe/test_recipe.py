@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from etude.config import differing_keys, render_toml, settings_data, settings_keys
 from etude.errors import InputError
-from etude.recipe.recipe import Recipe, differing_keys, load_recipe, recipe_keys, render_toml
+from etude.recipe import Recipe, load_recipe
 
 SCRATCH = Path(__file__).parents[2] / "recipes" / "scratch.toml"
 TOKENIZER = 'name = "t"\nstages = ["tokenizer"]\n[tokenizer]\nsources = ["code"]\n'
@@ -71,9 +72,12 @@ def test_the_recipe_in_the_documentation_is_valid(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("rl.sampler.tokens=64", "sampler.tokens = 64 does not hold one session: give at least window = 2048"),
-        ("rl.ahead=4.5", "ahead = 4.5 is more than max_staleness = 4"),
-        ("rl.budget.answer=5000", "budget.answer = 5000 must be less than window = 2048"),
+        (
+            "rl.sampler.kv_cache_tokens=64",
+            "sampler.kv_cache_tokens = 64 does not hold one session: give at least window = 2048",
+        ),
+        ("rl.prefetch_steps=4.5", "prefetch_steps = 4.5 is more than max_staleness = 4"),
+        ("rl.budget.max_turn_tokens=5000", "budget.max_turn_tokens = 5000 must be less than window = 2048"),
         ("rl.learning_rate=inf", "rl.learning_rate must be a finite number"),
         ("rl.evaluation.tasks=train", 'evaluation.tasks has "train", which is trained on'),
     ],
@@ -162,7 +166,7 @@ def test_any_recipe_loads_from_what_it_renders(tmp_path_factory: pytest.TempPath
 # --- what is refused
 
 
-KEYS = [key.name for key in recipe_keys() if "[]" not in key.name]
+KEYS = [key.name for key in settings_keys(Recipe) if "[]" not in key.name]
 
 
 @given(key=st.sampled_from(KEYS), at=st.integers(0, 30), letter=st.sampled_from(string.ascii_lowercase))
@@ -237,7 +241,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         '[nll]\nsources = ["a", 1]\nwindow = 1\nmodel = "m"\n'
     )
     assert sorted(problems(tmp_path, text)) == [
-        '[tokenizer] would not be used: "tokenizer" is not in stages = ["init", "nll"]; add it or remove the section',
+        '[tokenizer] would not be used: "tokenizer" is not in stages = ["init", "nll"]; add it or remove the table',
         "init.dtype must be 'float32' or 'bfloat16', not \"int8\"",
         'init.tokenizer is needed, as no stage makes it: set it or add the stage "tokenizer"',
         "name must be a string, not 3",
@@ -303,5 +307,8 @@ def test_files_that_are_no_recipe_are_named(tmp_path: Path) -> None:
 
 def test_differing_keys_are_listed_old_to_new() -> None:
     old, new = load_recipe(SCRATCH), load_recipe(SCRATCH, ["nll.window=300", "init.config.head_dim=16"])
-    assert differing_keys(old, new) == ["init.config.head_dim: 32 -> 16", "nll.window: 512 -> 300"]
-    assert differing_keys(old, old) == []
+    assert differing_keys(settings_data(old), settings_data(new)) == [
+        "init.config.head_dim: 32 -> 16",
+        "nll.window: 512 -> 300",
+    ]
+    assert differing_keys(settings_data(old), settings_data(old)) == []

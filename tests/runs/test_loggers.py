@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from etude.errors import InputError
 from etude.recipe.recipe import load_recipe
-from etude.runs.loggers import tracking
+from etude.runs.loggers import attach_loggers
 from etude.runs.run import Run
 
 SCRATCH = Path(__file__).parents[2] / "recipes" / "scratch.toml"
@@ -18,7 +18,7 @@ SCRATCH = Path(__file__).parents[2] / "recipes" / "scratch.toml"
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     with Run.create_or_resume(tmp_path, load_recipe(SCRATCH)) as run:
-        with tracking(run, ["tensorboard"]):
+        with attach_loggers(run, ["tensorboard"]):
             for step in range(1, 4):
                 run.log("pretrain", step, loss=5.0 - step, note="words are left out", evaluation=True)
         run.log("pretrain", 4, loss=0.0)  # after the end: only in metrics.jsonl
@@ -30,7 +30,10 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed here")
 def test_a_tool_that_is_not_installed_is_named(tmp_path: Path) -> None:
-    recipe = load_recipe(SCRATCH, ['track=["wandb"]'])
+    recipe = load_recipe(SCRATCH, ['loggers=["wandb"]'])
     with Run.create_or_resume(tmp_path, recipe) as run:  # noqa: SIM117
-        with pytest.raises(InputError, match="track names wandb, which is not installed"), tracking(run, recipe.track):
+        with (
+            pytest.raises(InputError, match="track names wandb, which is not installed"),
+            attach_loggers(run, recipe.track),
+        ):
             pass

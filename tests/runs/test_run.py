@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from etude import __version__
 from etude.errors import BusyError, EtudeError, InputError
-from etude.recipe.recipe import Recipe
-from etude.runs.run import Parent, Run, content_digest
+from etude.files import content_digest
+from etude.recipe import Recipe, load_recipe
+from etude.runs.run import Parent, Run
 
 ROOT = Path(__file__).parents[2]
 RECIPE = Recipe.model_validate(
@@ -59,7 +60,8 @@ def kill(process: "subprocess.Popen[str]") -> None:
 def test_a_new_run_holds_its_recipe_and_can_be_read(tmp_path: Path) -> None:
     with Run.create_or_resume(tmp_path / "run", RECIPE):
         pass
-    assert Run.read(tmp_path / "run").recipe == RECIPE
+    assert load_recipe(tmp_path / "run" / "recipe.toml") == RECIPE
+    assert Run.read(tmp_path / "run").settings.name == RECIPE.name
 
 
 def test_a_run_is_not_started_twice_without_resume(tmp_path: Path) -> None:
@@ -73,19 +75,19 @@ def test_a_run_is_not_started_twice_without_resume(tmp_path: Path) -> None:
 
 def test_resuming_under_another_recipe_is_refused_key_by_key(tmp_path: Path) -> None:
     with Run.create_or_resume(tmp_path, RECIPE) as run:
-        run.keep("tokenizer", begun=True)
+        run.save_facts("tokenizer", begun=True)
     with pytest.raises(InputError, match=r"another recipe[^\n]*\n +tokenizer\.vocab_size: 300 -> 1024"):
         Run.create_or_resume(tmp_path, OTHER, resume=True)
-    assert Run.read(tmp_path).recipe == RECIPE
+    assert load_recipe(tmp_path / "recipe.toml") == RECIPE
     with Run.create_or_resume(tmp_path, OTHER, resume=True, allow_changes=True):
-        assert Run.read(tmp_path).recipe == OTHER
+        assert load_recipe(tmp_path / "recipe.toml") == OTHER
 
 
 def test_a_stage_that_has_not_begun_may_still_change(tmp_path: Path) -> None:
     with Run.create_or_resume(tmp_path, RECIPE):
         pass
     with Run.create_or_resume(tmp_path, OTHER, resume=True) as run:
-        assert run.recipe == OTHER
+        assert run.settings == OTHER
 
 
 def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path: Path) -> None:
@@ -220,7 +222,7 @@ def test_state_is_always_one_whole_version(tmp_path: Path) -> None:
         tmp_path,
         """
         for step in range(10**9):
-            run.keep("tokenizer", step=step, ballast="x" * 20000)
+            run.save_facts("tokenizer", step=step, ballast="x" * 20000)
             if step == 5: print("writing", flush=True)
         """,
     )
@@ -233,9 +235,9 @@ def test_state_is_always_one_whole_version(tmp_path: Path) -> None:
 
 def test_a_run_killed_while_it_was_created_can_be_created(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("pid 1 on nowhere since never\n")
-    (tmp_path / ".unfinished-recipe.toml").write_text("name = ")
+    (tmp_path / ".recipe.toml.0123.part").write_text("name = ")
     with Run.create_or_resume(tmp_path, RECIPE) as run:
-        assert run.recipe == RECIPE
+        assert run.settings == RECIPE
 
 
 @given(cut=st.integers(1, 200), rubbish=st.sampled_from([b"", b"\x00" * 40, b"\x00\x00\n", b'{"a": \n']))
@@ -301,7 +303,7 @@ def test_rewinding_forgets_only_what_will_be_repeated(tmp_path: Path) -> None:
 
 def test_facts_of_a_stage_add_up(tmp_path: Path) -> None:
     with Run.create_or_resume(tmp_path, RECIPE) as run:
-        run.keep("tokenizer", files=3)
+        run.save_facts("tokenizer", files=3)
         assert not run.stage_done("tokenizer")
         run.finish_stage("tokenizer", vocab_size=300)
     run = Run.read(tmp_path)
@@ -385,13 +387,13 @@ def test_a_directorys_digest_is_what_sha256sum_says(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_is_named_in_one_line(tmp_path: Path) -> None:
     """A file-size limit stands in for a full disk: the kernel refuses the write half way."""
     with Run.create_or_resume(tmp_path, RECIPE) as run:
-        run.keep("tokenizer", step=1)
+        run.save_facts("tokenizer", step=1)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
         try:
             with pytest.raises(EtudeError, match=r"state\.json.*File too large"):
-                run.keep("tokenizer", ballast="x" * 5000)
+                run.save_facts("tokenizer", ballast="x" * 5000)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             signal.signal(signal.SIGXFSZ, ignored)

@@ -1,4 +1,4 @@
-"""How far a run is, told in two lines, while somebody is at work on it and when nobody is."""
+"""The progress of a run in two lines, while a process runs it and afterwards."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import pytest
 from etude.errors import InputError
 from etude.recipe.recipe import load_recipe
 from etude.runs.run import Run
-from etude.runs.run_status import standing
+from etude.runs.run_status import run_status
 
 RECIPE = """
 name = "tiny"
@@ -31,31 +31,31 @@ max_position_embeddings = 64
 [nll]
 sources = ["stdlib"]
 """
-RESUME = "nobody is at work on it; `etude run` with --resume goes on"
+RESUME = "not running; `etude run` with --resume continues it"
 
 
-def test_it_says_what_is_done_what_is_under_way_and_who_is_at_work(tmp_path: Path) -> None:
+def test_it_names_finished_stages_the_current_one_and_the_running_process(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe, path = load_recipe(tmp_path / "recipe.toml"), tmp_path / "run"
     with pytest.raises(InputError, match="is not a run"):
-        standing(path)
+        run_status(path)
     with Run.create_or_resume(path, recipe) as run:
-        first, second = standing(path)
+        first, second = run_status(path)
         assert first == "tiny: in tokenizer; init, nll to come"
-        assert re.fullmatch(rf"pid {os.getpid()} on \S+ since \S+ is at work on it", second)
+        assert re.fullmatch(rf"running: pid {os.getpid()} on \S+ since \S+", second)
         run.finish_stage("tokenizer")
         with run.checkpoint("init", 0):
             pass
-        assert re.fullmatch(r"tiny: tokenizer done; in init \(init-0, \d s ago\); nll to come", standing(path)[0])
+        assert re.fullmatch(r"tiny: tokenizer done; in init \(init-0, \d s ago\); nll to come", run_status(path)[0])
         run.finish_stage("init")
         run.log("nll", 3, nats=1.0)
-    assert standing(path, time.time() + 200) == ["tiny: tokenizer, init done; in nll (step 3, 3 minutes ago)", RESUME]
+    assert run_status(path, time.time() + 200) == ["tiny: tokenizer, init done; in nll (step 3, 3 minutes ago)", RESUME]
     with Run.create_or_resume(path, recipe, resume=True) as run:
         run.finish_stage("nll")
-    assert standing(path) == ["tiny: tokenizer, init, nll done; nothing is left to do"]
+    assert run_status(path) == ["tiny: tokenizer, init, nll done; nothing is left to do"]
 
 
-def test_who_was_killed_is_not_at_work(tmp_path: Path) -> None:
+def test_a_killed_process_is_not_running(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     killed = f"""
 import os, signal
@@ -67,4 +67,4 @@ with Run.create_or_resume({str(tmp_path / "run")!r}, load_recipe(Path({str(tmp_p
 """
     subprocess.run([sys.executable, "-c", killed], check=False, timeout=60)
     assert (tmp_path / "run/lock").read_text().startswith("pid ")
-    assert standing(tmp_path / "run")[1] == RESUME
+    assert run_status(tmp_path / "run")[1] == RESUME

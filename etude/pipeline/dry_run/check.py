@@ -20,26 +20,28 @@ from safetensors import SafetensorError, safe_open
 
 from etude.chat.dialects import dialect_for
 from etude.chat.tokenizer import CHAT_TEMPLATE, Tokenizer, check_vocabulary
-from etude.data.conversations import read_chats
+from etude.config import StageSettings
+from etude.data.conversations import read_conversations
 from etude.data.corpus import CorpusOptions
-from etude.data.documents import LIMITS, read_source
+from etude.data.documents import READ_LIMITS, read_source
+from etude.data.settings import DEMONSTRATIONS, CorpusSettings
 from etude.data.shards import Shards, read_manifest
-from etude.data.sources import source_files, spread
+from etude.data.sources import sample_evenly, source_files
 from etude.errors import InputError
-from etude.harness.tools.executor import shown_tools
+from etude.harness.tools.executor import exposed_tools
 from etude.kernels import usable_device
 from etude.model.config import ModelConfig, with_rope
 from etude.model.gguf import gguf_config
-from etude.model.mtp import FILE as MTP_FILE
+from etude.model.mtp import MTP_FILE
 from etude.pipeline.dry_run.texts import COMPRESSED, UNPACKED, Text, survey, text_of
 from etude.pods.runtime.probe import ORDER, probe
-from etude.recipe.recipe import Recipe, stage_sections
-from etude.recipe.sections import EXPERTS, CorpusBuild, ExtendStage, HeldOut, RlStage, Stage, TrainingStage
+from etude.recipe.recipe import Recipe, stage_settings
 from etude.rewards.live_weights import check_weights
-from etude.rl.settings import environment_of
+from etude.rl.settings import RlSettings
 from etude.runs.run import Run
 from etude.tasks.harbor import find_tasks, read_task
-from etude.weights.bucket import Bucket
+from etude.train.settings import ExtendSettings, HeldOutSettings, TrainingSettings
+from etude.weights.object_store import ObjectStore
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Found:
 def look(recipe: Recipe, stages: Sequence[str], run: Run | None = None) -> Found:
     """Look at all that these stages of a recipe need; `run` is the one they would go on in."""
     found = Found()
-    for tool in recipe.track:
+    for tool in recipe.loggers:
         if find_spec(tool) is None:
             found.problems.append(f"track names {tool}, which is not installed; pip install {tool}, or leave it out")
     follow_models(recipe, run, found)
@@ -84,16 +86,16 @@ def look(recipe: Recipe, stages: Sequence[str], run: Run | None = None) -> Found
     for stage in recipe.stages:
         if stage not in stages:
             continue
-        section: Stage = getattr(recipe, stage)
+        section: StageSettings = getattr(recipe, stage)
         if stage in ("tokenizer", "nll"):
             _look_at_files(stage, recipe, found)
         elif stage == "tasks":
             _look_at_tasks(recipe, found)
         elif stage == "corpus":
             _look_at_corpora(recipe, found)
-        elif isinstance(section, TrainingStage):
+        elif isinstance(section, TrainingSettings):
             _look_at_training(stage, section, recipe, found)
-        elif isinstance(section, RlStage):
+        elif isinstance(section, RlSettings):
             _look_at_rl(section, recipe, found)
     return found
 
@@ -132,7 +134,7 @@ def follow_models(recipe: Recipe, run: Run | None, found: Found) -> None:
 
 def makers(stage: str) -> list[str]:
     """The stages that leave the weights this one begins with, in the order of the pipeline."""
-    key = stage_sections()[stage].model_fields.get("model")
+    key = stage_settings()[stage].model_fields.get("model")
     extra = key.json_schema_extra if key is not None else None
     return [str(name) for name in extra["made_by"]] if isinstance(extra, dict) else []  # type: ignore[union-attr]
 
@@ -146,7 +148,7 @@ def newest(run: Run, stage: str) -> Path | None:
 def _changed(stage: str, model: Model, recipe: Recipe) -> Model:
     """A model as the stage trains it: a longer context, layers beside it."""
     section = getattr(recipe, stage)
-    if isinstance(section, ExtendStage):
+    if isinstance(section, ExtendSettings):
         config = with_rope(model.config, length=section.length, theta=section.rope_theta, scaling=section.rope_scaling)
         model = replace(model, config=config)
     if stage in ("mtp", "extend", "sft"):
@@ -228,7 +230,7 @@ def _look_at_files(stage: str, recipe: Recipe, found: Found) -> None:
     with found.under(f"{stage}.sources"):
         files = source_files(section.sources)
         if recipe.nll is not None and stage == "nll":
-            files = spread(files, recipe.nll.max_files)
+            files = sample_evenly(files, recipe.nll.max_files)
         found.texts[stage] = text_of(files)
     if recipe.nll is not None and stage == "nll" and (model := found.models.get("nll")):
         _fits(found, "nll.window", recipe.nll.window, model)
@@ -238,9 +240,9 @@ def _look_at_tasks(recipe: Recipe, found: Found) -> None:
     assert recipe.tasks is not None
     for table in recipe.tasks.build:
         with found.under(f"tasks.build {table.name}"):
-            if table.experts and not {"tokenizer", "base", "init"} & set(recipe.stages):
+            if table.demonstrations and not {"tokenizer", "base", "init"} & set(recipe.stages):
                 raise InputError("experts need a tokenizer: add one of the stages tokenizer, base and init")
-            if table.experts and found.tokenizer is not None:
+            if table.demonstrations and found.tokenizer is not None:
                 dialect_for(found.tokenizer)
             found.tasks[table.name] = table.count or _count_tasks(table.path)
 
@@ -257,7 +259,7 @@ def _count_tasks(directory: Path | None) -> int:
     return len(tasks)
 
 
-def corpus_options(table: CorpusBuild, seed: int) -> CorpusOptions:
+def corpus_options(table: CorpusSettings, seed: int) -> CorpusOptions:
     return CorpusOptions(**table.model_dump(exclude={"name", "sources"}, exclude_none=True), seed=seed)
 
 
@@ -268,11 +270,11 @@ def _look_at_corpora(recipe: Recipe, found: Found) -> None:
             _look_at_corpus(table, corpus_options(table, recipe.seed), found)
 
 
-def _look_at_corpus(table: CorpusBuild, options: CorpusOptions, found: Found) -> None:
+def _look_at_corpus(table: CorpusSettings, options: CorpusOptions, found: Found) -> None:
     key, text = f"corpus.build {table.name}", Text()
     for source in table.sources:
         with found.under(key):
-            if not source.startswith(EXPERTS):
+            if not source.startswith(DEMONSTRATIONS):
                 text += _chats(source) if table.chat else survey(source, options.filters)
     for source in table.against:
         with found.under(f"{key}, against"):
@@ -285,7 +287,7 @@ def _look_at_corpus(table: CorpusBuild, options: CorpusOptions, found: Found) ->
 
 
 def _chats(source: str) -> Text:
-    if next(read_chats(source, LIMITS), None) is None:
+    if next(read_conversations(source, READ_LIMITS), None) is None:
         raise InputError(f"source {source} holds no conversation")
     size = os.path.getsize(source)
     return Text(1, size * UNPACKED if source.endswith(COMPRESSED) else size, closed=True)
@@ -294,7 +296,7 @@ def _chats(source: str) -> Text:
 # ------------------------------------------------------------------------------------------------ training
 
 
-def _look_at_training(stage: str, section: TrainingStage, recipe: Recipe, found: Found) -> None:
+def _look_at_training(stage: str, section: TrainingSettings, recipe: Recipe, found: Found) -> None:
     with found.under(f"{stage}.device"):
         usable_device(section.device)
     model = found.models.get(stage)
@@ -333,7 +335,7 @@ def _tokens(name: str, split: str, chat: bool, model: Model | None, recipe: Reci
     return shards.tokens
 
 
-def _look_at_held_out(asked: HeldOut, model: Model | None, recipe: Recipe) -> None:
+def _look_at_held_out(asked: HeldOutSettings, model: Model | None, recipe: Recipe) -> None:
     if os.path.isabs(asked.corpus):
         _tokens(asked.corpus, asked.split, False, model, recipe)
         chat = bool(read_manifest(Path(asked.corpus))["mask"])
@@ -350,7 +352,7 @@ def _look_at_held_out(asked: HeldOut, model: Model | None, recipe: Recipe) -> No
 # ------------------------------------------------------------------------------------------- reinforcement learning
 
 
-def _look_at_rl(section: RlStage, recipe: Recipe, found: Found) -> None:
+def _look_at_rl(section: RlSettings, recipe: Recipe, found: Found) -> None:
     for key, device in (("rl.device", section.device), ("rl.sampler.device", section.sampler.device)):
         with found.under(key):
             usable_device(device)
@@ -358,10 +360,10 @@ def _look_at_rl(section: RlStage, recipe: Recipe, found: Found) -> None:
     with found.under("rl"):
         check_weights(section.rewards, "rewards")
     with found.under("rl"):
-        shown_tools(environment_of(section))
+        exposed_tools(section.tool_set)
     if section.weights.store:
         with found.under("rl.weights.store"):
-            Bucket(section.weights.store)
+            ObjectStore(section.weights.store)
     if section.estimator.reference != "start":
         with found.under("rl.estimator.reference"):
             load_model(Path(section.estimator.reference))
@@ -374,7 +376,7 @@ def _look_at_rl(section: RlStage, recipe: Recipe, found: Found) -> None:
         found.pods = working_pods()
 
 
-def _look_at_prompts(section: RlStage, recipe: Recipe, found: Found) -> None:
+def _look_at_prompts(section: RlSettings, recipe: Recipe, found: Found) -> None:
     named = [("rl.tasks", section.tasks)]
     named += [("rl.evaluation.tasks", name) for name in (section.evaluation.tasks if section.evaluation else ())]
     built = {table.name: table for table in recipe.tasks.build} if recipe.tasks else {}

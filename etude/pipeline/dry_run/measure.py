@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,14 +18,14 @@ import torch
 
 from etude.chat.dialects import dialect_for
 from etude.chat.tokenizer import Tokenizer, train_tokenizer
-from etude.data.conversations import chat_pieces, load_chat
+from etude.data.conversations import chat_parts, load_chat
 from etude.data.corpus import CorpusOptions
-from etude.data.decontaminate import Protected, find_contaminated
-from etude.data.dedup import find_near, text_digest
-from etude.data.document_format import Markers, encode_documents, file_pieces
+from etude.data.decontaminate import ProtectedNgrams, find_contaminated
+from etude.data.dedup import find_near_duplicates, text_digest
+from etude.data.document_format import Markers, encode_documents, file_parts
 from etude.data.documents import Document, File
-from etude.data.filters import examine
-from etude.data.ingest import Found
+from etude.data.filters import filter_file
+from etude.data.ingest import IngestResult
 from etude.data.packing import Batch
 from etude.kernels import usable_device
 from etude.kernels.loss import IGNORE, token_logprobs
@@ -33,12 +33,12 @@ from etude.model.config import ModelConfig
 from etude.model.describe import training_flops_per_token
 from etude.model.mtp import MTP
 from etude.model.transformer import Transformer
-from etude.recipe.sections import RlStage, SftStage, TaskBuild, TrainingStage
+from etude.rl.settings import RlSettings
+from etude.tasks.settings import TaskSetSettings
+from etude.tasks.sources import TaskSource, task_sources
 from etude.train.objectives import Objective, next_token, with_mtp
 from etude.train.optim import AdamSettings, MasterAdamW
-from etude_nano.demonstrator import manner_of
-from etude_nano.simulated_sessions import rehearse
-from etude_nano.source import nano_tasks
+from etude.train.settings import SftSettings, TrainingSettings
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 SECONDS = 3.0  # for one stage
@@ -61,7 +61,7 @@ class Measured:
 
 def step_seconds(
     config: ModelConfig,
-    section: TrainingStage | RlStage,
+    section: TrainingSettings | RlSettings,
     forwards: float,
     *,
     layers: int = 0,
@@ -81,13 +81,13 @@ def step_seconds(
         model.requires_grad_(False)
     objective: Objective = with_mtp(mtp, joint=not frozen) if mtp else next_token
     optimizer = MasterAdamW({"model": model, **({"mtp": mtp} if mtp else {})}, AdamSettings())
-    taught = WRITTEN if isinstance(section, SftStage | RlStage) else 1.0
+    taught = WRITTEN if isinstance(section, SftSettings | RlSettings) else 1.0
     document = section.length if getattr(section, "min_document", 1) >= section.length else DOCUMENT
 
     def work(rows: int, length: int) -> None:
         batch = random_batch(config.vocab_size, rows, length, taught, document).to(device)
-        objective(model, batch).total.div(rows * length).backward()
-        optimizer.collect()
+        objective(model, batch).loss.div(rows * length).backward()
+        optimizer.accumulate_gradients()
 
     def update() -> float:
         work(1, min(section.length, SMALL))  # it needs gradients
@@ -204,24 +204,24 @@ class TextRate:
 def corpus_rate(sample: Sequence[File], options: CorpusOptions, tokenizer: Tokenizer) -> TextRate:
     """A corpus of these files, built in memory: filtered, compared with each other, encoded."""
     start = time.perf_counter()
-    found = [examine(file, options.filters) for file in sample]
+    found = [filter_file(file, options.filters) for file in sample]
     documents = [each for each in found if isinstance(each, Document)]
     texts = [document.text for document in documents]
     for text in texts:
         text_digest(text)
     compare(texts, options)
     markers = Markers.find(tokenizer, fim=options.fim > 0)
-    planned = ((each.name, file_pieces(each, markers, options.fim, options.seed)) for each in documents)
+    planned = ((each.name, file_parts(each, markers, options.fim, options.seed)) for each in documents)
     tokens = sum(len(encoded.tokens) for encoded in encode_documents(planned, tokenizer))
     return _rate(start, tokens, sum(file.size for file in sample))
 
 
-def chat_rate(rows: Sequence[Found], options: CorpusOptions, tokenizer: Tokenizer) -> TextRate:
+def chat_rate(rows: Sequence[IngestResult], options: CorpusOptions, tokenizer: Tokenizer) -> TextRate:
     """The same of conversations that have been rendered."""
     start = time.perf_counter()
     loaded = [load_chat(row.text) for row in rows if row.text is not None]
     compare([text for text, _ in loaded], options)
-    planned = (("", chat_pieces(segments, tokenizer.end_of_text)) for _, segments in loaded)
+    planned = (("", chat_parts(segments, tokenizer.end_of_text)) for _, segments in loaded)
     tokens = sum(len(encoded.tokens) for encoded in encode_documents(planned, tokenizer))
     return _rate(start, tokens, sum(row.size for row in rows))
 
@@ -229,11 +229,11 @@ def chat_rate(rows: Sequence[Found], options: CorpusOptions, tokenizer: Tokenize
 def compare(texts: Sequence[str], options: CorpusOptions) -> None:
     """Look for texts that repeat others, and for those that leak what is held out."""
     if options.near < 1:
-        find_near(range(len(texts)), texts.__getitem__, threshold=options.near, shingle=options.shingle)
+        find_near_duplicates(range(len(texts)), texts.__getitem__, threshold=options.near, shingle=options.shingle)
     if options.held_out or options.against:
-        protected = Protected(((str(at), text) for at, text in enumerate(texts[::10])), options.ngram)
+        protected = ProtectedNgrams(((str(at), text) for at, text in enumerate(texts[::10])), options.ngram)
         checked = [(at, str(at)) for at in range(len(texts))]
-        find_contaminated(protected, checked, texts.__getitem__, share=options.leak, boilerplate=options.boilerplate)
+        find_contaminated(protected, checked, texts.__getitem__, max_share=options.leak, boilerplate=options.boilerplate)
 
 
 def _rate(start: float, tokens: int, size: int) -> TextRate:
@@ -252,40 +252,39 @@ def vocabulary_rate(texts: Sequence[str], size: int) -> TextRate:
 
 @dataclass(frozen=True)
 class TaskRate:
-    """Seconds for a task, for an expert's session, and the tokens of such a session."""
+    """Seconds per task and per demonstration, and the tokens of a demonstration."""
 
     task: float
-    expert: float = 0.0
+    demonstration: float = 0.0
     tokens: float = 0.0
 
 
-def task_rate(table: TaskBuild, tokenizer: Tokenizer, budget: float = 1.0) -> TaskRate:
-    """Tasks of a set, made and thrown away; and experts at work in some of them."""
-    start, made = time.perf_counter(), []
-    for _, files in nano_tasks(table.count or 1, table.split, table.seed, table.difficulties):
-        made.append(files)
+def task_rate(task_set: TaskSetSettings, tokenizer: Tokenizer, budget: float = 1.0) -> TaskRate:
+    """Measure how fast a task source generates tasks and demonstrations; what it makes is thrown away."""
+    assert task_set.source is not None
+    source = task_sources.get(task_set.source)
+    start, made = time.perf_counter(), 0
+    for _ in source.tasks(task_set):
+        made += 1
         if time.perf_counter() - start > budget / 4:
             break
-    each = (time.perf_counter() - start) / len(made)
-    if not table.experts:
-        return TaskRate(each)
-    return TaskRate(each, *asyncio.run(_expert_rate(made, table, tokenizer, budget)))
+    seconds = (time.perf_counter() - start) / made
+    if not task_set.demonstrations:
+        return TaskRate(seconds)
+    return TaskRate(seconds, *asyncio.run(_demonstration_rate(source, task_set, tokenizer, budget)))
 
 
-async def _expert_rate(
-    made: Sequence[Mapping[str, str]], table: TaskBuild, tokenizer: Tokenizer, budget: float
+async def _demonstration_rate(
+    source: TaskSource, task_set: TaskSetSettings, tokenizer: Tokenizer, budget: float
 ) -> tuple[float, float]:
-    """Seconds and tokens of a session."""
-    dialect, manner = dialect_for(tokenizer), manner_of(table)
-    start, sessions, tokens = time.perf_counter(), 0, 0
-    for number, files in enumerate(made):
-        shown = await rehearse(files, dialect, seed=number, manner=manner)
-        if shown is not None and not shown.odd:
-            sessions += 1
-            tokens += sum(len(segment.tokens) for segment in shown.trace.segments)
-        if time.perf_counter() - start > budget:
+    """Return seconds and tokens of one demonstration."""
+    start, made, tokens = time.perf_counter(), 0, 0
+    async for shown in source.demonstrations(task_set, (), dialect_for(tokenizer)):
+        made += 1
+        tokens += shown.tokens
+        if made == task_set.demonstrations or time.perf_counter() - start > budget:
             break
-    return (time.perf_counter() - start) / max(1, sessions), tokens / max(1, sessions)
+    return (time.perf_counter() - start) / max(1, made), tokens / max(1, made)
 
 
 def stand_in(texts: Sequence[str]) -> Tokenizer:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from etude.kernels.loss import CHUNK_ELEMENTS
 from etude.model.config import ModelConfig
 from etude.model.describe import Mesh, count_parameters, kv_bytes_per_token, memory_per_gpu
-from etude.recipe.sections import RlStage, TrainingStage
+from etude.rl.settings import RlSettings
+from etude.train.settings import TrainingSettings
 
 PROCESS = 350 << 20  # of a process that has loaded torch; on a GPU about what a CUDA context takes
 WORKER = 300 << 20  # of a process that runs sessions
@@ -37,7 +38,7 @@ class Memory:
 
 
 def training_memory(
-    config: ModelConfig, section: TrainingStage | RlStage, device: str, *, layers: int = 0, frozen: bool = False
+    config: ModelConfig, section: TrainingSettings | RlSettings, device: str, *, layers: int = 0, frozen: bool = False
 ) -> Memory:
     """Of a trainer; `layers` of multi-token prediction are beside the model and, if it is `frozen`, alone learn."""
     counted, width = count_parameters(config), BYTES[section.precision]
@@ -52,7 +53,7 @@ def training_memory(
         "activations": _activations(config, section, layers, frozen),
         "head": (width + 4) * counted.embedding + width * min(CHUNK_ELEMENTS, tokens * config.vocab_size),
     }
-    if isinstance(section, RlStage) and section.estimator.kl != "none":
+    if isinstance(section, RlSettings) and section.estimator.kl != "none":
         pieces["reference"] = width * counted.total
     return Memory("trainer", device, pieces)
 
@@ -63,22 +64,22 @@ def tokens_that_fit(memory: Memory, free: int, tokens: int) -> int:
     return max(0, min(tokens, round(tokens * 0.8 * (free - fixed) / max(1, memory.pieces["activations"]))))
 
 
-def _rounded(section: TrainingStage | RlStage) -> bool:
+def _rounded(section: TrainingSettings | RlSettings) -> bool:
     """Whether the weights are a rounded copy of their float32 masters."""
-    return section.precision == "bfloat16" or (isinstance(section, RlStage) and section.weights.dtype == "bfloat16")
+    return section.precision == "bfloat16" or (isinstance(section, RlSettings) and section.weights.dtype == "bfloat16")
 
 
-def _gradients(section: TrainingStage | RlStage) -> int:
+def _gradients(section: TrainingSettings | RlSettings) -> int:
     """Bytes for a weight: where there are masters, gradients are summed in float32 beside the model's own."""
     return BYTES[section.precision] + (4 if _rounded(section) else 0)
 
 
-def _optimizer(section: TrainingStage | RlStage) -> int:
+def _optimizer(section: TrainingSettings | RlSettings) -> int:
     """Bytes for a weight: two moments, and a master where the weights are rounded."""
     return 12 if _rounded(section) else 8
 
 
-def _activations(config: ModelConfig, section: TrainingStage | RlStage, layers: int, frozen: bool) -> int:
+def _activations(config: ModelConfig, section: TrainingSettings | RlSettings, layers: int, frozen: bool) -> int:
     """What is kept for the backward."""
     width, tokens = BYTES[section.precision], section.rows * section.length
     mesh = Mesh(1, sequence=1, rows=tokens)  # a row may hold several sequences, and more than the model's longest
@@ -90,10 +91,10 @@ def _activations(config: ModelConfig, section: TrainingStage | RlStage, layers: 
     return round(width * deep * inside * (KEPT_COMPILED if section.compile else KEPT))
 
 
-def sampler_memory(config: ModelConfig, section: RlStage, device: str) -> Memory:
+def sampler_memory(config: ModelConfig, section: RlSettings, device: str) -> Memory:
     """Of one engine: weights, and the keys and values it may hold."""
     width = 2 if device.startswith("cuda") else 4
-    cache = section.sampler.tokens * kv_bytes_per_token(config) * width // 2
+    cache = section.sampler.kv_cache_tokens * kv_bytes_per_token(config) * width // 2
     weights = width * count_parameters(config).total
     return Memory("sampler", device, {"torch": PROCESS, "weights": weights, "keys and values": cache})
 
@@ -110,14 +111,14 @@ def weights_bytes(config: ModelConfig, dtype: str) -> int:
     return BYTES[dtype] * count_parameters(config).total
 
 
-def checkpoint_bytes(config: ModelConfig, section: TrainingStage | RlStage, *, layers: int, frozen: bool) -> int:
+def checkpoint_bytes(config: ModelConfig, section: TrainingSettings | RlSettings, *, layers: int, frozen: bool) -> int:
     """One checkpoint: weights, and what the optimizer must remember."""
     counted = count_parameters(config)
     taught = layers * counted.mtp_layer + (0 if frozen else counted.total)
     return (BYTES[section.precision] + _optimizer(section)) * taught
 
 
-def kept_checkpoints(section: TrainingStage | RlStage, steps: int, *, half_way: bool) -> int:
+def kept_checkpoints(section: TrainingSettings | RlSettings, steps: int, *, half_way: bool) -> int:
     """How many there are at most at once: those that are kept, the one at half the way, and the one being written."""
     every = section.checkpoint_every
     written = 1 + (steps - 1) // every if every else 1
@@ -125,6 +126,6 @@ def kept_checkpoints(section: TrainingStage | RlStage, steps: int, *, half_way: 
     return kept + (1 if half_way and steps > 1 else 0) + (1 if written > kept else 0)
 
 
-def store_bytes(config: ModelConfig, section: RlStage) -> int:
+def store_bytes(config: ModelConfig, section: RlSettings) -> int:
     """The chain of weight versions: full ones, and as much again in deltas between them."""
     return 2 * section.weights.keep * weights_bytes(config, section.weights.dtype)

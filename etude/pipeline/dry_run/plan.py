@@ -20,9 +20,10 @@ from etude.pipeline.dry_run.measure import SECONDS
 from etude.pipeline.dry_run.stages import STAGES, Machine, StagePlan, View, beyond
 from etude.pods.scheduling.pressure import read_pressure
 from etude.recipe.recipe import Recipe
-from etude.recipe.sections import RlStage, TrainingStage
+from etude.rl.settings import RlSettings
 from etude.runs.run import Run, check_resumable, check_usable
-from etude.system.progress import Report
+from etude.system.progress import ProgressCallback
+from etude.train.settings import TrainingSettings
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def describe(
     only: str | None = None,
     *,
     budget: float = SECONDS,
-    report: Report | None = None,
+    report: ProgressCallback | None = None,
 ) -> Plan:
     """The plan of a recipe, or of one stage of it, in the run `out` if that is given; InputError if it cannot run."""
     if only is not None and only not in recipe.stages:
@@ -111,10 +112,10 @@ def _missing(stage: str, recipe: Recipe, run: Run | None) -> list[str]:
         lines.append(f"{stage} begins with the weights that {' or '.join(before)} leaves; run that stage first")
     section = getattr(recipe, stage)
     needed: list[tuple[str, str]] = []
-    if isinstance(section, TrainingStage):
+    if isinstance(section, TrainingSettings):
         needed = [("corpus", part.corpus) for part in section.mix]
         needed += [("corpus", section.held_out.corpus)] if section.held_out else []
-    elif isinstance(section, RlStage):
+    elif isinstance(section, RlSettings):
         needed = [
             ("tasks", name) for name in (section.tasks, *(section.evaluation.tasks if section.evaluation else ()))
         ]
@@ -145,7 +146,7 @@ def _warnings(plans: Sequence[StagePlan], view: View) -> list[str]:
         for device, total in beyond(plan.memory, view.machine).items():
             free = view.machine.memory[device]
             less = "fewer rows, a shorter length or recompute = true"
-            less += ", fewer sampler.tokens and in_flight" if plan.stage == "rl" else ""
+            less += ", fewer sampler.kv_cache_tokens and in_flight" if plan.stage == "rl" else ""
             lines.append(
                 f"{plan.stage} needs about {total / 2**30:,.1f} GiB on {device}, where {free / 2**30:,.1f} are free: "
                 f"{less} take less"

@@ -25,7 +25,7 @@ from etude.pipeline.dry_run.memory import (
     store_bytes,
     training_memory,
 )
-from etude.recipe.sections import RlStage
+from etude.rl.settings import RlSettings
 
 TRACE = 5_000  # bytes of a rollout of some 500 tokens on disk
 PODS = 40 << 20  # bytes of the pods' images and records
@@ -50,7 +50,7 @@ SEEN = {
 }
 
 
-def measurements(section: RlStage) -> int:
+def measurements(section: RlSettings) -> int:
     """How often the held-out tasks are tried: before, after, and in between."""
     table = section.evaluation
     if table is None:
@@ -58,13 +58,13 @@ def measurements(section: RlStage) -> int:
     return 2 + (max(0, section.steps - 1) // table.every if table.every else 0)
 
 
-def held_out_tasks(section: RlStage, sizes: Mapping[str, int]) -> int:
+def held_out_tasks(section: RlSettings, sizes: Mapping[str, int]) -> int:
     """How many tasks are measured with, of sets of these sizes."""
     table = section.evaluation
-    return sum(min(sizes[name], table.most or sizes[name]) for name in table.tasks) if table else 0
+    return sum(min(sizes[name], table.max_tasks or sizes[name]) for name in table.tasks) if table else 0
 
 
-def rl_lines(section: RlStage, prompts: int, held_out: int) -> list[str]:
+def rl_lines(section: RlSettings, prompts: int, held_out: int) -> list[str]:
     """What would be done."""
     plan = section.steps * section.groups_per_step
     lines = [
@@ -79,7 +79,7 @@ def rl_lines(section: RlStage, prompts: int, held_out: int) -> list[str]:
     return lines
 
 
-def rl_launches(section: RlStage, pods: str) -> list[str]:
+def rl_launches(section: RlSettings, pods: str) -> list[str]:
     """The processes beside this one."""
     trainer, sampler = usable_device(section.device), usable_device(section.sampler.device)
     return [
@@ -90,7 +90,7 @@ def rl_launches(section: RlStage, pods: str) -> list[str]:
     ]
 
 
-def rl_memory(section: RlStage, config: ModelConfig) -> list[Memory]:
+def rl_memory(section: RlSettings, config: ModelConfig) -> list[Memory]:
     """Of every process."""
     trainer, sampler = str(usable_device(section.device)), str(usable_device(section.sampler.device))
     found = [training_memory(config, section, trainer)]
@@ -99,7 +99,7 @@ def rl_memory(section: RlStage, config: ModelConfig) -> list[Memory]:
     return [*found, Memory("sessions", "cpu", beside)]
 
 
-def rl_disk(section: RlStage, config: ModelConfig, held_out: int) -> int:
+def rl_disk(section: RlSettings, config: ModelConfig, held_out: int) -> int:
     one = checkpoint_bytes(config, section, layers=0, frozen=False)
     table = section.evaluation
     sessions = section.steps * section.groups_per_step * section.group_size
@@ -110,7 +110,7 @@ def rl_disk(section: RlStage, config: ModelConfig, held_out: int) -> int:
 
 
 def rl_seconds(
-    section: RlStage,
+    section: RlSettings,
     config: ModelConfig,
     cores: float,
     held_out: int,
@@ -143,7 +143,7 @@ def rl_seconds(
     return Measured(seconds, f"a guess: as if sessions were those of the nano tasks, with {seen.where}")
 
 
-def session_seconds(seen: Seen, section: RlStage, config: ModelConfig, cores: float) -> float:
+def session_seconds(seen: Seen, section: RlSettings, config: ModelConfig, cores: float) -> float:
     """One session among many at once."""
     harness, sampling = seen.harness_s / cores, SAMPLED * count_parameters(config).active * seen.token_s
     if seen is SEEN["cpu"]:

@@ -6,6 +6,7 @@ otherwise a guess that says so.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from statistics import median
 
 from etude.chat.tokenizer import Tokenizer
 from etude.data import worker_pool
+from etude.data.settings import DEMONSTRATIONS, CorpusSettings
 from etude.kernels import usable_device
 from etude.model.describe import count_parameters
 from etude.pipeline.dry_run import measure as probe
@@ -31,13 +33,13 @@ from etude.pipeline.dry_run.memory import (
 )
 from etude.pipeline.dry_run.texts import chat_sample, sample_texts
 from etude.recipe.recipe import Recipe
-from etude.recipe.sections import EXPERTS, CorpusBuild, TrainingStage
 from etude.rl.trainer_process import checkpoints
-from etude.runs.layout import Place
+from etude.runs.layout import RunLayout
 from etude.runs.run import Run
 from etude.system.cores import usable_cores
-from etude.train.phase import checkpoints_of
-from etude_nano.pod_sessions import vocabulary_texts
+from etude.tasks.sources import task_sources
+from etude.train.phase import list_checkpoints
+from etude.train.settings import TrainingSettings
 
 COPIED = 100e6  # bytes a second of weights read, converted and written
 TASK, EXPERT = 85_000, 2_000  # bytes on disk: a nano task is a dozen small files
@@ -86,8 +88,15 @@ class View:
         """The run's own, or one like it."""
         if self.found.tokenizer is None:
             texts = [text for each in self.found.texts.values() for text in sample_texts(each.sample)]
-            self.found.tokenizer = probe.stand_in(texts or list(vocabulary_texts(60)))
+            self.found.tokenizer = probe.stand_in(texts or self._source_texts())
         return self.found.tokenizer
+
+    def _source_texts(self) -> list[str]:
+        """Return texts of the recipe's task sources; without one, some code of the standard library."""
+        sets = self.recipe.tasks.build if self.recipe.tasks else ()
+        names = sorted({task_set.source for task_set in sets if task_set.source is not None})
+        texts = [text for name in names for text in task_sources.get(name).vocabulary_texts(60)]
+        return texts or [Path(json.__file__).read_text(encoding="utf-8")]
 
     def room(self, memory: Memory, tokens: int) -> int | None:
         """How many of its tokens a trainer can be tried with here; None if not even a few."""
@@ -150,17 +159,19 @@ def tasks(view: View) -> StagePlan:
     lines, seconds, disk = [], 0.0, 0
     for table in section.build:
         count = view.found.tasks[table.name]
-        made = view.made(f"tasks-{table.name}") and (not table.experts or view.made(f"experts-{table.name}"))
+        made = view.made(f"tasks-{table.name}") and (
+            not table.demonstrations or view.made(f"demonstrations-{table.name}")
+        )
         origin = f"taken from {table.path}" if table.path else f"made by {table.source}, {table.split}"
-        experts = f"; {table.experts:,} sessions of experts on others" if table.experts else ""
+        experts = f"; {table.demonstrations:,} sessions of experts on others" if table.demonstrations else ""
         lines.append(f"{table.name}: {count:,} tasks {origin}{experts}{' (made before)' if made else ''}")
         rate = probe.TaskRate(0.0)
         if table.source is not None:
             rate = probe.task_rate(table, view.tokenizer, view.budget / 2)
             view.sessions[table.name] = rate.tokens
         if not made:
-            seconds += count * (rate.task + WRITING_S) + table.experts * rate.expert
-            disk += count * TASK + table.experts * EXPERT
+            seconds += count * (rate.task + WRITING_S) + table.demonstrations * rate.demonstration
+            disk += count * TASK + table.demonstrations * EXPERT
     return StagePlan("tasks", tuple(lines), Measured(seconds, HERE), disk=disk)
 
 
@@ -180,23 +191,23 @@ def corpus(view: View) -> StagePlan:
     return StagePlan("corpus", tuple(lines), Measured(seconds, HERE), disk=disk)
 
 
-def _corpus(view: View, table: CorpusBuild) -> tuple[str, float, float]:
+def _corpus(view: View, table: CorpusSettings) -> tuple[str, float, float]:
     """A corpus in words, its tokens and the seconds it takes."""
     options, text = corpus_options(table, view.recipe.seed), view.found.texts[table.name]
     words, tokens, seconds = [], 0.0, 0.0
     if text.files:
         if table.chat:
-            source = next(source for source in table.sources if not source.startswith(EXPERTS))
+            source = next(source for source in table.sources if not source.startswith(DEMONSTRATIONS))
             rate = probe.chat_rate(chat_sample(source, view.tokenizer), options, view.tokenizer)
         else:
             rate = probe.corpus_rate(text.sample, options, view.tokenizer)
-        shared = max(0, text.bytes - worker_pool.FIRST)  # what worker processes do, one for each core
-        alone = text.bytes - shared * (1 - 1 / (WORKER * min(worker_pool.MOST, usable_cores())))
+        shared = max(0, text.bytes - worker_pool.IN_PROCESS_BYTES)  # what worker processes do, one for each core
+        alone = text.bytes - shared * (1 - 1 / (WORKER * min(worker_pool.MAX_WORKERS, usable_cores())))
         tokens, seconds = rate.tokens * text.bytes, rate.seconds * alone
         words.append(f"{text.files:,} files, {text.bytes / 1e6:,.1f} MB")
-    for name in (source.removeprefix(EXPERTS) for source in table.sources if source.startswith(EXPERTS)):
+    for name in (source.removeprefix(DEMONSTRATIONS) for source in table.sources if source.startswith(DEMONSTRATIONS)):
         assert view.recipe.tasks is not None
-        count = next(each.experts for each in view.recipe.tasks.build if each.name == name)
+        count = next(each.demonstrations for each in view.recipe.tasks.build if each.name == name)
         tokens += count * view.sessions.get(name, float(rl_estimate.LENGTH))
         seconds += count * RENDERING_S
         words.append(f"{count:,} sessions of the experts of {name}")
@@ -212,9 +223,9 @@ def training(stage: str) -> Callable[[View], StagePlan]:
 
 def train(stage: str, view: View) -> StagePlan:
     section, model = getattr(view.recipe, stage), view.found.models[stage]
-    assert isinstance(section, TrainingStage)
+    assert isinstance(section, TrainingSettings)
     steps = -(-section.tokens // (section.rows * section.micro_batches * section.length))
-    own = checkpoints_of(view.run, stage) if view.run is not None else []
+    own = list_checkpoints(view.run, stage) if view.run is not None else []
     at = own[-1][0] if own else 0
     frozen = stage == "mtp"
     device = str(usable_device(section.device))
@@ -230,7 +241,7 @@ def train(stage: str, view: View) -> StagePlan:
     )
 
 
-def _training_lines(stage: str, view: View, section: TrainingStage, steps: int, at: int) -> list[str]:
+def _training_lines(stage: str, view: View, section: TrainingSettings, steps: int, at: int) -> list[str]:
     micro = f"{section.micro_batches} x " if section.micro_batches > 1 else ""
     tokens = steps * section.rows * section.micro_batches * section.length
     lines = [f"{steps:,} steps of {micro}{section.rows} rows of {section.length:,} tokens: {tokens:,} tokens"]
@@ -258,7 +269,7 @@ def _built(view: View, corpus: str) -> int:
 
 
 def _training_time(
-    stage: str, view: View, section: TrainingStage, memory: Memory, steps: int, at: int
+    stage: str, view: View, section: TrainingSettings, memory: Memory, steps: int, at: int
 ) -> Measured | None:
     model, measured = view.found.models[stage], None
     records = [] if view.run is None else [each for each in view.run.metrics(stage) if "tokens_per_second" in each]
@@ -304,7 +315,7 @@ def rl(view: View) -> StagePlan:
     assert section is not None
     run, held_out = view.run, rl_estimate.held_out_tasks(section, view.found.tasks)
     lines = rl_estimate.rl_lines(section, view.found.tasks[section.tasks], held_out)
-    standing = checkpoints(Place(run.path)) if run is not None else []
+    standing = checkpoints(RunLayout(run.path)) if run is not None else []
     at = standing[-1][0] if standing else 0
     if at:
         lines.append(f"goes on after step {at:,}")

@@ -15,9 +15,9 @@ from pathlib import Path
 from etude.chat.tokenizer import Tokenizer
 from etude.data.documents import ARCHIVES, ROWS, File, read_source
 from etude.data.filters import PATH_FILTERS, Filters
-from etude.data.ingest import Found, read_rendered_chats
+from etude.data.ingest import IngestResult, read_rendered_chats
 from etude.data.licences import is_licence
-from etude.data.sources import locate, spread
+from etude.data.sources import locate_source, sample_evenly
 from etude.errors import InputError
 
 SAMPLE_FILES = 128  # at most; and at least half as many, where there are so many
@@ -49,7 +49,7 @@ class Text:
 
 def survey(source: str, filters: Filters) -> Text:
     """The files of one source that the filters on names and sizes let pass."""
-    root = locate(source)
+    root = locate_source(source)
     if root.is_file() and root.name.endswith((*ARCHIVES, *ROWS)):
         first = tuple(_held(islice(_passing(read_source(source), filters), SAMPLE_FILES)))
         size = root.stat().st_size * (UNPACKED if root.name.endswith(COMPRESSED) else 1)
@@ -77,7 +77,7 @@ def survey(source: str, filters: Filters) -> Text:
 def text_of(files: Sequence[Path]) -> Text:
     """Files that are read one by one, whatever they are called."""
     sizes = [file.stat().st_size for file in files]
-    some = (File("", path.name, path.stat().st_size, path.read_bytes) for path in spread(files, SAMPLE_FILES))
+    some = (File("", path.name, path.stat().st_size, path.read_bytes) for path in sample_evenly(files, SAMPLE_FILES))
     return Text(len(files), sum(sizes), sample=small(list(_held(some))))
 
 
@@ -93,7 +93,7 @@ def sample_texts(files: Iterable[File]) -> list[str]:
     return [file.read().decode(errors="replace") for file in files]
 
 
-def chat_sample(source: str, tokenizer: Tokenizer) -> list[Found]:
+def chat_sample(source: str, tokenizer: Tokenizer) -> list[IngestResult]:
     """The first conversations of a file of rows, rendered."""
     return list(islice(read_rendered_chats(source, tokenizer), SAMPLE_ROWS))
 

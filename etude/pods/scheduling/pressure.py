@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.pods.pod import PodError
-from etude.system.cores import core_limit, kernel_text, own_groups
+from etude.system.cores import core_limit, own_cgroups, read_kernel_file
 
 MAX_AGE = 0.1  # seconds; PSI averages over ten, and memory changes by what one creation can touch in this time
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest page-aligned number
@@ -65,7 +65,7 @@ def read_pressure(
 
 
 def _read(state_dir: Path, proc: str, cgroup: str) -> Pressure:
-    groups = list(own_groups(proc, cgroup))
+    groups = list(own_cgroups(proc, cgroup))
     total, available = _machine_memory(proc)
     for directory in groups:
         limit, free = _group_memory(directory)
@@ -81,7 +81,7 @@ def _read(state_dir: Path, proc: str, cgroup: str) -> Pressure:
         disk_free=disk.f_bavail * disk.f_frsize,
         disk_total=disk.f_blocks * disk.f_frsize,
         inodes_free=disk.f_favail if disk.f_files else None,  # btrfs and others report 0 of 0
-        load=float((kernel_text(f"{proc}/loadavg") or "0").split()[0]),
+        load=float((read_kernel_file(f"{proc}/loadavg") or "0").split()[0]),
         cores=core_limit(groups),
     )
 
@@ -93,7 +93,7 @@ def _fields(text: str) -> dict[str, int]:
 
 
 def _machine_memory(proc: str) -> tuple[int, int]:
-    memory = _fields(kernel_text(f"{proc}/meminfo") or "")
+    memory = _fields(read_kernel_file(f"{proc}/meminfo") or "")
     if "MemTotal" not in memory or "MemAvailable" not in memory:
         raise PodError(
             f"pressure: {proc}/meminfo has no MemTotal and MemAvailable; admission by live pressure needs Linux"
@@ -106,14 +106,16 @@ def _group_memory(directory: str) -> tuple[int, int]:
 
     Inactive file pages count as free, as in MemAvailable: they are reclaimed on demand. Files in tmpfs do not.
     """
-    limits = [kernel_text(f"{directory}/{name}") for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+    limits = [
+        read_kernel_file(f"{directory}/{name}") for name in ("memory.max", "memory.high", "memory.limit_in_bytes")
+    ]
     limit = min((int(text) for text in limits if text and text.strip().isdigit()), default=UNLIMITED)
     if limit >= UNLIMITED:
         return UNLIMITED, UNLIMITED
-    used = kernel_text(f"{directory}/memory.current") or kernel_text(f"{directory}/memory.usage_in_bytes")
+    used = read_kernel_file(f"{directory}/memory.current") or read_kernel_file(f"{directory}/memory.usage_in_bytes")
     if used is None:
         return UNLIMITED, UNLIMITED
-    statistics = _fields(kernel_text(f"{directory}/memory.stat") or "")
+    statistics = _fields(read_kernel_file(f"{directory}/memory.stat") or "")
     idle = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
     return limit, limit - max(0, int(used) - idle)
 
@@ -121,7 +123,7 @@ def _group_memory(directory: str) -> tuple[int, int]:
 def _stall(proc: str, groups: list[str], resource: str, kind: str) -> float | None:
     """Return the worst avg10 of the machine and of this process's cgroups: a cgroup at its limit stalls alone."""
     files = [f"{proc}/pressure/{resource}", *(f"{directory}/{resource}.pressure" for directory in groups)]
-    found = [value for path in files if (value := _avg10(kernel_text(path), kind)) is not None]
+    found = [value for path in files if (value := _avg10(read_kernel_file(path), kind)) is not None]
     return max(found, default=None)
 
 

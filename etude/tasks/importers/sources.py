@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from etude.data.documents import Limits
+from etude.data.documents import ReadLimits
 from etude.data.rows import read_rows
 from etude.errors import EtudeError, InputError
 from etude.tasks.importers.instance import Instance, parser_for
@@ -104,7 +104,7 @@ def read_rebench(source: Path) -> Iterator[tuple[str, Callable[[], Instance]]]:
 def _rows(source: Path, read: Callable[[Mapping[str, Any]], Instance]) -> Iterator[tuple[str, Callable[[], Instance]]]:
     if not source.is_file():
         raise InputError(f"{source}: not a file; expected rows in JSON lines or Parquet")
-    for number, row, _ in read_rows(source, Limits(member=MAX_ROW), columns=None):
+    for number, row, _ in read_rows(source, ReadLimits(max_item_bytes=MAX_ROW), columns=None):
         if row is None:
             raise InputError(f"{source}: row {number} is over {MAX_ROW:,} bytes")
         name = str(row.get("instance_id") or f"row-{number}")

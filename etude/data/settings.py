@@ -1,0 +1,72 @@
+"""Settings of corpora and of the tokenizer that is trained from text."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+
+from etude.config import AbsolutePath, Settings, StageSettings, made_by, resolve_path
+from etude.data.sources import is_named_source
+
+DEMONSTRATIONS = "demonstrations:"  # prefix of a source: the demonstrations made beside a task set of this run
+
+
+def _resolve_source(value: object, info: ValidationInfo) -> object:
+    return value if isinstance(value, str) and is_named_source(value) else resolve_path(value, info)
+
+
+def _resolve_corpus_source(value: object, info: ValidationInfo) -> object:
+    return value if isinstance(value, str) and value.startswith(DEMONSTRATIONS) else _resolve_source(value, info)
+
+
+TextSource = Annotated[str, BeforeValidator(_resolve_source)]
+# strict=False here only lets a TOML array become a tuple; the items stay strict.
+TextSources = Annotated[tuple[TextSource, ...], Field(strict=False, min_length=1)]
+CorpusSource = Annotated[str, BeforeValidator(_resolve_corpus_source)]
+
+
+class TokenizerSettings(StageSettings):
+    """Train a byte-level BPE tokenizer."""
+
+    sources: TextSources = Field(description='text to learn from: directories, files, "stdlib" or "site-packages"')
+    vocab_size: int = Field(default=1024, ge=300, description="entries, single bytes and special tokens included")
+
+
+class CorpusSettings(Settings):
+    """One corpus of this run."""
+
+    name: str = Field(min_length=1, description="what mixtures call it", pattern=r"^[A-Za-z0-9_-]+$")
+    sources: tuple[CorpusSource, ...] = Field(
+        strict=False,
+        min_length=1,
+        description="directories, repositories, archives, .jsonl, .parquet, "
+        '"stdlib", "site-packages", "demonstrations:SET"',
+    )
+    chat: bool = Field(default=False, description="rows are conversations; learn only what the assistant wrote")
+    layout: Literal["file", "repository"] = Field(default="file", description="what one document is")
+    suffixes: tuple[str, ...] | None = Field(default=None, strict=False, description="file endings to read")
+    fim: float = Field(default=0.0, ge=0, le=1, description="share of documents in fill-in-the-middle form")
+    validation: float = Field(default=0.0, ge=0, lt=1, description="share of repositories set aside by hash")
+    held_out: tuple[str, ...] = Field(default=(), strict=False, description="repositories set aside, names or globs")
+    against: tuple[TextSource, ...] = Field(default=(), strict=False, description="sources to decontaminate against")
+
+    @model_validator(mode="after")
+    def _demonstrations_are_conversations(self) -> Self:
+        if not self.chat and any(source.startswith(DEMONSTRATIONS) for source in self.sources):
+            raise ValueError(f"sources names {DEMONSTRATIONS}..., which are conversations: set chat = true")
+        return self
+
+
+class CorporaSettings(StageSettings):
+    """Build corpora: filter, deduplicate, decontaminate, split, tokenize."""
+
+    build: tuple[CorpusSettings, ...] = Field(strict=False, min_length=1, description="one table per corpus")
+    tokenizer: AbsolutePath | None = made_by(
+        "tokenizer", "base", doc="directory of a tokenizer, when no stage makes one"
+    )
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        names = [corpus.name for corpus in self.build]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"build names {sorted(twice)[0]} twice")
+        return self

@@ -1,0 +1,111 @@
+"""Settings of rollouts: how they are sampled, queued, retried and evaluated. `etude.rl` adds those of learning."""
+
+import math
+from typing import Annotated, ClassVar, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from etude.config import NameOrPath, Settings, StageSettings
+from etude.harness.budget import Budget
+from etude.harness.summary import SummarySettings
+from etude.harness.tool_set import ToolSet
+from etude.rewards.effort import EffortSettings
+
+
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+class QueueSettings(Settings):
+    """How many rollouts are sampled, how far ahead of the trainer, and when a lost one is retried."""
+
+    renamed_keys: ClassVar[dict[str, str]] = {"ahead": "prefetch_steps", "attempts": "max_attempts"}
+
+    group_size: int = Field(default=8, ge=1, description="rollouts of one prompt")
+    groups_per_step: int = Field(default=8, ge=1, description="prompts of one policy step")
+    max_staleness: int = Field(
+        default=4, ge=0, description="policy steps a token may be older than the weights it trains"
+    )
+    prefetch_steps: float | None = Field(
+        default=None, ge=0, description="policy steps of groups to prefetch; default: max_staleness / 2"
+    )
+    in_flight: int = Field(default=64, ge=1, description="rollouts at once, over all workers")
+    lease_s: float = Field(
+        default=120.0, gt=0, description="seconds without a heartbeat after which a slot is requeued"
+    )
+    max_attempts: int = Field(default=4, ge=1, description="infrastructure failures after which a group is dropped")
+
+    @model_validator(mode="after")
+    def _prefetch_fits_staleness(self) -> Self:
+        if self.prefetch_steps is not None and self.prefetch_steps > self.max_staleness:
+            raise ValueError(
+                f"prefetch_steps = {self.prefetch_steps:g} is more than max_staleness = {self.max_staleness} allows"
+            )
+        return self
+
+    @property
+    def max_outstanding_groups(self) -> int:
+        """Groups that may be sampled and not yet trained. Each step's worth makes samples one step staler."""
+        steps = self.max_staleness / 2 if self.prefetch_steps is None else self.prefetch_steps
+        return math.ceil((1 + steps) * self.groups_per_step)
+
+
+class EvaluationSettings(Settings):
+    """Held-out evaluation through the same harness."""
+
+    renamed_keys: ClassVar[dict[str, str]] = {"most": "max_tasks"}
+
+    tasks: Annotated[tuple[NameOrPath, ...], BeforeValidator(_as_tuple)] = Field(
+        strict=False, min_length=1, description="task sets of this run by name, or directories of tasks"
+    )
+    max_tasks: int | None = Field(default=None, ge=1, description="use at most this many of each set, evenly spread")
+    samples: int = Field(default=4, ge=1, le=16, description="sessions for each task: K of best-of-K")
+    every: int = Field(default=0, ge=0, description="policy steps between evaluations; 0: before and after only")
+    temperature: float = Field(default=1.0, ge=0, description="sampling temperature of evaluations")
+
+
+class RolloutSettings(QueueSettings, StageSettings):
+    """The part of `[rl]` that workers need."""
+
+    renamed_keys: ClassVar[dict[str, str]] = {**QueueSettings.renamed_keys, "environment": "tool_set"}
+
+    workers: int = Field(default=1, ge=1, description="worker processes that run sessions")
+    checkpoint_rollouts_s: float = Field(
+        default=60.0, ge=0, description="seconds between checkpoints of a rollout; 0: no checkpoints"
+    )
+    dialect: str = Field(default="auto", min_length=1, description="chat dialect; auto: chosen by the tokenizer")
+    window: int | None = Field(default=None, ge=64, description="context window in tokens; default: the model's own")
+    temperature: float = Field(default=1.0, gt=0, description="sampling temperature")
+    tool_set: ToolSet = Field(default_factory=ToolSet)
+    budget: Budget = Field(default_factory=Budget)
+    summaries: SummarySettings = Field(default_factory=SummarySettings)
+    rewards: dict[str, float] = Field(default={"correctness": 1.0}, strict=False, description="weight of each term")
+    effort: EffortSettings = Field(default_factory=EffortSettings)
+    evaluation: EvaluationSettings | None = Field(default=None, description="held-out evaluation")
+
+    @model_validator(mode="after")
+    def _every_rollout_key_acts(self) -> Self:
+        if self.summaries.mode == "off" and self.summaries.trigger:
+            raise ValueError("summaries.trigger would not be used: the mode is off")
+        if self.effort != EffortSettings() and not self.rewards.get("effort_spent"):
+            raise ValueError("effort would not count: give rewards.effort_spent a weight")
+        if self.window and self.budget.max_turn_tokens >= self.window:
+            taken = f"budget.max_turn_tokens = {self.budget.max_turn_tokens}"
+            raise ValueError(f"{taken} must be less than window = {self.window}")
+        if self.tool_set.web:
+            raise ValueError("tool_set.web: sessions of a run have no web access; leave it out")
+        if self.tool_set.root:
+            raise ValueError("tool_set.root would not be used: the task names the workspace")
+        return self
+
+
+def evaluation_queue(queue: QueueSettings, samples: int) -> QueueSettings:
+    """Return the settings of an evaluation queue: groups of `samples` rollouts, none of which grows stale."""
+    return QueueSettings(
+        group_size=samples,
+        groups_per_step=1,
+        max_staleness=0,
+        in_flight=queue.in_flight,
+        lease_s=queue.lease_s,
+        max_attempts=queue.max_attempts,
+    )

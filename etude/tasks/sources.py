@@ -1,0 +1,48 @@
+"""Generators of task sets that a recipe names with `[[tasks.build]] source = NAME`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from etude.config.plugins import Registry
+from etude.tasks.settings import TaskSetSettings
+
+if TYPE_CHECKING:
+    from etude.chat.dialects.dialect import Dialect
+
+
+@dataclass(frozen=True)
+class DemonstrationRow:
+    """One demonstration as a row of a conversation corpus."""
+
+    task: str
+    row: Mapping[str, Any]
+    tokens: int
+
+
+class TaskSource(Protocol):
+    """What a task source implements. Everything is a pure function of the settings and their seed."""
+
+    def tasks(self, settings: TaskSetSettings) -> Iterator[tuple[str, Mapping[str, str]]]:
+        """Yield the name and the files of each task of the set."""
+        ...
+
+    def write_task_set(self, directory: Path, settings: TaskSetSettings) -> None:
+        """Write the set as task directories below `directory`, which does not exist yet."""
+        ...
+
+    def demonstrations(
+        self, settings: TaskSetSettings, exclude: Collection[Path], dialect: Dialect
+    ) -> AsyncIterator[DemonstrationRow]:
+        """Yield demonstrations on tasks like those of the set, none of which is among the directories `exclude`."""
+        ...
+
+    def vocabulary_texts(self, tasks: int = 2000) -> Iterator[str]:
+        """Yield texts to train a tokenizer on: what sessions on these tasks read and write."""
+        ...
+
+
+task_sources = Registry[TaskSource]("task source")

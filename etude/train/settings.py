@@ -1,0 +1,132 @@
+"""Settings of the training stages: pretrain, mtp, extend and sft. Loading them needs no torch."""
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from etude.config import AbsolutePath, HuggingFaceConfig, NameOrPath, Settings, StageSettings, made_by
+
+
+class MixturePart(Settings):
+    """One source of a mixture."""
+
+    corpus: NameOrPath = Field(description="name of a corpus of this run, or path of a built one")
+    weight: float = Field(default=1.0, gt=0, description="share of the rows, relative to the other sources")
+
+
+class HeldOutSettings(Settings):
+    """Text that is evaluated during training and never trained on."""
+
+    corpus: NameOrPath = Field(description="name of a corpus of this run, or path of a built one")
+    split: Literal["held_out", "validation"] = Field(default="held_out", description="split of the corpus to evaluate")
+    max_tokens: int | None = Field(default=None, ge=1, description="evaluate at most this many tokens; default: all")
+    window: int = Field(default=1024, ge=2, description="tokens of a rolling window, which moves by half its size")
+    long_rows: int = Field(
+        default=8, ge=1, description="stretches of `length` tokens to evaluate for the loss by position (extend)"
+    )
+
+
+class TrainingSettings(StageSettings):
+    """Settings that pretrain, mtp, extend and sft have in common."""
+
+    renamed_keys: ClassVar[dict[str, str]] = {"final": "final_lr_fraction", "clip": "max_grad_norm"}
+
+    model: AbsolutePath | None = None
+    mix: tuple[MixturePart, ...] = Field(strict=False, min_length=1, description="corpora and their weights")
+    length: int = Field(ge=2, description="sequence length: tokens of a row")
+    tokens: int = Field(ge=1, description="tokens to train on, rounded up to whole steps")
+    rows: int = Field(default=8, ge=1, description="rows of one micro-batch")
+    micro_batches: int = Field(default=1, ge=1, description="micro-batches of one step (gradient accumulation)")
+    learning_rate: float = Field(default=3e-4, gt=0, description="peak learning rate")
+    warmup: float = Field(default=0.02, ge=0, le=1, description="share of the steps spent in linear warm-up")
+    decay: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="shape of the learning-rate decay"
+    )
+    final_lr_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="learning rate of the last step, as a share of the peak"
+    )
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False, description="Adam's betas")
+    weight_decay: float = Field(default=0.1, ge=0, description="AdamW weight decay, applied to matrices only")
+    max_grad_norm: float = Field(default=1.0, ge=0, description="gradient-norm limit; 0 turns clipping off")
+    device: str = Field(default="auto", description="cpu, cuda ...; auto takes a GPU if there is one")
+    precision: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="dtype of weights and matrix products; master weights and moments are always float32",
+    )
+    compile: bool = Field(default=False, description="compile the transformer blocks; worthwhile on a GPU")
+    recompute: bool = Field(
+        default=False, description="activation checkpointing: less memory, a third more computation"
+    )
+    held_out: HeldOutSettings | None = Field(default=None, description="corpus for held-out evaluation")
+    evaluate_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: first and last only")
+    checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: last only")
+    keep: int = Field(default=2, ge=1, description="newest checkpoints to keep, in addition to the mid-run one")
+    spike: float = Field(
+        default=3.0, ge=0, description="stop when the loss is this many nats above the recent median; 0: never"
+    )
+
+    @model_validator(mode="after")
+    def _evaluation_has_a_corpus(self) -> Self:
+        if self.evaluate_every and self.held_out is None:
+            raise ValueError("evaluate_every would not be used: there is no held_out corpus to evaluate")
+        if self.held_out and self.held_out.long_rows != 8 and not isinstance(self, ExtendSettings):
+            raise ValueError("held_out.long_rows would not be used: only extend evaluates the loss by position")
+        return self
+
+    @model_validator(mode="after")
+    def _check_values(self) -> Self:
+        if self.decay == "constant" and self.final_lr_fraction != 0.1:
+            raise ValueError('final_lr_fraction would not be used: decay = "constant" stays at the peak')
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be at least 0 and below 1, not {list(self.betas)}")
+        names = [part.corpus for part in self.mix]
+        if len(set(names)) != len(names):
+            raise ValueError(f"mix names a corpus twice: {', '.join(names)}")
+        return self
+
+
+# Without rope_theta, which has a key of its own.
+ROPE_SCALING_KEYS = {"rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor", "truncate"}
+ROPE_SCALING_KEYS |= {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"}
+
+
+class PretrainSettings(TrainingSettings):
+    """Continue pretraining at the base length."""
+
+    model: AbsolutePath | None = made_by("base", "init", doc="model directory, when no stage makes one")
+
+
+class MtpSettings(TrainingSettings):
+    """Train multi-token-prediction layers on a mid-run checkpoint."""
+
+    model: AbsolutePath | None = made_by("pretrain", doc="model directory, when no stage makes one")
+    layers: int = Field(default=1, ge=1, description="number of MTP layers: tokens predicted beyond the next one")
+    distance: Literal["kl", "tv"] = Field(
+        default="kl", description="distance to the main head: KL divergence or total variation"
+    )
+
+
+class ExtendSettings(TrainingSettings):
+    """Extend the context length."""
+
+    model: AbsolutePath | None = made_by("base", "init", "pretrain", doc="model directory, when no stage makes one")
+    rope_theta: float | None = Field(default=None, gt=0, description="new RoPE base; default: unchanged")
+    rope_scaling: HuggingFaceConfig | None = Field(
+        default=None, description='new RoPE scaling, such as {rope_type = "yarn", factor = 4.0, ...}'
+    )
+    min_document: int = Field(default=1, ge=1, description="skip documents with fewer tokens")
+
+    @model_validator(mode="after")
+    def _check_rope_scaling(self) -> Self:
+        if unknown := set(self.rope_scaling or {}) - ROPE_SCALING_KEYS:
+            what = f"rope_scaling.{min(unknown)} would not be used"
+            raise ValueError(f"{what}; known are {', '.join(sorted(ROPE_SCALING_KEYS))}")
+        return self
+
+
+class SftSettings(TrainingSettings):
+    """Fine-tune on conversations."""
+
+    model: AbsolutePath | None = made_by(
+        "base", "init", "pretrain", "extend", doc="model directory, when no stage makes one"
+    )
