@@ -22,9 +22,7 @@ class ToolAlias:
     hidden: frozenset[str] = frozenset()  # our names that are not shown
     description: str = ""  # replaces the tool's own
     parameters: Mapping[str, Any] | None = None  # a schema that replaces the tool's own
-    translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = (
-        None  # converts arguments of that schema to ours
-    )
+    translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None  # arguments of that schema -> ours
 
     def schema(self, tool: Tool, name: str, brief: bool = False) -> dict[str, Any]:
         """Return the tool's schema. If `brief`: one sentence, and the required arguments without descriptions."""
