@@ -170,9 +170,8 @@ def committed(workspace: ToolWorkspace, name: str) -> bytes | None:
         return None
     directory, base = os.path.split(os.path.join(workspace.root, name))
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_NOSYSTEM": "1"}
-    environment["GIT_ALLOW_PROTOCOL"] = (
-        "none"  # a partial clone would fetch missing objects, through any program it configures
-    )
+    # a partial clone would fetch missing objects, through any program it configures
+    environment["GIT_ALLOW_PROTOCOL"] = "none"
     start = [git, "-c", "core.fsmonitor=false", "-C", directory]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         command = [*start, "cat-file", "blob", f"HEAD:./{base}"]
