@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agent_workspace import ETUDE, AgentWorkspace, open_pods, make_workspace, tiny_checkpoint
+from agent_workspace import ETUDE, AgentWorkspace, make_workspace, open_pods, tiny_checkpoint
 from session_helpers import call, chatml, says
 
 from etude.agent import conversation
@@ -48,13 +48,17 @@ def pods() -> Iterator[Path]:
 
 
 @pytest.fixture
-def workspace(tmp_path: Path, pods: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> AgentWorkspace:
+def workspace(
+    tmp_path: Path, pods: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> AgentWorkspace:
     workspace = make_workspace(tmp_path, pods, monkeypatch, capsys)
     (workspace.project / "AGENTS.md").write_text("Say little.\n")
     return workspace
 
 
-def rollout(workspace: AgentWorkspace, policy: Policy, tokenizer: Tokenizer, budget: Budget, request: SessionRequest) -> Trace:
+def rollout(
+    workspace: AgentWorkspace, policy: Policy, tokenizer: Tokenizer, budget: Budget, request: SessionRequest
+) -> Trace:
     """Run the same task as training does."""
 
     async def go() -> Trace:
@@ -92,7 +96,9 @@ def test_every_prompt_of_a_session_is_the_same_in_a_terminal_and_in_a_rollout(wo
 def test_the_command_line_sends_the_same_prompts_as_a_rollout(workspace: AgentWorkspace, tmp_path: Path) -> None:
     place = tiny_checkpoint(tmp_path / "tiny")
     options = ["--model", str(place), "--answer", "16", "--turns", "1", "--seed", "3"]
-    subprocess.run([*ETUDE, "agent", "-p", *options, REQUEST], cwd=workspace.project, env=workspace.environment, check=False)
+    subprocess.run(
+        [*ETUDE, "agent", "-p", *options, REQUEST], cwd=workspace.project, env=workspace.environment, check=False
+    )
     (file,) = workspace.sessions.glob("*/session.trace")
     trace = load_trace(file)
     assert trace.exact
