@@ -1,9 +1,9 @@
-"""How many tokens one forward of the main model yields with MTP drafts, on held-out code.
+"""Acceptance of MTP drafts on held-out code: tokens per forward of the main model. It measures no speed.
 
     python benchmarks/acceptance.py runs/nano/checkpoints/extend-147 runs/nano/artefacts/corpus-stdlib
 
-Real speculative decoding (`etude.model.speculate`): prompts are cut from held-out documents, both greedy and sampled at
-temperature 1. 1.00 would be decoding without drafts; the text is the same either way.
+Speculative decoding with `etude.model.speculate`: prompts are the beginnings of held-out documents, completed greedily
+and sampled at temperature 1. 1.00 is decoding without drafts; the distribution of the output is the same.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ def main() -> None:
         )
         shares = "  ".join(f"{share:.2f}" for share in found.accepted_by_depth)
         print(f"{name:18}{found.acceptance_length:18.2f}   {shares}")
-    what = f"{len(prompts)} prompts of {args.prompt_tokens} tokens of held-out code, {args.new_tokens} new tokens each"
-    print(f"\n{what}, on {device}.")
+    setting = (
+        f"{len(prompts)} prompts of {args.prompt_tokens} tokens of held-out code, {args.new_tokens} new tokens each"
+    )
+    print(f"\n{setting}, on {device}.")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""How far the trainer's log-probabilities are from the sampler's on the same tokens, and what router replay changes.
+"""Mismatch of the trainer's and the sampler's log-probabilities of the same tokens, with and without router replay.
 
     python benchmarks/mismatch.py                  # on a GPU if there is one, else on the CPU
     python benchmarks/mismatch.py --requests 200
 
-The sampler writes tokens by batches, chunks and shared pages; the trainer then reads prompt and continuation as packed
-documents, once, with gradients on. Both are the same model code, so what is left is the order in which numbers are
-added and, with experts, a choice that such a difference tips over. Weights are random, and large enough for logits to
-have opinions: at a usual initialisation all tokens are alike and every difference vanishes.
+The sampler computes tokens in batches, prefill chunks and shared pages; the trainer computes prompt and completion as
+packed documents in one forward with gradients. Both use the same model code, so the rest is the order of summation and,
+with experts, routing choices that such a difference changes. Weights are random and larger than usual: at a usual
+initialisation all tokens are equally likely and every difference vanishes.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from etude.inference.engine import Engine, EngineOptions
-from etude.inference.request import Stream
+from etude.inference.request import SequenceState
 from etude.inference.sampling import Sampling
 from etude.kernels.attention import Documents
 from etude.kernels.loss import IGNORE, token_logprobs
@@ -65,51 +65,51 @@ def main() -> None:
             model = Transformer(ModelConfig.from_hugging_face(source)).eval()
             draw_weights(model, WIDTH, seed=0)
             model = model.to(device=arguments.device, dtype=dtype)
-            streams = sample(model, arguments.requests, arguments.new_tokens)
-            tokens = sum(len(stream.made) for stream in streams)
+            sequences = sample(model, arguments.requests, arguments.new_tokens)
+            tokens = sum(len(sequence.output) for sequence in sequences)
             for replay in (False, True) if model.config.moe else (False,):
-                gaps, differing = compare(model, streams, replay)
-                said = ("yes" if replay else "no") if model.config.moe else ""
+                gaps, differing = compare(model, sequences, replay)
+                label = ("yes" if replay else "no") if model.config.moe else ""
                 numbers = (f"{gaps.mean():.1e}", f"{gaps.quantile(0.99):.1e}", f"{gaps.max():.1e}")
                 share = f"{differing:.3%}" if model.config.moe else ""
-                table.add_row(name, str(dtype).removeprefix("torch."), said, *numbers, share)
+                table.add_row(name, str(dtype).removeprefix("torch."), label, *numbers, share)
     Console(width=120).print(table)
     print(
-        f"{tokens:,} sampled tokens in each row, of a 6-layer model with random weights: the sampler's own "
-        f"log-probabilities beside those of the trainer's packed forward, on {device}."
+        f"{tokens:,} sampled tokens in each row, of a 6-layer model with random weights: the sampler's "
+        f"log-probabilities against those of the trainer's packed forward, on {device}."
     )
 
 
-def sample(model: Transformer, requests: int, new_tokens: int) -> list[Stream]:
-    """Continuations from an engine that is busy: chunks of prompts between decoding streams, prefixes shared."""
+def sample(model: Transformer, requests: int, new_tokens: int) -> list[SequenceState]:
+    """Return sequences of a busy engine: prefill chunks beside decoding sequences, prefixes shared."""
     rng = random.Random(0)
-    options = EngineOptions(tokens=16_384, max_streams=max(2, requests // 2), budget=256)
+    options = EngineOptions(cache_tokens=16_384, max_sequences=max(2, requests // 2), max_batched_tokens=256)
     engine = Engine(model, options)
     stem = [rng.randrange(4096) for _ in range(64)]
-    streams = []
+    sequences = []
     for seed in range(requests):
         start = stem[: rng.choice((0, 32, 64))]
         prompt = start + [rng.randrange(4096) for _ in range(rng.randint(8, 100))]
-        streams += engine.submit(prompt, Sampling(max_tokens=new_tokens, seed=seed))
+        sequences += engine.submit(prompt, Sampling(max_tokens=new_tokens, seed=seed))
     while engine.step():
         pass
-    return streams
+    return sequences
 
 
-def compare(model: Transformer, streams: list[Stream], replay: bool) -> tuple[Tensor, float]:
-    """Differences of all sampled tokens, and the share of (token, layer) pairs whose experts are not the sampler's."""
+def compare(model: Transformer, sequences: list[SequenceState], replay: bool) -> tuple[Tensor, float]:
+    """Return the differences of all sampled tokens, and the share of (token, layer) pairs with other experts."""
     device = model.head_weight.device
-    rows = [stream.prompt + stream.made for stream in streams]
+    rows = [sequence.prompt + sequence.output for sequence in sequences]
     tokens = torch.tensor([token for row in rows for token in row], device=device)[None]
     documents = Documents.pack([[len(row) for row in rows]], device)
     routing, theirs = None, None
     if model.config.moe:
-        theirs = torch.cat([experts_of(stream) for stream in streams])[None]
+        theirs = torch.cat([experts_of(sequence) for sequence in sequences])[None]
         routing = Routing(theirs) if replay else Routing()
     hidden = model.hidden(tokens, documents=documents, routing=routing)  # gradients on, as when training
-    logprobs = token_logprobs(hidden[0], model.head_weight, targets_of(streams).to(device)).detach()
-    sampled = torch.tensor([number for stream in streams for number in stream.raw_logprobs], device=device)
-    gaps = (logprobs[targets_of(streams).to(device) != IGNORE] - sampled).abs()
+    logprobs = token_logprobs(hidden[0], model.head_weight, targets_of(sequences).to(device)).detach()
+    sampled = torch.tensor([number for sequence in sequences for number in sequence.raw_logprobs], device=device)
+    gaps = (logprobs[targets_of(sequences).to(device) != IGNORE] - sampled).abs()
     differing = 0.0
     if routing is not None and theirs is not None and routing.chosen is not None:
         known = theirs >= 0
@@ -118,19 +118,19 @@ def compare(model: Transformer, streams: list[Stream], replay: bool) -> tuple[Te
     return gaps.cpu(), differing
 
 
-def experts_of(stream: Stream) -> Tensor:
-    """Experts of every token; of the last one, which the sampler never read, the choice is left to the router."""
-    found = stream.result().routing
+def experts_of(sequence: SequenceState) -> Tensor:
+    """Return the experts of every token; the last one, which the sampler never computed, is left to the router."""
+    found = sequence.result().routing
     assert found is not None
     routing = torch.from_numpy(found).long()
     return torch.cat((routing, torch.full_like(routing[:1], -1)))
 
 
-def targets_of(streams: list[Stream]) -> Tensor:
-    """What each position predicts: the sampled tokens only."""
+def targets_of(sequences: list[SequenceState]) -> Tensor:
+    """Return the target of each position: sampled tokens only."""
     targets = []
-    for stream in streams:
-        targets += [IGNORE] * (len(stream.prompt) - 1) + stream.made + [IGNORE]
+    for sequence in sequences:
+        targets += [IGNORE] * (len(sequence.prompt) - 1) + sequence.output + [IGNORE]
     return torch.tensor(targets)
 
 

@@ -1,11 +1,11 @@
-"""The sampler beside transformers, in one run: tokens a second on a mixed load, and how near decoding is to the limit.
+"""Engine throughput against transformers, in one run: tokens per second on a mixed load, and decoding's bandwidth use.
 
     python benchmarks/sampler.py                       # on a GPU: SmolLM2-135M's shape, 512 requests
     python benchmarks/sampler.py --device cpu          # the nano shape at batch 1, 8, 32
-    python benchmarks/sampler.py --skip-peers          # ours only
+    python benchmarks/sampler.py --skip-peers          # without transformers
 
-Weights are random: speed does not depend on what they say. The limit of a decode step is reading the weights once and
-every stream's keys and values once at the copy rate measured here.
+Weights are random, which does not affect speed. The limit of a decode step is reading the weights once and every
+sequence's keys and values once at the copy rate measured here.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def on_gpu(arguments: argparse.Namespace, table: Table) -> None:
     prompts = [[rng.randrange(49152) for _ in range(rng.randint(200, 800))] for _ in range(arguments.requests)]
     engine = Engine(model, gpu_options(arguments.requests))
     run(engine, prompts, arguments.new_tokens)  # kernels compiled, graphs captured
-    engine.scheduler.pool.forget_all()
+    engine.scheduler.pool.reset_prefix_cache()
     ours, seconds = run(engine, prompts, arguments.new_tokens)
     steady, share = steady_decode(model, engine, arguments)
     if not arguments.skip_peers:
@@ -93,19 +93,21 @@ def on_gpu(arguments: argparse.Namespace, table: Table) -> None:
     run(fixed, prompts, 32)
     rate, _ = run(fixed, prompts, arguments.new_tokens)
     table.add_row("mixed, batch-invariant, tok/s", f"{rate:,.0f}", f"free {ours:,.0f}", f"{rate / ours:.2f}x")
-    for sharing in (True, False):
-        seconds = sessions(model, sharing, arguments.requests)
-        name = "64 sessions of 10 turns, s" if sharing else "the same without sharing"
+    for prefix_caching in (True, False):
+        seconds = sessions(model, prefix_caching, arguments.requests)
+        name = "64 sessions of 10 turns, s" if prefix_caching else "the same without prefix caching"
         table.add_row(name, f"{seconds:.2f}", "", "")
 
 
-def gpu_options(streams: int, **changes: Any) -> EngineOptions:
-    return EngineOptions(tokens=1 << 20, page=16, max_streams=streams, budget=32768, **changes)
+def gpu_options(max_sequences: int, **changes: Any) -> EngineOptions:
+    return EngineOptions(
+        cache_tokens=1 << 20, page_size=16, max_sequences=max_sequences, max_batched_tokens=32768, **changes
+    )
 
 
 def run(engine: Engine, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
-    """New tokens a second over the whole load, and the seconds."""
-    before = engine.made_tokens
+    """Return output tokens per second over the whole load, and the seconds."""
+    before = engine.output_tokens
     _sync(engine)
     start = time.perf_counter()
     for seed, prompt in enumerate(prompts):
@@ -114,18 +116,18 @@ def run(engine: Engine, prompts: list[list[int]], new_tokens: int) -> tuple[floa
         pass
     _sync(engine)
     seconds = time.perf_counter() - start
-    return (engine.made_tokens - before) / seconds, seconds
+    return (engine.output_tokens - before) / seconds, seconds
 
 
 def steady_decode(model: Transformer, engine: Engine, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Tokens a second while everybody decodes, and the share of what bandwidth allows."""
+    """Return tokens per second while all sequences decode, and the share of what bandwidth allows."""
     rng = random.Random(1)
     for seed in range(arguments.requests):
         engine.submit([rng.randrange(49152) for _ in range(512)], Sampling(max_tokens=400, seed=seed))
-    while any(not stream.decoding for stream in engine.scheduler.running) or engine.scheduler.waiting:
+    while any(not sequence.decoding for sequence in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
     engine.step()
-    made, lengths = engine.made_tokens, [stream.length for stream in engine.scheduler.running]
+    before, lengths = engine.output_tokens, [sequence.length for sequence in engine.scheduler.running]
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(8):
@@ -138,15 +140,15 @@ def steady_decode(model: Transformer, engine: Engine, arguments: argparse.Namesp
     per_token = 2 * config.layers * config.kv_heads * config.head_dim * 2
     context = sum(lengths) + len(lengths) * steps / 2
     floor = (weights + context * per_token) / copy_rate()
-    rate = (engine.made_tokens - made) / seconds
-    for stream in list(engine.scheduler.running):
-        engine.cancel(stream)
+    rate = (engine.output_tokens - before) / seconds
+    for sequence in list(engine.scheduler.running):
+        engine.cancel(sequence)
     engine.step()
     return rate, floor / (seconds / steps)
 
 
 def copy_rate() -> float:
-    """Bytes a second, read and written, of a large copy."""
+    """Return bytes per second, read and written, of a large copy."""
     source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     for _ in range(3):
@@ -159,19 +161,19 @@ def copy_rate() -> float:
     return 2 * source.numel() * 20 / (time.perf_counter() - start)
 
 
-def sessions(model: Transformer, sharing: bool, streams: int) -> float:
-    """64 sessions at once, 10 turns each: every turn's prompt is all before it and 150 tokens more."""
-    engine = Engine(model, gpu_options(streams, sharing=sharing))
+def sessions(model: Transformer, prefix_caching: bool, max_sequences: int) -> float:
+    """Return the seconds of 64 sessions of 10 turns; every turn's prompt is all before it and 150 tokens more."""
+    engine = Engine(model, gpu_options(max_sequences, prefix_caching=prefix_caching))
     rng = random.Random(2)
     texts = [[rng.randrange(49152) for _ in range(1000)] for _ in range(64)]
 
     def play(turns: int) -> None:
         for turn in range(turns):
-            asked = [engine.submit(text, Sampling(max_tokens=64, seed=turn))[0] for text in texts]
+            sequences = [engine.submit(text, Sampling(max_tokens=64, seed=turn))[0] for text in texts]
             while engine.step():
                 pass
-            for text, stream in zip(texts, asked, strict=True):
-                text += stream.made + [rng.randrange(49152) for _ in range(150)]
+            for text, sequence in zip(texts, sequences, strict=True):
+                text += sequence.output + [rng.randrange(49152) for _ in range(150)]
 
     play(1)
     torch.cuda.synchronize()
@@ -194,9 +196,9 @@ def on_cpu(arguments: argparse.Namespace, table: Table) -> None:
     rng = random.Random(0)
     for batch in (1, 8, 32):
         prompts = [[rng.randrange(4096) for _ in range(64)] for _ in range(batch)]
-        options = EngineOptions(tokens=16384, max_streams=batch, budget=1024, sharing=False)
+        options = EngineOptions(cache_tokens=16384, max_sequences=batch, max_batched_tokens=1024, prefix_caching=False)
         ours = peer = 0.0
-        for _ in range(5):  # in turns, the best of each: other work on the machine then hits both alike
+        for _ in range(5):  # alternating, the best of each: other work on the machine affects both alike
             ours = max(ours, run(Engine(model, options), prompts, 64)[0])
             if not arguments.skip_peers:
                 peer = max(peer, transformers_generate(model, prompts, 64))
@@ -211,7 +213,7 @@ def on_cpu(arguments: argparse.Namespace, table: Table) -> None:
 
 
 def twin(model: Transformer) -> Any:
-    """The same shape in transformers."""
+    """Return a model of the same shape in transformers."""
     import transformers
 
     source = dict(model.config.source)
@@ -221,7 +223,7 @@ def twin(model: Transformer) -> Any:
 
 
 def transformers_generate(model: Transformer, prompts: list[list[int]], new_tokens: int) -> float:
-    """`generate` with one padded batch, sampling at temperature 1."""
+    """Return the rate of `generate` with one padded batch, sampling at temperature 1."""
     peer, device = twin(model), model.head_weight.device
     longest = max(map(len, prompts))
     tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
@@ -243,7 +245,7 @@ def transformers_generate(model: Transformer, prompts: list[list[int]], new_toke
 
 
 def transformers_continuous(model: Transformer, prompts: list[list[int]], new_tokens: int) -> float:
-    """transformers' own continuous batching, on fewer requests because it is slow."""
+    """Return the rate of transformers' own continuous batching, on fewer requests because it is slow."""
     import transformers
 
     peer = twin(model)
@@ -252,8 +254,8 @@ def transformers_continuous(model: Transformer, prompts: list[list[int]], new_to
     )
     start = time.perf_counter()
     results = peer.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
-    made = sum(len(result.generated_tokens) for result in results.values())
-    return made / (time.perf_counter() - start)
+    tokens = sum(len(result.generated_tokens) for result in results.values())
+    return tokens / (time.perf_counter() - start)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The sampler under agents: many sessions whose short turns come at any time, and where its time goes.
+"""Engine throughput under agents: many sessions with short turns at random times, and where the engine's time goes.
 
     python benchmarks/turns.py                     # on a GPU: SmolLM2-135M's shape, 96 sessions
     python benchmarks/turns.py --device cpu        # the nano shape, 16 sessions
     python benchmarks/turns.py --sessions 192
 
-Every turn's prompt is all before it and some tokens more, as from a tool; its answer has 20 to 100 tokens, and then the
-tool takes a moment. Once without a server, and once over HTTP from four other processes, as in a run of reinforcement
-learning; each with the new tokens of prompts read by captured graphs and without. Weights are random.
+Every turn's prompt is all before it and some tokens more, as from a tool; its completion has 20 to 100 tokens, and then
+the tool takes a moment. Measured without a server, and over HTTP from four other processes as in RL; each with prefill
+in captured graphs and without. Weights are random.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from rich.table import Table
 from sampler import NANO, SMOLLM2
 
 from etude.inference import graphs, server
-from etude.inference.clients.http import Http
+from etude.inference.clients.http import HttpPolicy
 from etude.inference.engine import Engine, EngineOptions
-from etude.inference.request import Sample
+from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
 from etude.inference.service import EngineService
 from etude.model.config import ModelConfig
@@ -37,7 +37,7 @@ LIMIT_S = 300.0  # of a round
 ROUNDS = 2  # the first compiles kernels and captures graphs
 TOOL_S = (0.01, 0.05)
 
-Ask = Callable[[list[int], Sampling], Awaitable[list[Sample]]]
+Complete = Callable[[list[int], Sampling], Awaitable[list[Completion]]]
 
 
 def main() -> None:
@@ -50,19 +50,19 @@ def main() -> None:
     model = initialize(ModelConfig.from_hugging_face(shape), dtype=dtype).to(arguments.device)
     count = arguments.sessions or (96 if cuda else 16)
     if count < PROCESSES or count % PROCESSES:
-        parser.error(f"--sessions {count}: expected a multiple of {PROCESSES}, as many processes ask")
+        parser.error(f"--sessions {count}: expected a multiple of {PROCESSES}, the number of client processes")
     table = Table(
         title=f"{count} sessions of {TURNS} turns; milliseconds of an engine's step, and its share of the time"
     )
     decoding = "burst" if cuda else "decode"
-    for column in ("", "turns/s", "tok/s", decoding, "read, graph", "read, launched", "else"):
+    for column in ("", "turns/s", "tok/s", decoding, "prefill, graph", "prefill, launched", "else"):
         table.add_column(column, justify="right")
     for name, play in (("no server", alone), ("over HTTP", over_http)):
-        for read in (graphs.READ, 0) if cuda else (0,):
-            seconds, spent, tokens = asyncio.run(measured(model, play, count, read))
+        for limit in (graphs.MAX_GRAPH_TOKENS, 0) if cuda else (0,):
+            seconds, spent, tokens = asyncio.run(measured(model, play, count, limit))
             rest = 1 - sum(sum(times) for times in spent.values()) / seconds
             cells = [cell(spent[kind], seconds) for kind in ("burst", "graph", "launched")]
-            label = f"{name}, {'graphs read' if read else 'graphs only decode'}" if cuda else name
+            label = f"{name}, {'graphs prefill' if limit else 'graphs only decode'}" if cuda else name
             rates = f"{count * TURNS / seconds:,.0f}", f"{tokens / seconds:,.0f}"
             table.add_row(label, *rates, *cells, f"{rest:.0%}")
     Console(width=130).print(table)
@@ -73,35 +73,36 @@ def cell(times: list[float], seconds: float) -> str:
 
 
 async def measured(
-    model: Transformer, play: Callable[[EngineService, int], AsyncIterator[None]], count: int, read: int
+    model: Transformer, play: Callable[[EngineService, int], AsyncIterator[None]], count: int, limit: int
 ) -> tuple[float, dict[str, list[float]], int]:
-    """Seconds of the last round, those of every step of each kind, and tokens."""
-    known, graphs.READ = graphs.READ, read
-    engine = Engine(model, EngineOptions(tokens=400_000, max_streams=256, budget=4096))
+    """Return the seconds of the last round, those of every step of each kind, and its tokens."""
+    before, graphs.MAX_GRAPH_TOKENS = graphs.MAX_GRAPH_TOKENS, limit
+    engine = Engine(model, EngineOptions(cache_tokens=400_000, max_sequences=256, max_batched_tokens=4096))
     try:
         async with EngineService(engine) as service:
             rounds = play(service, count)
             await anext(rounds)
-            made, start = engine.made_tokens, time.perf_counter()
+            tokens, start = engine.output_tokens, time.perf_counter()
             with timing(engine) as spent:
                 await anext(rounds)
             seconds = time.perf_counter() - start
             async for _ in rounds:
                 pass
-            return seconds, spent, engine.made_tokens - made
+            return seconds, spent, engine.output_tokens - tokens
     finally:
-        graphs.READ = known
+        graphs.MAX_GRAPH_TOKENS = before
 
 
 @contextmanager
 def timing(engine: Any) -> Any:
-    """Seconds of every step by its kind, as the engine's thread sees them."""
+    """Collect the seconds of every step by its kind, as the engine's thread measures them."""
     spent: dict[str, list[float]] = {"burst": [], "graph": [], "launched": []}
     plain = engine._run
 
     def run(step: Any) -> None:
-        by_graph = engine.decoder is not None and (not step.reading or engine.decoder.can_read(step))
-        kind = "burst" if not step.reading else "graph" if by_graph else "launched"
+        runner = engine.graph_runner
+        by_graph = runner is not None and (not step.prefill or runner.can_run_mixed(step))
+        kind = "burst" if not step.prefill else "graph" if by_graph else "launched"
         start = time.perf_counter()
         plain(step)
         spent[kind].append(time.perf_counter() - start)
@@ -115,7 +116,7 @@ def timing(engine: Any) -> Any:
 
 async def alone(service: EngineService, count: int) -> AsyncIterator[None]:
     for number in range(ROUNDS):
-        await sessions(service.sample, count, number * 1_000_000, service.engine.model.config.vocab_size)
+        await sessions(service.complete_many, count, number * 1_000_000, service.engine.model.config.vocab_size)
         yield
 
 
@@ -126,50 +127,50 @@ async def over_http(service: EngineService, count: int) -> AsyncIterator[None]:
         await ready.wait()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         context = multiprocessing.get_context("spawn")
-        gate, size = context.Barrier(PROCESSES + 1), service.engine.model.config.vocab_size
+        barrier, size = context.Barrier(PROCESSES + 1), service.engine.model.config.vocab_size
         others = [
-            context.Process(target=client, args=(url, count // PROCESSES, index * count, size, gate), daemon=True)
+            context.Process(target=client, args=(url, count // PROCESSES, index * count, size, barrier), daemon=True)
             for index in range(PROCESSES)
         ]
         for process in others:
             process.start()
         try:
-            await asyncio.to_thread(gate.wait, LIMIT_S)  # they are there
+            await asyncio.to_thread(barrier.wait, LIMIT_S)  # all have started
             for _ in range(ROUNDS):
-                await asyncio.to_thread(gate.wait, LIMIT_S)
+                await asyncio.to_thread(barrier.wait, LIMIT_S)
                 yield
         finally:
-            gate.abort()
+            barrier.abort()
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
 
 
-def client(url: str, count: int, first: int, size: int, gate: Any) -> None:
+def client(url: str, count: int, first: int, size: int, barrier: Any) -> None:
     async def play() -> None:
-        http = Http(url, "")
-        await asyncio.to_thread(gate.wait, LIMIT_S)
+        http = HttpPolicy(url, "")
+        await asyncio.to_thread(barrier.wait, LIMIT_S)
         for number in range(ROUNDS):
-            await sessions(http.samples, count, first + number * 1_000_000, size)
-            await asyncio.to_thread(gate.wait, LIMIT_S)
+            await sessions(http.complete_many, count, first + number * 1_000_000, size)
+            await asyncio.to_thread(barrier.wait, LIMIT_S)
         await http.close()
 
     try:
         asyncio.run(play())
     except BaseException:
-        gate.abort()  # nobody waits for one who is gone
+        barrier.abort()  # do not leave the others waiting
         raise
 
 
-async def sessions(ask: Ask, count: int, seed: int, size: int) -> None:
-    await asyncio.gather(*(session(ask, random.Random(seed + number), size) for number in range(count)))
+async def sessions(complete: Complete, count: int, seed: int, size: int) -> None:
+    await asyncio.gather(*(session(complete, random.Random(seed + number), size) for number in range(count)))
 
 
-async def session(ask: Ask, rng: random.Random, size: int) -> None:
+async def session(complete: Complete, rng: random.Random, size: int) -> None:
     text = [rng.randrange(size) for _ in range(OPENING)]
     for turn in range(TURNS):
         sampling = Sampling(max_tokens=rng.randint(20, 100), seed=turn)
-        (sample,) = await ask(text, sampling)
-        text += sample.tokens + [rng.randrange(size) for _ in range(rng.randint(*ADDED))]
+        (completion,) = await complete(text, sampling)
+        text += completion.tokens + [rng.randrange(size) for _ in range(rng.randint(*ADDED))]
         await asyncio.sleep(rng.uniform(*TOOL_S))
 
 

@@ -1,57 +1,57 @@
-"""The sampler of reinforcement learning: an engine, the service around it, and clients for it and its peers.
+"""Sampling from a model: an engine, the async service around it, an HTTP server, and clients behind one `Policy`.
 
-    engine = etude.inference.Engine(etude.model.load(path), tokenizer=tokenizer)
-    async with etude.inference.EngineService(engine) as service:
-        policy = etude.inference.InProcess(service)
-        sample = await policy.sample(tokens, etude.inference.Sampling(max_tokens=64))
-
-The names below are imported when first used.
+engine = etude.inference.Engine(etude.model.load(path), tokenizer=tokenizer)
+async with etude.inference.EngineService(engine) as service:
+    policy = etude.inference.InProcessPolicy(service)
+    completion = await policy.complete(tokens, etude.inference.Sampling(max_tokens=64))
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from etude.inference.clients.http import Http
-    from etude.inference.clients.inprocess import InProcess
+    from etude.inference.clients.http import HttpPolicy
+    from etude.inference.clients.inprocess import InProcessPolicy
     from etude.inference.clients.openai import OpenAIChat
-    from etude.inference.clients.sglang import Sglang
-    from etude.inference.clients.vllm import Vllm
+    from etude.inference.clients.sglang import SglangPolicy
+    from etude.inference.clients.vllm import VllmPolicy
     from etude.inference.engine import Engine, EngineOptions
-    from etude.inference.policy import Policy
-    from etude.inference.request import Sample
+    from etude.inference.policy import Policy, PolicyBase
+    from etude.inference.request import Completion
     from etude.inference.sampling import Sampling
     from etude.inference.service import EngineService
 
-_HOMES = {
+_MODULES = {  # imported when first used
+    "Completion": "etude.inference.request",
     "Engine": "etude.inference.engine",
     "EngineOptions": "etude.inference.engine",
     "EngineService": "etude.inference.service",
-    "Http": "etude.inference.clients.http",
-    "InProcess": "etude.inference.clients.inprocess",
+    "HttpPolicy": "etude.inference.clients.http",
+    "InProcessPolicy": "etude.inference.clients.inprocess",
     "OpenAIChat": "etude.inference.clients.openai",
     "Policy": "etude.inference.policy",
-    "Sample": "etude.inference.request",
+    "PolicyBase": "etude.inference.policy",
     "Sampling": "etude.inference.sampling",
-    "Sglang": "etude.inference.clients.sglang",
-    "Vllm": "etude.inference.clients.vllm",
+    "SglangPolicy": "etude.inference.clients.sglang",
+    "VllmPolicy": "etude.inference.clients.vllm",
 }
 __all__ = [
+    "Completion",
     "Engine",
     "EngineOptions",
     "EngineService",
-    "Http",
-    "InProcess",
+    "HttpPolicy",
+    "InProcessPolicy",
     "OpenAIChat",
     "Policy",
-    "Sample",
+    "PolicyBase",
     "Sampling",
-    "Sglang",
-    "Vllm",
+    "SglangPolicy",
+    "VllmPolicy",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'etude.inference' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

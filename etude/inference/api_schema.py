@@ -1,7 +1,7 @@
-"""What a request may say: OpenAI's chat and completion schemas, and our own token-exact one.
+"""Request schemas: OpenAI's chat and completion, and the token-exact endpoints.
 
-Nothing is ignored in silence. A field that OpenAI defines and this server cannot honour is an error unless its value
-asks for what happens anyway; a field nobody knows is an error that names it. `user` alone is taken and unused.
+No field is ignored silently. A field that OpenAI defines and this server does not support is an error unless its value
+is the default behaviour; an unknown field is an error that names it. Only `user` is accepted and unused.
 """
 
 import difflib
@@ -12,15 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from etude.errors import InputError
 from etude.inference.sampling import MAX_SAMPLES, Sampling
 
-NUMBER = Field(allow_inf_nan=False, strict=True)  # a whole number is one too; true and "1" are not
-# Every new token of every sample is searched for every stop text.
+NUMBER = Field(allow_inf_nan=False, strict=True)  # accepts whole numbers; not true or "1"
+# Every new token of every completion is searched for every stop text.
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 StopText = Annotated[StrictStr, Field(max_length=MAX_STOP_LENGTH)]
 MAX_VERSION = 2**63 - 1
-AskT = TypeVar("AskT", bound=BaseModel)
-COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use all the room there is
+RequestT = TypeVar("RequestT", bound=BaseModel)
+COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use the rest of the context
 
-# Fields of OpenAI's schema with the values that ask for nothing this server does not do anyway.
+# Unsupported fields of OpenAI's schema, with the values that equal this server's behaviour.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -46,7 +46,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# What an assistant message of OpenAI's carries besides what was said, when it is sent back as it came.
+# Fields of an OpenAI assistant message that is sent back unchanged.
 NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
@@ -55,15 +55,15 @@ NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Strict(BaseModel):
-    """Fields with null are as good as absent; any other field that is not declared is an error."""
+class StrictModel(BaseModel):
+    """Treats null fields as absent; any other field that is not declared is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, given: Any) -> Any:
+    def _check_fields(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
         kept = {}
@@ -73,7 +73,7 @@ class Strict(BaseModel):
                     continue
             elif name in cls.neutral:
                 if value not in cls.neutral[name]:
-                    raise ValueError(f"{name} is {value!r:.80}, which this server cannot honour; leave it out")
+                    raise ValueError(f"{name} is {value!r:.80}, which this server does not support; leave it out")
                 continue
             if name not in cls.model_fields:
                 close = difflib.get_close_matches(name, cls.model_fields, 1)
@@ -82,68 +82,68 @@ class Strict(BaseModel):
         return kept
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: StrictStr
 
 
-class CalledFunction(Strict):
+class CalledFunction(StrictModel):
     name: StrictStr
     arguments: StrictStr
 
 
-class PastCall(Strict):
+class RequestToolCall(StrictModel):
     id: StrictStr = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(Strict):
+class RequestMessage(StrictModel):
     neutral = NEUTRAL_IN_MESSAGES
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | list[TextPart] | None = None
     name: StrictStr | None = None
-    tool_calls: list[PastCall] | None = None
+    tool_calls: list[RequestToolCall] | None = None
     tool_call_id: StrictStr | None = None
     reasoning_content: StrictStr | None = None
 
     @model_validator(mode="after")
-    def _fits_its_role(self) -> "Message":
+    def _check_role(self) -> "RequestMessage":
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
-            raise ValueError(f"tool_calls and reasoning_content belong to the assistant, not to role {self.role}")
+            raise ValueError(f"tool_calls and reasoning_content belong to role assistant, not to role {self.role}")
         if self.role != "tool" and self.tool_call_id:
             raise ValueError(f"tool_call_id belongs to role tool, not to role {self.role}")
         if self.content is None and not self.tool_calls:
             raise ValueError(f"content is missing in a message of role {self.role}")
         return self
 
-    def plain(self) -> dict[str, Any]:
-        """As the chat template wants it. `developer` is OpenAI's newer word for `system`."""
-        said = self.model_dump(exclude_none=True)
-        return {**said, "role": "system"} if self.role == "developer" else said
+    def for_template(self) -> dict[str, Any]:
+        """Return the message for the chat template. `developer` is OpenAI's newer word for `system`."""
+        message = self.model_dump(exclude_none=True)
+        return {**message, "role": "system"} if self.role == "developer" else message
 
 
-class FunctionTool(Strict):
+class FunctionTool(StrictModel):
     name: Annotated[StrictStr, Field(min_length=1)]
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None  # a schema that must be kept would need constrained sampling
+    strict: Literal[False] | None = None  # enforcing a schema would need constrained sampling
 
 
-class Tool(Strict):
+class RequestTool(StrictModel):
     type: Literal["function"]
     function: FunctionTool
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     neutral = {"include_obfuscation": (False,)}
 
     include_usage: StrictBool = False
 
 
-class Ask(Strict):
-    """What chats and completions have in common. `top_k` and `min_p` are not OpenAI's, but everybody's."""
+class BaseRequest(StrictModel):
+    """Fields common to chats and completions. `top_k` and `min_p` are not OpenAI's, but widely used."""
 
     neutral = NEUTRAL
 
@@ -161,9 +161,9 @@ class Ask(Strict):
     user: StrictStr | None = None
 
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> "Ask":
+    def _check_stream_options(self) -> "BaseRequest":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is for stream: true")
+            raise ValueError("stream_options requires stream: true")
         return self
 
     @property
@@ -174,35 +174,35 @@ class Ask(Strict):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, max_tokens: int, luck: int, stop: frozenset[int]) -> Sampling:
-        """How to sample; `luck` is the seed of who names none. OpenAI's seeds may be negative, ours are not."""
+    def sampling(self, max_tokens: int, default_seed: int, stop: frozenset[int]) -> Sampling:
+        """Return the sampling parameters. OpenAI's seeds may be negative, ours are not."""
         return Sampling(
             max_tokens=max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
-            seed=luck if self.seed is None else self.seed % 2**61,
+            seed=default_seed if self.seed is None else self.seed % 2**61,
             samples=self.n,
             stop=stop,
             stop_text=self.stops,
         )
 
 
-class ChatAsk(Ask):
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Tool] | None = None
+class ChatRequest(BaseRequest):
+    messages: Annotated[list[RequestMessage], Field(min_length=1)]
+    tools: list[RequestTool] | None = None
     tool_choice: Any = "auto"
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     logprobs: StrictBool = False
     top_logprobs: StrictInt = 0
 
     @model_validator(mode="after")
-    def _can_be_honoured(self) -> "ChatAsk":
+    def _check_supported(self) -> "ChatRequest":
         if self.tool_choice not in ("auto", "none"):
-            raise ValueError(f"tool_choice is {self.tool_choice!r:.80}; this server knows auto and none")
+            raise ValueError(f"tool_choice is {self.tool_choice!r:.80}; this server supports auto and none")
         if self.top_logprobs:
-            raise ValueError("top_logprobs: this server gives those of chosen tokens only; leave it out")
+            raise ValueError("top_logprobs: this server returns those of sampled tokens only; leave it out")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens are the same thing and differ; give one")
         return self
@@ -216,16 +216,16 @@ class ChatAsk(Ask):
         return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
 
-class CompletionAsk(Ask):
+class CompletionRequest(BaseRequest):
     prompt: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]]
     logprobs: StrictInt | None = None
 
     @model_validator(mode="after")
-    def _can_be_honoured(self) -> "CompletionAsk":
+    def _check_supported(self) -> "CompletionRequest":
         if self.logprobs:
-            raise ValueError("logprobs: this server gives those of chosen tokens only; ask with logprobs: 0")
+            raise ValueError("logprobs: this server returns those of sampled tokens only; send logprobs: 0")
         if isinstance(self.prompt, list) and len(self.prompt) > 1 and not isinstance(self.prompt[0], int):
-            raise ValueError(f"{len(self.prompt)} prompts; this server takes one in a request")
+            raise ValueError(f"{len(self.prompt)} prompts; this server takes one per request")
         return self
 
     @property
@@ -238,8 +238,8 @@ class CompletionAsk(Ask):
         return self.prompt if isinstance(first, int) or isinstance(self.prompt, str) else first  # type: ignore[return-value]
 
 
-class SamplingAsk(Strict):
-    """`Sampling` as it crosses the wire; the values are checked by `Sampling` itself."""
+class SamplingFields(StrictModel):
+    """`Sampling` as JSON; `Sampling` itself checks the values."""
 
     max_tokens: StrictInt = 256
     temperature: Annotated[float, NUMBER] = 1.0
@@ -253,42 +253,42 @@ class SamplingAsk(Strict):
     since: StrictInt | None = None
 
     def sampling(self) -> Sampling:
-        plain = self.model_dump(exclude={"stop", "stop_text"})
-        return Sampling(**plain, stop=frozenset(self.stop), stop_text=tuple(self.stop_text))
+        others = self.model_dump(exclude={"stop", "stop_text"})
+        return Sampling(**others, stop=frozenset(self.stop), stop_text=tuple(self.stop_text))
 
 
-class GenerateAsk(Strict):
+class GenerateRequest(StrictModel):
     tokens: list[StrictInt]
-    sampling: SamplingAsk = SamplingAsk()
+    sampling: SamplingFields = SamplingFields()
     routing: StrictBool = False
     stream: StrictBool = False
 
 
-class WeightsAsk(Strict):
+class LoadWeightsRequest(StrictModel):
     path: Annotated[StrictStr, Field(min_length=1)]
     version: Annotated[StrictInt, Field(ge=0, le=MAX_VERSION)]
 
     @model_validator(mode="after")
-    def _can_be_a_path(self) -> "WeightsAsk":
+    def _check_path(self) -> "LoadWeightsRequest":
         if "\0" in self.path:
-            raise ValueError(f"path is {self.path!r:.80}, which no file can be called")
+            raise ValueError(f"path is {self.path!r:.80}; a path cannot contain a null character")
         return self
 
 
 def explain(error: ValidationError) -> tuple[str, str | None]:
-    """What is wrong with a request, and the field it is about."""
+    """Return an error message and the field it is about."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
-    # Of the alternatives of a union the one that was meant is of the right type and wrong in something else.
+    # Of the alternatives of a union, the intended one has the right type and another error.
     first = next((each for each in found if not each["type"].endswith("_type")), found[0])
-    # The names of the alternatives of a union mean nothing to who sent the request.
+    # The names of the alternatives of a union mean nothing to the client.
     named = [part for part in first["loc"] if not isinstance(part, str) or (part.isidentifier() and part != "str")]
     place = ".".join(map(str, named))
-    said = first["msg"].removeprefix("Value error, ")
-    return (f"{place}: {said}" if place else said), place or None
+    message = first["msg"].removeprefix("Value error, ")
+    return (f"{place}: {message}" if place else message), place or None
 
 
-def parse(kind: type[AskT], given: Any) -> AskT:
-    """A request of this kind, or InputError with what is wrong."""
+def parse_request(kind: type[RequestT], given: Any) -> RequestT:
+    """Return a request of this kind; raise BadField with the problem if it is invalid."""
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -297,7 +297,7 @@ def parse(kind: type[AskT], given: Any) -> AskT:
 
 
 class BadField(InputError):
-    """A field of a request that cannot be used as it is."""
+    """A field of a request is invalid."""
 
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message)

@@ -1,31 +1,27 @@
-"""Chats to tokens and back: how messages become a prompt, and how a model's text becomes content and tool calls.
+"""Chats to tokens and back: messages become a prompt, and a model's text becomes content and tool calls.
 
-A `ServerChatFormat` is all that a server needs to know of a chat format. `HermesChatFormat` is the one of Qwen and of our own template:
-`<tool_call>{"name": ..., "arguments": ...}</tool_call>`. Text that is not a call stays text, to the letter.
+A `ServerChatFormat` is all that the server knows of a chat format. `HermesChatFormat` is that of Qwen and of our own
+template: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`. Text that is not a call is kept unchanged.
 """
 
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from etude.chat.tokenizer import Tokenizer
 from etude.inference.incremental_text import overlap
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-# Around the number of a piece of text that must not be read as control tokens; from Unicode's private use area.
+# Delimiters of a placeholder for text that must not be read as control tokens; from Unicode's private use area.
 SIGN, END_SIGN = "\ue000", "\ue001"
-
-# What a model writes, as it comes: thoughts, text, or that it calls a tool and which.
-StreamPart: TypeAlias = Literal["thinking", "text", "call"]
-PartListener: TypeAlias = Callable[[StreamPart, str], None]
 
 
 @dataclass(frozen=True)
 class ParsedToolCall:
-    """A call as the model wrote it; `arguments` is a JSON object, unchanged."""
+    """A tool call as the model wrote it; `arguments` is a JSON object, unchanged."""
 
     name: str
     arguments: str
@@ -33,14 +29,14 @@ class ParsedToolCall:
 
 
 class ToolCallParser(Protocol):
-    """Text as it comes, taken apart."""
+    """Splits streamed text into content and tool calls."""
 
     def feed(self, text: str) -> list[str | ParsedToolCall]:
-        """Content and calls that are certain now."""
+        """Return the content and calls that are certain now."""
         ...
 
     def finish(self) -> list[str | ParsedToolCall]:
-        """What was held back, when no more text comes."""
+        """Return what was held back, after the last text."""
         ...
 
 
@@ -48,26 +44,26 @@ class ServerChatFormat(Protocol):
     """One chat format."""
 
     def encode(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The prompt of a chat that the model continues."""
+        """Return the prompt of a chat."""
         ...
 
-    def reader(self) -> ToolCallParser:
-        """For one answer to a chat with tools."""
+    def tool_parser(self) -> ToolCallParser:
+        """Return a parser for one completion of a chat with tools."""
         ...
 
 
 class HermesChatFormat:
-    """The tokenizer's own chat template, and HermesChatFormat-style tool calls."""
+    """The tokenizer's own chat template, and Hermes-style tool calls."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.encode = ChatEncoder(tokenizer).encode
 
-    def reader(self) -> ToolCallParser:
+    def tool_parser(self) -> ToolCallParser:
         return HermesToolCallParser()
 
 
 class HermesToolCallParser:
-    """Takes one newline before a call and all blank between calls for the template's, as it puts them there itself."""
+    """Drops one newline before a call and all whitespace between calls, which the template inserts by itself."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -91,7 +87,7 @@ class HermesToolCallParser:
         return [part for part in found if part]
 
     def _certain(self) -> str:
-        """Text that cannot belong to a call any more."""
+        """Return the text that cannot belong to a call."""
         if self._called and not self._text.strip():
             return ""
         size = len(self._text) - max(overlap(self._text, OPEN), overlap(self._text, f"\n{OPEN}"))
@@ -105,7 +101,7 @@ class HermesToolCallParser:
 
 
 def parse_call(text: str) -> ParsedToolCall | None:
-    """A call from what stood between the marks; None when it is not one."""
+    """Return the call between two tags; None if it is not a valid one."""
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):
@@ -118,7 +114,7 @@ def parse_call(text: str) -> ParsedToolCall | None:
 
 
 def _as_written(text: str, arguments: dict[str, Any]) -> str:
-    """The arguments in the model's own spelling, so that the next turn's prompt repeats what the model wrote."""
+    """Return the arguments in the model's own spelling, so that the next turn's prompt repeats them exactly."""
     for start in re.finditer(r'"arguments"\s*:\s*', text):
         try:
             value, end = json.JSONDecoder().raw_decode(text, start.end())
@@ -130,44 +126,44 @@ def _as_written(text: str, arguments: dict[str, Any]) -> str:
 
 
 class ChatEncoder:
-    """Prompts of chats by the chat template; no text in them becomes a control token, whatever it spells.
+    """Encodes chats with the chat template so that no text in a message becomes a control token.
 
-    Text that spells one is set aside before the template sees it and encoded as plain text where it belongs. Of what
-    the assistant wrote only the frame is set aside: its thoughts and calls are meant to be read as such.
+    Text that spells one is replaced by a placeholder before rendering and encoded as plain text in its place. In the
+    assistant's messages only special tokens are replaced: reasoning and call tags are meant to be control tokens there.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         added = tokenizer.backend.get_added_tokens_decoder().values()
         self._control = _any_of(t.content for t in added if tokenizer.find_control_token(t.content))
-        self._frame = _any_of(t.content for t in added if t.special)
+        self._special = _any_of(t.content for t in added if t.special)
 
     def encode(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        aside: list[str] = []
+        replaced: list[str] = []
 
-        def sign(match: re.Match[str]) -> str:
-            aside.append(match[0])
-            return f"{SIGN}{len(aside) - 1}{END_SIGN}"
+        def placeholder(match: re.Match[str]) -> str:
+            replaced.append(match[0])
+            return f"{SIGN}{len(replaced) - 1}{END_SIGN}"
 
-        def guard(value: Any, pattern: re.Pattern[str]) -> Any:
+        def escape(value: Any, pattern: re.Pattern[str]) -> Any:
             if isinstance(value, str):
-                return pattern.sub(sign, value)
+                return pattern.sub(placeholder, value)
             if isinstance(value, Mapping):
-                return {key: guard(item, pattern) for key, item in value.items()}
-            return [guard(item, pattern) for item in value] if isinstance(value, list | tuple) else value
+                return {key: escape(item, pattern) for key, item in value.items()}
+            return [escape(item, pattern) for item in value] if isinstance(value, list | tuple) else value
 
-        guarded = []
+        escaped = []
         for message in messages:
             own = {"content", "reasoning_content"} if message.get("role") == "assistant" else ()
-            patterns = {key: self._frame if key in own else self._control for key in message}
-            guarded.append({key: guard(item, patterns[key]) for key, item in message.items()})
-        text = self.tokenizer.render(guarded, [guard(tool, self._control) for tool in tools] or None)
+            patterns = {key: self._special if key in own else self._control for key in message}
+            escaped.append({key: escape(item, patterns[key]) for key, item in message.items()})
+        text = self.tokenizer.render(escaped, [escape(tool, self._control) for tool in tools] or None)
         tokens: list[int] = []
-        for place, part in enumerate(re.split(f"{SIGN}(\\d+){END_SIGN}", text)):
-            tokens += self.tokenizer.encode(aside[int(part)] if place % 2 else part, special=not place % 2)
+        for index, part in enumerate(re.split(f"{SIGN}(\\d+){END_SIGN}", text)):
+            tokens += self.tokenizer.encode(replaced[int(part)] if index % 2 else part, special=not index % 2)
         return tokens
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    # With our own sign: a text that brings it along must not be taken for one of ours.
+    # Our own delimiter is replaced too: a text that contains it must not look like a placeholder.
     return re.compile("|".join(map(re.escape, sorted((*tokens, SIGN), key=len, reverse=True))))

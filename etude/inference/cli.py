@@ -1,4 +1,4 @@
-"""`etude serve`: a checkpoint behind HTTP. Torch is imported when it runs, not before."""
+"""`etude serve`: serve a checkpoint over HTTP. Torch is imported only when the command runs."""
 
 from __future__ import annotations
 
@@ -22,77 +22,82 @@ def serve(
         Path, typer.Argument(metavar="CHECKPOINT", help="A Hugging Face model directory.", show_default=False)
     ],
     host: Annotated[
-        str, typer.Option(help="Address to listen on; others than this machine need a token.")
+        str, typer.Option(help="Address to listen on; one that other machines can reach needs a token.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     token_file: Annotated[
-        Path | None, typer.Option(help="Holds the token that clients must send.", show_default=False)
+        Path | None, typer.Option(help="File with the token that clients must send.", show_default=False)
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option(help="What clients call the model; else the directory's name.", show_default=False),
+        typer.Option(help="Model name for clients; the directory's name by default.", show_default=False),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16; the stored one by default.", show_default=False)
+        str | None, typer.Option(help="float32 or bfloat16; the checkpoint's own by default.", show_default=False)
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto takes a GPU if there is one.")] = "auto",
-    tokens: Annotated[int, typer.Option(min=1, help="Room of the KV cache, over all streams.")] = 65_536,
-    page: Annotated[int, typer.Option(min=1, help="Tokens of a page of the cache.")] = 16,
-    max_streams: Annotated[int, typer.Option(min=1, help="Samples made at the same time.")] = 64,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Samples that may wait; more are refused.")] = 1024,
+    tokens: Annotated[int, typer.Option(min=1, help="Size of the KV cache in tokens.")] = 65_536,
+    page: Annotated[int, typer.Option(min=1, help="Tokens per page of the KV cache.")] = 16,
+    max_streams: Annotated[int, typer.Option(min=1, help="Sequences that run at the same time.")] = 64,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more are refused.")] = 1024,
     on_swap: Annotated[
-        Literal["keep", "recompute"], typer.Option(help="What new weights do to the cache of running samples.")
+        Literal["keep", "recompute"], typer.Option(help="KV cache of running sequences when new weights are loaded.")
     ] = "keep",
     drafts: Annotated[
-        int, typer.Option(min=0, help="Tokens drafted by the checkpoint's MTP layers and verified at once; 0: none.")
+        int, typer.Option(min=0, help="Tokens that the MTP layers draft per verification (slower so far); 0: none.")
     ] = 0,
     invariant: Annotated[
-        bool, typer.Option("--invariant", help="The same request gives the same numbers whatever else runs; slower.")
+        bool, typer.Option("--invariant", help="Make results independent of what else is in the batch; slower.")
     ] = False,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds for running requests to finish at the end.")] = 30.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds for running requests to finish at shutdown.")] = 30.0,
 ) -> None:
     """Serve a model over HTTP, OpenAI-compatible and token-exact, until SIGTERM."""
     from etude.inference import server
     from etude.inference.engine import EngineOptions
     from etude.inference.service import EngineService
 
-    secret, kind = server.read_token(host, token_file), _dtype(dtype)
+    token, torch_dtype = server.read_token(host, token_file), _dtype(dtype)
     options = EngineOptions(
-        tokens=tokens, page=page, max_streams=max_streams, on_swap=on_swap, drafts=drafts, invariant=invariant
+        cache_tokens=tokens,
+        page_size=page,
+        max_sequences=max_streams,
+        on_swap=on_swap,
+        drafts=drafts,
+        invariant=invariant,
     )
-    called = name or checkpoint.resolve().name
-    with server.bind(host, port) as listener:  # first: that a port is taken should not be found out minutes later
-        engine = _engine(checkpoint, kind, device, options)
+    model_name = name or checkpoint.resolve().name
+    with server.bind(host, port) as listener:  # before loading, which takes minutes: the port may be taken
+        engine = _engine(checkpoint, torch_dtype, device, options)
 
-        async def work() -> None:
+        async def serve_until_stopped() -> None:
             address = listener.getsockname()
             url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"
 
             def ready() -> None:
-                print(f"{url}/v1  {called} on {engine.device}, room for {tokens:,} tokens", flush=True)
+                print(f"{url}/v1  {model_name} on {engine.device}, room for {tokens:,} tokens", flush=True)
 
             async with EngineService(engine, max_waiting=max_waiting) as service:
-                await server.run(service, listener, name=called, token=secret, grace=grace, ready=ready)
+                await server.run(service, listener, name=model_name, token=token, grace=grace, ready=ready)
                 if service.failure is not None:
                     raise service.failure
 
         if not server.is_loopback(host):
-            print("etude: warning: no TLS: the token and all that is said can be read on the way", file=sys.stderr)
-        asyncio.run(work())
+            print("etude: warning: no TLS: the token and all traffic are sent in the clear", file=sys.stderr)
+        asyncio.run(serve_until_stopped())
 
 
 def _engine(checkpoint: Path, dtype: torch.dtype | None, device: str, options: EngineOptions) -> Engine:
-    """The engine around a checkpoint, with the layers that draft if drafts are asked for."""
+    """Return an engine for a checkpoint, with its MTP layers if drafts are asked for."""
     from etude.chat.tokenizer import Tokenizer, check_vocabulary
     from etude.inference.engine import Engine
     from etude.kernels import usable_device
     from etude.model.checkpoint import load
-    from etude.model.mtp import FILE, load_mtp
+    from etude.model.mtp import MTP_FILE, load_mtp
 
     tokenizer = Tokenizer.load(checkpoint)
-    if options.drafts and not (checkpoint / FILE).exists():
+    if options.drafts and not (checkpoint / MTP_FILE).exists():
         raise InputError(
-            f"--drafts {options.drafts}: {checkpoint} has no {FILE}, the MTP layers that draft; leave --drafts out"
+            f"--drafts {options.drafts}: {checkpoint} has no MTP layers to draft with ({MTP_FILE}); leave --drafts out"
         )
     model = load(checkpoint, dtype=dtype, device=usable_device(device))
     check_vocabulary(tokenizer, model.config.vocab_size, str(checkpoint))

@@ -1,16 +1,16 @@
-"""How long samples take, in histograms of fixed buckets: until the first token, and for each one after it."""
+"""Latency histograms with fixed buckets: time to first token, and time per output token after it."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 
-# Seconds. From a cached prompt on a GPU to a full queue; from a captured graph to a large model on a CPU.
+# Seconds: from a cached prompt on a GPU to a full queue, and from a captured graph to a large model on a CPU.
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
 OUTPUT_TOKEN_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 @dataclass
 class Histogram:
-    """How often a number was at most each bound, and more than the one before; the last count is of all beyond."""
+    """Counts of values at most each bound and above the one before; the last count is of all beyond."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)

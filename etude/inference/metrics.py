@@ -1,4 +1,4 @@
-"""What the service has done, in the text format that Prometheus reads."""
+"""Statistics of the service in Prometheus' text format."""
 
 from itertools import accumulate
 
@@ -7,7 +7,7 @@ from etude.inference.service import Stats
 
 
 def prometheus(stats: Stats) -> str:
-    """One family per number; counters end in _total. Drafts are counted where some are made."""
+    """Return one metric family per number; counters end in _total. Drafts appear only with speculation."""
     lines: list[str] = []
 
     def family(name: str, kind: str, meaning: str, *values: tuple[str, float]) -> None:
@@ -15,27 +15,27 @@ def prometheus(stats: Stats) -> str:
         lines.extend((f"# HELP {full} {meaning}", f"# TYPE {full} {kind}"))
         lines.extend(f"{full}{labels} {value:.17g}" for labels, value in values)
 
-    family("tokens_made_total", "counter", "Tokens sampled.", ("", stats.made_tokens))
-    family("tokens_read_total", "counter", "Tokens read before sampling, repeats included.", ("", stats.read_tokens))
-    family("prompt_tokens_total", "counter", "Prompt tokens of samples that ended.", ("", stats.prompt_tokens))
-    family("cached_tokens_total", "counter", "Of those, found in the cache.", ("", stats.cached_tokens))
-    family("requests_total", "counter", "Requests taken in.", ("", stats.requests))
+    family("tokens_made_total", "counter", "Tokens sampled.", ("", stats.output_tokens))
+    family("tokens_read_total", "counter", "Tokens prefilled, recomputation included.", ("", stats.prefill_tokens))
+    family("prompt_tokens_total", "counter", "Prompt tokens of sequences that ended.", ("", stats.prompt_tokens))
+    family("cached_tokens_total", "counter", "Of those, found in the prefix cache.", ("", stats.cached_tokens))
+    family("requests_total", "counter", "Requests accepted.", ("", stats.requests))
     family("refused_total", "counter", "Requests refused because the queue was full.", ("", stats.refused))
     endings = [(f'{{ending="{name}"}}', count) for name, count in sorted(stats.endings.items())]
-    family("samples_total", "counter", "Samples by how they ended.", *endings)
-    family("preemptions_total", "counter", "Times a sample lost its pages.", ("", stats.preemptions))
-    family("swaps_total", "counter", "Times the weights were changed.", ("", stats.swaps))
+    family("samples_total", "counter", "Sequences by how they ended.", *endings)
+    family("preemptions_total", "counter", "Times a sequence was preempted.", ("", stats.preemptions))
+    family("swaps_total", "counter", "Times new weights were loaded.", ("", stats.swaps))
     family("steps_total", "counter", "Steps of the engine.", ("", stats.steps))
     family("busy_seconds_total", "counter", "Seconds inside steps.", ("", stats.busy_s))
     if stats.accepted:
-        family("draft_rounds_total", "counter", "Times a sample's drafts were verified.", ("", stats.draft_rounds))
+        family("draft_rounds_total", "counter", "Times a sequence's drafts were verified.", ("", stats.draft_rounds))
         depths = [(f'{{depth="{depth}"}}', count) for depth, count in enumerate(stats.accepted, 1)]
-        family("drafts_accepted_total", "counter", "Drafts accepted, by their place in a round.", *depths)
+        family("drafts_accepted_total", "counter", "Drafts accepted, by their position in a round.", *depths)
     first, each = _buckets(stats.first_token), _buckets(stats.output_token)
-    family("time_to_first_token_seconds", "histogram", "From a request to a sample's first token.", *first)
-    family("time_per_output_token_seconds", "histogram", "A finished sample's mean for every later token.", *each)
-    family("running", "gauge", "Samples being made.", ("", stats.running))
-    family("waiting", "gauge", "Samples in the queue.", ("", stats.waiting))
+    family("time_to_first_token_seconds", "histogram", "From a request to a sequence's first token.", *first)
+    family("time_per_output_token_seconds", "histogram", "A finished sequence's mean for every later token.", *each)
+    family("running", "gauge", "Sequences running.", ("", stats.running))
+    family("waiting", "gauge", "Sequences waiting.", ("", stats.waiting))
     family("pages_held", "gauge", "Pages of the cache in use.", ("", stats.pages_held))
     family("pages", "gauge", "Pages of the cache.", ("", stats.pages))
     family("version", "gauge", "Version of the weights.", ("", stats.version))
@@ -44,7 +44,7 @@ def prometheus(stats: Stats) -> str:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """A histogram's lines: how many were at most each bound, their sum and their number."""
+    """Return a histogram's cumulative counts, their sum and their number."""
     counts = list(accumulate(histogram.counts))
     bounds = (*(f"{bound:g}" for bound in histogram.bounds), "+Inf")
     lines = [(f'_bucket{{le="{bound}"}}', float(count)) for bound, count in zip(bounds, counts, strict=True)]

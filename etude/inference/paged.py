@@ -1,7 +1,7 @@
-"""Keys and values in pages, and one step's batch over them: what `etude.model` sees as its cache.
+"""The paged KV cache as `etude.model` sees it, and the batch of one step laid out over it.
 
-A step is one flat row of tokens: first one for each decoding stream, then pieces of prompts. Latent attention keeps
-latents, as everywhere. Attention itself is in `kernels/paged.py`; this file decides where things lie.
+A step is one flat row of tokens: first one for each decoding sequence, then prefill chunks. For latent attention the
+cache holds latents. Attention itself is in `kernels/paged.py`; this file decides where things lie.
 """
 
 from dataclasses import dataclass
@@ -11,85 +11,85 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from etude.inference.request import Stream
-from etude.inference.scheduler import Step
+from etude.inference.request import SequenceState
+from etude.inference.scheduler import ScheduledStep
 from etude.kernels.paged import Blocks, Spans, attend_blocks, attend_pages, attend_spans, store_pages
 from etude.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One step as tensors. Decoding streams come first, one token each."""
+class PagedBatch:
+    """One step as tensors. Decoding sequences come first, one token each."""
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
     slots: Tensor  # [T], where each token's keys and values go: page * size + offset
-    decoding: int  # how many of the tokens are decoding streams; in a graph that reads, as many as there may be
-    tables: Tensor  # [decoding, most pages], page numbers, padded; with blocks, of those that read too
+    decoding: int  # number of tokens that belong to decoding sequences; in a mixed graph, the most there can be
+    tables: Tensor  # [decoding, most pages], page numbers, padded; with blocks, prefilling sequences too
     lengths: Tensor  # [decoding], tokens visible to each, itself included; 0: it does not decode
-    spans: Spans | Blocks | None  # pieces of prompts, after the decoding streams
-    writers: Tensor  # rows of the step from which a next token is drawn
+    spans: Spans | Blocks | None  # prefill chunks, after the decoding sequences
+    sampled_rows: Tensor  # rows of the step from which a next token is sampled
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """The tokens of a step on the host, one after another."""
 
     tokens: list[int]
     positions: list[int]
     slots: npt.NDArray[np.int64]
-    writers: list[int]
-    starts: list[int]  # where each piece of a prompt begins among them
+    sampled_rows: list[int]
+    starts: list[int]  # where each prefill chunk begins among the tokens
 
 
-def lay_out(step: Step, size: int) -> Layout:
-    tokens = [stream.made[-1] for stream in step.decoding]
-    positions = [stream.length - 1 for stream in step.decoding]
-    places = zip(step.decoding, positions, strict=True)
-    slots = [np.array([stream.pages[at // size] * size + at % size for stream, at in places], np.int64)]
-    writers, starts = list(range(len(step.decoding))), []
-    for piece in step.reading:
+def lay_out_step(step: ScheduledStep, size: int) -> StepLayout:
+    tokens = [sequence.output[-1] for sequence in step.decoding]
+    positions = [sequence.length - 1 for sequence in step.decoding]
+    pairs = zip(step.decoding, positions, strict=True)
+    slots = [np.array([sequence.pages[at // size] * size + at % size for sequence, at in pairs], np.int64)]
+    sampled_rows, starts = list(range(len(step.decoding))), []
+    for chunk in step.prefill:
         starts.append(len(tokens))
-        tokens += piece.stream.tokens(piece.start, piece.end)
-        positions += range(piece.start, piece.end)
-        slots.append(stream_slots(piece.stream.pages, piece.start, piece.end, size))
-        if piece.writes:
-            writers.append(len(tokens) - 1)
-    return Layout(tokens, positions, np.concatenate(slots), writers, starts)
+        tokens += chunk.sequence.tokens(chunk.start, chunk.end)
+        positions += range(chunk.start, chunk.end)
+        slots.append(slots_of(chunk.sequence.pages, chunk.start, chunk.end, size))
+        if chunk.is_last:
+            sampled_rows.append(len(tokens) - 1)
+    return StepLayout(tokens, positions, np.concatenate(slots), sampled_rows, starts)
 
 
-def make_batch(step: Step, size: int, device: torch.device | str) -> Batch:
-    """A step as tensors. Built with numpy on the host and moved once."""
-    laid = lay_out(step, size)
-    runs = [stream_slots(piece.stream.pages, 0, piece.end, size) for piece in step.reading]
-    tables = _tables(step.decoding)
+def make_batch(step: ScheduledStep, size: int, device: torch.device | str) -> PagedBatch:
+    """Return a step as tensors, built with numpy on the host and moved once."""
+    layout = lay_out_step(step, size)
+    runs = [slots_of(chunk.sequence.pages, 0, chunk.end, size) for chunk in step.prefill]
+    tables = _page_tables(step.decoding)
 
     def move(values: object) -> Tensor:
         return torch.as_tensor(np.asarray(values, np.int64)).to(device, non_blocking=True)
 
-    return Batch(
-        move(laid.tokens),
-        move(laid.positions),
-        move(laid.slots),
+    return PagedBatch(
+        move(layout.tokens),
+        move(layout.positions),
+        move(layout.slots),
         len(step.decoding),
         torch.from_numpy(tables).to(device),
-        move([stream.length for stream in step.decoding]),
-        Spans.of([piece.end - piece.start for piece in step.reading], runs, device) if runs else None,
-        move(laid.writers),
+        move([sequence.length for sequence in step.decoding]),
+        Spans.of([chunk.end - chunk.start for chunk in step.prefill], runs, device) if runs else None,
+        move(layout.sampled_rows),
     )
 
 
-def _tables(streams: list[Stream]) -> npt.NDArray[np.int64]:
-    tables = np.zeros((len(streams), max((len(stream.pages) for stream in streams), default=0)), np.int64)
-    for row, stream in enumerate(streams):
-        tables[row, : len(stream.pages)] = stream.pages
+def _page_tables(sequences: list[SequenceState]) -> npt.NDArray[np.int64]:
+    tables = np.zeros((len(sequences), max((len(sequence.pages) for sequence in sequences), default=0)), np.int64)
+    for row, sequence in enumerate(sequences):
+        tables[row, : len(sequence.pages)] = sequence.pages
     return tables
 
 
-def stream_slots(pages: list[int], start: int, end: int, size: int) -> npt.NDArray[np.int64]:
-    """Where tokens `start` to `end` of a stream lie."""
-    places = np.arange(start, end)
-    return np.asarray(pages, np.int64)[places // size] * size + places % size
+def slots_of(pages: list[int], start: int, end: int, size: int) -> npt.NDArray[np.int64]:
+    """Return the slots of tokens `start` to `end` of a sequence."""
+    positions = np.arange(start, end)
+    return np.asarray(pages, np.int64)[positions // size] * size + positions % size
 
 
 class PagedCache:
@@ -104,13 +104,13 @@ class PagedCache:
         k_shape = (1, latent.kv_rank + latent.rope_dim) if latent else (config.kv_heads, config.head_dim)
 
         def slabs() -> list[Tensor]:
-            # one page more than the pool has: rows that only fill a captured graph write there
+            # one page more than the pool has: padding rows of a captured graph write there
             shape = ((pages + 1) * size, *k_shape)
             return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
 
         self.keys = slabs()
         self.values = [] if latent else slabs()
-        self.batch: Batch | None = None
+        self.batch: PagedBatch | None = None
         self.lengths = torch.zeros(1, dtype=torch.int64, device=device)  # the model sees one row
 
     def positions(self, tokens: int) -> Tensor:
@@ -136,4 +136,4 @@ class PagedCache:
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
     def advance(self, tokens: int) -> None:
-        """The scheduler keeps count."""
+        """Do nothing: the scheduler counts computed tokens."""

@@ -1,8 +1,7 @@
-"""The contract between whoever samples and whoever needs samples: token ids in, token ids out.
+"""The `Policy` contract: token ids in, token ids out, from a model in this process or behind a server.
 
-A `Policy` is a model somewhere: in this process, behind our server, behind vLLM or SGLang. Nothing in training ever
-re-tokenizes what a model wrote, so there is no text here. To write a new one, implement `samples`, `load` and
-`version`, and take `sample` from `OneSample`.
+There is no text here, because nothing in training re-tokenizes what a model wrote. To write a new policy, subclass
+`PolicyBase` and implement `complete_many`, `load`, `version` and `close`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,65 +9,72 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from etude.errors import InputError
-from etude.inference.request import Ending, Sample
+from etude.inference.request import Completion, Ending
 from etude.inference.sampling import Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Ending", "OneSample", "Policy", "Sample", "Sampling", "Watch", "Weights"]
+__all__ = ["Completion", "Ending", "Policy", "PolicyBase", "Sampling", "TokenCallback", "Weights"]
 
 # Tensors by name, or a checkpoint directory that the sampler can read.
 Weights: TypeAlias = "Mapping[str, Tensor] | Path | str"
-Watch: TypeAlias = Callable[[Sequence[int]], None]  # told new tokens as they are made
+TokenCallback: TypeAlias = Callable[[Sequence[int]], None]  # called with new tokens as they are generated
 
 
 class Policy(Protocol):
-    """A model that continues prompts."""
+    """A model that completes prompts."""
 
-    async def sample(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> Sample:
-        """One continuation. Turns with the same `session` go where their cache is. Cancelling the task cancels it."""
+    async def complete(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> Completion:
+        """Return one completion. Calls with the same `session` go to the sampler that has its cache. Cancelling the
+        task cancels the request."""
         ...
 
-    async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
-        """`sampling.samples` continuations of one prompt."""
+    async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
+        """Return `sampling.samples` completions of one prompt."""
         ...
 
-    async def watched(self, tokens: Sequence[int], sampling: Sampling, watch: Watch, *, session: str = "") -> Sample:
-        """`sample`, while somebody watches; where tokens cannot be had before the end, all of them are told then."""
+    async def complete_streaming(
+        self, tokens: Sequence[int], sampling: Sampling, on_tokens: TokenCallback, *, session: str = ""
+    ) -> Completion:
+        """Return one completion; `on_tokens` gets its tokens as they come, or at the end if they cannot be streamed."""
         ...
 
     async def load(self, weights: Weights, version: int) -> None:
-        """New weights; when it returns, new tokens are of `version`. Requests in flight go on."""
+        """Load weights; when this returns, new tokens are of `version`. Requests in flight go on."""
         ...
 
     async def version(self) -> int:
-        """Of the weights that make new tokens; of several samplers, the oldest."""
+        """Return the version of the weights that produce new tokens; the oldest of several samplers."""
         ...
 
     async def close(self) -> None:
-        """Let go of connections; what runs is cancelled."""
+        """Close connections and cancel what runs."""
         ...
 
 
-class OneSample:
-    """`sample` and `watched` by `samples`."""
+class PolicyBase:
+    """`complete` and `complete_streaming` in terms of `complete_many`."""
 
-    async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
+    async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
         raise NotImplementedError
 
-    async def sample(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> Sample:
+    async def complete(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> Completion:
         check_single(sampling)
-        (one,) = await self.samples(tokens, sampling, session=session)
-        return one
+        (completion,) = await self.complete_many(tokens, sampling, session=session)
+        return completion
 
-    async def watched(self, tokens: Sequence[int], sampling: Sampling, watch: Watch, *, session: str = "") -> Sample:
-        one = await self.sample(tokens, sampling, session=session)
-        watch(one.tokens)
-        return one
+    async def complete_streaming(
+        self, tokens: Sequence[int], sampling: Sampling, on_tokens: TokenCallback, *, session: str = ""
+    ) -> Completion:
+        completion = await self.complete(tokens, sampling, session=session)
+        on_tokens(completion.tokens)
+        return completion
 
 
 def check_single(sampling: Sampling) -> None:
-    """Refuse to give one sample to who asks for several."""
+    """Raise InputError if more than one completion is asked for."""
     if sampling.samples != 1:
-        raise InputError(f"sample gives one sample, but sampling.samples is {sampling.samples}; call samples")
+        raise InputError(
+            f"complete returns one completion, but sampling.samples is {sampling.samples}; call complete_many"
+        )

@@ -1,4 +1,4 @@
-"""What the engine is asked for and what it gives back: a prompt, its samples, each token with where it came from."""
+"""Requests inside the engine: a completion as it is returned, and a sequence while it is generated."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,44 +15,44 @@ _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One continuation. All lists are as long as `tokens`; nothing here was ever text in between."""
+class Completion:
+    """One completion of a prompt. All lists are as long as `tokens`; nothing was converted to text in between."""
 
     tokens: list[int]
-    logprobs: list[float]  # under the distribution they were drawn from
-    raw_logprobs: list[float]  # under the model's own
-    versions: list[int]  # of the weights that made each token
+    logprobs: list[float]  # under the distribution the tokens were sampled from
+    raw_logprobs: list[float]  # under the model's own distribution
+    versions: list[int]  # weight version that produced each token
     ending: Ending
-    # [prompt and new tokens but the last, moe layers, experts per token]; the last token was never read by the model,
-    # and of a cancelled sample only what was read is there
+    # [prompt and output tokens but the last, moe layers, experts per token]; the last token never went through the
+    # model, and a cancelled completion has only what was computed
     routing: npt.NDArray[np.unsignedinteger] | None = None
-    cached: int = 0  # prompt tokens whose keys and values were there already
+    cached: int = 0  # prompt tokens found in the prefix cache
     preempted: int = 0  # times it lost its pages and was computed again
 
 
 @dataclass(eq=False)
-class Stream:
-    """One sample while it is being made."""
+class SequenceState:
+    """One completion while it is generated."""
 
     prompt: list[int]
     sampling: Sampling
     seed: int
-    listener: Callable[["Stream", list[int]], None] | None = None  # called with new tokens; once, with [], at the end
-    number: int = field(default_factory=lambda: next(_numbers))  # age: lower is older
-    leader: "Stream | None" = None  # whose prompt it shares; it starts when that one's prompt is read
+    listener: Callable[["SequenceState", list[int]], None] | None = None  # gets new tokens, and [] once at the end
+    number: int = field(default_factory=lambda: next(_numbers))  # arrival order: lower is older
+    leader: "SequenceState | None" = None  # has the same prompt; this one starts when the leader's prompt is computed
 
-    made: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    routing: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)  # chunks, in order
+    routing: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)  # arrays to concatenate, in order
     routed: int = 0  # tokens they cover
 
     pages: list[int] = field(default_factory=list)
-    read: int = 0  # tokens whose keys and values are in the pages
-    published: int = 0  # full pages that others can find
-    root: int = 0  # what stands before its first page in the index: of which weights pages may be that it finds
-    content: int = 0  # of the last published page
+    computed: int = 0  # tokens whose keys and values are in the pages
+    published: int = 0  # full pages in the prefix index
+    prefix_root: int = 0  # decides which weights the cached pages it finds may come from
+    prefix_id: int = 0  # of the last published page
     cached: int = 0
     preempted: int = 0
     ending: Ending | None = None
@@ -60,32 +60,32 @@ class Stream:
 
     @property
     def length(self) -> int:
-        """Tokens it consists of now."""
-        return len(self.prompt) + len(self.made)
+        """Return the number of prompt and output tokens so far."""
+        return len(self.prompt) + len(self.output)
 
     @property
-    def unread(self) -> int:
-        """Tokens the model has yet to read before it can write the next; 1 while decoding."""
-        return self.length - self.read
+    def uncomputed(self) -> int:
+        """Return the number of tokens to compute before the next can be sampled; 1 while decoding."""
+        return self.length - self.computed
 
     @property
     def decoding(self) -> bool:
-        return self.unread == 1 and bool(self.made)
+        return self.uncomputed == 1 and bool(self.output)
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Tokens `start` to `end` of prompt and continuation together."""
+        """Return tokens `start` to `end` of prompt and output together."""
         size = len(self.prompt)
         if end <= size:
             return self.prompt[start:end]
         if start >= size:
-            return self.made[start - size : end - size]
-        return self.prompt[start:] + self.made[: end - size]
+            return self.output[start - size : end - size]
+        return self.prompt[start:] + self.output[: end - size]
 
-    def result(self) -> Sample:
+    def result(self) -> Completion:
         assert self.ending is not None
         routing = np.concatenate(self.routing) if self.routing else None
-        return Sample(
-            self.made,
+        return Completion(
+            self.output,
             self.logprobs,
             self.raw_logprobs,
             self.versions,
@@ -96,10 +96,10 @@ class Stream:
         )
 
 
-def streams_of(
-    prompt: Sequence[int], sampling: Sampling, listener: Callable[[Stream, list[int]], None] | None = None
-) -> list[Stream]:
-    """The samples of one prompt: the first reads it, the others wait and share its pages."""
-    first = Stream(list(prompt), sampling, sampling.seed, listener)
+def make_sequences(
+    prompt: Sequence[int], sampling: Sampling, listener: Callable[[SequenceState, list[int]], None] | None = None
+) -> list[SequenceState]:
+    """Return `sampling.samples` sequences of one prompt: the first computes it, the others wait and share its pages."""
+    first = SequenceState(list(prompt), sampling, sampling.seed, listener)
     others = range(1, sampling.samples)
-    return [first, *(Stream(first.prompt, sampling, sampling.seed + i, listener, leader=first) for i in others)]
+    return [first, *(SequenceState(first.prompt, sampling, sampling.seed + i, listener, leader=first) for i in others)]

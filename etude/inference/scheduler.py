@@ -1,13 +1,12 @@
-"""Who runs in the next step: everybody who is decoding, then prompts in pieces, as far as tokens and pages go.
+"""Choose the work of the next step: a token for every decoding sequence, then prefill chunks within the token budget.
 
-Pure bookkeeping over `Stream`s and the `PagePool`. Running streams come first, because a token for each costs one pass
-over the weights whatever their number; what is left of the step's budget reads prompts, for which pages are taken when
-a stream starts. When pages run out the youngest stream gives its own up and is read again later: older ones always
-finish, so nothing starves and nothing is lost.
+Bookkeeping over `SequenceState`s and the `PagePool`. Decoding sequences come first, because a token for each costs one
+pass over the weights whatever their number; the rest of the budget goes to prefill. When pages run out the youngest
+sequence is preempted and recomputed later: older ones always finish, so nothing starves and nothing is lost.
 
-With `piece`, what a stream is computed from depends on the stream alone: prompts are read in pieces of that many tokens
-counted from their beginning, only whole pieces are shared, and all room is taken at the start, so that nobody is ever
-preempted.
+With `fixed_chunk` the numbers of a sequence depend on that sequence alone: prompts are prefilled in chunks of that many
+tokens from their beginning, only whole chunks are shared, and all pages are reserved at the start, so that nothing is
+ever preempted.
 """
 
 from bisect import bisect_left, insort
@@ -17,231 +16,241 @@ from dataclasses import dataclass, field
 
 from etude.errors import InputError
 from etude.inference.pages import PagePool
-from etude.inference.request import Stream
+from etude.inference.request import SequenceState
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tokens `start` to `end` of a stream, to be read in this step; `writes` says that a token comes of it."""
+class PrefillChunk:
+    """Tokens `start` to `end` of a sequence, to be computed in this step."""
 
-    stream: Stream
+    sequence: SequenceState
     start: int
     end: int
 
     @property
-    def writes(self) -> bool:
-        return self.end == self.stream.length
+    def is_last(self) -> bool:
+        """Return whether a token is sampled after this chunk."""
+        return self.end == self.sequence.length
 
 
 @dataclass(frozen=True)
-class Step:
-    """What the model does next: decoding streams, one unread token each, and pieces of prompts."""
+class ScheduledStep:
+    """The work of one step: decoding sequences, one token each, and prefill chunks."""
 
-    decoding: list[Stream]
-    reading: list[Piece]
-    ended: list[Stream] = field(default_factory=list)  # cancelled before it
-    full: bool = False  # there may be more to read than fitted
+    decoding: list[SequenceState]
+    prefill: list[PrefillChunk]
+    cancelled: list[SequenceState] = field(default_factory=list)  # ended before this step
+    exhausted: bool = False  # the token budget is used up: there may be more to prefill
 
     @property
     def tokens(self) -> int:
-        return len(self.decoding) + sum(piece.end - piece.start for piece in self.reading)
+        return len(self.decoding) + sum(chunk.end - chunk.start for chunk in self.prefill)
 
     def __bool__(self) -> bool:
-        return bool(self.decoding or self.reading)
+        return bool(self.decoding or self.prefill)
 
 
 class Scheduler:
-    """Streams waiting and running. `ahead` is how many tokens a decoding stream may make before we look again."""
+    """Waiting and running sequences. `lookahead` is how many tokens a decoding sequence may add in one step."""
 
-    def __init__(self, pool: PagePool, *, max_streams: int, budget: int, ahead: int = 1, piece: int = 0) -> None:
-        if piece % pool.size:
-            raise InputError(f"pieces of {piece} tokens are not whole pages of {pool.size}")
-        if max_streams < 1 or budget < 1:
-            raise InputError(f"{max_streams} streams at once, {budget} tokens a step: nothing would ever run")
-        self.pool, self.max_streams, self.budget, self.ahead = pool, max_streams, budget, ahead
-        self.piece = piece
-        self.waiting: deque[Stream] = deque()  # oldest first
-        self.running: list[Stream] = []  # oldest first; they and nobody else hold pages
+    def __init__(
+        self, pool: PagePool, *, max_sequences: int, max_batched_tokens: int, lookahead: int = 1, fixed_chunk: int = 0
+    ) -> None:
+        if fixed_chunk % pool.size:
+            raise InputError(f"prefill chunks of {fixed_chunk} tokens are not whole pages of {pool.size}")
+        if max_sequences < 1 or max_batched_tokens < 1:
+            raise InputError(
+                f"max_sequences is {max_sequences} and max_batched_tokens {max_batched_tokens}; expected at least 1"
+            )
+        self.pool, self.max_sequences, self.max_batched_tokens = pool, max_sequences, max_batched_tokens
+        self.lookahead, self.fixed_chunk = lookahead, fixed_chunk
+        self.waiting: deque[SequenceState] = deque()  # oldest first
+        self.running: list[SequenceState] = []  # oldest first; only these hold pages
         self.preemptions = 0
-        self.on_forget: Callable[[Stream], None] = lambda stream: None  # somebody else keeps things for a stream
-        self.root_of: Callable[[Stream], int] = lambda stream: 0  # for one that starts now
-        self._leaving: list[Stream] = []  # cancelled, still among the waiting or running
+        self.on_release: Callable[[SequenceState], None] = lambda sequence: None  # its pages are given up
+        self.prefix_root_of: Callable[[SequenceState], int] = lambda sequence: 0  # for one that starts now
+        self._cancelling: list[SequenceState] = []  # cancelled, still waiting or running
 
-    def add(self, streams: list[Stream]) -> None:
-        """Queue the samples of a prompt; one that could never fit is an error now, not a hang later."""
-        longest = max(len(stream.prompt) + stream.sampling.max_tokens for stream in streams)
-        if self._pages_for(longest + self.ahead) > self.pool.count:
+    def add(self, sequences: list[SequenceState]) -> None:
+        """Queue the sequences of a prompt; raise InputError if one could never fit."""
+        longest = max(len(sequence.prompt) + sequence.sampling.max_tokens for sequence in sequences)
+        if self._pages_for(longest + self.lookahead) > self.pool.count:
             room = self.pool.count * self.pool.size
             raise InputError(f"prompt and max_tokens are {longest:,} tokens; the KV cache holds {room:,}")
-        self.waiting.extend(streams)
+        self.waiting.extend(sequences)
 
-    def cancel(self, stream: Stream) -> None:
-        """A stream leaves at the next plan, wherever it is."""
-        if stream.ending is None and not stream.cancelled:
-            stream.cancelled = True
-            self._leaving.append(stream)
+    def cancel(self, sequence: SequenceState) -> None:
+        """Mark a sequence to be removed at the next `schedule`, waiting or running."""
+        if sequence.ending is None and not sequence.cancelled:
+            sequence.cancelled = True
+            self._cancelling.append(sequence)
 
-    def plan(self, read: bool = True) -> Step:
-        """The next step; empty when there is nothing to do. Without `read` prompts wait while there is decoding."""
-        ended = self.drop_cancelled()
-        decoding = self._grow([stream for stream in self.running if stream.decoding])
-        if decoding and not read:
-            return Step(decoding, [], ended)
+    def schedule(self, prefill: bool = True) -> ScheduledStep:
+        """Return the next step, empty when there is no work. Without `prefill`, prompts wait while others decode."""
+        cancelled = self.drop_cancelled()
+        decoding = self._reserve_for_decoding([sequence for sequence in self.running if sequence.decoding])
+        if decoding and not prefill:
+            return ScheduledStep(decoding, [], cancelled)
         self._admit()
-        budget = self.budget - len(decoding)
-        reading: list[Piece] = []
-        for stream in self.running:
+        budget = self.max_batched_tokens - len(decoding)
+        chunks: list[PrefillChunk] = []
+        for sequence in self.running:
             if budget <= 0:
                 break
-            if not stream.decoding:
-                reading.append(self._next_piece(stream, budget))
-                budget -= reading[-1].end - reading[-1].start
-        return Step(decoding, reading, ended, full=budget <= 0)
+            if not sequence.decoding:
+                chunks.append(self._next_chunk(sequence, budget))
+                budget -= chunks[-1].end - chunks[-1].start
+        return ScheduledStep(decoding, chunks, cancelled, exhausted=budget <= 0)
 
-    def _grow(self, decoding: list[Stream]) -> list[Stream]:
-        """Give every decoding stream the pages it needs to go on, oldest first; those who can."""
-        # A victim is the youngest of all, so never one that has its pages already; it has none when its turn comes.
-        return [stream for stream in decoding if stream.pages and self._reserve(stream, stream.length + self.ahead)]
+    def _reserve_for_decoding(self, decoding: list[SequenceState]) -> list[SequenceState]:
+        """Reserve pages for the next tokens of every decoding sequence, oldest first; return those that got them."""
+        # The victim is the youngest of all, so never one that was served before; it has no pages when its turn comes.
+        return [
+            sequence
+            for sequence in decoding
+            if sequence.pages and self._reserve(sequence, sequence.length + self.lookahead)
+        ]
 
-    def _reserve(self, stream: Stream, tokens: int) -> bool:
-        """Pages for `tokens` tokens of a stream, taken from younger ones if need be; False when it had to go itself."""
-        missing = self._pages_for(tokens) - len(stream.pages)
+    def _reserve(self, sequence: SequenceState, tokens: int) -> bool:
+        """Reserve pages for `tokens` tokens, preempting younger sequences; return False if it was itself preempted."""
+        missing = self._pages_for(tokens) - len(sequence.pages)
         while missing > self.pool.available:
             victim = self.running[-1]
             self.preempt(victim)
-            if victim is stream:
+            if victim is sequence:
                 return False
-        stream.pages += [self.pool.take() for _ in range(missing)]
+        sequence.pages += [self.pool.allocate() for _ in range(missing)]
         return True
 
     def _admit(self) -> None:
-        """Let waiting streams in, oldest first, each with pages for all it has to read.
+        """Start waiting sequences, oldest first, each with pages for everything it has to compute.
 
-        The oldest that does not fit keeps younger ones out: a huge prompt gets its turn. Samples whose leader is still
-        reading their prompt are passed over; they will find its pages.
+        The oldest that does not fit keeps younger ones out, so that a huge prompt gets its turn. Sequences whose leader
+        is still computing their prompt are skipped; they will find its pages.
         """
-        held_back: list[Stream] = []
-        while self.waiting and len(self.running) < self.max_streams and self.pool.available:
-            stream = self.waiting.popleft()
-            leader = stream.leader
-            if leader is not None and leader.ending is None and leader.read < len(stream.prompt):
-                held_back.append(stream)
-            elif not self._start(stream):
-                self.waiting.appendleft(stream)
+        skipped: list[SequenceState] = []
+        while self.waiting and len(self.running) < self.max_sequences and self.pool.available:
+            sequence = self.waiting.popleft()
+            leader = sequence.leader
+            if leader is not None and leader.ending is None and leader.computed < len(sequence.prompt):
+                skipped.append(sequence)
+            elif not self._start(sequence):
+                self.waiting.appendleft(sequence)
                 break
-        self.waiting.extendleft(reversed(held_back))
+        self.waiting.extendleft(reversed(skipped))
 
-    def _start(self, stream: Stream) -> bool:
-        """Give a stream what others have computed of it and pages for the rest; False when there are too few."""
-        # One token is always read, since it writes the next; of a stream that has written already two are, because
-        # whoever drafts needs the state before the last token.
-        stream.root = self.root_of(stream)
-        found = self.pool.find(stream.tokens(0, stream.length - (2 if stream.made else 1)), stream.root)
-        if self.piece:
-            whole = len(found.pages) - len(found.pages) % (self.piece // self.pool.size)
-            found = self.pool.shorten(found, whole, stream.root)
-        need = self._pages_for(self._room(stream)) - len(found.pages)
-        if need > self.pool.available - sum(1 for page in found.pages if self.pool.idle(page)):
+    def _start(self, sequence: SequenceState) -> bool:
+        """Give a sequence its cached prefix and pages for the rest; return False if there are too few."""
+        # At least one token is computed, since it gives the next. A sequence that already has output computes two:
+        # drafting needs the state before the last token.
+        sequence.prefix_root = self.prefix_root_of(sequence)
+        reusable = sequence.tokens(0, sequence.length - (2 if sequence.output else 1))
+        found = self.pool.find_prefix(reusable, sequence.prefix_root)
+        if self.fixed_chunk:
+            whole = len(found.pages) - len(found.pages) % (self.fixed_chunk // self.pool.size)
+            found = self.pool.truncate(found, whole, sequence.prefix_root)
+        need = self._pages_for(self._tokens_to_reserve(sequence)) - len(found.pages)
+        if need > self.pool.available - sum(1 for page in found.pages if self.pool.is_evictable(page)):
             return False
-        self.pool.hold(found.pages)
-        stream.pages = [*found.pages, *(self.pool.take() for _ in range(need))]
-        stream.content, stream.published = found.content, len(found.pages)
-        stream.read = len(found.pages) * self.pool.size
-        if not stream.preempted:
-            stream.cached = max(stream.cached, min(stream.read, len(stream.prompt)))
-        insort(self.running, stream, key=_age)
+        self.pool.acquire(found.pages)
+        sequence.pages = [*found.pages, *(self.pool.allocate() for _ in range(need))]
+        sequence.prefix_id, sequence.published = found.prefix_id, len(found.pages)
+        sequence.computed = len(found.pages) * self.pool.size
+        if not sequence.preempted:
+            sequence.cached = max(sequence.cached, min(sequence.computed, len(sequence.prompt)))
+        insort(self.running, sequence, key=_arrival)
         return True
 
-    def _next_piece(self, stream: Stream, budget: int) -> Piece:
-        """What a stream reads next; with `piece` always that many tokens, even if the budget ends inside them."""
-        end = stream.read + (self.piece - stream.read % self.piece if self.piece else budget)
-        return Piece(stream, stream.read, min(stream.length, end))
+    def _next_chunk(self, sequence: SequenceState, budget: int) -> PrefillChunk:
+        """Return the next chunk of a sequence; with `fixed_chunk` a whole one, even if the budget ends inside it."""
+        size = self.fixed_chunk - sequence.computed % self.fixed_chunk if self.fixed_chunk else budget
+        return PrefillChunk(sequence, sequence.computed, min(sequence.length, sequence.computed + size))
 
-    def preempt(self, stream: Stream) -> None:
-        """Take a stream's pages; it will be read again, and what it has written stays."""
-        self._leave(stream)
-        self._forget(stream)
-        stream.preempted += 1
+    def preempt(self, sequence: SequenceState) -> None:
+        """Take a sequence's pages and queue it to be recomputed; its output stays."""
+        self._remove_running(sequence)
+        self._release(sequence)
+        sequence.preempted += 1
         self.preemptions += 1
-        place = bisect_left(self.waiting, stream.number, key=_age)
-        self.waiting.insert(place, stream)
+        place = bisect_left(self.waiting, sequence.number, key=_arrival)
+        self.waiting.insert(place, sequence)
 
-    def _forget(self, stream: Stream) -> None:
-        self.on_forget(stream)
-        self.pool.release(stream.pages)
-        stream.pages, stream.read, stream.published, stream.content = [], 0, 0, 0
-        # what was recorded of its routing stays: it is of the reading that made its tokens
+    def _release(self, sequence: SequenceState) -> None:
+        self.on_release(sequence)
+        self.pool.release(sequence.pages)
+        sequence.pages, sequence.computed, sequence.published, sequence.prefix_id = [], 0, 0, 0
+        # The recorded routing stays: it belongs to the computation that produced the tokens.
 
-    def advance(self, stream: Stream, read: int) -> None:
-        """A stream's pages now hold `read` tokens; the full ones can be shared."""
-        stream.read = read
+    def advance(self, sequence: SequenceState, computed: int) -> None:
+        """Record that a sequence's pages hold `computed` tokens, and index the full ones."""
+        sequence.computed = computed
         size = self.pool.size
-        if self.piece:  # a page written while decoding is not, to the last bit, what reading it would give
-            read = min(read, len(stream.prompt) - len(stream.prompt) % self.piece)
-        while (stream.published + 1) * size <= read:
-            start = stream.published * size
-            tokens = stream.tokens(start, start + size)
-            stream.content = self.pool.publish(stream.pages[stream.published], stream.content, tokens)
-            stream.published += 1
+        if self.fixed_chunk:  # a page filled while decoding differs from a prefilled one in the last bits
+            computed = min(computed, len(sequence.prompt) - len(sequence.prompt) % self.fixed_chunk)
+        while (sequence.published + 1) * size <= computed:
+            start = sequence.published * size
+            tokens = sequence.tokens(start, start + size)
+            page = sequence.pages[sequence.published]
+            sequence.prefix_id = self.pool.publish(page, sequence.prefix_id, tokens)
+            sequence.published += 1
 
-    def finish(self, stream: Stream) -> None:
-        """A stream has ended: its pages are free for others."""
-        self._leave(stream)
-        self.on_forget(stream)
-        self.pool.release(stream.pages)
-        stream.pages = []
+    def finish(self, sequence: SequenceState) -> None:
+        """Remove a sequence that has ended and release its pages."""
+        self._remove_running(sequence)
+        self.on_release(sequence)
+        self.pool.release(sequence.pages)
+        sequence.pages = []
 
-    def _leave(self, stream: Stream) -> None:
-        place = bisect_left(self.running, stream.number, key=_age)
-        assert self.running[place] is stream
+    def _remove_running(self, sequence: SequenceState) -> None:
+        place = bisect_left(self.running, sequence.number, key=_arrival)
+        assert self.running[place] is sequence
         del self.running[place]
 
     def recompute_all(self) -> None:
-        """Nothing computed so far may be used any more: every running stream is read again from its beginning."""
-        for stream in self.running:
-            self._forget(stream)
-        self.waiting = deque(sorted((*self.running, *self.waiting), key=_age))
+        """Discard the whole cache: every running sequence is recomputed from its beginning."""
+        for sequence in self.running:
+            self._release(sequence)
+        self.waiting = deque(sorted((*self.running, *self.waiting), key=_arrival))
         self.running.clear()
-        self.pool.forget_all()
-        self._elect(set())
+        self.pool.reset_prefix_cache()
+        self._reassign_leaders(set())
 
-    def renew(self) -> None:
-        """New weights: running streams go on with what they have. Samples that wait for one of them would not find its
-        pages, unless they are of a session that began with the old weights."""
-        self._elect({stream for stream in self.running if stream.root != self.root_of(stream)})
+    def on_new_weights(self) -> None:
+        """Let running sequences keep their pages, and give new leaders to sequences that would not find those pages."""
+        self._reassign_leaders({each for each in self.running if each.prefix_root != self.prefix_root_of(each)})
 
-    def drop_cancelled(self) -> list[Stream]:
-        """End every stream that was cancelled since the last time, and free its pages."""
-        gone = [stream for stream in self._leaving if stream.ending is None]
-        self._leaving.clear()
+    def drop_cancelled(self) -> list[SequenceState]:
+        """End every sequence cancelled since the last call, release its pages, and return them."""
+        gone = [sequence for sequence in self._cancelling if sequence.ending is None]
+        self._cancelling.clear()
         if not gone:
             return gone
-        for stream in gone:
-            if stream.pages:
-                self.finish(stream)
-            stream.ending = "cancelled"
-        self.waiting = deque(stream for stream in self.waiting if stream.ending is None)
-        self._elect(set(gone))
+        for sequence in gone:
+            if sequence.pages:
+                self.finish(sequence)
+            sequence.ending = "cancelled"
+        self.waiting = deque(sequence for sequence in self.waiting if sequence.ending is None)
+        self._reassign_leaders(set(gone))
         return gone
 
-    def _elect(self, gone: set[Stream]) -> None:
-        """Samples whose leader will not have the prompt for them follow the oldest of themselves instead."""
-        heirs: dict[Stream, Stream] = {}
-        for stream in self.waiting:
-            leader = stream.leader
+    def _reassign_leaders(self, gone: set[SequenceState]) -> None:
+        """Make the oldest of the sequences whose leader will not compute their prompt the leader of the others."""
+        heirs: dict[SequenceState, SequenceState] = {}
+        for sequence in self.waiting:
+            leader = sequence.leader
             if leader is not None and (leader in gone or leader.ending is not None):
-                heir = heirs.setdefault(leader, stream)
-                stream.leader = None if heir is stream else heir
+                heir = heirs.setdefault(leader, sequence)
+                sequence.leader = None if heir is sequence else heir
 
-    def _room(self, stream: Stream) -> int:
-        """Tokens to have pages for before a stream starts."""
-        if self.piece:
-            return len(stream.prompt) + stream.sampling.max_tokens + self.ahead
-        return stream.length + self.ahead
+    def _tokens_to_reserve(self, sequence: SequenceState) -> int:
+        """Return the number of tokens to have pages for before a sequence starts."""
+        if self.fixed_chunk:
+            return len(sequence.prompt) + sequence.sampling.max_tokens + self.lookahead
+        return sequence.length + self.lookahead
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.size)
 
 
-def _age(stream: Stream) -> int:
-    return stream.number
+def _arrival(sequence: SequenceState) -> int:
+    return sequence.number

@@ -1,11 +1,11 @@
-"""An engine behind HTTP: OpenAI's chats and completions, and the token-exact endpoints that training uses.
+"""HTTP server of an engine: OpenAI's chat and completion endpoints, and the token-exact endpoints that training uses.
 
     POST /v1/chat/completions  /v1/completions     GET /v1/models
     POST /generate             /weights            GET /weights
     POST /pause  /resume  /drain                   GET /health  /metrics
 
-Nothing that comes in is believed or unbounded; whatever is wrong with it is a 4xx in OpenAI's error object. A client
-that hangs up has its samples cancelled. On a loopback address a token is optional, elsewhere it is not.
+All input is validated and bounded; invalid input is a 4xx with OpenAI's error object. The requests of a client that
+disconnects are cancelled. A token is optional on a loopback address and required elsewhere.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,23 +37,30 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from etude.chat.tokenizer import Tokenizer
 from etude.errors import EtudeError, InputError
-from etude.inference.api_schema import BadField, ChatAsk, CompletionAsk, GenerateAsk, WeightsAsk, parse
-from etude.inference.chat_format import Dialect, Hermes
-from etude.inference.generate_protocol import array_to_json, check_numbers, sample_to_json
-from etude.inference.incremental_text import Text
+from etude.inference.api_schema import (
+    BadField,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    LoadWeightsRequest,
+    parse_request,
+)
+from etude.inference.chat_format import HermesChatFormat, ServerChatFormat
+from etude.inference.generate_protocol import array_to_json, check_logprobs_finite, completion_to_json
+from etude.inference.incremental_text import IncrementalDetokenizer
 from etude.inference.metrics import prometheus
-from etude.inference.responses import Answer, Choice, chat_shape, completion_shape
-from etude.inference.service import Draining, EngineBroken, EngineService, Generation, QueueFull, TooLong
+from etude.inference.responses import ChoiceBuilder, ResponseBuilder, chat_schema, completion_schema
+from etude.inference.service import ContextLengthExceeded, Draining, EngineBroken, EngineService, Generation, QueueFull
 
 MAX_BODY = 64 << 20  # bytes of a JSON body: a prompt of a few million tokens
-GRACE_S = 30.0  # that running requests have to finish when the server is told to stop
-WATCH_S = 0.5  # between two looks whether the engine still works
+GRACE_S = 30.0  # for running requests to finish when the server is told to stop
+WATCH_S = 0.5  # between two checks whether the engine still works
 
 T = TypeVar("T")
 
 
-class Guard:
-    """Lets in whoever has the token, and everybody who only asks for its health."""
+class TokenAuthMiddleware:
+    """Requires the bearer token for every path except /health."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app, self.token = app, token.encode()
@@ -61,27 +69,27 @@ class Guard:
         if scope["type"] == "http" and self.token and scope["path"] != "/health":
             scheme, _, given = Request(scope).headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token):
-                message = "the token is missing or wrong; send the server's as `Authorization: Bearer`"
+                message = "the token is missing or wrong; send the server's token as `Authorization: Bearer`"
                 body = error_body(message, "authentication_error", "invalid_api_key")
                 await JSONResponse(body, 401)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
-class Server:
-    """The answers. One method per endpoint."""
+class InferenceServer:
+    """The endpoints, one method each."""
 
-    def __init__(self, service: EngineService, name: str, dialect: Dialect | None, max_body: int) -> None:
+    def __init__(self, service: EngineService, name: str, chat_format: ServerChatFormat | None, max_body: int) -> None:
         self.service, self.name, self.max_body = service, name, max_body
         self.started = int(time.time())
         tokenizer = service.engine.tokenizer
-        self.dialect = dialect or (Hermes(tokenizer) if tokenizer is not None else None)
+        self.chat_format = chat_format or (HermesChatFormat(tokenizer) if tokenizer is not None else None)
         # A full set of weights in float32 and its header, with room to spare.
         engine = service.engine
         parts = [engine.model, *([engine.mtp] if engine.mtp is not None else [])]
         self.max_weights = (64 << 20) + 5 * sum(each.numel() for part in parts for each in part.state_dict().values())
 
-    # ------------------------------------------------------------------------------------------- OpenAI's
+    # ------------------------------------------------------------------------------------------- OpenAI API
 
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -94,82 +102,87 @@ class Server:
         return {"id": self.name, "object": "model", "created": self.started, "owned_by": "etude"}
 
     async def chat(self, request: Request) -> Response:
-        ask = parse(ChatAsk, await self._json(request))
-        tokenizer = self._check_model(ask.model)
-        assert self.dialect is not None
-        messages = [message.plain() for message in ask.messages]
+        body = parse_request(ChatRequest, await self._json(request))
+        tokenizer = self._check_model(body.model)
+        assert self.chat_format is not None
+        messages = [message.for_template() for message in body.messages]
         try:
-            prompt = await asyncio.to_thread(self.dialect.encode, messages, ask.usable_tools)
+            prompt = await asyncio.to_thread(self.chat_format.encode, messages, body.usable_tools)
         except RecursionError:
-            raise BadField("a tool's parameters are nested too deeply to be written out", "tools") from None
-        shape = chat_shape(self.name, tokenizer, ask.logprobs)
-        reader = self.dialect.reader if ask.usable_tools else lambda: None
-        choices = [Choice(i, Text(tokenizer, ask.stops, tokenizer.stop_ids), reader()) for i in range(ask.n)]
-        return await self._answer(request, ask, prompt, lambda generation: Answer(generation, shape, choices))
+            raise BadField("a tool's parameters are nested too deeply to be serialized", "tools") from None
+        schema = chat_schema(self.name, tokenizer, body.logprobs)
+        tool_parser = self.chat_format.tool_parser if body.usable_tools else lambda: None
+        choices = [ChoiceBuilder(i, self._detokenizer(tokenizer, body.stops), tool_parser()) for i in range(body.n)]
+        return await self._respond(request, body, prompt, partial(ResponseBuilder, schema=schema, choices=choices))
 
     async def complete(self, request: Request) -> Response:
-        ask = parse(CompletionAsk, await self._json(request))
-        tokenizer = self._check_model(ask.model)
-        given = ask.one_prompt
+        body = parse_request(CompletionRequest, await self._json(request))
+        tokenizer = self._check_model(body.model)
+        given = body.one_prompt
         if isinstance(given, str):
             prompt = [*tokenizer.prefix, *await asyncio.to_thread(tokenizer.encode, given)]
         else:
             prompt = given
-        shape = completion_shape(self.name, tokenizer, ask.logprobs is not None)
-        choices = [Choice(i, Text(tokenizer, ask.stops, tokenizer.stop_ids)) for i in range(ask.n)]
-        return await self._answer(request, ask, prompt, lambda generation: Answer(generation, shape, choices))
+        schema = completion_schema(self.name, tokenizer, body.logprobs is not None)
+        choices = [ChoiceBuilder(i, self._detokenizer(tokenizer, body.stops)) for i in range(body.n)]
+        return await self._respond(request, body, prompt, partial(ResponseBuilder, schema=schema, choices=choices))
 
-    async def _answer(
+    def _detokenizer(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(tokenizer, stops, tokenizer.stop_ids)
+
+    async def _respond(
         self,
         request: Request,
-        ask: ChatAsk | CompletionAsk,
+        body: ChatRequest | CompletionRequest,
         prompt: list[int],
-        make: Callable[[Generation], Answer],
+        make: Callable[[Generation], ResponseBuilder],
     ) -> Response:
-        tokenizer = self._check_model(ask.model)
-        room = self.service.room - len(prompt)
+        tokenizer, limit = self._check_model(body.model), self.service.max_sequence_tokens
+        room = limit - len(prompt)
         if room < 1:
-            raise TooLong(f"the prompt has {len(prompt):,} tokens; with an answer {self.service.room:,} fit here")
-        sampling = ask.sampling(ask.limit or room, random.getrandbits(60), tokenizer.stop_ids)
-        submitting = self.service.submit(prompt, sampling, streaming=ask.stream)
-        answer = make(await unless_gone(request, submitting))
-        if ask.stream:
-            return Pouring(answer.events(ask.include_usage), answer.generation, "text/event-stream")
-        return JSONResponse(await unless_gone(request, answer.whole()))
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt):,} tokens; prompt and completion together may have {limit:,} here"
+            )
+        sampling = body.sampling(body.limit or room, random.getrandbits(60), tokenizer.stop_ids)
+        submitting = self.service.submit(prompt, sampling, streaming=body.stream)
+        response = make(await cancel_on_disconnect(request, submitting))
+        if body.stream:
+            return CancellableResponse(response.events(body.include_usage), response.generation, "text/event-stream")
+        return JSONResponse(await cancel_on_disconnect(request, response.full()))
 
     def _check_model(self, name: str | None) -> Tokenizer:
         tokenizer = self.service.engine.tokenizer
         if name is not None and name != self.name:
-            raise NoSuchModel(f"the model {name!r:.200} is not here; this server has {self.name!r}")
+            raise NoSuchModel(f"the model {name!r:.200} is not served here; this server has {self.name!r}")
         if tokenizer is None:
-            raise InputError("this model is served without a tokenizer; ask with token ids at /generate")
+            raise InputError("this model is served without a tokenizer; send token ids to /generate")
         return tokenizer
 
     # ------------------------------------------------------------------------------------------- token-exact
 
     async def generate(self, request: Request) -> Response:
-        ask = parse(GenerateAsk, await self._json(request))
-        sampling = ask.sampling.sampling()
-        submitting = self.service.submit(ask.tokens, sampling, streaming=ask.stream)
-        generation = await unless_gone(request, submitting)
-        if ask.stream:
-            return Pouring(sample_lines(generation, ask.routing), generation, "application/x-ndjson")
+        body = parse_request(GenerateRequest, await self._json(request))
+        sampling = body.sampling.sampling()
+        submitting = self.service.submit(body.tokens, sampling, streaming=body.stream)
+        generation = await cancel_on_disconnect(request, submitting)
+        if body.stream:
+            return CancellableResponse(completion_lines(generation, body.routing), generation, "application/x-ndjson")
 
-        async def all_samples() -> dict[str, Any]:
+        async def all_completions() -> dict[str, Any]:
             async with generation:
-                samples = await generation.samples()
-            return {"samples": [sample_to_json(sample, ask.routing) for sample in samples]}
+                completions = await generation.completions()
+            return {"samples": [completion_to_json(completion, body.routing) for completion in completions]}
 
-        return JSONResponse(await unless_gone(request, all_samples()))
+        return JSONResponse(await cancel_on_disconnect(request, all_completions()))
 
     async def weights(self, _: Request) -> Response:
         return JSONResponse({"version": self.service.version, "on_swap": self.service.engine.options.on_swap})
 
     async def load(self, request: Request) -> Response:
-        """A checkpoint that this machine can read, by its path; or the tensors themselves as a safetensors file."""
+        """Load a checkpoint that this machine can read, by path, or tensors sent as a safetensors file."""
         if is_json(request):
-            ask = parse(WeightsAsk, await self._json(request))
-            return JSONResponse(asdict(await self.service.load(ask.path, ask.version)))
+            body = parse_request(LoadWeightsRequest, await self._json(request))
+            return JSONResponse(asdict(await self.service.load(body.path, body.version)))
         version = request.query_params.get("version", "")
         if not (version.isascii() and version.isdecimal()) or len(version) > 18:
             raise BadField(f"version is {version!r:.40}; send it as /weights?version=N with the tensors", "version")
@@ -193,7 +206,7 @@ class Server:
         return self._state()
 
     async def drain(self, _: Request) -> Response:
-        """Take nothing new from now on; /health tells when all has ended."""
+        """Refuse new requests from now on; /health shows how many are still open."""
         self.service.start_draining()
         return self._state(202)
 
@@ -202,7 +215,7 @@ class Server:
 
     def _state(self, status: int = 200) -> JSONResponse:
         failure = self.service.failure
-        state = {"status": self.service.state, "version": self.service.version, "open": self.service.held}
+        state = {"status": self.service.state, "version": self.service.version, "open": self.service.open_sequences}
         return JSONResponse(state | ({"error": str(failure)} if failure else {}), status)
 
     async def metrics(self, _: Request) -> Response:
@@ -210,10 +223,10 @@ class Server:
 
     async def _json(self, request: Request) -> Any:
         if not is_json(request):
-            # A page of another origin can send anything else to a loopback address without being asked.
+            # Without a preflight, a web page of another origin can send only other content types to a loopback address.
             raise HTTPException(415, "send the body as `content-type: application/json`")
         data = bytearray()
-        async for chunk in body_of(request, self.max_body):
+        async for chunk in read_body(request, self.max_body):
             data += chunk
         try:
             return json.loads(data)
@@ -225,8 +238,8 @@ class NoSuchModel(InputError):
     """The request names a model that is not served here."""
 
 
-class Pouring(StreamingResponse):
-    """A body as it is made; however it ends, what still runs for it is cancelled."""
+class CancellableResponse(StreamingResponse):
+    """A streamed body; however it ends, what still runs for it is cancelled."""
 
     def __init__(self, content: AsyncIterator[bytes], generation: Generation, media_type: str) -> None:
         super().__init__(content, media_type=media_type, headers={"cache-control": "no-store"})
@@ -239,16 +252,16 @@ class Pouring(StreamingResponse):
             self.generation.cancel()
 
 
-async def sample_lines(generation: Generation, routing: bool) -> AsyncIterator[bytes]:
-    """Pieces of samples, one JSON object a line; a sample's last has its ending and what is known only then."""
+async def completion_lines(generation: Generation, routing: bool) -> AsyncIterator[bytes]:
+    """Yield deltas of completions, one JSON object a line; the last of each has the ending and the routing."""
     try:
-        async for piece in generation.pieces():
-            check_numbers(piece.logprobs, piece.raw_logprobs)
-            line = asdict(piece)
-            if piece.ending is None:
+        async for delta in generation.deltas():
+            check_logprobs_finite(delta.logprobs, delta.raw_logprobs)
+            line = asdict(delta)
+            if delta.ending is None:
                 del line["ending"]
             else:
-                whole = generation.streams[piece.index].result()
+                whole = generation.sequences[delta.index].result()
                 chosen = whole.routing if routing else None
                 line |= {"cached": whole.cached, "preempted": whole.preempted}
                 line["routing"] = None if chosen is None else array_to_json(chosen)
@@ -257,33 +270,33 @@ async def sample_lines(generation: Generation, routing: bool) -> AsyncIterator[b
         yield json.dumps(error_body(str(error), "server_error", "engine_broken")).encode() + b"\n"
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client hangs up."""
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, which is cancelled if the client disconnects."""
     task = asyncio.create_task(work)
 
-    async def hung_up() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    gone = asyncio.create_task(hung_up())
+    disconnected = asyncio.create_task(wait_for_disconnect())
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        gone.cancel()
+        disconnected.cancel()
         task.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, disconnected, return_exceptions=True)
 
 
 def is_json(request: Request) -> bool:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
 
 
-async def body_of(request: Request, limit: int) -> AsyncIterator[bytes]:
-    """A request's body as it comes; one that says that it is too large is not even waited for."""
-    too_large = HTTPException(413, f"the body has over {limit:,} bytes, the most that is taken here")
+async def read_body(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """Yield a request's body as it arrives; one whose declared length is too large is refused before."""
+    too_large = HTTPException(413, f"the body has over {limit:,} bytes, the limit of this server")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise too_large
@@ -296,9 +309,9 @@ async def body_of(request: Request, limit: int) -> AsyncIterator[bytes]:
 
 
 async def receive_file(request: Request, file: Path, limit: int) -> None:
-    """Write a request's body to a file as it comes."""
+    """Write a request's body to a file as it arrives."""
     with open(file, "xb") as out:
-        async for chunk in body_of(request, limit):
+        async for chunk in read_body(request, limit):
             await asyncio.to_thread(out.write, chunk)
 
 
@@ -309,8 +322,8 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-async def show_error(_: Request, error: Exception) -> Response:
-    """Any error as OpenAI's error object."""
+async def error_response(_: Request, error: Exception) -> Response:
+    """Return any error as OpenAI's error object."""
     bad = "invalid_request_error"
     match error:
         case HTTPException():
@@ -318,26 +331,26 @@ async def show_error(_: Request, error: Exception) -> Response:
             body = error_body(str(error.detail), bad, codes.get(error.status_code))
             return JSONResponse(body, error.status_code, error.headers)
         case QueueFull():
-            return _busy(429, error_body(str(error), "rate_limit_error", "queue_full"), error.retry_after)
+            return _retry_later(429, error_body(str(error), "rate_limit_error", "queue_full"), error.retry_after)
         case Draining():
-            return _busy(503, error_body(str(error), "server_error", "draining"), error.retry_after)
+            return _retry_later(503, error_body(str(error), "server_error", "draining"), error.retry_after)
         case EngineBroken():
             return JSONResponse(error_body(str(error), "server_error", "engine_broken"), 503)
         case NoSuchModel():
             return JSONResponse(error_body(str(error), bad, "model_not_found", "model"), 404)
-        case TooLong():
+        case ContextLengthExceeded():
             return JSONResponse(error_body(str(error), bad, "context_length_exceeded"), 400)
         case InputError():
             return JSONResponse(error_body(str(error), bad, None, getattr(error, "param", None)), 400)
         case ClientDisconnect():
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
         case EtudeError():
             return JSONResponse(error_body(str(error), "server_error"), 500)
     return JSONResponse(error_body(f"{type(error).__name__}: {error}", "server_error", "internal_error"), 500)
 
 
-def _busy(status: int, body: Mapping[str, Any], after: float) -> Response:
-    return JSONResponse(body, status, {"retry-after": f"{after:g}"})
+def _retry_later(status: int, body: Mapping[str, Any], seconds: float) -> Response:
+    return JSONResponse(body, status, {"retry-after": f"{seconds:g}"})
 
 
 # --------------------------------------------------------------------------------------------------- running
@@ -348,14 +361,14 @@ def app(
     *,
     name: str,
     token: str = "",
-    dialect: Dialect | None = None,
+    chat_format: ServerChatFormat | None = None,
     max_body: int = MAX_BODY,
 ) -> Starlette:
-    """The application around a running service; without a token, for everybody who can connect."""
-    server = Server(service, name, dialect, max_body)
+    """Return the application around a running service. Without a token it serves every client that can connect."""
+    server = InferenceServer(service, name, chat_format, max_body)
 
-    def route(method: str, path: str, answer: Callable[[Request], Awaitable[Response]]) -> Route:
-        return Route(path, answer, methods=[method])
+    def route(method: str, path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> Route:
+        return Route(path, endpoint, methods=[method])
 
     return Starlette(
         routes=[
@@ -372,13 +385,13 @@ def app(
             route("GET", "/health", server.health),
             route("GET", "/metrics", server.metrics),
         ],
-        middleware=[Middleware(Guard, token=token)],
-        exception_handlers=dict.fromkeys((HTTPException, EtudeError, ClientDisconnect, Exception), show_error),
+        middleware=[Middleware(TokenAuthMiddleware, token=token)],
+        exception_handlers=dict.fromkeys((HTTPException, EtudeError, ClientDisconnect, Exception), error_response),
     )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
+    """Return whether an address can be reached from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -386,33 +399,33 @@ def is_loopback(host: str) -> bool:
 
 
 def read_token(host: str, file: Path | None) -> str:
-    """The token of a file; empty only where nobody but this machine can connect."""
+    """Return the token in a file; without a file, an empty one if only this machine can connect."""
     if file is None:
         if not is_loopback(host):
-            raise InputError(f"--host {host} can be reached from outside; that needs a token: give --token-file")
+            raise InputError(f"--host {host} can be reached from other machines and needs a token: give --token-file")
         return ""
     try:
         token = file.read_text().strip()
     except (OSError, UnicodeError) as error:
         raise InputError(f"--token-file {file}: {error}") from None
     if len(token) < 16 or not token.isascii():
-        raise InputError(f"--token-file {file}: a token has at least 16 ASCII characters (`openssl rand -hex 24`)")
+        raise InputError(f"--token-file {file}: expected at least 16 ASCII characters (`openssl rand -hex 24`)")
     return token
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes any that is free."""
+    """Return a listening socket; port 0 takes any free one."""
     try:
         family = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host.strip("[]"), port), family=family, backlog=2048)
     except OSError as error:
-        raise InputError(f"--host {host} --port {port}: {error.strerror or error}; name another") from None
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited; without it a small answer takes 40 ms
+        raise InputError(f"--host {host} --port {port}: {error.strerror or error}; choose another") from None
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited; without it a small response takes 40 ms
     return listener
 
 
-class Uvicorn(uvicorn.Server):
-    """uvicorn, with signals left to us: it would raise them again before what runs is finished."""
+class UvicornServer(uvicorn.Server):
+    """uvicorn without its signal handlers, which would raise the signals again before running requests finish."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -428,9 +441,9 @@ async def run(
     grace: float = GRACE_S,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT: then nothing new, what runs has `grace` seconds, and the rest is told so.
+    """Serve until SIGTERM or SIGINT; then refuse new requests, give running ones `grace` seconds and fail the rest.
 
-    A broken engine ends it too, so that whoever supervises the process can start another.
+    A broken engine ends it too, so that a supervisor can start another process.
     """
     config = uvicorn.Config(
         app(service, name=name, token=token),
@@ -439,7 +452,7 @@ async def run(
         lifespan="off",
         timeout_graceful_shutdown=1,
     )
-    server = Uvicorn(config)
+    server = UvicornServer(config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -452,9 +465,9 @@ async def run(
     while not stop.is_set() and not serving.done() and service.failure is None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), WATCH_S)
-    if service.state == "running" or (service.state == "draining" and service.held):
+    if service.state == "running" or (service.state == "draining" and service.open_sequences):
         with contextlib.suppress(TimeoutError, EtudeError):
             await asyncio.wait_for(service.drain(), grace)
-    await service.close()  # before the connections: whoever still waits gets an error, not an answer cut off
+    await service.close()  # before the connections: waiting clients get an error instead of a truncated response
     server.should_exit = True
     await serving

@@ -1,4 +1,4 @@
-"""Servers that several files of tests ask."""
+"""Servers shared by several test files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from etude.inference.service import EngineService
 
 @pytest.fixture(scope="module")
 def hello() -> Iterator[str]:
-    """A server whose model says one sentence: café comes in bytes."""
-    with served(parrot("Hello", ", ", "caf", 0xC3, 0xA9, "!", max_streams=8)) as (url, _):
+    """Run a server whose model writes one sentence, with é as two byte tokens."""
+    with served(parrot("Hello", ", ", "caf", 0xC3, 0xA9, "!", max_sequences=8)) as (url, _):
         yield url
 
 
 @pytest.fixture(scope="module")
 def random_server() -> Iterator[tuple[str, EngineService]]:
-    """A server whose model babbles for as long as it may."""
+    """Run a server whose model writes random tokens until max_tokens."""
     with served(tiny_engine(), max_waiting=32) as found:
         yield found

@@ -1,4 +1,4 @@
-"""Small lively models, engines around them, and the plain forward they are held to."""
+"""Small random models, engines around them, and the plain forward they are compared with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from families import FAMILIES, small_config
 
 from etude.inference.engine import Engine, EngineOptions
-from etude.inference.request import Stream
+from etude.inference.request import SequenceState
 from etude.inference.sampling import Sampling
 from etude.model.config import ModelConfig
 from etude.model.generate import generate
@@ -22,18 +22,18 @@ from etude.model.transformer import Transformer, draw_weights
 
 __all__ = ["FAMILIES", "GREEDY"]
 GREEDY = Sampling(max_tokens=20, temperature=0.0)
-ROOM = {"tokens": 2048, "page": 8, "max_streams": 8}
+SIZES = {"cache_tokens": 2048, "page_size": 8, "max_sequences": 8}
 
 
 @functools.cache
 def weights_of(family: str, seed: int = 0, vocabulary: int = 61, **changes: Any) -> Transformer:
     model = Transformer(ModelConfig.from_hugging_face(small_config(family, vocab_size=vocabulary, **changes))).eval()
-    draw_weights(model, 0.15, seed)  # at the usual 0.02 every bug hides
+    draw_weights(model, 0.15, seed)  # at the usual 0.02 bugs stay hidden
     return model
 
 
 def model_of(family: str, seed: int = 0, **changes: Any) -> Transformer:
-    """A model of its own: tests may load other weights into it."""
+    """Return a new model, into which tests may load other weights."""
     source = weights_of(family, seed, **changes)
     model = Transformer(source.config).eval()
     model.load_state_dict(source.state_dict())
@@ -43,7 +43,7 @@ def model_of(family: str, seed: int = 0, **changes: Any) -> Transformer:
 def engine_of(family: str, seed: int = 0, drafts: int = 0, model: Transformer | None = None, **options: Any) -> Engine:
     model = model or model_of(family, seed)
     mtp = mtp_of(model) if drafts else None
-    return Engine(model, EngineOptions(**{**ROOM, "drafts": drafts, **options}), mtp=mtp)
+    return Engine(model, EngineOptions(**{**SIZES, "drafts": drafts, **options}), mtp=mtp)
 
 
 def mtp_of(model: Transformer) -> MTP:
@@ -63,9 +63,9 @@ def likeliest(family: str, seed: int, prompt: tuple[int, ...], count: int) -> li
 
 
 def finish(engine: Engine) -> None:
-    """Run to the end, looking for lost pages after every step."""
+    """Run to the end, checking the page pool after every step."""
     while engine.step():
-        engine.pool.check()
+        engine.pool.check_invariants()
     assert not engine.busy
     assert engine.pool.held == 0
 
@@ -75,12 +75,13 @@ def plain_logprobs(model: Transformer, tokens: Sequence[int]) -> torch.Tensor:
         return model(torch.tensor([list(tokens)])).float().log_softmax(-1)[0]
 
 
-def gap(model: Transformer, stream: Stream, start: int = 0) -> float:
-    """The largest distance of a stream's log-probabilities, from token `start` on, from those of a plain forward."""
-    logprobs = plain_logprobs(model, stream.prompt + stream.made)
-    first = len(stream.prompt) - 1
+def gap(model: Transformer, sequence: SequenceState, start: int = 0) -> float:
+    """Return the largest difference of a sequence's log-probabilities, from `start` on, to those of a plain forward."""
+    logprobs = plain_logprobs(model, sequence.prompt + sequence.output)
+    first = len(sequence.prompt) - 1
     pairs = [
-        (logprobs[first + i, stream.made[i]].item(), stream.raw_logprobs[i]) for i in range(start, len(stream.made))
+        (logprobs[first + i, sequence.output[i]].item(), sequence.raw_logprobs[i])
+        for i in range(start, len(sequence.output))
     ]
     return max(abs(a - b) for a, b in pairs)
 
@@ -94,9 +95,9 @@ def plain_routing(model: Transformer, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def surprise(counts: Sequence[float], expected: Sequence[float]) -> float:
-    """How many standard deviations a chi-square statistic lies above its mean; rare outcomes are put together."""
+    """Return how many standard deviations a chi-square statistic lies above its mean; rare outcomes are merged."""
     pairs = sorted(zip(expected, counts, strict=True), reverse=True)
-    assert all(seen == 0 for want, seen in pairs if want == 0), "something impossible was drawn"
+    assert all(seen == 0 for want, seen in pairs if want == 0), "an outcome of probability zero was drawn"
     cells: list[list[float]] = [[0.0, 0.0]]
     for want, seen in pairs:
         if cells[-1][0] >= 8:

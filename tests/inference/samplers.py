@@ -1,7 +1,7 @@
-"""Tiny models that say what a test wants, and a real server around them: for tests of service, server and clients.
+"""Tiny models with scripted output, and a real server around them, for tests of service, server and clients.
 
 A parrot is an ordinary llama whose blocks do nothing and whose head knows, for each token of a script, the next one.
-The script's pieces are tokens of their own, so that any text can be said, cut anywhere.
+The script's parts are tokens of their own, so that any text can be written, split anywhere.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def config_of(family: str, **changes: Any) -> ModelConfig:
 
 
 def tiny_model(family: str = "llama", seed: int = 0) -> Transformer:
-    """A model with lively random weights."""
+    """Return a model with large random weights."""
     torch.manual_seed(seed)
     model = Transformer(config_of(family)).eval()
     with torch.no_grad():
@@ -57,44 +57,44 @@ def tiny_model(family: str = "llama", seed: int = 0) -> Transformer:
 
 
 def tiny_engine(family: str = "llama", *, tokenizer: bool = True, seed: int = 0, **options: Any) -> Engine:
-    room = {"tokens": 8192, "page": 8, "max_streams": 16, **options}
-    return Engine(tiny_model(family, seed), EngineOptions(**room), tokenizer=tiny_tokenizer() if tokenizer else None)
+    sizes = {"cache_tokens": 8192, "page_size": 8, "max_sequences": 16, **options}
+    return Engine(tiny_model(family, seed), EngineOptions(**sizes), tokenizer=tiny_tokenizer() if tokenizer else None)
 
 
-def parrot(*pieces: str | int, end: bool = True, **options: Any) -> Engine:
-    """An engine that answers every chat with these pieces (texts, or single bytes) and then ends its turn."""
-    tokenizer = speaking(pieces)
-    tokens = [token_of(tokenizer, piece) for piece in pieces]
+def parrot(*parts: str | int, end: bool = True, **options: Any) -> Engine:
+    """Return an engine that completes every chat with these parts (texts, or single bytes) and then ends its turn."""
+    tokenizer = extended_tokenizer(parts)
+    tokens = [token_of(tokenizer, part) for part in parts]
     stop = tokenizer.token_id(END_OF_TURN)
     assert stop is not None
     begin = tokenizer.encode(tokenizer.render([{"role": "user", "content": "x"}]), special=True)[-1]
     chain = [begin, *tokens, *([stop] if end else [tokens[0]])]
-    room = {"tokens": 8192, "page": 8, "max_streams": 16, **options}
-    return Engine(follow(chain), EngineOptions(**room), tokenizer=tokenizer)
+    sizes = {"cache_tokens": 8192, "page_size": 8, "max_sequences": 16, **options}
+    return Engine(follow(chain), EngineOptions(**sizes), tokenizer=tokenizer)
 
 
-def speaking(pieces: Sequence[str | int]) -> Tokenizer:
-    """The tiny tokenizer with a token for each text that it has none for."""
+def extended_tokenizer(parts: Sequence[str | int]) -> Tokenizer:
+    """Return the tiny tokenizer with a token for each text that it has none for."""
     own = tiny_tokenizer()
     backend = Backend.from_str(own.backend.to_str())
-    new = [piece for piece in pieces if isinstance(piece, str) and backend.token_to_id(piece) is None]
-    backend.add_tokens([AddedToken(piece, normalized=False) for piece in new])
+    new = [part for part in parts if isinstance(part, str) and backend.token_to_id(part) is None]
+    backend.add_tokens([AddedToken(part, normalized=False) for part in new])
     return Tokenizer(backend, chat_template=own.chat_template, config=own.config)
 
 
-def token_of(tokenizer: Tokenizer, piece: str | int) -> int:
-    if isinstance(piece, int):
-        return byte_token(tokenizer, piece)
-    token = tokenizer.token_id(piece)
+def token_of(tokenizer: Tokenizer, part: str | int) -> int:
+    if isinstance(part, int):
+        return byte_token(tokenizer, part)
+    token = tokenizer.token_id(part)
     assert token is not None
-    assert tokenizer.decode([token]) == piece
+    assert tokenizer.decode([token]) == part
     return token
 
 
 def byte_token(tokenizer: Tokenizer, value: int) -> int:
-    """The token of one byte, part of a character maybe."""
+    """Return the token of one byte, which may be part of a character."""
     vocabulary = json.loads(tokenizer.backend.to_str())["model"]["vocab"]
-    # GPT-2's alphabet of printable stand-ins for bytes.
+    # GPT-2's printable characters for bytes.
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     spelt = chr(value) if value in plain else chr(256 + others.index(value))
@@ -103,8 +103,8 @@ def byte_token(tokenizer: Tokenizer, value: int) -> int:
 
 
 def follow(chain: Sequence[int]) -> Transformer:
-    """A model in which every token of a chain is followed by the next, at any usual temperature."""
-    assert len(set(chain[:-1])) == len(chain) - 1, "a token with two successors cannot be said"
+    """Return a model in which every token of a chain is followed by the next, at any usual temperature."""
+    assert len(set(chain[:-1])) == len(chain) - 1, "a token cannot have two successors"
     torch.manual_seed(1)
     model = Transformer(config_of("llama", hidden_size=256)).eval()
     with torch.no_grad():
@@ -123,7 +123,7 @@ def follow(chain: Sequence[int]) -> Transformer:
 
 @contextlib.asynccontextmanager
 async def serving(service: EngineService, **options: Any) -> AsyncIterator[str]:
-    """The URL of a server around a service, in this event loop."""
+    """Run a server around a service in this event loop; yield its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     application = server.app(service, **{"name": NAME, **options})
     async with running(application, listener):
@@ -133,7 +133,7 @@ async def serving(service: EngineService, **options: Any) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def running(application: Any, listener: socket.socket) -> AsyncIterator[None]:
     config = uvicorn.Config(application, log_level="error", access_log=False, lifespan="off")
-    web = server.Uvicorn(config)
+    web = server.UvicornServer(config)
     task = asyncio.create_task(web.serve(sockets=[listener]))
     while not web.started and not task.done():
         await asyncio.sleep(0.005)
@@ -146,7 +146,7 @@ async def running(application: Any, listener: socket.socket) -> AsyncIterator[No
 
 @contextlib.contextmanager
 def served(engine: Engine, *, max_waiting: int = 64, **options: Any) -> Iterator[tuple[str, EngineService]]:
-    """A server in a thread of its own, so that a test can use blocking clients."""
+    """Run a server in a thread of its own, so that a test can use blocking clients."""
     ready, stop = threading.Event(), threading.Event()
     found: dict[str, Any] = {}
 

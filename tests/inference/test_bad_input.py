@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request is a 4xx that names it, and leaves nothing behind."""
+"""An invalid request gets a 4xx that names the problem, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def nested(depth: int) -> dict[str, Any]:
 CHAT: dict[str, Any] = {"messages": USER, "max_tokens": 4}
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"temprature": 1}, "unknown field 'temprature'; did you mean temperature?"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty is 0.5, which this server cannot honour"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty is 0.5, which this server does not support"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"parallel_tool_calls": False}, "parallel_tool_calls"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"tool_choice": "required"}, "tool_choice is 'required'"),
-    ({"top_logprobs": 2, "logprobs": True}, "top_logprobs: this server gives those of chosen tokens only"),
+    ({"top_logprobs": 2, "logprobs": True}, "top_logprobs: this server returns those of sampled tokens only"),
     ({"n": 0}, "n: "),
     ({"n": 100_000}, "n: "),
     ({"n": True}, "n: "),
@@ -42,7 +42,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop"),
     ({"stop": ["x"] * 65}, "stop: List should have at most 64 items"),
     ({"stop": "x" * 1025}, "stop: String should have at most 1024 characters"),
-    ({"stream_options": {"include_usage": True}}, "stream_options is for stream: true"),
+    ({"stream_options": {"include_usage": True}}, "stream_options requires stream: true"),
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
     ({"messages": "hello"}, "messages"),
@@ -61,9 +61,11 @@ class TestBadInput:
     @pytest.mark.parametrize(("change", "complaint"), BAD_CHATS, ids=lambda value: str(value)[:40])
     def test_of_a_chat_is_named(self, hello: str, change: dict[str, Any], complaint: str) -> None:
         body = json.dumps({**CHAT, **change})
-        answer = httpx.post(f"{hello}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
-        assert answer.status_code == 400, answer.text
-        error = answer.json()["error"]
+        response = httpx.post(
+            f"{hello}/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+        )
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
         assert complaint in error["message"]
         assert error["type"] == "invalid_request_error"
 
@@ -72,18 +74,18 @@ class TestBadInput:
         [
             {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": None},
             {"response_format": {"type": "text"}, "parallel_tool_calls": True, "store": False},
-            {"stop": None, "seed": None, "tools": None, "user": "somebody"},
+            {"stop": None, "seed": None, "tools": None, "user": "me"},
         ],
     )
-    def test_is_not_what_asks_for_nothing(self, hello: str, neutral: dict[str, Any]) -> None:
+    def test_neutral_values_are_accepted(self, hello: str, neutral: dict[str, Any]) -> None:
         assert httpx.post(f"{hello}/v1/chat/completions", json={**CHAT, **neutral}).status_code == 200
 
     @pytest.mark.parametrize("body", [b"", b"{", b"[1,2", b"\xff\xfe", b"null", b"[]", b"[" * 100_000])
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate", "/weights"])
     def test_that_is_not_json_is_a_400(self, hello: str, path: str, body: bytes) -> None:
-        answer = httpx.post(f"{hello}{path}", content=body, headers={"content-type": "application/json"})
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"]
+        response = httpx.post(f"{hello}{path}", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400
+        assert response.json()["error"]["message"]
 
     @pytest.mark.parametrize(
         ("body", "complaint"),
@@ -109,20 +111,22 @@ class TestBadInput:
         ids=str,
     )
     def test_of_generate_is_named(self, hello: str, body: dict[str, Any], complaint: str) -> None:
-        answer = httpx.post(f"{hello}/generate", content=json.dumps(body), headers={"content-type": "application/json"})
-        assert answer.status_code == 400, answer.text
-        assert complaint in answer.json()["error"]["message"]
+        response = httpx.post(
+            f"{hello}/generate", content=json.dumps(body), headers={"content-type": "application/json"}
+        )
+        assert response.status_code == 400, response.text
+        assert complaint in response.json()["error"]["message"]
 
     def test_too_long_prompts_have_openai_s_code(self, hello: str) -> None:
         client = client_of(hello)
         long: list[Any] = [{"role": "user", "content": "Zürich " * 2000}]
         for ask in ({"messages": long}, {"messages": USER, "max_tokens": 100_000}):
-            knobs: Any = ask
+            options: Any = ask
             with pytest.raises(openai.BadRequestError) as caught:
-                client.chat.completions.create(model=NAME, **knobs)
+                client.chat.completions.create(model=NAME, **options)
             assert caught.value.code == "context_length_exceeded"
-        answer = httpx.post(f"{hello}/generate", json={"tokens": [1] * 3000})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        response = httpx.post(f"{hello}/generate", json={"tokens": [1] * 3000})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
 
     def test_other_models_paths_methods_and_types(self, hello: str) -> None:
         with pytest.raises(openai.NotFoundError) as caught:
@@ -132,9 +136,9 @@ class TestBadInput:
         assert httpx.get(f"{hello}/generate").status_code == 405
         for path, allowed in (("/generate", {"POST"}), ("/health", {"GET", "HEAD"}), ("/metrics", {"GET", "HEAD"})):
             for method in ("OPTIONS", "PUT", "DELETE", "PATCH"):
-                answer = httpx.request(method, f"{hello}{path}")
-                assert (answer.status_code, set(answer.headers["allow"].split(", "))) == (405, allowed)
-                assert answer.json()["error"]["code"] == "method_not_allowed"
+                response = httpx.request(method, f"{hello}{path}")
+                assert (response.status_code, set(response.headers["allow"].split(", "))) == (405, allowed)
+                assert response.json()["error"]["code"] == "method_not_allowed"
         assert (httpx.head(f"{hello}/health").status_code, httpx.head(f"{hello}/health").content) == (200, b"")
         assert (httpx.head(f"{hello}/generate").status_code, httpx.head(f"{hello}/generate").content) == (405, b"")
         text = httpx.post(f"{hello}/generate", content=b'{"tokens":[1]}', headers={"content-type": "text/plain"})
@@ -145,7 +149,7 @@ class TestBadInput:
         with pytest.raises(openai.BadRequestError, match="2 prompts; this server takes one"):
             client_of(hello).completions.create(model=NAME, prompt=["a", "b"])
 
-    def test_after_all_that_nothing_is_held(self, hello: str) -> None:
+    def test_no_pages_are_held_afterwards(self, hello: str) -> None:
         assert httpx.get(f"{hello}/health").json()["open"] == 0
         assert "etude_inference_pages_held 0\n" in httpx.get(f"{hello}/metrics").text
 
@@ -158,20 +162,20 @@ def test_a_body_over_the_limit_is_refused() -> None:
             yield from (json.dumps(whole).encode(), b" " * 1000)
 
         kind = {"content-type": "application/json"}
-        for answer in (
+        for response in (
             httpx.post(f"{url}/generate", json=whole),
             httpx.post(f"{url}/generate", content=in_chunks(), headers=kind),
         ):
-            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+            assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
         with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=10) as line:
-            # what says that it is too large is refused before it comes
+            # a declared length over the limit is refused before the body arrives
             line.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
             line.sendall(b"Content-Length: 99999999999999\r\n\r\n")
             assert line.recv(1000).startswith(b"HTTP/1.1 413 ")
         assert httpx.post(f"{url}/generate", json={"tokens": [1], "sampling": {"max_tokens": 1}}).status_code == 200
 
 
-def test_without_the_token_nothing_but_health() -> None:
+def test_without_the_token_only_health_is_served() -> None:
     with served(parrot("Hi"), token=TOKEN) as (url, _):
         for wrong in ("none", TOKEN[:-1], TOKEN + "x", "ä"):
             header = {"authorization": f"Bearer {wrong}".encode()}
@@ -182,18 +186,18 @@ def test_without_the_token_nothing_but_health() -> None:
         assert client_of(url, TOKEN).chat.completions.create(model=NAME, messages=USER).choices
 
 
-def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
-    with served(tiny_engine(max_streams=1), max_waiting=1) as (url, service):
+def test_a_full_queue_is_a_429_with_retry_after() -> None:
+    with served(tiny_engine(max_sequences=1), max_waiting=1) as (url, service):
         httpx.post(f"{url}/pause")
 
         async def fill() -> httpx.Response:
             async with httpx.AsyncClient(timeout=30) as web:
                 body = {"tokens": [1], "sampling": {"max_tokens": 2}}
                 tasks = [asyncio.create_task(web.post(f"{url}/generate", json=body)) for _ in range(2)]
-                await until(lambda: service.held == 2)
+                await until(lambda: service.open_sequences == 2)
                 refused = await web.post(f"{url}/generate", json=body)
                 await web.post(f"{url}/resume")
-                assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200, 200]
+                assert [response.status_code for response in await asyncio.gather(*tasks)] == [200, 200]
                 return refused
 
         refused = asyncio.run(fill())

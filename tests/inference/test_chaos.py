@@ -1,4 +1,4 @@
-"""Everything at once, at random: requests, cancels, swaps, too few pages. Every stream ends once; nothing is left."""
+"""Random requests, cancellations, weight swaps and too few pages: every sequence ends once and nothing leaks."""
 
 import random
 from itertools import chain
@@ -10,7 +10,7 @@ from engines import mtp_of, weights_of
 
 from etude.errors import InputError
 from etude.inference.engine import Engine, EngineOptions
-from etude.inference.request import Stream
+from etude.inference.request import SequenceState
 from etude.inference.sampling import Sampling
 from etude.model.transformer import Transformer
 
@@ -18,7 +18,7 @@ FAMILIES = ("llama", "qwen3_moe", "deepseek_v3")
 
 
 class Chaos:
-    """An engine and whoever torments it; everything follows from the seed."""
+    """An engine under a random load that follows from the seed."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -30,27 +30,27 @@ class Chaos:
         invariant = rng.random() < 0.15
         drafts = rng.choice((0, 0, 2))
         options = EngineOptions(
-            tokens=4 * rng.randint(14, 40),
-            page=4,
-            max_streams=rng.randint(1, 9),
-            budget=rng.choice((1, 7, 32)),
-            sharing=rng.random() < 0.8,
+            cache_tokens=4 * rng.randint(14, 40),
+            page_size=4,
+            max_sequences=rng.randint(1, 9),
+            max_batched_tokens=rng.choice((1, 7, 32)),
+            prefix_caching=rng.random() < 0.8,
             on_swap=rng.choice(("keep", "recompute")),
             drafts=drafts,
             invariant=invariant,
         )
         print(f"chaos seed {seed}: {family}, {options}")
         self.engine = Engine(model, options, mtp=mtp_of(model) if drafts else None)
-        self.heard: dict[Stream, list[list[int]]] = {}
+        self.received: dict[SequenceState, list[list[int]]] = {}
         self.stems = [[rng.randrange(23) for _ in range(20)] for _ in range(3)]
         self.refused = 0
 
-    def listen(self, stream: Stream, tokens: list[int]) -> None:
-        self.heard.setdefault(stream, []).append(list(tokens))
-        if self.rng.random() < 0.01 and self.heard:
-            self.engine.cancel(self.rng.choice(list(self.heard)))
+    def listen(self, sequence: SequenceState, tokens: list[int]) -> None:
+        self.received.setdefault(sequence, []).append(list(tokens))
+        if self.rng.random() < 0.01 and self.received:
+            self.engine.cancel(self.rng.choice(list(self.received)))
 
-    def ask(self) -> None:
+    def submit(self) -> None:
         rng = self.rng
         prompt = rng.choice(self.stems)[: rng.randint(1, 20)] + [rng.randrange(23) for _ in range(rng.randint(0, 6))]
         ways: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 3, "min_p": 0.05}]
@@ -58,80 +58,80 @@ class Chaos:
         samples = rng.choice((1, 1, 1, 4))
         most = rng.choice((1, 4, 12, 200))
         since = rng.choice((None, None, rng.randrange(self.engine.version + 2)))
-        luck = rng.randrange(2**40)
-        sampling = Sampling(most, seed=luck, samples=samples, stop=stop, since=since, **rng.choice(ways))
+        seed = rng.randrange(2**40)
+        sampling = Sampling(most, seed=seed, samples=samples, stop=stop, since=since, **rng.choice(ways))
         try:
-            for stream in self.engine.submit(prompt, sampling, self.listen):
-                self.heard[stream] = []
+            for sequence in self.engine.submit(prompt, sampling, self.listen):
+                self.received[sequence] = []
         except InputError:  # two hundred tokens rarely fit
             self.refused += 1
 
-    def step(self, asking: bool) -> None:
+    def step(self, submitting: bool) -> None:
         rng, engine = self.rng, self.engine
-        if asking and len(engine.scheduler.waiting) < 12 and rng.random() < 0.6:
-            self.ask()
-        if self.heard and rng.random() < 0.05:
-            engine.cancel(rng.choice(list(self.heard)))
+        if submitting and len(engine.scheduler.waiting) < 12 and rng.random() < 0.6:
+            self.submit()
+        if self.received and rng.random() < 0.05:
+            engine.cancel(rng.choice(list(self.received)))
         if rng.random() < 0.02:
             engine.load(self.versions[(engine.version + 1) % 2].state_dict(), engine.version + 1)
         if engine.scheduler.running and rng.random() < 0.02:
             engine.scheduler.preempt(rng.choice(engine.scheduler.running))
         engine.step()
-        engine.pool.check()
-        for stream in [stream for stream in self.heard if stream.ending is not None]:
-            self.check(stream, self.heard.pop(stream))
+        engine.pool.check_invariants()
+        for sequence in [sequence for sequence in self.received if sequence.ending is not None]:
+            self.check(sequence, self.received.pop(sequence))
 
-    def check(self, stream: Stream, told: list[list[int]]) -> None:
-        sample = stream.result()
-        assert told.count([]) == 1
-        assert told[-1] == []
-        assert list(chain(*told)) == sample.tokens
-        count = len(sample.tokens)
-        assert len(sample.logprobs) == len(sample.raw_logprobs) == len(sample.versions) == count
-        assert sample.versions == sorted(sample.versions)
-        assert all(number <= 0 for number in (*sample.logprobs, *sample.raw_logprobs))
-        most, stop = stream.sampling.max_tokens, stream.sampling.stop
+    def check(self, sequence: SequenceState, received: list[list[int]]) -> None:
+        completion = sequence.result()
+        assert received.count([]) == 1
+        assert received[-1] == []
+        assert list(chain(*received)) == completion.tokens
+        count = len(completion.tokens)
+        assert len(completion.logprobs) == len(completion.raw_logprobs) == len(completion.versions) == count
+        assert completion.versions == sorted(completion.versions)
+        assert all(number <= 0 for number in (*completion.logprobs, *completion.raw_logprobs))
+        most, stop = sequence.sampling.max_tokens, sequence.sampling.stop
         assert count <= most
-        assert not set(sample.tokens[:-1]) & stop
-        if sample.ending == "length":
+        assert not set(completion.tokens[:-1]) & stop
+        if completion.ending == "length":
             assert count == most
-        elif sample.ending == "stop":
-            assert sample.tokens[-1] in stop
-        if self.engine.routes is not None and sample.ending != "cancelled":
-            assert sample.routing is not None
-            assert len(sample.routing) == len(stream.prompt) + count - 1
-        assert not stream.pages
+        elif completion.ending == "stop":
+            assert completion.tokens[-1] in stop
+        if self.engine.routing_by_slot is not None and completion.ending != "cancelled":
+            assert completion.routing is not None
+            assert len(completion.routing) == len(sequence.prompt) + count - 1
+        assert not sequence.pages
 
-    def rest(self) -> None:
-        """Nothing is left when everybody has gone."""
+    def finish(self) -> None:
+        """Run to the end and check that nothing is left."""
         while self.engine.busy:
-            self.step(asking=False)
-        assert not self.heard
+            self.step(submitting=False)
+        assert not self.received
         assert self.engine.pool.held == 0
         assert self.engine.speculator is None or not self.engine.speculator.states
 
 
-def torment(seed: int, requests: int) -> int:
+def run_chaos(seed: int, requests: int) -> int:
     chaos = Chaos(seed)
-    asked = 0
+    submitted = 0
     try:
-        while asked < requests:
-            before = len(chaos.heard)
-            chaos.step(asking=True)
-            asked += max(0, len(chaos.heard) - before)
-        chaos.rest()
+        while submitted < requests:
+            before = len(chaos.received)
+            chaos.step(submitting=True)
+            submitted += max(0, len(chaos.received) - before)
+        chaos.finish()
     except Exception as problem:
         raise AssertionError(f"chaos seed {seed}: {problem!r}") from problem
     return chaos.engine.scheduler.preemptions
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_stream_ends_exactly_once_and_no_page_is_lost(seed: int) -> None:
-    torment(seed, 60)
+def test_every_sequence_ends_exactly_once_and_no_page_is_lost(seed: int) -> None:
+    run_chaos(seed, 60)
 
 
 @pytest.mark.slow
 def test_thousands_of_random_requests_leave_nothing_behind() -> None:
     first = int(torch.randint(2**31, ()))
-    preemptions = sum(torment(first + turn, 250) for turn in range(40))
+    preemptions = sum(run_chaos(first + turn, 250) for turn in range(40))
     assert preemptions > 100

@@ -1,4 +1,4 @@
-"""Chats and completions as the official OpenAI client meets them, and what makes them: text, calls and prompts."""
+"""Chats and completions with the official OpenAI client, and their parts: detokenizer, tool parser, prompts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from asking import TOOLS, USER, client_of
 from openai.types.chat import ChatCompletionChunk
 from samplers import NAME, parrot, served, tiny_tokenizer
 
-from etude.inference.chat_format import ChatEncoder, HermesReader, ToolCall
-from etude.inference.incremental_text import Text
+from etude.inference.chat_format import ChatEncoder, HermesToolCallParser, ParsedToolCall
+from etude.inference.incremental_text import IncrementalDetokenizer
 from etude.inference.service import EngineService
 
 CALL = ("<tool_call>", '\n{"name": "weather", ', '"arguments": {"city":"Zürich"}}', "\n</tool", "_call>")
@@ -21,17 +21,17 @@ CALL = ("<tool_call>", '\n{"name": "weather", ', '"arguments": {"city":"Zürich"
 class TestChat:
     def test_answers_with_text_and_usage(self, hello: str) -> None:
         client = client_of(hello)
-        answer = client.chat.completions.create(model=NAME, messages=USER)
-        assert answer.choices[0].message.content == "Hello, café!"
-        assert answer.choices[0].finish_reason == "stop"
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens == 7  # with the token that ends the turn
+        response = client.chat.completions.create(model=NAME, messages=USER)
+        assert response.choices[0].message.content == "Hello, café!"
+        assert response.choices[0].finish_reason == "stop"
+        assert response.usage is not None
+        assert response.usage.completion_tokens == 7  # with the token that ends the turn
         again = client.chat.completions.create(model=NAME, messages=USER)
         assert again.usage is not None
         assert again.usage.prompt_tokens_details is not None
         cached = again.usage.prompt_tokens_details.cached_tokens or 0
         assert 0 < cached < again.usage.prompt_tokens
-        assert answer.usage.total_tokens == answer.usage.prompt_tokens + 7
+        assert response.usage.total_tokens == response.usage.prompt_tokens + 7
 
     def test_streams_whole_characters_and_then_usage(self, hello: str) -> None:
         stream = client_of(hello).chat.completions.create(
@@ -40,7 +40,7 @@ class TestChat:
         chunks: list[ChatCompletionChunk] = list(stream)
         texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
         assert "".join(texts) == "Hello, café!"
-        assert any("é" in text for text in texts)  # never half of it, whatever comes in one piece
+        assert any("é" in text for text in texts)  # never half a character
         assert chunks[0].choices[0].delta.role == "assistant"
         assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
         assert chunks[-1].choices == []
@@ -50,9 +50,9 @@ class TestChat:
 
     def test_gives_n_choices_in_both_ways(self, hello: str) -> None:
         client = client_of(hello)
-        answer = client.chat.completions.create(model=NAME, messages=USER, n=3)
-        assert [choice.index for choice in answer.choices] == [0, 1, 2]
-        assert {choice.message.content for choice in answer.choices} == {"Hello, café!"}
+        response = client.chat.completions.create(model=NAME, messages=USER, n=3)
+        assert [choice.index for choice in response.choices] == [0, 1, 2]
+        assert {choice.message.content for choice in response.choices} == {"Hello, café!"}
         texts = ["", "", ""]
         for chunk in client.chat.completions.create(model=NAME, messages=USER, n=3, stream=True):
             texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
@@ -63,23 +63,23 @@ class TestChat:
         client = client_of(hello)
         first = stop if isinstance(stop, str) else stop[-1]
         expected = "Hello, café!".split(first)[0]
-        answer = client.chat.completions.create(model=NAME, messages=USER, stop=stop)
-        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (expected, "stop")
+        response = client.chat.completions.create(model=NAME, messages=USER, stop=stop)
+        assert (response.choices[0].message.content, response.choices[0].finish_reason) == (expected, "stop")
         chunks = list(client.chat.completions.create(model=NAME, messages=USER, stop=stop, stream=True))
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
 
     def test_length_is_a_reason_to_finish(self, hello: str) -> None:
         for name in ("max_tokens", "max_completion_tokens"):
             limit: Any = {name: 2}
-            answer = client_of(hello).chat.completions.create(model=NAME, messages=USER, **limit)
-            assert answer.choices[0].message.content == "Hello, "
-            assert answer.choices[0].finish_reason == "length"
+            response = client_of(hello).chat.completions.create(model=NAME, messages=USER, **limit)
+            assert response.choices[0].message.content == "Hello, "
+            assert response.choices[0].finish_reason == "length"
 
-    def test_log_probabilities_of_chosen_tokens(self, hello: str) -> None:
+    def test_log_probabilities_of_sampled_tokens(self, hello: str) -> None:
         client = client_of(hello)
-        answer = client.chat.completions.create(model=NAME, messages=USER, logprobs=True)
-        assert answer.choices[0].logprobs is not None
-        content = answer.choices[0].logprobs.content or []
+        response = client.chat.completions.create(model=NAME, messages=USER, logprobs=True)
+        assert response.choices[0].logprobs is not None
+        content = response.choices[0].logprobs.content or []
         assert len(content) == 6
         assert content[0].token == "Hello"
         assert content[3].bytes is None  # half a character
@@ -88,13 +88,13 @@ class TestChat:
         streamed = [item for c in chunks if c.choices[0].logprobs for item in c.choices[0].logprobs.content or []]
         assert [item.token for item in streamed] == [item.token for item in content]
 
-    def test_seeds_repeat_and_their_absence_does_not(self, random_server: tuple[str, EngineService]) -> None:
+    def test_a_seed_repeats_and_no_seed_does_not(self, random_server: tuple[str, EngineService]) -> None:
         client = client_of(random_server[0])
 
         def ask(seed: int | None) -> str | None:
-            knobs: dict[str, Any] = {} if seed is None else {"seed": seed}
-            answer = client.chat.completions.create(model=NAME, messages=USER, max_tokens=12, **knobs)
-            return answer.choices[0].message.content
+            options: dict[str, Any] = {} if seed is None else {"seed": seed}
+            response = client.chat.completions.create(model=NAME, messages=USER, max_tokens=12, **options)
+            return response.choices[0].message.content
 
         assert ask(-5) == ask(-5)
         assert ask(1) != ask(2)
@@ -108,21 +108,21 @@ class TestChat:
             {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
             {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
         ]
-        answer = client_of(hello).chat.completions.create(model=NAME, messages=messages, tools=TOOLS, user="me")
-        assert answer.choices[0].message.content == "Hello, café!"
+        response = client_of(hello).chat.completions.create(model=NAME, messages=messages, tools=TOOLS, user="me")
+        assert response.choices[0].message.content == "Hello, café!"
 
 
 class TestTools:
-    def test_a_call_comes_as_tool_calls_whole_and_streamed(self) -> None:
+    def test_a_call_is_returned_in_tool_calls_with_and_without_streaming(self) -> None:
         with served(parrot("Let me see.", "\n<tool", "_call>\n", *CALL[1:])) as (url, _):
             client = client_of(url)
-            answer = client.chat.completions.create(model=NAME, messages=USER, tools=TOOLS)
-            message = answer.choices[0].message
+            response = client.chat.completions.create(model=NAME, messages=USER, tools=TOOLS)
+            message = response.choices[0].message
             assert message.tool_calls is not None
             (call,) = message.tool_calls
             assert call.type == "function"
             assert (call.function.name, call.function.arguments) == ("weather", '{"city":"Zürich"}')
-            assert answer.choices[0].finish_reason == "tool_calls"
+            assert response.choices[0].finish_reason == "tool_calls"
             assert message.content == "Let me see."
             chunks = list(client.chat.completions.create(model=NAME, messages=USER, tools=TOOLS, stream=True))
             texts = [chunk.choices[0].delta.content or "" for chunk in chunks]
@@ -130,29 +130,29 @@ class TestTools:
             calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
             assert [(c.index, c.function and c.function.arguments) for c in calls] == [(0, '{"city":"Zürich"}')]
             assert chunks[-1].choices[0].finish_reason == "tool_calls"
-            # What came back can be sent back.
+            # The message can be sent back unchanged.
             follow_up = [*USER, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
             assert client.chat.completions.create(model=NAME, messages=follow_up, tools=TOOLS).choices
 
     @pytest.mark.parametrize("tools", [{}, {"tools": TOOLS, "tool_choice": "none"}])
     def test_without_usable_tools_a_call_is_text(self, tools: dict[str, Any]) -> None:
         with served(parrot(*CALL)) as (url, _):
-            answer = client_of(url).chat.completions.create(model=NAME, messages=USER, **tools)
-            assert answer.choices[0].message.content == "".join(CALL)
-            assert answer.choices[0].message.tool_calls is None
-            assert answer.choices[0].finish_reason == "stop"
+            response = client_of(url).chat.completions.create(model=NAME, messages=USER, **tools)
+            assert response.choices[0].message.content == "".join(CALL)
+            assert response.choices[0].message.tool_calls is None
+            assert response.choices[0].finish_reason == "stop"
 
     def test_what_is_not_a_call_stays_text(self) -> None:
         with served(parrot("<tool_call>", "not JSON", "</tool_call>", " and on")) as (url, _):
             client = client_of(url)
             expected = "<tool_call>not JSON</tool_call> and on"
-            answer = client.chat.completions.create(model=NAME, messages=USER, tools=TOOLS)
-            assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (expected, "stop")
+            response = client.chat.completions.create(model=NAME, messages=USER, tools=TOOLS)
+            assert (response.choices[0].message.content, response.choices[0].finish_reason) == (expected, "stop")
             chunks = list(client.chat.completions.create(model=NAME, messages=USER, tools=TOOLS, stream=True))
             assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
 
 
-class TestReader:
+class TestToolCallParser:
     TEXTS = (
         "plain",
         'before\n<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>',
@@ -166,11 +166,11 @@ class TestReader:
     )
 
     @pytest.mark.parametrize("text", TEXTS)
-    def test_says_the_same_however_the_text_is_cut(self, text: str) -> None:
+    def test_gives_the_same_however_the_text_is_split(self, text: str) -> None:
         def read(*parts: str) -> tuple[str, list[tuple[str, str]]]:
-            reader = HermesReader()
-            found = [item for part in parts for item in reader.feed(part)] + reader.finish()
-            calls = [(item.name, item.arguments) for item in found if isinstance(item, ToolCall)]
+            parser = HermesToolCallParser()
+            found = [item for part in parts for item in parser.feed(part)] + parser.finish()
+            calls = [(item.name, item.arguments) for item in found if isinstance(item, ParsedToolCall)]
             return "".join(item for item in found if isinstance(item, str)), calls
 
         whole = read(text)
@@ -181,32 +181,32 @@ class TestReader:
             assert whole[0] == text
 
     def test_finds_calls_in_order_with_arguments_as_written(self) -> None:
-        reader = HermesReader()
-        found = reader.feed(self.TEXTS[2]) + reader.finish()
-        assert [(call.name, call.arguments) for call in found if isinstance(call, ToolCall)] == [
+        parser = HermesToolCallParser()
+        found = parser.feed(self.TEXTS[2]) + parser.finish()
+        assert [(call.name, call.arguments) for call in found if isinstance(call, ParsedToolCall)] == [
             ("a", '{"x": "</b>"}'),
             ("b", "{}"),
         ]
-        assert all(isinstance(call, ToolCall) for call in found)
+        assert all(isinstance(call, ParsedToolCall) for call in found)
 
 
-class TestText:
-    def test_of_any_bytes_adds_up_to_what_the_tokens_decode_to(self) -> None:
+class TestIncrementalDetokenizer:
+    def test_any_bytes_add_up_to_the_decoded_tokens(self) -> None:
         tokenizer = tiny_tokenizer()
         generator = torch.Generator().manual_seed(0)
         for round_ in range(30):
             tokens = torch.randint(300, (80,), generator=generator).tolist()
-            text = Text(tokenizer)
-            pieces = [text.feed([token]) for token in tokens]
-            assert "".join(pieces) + text.finish() == tokenizer.decode(tokens, skip_special=True), round_
+            detokenizer = IncrementalDetokenizer(tokenizer)
+            parts = [detokenizer.feed([token]) for token in tokens]
+            assert "".join(parts) + detokenizer.finish() == tokenizer.decode(tokens, skip_special=True), round_
 
     def test_shows_nothing_that_may_become_a_stop_text(self) -> None:
         tokenizer = tiny_tokenizer()
-        text = Text(tokenizer, ["return x"])
-        shown = [text.feed([token]) for token in tokenizer.encode("a return a return x b")]
+        detokenizer = IncrementalDetokenizer(tokenizer, ["return x"])
+        shown = [detokenizer.feed([token]) for token in tokenizer.encode("a return a return x b")]
         assert "".join(shown) == "a return a "
-        assert text.stopped
-        assert text.finish() == ""
+        assert detokenizer.stopped
+        assert detokenizer.finish() == ""
 
 
 class TestPrompts:
@@ -238,14 +238,14 @@ class TestCompletions:
     @pytest.mark.parametrize("prompt", ["def add", [5, 6, 7], ["def add"], [[5, 6, 7]]])
     def test_continue_text_or_tokens(self, random_server: tuple[str, EngineService], prompt: Any) -> None:
         client = client_of(random_server[0])
-        answer = client.completions.create(model=NAME, prompt=prompt, n=2, seed=1, logprobs=0)
-        assert [choice.index for choice in answer.choices] == [0, 1]
-        assert answer.choices[0].logprobs is not None
-        assert len(answer.choices[0].logprobs.token_logprobs or []) <= 16
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens <= 32
+        response = client.completions.create(model=NAME, prompt=prompt, n=2, seed=1, logprobs=0)
+        assert [choice.index for choice in response.choices] == [0, 1]
+        assert response.choices[0].logprobs is not None
+        assert len(response.choices[0].logprobs.token_logprobs or []) <= 16
+        assert response.usage is not None
+        assert response.usage.completion_tokens <= 32
         chunks = list(client.completions.create(model=NAME, prompt=prompt, seed=1, stream=True))
-        assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
+        assert "".join(chunk.choices[0].text for chunk in chunks) == response.choices[0].text
 
     def test_models_are_listed(self, hello: str) -> None:
         client = client_of(hello)

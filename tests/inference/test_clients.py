@@ -1,4 +1,4 @@
-"""Our own clients against our own server, and answers that are not what they should be."""
+"""Etude's clients against Etude's server, and against invalid responses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from starlette.responses import JSONResponse, Response
 
 import etude
 from etude.errors import EtudeError, InputError
-from etude.inference.clients.http import Http
-from etude.inference.clients.inprocess import InProcess
+from etude.inference.clients.http import HttpPolicy
+from etude.inference.clients.inprocess import InProcessPolicy
 from etude.inference.clients.openai import OpenAIChat
-from etude.inference.clients.transport import ServerError, Unreachable
-from etude.inference.clients.vllm import Vllm
-from etude.inference.generate_protocol import BadAnswer
+from etude.inference.clients.transport import ServerError, ServerUnreachable
+from etude.inference.clients.vllm import VllmPolicy
+from etude.inference.generate_protocol import InvalidResponse
 from etude.inference.policy import Policy
 from etude.inference.sampling import Sampling
 from etude.inference.service import EngineService
@@ -38,21 +38,25 @@ def test_every_client_is_a_policy() -> None:
 
     async def work() -> None:
         async with EngineService(tiny_engine()) as service:
-            for policy in (check(InProcess(service)), check(Http("http://x")), check(Vllm("http://x"))):
+            for policy in (
+                check(InProcessPolicy(service)),
+                check(HttpPolicy("http://x")),
+                check(VllmPolicy("http://x")),
+            ):
                 await policy.close()
 
     asyncio.run(work())
-    assert etude.inference.Sample is not None
-    assert etude.inference.Http is Http
+    assert etude.inference.Completion is not None
+    assert etude.inference.HttpPolicy is HttpPolicy
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_a_sample_over_http_is_the_one_in_process_bit_for_bit(family: str) -> None:
+def test_a_completion_over_http_is_the_one_in_process_bit_for_bit(family: str) -> None:
     async def work() -> None:
         sampling = Sampling(max_tokens=9, samples=2, seed=3, temperature=0.8, top_p=0.9, stop=frozenset({7}))
         async with EngineService(tiny_engine(family)) as service, serving(service, token=TOKEN) as url:
-            here, there = InProcess(service), Http(url, TOKEN, patience=QUICK)
-            mine, theirs = await here.samples([1, 2, 3], sampling), await there.samples([1, 2, 3], sampling)
+            here, there = InProcessPolicy(service), HttpPolicy(url, TOKEN, retry=QUICK)
+            mine, theirs = await here.complete_many([1, 2, 3], sampling), await there.complete_many([1, 2, 3], sampling)
             for a, b in zip(mine, theirs, strict=True):
                 assert (a.tokens, a.logprobs, a.raw_logprobs) == (b.tokens, b.logprobs, b.raw_logprobs)
                 assert (a.versions, a.ending) == (b.versions, b.ending)
@@ -60,10 +64,10 @@ def test_a_sample_over_http_is_the_one_in_process_bit_for_bit(family: str) -> No
                 if a.routing is not None and b.routing is not None:
                     assert a.routing.dtype == b.routing.dtype
                     assert np.array_equal(a.routing, b.routing)
-            one = await there.sample([1, 2, 3], Sampling(max_tokens=4), session="s")
+            one = await there.complete([1, 2, 3], Sampling(max_tokens=4), session="s")
             assert len(one.tokens) == 4
-            with pytest.raises(InputError, match="call samples"):
-                await there.sample([1], sampling)
+            with pytest.raises(InputError, match="call complete_many"):
+                await there.complete([1], sampling)
             await there.close()
 
     asyncio.run(work())
@@ -79,7 +83,7 @@ def test_new_weights_over_http_by_path_and_as_tensors(tmp_path: Path) -> None:
             serving(one) as first,
             serving(two) as second,
         ):
-            policy = Http([first, second], patience=QUICK)
+            policy = HttpPolicy([first, second], retry=QUICK)
             await policy.load(tmp_path / "six", 6)
             assert (await policy.version(), one.version, two.version) == (6, 6, 6)
             await one.load({}, 9)
@@ -95,46 +99,46 @@ def test_new_weights_over_http_by_path_and_as_tensors(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
-def test_a_proxy_is_asked_for_all_but_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_is_used_except_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with EngineService(tiny_engine()) as service, serving(service) as url:
-            monkeypatch.setenv("http_proxy", url)  # our server answers as one that is not meant: a proxy was asked
+            monkeypatch.setenv("http_proxy", url)  # our server responds 404: the request went to the proxy
             monkeypatch.setenv("no_proxy", "near.invalid")
             urls = "http://far.invalid", "http://near.invalid", url
-            far, near, here = (Http(each, patience=QUICK) for each in urls)
+            far, near, here = (HttpPolicy(each, retry=QUICK) for each in urls)
             asked = [1, 2, 3], Sampling(max_tokens=4, seed=1)
             with pytest.raises(ServerError, match=r"far\.invalid/generate: 404"):
-                await far.samples(*asked)
-            with pytest.raises(Unreachable, match=r"near\.invalid/generate: no connection"):
-                await near.samples(*asked)
+                await far.complete_many(*asked)
+            with pytest.raises(ServerUnreachable, match=r"near\.invalid/generate: no connection"):
+                await near.complete_many(*asked)
             monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-            assert len((await here.samples(*asked))[0].tokens) == 4
+            assert len((await here.complete_many(*asked))[0].tokens) == 4
             for policy in (far, near, here):
                 await policy.close()
 
     asyncio.run(work())
 
 
-def test_certificates_that_cannot_be_read_are_said_and_not_thrown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_certificates_are_an_etude_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        policy = Http("https://127.0.0.1:9", patience=QUICK)
-        with pytest.raises(Unreachable, match=r"https://127\.0\.0\.1:9.*No such file"):
-            await policy.samples([1], Sampling(max_tokens=1))
+        policy = HttpPolicy("https://127.0.0.1:9", retry=QUICK)
+        with pytest.raises(ServerUnreachable, match=r"https://127\.0\.0\.1:9.*No such file"):
+            await policy.complete_many([1], Sampling(max_tokens=1))
         await policy.close()
 
     monkeypatch.setenv("SSL_CERT_FILE", "nowhere.pem")
     asyncio.run(work())
 
 
-def test_cancelling_an_http_sample_frees_the_server() -> None:
+def test_cancelling_an_http_request_frees_the_server() -> None:
     async def work() -> None:
         async with EngineService(parrot("la", " la-la", end=False)) as service, serving(service) as url:
-            policy = Http(url, patience=QUICK)
-            asking = asyncio.create_task(policy.sample([1, 2], Sampling(max_tokens=2000)))
-            await until(lambda: service.stats().made_tokens > 5)
+            policy = HttpPolicy(url, retry=QUICK)
+            asking = asyncio.create_task(policy.complete([1, 2], Sampling(max_tokens=2000)))
+            await until(lambda: service.stats().output_tokens > 5)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-            await until(lambda: service.held == 0)
+            await until(lambda: service.open_sequences == 0)
             assert service.engine.pool.held == 0
             await policy.close()
 
@@ -143,18 +147,18 @@ def test_cancelling_an_http_sample_frees_the_server() -> None:
 
 def test_sessions_stay_on_their_server_and_few_move_when_one_goes() -> None:
     urls = [f"http://host{n}:8000" for n in range(4)]
-    policy = Http(urls)
+    policy = HttpPolicy(urls)
     sessions = [f"session-{n}" for n in range(400)]
-    places = {session: policy.server_of(session) for session in sessions}
-    other = Http(urls[::-1])  # another process, other order
-    assert places == {session: other.server_of(session) for session in sessions}
+    places = {session: policy.server_for(session) for session in sessions}
+    other = HttpPolicy(urls[::-1])  # another process, other order
+    assert places == {session: other.server_for(session) for session in sessions}
     assert min(Counter(places.values()).values()) > 60  # spread evenly
-    fewer = Http(urls[:3])
-    moved = [session for session in sessions if fewer.server_of(session) != places[session]]
+    fewer = HttpPolicy(urls[:3])
+    moved = [session for session in sessions if fewer.server_for(session) != places[session]]
     assert all(places[session] == urls[3] for session in moved)
 
 
-def test_a_dead_server_is_passed_over_and_a_busy_one_is_asked_again() -> None:
+def test_a_dead_server_is_skipped_and_a_busy_one_is_retried() -> None:
     async def work() -> None:
         asked = Counter[str]()
 
@@ -169,31 +173,36 @@ def test_a_dead_server_is_passed_over_and_a_busy_one_is_asked_again() -> None:
 
         dead = "http://127.0.0.1:9"
         async with fake(busy_at_first) as url:
-            policy = Http([dead, url], patience=QUICK, rest=60)
+            policy = HttpPolicy([dead, url], retry=QUICK, cooldown=60)
             for n in range(5):
-                sample = await policy.sample([5], Sampling(max_tokens=1), session=f"s{n}")
+                sample = await policy.complete([5], Sampling(max_tokens=1), session=f"s{n}")
                 assert (sample.tokens, sample.versions, sample.raw_logprobs) == ([1], [4], [-0.25])
-            assert policy.server_of("anything") == url  # the dead one rests
+            assert policy.server_for("anything") == url  # the dead one is skipped
             assert asked["busy"] == 7
             await policy.close()
 
     asyncio.run(work())
 
 
-def test_errors_name_the_server_and_the_trouble() -> None:
+def test_errors_name_the_server_and_the_problem() -> None:
     async def work() -> None:
         async with EngineService(tiny_engine()) as service, serving(service, token=TOKEN) as url:
             for policy, ask, error, complaint in (
-                (Http(url, "wrong", patience=QUICK), [1], ServerError, "401: the token is missing or wrong"),
-                (Http(url, TOKEN, patience=QUICK), [999], ServerError, "400: token id 999 is not in the vocabulary"),
-                (Http("http://127.0.0.1:9", patience=QUICK), [1], Unreachable, "no connection: Connection refused"),
+                (HttpPolicy(url, "wrong", retry=QUICK), [1], ServerError, "401: the token is missing or wrong"),
+                (HttpPolicy(url, TOKEN, retry=QUICK), [999], ServerError, "400: token id 999 is not in the vocabulary"),
+                (
+                    HttpPolicy("http://127.0.0.1:9", retry=QUICK),
+                    [1],
+                    ServerUnreachable,
+                    "no connection: Connection refused",
+                ),
             ):
                 with pytest.raises(error, match=complaint) as caught:
-                    await policy.sample(ask, Sampling(max_tokens=1))
+                    await policy.complete(ask, Sampling(max_tokens=1))
                 assert "/generate" in str(caught.value)
                 await policy.close()
         with pytest.raises(InputError, match="no server"):
-            Http([])
+            HttpPolicy([])
 
     asyncio.run(work())
 
@@ -206,21 +215,21 @@ GOOD = {"tokens": [1, 2], "logprobs": [-1, -2.5], "raw_logprobs": [-1, -2], "ver
     [
         ({"tokens": None}, "tokens is None"),
         ({"logprobs": [-1.0]}, "logprobs has 1 entries for 2 tokens"),
-        ({"versions": [0, "x"]}, "versions holds 'x'"),
+        ({"versions": [0, "x"]}, "versions contains 'x'"),
         ({"ending": "bored"}, "ending is 'bored'"),
-        ({"routing": {"dtype": "object", "shape": [1], "data": ""}}, "routing is of 'object'"),
+        ({"routing": {"dtype": "object", "shape": [1], "data": ""}}, "routing has dtype 'object'"),
         ({"routing": {"dtype": "uint8", "shape": [9], "data": "AAAA"}}, "routing cannot be read"),
     ],
 )
-def test_a_strange_answer_is_an_error_that_names_what_is_wrong(change: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_response_is_an_error_that_names_the_problem(change: dict[str, Any], complaint: str) -> None:
     async def answer(_: Request) -> Response:
         return JSONResponse({"samples": [{**GOOD, "cached": 0, "preempted": 0, **change}]})
 
     async def work() -> None:
         async with fake(answer) as url:
-            policy = Http(url, patience=QUICK)
-            with pytest.raises(BadAnswer, match=complaint):
-                await policy.sample([1], Sampling(max_tokens=2))
+            policy = HttpPolicy(url, retry=QUICK)
+            with pytest.raises(InvalidResponse, match=complaint):
+                await policy.complete([1], Sampling(max_tokens=2))
             await policy.close()
 
     asyncio.run(work())
@@ -238,7 +247,7 @@ class TestOpenAIChat:
 
         async def work() -> None:
             async with EngineService(engine) as service, serving(service, token=TOKEN) as url:
-                chat = OpenAIChat(f"{url}/v1", TOKEN, model=NAME, patience=QUICK)
+                chat = OpenAIChat(f"{url}/v1", TOKEN, model=NAME, retry=QUICK)
                 sampling = Sampling(max_tokens=20, temperature=0.5, seed=2, stop_text=("xyz",))
                 reply = await chat.chat([{"role": "user", "content": "Go"}], [TOOL], sampling)
                 assert (reply.text, reply.finish) == ("I will.", "tool_calls")
@@ -255,12 +264,17 @@ class TestOpenAIChat:
     def test_gives_no_training_data(self) -> None:
         async def work() -> None:
             chat = OpenAIChat("http://x/v1", model="m")
-            for ask in (chat.sample([1], Sampling()), chat.samples([1], Sampling())):
-                with pytest.raises(InputError, match="it can be evaluated only"):
+            for ask in (chat.complete([1], Sampling()), chat.complete_many([1], Sampling())):
+                with pytest.raises(InputError, match="it can only be evaluated"):
                     await ask
-            for unsaid in (Sampling(top_k=3), Sampling(min_p=0.1), Sampling(stop=frozenset({1})), Sampling(samples=2)):
+            for unsupported in (
+                Sampling(top_k=3),
+                Sampling(min_p=0.1),
+                Sampling(stop=frozenset({1})),
+                Sampling(samples=2),
+            ):
                 with pytest.raises(InputError, match="sampling: "):
-                    await chat.chat([], sampling=unsaid)
+                    await chat.chat([], sampling=unsupported)
             await chat.close()
 
         asyncio.run(work())
@@ -280,8 +294,8 @@ class TestOpenAIChat:
 
         async def work() -> None:
             async with fake(reply) as url:
-                chat = OpenAIChat(url, model="m", patience=QUICK)
-                with pytest.raises(BadAnswer, match=complaint):
+                chat = OpenAIChat(url, model="m", retry=QUICK)
+                with pytest.raises(InvalidResponse, match=complaint):
                     await chat.chat([{"role": "user", "content": "x"}])
                 await chat.close()
 

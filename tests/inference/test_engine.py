@@ -1,4 +1,4 @@
-"""The engine says what the model says: tokens, log-probabilities, experts, whatever the scheduler does meanwhile."""
+"""The engine returns what the model computes (tokens, log-probabilities, experts), whatever the scheduler does."""
 
 from dataclasses import replace
 from itertools import chain
@@ -22,15 +22,15 @@ from samplers import parrot
 
 from etude.errors import InputError
 from etude.inference.engine import Engine, EngineOptions
-from etude.inference.request import Stream
+from etude.inference.request import SequenceState
 from etude.inference.sampling import Sampling
 from etude.model.cache import KVCache
 
 PROMPTS = prompts_of((3, 17, 40, 64, 1, 33))
 SITUATIONS = {
     "plain": {},
-    "chunks": {"budget": 16, "sharing": False},
-    "short of pages": {"tokens": 200, "budget": 32},
+    "chunks": {"max_batched_tokens": 16, "prefix_caching": False},
+    "short of pages": {"cache_tokens": 200, "max_batched_tokens": 32},
     "invariant": {"invariant": True},
 }
 EXPERTS = ("qwen3_moe", "deepseek_v3")
@@ -40,38 +40,38 @@ EXPERTS = ("qwen3_moe", "deepseek_v3")
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_greedy_tokens_and_logprobs_are_those_of_the_plain_forward(family: str, situation: str) -> None:
     engine = engine_of(family, **SITUATIONS[situation])
-    streams = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
+    sequences = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
     finish(engine)
     assert (engine.scheduler.preemptions > 0) == (situation == "short of pages")
-    for stream in streams:
-        assert stream.made == likeliest(family, 0, tuple(stream.prompt), 20)
-        assert gap(engine.model, stream) < 1e-4
-        assert stream.logprobs == [0.0] * 20
-        assert stream.ending == "length"
+    for sequence in sequences:
+        assert sequence.output == likeliest(family, 0, tuple(sequence.prompt), 20)
+        assert gap(engine.model, sequence) < 1e-4
+        assert sequence.logprobs == [0.0] * 20
+        assert sequence.ending == "length"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sharing", [True, False])
-def test_samples_of_one_prompt_share_it_and_stay_true(family: str, sharing: bool) -> None:
-    engine = engine_of(family, sharing=sharing, tokens=512)
-    streams = engine.submit(PROMPTS[2], Sampling(max_tokens=12, samples=6, seed=5))
+def test_samples_of_one_prompt_share_it_and_match_the_plain_forward(family: str, sharing: bool) -> None:
+    engine = engine_of(family, prefix_caching=sharing, cache_tokens=512)
+    sequences = engine.submit(PROMPTS[2], Sampling(max_tokens=12, samples=6, seed=5))
     again = engine.submit(PROMPTS[2] + [7], Sampling(max_tokens=12, seed=5))
     finish(engine)
-    assert len({tuple(stream.made) for stream in streams}) > 3
-    assert [stream.cached for stream in streams] == ([0] + [32] * 5 if sharing else [0] * 6)
-    for stream in streams + again:
-        assert gap(engine.model, stream) < 1e-4
+    assert len({tuple(sequence.output) for sequence in sequences}) > 3
+    assert [sequence.cached for sequence in sequences] == ([0] + [32] * 5 if sharing else [0] * 6)
+    for sequence in sequences + again:
+        assert gap(engine.model, sequence) < 1e-4
 
 
-def test_a_later_turn_of_a_session_reads_only_what_is_new() -> None:
+def test_a_later_turn_of_a_session_prefills_only_new_tokens() -> None:
     engine = engine_of("llama")
     (first,) = engine.submit(PROMPTS[2], GREEDY)
     finish(engine)
-    read = engine.read_tokens
-    (second,) = engine.submit(first.prompt + first.made + [5, 6, 7], GREEDY)
+    read = engine.prefill_tokens
+    (second,) = engine.submit(first.prompt + first.output + [5, 6, 7], GREEDY)
     finish(engine)
-    assert second.cached == 56  # of 40 + 20 + 3 tokens; the last one made was never read
-    assert engine.read_tokens - read == 7
+    assert second.cached == 56  # of 40 + 20 + 3 tokens; the last output token was never computed
+    assert engine.prefill_tokens - read == 7
     assert gap(engine.model, second) < 1e-4
 
 
@@ -79,86 +79,87 @@ def test_a_later_turn_of_a_session_reads_only_what_is_new() -> None:
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_experts_returned_are_those_of_the_plain_forward(family: str, situation: str) -> None:
     engine = engine_of(family, **SITUATIONS[situation])
-    streams = [engine.submit(prompt, Sampling(max_tokens=14, seed=3, samples=2)) for prompt in [*PROMPTS, PROMPTS[3]]]
+    sequences = [engine.submit(prompt, Sampling(max_tokens=14, seed=3, samples=2)) for prompt in [*PROMPTS, PROMPTS[3]]]
     finish(engine)
-    for stream in chain(*streams):
-        routing = stream.result().routing
+    for sequence in chain(*sequences):
+        routing = sequence.result().routing
         assert routing is not None
         assert routing.dtype == np.uint8
         assert torch.equal(
-            torch.from_numpy(routing).long(), plain_routing(engine.model, stream.prompt + stream.made[:-1])
+            torch.from_numpy(routing).long(), plain_routing(engine.model, sequence.prompt + sequence.output[:-1])
         )
 
 
 def test_many_experts_need_a_wider_type() -> None:
     changes = {"num_experts": 300, "num_experts_per_tok": 3, "num_hidden_layers": 1}
-    engine = Engine(weights_of("qwen3_moe", 0, **changes), EngineOptions(tokens=128))
-    (stream,) = engine.submit([1, 2, 3], Sampling(max_tokens=3))
+    engine = Engine(weights_of("qwen3_moe", 0, **changes), EngineOptions(cache_tokens=128))
+    (sequence,) = engine.submit([1, 2, 3], Sampling(max_tokens=3))
     finish(engine)
-    routing = stream.result().routing
+    routing = sequence.result().routing
     assert routing is not None
     assert routing.dtype == np.uint16
-    assert torch.equal(torch.from_numpy(routing).long(), plain_routing(engine.model, stream.prompt + stream.made[:-1]))
+    assert torch.equal(
+        torch.from_numpy(routing).long(), plain_routing(engine.model, sequence.prompt + sequence.output[:-1])
+    )
 
 
 # ------------------------------------------------------------------------------------------------- new weights
 
 
-def swapped(family: str, policy: str, steps: int, **options: object) -> tuple[Engine, list[Stream]]:
+def swapped(family: str, policy: str, steps: int, **options: object) -> tuple[Engine, list[SequenceState]]:
     engine = engine_of(family, 0, on_swap=policy, **options)
-    streams = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
+    sequences = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
     for _ in range(steps):
         engine.step()
     engine.load(weights_of(family, 1).state_dict(), version=7)
     finish(engine)
-    return engine, streams
+    return engine, sequences
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", [{}, {"tokens": 200, "budget": 32}], ids=["roomy", "short of pages"])
-def test_after_a_swap_with_recompute_all_is_as_if_the_new_weights_had_read_everything(
-    family: str, options: dict
-) -> None:
-    _, streams = swapped(family, "recompute", 9, **options)
-    for stream in streams:
-        old = stream.versions.count(0)
-        assert stream.versions == [0] * old + [7] * (20 - old)
-        assert stream.made[:old] == likeliest(family, 0, tuple(stream.prompt), 20)[:old]
+@pytest.mark.parametrize(
+    "options", [{}, {"cache_tokens": 200, "max_batched_tokens": 32}], ids=["roomy", "short of pages"]
+)
+def test_after_a_swap_with_recompute_the_new_weights_have_computed_everything(family: str, options: dict) -> None:
+    _, sequences = swapped(family, "recompute", 9, **options)
+    for sequence in sequences:
+        old = sequence.versions.count(0)
+        assert sequence.versions == [0] * old + [7] * (20 - old)
+        assert sequence.output[:old] == likeliest(family, 0, tuple(sequence.prompt), 20)[:old]
         if old < 20:
-            after = likeliest(family, 1, tuple(stream.prompt + stream.made[:old]), 20 - old)
-            assert stream.made[old:] == after
-            assert gap(weights_of(family, 1), stream, old) < 1e-4
-    assert any(0 < stream.versions.count(0) < 20 for stream in streams)
+            after = likeliest(family, 1, tuple(sequence.prompt + sequence.output[:old]), 20 - old)
+            assert sequence.output[old:] == after
+            assert gap(weights_of(family, 1), sequence, old) < 1e-4
+    assert any(0 < sequence.versions.count(0) < 20 for sequence in sequences)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_after_a_swap_with_keep_new_weights_go_on_over_old_keys_and_values(family: str) -> None:
-    _, streams = swapped(family, "keep", 9)
-    for stream in streams:
-        old = stream.versions.count(0)
+    _, sequences = swapped(family, "keep", 9)
+    for sequence in sequences:
+        old = sequence.versions.count(0)
         assert 0 < old < 20
-        assert stream.made == kept(family, stream.prompt, old)
+        assert sequence.output == kept(family, sequence.prompt, old)
 
 
 @torch.no_grad()
-def kept(family: str, prompt: list[int], old: int, read: int = 0) -> list[int]:
-    """Greedy decoding with one plain cache, of which `read` tokens are there before; after `old` tokens the weights
-    under it change."""
+def kept(family: str, prompt: list[int], old: int, computed: int = 0) -> list[int]:
+    """Decode greedily with one plain cache that holds `computed` tokens; after `old` tokens swap the weights."""
     model = model_of(family, 0)
     cache = KVCache(model.config, 1, len(prompt) + 20, torch.float32)
-    if read:
-        model.hidden(torch.tensor([prompt[:read]]), cache=cache)
-    made, tokens = [], prompt[read:]
+    if computed:
+        model.hidden(torch.tensor([prompt[:computed]]), cache=cache)
+    output, tokens = [], prompt[computed:]
     for index in range(20):
         if index == old:
             model.load_state_dict(weights_of(family, 1).state_dict())
-        made.append(int(model.logits(model.hidden(torch.tensor([tokens]), cache=cache)[0, -1]).argmax()))
-        tokens = made[-1:]
-    return made
+        output.append(int(model.logits(model.hidden(torch.tensor([tokens]), cache=cache)[0, -1]).argmax()))
+        tokens = output[-1:]
+    return output
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
-def test_what_starts_after_a_swap_finds_nothing_of_older_weights(policy: str) -> None:
+def test_sequences_that_start_after_a_swap_find_no_pages_of_older_weights(policy: str) -> None:
     engine = engine_of("llama", 0, on_swap=policy)
     (old,) = engine.submit(PROMPTS[3], GREEDY)
     for _ in range(5):
@@ -169,10 +170,10 @@ def test_what_starts_after_a_swap_finds_nothing_of_older_weights(policy: str) ->
     (late,) = engine.submit(PROMPTS[3], GREEDY)
     finish(engine)
     assert old.ending == "length"
-    for stream in (*others, late):
-        assert stream.made == likeliest("llama", 1, tuple(PROMPTS[3]), 20)
-        assert gap(engine.model, stream) < 1e-4
-    assert [stream.cached > 0 for stream in others[1:]] == [True, True]
+    for sequence in (*others, late):
+        assert sequence.output == likeliest("llama", 1, tuple(PROMPTS[3]), 20)
+        assert gap(engine.model, sequence) < 1e-4
+    assert [sequence.cached > 0 for sequence in others[1:]] == [True, True]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -185,24 +186,24 @@ def test_a_session_goes_on_over_its_own_keys_and_values_of_older_weights(family:
         engine.step()
     if moment == "between turns":
         finish(engine)
-    old = len(first.made)
+    old = len(first.output)
     engine.load(weights_of(family, 1).state_dict(), version=1)
     finish(engine)
-    whole = first.prompt + first.made
-    read = engine.read_tokens
+    whole = first.prompt + first.output
+    read = engine.prefill_tokens
     (second,) = engine.submit([*whole, 5, 6, 7], ask)
     finish(engine)
     assert second.cached == 56  # of 40 + 20 + 3 tokens
-    assert engine.read_tokens - read == 7
-    assert second.made == kept(family, [*whole, 5, 6, 7], 0, read=min(56, 40 + old - 1))
+    assert engine.prefill_tokens - read == 7
+    assert second.output == kept(family, [*whole, 5, 6, 7], 0, computed=min(56, 40 + old - 1))
     assert second.versions == [1] * 20
-    (other,) = engine.submit(second.prompt, GREEDY)  # asks for the present weights
+    (other,) = engine.submit(second.prompt, GREEDY)  # without `since`: current weights only
     finish(engine)
     assert other.cached == 0
-    assert other.made == likeliest(family, 1, tuple(second.prompt), 20)
+    assert other.output == likeliest(family, 1, tuple(second.prompt), 20)
 
 
-def test_two_of_a_group_that_began_with_different_weights_keep_apart() -> None:
+def test_two_sessions_of_a_group_that_began_with_different_weights_share_no_pages() -> None:
     engine = engine_of("llama", 0)
     (early,) = engine.submit(PROMPTS[2], GREEDY)
     finish(engine)
@@ -210,47 +211,47 @@ def test_two_of_a_group_that_began_with_different_weights_keep_apart() -> None:
     (late,) = engine.submit(PROMPTS[2], GREEDY)
     finish(engine)
     assert (early.versions[0], late.versions[0]) == (0, 1)
-    turns = [[*first.prompt, *first.made, 5, 6, 7] for first in (early, late)]
+    turns = [[*first.prompt, *first.output, 5, 6, 7] for first in (early, late)]
     second = [engine.submit(turn, replace(GREEDY, since=since))[0] for since, turn in enumerate(turns)]
     finish(engine)
-    assert [stream.cached for stream in second] == [56, 56]
-    assert second[0].made == kept("llama", turns[0], 0, read=56)
-    assert second[1].made == likeliest("llama", 1, tuple(turns[1]), 20)
+    assert [sequence.cached for sequence in second] == [56, 56]
+    assert second[0].output == kept("llama", turns[0], 0, computed=56)
+    assert second[1].output == likeliest("llama", 1, tuple(turns[1]), 20)
 
 
-def test_of_weights_that_were_skipped_a_session_uses_the_next() -> None:
+def test_a_session_whose_version_was_skipped_uses_pages_of_the_next() -> None:
     engine = engine_of("llama")
     engine.load(weights_of("llama", 1).state_dict(), version=5)
     for expected in (0, 32):
-        (stream,) = engine.submit(PROMPTS[2], replace(GREEDY, since=3))
+        (sequence,) = engine.submit(PROMPTS[2], replace(GREEDY, since=3))
         finish(engine)
-        assert stream.cached == expected
+        assert sequence.cached == expected
     engine.load(weights_of("llama", 0).state_dict(), version=5)  # the same number for other weights
-    (stream,) = engine.submit(PROMPTS[2], replace(GREEDY, since=3))
+    (sequence,) = engine.submit(PROMPTS[2], replace(GREEDY, since=3))
     finish(engine)
-    assert stream.cached == 0
-    assert stream.made == likeliest("llama", 0, tuple(PROMPTS[2]), 20)
+    assert sequence.cached == 0
+    assert sequence.output == likeliest("llama", 0, tuple(PROMPTS[2]), 20)
 
 
 @pytest.mark.parametrize("options", [{"on_swap": "recompute"}, {"invariant": True}], ids=["recompute", "invariant"])
-def test_recomputing_or_invariant_a_session_too_has_the_present_weights_alone(options: dict) -> None:
+def test_with_recompute_or_invariant_a_session_uses_current_weights_only(options: dict) -> None:
     engine = engine_of("llama", **options)
     (first,) = engine.submit(PROMPTS[2], replace(GREEDY, since=0))
     finish(engine)
     engine.load(weights_of("llama", 1).state_dict(), version=1)
-    (second,) = engine.submit([*first.prompt, *first.made], replace(GREEDY, since=0))
+    (second,) = engine.submit([*first.prompt, *first.output], replace(GREEDY, since=0))
     finish(engine)
     assert second.cached == 0
-    assert second.made == likeliest("llama", 1, tuple(second.prompt), 20)
+    assert second.output == likeliest("llama", 1, tuple(second.prompt), 20)
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_experts_of_a_token_are_those_that_made_what_followed_it(family: str) -> None:
-    _, streams = swapped(family, "recompute", 9)
-    for stream in streams:
-        seen = len(stream.prompt) + stream.versions.count(0) - 1  # tokens the old weights read
-        routing = torch.from_numpy(stream.result().routing).long()
-        tokens = stream.prompt + stream.made[:-1]
+def test_experts_of_a_token_are_those_that_produced_what_followed_it(family: str) -> None:
+    _, sequences = swapped(family, "recompute", 9)
+    for sequence in sequences:
+        seen = len(sequence.prompt) + sequence.versions.count(0) - 1  # tokens the old weights computed
+        routing = torch.from_numpy(sequence.result().routing).long()
+        tokens = sequence.prompt + sequence.output[:-1]
         assert torch.equal(routing[:seen], plain_routing(weights_of(family, 0), tokens)[:seen])
         assert torch.equal(routing[seen:], plain_routing(weights_of(family, 1), tokens)[seen:])
 
@@ -267,50 +268,52 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.model.state_dict().items())
 
 
-def test_weights_changed_in_place_behind_the_engine_are_used() -> None:
+def test_weights_changed_in_place_outside_the_engine_are_used() -> None:
     engine = engine_of("llama")
     engine.model.load_state_dict(weights_of("llama", 1).state_dict())
-    streams = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
+    sequences = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
     finish(engine)
-    assert [stream.made for stream in streams] == [likeliest("llama", 1, tuple(prompt), 20) for prompt in PROMPTS]
+    assert [sequence.output for sequence in sequences] == [
+        likeliest("llama", 1, tuple(prompt), 20) for prompt in PROMPTS
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- endings
 
 
-def test_a_stop_token_ends_a_sample_and_belongs_to_it() -> None:
+def test_a_stop_token_ends_a_completion_and_belongs_to_it() -> None:
     free = likeliest("llama", 0, tuple(PROMPTS[1]), 20)
     engine = engine_of("llama")
-    (stream,) = engine.submit(PROMPTS[1], Sampling(max_tokens=20, temperature=0.0, stop=frozenset({free[6], 60})))
+    (sequence,) = engine.submit(PROMPTS[1], Sampling(max_tokens=20, temperature=0.0, stop=frozenset({free[6], 60})))
     finish(engine)
-    assert stream.made == free[: free.index(free[6]) + 1]
-    assert stream.ending == "stop"
+    assert sequence.output == free[: free.index(free[6]) + 1]
+    assert sequence.ending == "stop"
 
 
 @pytest.mark.parametrize(("stop", "pieces"), [("cd", 2), ("de", 3), ("bcde", 3), ("f", 3), ("zz", 5)])
-def test_a_stop_text_ends_a_sample_where_it_is_complete_even_across_tokens(stop: str, pieces: int) -> None:
+def test_a_stop_text_ends_a_completion_where_it_is_complete_even_across_tokens(stop: str, pieces: int) -> None:
     engine = parrot("ab", "cd", "ef", "gh", "ij", end=False)
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": "x"}]), special=True)
-    (stream,) = engine.submit(prompt, Sampling(max_tokens=5, temperature=0.0, stop_text=("nothing", stop)))
+    (sequence,) = engine.submit(prompt, Sampling(max_tokens=5, temperature=0.0, stop_text=("nothing", stop)))
     finish(engine)
-    assert tokenizer.decode(stream.made) == "abcdefghij"[: 2 * pieces]
-    assert stream.ending == ("stop" if pieces < 5 else "length")
+    assert tokenizer.decode(sequence.output) == "abcdefghij"[: 2 * pieces]
+    assert sequence.ending == ("stop" if pieces < 5 else "length")
 
 
 def test_samples_of_one_prompt_each_stop_by_themselves() -> None:
     engine = engine_of("llama")
-    streams = engine.submit(PROMPTS[0], Sampling(max_tokens=40, samples=8, seed=3, stop=frozenset(range(8))))
+    sequences = engine.submit(PROMPTS[0], Sampling(max_tokens=40, samples=8, seed=3, stop=frozenset(range(8))))
     finish(engine)
-    assert len({len(stream.made) for stream in streams}) > 2
-    for stream in streams:
-        assert all(token >= 8 for token in stream.made[:-1])
-        assert (stream.ending == "stop") == (stream.made[-1] < 8)
+    assert len({len(sequence.output) for sequence in sequences}) > 2
+    for sequence in sequences:
+        assert all(token >= 8 for token in sequence.output[:-1])
+        assert (sequence.ending == "stop") == (sequence.output[-1] < 8)
 
 
 def test_bad_requests_are_refused_before_they_are_queued() -> None:
-    engine = engine_of("llama", tokens=64)
+    engine = engine_of("llama", cache_tokens=64)
     bad = [
         ([], Sampling(), "empty"),
         ([61], Sampling(), "token id 61"),
@@ -325,71 +328,78 @@ def test_bad_requests_are_refused_before_they_are_queued() -> None:
     assert not engine.busy
     (fits,) = engine.submit([1] * 40, Sampling(max_tokens=23))
     finish(engine)
-    assert len(fits.made) == 23
+    assert len(fits.output) == 23
 
 
 def test_engine_options_that_could_never_run_are_refused() -> None:
-    for wrong in ({"budget": 0}, {"max_streams": 0}, {"page": 0}, {"tokens": 0}, {"drafts": -1}, {"burst": 0}):
+    for wrong in (
+        {"max_batched_tokens": 0},
+        {"max_sequences": 0},
+        {"page_size": 0},
+        {"cache_tokens": 0},
+        {"drafts": -1},
+        {"burst": 0},
+    ):
         with pytest.raises(InputError, match=next(iter(wrong))):
             EngineOptions(**wrong)
 
 
-def test_pages_longer_than_a_piece_do_not_switch_invariance_off() -> None:
-    engine = engine_of("llama", page=512, tokens=4096, invariant=True)
-    assert engine.scheduler.piece == 512
+def test_pages_longer_than_a_prefill_chunk_do_not_switch_invariance_off() -> None:
+    engine = engine_of("llama", page_size=512, cache_tokens=4096, invariant=True)
+    assert engine.scheduler.fixed_chunk == 512
 
 
 # ------------------------------------------------------------------------------------------------- cancelling
 
 
-def test_whoever_listens_hears_every_token_once_and_the_end_once_cancelled_or_not() -> None:
-    engine = engine_of("llama", max_streams=3)
-    heard: list[tuple[Stream, list[int]]] = []
+def test_a_listener_gets_every_token_once_and_the_end_once_cancelled_or_not() -> None:
+    engine = engine_of("llama", max_sequences=3)
+    calls: list[tuple[SequenceState, list[int]]] = []
 
-    def listener(stream: Stream, tokens: list[int]) -> None:
-        heard.append((stream, list(tokens)))
+    def listener(sequence: SequenceState, tokens: list[int]) -> None:
+        calls.append((sequence, list(tokens)))
 
-    streams = [engine.submit(prompt, Sampling(max_tokens=9), listener)[0] for prompt in PROMPTS]
+    sequences = [engine.submit(prompt, Sampling(max_tokens=9), listener)[0] for prompt in PROMPTS]
     for _ in range(4):
         engine.step()
     running, waiting = engine.scheduler.running[0], engine.scheduler.waiting[-1]
-    for stream in (running, waiting, running):
-        engine.cancel(stream)
+    for sequence in (running, waiting, running):
+        engine.cancel(sequence)
     finish(engine)
     engine.cancel(running)
     engine.step()
-    for stream in streams:
-        told = [tokens for whom, tokens in heard if whom is stream]
-        assert told[-1] == []
-        assert told.count([]) == 1
-        assert list(chain(*told)) == stream.made
-        assert stream.ending == ("cancelled" if stream in (running, waiting) else "length")
+    for sequence in sequences:
+        received = [tokens for each, tokens in calls if each is sequence]
+        assert received[-1] == []
+        assert received.count([]) == 1
+        assert list(chain(*received)) == sequence.output
+        assert sequence.ending == ("cancelled" if sequence in (running, waiting) else "length")
 
 
 def test_a_listener_may_cancel_from_inside_a_step() -> None:
     engine = engine_of("llama")
-    streams: list[Stream] = []
+    sequences: list[SequenceState] = []
 
-    def impatient(stream: Stream, tokens: list[int]) -> None:
-        if len(stream.made) == 3 and tokens:
-            for each in streams:
+    def impatient(sequence: SequenceState, tokens: list[int]) -> None:
+        if len(sequence.output) == 3 and tokens:
+            for each in sequences:
                 engine.cancel(each)
 
-    streams += engine.submit(PROMPTS[0], Sampling(max_tokens=30, samples=4), impatient)
+    sequences += engine.submit(PROMPTS[0], Sampling(max_tokens=30, samples=4), impatient)
     finish(engine)
-    assert [stream.ending for stream in streams] == ["cancelled"] * 4
-    assert max(len(stream.made) for stream in streams) == 3
+    assert [sequence.ending for sequence in sequences] == ["cancelled"] * 4
+    assert max(len(sequence.output) for sequence in sequences) == 3
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_when_the_leader_of_samples_is_cancelled_another_reads_the_prompt_once(steps: int) -> None:
-    engine = engine_of("llama", budget=16)
-    streams = engine.submit(PROMPTS[3], Sampling(max_tokens=6, samples=5, seed=2))
+def test_when_the_leader_is_cancelled_another_sequence_prefills_the_prompt_once(steps: int) -> None:
+    engine = engine_of("llama", max_batched_tokens=16)
+    sequences = engine.submit(PROMPTS[3], Sampling(max_tokens=6, samples=5, seed=2))
     for _ in range(steps):
         engine.step()
-    engine.cancel(streams[0])
+    engine.cancel(sequences[0])
     finish(engine)
-    assert [stream.ending for stream in streams] == ["cancelled"] + ["length"] * 4
-    assert engine.read_tokens <= 16 * steps + 64 + 4 * 8  # and not five times 64
-    for stream in streams[1:]:
-        assert gap(engine.model, stream) < 1e-4
+    assert [sequence.ending for sequence in sequences] == ["cancelled"] + ["length"] * 4
+    assert engine.prefill_tokens <= 16 * steps + 64 + 4 * 8  # and not five times 64
+    for sequence in sequences[1:]:
+        assert gap(engine.model, sequence) < 1e-4

@@ -1,4 +1,4 @@
-"""The page pool against a twin that looks through lists: same pages found, same pages evicted, none lost."""
+"""The page pool against a reference model that searches lists: same pages found, same pages evicted, none lost."""
 
 from dataclasses import dataclass, field
 
@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from etude.errors import InputError
-from etude.inference.pages import VERSIONS, PagePool, Roots
+from etude.inference.pages import VERSIONS, PagePool, PrefixRoots
 
 SIZE, COUNT = 2, 7
 
 
 @dataclass
 class Entry:
-    """A page that can be found: its place in a chain, what stands before it and in it."""
+    """An indexed page: the entry before it in its chain, and its tokens."""
 
     page: int
     before: "Entry | None"
@@ -26,28 +26,28 @@ class Entry:
 class Holder:
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
-    content: int = 0
-    chain: Entry | None = None  # the twin of `content`
+    prefix_id: int = 0
+    chain: Entry | None = None  # the reference model of `prefix_id`
     published: int = 0
-    lost: bool = False  # everything was forgotten since: what it publishes now hangs in the air
+    lost: bool = False  # the index was reset since: what it publishes now has no indexed parent
 
 
-class PoolTwin(RuleBasedStateMachine):
+class PoolReference(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(COUNT, SIZE)
         self.holders: list[Holder] = []
         self.entries: list[Entry] = []
-        self.idle: list[int] = []  # findable pages that nobody holds, the one to go first in front
-        self.truth: dict[int, list[int]] = {}  # everything from the beginning to the end of a page
+        self.evictable: list[int] = []  # indexed pages without a reference, the next to evict first
+        self.truth: dict[int, list[int]] = {}  # all tokens from the beginning to the end of a page
 
     def held(self) -> set[int]:
         return {page for holder in self.holders for page in holder.pages}
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def begin(self, tokens: list[int]) -> None:
-        """Somebody comes with tokens, gets what is there and pages for the rest, unless there are too few."""
-        found = self.pool.find(tokens)
+        """Start a sequence with its cached pages and new ones for the rest, unless there are too few."""
+        found = self.pool.find_prefix(tokens)
         chain, want = None, []
         for start in range(0, len(tokens) - SIZE + 1, SIZE):
             part = tokens[start : start + SIZE]
@@ -60,38 +60,38 @@ class PoolTwin(RuleBasedStateMachine):
         for index, page in enumerate(found.pages):
             assert self.truth[page] == tokens[: (index + 1) * SIZE]
         need = -(-len(tokens) // SIZE) - len(found.pages)
-        assert [self.pool.idle(page) for page in want] == [page in self.idle for page in want]
-        if need > self.pool.available - sum(page in self.idle for page in want):
+        assert [self.pool.is_evictable(page) for page in want] == [page in self.evictable for page in want]
+        if need > self.pool.available - sum(page in self.evictable for page in want):
             return
-        self.pool.hold(found.pages)
-        self.idle = [page for page in self.idle if page not in want]
-        holder = Holder(tokens, list(found.pages), found.content, chain, len(found.pages))
+        self.pool.acquire(found.pages)
+        self.evictable = [page for page in self.evictable if page not in want]
+        holder = Holder(tokens, list(found.pages), found.prefix_id, chain, len(found.pages))
         self.holders.append(holder)
         for _ in range(need):
-            self.take(holder)
+            self.allocate_for(holder)
 
-    def take(self, holder: Holder) -> None:
-        free = COUNT - len(self.held()) - len(self.idle)
-        page = self.pool.take()
+    def allocate_for(self, holder: Holder) -> None:
+        free = COUNT - len(self.held()) - len(self.evictable)
+        page = self.pool.allocate()
         assert page not in self.held()
         if free:
-            assert page not in self.idle
+            assert page not in self.evictable
         else:
-            assert page == self.idle.pop(0)
+            assert page == self.evictable.pop(0)
             self.entries = [entry for entry in self.entries if entry.page != page]
         holder.pages.append(page)
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def fill(self, data: st.DataObject) -> None:
-        """Somebody has computed one more whole page."""
+        """Publish one more full page of a holder."""
         holder = data.draw(st.sampled_from(self.holders))
         if (holder.published + 1) * SIZE > len(holder.tokens):
             return
         start, page = holder.published * SIZE, holder.pages[holder.published]
         tokens = holder.tokens[start : start + SIZE]
         self.truth[page] = holder.tokens[: start + SIZE]
-        holder.content = self.pool.publish(page, holder.content, tokens)
+        holder.prefix_id = self.pool.publish(page, holder.prefix_id, tokens)
         same = [e for e in self.entries if e.before is holder.chain and e.tokens == tokens and not holder.lost]
         if same:
             (holder.chain,) = same
@@ -109,55 +109,55 @@ class PoolTwin(RuleBasedStateMachine):
         self.holders.remove(holder)
         self.pool.release(holder.pages)
         findable = {entry.page for entry in self.entries}
-        self.idle += [page for page in reversed(holder.pages) if page not in self.held() and page in findable]
+        self.evictable += [page for page in reversed(holder.pages) if page not in self.held() and page in findable]
 
     @rule()
     def forget(self) -> None:
-        self.pool.forget_all()
-        self.entries, self.idle = [], []
+        self.pool.reset_prefix_cache()
+        self.entries, self.evictable = [], []
         for holder in self.holders:
             holder.lost = holder.published > 0
 
     @invariant()
     def every_page_is_accounted_for(self) -> None:
-        self.pool.check()
+        self.pool.check_invariants()
         assert self.pool.held == len(self.held())
         assert self.pool.available == COUNT - len(self.held())
 
 
-TestPoolTwin = PoolTwin.TestCase
-TestPoolTwin.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolReference = PoolReference.TestCase
+TestPoolReference.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def test_two_who_computed_the_same_both_keep_theirs_and_one_is_found() -> None:
+def test_of_two_pages_with_the_same_content_both_stay_and_one_is_found() -> None:
     pool = PagePool(6, 2)
-    first, second = [pool.take(), pool.take()], [pool.take(), pool.take()]
+    first, second = [pool.allocate(), pool.allocate()], [pool.allocate(), pool.allocate()]
     one = pool.publish(first[0], 0, [1, 2])
     assert pool.publish(second[0], 0, [1, 2]) == one
     pool.publish(second[1], one, [3, 4])
-    assert pool.find([1, 2, 3, 4]).pages == [first[0], second[1]]
+    assert pool.find_prefix([1, 2, 3, 4]).pages == [first[0], second[1]]
     pool.release(second)
-    pool.check()
-    assert pool.find([1, 2, 3, 4]).pages == [first[0], second[1]]
+    pool.check_invariants()
+    assert pool.find_prefix([1, 2, 3, 4]).pages == [first[0], second[1]]
 
 
-def test_what_follows_a_prefix_is_given_up_before_the_prefix() -> None:
+def test_what_follows_a_prefix_is_evicted_before_the_prefix() -> None:
     pool = PagePool(3, 1)
-    pages = [pool.take() for _ in range(3)]
-    content = 0
+    pages = [pool.allocate() for _ in range(3)]
+    prefix_id = 0
     for token, page in enumerate(pages):
-        content = pool.publish(page, content, [token])
+        prefix_id = pool.publish(page, prefix_id, [token])
     pool.release(pages)
-    assert [pool.take() for _ in range(3)] == pages[::-1]
+    assert [pool.allocate() for _ in range(3)] == pages[::-1]
 
 
-def test_without_sharing_nothing_is_ever_found() -> None:
-    pool = PagePool(2, 2, sharing=False)
-    page = pool.take()
+def test_without_prefix_caching_nothing_is_ever_found() -> None:
+    pool = PagePool(2, 2, prefix_caching=False)
+    page = pool.allocate()
     pool.publish(page, 0, [1, 2])
-    assert pool.find([1, 2]).pages == []
+    assert pool.find_prefix([1, 2]).pages == []
     pool.release([page])
-    pool.check()
+    pool.check_invariants()
     assert pool.available == 2
 
 
@@ -165,30 +165,30 @@ def test_an_empty_pool_and_an_overdrawn_one_say_so() -> None:
     with pytest.raises(InputError, match="empty"):
         PagePool(0, 16)
     pool = PagePool(1, 1)
-    pool.take()
+    pool.allocate()
     with pytest.raises(InputError, match="no free page"):
-        pool.take()
+        pool.allocate()
 
 
 # ------------------------------------------------------------------------------------------- weights
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.one_of(st.none(), st.integers(0, 11)))
-def test_a_session_meets_no_weights_older_than_its_own(versions: list[int], since: int | None) -> None:
-    roots = Roots(versions[0])
-    loads = {roots.present: versions[0]}  # in order; a number that is not the highest begins the count again
+def test_a_session_finds_no_pages_of_weights_older_than_its_own(versions: list[int], since: int | None) -> None:
+    roots = PrefixRoots(versions[0])
+    loads = {roots.current: versions[0]}  # in order; a number that is not the highest begins the count again
     for version in versions[1:]:
-        roots.begin(version)
-        loads = {root: known for root, known in loads.items() if known < version} | {roots.present: version}
+        roots.add_version(version)
+        loads = {root: known for root, known in loads.items() if known < version} | {roots.current: version}
     fit = [root for root, version in loads.items() if since is not None and version >= since]
-    assert roots.of(since) == (fit[0] if fit else roots.present)
-    assert roots.of(None) == roots.present == -len(versions)
+    assert roots.root_for(since) == (fit[0] if fit else roots.current)
+    assert roots.root_for(None) == roots.current == -len(versions)
 
 
 def test_only_so_many_versions_are_known() -> None:
-    roots = Roots(0)
+    roots = PrefixRoots(0)
     for version in range(1, 3 * VERSIONS):
-        roots.begin(version)
+        roots.add_version(version)
     oldest = 2 * VERSIONS
-    assert roots.of(0) == roots.of(oldest) == -1 - oldest
-    assert roots.of(oldest + 1) == -2 - oldest
+    assert roots.root_for(0) == roots.root_for(oldest) == -1 - oldest
+    assert roots.root_for(oldest + 1) == -2 - oldest

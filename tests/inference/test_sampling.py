@@ -1,4 +1,4 @@
-"""Sampling against exact distributions on a small vocabulary; luck that belongs to the seed and the place alone."""
+"""Sampling against exact distributions on a small vocabulary; random numbers that depend on (seed, position) alone."""
 
 import math
 import random
@@ -10,8 +10,8 @@ from engines import surprise
 from torch import Tensor
 
 from etude.errors import InputError
-from etude.inference.sampling import Knobs, Sampling, draw
-from etude.kernels.draw import ACCEPT, DRAFT, DRAW, REDRAW, luck, pick
+from etude.inference.sampling import Sampling, SamplingTensors, draw
+from etude.kernels.draw import ACCEPT, DRAFT, DRAW, REDRAW, invert_cdf, uniform
 
 LOGITS = torch.tensor([2.0, 1.5, 1.5, 0.3, 0.0, -0.5, -1.0, -3.0, -9.0, -30.0])
 DRAWS = 20_000
@@ -30,36 +30,36 @@ WAYS: list[dict[str, Any]] = [
 
 
 def exact(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[float]:
-    """Token by token, with numbers a person could follow."""
+    """Compute the distribution token by token."""
     weights = [math.exp(logit / temperature) for logit in LOGITS.tolist()]
-    odds = [weight / sum(weights) for weight in weights]
-    order = sorted(range(len(odds)), key=lambda token: -odds[token])[: top_k or None]
-    whole, kept, weight = sum(odds[token] for token in order), [], 0.0
+    probabilities = [weight / sum(weights) for weight in weights]
+    order = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])[: top_k or None]
+    whole, kept, weight = sum(probabilities[token] for token in order), [], 0.0
     for token in order:
         if weight < top_p * whole:
             kept.append(token)
-        weight += odds[token]
-    kept = [token for token in kept if odds[token] >= min_p * odds[order[0]]]
-    total = sum(odds[token] for token in kept)
-    return [odds[token] / total if token in kept else 0.0 for token in range(len(odds))]
+        weight += probabilities[token]
+    kept = [token for token in kept if probabilities[token] >= min_p * probabilities[order[0]]]
+    total = sum(probabilities[token] for token in kept)
+    return [probabilities[token] / total if token in kept else 0.0 for token in range(len(probabilities))]
 
 
-def drawn(rows: list[Sampling], seeds: list[int], places: list[int], logits: Tensor | None = None) -> Any:
+def drawn(rows: list[Sampling], seeds: list[int], positions: list[int], logits: Tensor | None = None) -> Any:
     logits = LOGITS.expand(len(rows), -1) if logits is None else logits
-    return draw(logits, Knobs.of(rows, seeds, "cpu"), torch.tensor(places))
+    return draw(logits, SamplingTensors.of(rows, seeds, "cpu"), torch.tensor(positions))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_tokens_come_as_often_as_they_should(way: dict[str, Any]) -> None:
+def test_tokens_follow_the_exact_distribution(way: dict[str, Any]) -> None:
     found = drawn([Sampling(**way)] * DRAWS, list(range(DRAWS)), [3] * DRAWS)
-    odds = exact(**way)
-    counts = torch.bincount(found.tokens, minlength=len(odds)).tolist()
-    assert surprise(counts, [chance * DRAWS for chance in odds]) < 4
-    assert torch.allclose(found.logprobs, torch.tensor(odds).log()[found.tokens], atol=1e-5)
+    probabilities = exact(**way)
+    counts = torch.bincount(found.tokens, minlength=len(probabilities)).tolist()
+    assert surprise(counts, [chance * DRAWS for chance in probabilities]) < 4
+    assert torch.allclose(found.logprobs, torch.tensor(probabilities).log()[found.tokens], atol=1e-5)
     assert torch.allclose(found.raw_logprobs, LOGITS.log_softmax(0)[found.tokens], atol=1e-5)
 
 
-def test_places_of_one_seed_are_as_good_as_seeds() -> None:
+def test_positions_of_one_seed_are_as_random_as_seeds() -> None:
     found = drawn([Sampling()] * DRAWS, [77] * DRAWS, list(range(DRAWS)))
     counts = torch.bincount(found.tokens, minlength=len(LOGITS)).tolist()
     assert surprise(counts, [chance * DRAWS for chance in exact()]) < 4
@@ -74,7 +74,7 @@ def test_temperature_zero_takes_the_first_of_the_likeliest_with_certainty() -> N
         assert torch.allclose(found.raw_logprobs, logits.log_softmax(-1)[[0, 1], [1, 0]])
 
 
-def test_a_row_is_drawn_the_same_to_the_last_bit_whatever_its_neighbours_are() -> None:
+def test_a_row_is_sampled_the_same_to_the_last_bit_whatever_its_neighbours_are() -> None:
     rng = random.Random(5)
     logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(1)) * 3
     rows = [Sampling(**rng.choice(WAYS)) for _ in range(6)] + [
@@ -82,15 +82,15 @@ def test_a_row_is_drawn_the_same_to_the_last_bit_whatever_its_neighbours_are() -
         Sampling(temperature=0.0),
         Sampling(top_p=0.3),
     ]
-    seeds, places = [rng.randrange(2**62) for _ in rows], [rng.randrange(2000) for _ in rows]
-    together = drawn(rows, seeds, places, logits)
+    seeds, positions = [rng.randrange(2**62) for _ in rows], [rng.randrange(2000) for _ in rows]
+    together = drawn(rows, seeds, positions, logits)
     for row in range(len(rows)):
-        alone = drawn(rows[row : row + 1], seeds[row : row + 1], places[row : row + 1], logits[row : row + 1])
+        alone = drawn(rows[row : row + 1], seeds[row : row + 1], positions[row : row + 1], logits[row : row + 1])
         for whole, part in zip(together, alone, strict=True):
             assert whole[row].item() == part[0].item(), f"seed 5, row {row}"
 
 
-def test_the_same_seed_and_place_draw_the_same_and_others_do_not() -> None:
+def test_the_same_seed_and_position_give_the_same_token_and_others_do_not() -> None:
     first = drawn([Sampling()] * 64, list(range(64)), [0] * 64).tokens
     assert torch.equal(first, drawn([Sampling()] * 64, list(range(64)), [0] * 64).tokens)
     assert not torch.equal(first, drawn([Sampling()] * 64, list(range(64)), [1] * 64).tokens)
@@ -104,15 +104,15 @@ def test_the_likeliest_token_stays_even_when_top_p_rounds_to_nothing(top_p: floa
     assert found.logprobs.tolist() == [0.0]
 
 
-def test_a_token_of_weight_zero_is_never_picked() -> None:
-    odds = torch.tensor([[0.0, 0.0, 1.0, 0.0, 2.0, 0.0]] * 4)
-    lucks = torch.tensor([0.0, 0.33333, 1 - 2.0**-53, 1.0], dtype=torch.float64)
-    assert pick(odds, lucks).tolist() == [2, 2, 4, 4]
+def test_a_token_of_probability_zero_is_never_sampled() -> None:
+    probabilities = torch.tensor([[0.0, 0.0, 1.0, 0.0, 2.0, 0.0]] * 4)
+    uniforms = torch.tensor([0.0, 0.33333, 1 - 2.0**-53, 1.0], dtype=torch.float64)
+    assert invert_cdf(probabilities, uniforms).tolist() == [2, 2, 4, 4]
 
 
-def test_luck_is_even_and_independent_between_seeds_places_and_purposes() -> None:
-    seeds, places = torch.meshgrid(torch.arange(300), torch.arange(300), indexing="ij")
-    by_purpose = [luck(seeds, places, purpose) for purpose in (DRAW, ACCEPT, REDRAW, DRAFT)]
+def test_uniforms_are_even_and_independent_between_seeds_positions_and_purposes() -> None:
+    seeds, positions = torch.meshgrid(torch.arange(300), torch.arange(300), indexing="ij")
+    by_purpose = [uniform(seeds, positions, purpose) for purpose in (DRAW, ACCEPT, REDRAW, DRAFT)]
     for values in by_purpose:
         assert values.min() >= 0
         assert values.max() < 1
@@ -149,6 +149,6 @@ def test_luck_is_even_and_independent_between_seeds_places_and_purposes() -> Non
     ],
     ids=str,
 )
-def test_values_that_mean_nothing_are_refused_by_name(wrong: dict[str, Any]) -> None:
+def test_invalid_values_are_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="stop text" if "stop_text" in wrong else next(iter(wrong))):
         Sampling(**wrong)

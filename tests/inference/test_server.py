@@ -1,4 +1,4 @@
-"""The server as whoever trains and operates meets it: tokens, weights, connections that end, and the command."""
+"""The server as trainers and operators use it: token-exact requests, weights, disconnects, and the command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from etude.inference.cli import serve
 from etude.inference.engine import Engine, EngineOptions
 from etude.inference.service import EngineService
 from etude.model import save
-from etude.model.checkpoint import views
+from etude.model.checkpoint import checkpoint_views
 from etude.model.generate import generate
 from etude.model.mtp import initialize_mtp, save_mtp
 
@@ -46,48 +46,48 @@ from etude.model.mtp import initialize_mtp, save_mtp
     ],
     ids=["chat-stream", "chat", "generate-stream", "generate"],
 )
-def test_hanging_up_cancels_and_frees_the_pages(path: str, body: dict[str, Any]) -> None:
-    engine = parrot("la", " la-la", end=False)  # a song without an end
+def test_a_disconnect_cancels_and_frees_the_pages(path: str, body: dict[str, Any]) -> None:
+    engine = parrot("la", " la-la", end=False)  # output without an end
 
     async def work() -> None:
         async with EngineService(engine) as service, serving(service) as url:
             async with httpx.AsyncClient(timeout=30) as web:
                 if body.get("stream"):
-                    async with web.stream("POST", f"{url}{path}", json=body) as answer:
-                        async for _ in answer.aiter_lines():
+                    async with web.stream("POST", f"{url}{path}", json=body) as response:
+                        async for _ in response.aiter_lines():
                             break
                 else:
                     asking = asyncio.create_task(web.post(f"{url}{path}", json=body))
-                    await until(lambda: service.stats().made_tokens > 10)
+                    await until(lambda: service.stats().output_tokens > 10)
                     asking.cancel()
                     await asyncio.gather(asking, return_exceptions=True)
-            await until(lambda: service.held == 0, 5)
+            await until(lambda: service.open_sequences == 0, 5)
             assert engine.pool.held == 0
             assert service.stats().endings == {"cancelled": 3}
 
     asyncio.run(work())
 
 
-def test_weights_change_in_the_middle_of_a_stream_and_nothing_is_lost() -> None:
+def test_weights_change_during_a_stream_and_nothing_is_lost() -> None:
     engine = parrot("la", " la-la", end=False)
     assert engine.tokenizer is not None
     la = token_of(engine.tokenizer, "la")
     other = follow([la, la + 1, 40, 41, la])
-    weights = pack({name: tensor.detach().contiguous() for name, tensor in views(other).items()})
+    weights = pack({name: tensor.detach().contiguous() for name, tensor in checkpoint_views(other).items()})
 
     async def work() -> None:
         async with EngineService(engine) as service, serving(service) as url, httpx.AsyncClient(timeout=30) as web:
             body = {"tokens": [la], "sampling": {"max_tokens": 300, "samples": 2}, "stream": True}
             lines: list[dict[str, Any]] = []
-            answer = {}
+            response = {}
             async with web.stream("POST", f"{url}/generate", json=body) as stream:
                 async for line in stream.aiter_lines():
                     lines.append(json.loads(line))
                     if len(lines) == 10:
                         raw = {"content-type": "application/octet-stream"}
                         swap = await web.post(f"{url}/weights?version=7", content=weights, headers=raw)
-                        answer = swap.json()
-            assert (answer["version"], answer["on_swap"]) == (7, "keep")
+                        response = swap.json()
+            assert (response["version"], response["on_swap"]) == (7, "keep")
             for index in range(2):
                 mine = [line for line in lines if line["index"] == index]
                 versions = [version for line in mine for version in line["versions"]]
@@ -102,7 +102,7 @@ def test_weights_change_in_the_middle_of_a_stream_and_nothing_is_lost() -> None:
     asyncio.run(work())
 
 
-def test_weights_by_path_and_what_is_wrong_with_them(tmp_path: Path) -> None:
+def test_weights_by_path_and_invalid_weights(tmp_path: Path) -> None:
     save(tiny_model(seed=5), tmp_path / "new")
     size = len(tiny_model().norm.weight)
     broken, whole = {"norm.weight": torch.full((size,), torch.nan)}, {"norm.weight": torch.ones(size).long()}
@@ -117,19 +117,22 @@ def test_weights_by_path_and_what_is_wrong_with_them(tmp_path: Path) -> None:
             (httpx.post(f"{url}/weights", content=b"junk", headers=raw), "version is ''"),
             (httpx.post(f"{url}/weights?version=4", content=b"junk", headers=raw), "not a safetensors file"),
             (httpx.post(f"{url}/weights?version={'9' * 5000}", content=b"junk", headers=raw), "version is '999"),
-            (httpx.post(f"{url}/weights", json={"path": "a\0b", "version": 4}), "which no file can be called"),
+            (
+                httpx.post(f"{url}/weights", json={"path": "a\0b", "version": 4}),
+                "a path cannot contain a null character",
+            ),
             (httpx.post(f"{url}/weights", json={"path": "x" * 5000, "version": 4}), "name too long"),
             (httpx.post(f"{url}/weights", json={"path": "x", "version": 10**40}), "version: "),
-            (httpx.post(f"{url}/weights?version=4", content=pack(broken), headers=raw), "norm.weight has numbers that"),
+            (httpx.post(f"{url}/weights?version=4", content=pack(broken), headers=raw), "norm.weight has values that"),
             (httpx.post(f"{url}/weights?version=4", content=pack(whole), headers=raw), "expected float32 or bfloat16"),
         ]
-        for answer, complaint in bad:
-            assert answer.status_code == 400, answer.text
-            assert complaint in answer.json()["error"]["message"]
+        for response, complaint in bad:
+            assert response.status_code == 400, response.text
+            assert complaint in response.json()["error"]["message"]
         assert service.version == 3
 
 
-def test_weights_sent_at_the_same_time_are_each_loaded_whole(tmp_path: Path) -> None:
+def test_weights_sent_at_the_same_time_are_each_loaded_completely(tmp_path: Path) -> None:
     models = [tiny_model(seed=seed) for seed in (5, 6)]
     for seed, model in enumerate(models):
         save(model, tmp_path / str(seed))
@@ -142,10 +145,10 @@ def test_weights_sent_at_the_same_time_are_each_loaded_whole(tmp_path: Path) -> 
         ):
             body = {"tokens": [1, 2], "sampling": {"max_tokens": 400, "samples": 3}}
             sampling = asyncio.create_task(web.post(f"{url}/generate", json=body))
-            await until(lambda: service.stats().made_tokens > 10)
+            await until(lambda: service.stats().output_tokens > 10)
             asks = [{"path": str(tmp_path / str(n % 2)), "version": n} for n in range(1, 9)]
-            answers = await asyncio.gather(*(web.post(f"{url}/weights", json=ask) for ask in asks))
-            assert sorted(answer.json()["version"] for answer in answers) == list(range(1, 9))
+            responses = await asyncio.gather(*(web.post(f"{url}/weights", json=ask) for ask in asks))
+            assert sorted(response.json()["version"] for response in responses) == list(range(1, 9))
             for sample in (await sampling).json()["samples"]:
                 assert len(sample["versions"]) == 400
             last = models[service.version % 2].state_dict()
@@ -177,7 +180,7 @@ def test_generate_is_token_exact_with_routing() -> None:
             assert mine[-1]["routing"] == sample["routing"]
 
 
-def test_drain_refuses_new_requests_and_health_says_so() -> None:
+def test_drain_refuses_new_requests_and_health_reports_it() -> None:
     with served(parrot("Hi")) as (url, _):
         assert httpx.get(f"{url}/health").json() == {"status": "running", "version": 0, "open": 0}
         assert httpx.post(f"{url}/drain").status_code == 202
@@ -190,7 +193,7 @@ def test_drain_refuses_new_requests_and_health_says_so() -> None:
         assert client_of(url).chat.completions.create(model=NAME, messages=USER).choices
 
 
-def test_a_broken_engine_is_said_in_the_stream_and_by_health(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_engine_is_reported_in_the_stream_and_by_health(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = parrot("la", " la-la", end=False)
     with served(engine) as (url, _):
         client = client_of(url)
@@ -198,17 +201,17 @@ def test_a_broken_engine_is_said_in_the_stream_and_by_health(monkeypatch: pytest
         next(iter(stream))
 
         def fail() -> bool:
-            raise RuntimeError("out of luck")
+            raise RuntimeError("out of memory")
 
         monkeypatch.setattr(engine, "step", fail)
-        with pytest.raises(openai.APIError, match="out of luck"):
+        with pytest.raises(openai.APIError, match="out of memory"):
             list(stream)
         assert httpx.get(f"{url}/health").status_code == 503
-        with pytest.raises(openai.InternalServerError, match="out of luck"):
+        with pytest.raises(openai.InternalServerError, match="out of memory"):
             client.chat.completions.create(model=NAME, messages=USER)
 
 
-def test_metrics_are_what_prometheus_reads(random_server: tuple[str, EngineService]) -> None:
+def test_metrics_are_in_prometheus_format(random_server: tuple[str, EngineService]) -> None:
     url, _ = random_server
     httpx.post(f"{url}/generate", json={"tokens": [1, 2], "sampling": {"max_tokens": 3}})
     text = httpx.get(f"{url}/metrics").text
@@ -219,9 +222,9 @@ def test_metrics_are_what_prometheus_reads(random_server: tuple[str, EngineServi
     assert all(name.startswith("etude_inference_") for name in values)
 
 
-def test_metrics_have_histograms_of_latency_and_drafts_where_some_are_made() -> None:
+def test_metrics_have_latency_histograms_and_drafts_with_speculation() -> None:
     model = tiny_model()
-    options = EngineOptions(tokens=8192, page=8, max_streams=4, drafts=2)
+    options = EngineOptions(cache_tokens=8192, page_size=8, max_sequences=4, drafts=2)
     engine = Engine(model, options, mtp=initialize_mtp(model.config, 1, 1, torch.float32))
     with served(engine) as (url, _):
         httpx.post(f"{url}/generate", json={"tokens": [1, 2], "sampling": {"max_tokens": 12, "samples": 3}})
@@ -256,20 +259,31 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def command(checkpoint: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The real command around a checkpoint: its URL, when it is ready, and the process."""
-    line = [sys.executable, "-m", "etude.cli", "serve", str(checkpoint), "--port", "0", "--device", "cpu", *options]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    """Run the real command for a checkpoint and yield its URL, once it is ready, and the process."""
+    arguments = [
+        sys.executable,
+        "-m",
+        "etude.cli",
+        "serve",
+        str(checkpoint),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        *options,
+    ]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            said = process.stdout.readline()
-            assert said.startswith("http://127.0.0.1:"), process.stderr and process.stderr.read()
-            assert checkpoint.name in said
-            yield said.split()[0].removesuffix("/v1"), process
+            line = process.stdout.readline()
+            assert line.startswith("http://127.0.0.1:"), process.stderr and process.stderr.read()
+            assert checkpoint.name in line
+            yield line.split()[0].removesuffix("/v1"), process
         finally:
             process.kill()
 
 
-def test_the_command_serves_and_finishes_what_runs_at_sigterm(checkpoint: Path) -> None:
+def test_the_command_serves_and_finishes_running_requests_at_sigterm(checkpoint: Path) -> None:
     with command(checkpoint) as (url, process):
         client = client_of(url)
         stream = client.completions.create(model="tiny", prompt="def", max_tokens=300, stream=True, seed=1)
@@ -281,20 +295,20 @@ def test_the_command_serves_and_finishes_what_runs_at_sigterm(checkpoint: Path) 
         assert time.monotonic() - started < 10
 
 
-def test_the_command_tells_whoever_is_not_finished_when_the_grace_is_over(checkpoint: Path) -> None:
+def test_the_command_fails_unfinished_requests_when_the_grace_period_is_over(checkpoint: Path) -> None:
     body = {"tokens": [1, 2], "sampling": {"max_tokens": 2000, "samples": 8}, "stream": True}
     with command(checkpoint, "--grace", "0.1") as (url, process):
-        with httpx.stream("POST", f"{url}/generate", json=body, timeout=30) as answer:
-            lines = answer.iter_lines()
+        with httpx.stream("POST", f"{url}/generate", json=body, timeout=30) as response:
+            lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
             *_, last = lines
-        assert json.loads(last)["error"]["message"] == "the service is closed; this was not finished"
+        assert json.loads(last)["error"]["message"] == "the service was closed before this finished"
         assert process.wait(20) == 0
 
 
-def test_the_command_drafts_with_the_layers_it_finds_and_refuses_without(checkpoint: Path) -> None:
-    with pytest.raises(InputError, match=r"--drafts 2: .* has no mtp.safetensors"):
+def test_the_command_drafts_with_mtp_layers_and_refuses_without(checkpoint: Path) -> None:
+    with pytest.raises(InputError, match=r"--drafts 2: .* has no MTP layers to draft with \(mtp.safetensors\)"):
         serve(checkpoint, port=0, drafts=2)
     model = tiny_model()
     save_mtp(initialize_mtp(model.config, 1, 1, torch.float32), checkpoint)
@@ -315,6 +329,6 @@ def test_the_command_drafts_with_the_layers_it_finds_and_refuses_without(checkpo
     ],
     ids=str,
 )
-def test_the_command_refuses_what_is_not_safe_or_not_there(options: dict[str, Any], complaint: str) -> None:
+def test_the_command_refuses_unsafe_or_invalid_options(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
         serve(Path("nowhere"), port=0, **options)

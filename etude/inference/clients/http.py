@@ -1,8 +1,8 @@
-"""A policy behind one or several of our servers.
+"""A policy behind one or several Etude servers.
 
-The turns of a session go to the same server, where their prefix is cached: the first in an order that depends on the
-session and the servers alone, so that it needs no table and moves few sessions when a server comes or goes. A server
-that does not answer is left alone for a while and the next in the order is asked.
+The turns of a session go to the same server, where their prefix is cached. It is chosen by rendezvous hashing of the
+session and the server URLs, so no table is kept and few sessions move when a server comes or goes. A server that does
+not respond is skipped for a while and the next in the order is used.
 """
 
 import asyncio
@@ -16,21 +16,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import EtudeError, InputError
-from etude.inference.clients.transport import Patience, Transport
-from etude.inference.generate_protocol import BadAnswer, member, sample_from_json, sampling_to_json
-from etude.inference.policy import OneSample, Watch, Weights, check_single
-from etude.inference.request import Sample
+from etude.inference.clients.transport import RetryPolicy, Transport
+from etude.inference.generate_protocol import InvalidResponse, completion_from_json, member, sampling_to_json
+from etude.inference.policy import PolicyBase, TokenCallback, Weights, check_single
+from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-GROWING = ("tokens", "logprobs", "raw_logprobs", "versions")  # what the pieces of a streamed sample add to
-REST_S = 5.0  # that a server which did not answer is left alone
+STREAMED_FIELDS = ("tokens", "logprobs", "raw_logprobs", "versions")  # lists that the lines of a stream extend
+COOLDOWN_S = 5.0  # for which a server that did not respond is skipped
 
 
-class Http(OneSample):
-    """Samples from our servers at `urls`, all with one token. With `routing`, the experts of MoE models come along."""
+class HttpPolicy(PolicyBase):
+    """Completes on the Etude servers at `urls`, with one token. With `routing`, MoE models return their experts."""
 
     def __init__(
         self,
@@ -38,82 +38,84 @@ class Http(OneSample):
         token: str = "",
         *,
         routing: bool = True,
-        patience: Patience | None = None,
-        rest: float = REST_S,
+        retry: RetryPolicy | None = None,
+        cooldown: float = COOLDOWN_S,
     ) -> None:
         self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         if not self.urls:
-            raise InputError("no server to ask; give at least one URL")
-        self.routing, self.rest = routing, rest
-        self._transport = Transport(token, patience)
-        self._resting: dict[str, float] = {}  # until when
-        self._asked: Counter[str] = Counter()  # requests in flight
+            raise InputError("no server URL; give at least one")
+        self.routing, self.cooldown = routing, cooldown
+        self._transport = Transport(token, retry)
+        self._skipped_until: dict[str, float] = {}
+        self._in_flight: Counter[str] = Counter()  # requests
 
     async def close(self) -> None:
         await self._transport.close()
 
-    async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
-        with self._asking(session) as (server, lost, asked):
+    async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
+        with self._routed(session) as (server, on_failure, used):
             body = self._body(tokens, sampling)
-            answer = await self._transport.call("POST", "/generate", server, json=body, lost=lost)
-        where = f"{asked[-1]}/generate"
-        found = [sample_from_json(item, where) for item in member(answer, "samples", list, where)]
+            response = await self._transport.call("POST", "/generate", server, json=body, on_failure=on_failure)
+        where = f"{used[-1]}/generate"
+        found = [completion_from_json(item, where) for item in member(response, "samples", list, where)]
         if len(found) != sampling.samples:
-            raise BadAnswer(f"{where}: {len(found)} samples; asked for {sampling.samples}")
+            raise InvalidResponse(f"{where}: {len(found)} samples; expected {sampling.samples}")
         return found
 
-    async def watched(self, tokens: Sequence[int], sampling: Sampling, watch: Watch, *, session: str = "") -> Sample:
+    async def complete_streaming(
+        self, tokens: Sequence[int], sampling: Sampling, on_tokens: TokenCallback, *, session: str = ""
+    ) -> Completion:
         check_single(sampling)
-        whole: dict[str, Any] = {name: [] for name in GROWING}
-        with self._asking(session) as (server, lost, asked):
+        whole: dict[str, Any] = {name: [] for name in STREAMED_FIELDS}
+        with self._routed(session) as (server, on_failure, used):
             body = {**self._body(tokens, sampling), "stream": True}
-            async with aclosing(self._transport.lines("/generate", server, json=body, lost=lost)) as lines:
+            async with aclosing(self._transport.lines("/generate", server, json=body, on_failure=on_failure)) as lines:
                 async for line in lines:
-                    where = f"{asked[-1]}/generate"
-                    piece = read_piece(line, where)
-                    for name in GROWING:
-                        whole[name] += member(piece, name, list, where)
-                    whole |= {name: value for name, value in piece.items() if name not in whole}
-                    watch(piece["tokens"])
-        where = f"{asked[-1]}/generate"
+                    where = f"{used[-1]}/generate"
+                    delta = parse_stream_line(line, where)
+                    for name in STREAMED_FIELDS:
+                        whole[name] += member(delta, name, list, where)
+                    whole |= {name: value for name, value in delta.items() if name not in whole}
+                    on_tokens(delta["tokens"])
+        where = f"{used[-1]}/generate"
         if "ending" not in whole:
-            raise BadAnswer(f"{where}: the answer broke off after {len(whole['tokens'])} tokens")
-        return sample_from_json(whole, where)
+            raise InvalidResponse(f"{where}: the response broke off after {len(whole['tokens'])} tokens")
+        return completion_from_json(whole, where)
 
     def _body(self, tokens: Sequence[int], sampling: Sampling) -> dict[str, Any]:
         return {"tokens": list(tokens), "sampling": sampling_to_json(sampling), "routing": self.routing}
 
     @contextmanager
-    def _asking(self, session: str) -> Iterator[tuple[Callable[[], str], Callable[[str, bool], None], list[str]]]:
-        """Who is asked next, whom to leave alone, and who was asked: for as long as one request runs."""
-        asked: list[str] = []
+    def _routed(self, session: str) -> Iterator[tuple[Callable[[], str], Callable[[str, bool], None], list[str]]]:
+        """Yield, for one request: a function that chooses a server, the failure callback, and the servers used."""
+        used: list[str] = []
 
         def server() -> str:
-            asked.append(self.server_of(session))
-            self._asked[asked[-1]] += 1
-            return asked[-1]
+            used.append(self.server_for(session))
+            self._in_flight[used[-1]] += 1
+            return used[-1]
 
-        def lost(url: str, busy: bool) -> None:
+        def on_failure(url: str, busy: bool) -> None:
             if not busy:  # one that is only busy still has the session's cache
-                self._resting[url] = time.monotonic() + self.rest
+                self._skipped_until[url] = time.monotonic() + self.cooldown
 
         try:
-            yield server, lost, asked
+            yield server, on_failure, used
         finally:
-            self._asked.subtract(asked)
+            self._in_flight.subtract(used)
 
-    def server_of(self, session: str) -> str:
-        """Where a session's next turn goes; without a session, where the fewest of our requests are."""
+    def server_for(self, session: str) -> str:
+        """Return the server for a session's next turn; without a session, the one with our fewest requests."""
         if session:
             order = sorted(self.urls, key=lambda url: hashlib.sha256(f"{session}\n{url}".encode()).digest())
         else:
-            order = sorted(self.urls, key=lambda url: self._asked[url])
+            order = sorted(self.urls, key=lambda url: self._in_flight[url])
         now = time.monotonic()
-        awake = [url for url in order if self._resting.get(url, 0.0) <= now]
-        return (awake or sorted(order, key=lambda url: self._resting[url]))[0]
+        usable = [url for url in order if self._skipped_until.get(url, 0.0) <= now]
+        return (usable or sorted(order, key=lambda url: self._skipped_until[url]))[0]
 
     async def load(self, weights: Weights, version: int) -> None:
-        """New weights on every server; a path must be readable there. The error names the servers that failed."""
+        """Load weights on every server; a path must be readable there. The error names the servers that failed."""
         body: dict[str, Any]
         if isinstance(weights, str | Path):
             body = {"json": {"path": str(weights), "version": version}}
@@ -121,40 +123,40 @@ class Http(OneSample):
             data = await asyncio.to_thread(pack_tensors, weights)
             body = {"content": data, "params": {"version": str(version)}}
 
-        def put(url: str) -> Any:
+        def send(url: str) -> Any:
             return self._transport.call("POST", "/weights", lambda: url, **body)
 
-        done = await asyncio.gather(*map(put, self.urls), return_exceptions=True)
-        failed = [error for error in done if isinstance(error, BaseException)]
+        responses = await asyncio.gather(*map(send, self.urls), return_exceptions=True)
+        failed = [error for error in responses if isinstance(error, BaseException)]
         if len(failed) > 1:
             raise EtudeError("\n".join(map(str, failed)))
         if failed:
             raise failed[0]
-        for url, answer in zip(self.urls, done, strict=True):
-            if (found := member(answer, "version", int, f"{url}/weights")) != version:
-                raise BadAnswer(f"{url}/weights: version {found} after loading version {version}")
+        for url, response in zip(self.urls, responses, strict=True):
+            if (found := member(response, "version", int, f"{url}/weights")) != version:
+                raise InvalidResponse(f"{url}/weights: version {found} after loading version {version}")
 
     async def version(self) -> int:
-        """The oldest of the servers' versions."""
+        """Return the oldest of the servers' versions."""
 
-        async def of(url: str) -> int:
-            answer = await self._transport.call("GET", "/weights", lambda: url)
-            found: int = member(answer, "version", int, f"{url}/weights")
+        async def version_of(url: str) -> int:
+            response = await self._transport.call("GET", "/weights", lambda: url)
+            found: int = member(response, "version", int, f"{url}/weights")
             return found
 
-        return min(await asyncio.gather(*map(of, self.urls)))
+        return min(await asyncio.gather(*map(version_of, self.urls)))
 
 
-def read_piece(line: bytes, where: str) -> dict[str, Any]:
-    """One line of a streamed sample."""
+def parse_stream_line(line: bytes, where: str) -> dict[str, Any]:
+    """Return one line of a streamed completion."""
     try:
-        piece = json.loads(line)
+        delta = json.loads(line)
     except ValueError:
-        raise BadAnswer(f"{where}: a line is not JSON: {line[:200]!r}") from None
-    if isinstance(piece, dict) and isinstance(error := piece.get("error"), dict):
+        raise InvalidResponse(f"{where}: a line is not JSON: {line[:200]!r}") from None
+    if isinstance(delta, dict) and isinstance(error := delta.get("error"), dict):
         raise EtudeError(f"{where}: {error.get('message')}")
-    member(piece, "index", int, where)
-    found: dict[str, Any] = piece
+    member(delta, "index", int, where)
+    found: dict[str, Any] = delta
     return found
 
 

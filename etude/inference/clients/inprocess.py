@@ -1,29 +1,31 @@
-"""A policy in this process: the engine's own service, without a wire in between."""
+"""A policy in this process, around an `EngineService`."""
 
 from collections.abc import Sequence
 
-from etude.inference.policy import OneSample, Watch, Weights, check_single
-from etude.inference.request import Sample
+from etude.inference.policy import PolicyBase, TokenCallback, Weights, check_single
+from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
 from etude.inference.service import EngineService
 
 
-class InProcess(OneSample):
-    """Samples from a service that somebody else opened and will close."""
+class InProcessPolicy(PolicyBase):
+    """Completes with a service that the caller opens and closes."""
 
     def __init__(self, service: EngineService) -> None:
         self.service = service
 
-    async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
-        return await self.service.sample(tokens, sampling)
+    async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
+        return await self.service.complete_many(tokens, sampling)
 
-    async def watched(self, tokens: Sequence[int], sampling: Sampling, watch: Watch, *, session: str = "") -> Sample:
+    async def complete_streaming(
+        self, tokens: Sequence[int], sampling: Sampling, on_tokens: TokenCallback, *, session: str = ""
+    ) -> Completion:
         check_single(sampling)
         async with await self.service.submit(tokens, sampling, streaming=True) as generation:
-            async for piece in generation.pieces():
-                watch(piece.tokens)
-            (one,) = await generation.samples()
-            return one
+            async for delta in generation.deltas():
+                on_tokens(delta.tokens)
+            (completion,) = await generation.completions()
+            return completion
 
     async def load(self, weights: Weights, version: int) -> None:
         await self.service.load(weights, version)
@@ -32,4 +34,4 @@ class InProcess(OneSample):
         return self.service.version
 
     async def close(self) -> None:
-        """The service is not ours to close."""
+        """Do nothing: the caller closes the service."""

@@ -1,7 +1,7 @@
 """A policy behind an SGLang server: token ids in and out through `/generate`, new weights from a directory.
 
-SGLang reports log-probabilities at the temperature of the request, before top-p and its like cut anything. With stop
-ids it also ends at the model's own end token; and it uses seeds only with `--enable-deterministic-inference`.
+SGLang reports log-probabilities at the temperature of the request, before top-k, top-p and min-p. With stop ids it also
+ends at the model's own end token, and it uses seeds only with `--enable-deterministic-inference`.
 """
 
 import asyncio
@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from etude.inference.clients.foreign import both_logprobs, ending_of, readable_path
-from etude.inference.clients.transport import Patience, Transport
-from etude.inference.clients.vllm import small
+from etude.inference.clients.third_party import both_logprobs, checkpoint_path, ending_of
+from etude.inference.clients.transport import RetryPolicy, Transport
+from etude.inference.clients.vllm import smallest_unsigned
 from etude.inference.engine import CachePolicy
-from etude.inference.generate_protocol import BadAnswer, member
-from etude.inference.policy import OneSample, Weights
-from etude.inference.request import Sample
+from etude.inference.generate_protocol import InvalidResponse, member
+from etude.inference.policy import PolicyBase, Weights
+from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
 
 
-class Sglang(OneSample):
-    """Samples from the SGLang server at `url`. `routing` is (moe layers, experts per token) where it returns them."""
+class SglangPolicy(PolicyBase):
+    """Completes on the SGLang server at `url`. Give `routing` (moe layers, experts per token) to get the experts."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class Sglang(OneSample):
         version: int = 0,
         routing: tuple[int, int] | None = None,
         on_swap: CachePolicy = "keep",
-        patience: Patience | None = None,
+        retry: RetryPolicy | None = None,
     ) -> None:
         self.url, self.routing, self.on_swap = url.rstrip("/"), routing, on_swap
         self._version = version
-        self._transport = Transport(token, patience)
+        self._transport = Transport(token, retry)
 
     async def close(self) -> None:
         await self._transport.close()
@@ -45,15 +45,15 @@ class Sglang(OneSample):
     async def _call(self, path: str, body: Any) -> Any:
         return await self._transport.call("POST", path, lambda: self.url, json=body)
 
-    async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
-        """One request for each sample: with `n` the server would give all of them the same seed."""
+    async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
+        """Send one request for each completion: with `n` the server would give all of them the same seed."""
         seeds = range(sampling.seed, sampling.seed + sampling.samples)
         return list(await asyncio.gather(*(self._one(tokens, sampling, seed) for seed in seeds)))
 
-    async def _one(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Sample:
+    async def _one(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         version = self._version
         where = f"{self.url}/generate"
-        knobs = {
+        parameters = {
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -66,44 +66,48 @@ class Sglang(OneSample):
             "skip_special_tokens": False,
             "no_stop_trim": True,
         }
-        body: dict[str, Any] = {"input_ids": list(tokens), "sampling_params": knobs, "return_logprob": True}
+        body: dict[str, Any] = {"input_ids": list(tokens), "sampling_params": parameters, "return_logprob": True}
         if self.routing is not None:
             body["return_routed_experts"] = True
-        answer = await self._call("/generate", body)
-        meta = member(answer, "meta_info", dict, where)
-        made, reported = self._tokens(meta, where)
+        response = await self._call("/generate", body)
+        meta = member(response, "meta_info", dict, where)
+        output, reported = self._tokens(meta, where)
         ending = ending_of(member(member(meta, "finish_reason", dict, where), "type", str, where), where)
         greedy = sampling.temperature == 0.0  # it then reports them at temperature 1
-        drawn, raw = both_logprobs(reported, "raw" if greedy or not sampling.plain else "drawn", sampling)
-        if not greedy and not sampling.plain and sampling.temperature != 1.0:
-            raw = drawn  # neither distribution is the one it reports: unknown
+        drawn, raw = both_logprobs(reported, "raw" if greedy or not sampling.untruncated else "drawn", sampling)
+        if not greedy and not sampling.untruncated and sampling.temperature != 1.0:
+            raw = drawn  # it reports neither distribution: unknown
         routing = None
         if self.routing is not None:
             data = member(meta, "routed_experts", str, where)
-            routing = read_routing(data, len(tokens) + len(made) - 1, self.routing, where)
+            routing = read_routing(data, len(tokens) + len(output) - 1, self.routing, where)
         cached = member(meta, "cached_tokens", int, where) if "cached_tokens" in meta else 0
-        return Sample(made, drawn, raw, [version] * len(made), ending, routing, cached)
+        return Completion(output, drawn, raw, [version] * len(output), ending, routing, cached)
 
     def _tokens(self, meta: Any, where: str) -> tuple[list[int], list[float]]:
-        made, reported = [], []
+        output, reported = [], []
         for item in member(meta, "output_token_logprobs", list, where):
             if not isinstance(item, list) or len(item) < 2 or not isinstance(item[1], int):
-                raise BadAnswer(f"{where}: output_token_logprobs holds {item!r:.60}; expected [log-probability, token]")
+                raise InvalidResponse(
+                    f"{where}: output_token_logprobs contains {item!r:.60}; expected [log-probability, token]"
+                )
             if not isinstance(item[0], int | float):
-                raise BadAnswer(f"{where}: the log-probability of token {item[1]} is {item[0]!r:.60}")
-            made.append(item[1])
+                raise InvalidResponse(
+                    f"{where}: the log-probability of token {item[1]} is {item[0]!r:.60}; expected a number"
+                )
+            output.append(item[1])
             reported.append(float(item[0]))
-        return made, reported
+        return output, reported
 
     async def load(self, weights: Weights, version: int) -> None:
-        """Reload from a directory. Running samples keep their cache, or are taken back and computed again."""
-        path, keep = readable_path(weights, "SGLang"), self.on_swap == "keep"
+        """Reload from a directory. Running requests keep their cache, or are retracted and recomputed."""
+        path, keep = checkpoint_path(weights, "SGLang"), self.on_swap == "keep"
         await self._call("/pause_generation", {"mode": "in_place" if keep else "retract"})
         try:
             body = {"model_path": path, "weight_version": str(version), "flush_cache": not keep}
-            answer = await self._call("/update_weights_from_disk", body)
-            if member(answer, "success", bool, f"{self.url}/update_weights_from_disk") is not True:
-                raise BadAnswer(f"{self.url}/update_weights_from_disk: {answer.get('message')}")
+            response = await self._call("/update_weights_from_disk", body)
+            if member(response, "success", bool, f"{self.url}/update_weights_from_disk") is not True:
+                raise InvalidResponse(f"{self.url}/update_weights_from_disk: {response.get('message')}")
             self._version = version
         finally:
             await self._call("/continue_generation", {})
@@ -113,9 +117,9 @@ class Sglang(OneSample):
 
 
 def read_routing(data: str, tokens: int, shape: tuple[int, int], where: str) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Experts as SGLang sends them: base64 of int32 [tokens, layers, experts per token]."""
+    """Decode SGLang's experts: base64 of int32 [tokens, layers, experts per token]."""
     try:
         array = np.frombuffer(base64.b64decode(data, validate=True), np.int32).reshape(tokens, *shape)
     except ValueError as error:
-        raise BadAnswer(f"{where}: routed_experts is not [{tokens}, {shape[0]}, {shape[1]}]: {error}") from None
-    return small(array)
+        raise InvalidResponse(f"{where}: routed_experts is not [{tokens}, {shape[0]}, {shape[1]}]: {error}") from None
+    return smallest_unsigned(array)

@@ -1,7 +1,7 @@
-"""JSON over HTTP to a sampler that may be busy, restarting or gone: time-outs, and retries where they are safe.
+"""JSON over HTTP to a server that may be busy, restarting or gone, with timeouts and retries.
 
-Sampling changes nothing on a server, so any request may be sent again. Tried again are failed connections, 429 and 503,
-after a pause that doubles, is never shorter than the server asked for, and is different for everybody.
+Sampling changes nothing on a server, so any request may be sent again. Failed connections, 429 and 503 are retried
+after a delay that doubles, has jitter, and is never shorter than the server's Retry-After.
 """
 
 import asyncio
@@ -20,50 +20,50 @@ import aiohttp
 import certifi
 
 from etude.errors import EtudeError
-from etude.inference.generate_protocol import BadAnswer
+from etude.inference.generate_protocol import InvalidResponse
 
-BUSY = (429, 503)
-# Nothing of the request was answered: the connection failed, not the work.
-LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
-HERE = ("127.0.0.1", "localhost", "::1")  # reached without a proxy
-KEPT_S = 4.0  # that a connection is kept for the next request: less than servers do, who close it after five
+RETRY_STATUSES = (429, 503)
+# The connection failed before anything was returned.
+CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")  # reached without a proxy
+KEEPALIVE_S = 4.0  # for which a connection is kept; servers close it after five
 
 
 class ServerError(EtudeError):
-    """A server refused or failed; `status` is what it said, `code` the error code if it gave one."""
+    """A server returned an error: its HTTP `status`, and its error `code` if it gave one."""
 
     def __init__(self, message: str, status: int, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code = status, code
 
 
-class Unreachable(EtudeError):
-    """No answer, after every attempt or in the time that was given."""
+class ServerUnreachable(EtudeError):
+    """A server gave no response, after every attempt or within the timeout."""
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long to wait and how often to try."""
+class RetryPolicy:
+    """Timeouts in seconds, number of attempts, and the delay between them."""
 
-    timeout: float = 1800.0  # seconds for one attempt; a long sample on a busy server takes minutes
-    connect: float = 10.0
+    timeout: float = 1800.0  # of one attempt; a long completion on a busy server takes minutes
+    connect_timeout: float = 10.0
     attempts: int = 8
-    first_pause: float = 0.25
-    longest_pause: float = 15.0
+    first_delay: float = 0.25
+    max_delay: float = 15.0
 
-    def pause(self, attempt: int, asked: float = 0.0) -> float:
-        """Seconds before the next attempt: at least what the server asked for, at most the longest."""
-        grown = min(self.longest_pause, self.first_pause * 2.0**attempt)
-        return min(max(grown * random.uniform(0.5, 1.0), asked), self.longest_pause)
+    def delay(self, attempt: int, retry_after: float = 0.0) -> float:
+        """Return the seconds before the next attempt: at least `retry_after`, at most `max_delay`."""
+        grown = min(self.max_delay, self.first_delay * 2.0**attempt)
+        return min(max(grown * random.uniform(0.5, 1.0), retry_after), self.max_delay)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a server said; `body` is empty until it is `finished`."""
+class HttpResponse:
+    """A server's response; `body` is empty until `read_body`."""
 
     status: int
     body: bytes
-    whole: aiohttp.ClientResponse
+    raw: aiohttp.ClientResponse
 
     @property
     def text(self) -> str:
@@ -71,41 +71,41 @@ class Answer:
 
 
 class Transport:
-    """A pool of connections with one token. Use it in one event loop."""
+    """A pool of connections that share a token. Use it in one event loop."""
 
-    def __init__(self, token: str = "", patience: Patience | None = None) -> None:
-        self.patience = patience or Patience()
+    def __init__(self, token: str = "", retry: RetryPolicy | None = None) -> None:
+        self.retry = retry or RetryPolicy()
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
-        self._open: aiohttp.ClientSession | None = None
-        self._ways: dict[str, dict[str, Any]] = {}
+        self._opened: aiohttp.ClientSession | None = None
+        self._options: dict[str, dict[str, Any]] = {}
 
     @property
     def _session(self) -> aiohttp.ClientSession:
-        """Made when first used, because it belongs to a running loop."""
-        if self._open is None:
-            waits = {"sock_connect": self.patience.connect, "sock_read": self.patience.timeout}
-            self._open = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
-                timeout=aiohttp.ClientTimeout(total=None, **waits),
+        """Return the session, opened on first use, because it belongs to a running loop."""
+        if self._opened is None:
+            timeouts = {"sock_connect": self.retry.connect_timeout, "sock_read": self.retry.timeout}
+            self._opened = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, **timeouts),
                 headers=self._headers,
             )
-        return self._open
+        return self._opened
 
-    def _way(self, url: str) -> dict[str, Any]:
-        """How a server is reached: whose word is taken for who it is, and the proxy that the environment names."""
-        if url not in self._ways:
+    def _connection_options(self, url: str) -> dict[str, Any]:
+        """Return the certificates to trust for a server and the proxy that the environment names."""
+        if url not in self._options:
             parts = urlsplit(url)
-            host, proxies, way = parts.hostname or "", getproxies(), dict[str, Any]()
+            host, proxies, options = parts.hostname or "", getproxies(), dict[str, Any]()
             if parts.scheme == "https":  # a machine may have no certificates of its own
-                way["ssl"] = ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE") or certifi.where())
-            if host not in HERE and not proxy_bypass(host):
-                way["proxy"] = proxies.get(parts.scheme) or proxies.get("all")
-            self._ways[url] = way
-        return self._ways[url]
+                options["ssl"] = ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE") or certifi.where())
+            if host not in LOOPBACK_HOSTS and not proxy_bypass(host):
+                options["proxy"] = proxies.get(parts.scheme) or proxies.get("all")
+            self._options[url] = options
+        return self._options[url]
 
     async def close(self) -> None:
-        if self._open is not None:
-            await self._open.close()
+        if self._opened is not None:
+            await self._opened.close()
 
     async def call(
         self,
@@ -116,15 +116,15 @@ class Transport:
         json: Any = None,
         content: bytes | None = None,
         params: dict[str, str] | None = None,
-        lost: Callable[[str, bool], None] = lambda url, busy: None,
+        on_failure: Callable[[str, bool], None] = lambda url, busy: None,
     ) -> Any:
-        """The JSON that a server answers. `server` names one for each attempt; `lost` hears which did not serve."""
-        given: dict[str, Any] = {} if json is None else with_json(json)
+        """Return a server's JSON. `server` names one for each attempt; `on_failure` gets those that did not serve."""
+        options: dict[str, Any] = {} if json is None else json_body(json)
         if content is not None:
-            given = {"data": content, "headers": {"content-type": "application/octet-stream"}}
-        given["params"] = params
-        answer, where = await self._ask(method, path, server, lost, given)
-        return read_answer(answer, where)
+            options = {"data": content, "headers": {"content-type": "application/octet-stream"}}
+        options["params"] = params
+        response, where = await self._request(method, path, server, on_failure, options)
+        return parse_response(response, where)
 
     async def lines(
         self,
@@ -132,103 +132,103 @@ class Transport:
         server: Callable[[], str],
         *,
         json: Any,
-        lost: Callable[[str, bool], None] = lambda url, busy: None,
+        on_failure: Callable[[str, bool], None] = lambda url, busy: None,
     ) -> AsyncGenerator[bytes, None]:
-        """What a server answers to a POST, line by line as it comes. Once it has begun it is not asked for again."""
-        answer, where = await self._ask("POST", path, server, lost, with_json(json), stream=True)
+        """Yield the lines of the response to a POST as they arrive. A response that has begun is not retried."""
+        response, where = await self._request("POST", path, server, on_failure, json_body(json), stream=True)
         try:
-            if answer.status >= 400:
-                raise failure(await finished(answer), where)
+            if response.status >= 400:
+                raise error_from_response(await read_body(response), where)
             rest = b""
-            async for data in answer.whole.content.iter_any():
-                *whole, rest = (rest + data).split(b"\n")  # by no other sign: JSON may hold a U+2028 as it is
-                for line in whole:
+            async for data in response.raw.content.iter_any():
+                *lines, rest = (rest + data).split(b"\n")  # not splitlines: JSON may contain U+2028
+                for line in lines:
                     yield line
             if rest:
                 yield rest
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise Unreachable(f"{where}: the answer broke off: {type(error).__name__}: {error}") from None
+            raise ServerUnreachable(f"{where}: the response broke off: {type(error).__name__}: {error}") from None
         finally:
-            answer.whole.close()  # a stream that was left unread is worth no connection
+            response.raw.close()  # a connection with an unread response cannot be reused
 
-    async def _ask(
+    async def _request(
         self,
         method: str,
         path: str,
         server: Callable[[], str],
-        lost: Callable[[str, bool], None],
-        given: dict[str, Any],
+        on_failure: Callable[[str, bool], None],
+        options: dict[str, Any],
         stream: bool = False,
-    ) -> tuple[Answer, str]:
-        """An answer that is not "busy", and who gave it; of a stream, its head."""
+    ) -> tuple[HttpResponse, str]:
+        """Return a response whose status needs no retry, and its request; with `stream`, without its body."""
         attempt = 0
         while True:
-            url, asked = server(), 0.0
+            url, retry_after = server(), 0.0
             where = f"{method} {url}{path}"
             try:
-                options = {"allow_redirects": False, **self._way(url), **given}
-                whole = await self._session.request(method, f"{url}{path}", **options)
-                answer = Answer(whole.status, b"", whole)
-                if not stream or answer.status in BUSY:
-                    answer = await finished(answer)
-                if answer.status not in BUSY:
-                    return answer, where
-                lost(url, answer.status == 429)
-                problem: EtudeError = failure(answer, where)
+                all_options = {"allow_redirects": False, **self._connection_options(url), **options}
+                raw = await self._session.request(method, f"{url}{path}", **all_options)
+                response = HttpResponse(raw.status, b"", raw)
+                if not stream or response.status in RETRY_STATUSES:
+                    response = await read_body(response)
+                if response.status not in RETRY_STATUSES:
+                    return response, where
+                on_failure(url, response.status == 429)
+                problem: EtudeError = error_from_response(response, where)
                 with contextlib.suppress(ValueError):  # it may also be a date
-                    asked = float(whole.headers.get("retry-after", 0))
+                    retry_after = float(raw.headers.get("retry-after", 0))
             except aiohttp.SocketTimeoutError:
-                raise Unreachable(f"{where}: no answer in {self.patience.timeout:g} s") from None
-            except LOST as error:
-                lost(url, False)
-                problem = Unreachable(f"{where}: {trouble(error)}")
+                raise ServerUnreachable(f"{where}: no response in {self.retry.timeout:g} s") from None
+            except CONNECTION_ERRORS as error:
+                on_failure(url, False)
+                problem = ServerUnreachable(f"{where}: {describe_connection_error(error)}")
             except (aiohttp.ClientError, ValueError, OSError) as error:  # a bad URL, certificates that cannot be read
-                raise Unreachable(f"{where}: {type(error).__name__}: {error}") from None
+                raise ServerUnreachable(f"{where}: {type(error).__name__}: {error}") from None
             attempt += 1
-            if attempt >= self.patience.attempts:
+            if attempt >= self.retry.attempts:
                 raise problem
-            await asyncio.sleep(self.patience.pause(attempt - 1, asked))
+            await asyncio.sleep(self.retry.delay(attempt - 1, retry_after))
 
 
-def trouble(error: Exception) -> str:
-    """What became of a connection, in words."""
+def describe_connection_error(error: Exception) -> str:
+    """Return the reason of a connection error as text."""
     if isinstance(error, aiohttp.ClientConnectorError):
         cause = error.os_error
-        why = os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or cause
-        return f"no connection: {why}"
+        reason = os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or cause
+        return f"no connection: {reason}"
     return f"{type(error).__name__}: {error}"
 
 
-async def finished(answer: Answer) -> Answer:
-    async with answer.whole:
-        return Answer(answer.status, await answer.whole.read(), answer.whole)
+async def read_body(response: HttpResponse) -> HttpResponse:
+    async with response.raw:
+        return HttpResponse(response.status, await response.raw.read(), response.raw)
 
 
-def with_json(value: Any) -> dict[str, Any]:
+def json_body(value: Any) -> dict[str, Any]:
     text = json_text.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return {"data": text.encode(), "headers": {"content-type": "application/json"}}
 
 
-def read_answer(answer: Answer, where: str) -> Any:
-    if answer.status >= 400:
-        raise failure(answer, where)
-    if not answer.body:
+def parse_response(response: HttpResponse, where: str) -> Any:
+    if response.status >= 400:
+        raise error_from_response(response, where)
+    if not response.body:
         return {}
     try:
-        return json_text.loads(answer.body)
+        return json_text.loads(response.body)
     except ValueError:
-        raise BadAnswer(f"{where}: the answer is not JSON: {answer.text[:200]!r}") from None
+        raise InvalidResponse(f"{where}: the response is not JSON: {response.text[:200]!r}") from None
 
 
-def failure(answer: Answer, where: str) -> ServerError:
-    """An error answer in the server's own words, whatever shape they come in."""
-    said, code = answer.text[:500], None
+def error_from_response(response: HttpResponse, where: str) -> ServerError:
+    """Return the error with the server's own message, in any of the common formats."""
+    message, code = response.text[:500], None
     with contextlib.suppress(ValueError):
-        body = json_text.loads(answer.body)
+        body = json_text.loads(response.body)
         error = body.get("error", body) if isinstance(body, dict) else body
         if isinstance(error, dict):
-            said = str(error.get("message") or error.get("detail") or error)[:500]
+            message = str(error.get("message") or error.get("detail") or error)[:500]
             code = error.get("code") if isinstance(error.get("code"), str) else None
         elif isinstance(error, str):
-            said = error[:500]
-    return ServerError(f"{where}: {answer.status}: {said}", answer.status, code)
+            message = error[:500]
+    return ServerError(f"{where}: {response.status}: {message}", response.status, code)

