@@ -56,7 +56,7 @@ class SummarySettings(Settings):
     max_summaries: int = Field(default=0, ge=0, description="summaries of one session; 0: no limit")
 
     def at(self, window: int) -> int:
-        """The size of a segment at which it is time."""
+        """Return the segment size in tokens that triggers a summary."""
         full = window - self.reserve
         return min(self.trigger, full) if self.trigger else full
 
