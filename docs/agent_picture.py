@@ -1,4 +1,4 @@
-"""The picture of docs/agent.md: a real session in tmux on a copy of this repository, with a scripted endpoint.
+"""Record the picture of docs/agent.md: a session in tmux on a copy of this repository, with a scripted endpoint.
 
 python docs/agent_picture.py docs/agent.svg
 """
@@ -18,21 +18,21 @@ from rich.text import Text
 HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE / "tests" / "harness"))
 
-from stub_endpoint import Stub, call, says, serving  # noqa: E402
+from stub_endpoint import StubEndpoint, call, says, serving  # noqa: E402
 
 WIDTH, HEIGHT = 116, 38
-REQUEST = "show_size stops at TiB: let it know PiB, and check that it does"
+REQUEST = "show_size stops at TiB: add PiB, and check that it works"
 OLD = 'in (("TiB", 1 << 40),'
 NEW = 'in (("PiB", 1 << 50), ("TiB", 1 << 40),'
 CHECK = "python3 -c 'from etude.pods.cli.units import show_size; print(show_size(3 << 50))'"
 SCRIPT = [
-    says("", call("grep", pattern="def show_size"), thinking="Where is it, and who uses it?"),
+    says("", call("grep", pattern="def show_size"), thinking="Where is it defined, and where is it used?"),
     says(
         "", call("read_file", target_file="etude/pods/cli/units.py", offset=30), call("run_terminal_cmd", command=CHECK)
     ),
     says("", call("search_replace", file_path="etude/pods/cli/units.py", old_string=OLD, new_string=NEW)),
     says("", call("run_terminal_cmd", command=CHECK), call("read_lints", paths=["etude/pods/cli/units.py"])),
-    says("`show_size` goes up to PiB now: 3 << 50 was shown as 3.07e+03 TiB, and is 3 PiB.", pause=0.02),
+    says("`show_size` now goes up to PiB: 3 << 50 was shown as 3.07e+03 TiB and is now 3 PiB.", pause=0.02),
 ]
 
 
@@ -55,11 +55,11 @@ def type_line(text: str) -> None:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="etude-picture-") as place, serving(Stub(SCRIPT)) as stub:
-        project = Path(place) / "etude"
+    with tempfile.TemporaryDirectory(prefix="etude-picture-") as scratch, serving(StubEndpoint(SCRIPT)) as stub:
+        project = Path(scratch) / "etude"
         subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{HERE}", project], check=True)
         program = Path(sys.executable).with_name("etude")
-        os.environ |= {"XDG_STATE_HOME": f"{place}/state", "ETUDE_AGENT_ENDPOINT": stub.url, "PS1": "$ "}
+        os.environ |= {"XDG_STATE_HOME": f"{scratch}/state", "ETUDE_AGENT_ENDPOINT": stub.url, "PS1": "$ "}
         os.environ["PATH"] = f"{program.parent}:{os.environ['PATH']}"
         shell = ["bash", "--norc", "--noprofile"]
         tmux("new-session", "-d", "-s", "agent", "-x", str(WIDTH), "-y", str(HEIGHT), "-c", str(project), *shell)
@@ -71,7 +71,7 @@ def main() -> None:
             type_line("y")
             wait_for("applied 1")
             type_line("/cost")
-            wait_for("all ")
+            wait_for("total ")
             type_line("/quit")
             wait_for("--resume")
             shown = tmux("capture-pane", "-e", "-p", "-t", "agent")
@@ -81,7 +81,7 @@ def main() -> None:
     console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True)
     console.print(Text.from_ansi(shown))
     picture = console.export_svg(title="etude agent")
-    # rich asks a font server for its typeface; a picture in a repository should ask nobody
+    # rich links a web font; a picture in a repository should load nothing from the network
     Path(sys.argv[1]).write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))
 
 

@@ -1,8 +1,8 @@
-"""Bringing changes to the real directory: file by file, each whole or not at all, and never over somebody's work.
+"""Apply changes to the user's directory, each file atomically, and never over edits made meanwhile.
 
-What comes out of a pod is a stranger's. Directories are walked from the root by descriptor and no link is followed, so
-nothing is written outside; git's own directory is never touched; a link that leads out is not made. A file that is not
-as it was when the session saw it stays as it is.
+Changes come from a pod and are untrusted. Directories are opened from the root by descriptor and no link is followed,
+so nothing outside is written; .git is never touched; a symlink that points outside is not created. A file whose
+contents differ from the upload is left alone and reported as refused.
 """
 
 import contextlib
@@ -15,68 +15,68 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.agent.diff import Change
-from etude.agent.manifest import Entry, is_ours
+from etude.agent.diff import FileDiff
+from etude.agent.manifest import ManifestEntry, is_workspace_path
 from etude.errors import EtudeError
 
-DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-OTHER = Entry("file", "neither a file nor a link")  # a directory or a device; equal to nothing that changes
+OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+NOT_A_FILE = ManifestEntry("file", "neither a file nor a link")  # a directory or a device; equals no other entry
 
 
-class Refused(EtudeError):
-    """A change was not applied, and why."""
+class ChangeRefused(EtudeError):
+    """A change was not applied; the message says why."""
 
 
 @dataclass(frozen=True)
-class Applied:
-    """What became of changes."""
+class ApplyResult:
+    """Changes that were applied, and those that were not with the reason."""
 
-    done: tuple[Change, ...]
-    refused: tuple[tuple[Change, str], ...]
+    applied: tuple[FileDiff, ...]
+    refused: tuple[tuple[FileDiff, str], ...]
 
 
-def apply_changes(root: Path, changes: Sequence[Change]) -> Applied:
-    """Apply what can be; deletions first, so that a file can take a directory's place."""
-    done, refused = [], []
+def apply_changes(root: Path, changes: Sequence[FileDiff]) -> ApplyResult:
+    """Apply every change that can be applied. Deletions come first, so that a file can replace a directory."""
+    applied, refused = [], []
     order = sorted(changes, key=lambda change: (change.after is not None, change.path))
-    with contextlib.closing(_Root(root)) as top:
+    with contextlib.closing(_RootDirectory(root)) as top:
         for change in order:
             try:
                 _apply(top, change)
-                done.append(change)
-            except Refused as error:
+                applied.append(change)
+            except ChangeRefused as error:
                 refused.append((change, str(error)))
             except OSError as error:
                 refused.append((change, f"{error.strerror}".lower()))
-    return Applied(tuple(done), tuple(refused))
+    return ApplyResult(tuple(applied), tuple(refused))
 
 
-class _Root:
-    """The directory that is written to, by descriptor."""
+class _RootDirectory:
+    """The directory that is written to, held by descriptor."""
 
     def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, DIRECTORY)
+        self.fd = os.open(path, OPEN_DIRECTORY)
 
     def close(self) -> None:
         os.close(self.fd)
 
     @contextlib.contextmanager
     def parent(self, path: str, make: bool) -> Iterator[tuple[int, str]]:
-        """The directory of a path, made if need be, and its last name."""
+        """Open the parent directory of a path, creating it if `make`; yield its descriptor and the last name."""
         *above, name = path.split("/")
         here = os.dup(self.fd)
         try:
             for part in above:
                 try:
-                    below = os.open(part, DIRECTORY, dir_fd=here)
+                    below = os.open(part, OPEN_DIRECTORY, dir_fd=here)
                 except FileNotFoundError:
                     if not make:
                         raise
                     os.mkdir(part, dir_fd=here)
-                    below = os.open(part, DIRECTORY, dir_fd=here)
+                    below = os.open(part, OPEN_DIRECTORY, dir_fd=here)
                 except OSError as error:
                     if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                        raise Refused(f"{part} on its way is not a directory") from None
+                        raise ChangeRefused(f"{part} in its path is not a directory") from None
                     raise
                 os.close(here)
                 here = below
@@ -85,32 +85,32 @@ class _Root:
             os.close(here)
 
 
-def _apply(root: _Root, change: Change) -> None:
-    if not is_ours(change.path):
-        raise Refused("it is not a path in the directory that may be written")
+def _apply(root: _RootDirectory, change: FileDiff) -> None:
+    if not is_workspace_path(change.path):
+        raise ChangeRefused("the path is outside the directory or in .git")
     after = change.after
-    if after is not None and after.kind == "link" and leads_out(change.path, after.digest):
-        raise Refused(f"the link leads out of the directory, to {after.digest}")
+    if after is not None and after.kind == "link" and link_escapes(change.path, after.digest):
+        raise ChangeRefused(f"the link points outside the directory, to {after.digest}")
     try:
         with root.parent(change.path, make=after is not None) as (here, name):
-            now = current(here, name)
+            now = read_entry(here, name)
             if now == after:
-                return  # somebody did the same
+                return  # the same change was already made on disk
             if now != change.before:
-                raise Refused(_what_happened(change, now))
+                raise ChangeRefused(_conflict_reason(change, now))
             if after is None:
                 os.unlink(name, dir_fd=here)
             else:
-                _put(here, name, change, after)
+                _write_replacement(here, name, change, after)
     except FileNotFoundError:
         if after is not None:
             raise
     if after is None:
-        _prune(root, change.path)
+        _remove_empty_parents(root, change.path)
 
 
-def _put(here: int, name: str, change: Change, after: Entry) -> None:
-    """Make the new file beside the old, then take its place."""
+def _write_replacement(here: int, name: str, change: FileDiff, after: ManifestEntry) -> None:
+    """Write the new file beside the old one, then rename it over the old one."""
     part = f".etude-{secrets.token_hex(8)}"
     try:
         if after.kind == "link":
@@ -120,11 +120,11 @@ def _put(here: int, name: str, change: Change, after: Entry) -> None:
             with os.fdopen(os.open(part, flags, 0o777 if after.executable else 0o666, dir_fd=here), "wb") as file:
                 file.write(change.data)
                 file.flush()
-                if (mode := _kept_mode(here, name, after)) is not None:
+                if (mode := _preserved_mode(here, name, after)) is not None:
                     os.fchmod(file.fileno(), mode)
                 os.fsync(file.fileno())
-        if current(here, name) != change.before:  # once more: writing took its time
-            raise Refused(_what_happened(change, current(here, name)))
+        if read_entry(here, name) != change.before:  # checked again: it may have changed during the write
+            raise ChangeRefused(_conflict_reason(change, read_entry(here, name)))
         os.replace(part, name, src_dir_fd=here, dst_dir_fd=here)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -132,8 +132,8 @@ def _put(here: int, name: str, change: Change, after: Entry) -> None:
         raise
 
 
-def _kept_mode(here: int, name: str, after: Entry) -> int | None:
-    """The permissions of the file that is replaced, executable or not as the new one; None for a new file."""
+def _preserved_mode(here: int, name: str, after: ManifestEntry) -> int | None:
+    """Return the permissions of the replaced file with the new file's executable bit; None for a new file."""
     try:
         info = os.stat(name, dir_fd=here, follow_symlinks=False)
     except FileNotFoundError:
@@ -141,31 +141,31 @@ def _kept_mode(here: int, name: str, after: Entry) -> int | None:
     if not stat.S_ISREG(info.st_mode):
         return None
     mode = stat.S_IMODE(info.st_mode) & 0o777
-    readers = (mode & 0o444) >> 2  # who may read it may run it
+    readers = (mode & 0o444) >> 2  # users that may read it may execute it
     return mode | readers if after.executable else mode & ~0o111
 
 
-def current(here: int, name: str) -> Entry | None:
-    """What is there now."""
+def read_entry(here: int, name: str) -> ManifestEntry | None:
+    """Return the manifest entry of a file on disk, or None if it does not exist."""
     try:
         info = os.stat(name, dir_fd=here, follow_symlinks=False)
     except FileNotFoundError:
         return None
     if stat.S_ISLNK(info.st_mode):
-        return Entry("link", os.readlink(name, dir_fd=here))
+        return ManifestEntry("link", os.readlink(name, dir_fd=here))
     if not stat.S_ISREG(info.st_mode):
-        return OTHER
+        return NOT_A_FILE
     digest = hashlib.sha256()
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(os.open(name, flags, dir_fd=here), "rb") as file:
         for part in iter(lambda: file.read(1 << 20), b""):
             digest.update(part)
-    return Entry("file", digest.hexdigest(), info.st_size, bool(info.st_mode & 0o100))
+    return ManifestEntry("file", digest.hexdigest(), info.st_size, bool(info.st_mode & 0o100))
 
 
-def leads_out(path: str, target: str) -> bool:
-    """Whether a link may lead out of the directory. Steps up stand at the front: after a name, which may be a link
-    itself, nobody can tell where a step up leads."""
+def link_escapes(path: str, target: str) -> bool:
+    """Return whether a symlink may point outside the directory. ".." is allowed only at the front of the target: after
+    a name, which may itself be a link, its meaning is unknown."""
     parts = [part for part in target.split("/") if part not in ("", ".")]
     up = 0
     while up < len(parts) and parts[up] == "..":
@@ -173,18 +173,18 @@ def leads_out(path: str, target: str) -> bool:
     return target.startswith("/") or not target or ".." in parts[up:] or up > path.count("/")
 
 
-def _prune(root: _Root, path: str) -> None:
-    """Remove the directories that a deletion left empty."""
+def _remove_empty_parents(root: _RootDirectory, path: str) -> None:
+    """Remove directories that a deletion left empty."""
     parts = path.split("/")[:-1]
     while parts:
-        with contextlib.suppress(OSError, Refused), root.parent("/".join(parts), make=False) as (here, name):
+        with contextlib.suppress(OSError, ChangeRefused), root.parent("/".join(parts), make=False) as (here, name):
             os.rmdir(name, dir_fd=here)
         parts.pop()
 
 
-def _what_happened(change: Change, now: Entry | None) -> str:
+def _conflict_reason(change: FileDiff, now: ManifestEntry | None) -> str:
     if now is None:
         return "it was deleted on disk meanwhile"
-    if now is OTHER:
-        return "something that is not a file is there"
+    if now is NOT_A_FILE:
+        return "something that is not a file has that name"
     return "a file of that name appeared on disk meanwhile" if change.before is None else "it changed on disk meanwhile"

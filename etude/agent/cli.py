@@ -1,4 +1,4 @@
-"""`etude agent`: the options of the command. What it does is in `harness/agent/`, loaded when it runs."""
+"""The command line of `etude agent`. The implementation is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -13,78 +13,88 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from etude.config import make_settings
 from etude.errors import InputError
 
 if TYPE_CHECKING:
-    from etude.agent.options import Options
-    from etude.agent.session_store import Saved
+    from etude.agent.options import AgentOptions
+    from etude.agent.session_store import SessionRecord
 
 
-Words = Annotated[
+RequestWords = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[REQUEST]", help="What to do; - reads it from standard input.", show_default=False),
+    typer.Argument(metavar="[REQUEST]", help="The request; - reads it from standard input.", show_default=False),
 ]
 ModelName = Annotated[
     str,
     typer.Option(
-        envvar="ETUDE_AGENT_MODEL", help="A checkpoint's directory, or a name at --endpoint.", show_default=False
+        envvar="ETUDE_AGENT_MODEL",
+        help="Directory of a checkpoint, or the model's name at --endpoint.",
+        show_default=False,
     ),
 ]
 Endpoint = Annotated[
     str, typer.Option(envvar="ETUDE_AGENT_ENDPOINT", help="URL of an OpenAI-compatible server.", show_default=False)
 ]
 KeyEnv = Annotated[
-    str, typer.Option(metavar="NAME", help="Variable that holds the endpoint's key.", show_default=False)
+    str,
+    typer.Option(metavar="NAME", help="Environment variable that holds the endpoint's API key.", show_default=False),
 ]
-Directory = Annotated[Path, typer.Option("--directory", "-C", help="Where to work.")]
+Directory = Annotated[Path, typer.Option("--directory", "-C", help="Directory to work on.")]
 Direct = Annotated[
-    bool, typer.Option("--direct", help="Work on the directory itself; asks before each change or command.")
+    bool,
+    typer.Option("--direct", help="Work on the directory itself, without a pod; asks before each change or command."),
 ]
-Once = Annotated[
-    bool, typer.Option("--print", "-p", help="One request, no questions: the final message on standard output.")
+PrintMode = Annotated[
+    bool,
+    typer.Option(
+        "--print", "-p", help="Run one request without asking anything; print the final message to standard output."
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="With --print or --list: one JSON object.")]
+AsJson = Annotated[bool, typer.Option("--json", help="With --print or --list: print JSON.")]
 Apply = Annotated[bool, typer.Option("--apply", help="With --print: apply the changes.")]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with the session whose id comes next, or the last one here.")
+    bool, typer.Option("--resume", help="Resume the session whose id follows, or the last one of this directory.")
 ]
-List = Annotated[bool, typer.Option("--list", help="List the sessions of this directory.")]
-Toolset = Annotated[str, typer.Option(help="Names of the tools: cursor, claude-code or bash.")]
-Brief = Annotated[bool, typer.Option("--brief", help="The shortest prompt, for small windows.")]
+List = Annotated[bool, typer.Option("--list", help="List the saved sessions of this directory.")]
+Toolset = Annotated[
+    str, typer.Option(help="Names under which the tools are shown to the model: cursor, claude-code or bash.")
+]
+Brief = Annotated[bool, typer.Option("--brief", help="Use the short system prompt, for small context windows.")]
 Instructions = Annotated[
-    Path | None, typer.Option(help="A file with instructions, in place of AGENTS.md.", show_default=False)
+    Path | None, typer.Option(help="File with instructions, used in place of AGENTS.md.", show_default=False)
 ]
 Include = Annotated[
     list[str] | None,
-    typer.Option(metavar="PATH", help="Take an ignored path along into the pod; repeatable.", show_default=False),
+    typer.Option(metavar="PATH", help="Copy an ignored path into the pod too; repeatable.", show_default=False),
 ]
-History = Annotated[bool, typer.Option("--history/--no-history", help="Take git's history along.")]
+History = Annotated[bool, typer.Option("--history/--no-history", help="Copy the git history into the pod.")]
 Image = Annotated[str, typer.Option(help="Image of the pod; see `etude pods image`.")]
 Allow = Annotated[
     list[str] | None,
-    typer.Option(metavar="HOST[:PORT]", help="Let the pod connect there; repeatable.", show_default=False),
+    typer.Option(metavar="HOST[:PORT]", help="Allow the pod to connect to this host; repeatable.", show_default=False),
 ]
-Turns = Annotated[int | None, typer.Option(min=1, help="Most turns of the session.", show_default=False)]
-Tokens = Annotated[int | None, typer.Option(min=1, help="Most tokens it makes.", show_default=False)]
-Seconds = Annotated[float | None, typer.Option(min=0.001, help="Longest time.", show_default=False)]
-AnswerTokens = Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")]
-Window = Annotated[int, typer.Option(min=0, help="Tokens of context; 0: what the model has.")]
-Temperature = Annotated[float, typer.Option(min=0.0)]
-Seed = Annotated[int | None, typer.Option(min=0, show_default=False)]
+Turns = Annotated[int | None, typer.Option(min=1, help="Maximum turns of the session.", show_default=False)]
+Tokens = Annotated[int | None, typer.Option(min=1, help="Maximum tokens sampled in the session.", show_default=False)]
+Seconds = Annotated[float | None, typer.Option(min=0.001, help="Maximum duration of the session.", show_default=False)]
+AnswerTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens of one turn.")]
+Window = Annotated[int, typer.Option(min=0, help="Context window in tokens; 0: the model's own.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Sampling seed; random if not given.", show_default=False)]
 DialectName = Annotated[
-    str, typer.Option(help="How the model writes calls, where its template does not say.", show_default=False)
+    str, typer.Option(help="Dialect of tool calls, if the chat template does not determine it.", show_default=False)
 ]
-Device = Annotated[str, typer.Option(help="For a checkpoint: cpu, cuda, ...")]
+Device = Annotated[str, typer.Option(help="Device for a checkpoint: auto, cpu, cuda, ...")]
 
 
 def agent(
-    words: Words = None,
+    words: RequestWords = None,
     model: ModelName = "",
     endpoint: Endpoint = "",
     key_env: KeyEnv = "",
     directory: Directory = Path("."),
     direct: Direct = False,
-    once: Once = False,
+    print_mode: PrintMode = False,
     as_json: AsJson = False,
     apply: Apply = False,
     resume: Resume = False,
@@ -106,22 +116,29 @@ def agent(
     dialect: DialectName = "",
     device: Device = "auto",
 ) -> None:
-    """Work on a directory with a model: in a pod, with the changes shown before they are applied."""
-    from etude.agent.options import Model, Options
+    """Let a model work on a directory: in a pod, with the changes shown before they are applied."""
+    from etude.agent.options import AgentOptions
+    from etude.harness.model_options import ModelOptions
     from etude.harness.tool_set import ToolSet
 
     if model and Path(model).expanduser().is_dir():
         model = str(Path(model).expanduser().resolve())
-    place = directory.expanduser().resolve()
-    if not place.is_dir():
+    workspace = directory.expanduser().resolve()
+    if not workspace.is_dir():
         raise InputError(f"-C {directory}: not a directory")
     if list_:
-        print_sessions(place, as_json)
+        print_sessions(workspace, as_json)
         return
-    options = Options(
-        directory=place,
-        model=Model(model, endpoint, key_env, window, dialect, device, temperature, seed),
-        environment=ToolSet(naming=toolset, brief=brief, instructions=_read_instructions(instructions)),
+    options = AgentOptions(
+        directory=workspace,
+        model=ModelOptions(model, endpoint, key_env, window, dialect, device, temperature, seed),
+        tool_set=make_settings(
+            ToolSet,
+            "--toolset",
+            aliases=toolset,
+            short_system_prompt=brief,
+            instructions=_read_instructions(instructions),
+        ),
         direct=direct,
         image=image,
         egress=tuple(allow or ()),
@@ -130,82 +147,83 @@ def agent(
         turns=turns,
         tokens=tokens,
         seconds=seconds,
-        answer=answer,
+        max_turn_tokens=answer,
     )
-    if not once and (as_json or apply):
-        raise InputError("--json and --apply are for --print; in a conversation you are asked")
-    if once and direct:
-        raise InputError("--direct asks before each change, and with --print nobody answers; leave one of them out")
-    code = start(options, list(words or ()), resume, once, apply, as_json)
+    if not print_mode and (as_json or apply):
+        raise InputError("--json and --apply need --print; without it changes are applied interactively")
+    if print_mode and direct:
+        raise InputError("--direct asks before each change, which --print cannot answer; leave one of them out")
+    code = run_agent(options, list(words or ()), resume, print_mode, apply, as_json)
     if code:
         raise typer.Exit(code)
 
 
-def start(options: Options, words: list[str], resume: bool, once: bool, apply: bool, as_json: bool) -> int:
-    """Begin, or go on with, a session."""
+def run_agent(
+    options: AgentOptions, words: list[str], resume: bool, print_mode: bool, apply: bool, as_json: bool
+) -> int:
+    """Start or resume a session; return the exit code."""
     from rich.console import Console
 
     from etude.agent import session_store
     from etude.agent.screen import Screen
 
-    id = (
-        (words.pop(0) if words and session_store.is_id(words[0]) else session_store.last_of(options.directory))
-        if resume
-        else ""
-    )
+    id = ""
+    if resume:
+        named = bool(words) and session_store.is_session_id(words[0])
+        id = words.pop(0) if named else session_store.latest_session_id(options.directory)
     request = " ".join(words)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     if request == "-":
         request = sys.stdin.read().strip()
-    if once and not request:
+    if print_mode and not request:
         raise InputError("--print needs a request; give it as an argument, or - to read it from standard input")
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a sign that cannot be shown ends no session
-    screen = Screen(Console(stderr=once, highlight=False, markup=False, emoji=False))
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # unencodable characters must not end it
+    screen = Screen(Console(stderr=print_mode, highlight=False, markup=False, emoji=False))
 
-    from etude.agent.conversation import Earlier
+    from etude.agent.conversation import LoadedSession
 
-    earlier = None
+    loaded = None
     if id:
-        earlier = Earlier(*session_store.load(id))
-        options = resumed(options, earlier.saved)
-    if once:
-        from etude.agent.print_mode import run_once
+        loaded = LoadedSession(*session_store.load_session(id))
+        options = resume_options(options, loaded.record)
+    if print_mode:
+        from etude.agent.print_mode import run_print_mode
 
-        return asyncio.run(run_once(options, screen, request, earlier, apply=apply, as_json=as_json))
-    from etude.agent.terminal import converse
+        return asyncio.run(run_print_mode(options, screen, request, loaded, apply=apply, as_json=as_json))
+    from etude.agent.terminal import run_terminal
 
-    return converse(options, screen, request, earlier)
+    return run_terminal(options, screen, request, loaded)
 
 
-def resumed(options: Options, before: Saved) -> Options:
-    """The options of a session that goes on: its own, with the model that is named now if one is."""
-    if before.directory != str(options.directory):
-        raise InputError(f"session {before.id[:12]} worked in {before.directory}; go there, or name it with -C")
-    if options.direct and not before.direct:
-        raise InputError(f"session {before.id[:12]} works in a pod and may hold changes; leave --direct out")
+def resume_options(options: AgentOptions, record: SessionRecord) -> AgentOptions:
+    """Return the options of a resumed session: its own, with the model given now, if any."""
+    if record.directory != str(options.directory):
+        raise InputError(f"session {record.id[:12]} worked in {record.directory}; run it there, or name it with -C")
+    if options.direct and not record.direct:
+        raise InputError(f"session {record.id[:12]} works in a pod and may hold changes; leave out --direct")
     model = options.model
     if not model.name and not model.endpoint:
-        model = before.model
+        model = record.model
     return replace(
         options,
         model=model,
-        environment=before.environment,
-        direct=before.direct,
-        image=before.image,
-        egress=before.egress,
-        include=before.include,
-        history=before.history,
+        tool_set=record.environment,
+        direct=record.direct,
+        image=record.image,
+        egress=record.egress,
+        include=record.include,
+        history=record.history,
     )
 
 
 def print_sessions(directory: Path, as_json: bool) -> None:
-    """The sessions of a directory, newest first."""
-    from etude.agent.screen import visible
-    from etude.agent.session_store import of_directory
+    """Print the sessions of a directory, newest first."""
+    from etude.agent.screen import escape_control
+    from etude.agent.session_store import sessions_of_directory
 
-    found = of_directory(directory)
+    found = sessions_of_directory(directory)
     if as_json:
         rows = [
             {
@@ -223,7 +241,7 @@ def print_sessions(directory: Path, as_json: bool) -> None:
         print(f"no sessions of {directory}", file=sys.stderr)
     for each in found:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.updated))
-        asked = visible(" ".join(each.request.text.split()))[:60]
+        asked = escape_control(" ".join(each.request.text.split()))[:60]
         print(f"{each.id[:12]}  {when}  {each.ending:<11}  {Path(each.model.name).name}  {asked}")
 
 

@@ -1,7 +1,7 @@
-"""One conversation over one directory: the session, the place it works in, what it has changed, and its copy on disk.
+"""A conversation about one directory: the session, the pod it works in, its changes, and its copy on disk.
 
-It is opened from `open_session` like every rollout. After each answer the session is saved, with the files that differ
-from those on disk; a saved one goes on with the same tokens and the same files.
+The session is opened with `open_session`, as every rollout is. It is saved after each answer, with the files that
+differ from those on disk; a resumed session continues with the same tokens and files.
 """
 
 import asyncio
@@ -16,22 +16,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from etude.agent import session_store as store
-from etude.agent.apply import Applied, apply_changes
-from etude.agent.diff import Change, find_changes
-from etude.agent.manifest import Entry
-from etude.agent.options import Options
-from etude.agent.screen import Screen, title, visible
-from etude.agent.session_store import Saved
-from etude.agent.upload import recent_files, take_in, unpack
+from etude.agent.apply import ApplyResult, apply_changes
+from etude.agent.diff import FileDiff, find_changes
+from etude.agent.manifest import ManifestEntry
+from etude.agent.options import AgentOptions
+from etude.agent.screen import Screen, call_title, escape_control
+from etude.agent.session_store import SessionRecord, directory_identity, save_session, sessions_directory
+from etude.agent.upload import recent_files, unpack_tar, upload_directory
 from etude.chat.messages import ToolCall
 from etude.errors import EtudeError, InputError
+from etude.harness.budget import Budget
 from etude.harness.model_client import ModelClient, TokenModelClient
 from etude.harness.open_client import open_model_client
-from etude.harness.session_factory import open_session
 from etude.harness.prompt import SessionRequest
 from etude.harness.search.searcher import open_searcher
-from etude.harness.session import Budget, Session
+from etude.harness.session import Session
+from etude.harness.session_factory import open_session
 from etude.harness.summary import SummarySettings
 from etude.harness.tools.executor import Approve, ToolExecutor
 from etude.harness.tools.tool import Tool
@@ -40,51 +40,51 @@ from etude.pods.fleet import open_fleet
 from etude.pods.pod import Egress, Pod, PodFileError, Unsupported
 from etude.pods.runtime.unisolated import open_unisolated
 
-POD_S = 120.0  # to wait for a pod on a machine that is full
+POD_TIMEOUT_S = 120.0  # how long to wait for a pod on a full machine
 TICK_S = 0.1
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """A session from disk."""
+class LoadedSession:
+    """A session read from disk, to be resumed."""
 
-    saved: Saved
+    record: SessionRecord
     trace: Trace
-    changes: Sequence[Change]
+    changes: Sequence[FileDiff]
 
 
-class Work:
-    """What a person has open. Made by `open_work`."""
+class AgentConversation:
+    """An open session with its pod and its changes. Created by `open_conversation`."""
 
     def __init__(
         self,
-        options: Options,
+        options: AgentOptions,
         screen: Screen,
-        speaker: ModelClient,
+        client: ModelClient,
         pod: Pod,
-        before: dict[str, Entry],
+        manifest: dict[str, ManifestEntry],
         approve: Approve | None,
         id: str,
     ) -> None:
-        self.options, self.screen, self.speaker, self.pod = options, screen, speaker, pod
-        self.before = before  # the files on disk as the session knows them
+        self.options, self.screen, self.client, self.pod = options, screen, client, pod
+        self.manifest = manifest  # the files on disk as the session last saw them
         self.id = id
         self.started = time.time()
         self.request: SessionRequest | None = None
-        self.trace: Trace | None = None  # as it was saved last
-        self.changes: list[Change] = []
+        self.trace: Trace | None = None  # as last saved
+        self.changes: list[FileDiff] = []
         self.session: Session | None = None
         self.tools: ToolExecutor | None = None
-        self.place: Path | None = None  # where it was saved
+        self.saved_at: Path | None = None  # directory of the saved session
         self._working = False
-        self._permission = approve  # None: whatever it does, it does in a pod
+        self._permission = approve  # None: no approval needed, the pod isolates every call
         self._opened = AsyncExitStack()
 
-    # ------------------------------------------------------------------------------------------- talking
+    # ------------------------------------------------------------------------------------------- messages
 
     async def ask(self, text: str) -> Trace:
-        """Give the model a message and let it work until it ends, or is interrupted."""
-        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # as typed, in any locale
+        """Send the model a message and run the session until it ends or is interrupted."""
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # input bytes of any locale
         if self.session is None:
             recent = await asyncio.to_thread(recent_files, self.options.directory)
             await self._open(SessionRequest(text, recent=recent))
@@ -92,10 +92,10 @@ class Work:
             self.session.say(text)
         assert self.session is not None
         try:
-            async with self._watched():
+            async with self._show_activity():
                 trace = await self.session.run()
         except EtudeError:
-            await self.save(self.session.trace("interrupted"))  # what there is can go on later
+            await self.save(self.session.trace("interrupted"))  # can be resumed from here
             raise
         except asyncio.CancelledError:
             self._write(self.session.trace("interrupted"))
@@ -104,56 +104,56 @@ class Work:
         return trace
 
     def interrupt(self) -> None:
-        """Stop the answer or the tools that run now."""
-        if self._working and self.session is not None:  # an idle one would end its next answer instead
+        """Stop the answer or the tools that are running."""
+        if self._working and self.session is not None:  # an idle session would end its next answer instead
             self.session.interrupt()
 
     async def _open(self, request: SessionRequest) -> None:
         options = self.options
         self.request = request
-        searcher = open_searcher() if "codebase_search" in options.environment.tools else None
+        searcher = open_searcher() if "codebase_search" in options.tool_set.tools else None
         if searcher is not None:
             self._opened.callback(searcher.close)
         self.session, self.tools = await self._opened.enter_async_context(
             open_session(
                 request,
-                self.speaker,
+                self.client,
                 self.pod,
-                tool_set=options.environment,
+                tool_set=options.tool_set,
                 budget=Budget(
                     turns=options.turns,
                     tokens=options.tokens,
                     seconds=options.seconds,
-                    max_turn_tokens=options.answer,
+                    max_turn_tokens=options.max_turn_tokens,
                 ),
-                summaries=SummarySettings(reserve=min(SummarySettings().reserve, max(1, self.speaker.window // 4))),
+                summaries=SummarySettings(reserve=min(SummarySettings().reserve, max(1, self.client.window // 4))),
                 searcher=searcher,
                 approve=self._approve,
                 id=self.id,
                 facts=self._facts(),
-                on_step=self.screen.step,
+                on_step=self.screen.show_step,
             )
         )
-        self.speaker.on_text = self.screen.heard
+        self.client.on_text = self.screen.stream_text
 
     def _facts(self) -> dict[str, Any]:
-        seed = {"seed": self.speaker.sampling.seed} if isinstance(self.speaker, TokenModelClient) else {}
+        seed = {"seed": self.client.sampling.seed} if isinstance(self.client, TokenModelClient) else {}
         return {"program": "etude agent", "direct": self.options.direct, **seed}
 
     async def _approve(self, call: ToolCall, tool: Tool) -> bool | str:
-        verdict = True if self._permission is None else await self._permission(call, tool)
-        self.screen.doing(f"{visible(call.name)} {title(call)}")
-        return verdict
+        approval = True if self._permission is None else await self._permission(call, tool)
+        self.screen.set_activity(f"{escape_control(call.name)} {call_title(call)}")
+        return approval
 
     @asynccontextmanager
-    async def _watched(self) -> AsyncIterator[None]:
-        async def ticking() -> None:
+    async def _show_activity(self) -> AsyncIterator[None]:
+        async def tick_forever() -> None:
             while True:
                 await asyncio.sleep(TICK_S)
                 self.screen.tick()
 
-        self.screen.doing("thinking")
-        task = asyncio.create_task(ticking())
+        self.screen.set_activity("thinking")
+        task = asyncio.create_task(tick_forever())
         self._working = True
         try:
             yield
@@ -161,37 +161,37 @@ class Work:
             self._working = False
             task.cancel()
             self.screen.end_line()
-            self.screen.doing("")
+            self.screen.set_activity("")
 
     # ------------------------------------------------------------------------------------------- changes
 
-    async def look(self) -> list[Change]:
-        """What differs now between the pod and the disk as the session knows it."""
+    async def refresh_changes(self) -> list[FileDiff]:
+        """Compare the pod with the manifest; update and return the changes not applied yet."""
         if not self.options.direct:
             root = self.tools.root if self.tools else self.pod.workdir
-            self.changes = await find_changes(self.pod, root, self.before, self.changes)
+            self.changes = await find_changes(self.pod, root, self.manifest, self.changes)
         return self.changes
 
-    async def apply(self, changes: Sequence[Change]) -> Applied:
-        """Bring changes to the directory; those that are there are changes no more."""
-        applied = await asyncio.to_thread(apply_changes, self.options.directory, changes)
-        for change in applied.done:
+    async def apply(self, changes: Sequence[FileDiff]) -> ApplyResult:
+        """Apply changes to the directory and remove the applied ones from `changes`."""
+        result = await asyncio.to_thread(apply_changes, self.options.directory, changes)
+        for change in result.applied:
             if change.after is None:
-                self.before.pop(change.path, None)
+                self.manifest.pop(change.path, None)
             else:
-                self.before[change.path] = change.after
-        done = {change.path for change in applied.done}
+                self.manifest[change.path] = change.after
+        done = {change.path for change in result.applied}
         self.changes = [change for change in self.changes if change.path not in done]
         if self.trace is not None:
             await asyncio.to_thread(self._write, self.trace)
-        return applied
+        return result
 
     # ------------------------------------------------------------------------------------------- disk
 
     async def save(self, trace: Trace) -> None:
-        """Write the session down; that its changes cannot be had is said, and no reason to lose the rest."""
+        """Save the session. If the changes cannot be fetched, print the error and save the rest."""
         try:
-            await self.look()
+            await self.refresh_changes()
         except EtudeError as error:
             self.screen.error(str(error))
         self.trace = trace
@@ -200,15 +200,15 @@ class Work:
     def _write(self, trace: Trace) -> None:
         assert self.request is not None
         assert self.tools is not None
-        options, speaker = self.options, self.speaker
-        saved = Saved(
+        options, client = self.options, self.client
+        record = SessionRecord(
             id=self.id,
             directory=str(options.directory),
-            identity=store.identity(options.directory),
+            identity=directory_identity(options.directory),
             direct=options.direct,
-            model=replace(options.model, name=options.model.name or speaker.model),
-            tokenizer=tokenizer_of(speaker),
-            environment=options.environment,
+            model=replace(options.model, name=options.model.name or client.model),
+            tokenizer=tokenizer_digest(client),
+            environment=options.tool_set,
             request=self.request,
             image=options.image,
             egress=options.egress,
@@ -219,58 +219,60 @@ class Work:
             ending=trace.ending,
             tools=self.tools.state(),
         )
-        self.place = store.save(saved, trace, self.changes)
+        self.saved_at = save_session(record, trace, self.changes)
 
-    async def restore(self, earlier: Earlier) -> None:
-        """Go on where a saved session was left."""
-        saved = earlier.saved
-        if saved.tokenizer and tokenizer_of(self.speaker) not in ("", saved.tokenizer):
-            raise InputError(f"session {saved.id}: its tokens are of another tokenizer; go on with {saved.model.name}")
-        self.started = saved.started
-        await self._open(saved.request)
+    async def restore(self, loaded: LoadedSession) -> None:
+        """Continue a saved session: its trace, the state of its tools, and its files."""
+        record = loaded.record
+        if record.tokenizer and tokenizer_digest(self.client) not in ("", record.tokenizer):
+            raise InputError(
+                f"session {record.id}: its tokens are of another tokenizer; resume it with {record.model.name}"
+            )
+        self.started = record.started
+        await self._open(record.request)
         assert self.session is not None
         assert self.tools is not None
-        self.session.restore(earlier.trace)
-        self.tools.restore(saved.tools)
-        self.place, self.trace = store.home() / saved.id, earlier.trace
+        self.session.restore(loaded.trace)
+        self.tools.restore(record.tools)
+        self.saved_at, self.trace = sessions_directory() / record.id, loaded.trace
         if self.options.direct:
             return
-        await put_back(self.pod, self.tools.root, earlier.changes)
-        for change in earlier.changes:
+        await restore_changes(self.pod, self.tools.root, loaded.changes)
+        for change in loaded.changes:
             if change.before is None:
-                self.before.pop(change.path, None)
+                self.manifest.pop(change.path, None)
             else:
-                self.before[change.path] = change.before
-        await self.look()
+                self.manifest[change.path] = change.before
+        await self.refresh_changes()
 
     async def close(self) -> None:
         await self._opened.aclose()
 
 
 @asynccontextmanager
-async def open_work(
-    options: Options, screen: Screen, approve: Approve | None = None, earlier: Earlier | None = None
-) -> AsyncIterator[Work]:
-    """A model and a place to work in, ready; and the saved session, if one is to go on."""
+async def open_conversation(
+    options: AgentOptions, screen: Screen, approve: Approve | None = None, loaded: LoadedSession | None = None
+) -> AsyncIterator[AgentConversation]:
+    """Open a model client and a pod with the directory's files; restore the loaded session if one is given."""
     async with AsyncExitStack() as stack:
-        id = earlier.saved.id if earlier else uuid.uuid4().hex
-        screen.doing("loading the model")
+        id = loaded.record.id if loaded else uuid.uuid4().hex
+        screen.set_activity("loading the model")
         screen.tick()
-        speaker = await stack.enter_async_context(open_model_client(options.model, id))
-        screen.doing("copying the files into a pod" if not options.direct else "")
+        client = await stack.enter_async_context(open_model_client(options.model, id))
+        screen.set_activity("copying the files into a pod" if not options.direct else "")
         screen.tick()
-        pod, before = await stack.enter_async_context(_open_place(options, screen))
-        screen.doing("")
-        work = Work(options, screen, speaker, pod, before, approve, id)
-        stack.push_async_callback(work.close)
-        if earlier is not None:
-            await work.restore(earlier)
-        yield work
+        pod, manifest = await stack.enter_async_context(_open_workspace(options, screen))
+        screen.set_activity("")
+        conversation = AgentConversation(options, screen, client, pod, manifest, approve, id)
+        stack.push_async_callback(conversation.close)
+        if loaded is not None:
+            await conversation.restore(loaded)
+        yield conversation
 
 
 @asynccontextmanager
-async def _open_place(options: Options, screen: Screen) -> AsyncIterator[tuple[Pod, dict[str, Entry]]]:
-    """Where the tools act, and the files that are there."""
+async def _open_workspace(options: AgentOptions, screen: Screen) -> AsyncIterator[tuple[Pod, dict[str, ManifestEntry]]]:
+    """Open the pod in which the tools act; yield it with the manifest of its files."""
     if options.direct:
         async with open_unisolated(options.directory, hidden=[options.model.key_env]) as here:
             yield here, {}
@@ -279,20 +281,20 @@ async def _open_place(options: Options, screen: Screen) -> AsyncIterator[tuple[P
         try:
             fleet = await stack.enter_async_context(open_fleet())
         except Unsupported as error:
-            raise Unsupported(f"{error}\n  or on the directory itself, asked before each change: --direct") from None
+            raise Unsupported(f"{error}\n  or use --direct: on the directory itself, with your approval") from None
         egress = Egress.to(*options.egress) if options.egress else None
-        pod = await stack.enter_async_context(await fleet.create(options.image, egress=egress, timeout=POD_S))
-        root = options.environment.root or pod.workdir
-        intake = await take_in(pod, root, options.directory, include=options.include, history=options.history)
-        for note in intake.notes:
+        pod = await stack.enter_async_context(await fleet.create(options.image, egress=egress, timeout=POD_TIMEOUT_S))
+        root = options.tool_set.root or pod.workdir
+        upload = await upload_directory(pod, root, options.directory, include=options.include, history=options.history)
+        for note in upload.notes:
             screen.note(note)
-        yield pod, dict(intake.tree)
+        yield pod, dict(upload.manifest)
 
 
-async def put_back(pod: Pod, root: str, changes: Sequence[Change]) -> None:
-    """Make the files of a new pod what they were in the one where they were changed."""
+async def restore_changes(pod: Pod, root: str, changes: Sequence[FileDiff]) -> None:
+    """Apply the changes of a saved session to the files of a new pod."""
     for change in changes:
-        with contextlib.suppress(PodFileError):  # it is not there
+        with contextlib.suppress(PodFileError):  # does not exist
             await pod.remove(f"{root}/{change.path}")
     with io.BytesIO() as file:
         with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar:
@@ -306,9 +308,9 @@ async def put_back(pod: Pod, root: str, changes: Sequence[Change]) -> None:
                 member.size, member.mtime = len(change.data), time.time()
                 tar.addfile(member, io.BytesIO(change.data))
         file.seek(0)
-        await unpack(pod, root, file)
+        await unpack_tar(pod, root, file)
 
 
-def tokenizer_of(speaker: ModelClient) -> str:
-    """What a session's tokens mean something to; "" where there are none."""
-    return speaker.dialect.tokenizer.digest if isinstance(speaker, TokenModelClient) else ""
+def tokenizer_digest(client: ModelClient) -> str:
+    """Return the digest of the client's tokenizer, or "" if the client does not handle tokens."""
+    return client.dialect.tokenizer.digest if isinstance(client, TokenModelClient) else ""

@@ -1,6 +1,6 @@
-"""A workspace as a table of its files, here and in a pod: what two tables differ in is what a session has changed.
+"""File manifests: the files of a workspace by path, on disk and in a pod. A session's changes are their difference.
 
-What a pod says of its files is a stranger's word: names are checked before they mean anything here.
+The manifest of a pod is untrusted: paths are checked before they are used on the host.
 """
 
 import json
@@ -11,17 +11,17 @@ from typing import Any, Literal, TypeAlias
 from etude.errors import EtudeError
 from etude.pods.pod import Pod
 
-LIST_S = 120.0
-MAX_LISTING = 64 << 20  # bytes
+LIST_TIMEOUT_S = 120.0
+MAX_LISTING_BYTES = 64 << 20  # bytes
 MAX_FILES = 100_000
-MAX_BYTES = 512 << 20  # of a workspace, and of what changed in it: a pod holds its files in memory
+MAX_BYTES = 512 << 20  # of a workspace, and of its changes: a pod holds its files in memory
 
-# Never offered as somebody's work unless they were there before: every test run leaves them.
-CACHES = ("__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis")
+# Left by every test run, so never reported as changes unless they were uploaded.
+CACHE_DIRECTORIES = ("__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis")
 
-# Runs in the pod. Candidates are what git does not ignore, or everything where there is no git, and all that was there
-# at the beginning; whatever .gitignore says now, a file that we brought is a file that we look after.
-LISTING = """\
+# Runs in the pod. Lists the files that git does not ignore (all files where there is no git) and every uploaded file,
+# even if .gitignore has changed since.
+LIST_PROGRAM = """\
 import hashlib, json, os, stat, subprocess, sys
 caches, most, largest = set(json.loads(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
 known = [path for path in sys.stdin.buffer.read().split(b"\\0") if path]
@@ -52,7 +52,7 @@ def entry(path):
         return "link", os.readlink(path).decode("utf-8", "surrogateescape"), 0, False
     if not stat.S_ISREG(info.st_mode):
         raise OSError("neither a file nor a link")
-    if info.st_size > largest:  # with a hole a file can claim to be as large as it likes
+    if info.st_size > largest:  # a sparse file can have any size
         return "file", "too large", info.st_size, False
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -75,8 +75,8 @@ for number, path in enumerate(dict.fromkeys([*known, *fresh])):
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A file or a link; equal entries are the same. The digest of a link is where it leads."""
+class ManifestEntry:
+    """A file or a symlink; equal entries have equal contents. The digest of a link is its target."""
 
     kind: Literal["file", "link"]
     digest: str
@@ -84,41 +84,41 @@ class Entry:
     executable: bool = False
 
 
-Tree: TypeAlias = Mapping[str, Entry]  # by path from the root, with "/" between
+FileManifest: TypeAlias = Mapping[str, ManifestEntry]  # by path relative to the root, separated by "/"
 
 
-def is_ours(path: str) -> bool:
-    """Whether a path names something in a workspace that may be written there: never above it, never git's own."""
+def is_workspace_path(path: str) -> bool:
+    """Return whether a path may be written in a workspace: it stays below the root and outside .git."""
     parts = path.split("/")
-    odd = {"", ".", ".."} & set(parts) or "\0" in path or any(part.lower() == ".git" for part in parts)
-    return bool(path) and not odd
+    unsafe = {"", ".", ".."} & set(parts) or "\0" in path or any(part.lower() == ".git" for part in parts)
+    return bool(path) and not unsafe
 
 
-async def list_pod(pod: Pod, root: str, known: Sequence[str]) -> Tree:
-    """The files of a pod's workspace that count: those in `known`, and others that nothing ignores."""
-    command = ["python3", "-I", "-S", "-c", LISTING, json.dumps(CACHES), str(MAX_FILES), str(MAX_BYTES)]
+async def list_pod_files(pod: Pod, root: str, known: Sequence[str]) -> FileManifest:
+    """Return the manifest of a pod's workspace: the files in `known`, and all others that are not ignored."""
+    command = ["python3", "-I", "-S", "-c", LIST_PROGRAM, json.dumps(CACHE_DIRECTORIES), str(MAX_FILES), str(MAX_BYTES)]
     given = "\0".join(known).encode("utf-8", "surrogateescape")
-    done = await pod.exec(command, cwd=root, stdin=given, timeout=LIST_S, max_output=MAX_LISTING)
+    done = await pod.exec(command, cwd=root, stdin=given, timeout=LIST_TIMEOUT_S, max_output=MAX_LISTING_BYTES)
     if not done.ok or done.truncated:
         why = done.stderr.strip()[-300:] or ("it took too long" if done.timed_out else f"exit code {done.exit_code}")
-        raise EtudeError(f"pod {pod.id}: the files of {root} cannot be listed: {why}")
-    return read_listing(done.stdout_bytes)
+        raise EtudeError(f"pod {pod.id}: cannot list the files of {root}: {why}")
+    return parse_listing(done.stdout_bytes)
 
 
-def read_listing(data: bytes) -> Tree:
-    """What LISTING prints; names that mean nothing here are left out, and anything else is refused."""
-    found: dict[str, Entry] = {}
+def parse_listing(data: bytes) -> FileManifest:
+    """Parse the output of LIST_PROGRAM. Paths outside the workspace are dropped; malformed rows are an error."""
+    found: dict[str, ManifestEntry] = {}
     try:
         for line in data.splitlines():
             row: Any = json.loads(line)
             path, kind, digest, size, executable = row
-            entry = Entry(kind, digest, size, executable)
+            entry = ManifestEntry(kind, digest, size, executable)
             kinds = (str, str, int, bool)
             given = (path, digest, size, executable)
             if kind not in ("file", "link") or any(type(v) is not k for v, k in zip(given, kinds, strict=True)):
-                raise ValueError(f"a row is {row!r:.200}")
-            if is_ours(path):
+                raise ValueError(f"malformed row {row!r:.200}")
+            if is_workspace_path(path):
                 found[path] = entry
     except (ValueError, TypeError) as error:
-        raise EtudeError(f"the pod's list of files makes no sense: {error}") from None
+        raise EtudeError(f"the pod's file listing is malformed: {error}") from None
     return found

@@ -1,4 +1,4 @@
-"""`etude agent --print`: one request, no questions, for scripts. The final message goes to standard output."""
+"""`etude agent --print`: one request without questions, for scripts. The final message goes to standard output."""
 
 import asyncio
 import json
@@ -6,55 +6,57 @@ import signal
 from dataclasses import asdict
 from typing import Any
 
-from etude.agent.conversation import Earlier, open_work
-from etude.agent.diff import patch
-from etude.agent.options import Options
-from etude.agent.screen import Screen, visible
+from etude.agent.conversation import LoadedSession, open_conversation
+from etude.agent.diff import format_patch
+from etude.agent.options import AgentOptions
+from etude.agent.screen import Screen, escape_control
 from etude.harness.trace import Trace
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # exit code
 
 
-async def run_once(
-    options: Options, screen: Screen, request: str, earlier: Earlier | None, *, apply: bool, as_json: bool
+async def run_print_mode(
+    options: AgentOptions, screen: Screen, request: str, loaded: LoadedSession | None, *, apply: bool, as_json: bool
 ) -> int:
-    """Work on one request and print what came of it; the exit code is 0 for a final message and nothing refused."""
-    async with open_work(options, screen, earlier=earlier) as work:
+    """Run one request and print the result; return exit code 0 for a final message with no change refused."""
+    async with open_conversation(options, screen, loaded=loaded) as conversation:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, work.interrupt)
+        loop.add_signal_handler(signal.SIGINT, conversation.interrupt)
         try:
-            trace = await work.ask(request)
+            trace = await conversation.ask(request)
         finally:
             loop.remove_signal_handler(signal.SIGINT)
-        assert work.place is not None
-        changes = list(work.changes)
-        text = patch(changes, options.directory)
+        assert conversation.saved_at is not None
+        changes = list(conversation.changes)
+        text = format_patch(changes, options.directory)
         refused: dict[str, str] = {}
         if apply and changes and trace.ending == "final":
-            applied = await work.apply(changes)
-            refused = {change.path: why for change, why in applied.refused}
-            screen.note(f"applied {len(applied.done)} of {len(changes)}")
+            result = await conversation.apply(changes)
+            refused = {change.path: why for change, why in result.refused}
+            screen.note(f"applied {len(result.applied)} of {len(changes)}")
             for path, why in refused.items():
                 screen.error(f"not applied: {path}: {why}")
         elif changes:
-            screen.note(f"{len(changes)} not applied: {work.place / 'changes.patch'}")
+            screen.note(f"{len(changes)} changes not applied: {conversation.saved_at / 'changes.patch'}")
         if as_json:
             facts = {
                 "directory": str(options.directory),
-                "patch": str(work.place / "changes.patch") if work.changes else None,
-                "applied": sorted({change.path for change in changes} - {change.path for change in work.changes}),
+                "patch": str(conversation.saved_at / "changes.patch") if conversation.changes else None,
+                "applied": sorted(
+                    {change.path for change in changes} - {change.path for change in conversation.changes}
+                ),
                 "refused": refused,
             }
-            print(json.dumps(report(trace, text) | facts))
+            print(json.dumps(session_report(trace, text) | facts))
         else:
-            print(visible(trace.final))
+            print(escape_control(trace.final))
     if trace.ending == "interrupted":
         return INTERRUPTED
     return 0 if trace.ending == "final" and not refused else 1
 
 
-def report(trace: Trace, diff: str) -> dict[str, Any]:
-    """A session for programs."""
+def session_report(trace: Trace, diff: str) -> dict[str, Any]:
+    """Return the JSON object that describes a session."""
     return {
         "final": trace.final,
         "ending": trace.ending,

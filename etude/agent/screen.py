@@ -1,7 +1,7 @@
-"""What a person sees: text as it comes, thoughts dimmed, one line for each tool call, changes in colour.
+"""Terminal output: streamed text, thinking dimmed, one line per tool call, patches in colour.
 
-Whatever a model, a tool or a file says is text: a control character that could move the cursor or hide something is
-shown, not obeyed. Without a terminal there are no colours and nothing moves.
+Text from models, tools and files is untrusted: control characters that could move the cursor or hide something are
+shown as visible symbols. Without a terminal there are no colours and no spinner.
 """
 
 import re
@@ -13,51 +13,52 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from etude.agent.diff import Change, counts, renames
-from etude.chat.messages import Call
-from etude.harness.tools.tool import Outcome
+from etude.agent.diff import FileDiff, count_changed_lines, find_renames
+from etude.chat.messages import StreamPart, ToolCall
+from etude.harness.tools.tool import ToolOutcome
 from etude.harness.trace import Cost, Step
-from etude.inference.chat_format import Part
 
-WIDE = 160  # characters of a line where there is no terminal
-FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-# The argument that says what a call is about, under any of the names that tools are shown by.
-MAIN = (
+DEFAULT_WIDTH = 160  # characters of a line without a terminal
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+# The argument that best describes a call, under the names of all tool aliases; the first one present is shown.
+MAIN_ARGUMENTS = (
     *("command", "target_file", "file_path", "glob_pattern", "pattern", "query", "search_term", "url", "job_id"),
     *("bash_id", "shell_id", "target_directory", "path", "paths"),
 )
-# C0 and C1 but for newline and tab; what reorders a line of text; halves of surrogate pairs.
-UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# C0 and C1 except newline and tab; bidirectional controls; lone surrogates.
+CONTROL_CHARACTERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
-def visible(text: str) -> str:
-    """Text with every control character as a sign."""
-    return UNSAFE.sub(_sign, text.replace("\r\n", "\n"))
+def escape_control(text: str) -> str:
+    """Return the text with control characters replaced by visible symbols."""
+    return CONTROL_CHARACTERS.sub(_control_picture, text.replace("\r\n", "\n"))
 
 
-def _sign(found: re.Match[str]) -> str:
+def _control_picture(found: re.Match[str]) -> str:
     code = ord(found[0])
     if code < 0x20:
         return chr(0x2400 + code)
     return "␡" if code == 0x7F else "\ufffd" if 0xD800 <= code < 0xE000 else f"\\u{code:04x}"
 
 
-def title(call: Call) -> str:
-    """A call in a few words: its main argument, on one line."""
+def call_title(call: ToolCall) -> str:
+    """Return a call's main argument on one line."""
     given = call.arguments or {}
-    value: Any = next((given[name] for name in MAIN if given.get(name)), "")
+    value: Any = next((given[name] for name in MAIN_ARGUMENTS if given.get(name)), "")
     if not value:
         value = next((item for item in given.values() if isinstance(item, str)), "")
     text = value if isinstance(value, str) else " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return visible(" ".join(text.split()))
+    return escape_control(" ".join(text.split()))
 
 
-def result(outcome: Outcome) -> tuple[str, bool]:
-    """What came of a call in a few words, and whether it is good."""
+def outcome_summary(outcome: ToolOutcome) -> tuple[str, bool]:
+    """Return the outcome of a call in a few words, and whether it succeeded."""
     facts = outcome.facts
     if outcome.error is not None:
         first = outcome.text.strip().splitlines() or [""]
-        return f"{outcome.error.replace('_', ' ')}: {visible(first[0])}", False
+        return f"{outcome.error.replace('_', ' ')}: {escape_control(first[0])}", False
     if facts.get("running"):
         return f"running as job {facts.get('job')}", True
     if isinstance(code := facts.get("exit_code"), int):
@@ -71,133 +72,133 @@ def result(outcome: Outcome) -> tuple[str, bool]:
 
 
 class Screen:
-    """One place to write to, from any thread."""
+    """Writes to the console; safe to call from any thread."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._lock = threading.RLock()
-        self._part: Part | None = None  # of the line that is being written
+        self._part: StreamPart | None = None  # kind of text on the unfinished line
         self._activity, self._since = "", 0.0
         self._ticking = False
 
     @property
     def width(self) -> int:
-        return self.console.width if self.console.is_terminal else WIDE
+        return self.console.width if self.console.is_terminal else DEFAULT_WIDTH
 
     # ------------------------------------------------------------------------------------------- the session
 
-    def heard(self, part: Part, text: str) -> None:
-        """What the model writes, as it comes."""
+    def stream_text(self, part: StreamPart, text: str) -> None:
+        """Print a piece of the model's answer as it arrives."""
         with self._lock:
             if part == "call":
                 self.end_line()
-                self.doing(f"calling {visible(text)}" if text else "calling a tool")
+                self.set_activity(f"calling {escape_control(text)}" if text else "calling a tool")
                 return
             if self._part != part:
                 self.end_line()
                 text = text.lstrip("\n")
             if text:
                 self._part = part
-                self._print(Text(visible(text), "dim italic" if part == "thinking" else ""), end="")
+                self._print(Text(escape_control(text), "dim italic" if part == "thinking" else ""), end="")
 
-    def step(self, step: Step) -> None:
-        """Something was said, or done."""
+    def show_step(self, step: Step) -> None:
+        """Print the tool calls and notes of a finished step."""
         with self._lock:
             if step.kind == "turn":
                 self.end_line()
                 for call, outcome in zip(step.message.calls, step.outcomes, strict=False):
-                    self.call(call, outcome)
+                    self.show_call(call, outcome)
                 if not step.closed and not step.message.calls:
-                    self.note("(cut off here: the answer reached its longest)")
+                    self.note("(cut off: the answer reached its maximum length)")
             elif step.kind == "summary-request":
-                self.note("(the context is full: the model sums up)")
+                self.note("(the context is full: the model writes a summary)")
             elif step.kind == "summary":
                 self.end_line()
-            self.doing("thinking")
+            self.set_activity("thinking")
 
-    def call(self, call: Call, outcome: Outcome) -> None:
-        """One line: the tool, what about, what came of it, how long it took."""
-        said, good = result(outcome)
+    def show_call(self, call: ToolCall, outcome: ToolOutcome) -> None:
+        """Print one line: the tool, its main argument, the outcome, and the time it took."""
+        summary, succeeded = outcome_summary(outcome)
         took = f"{outcome.seconds:.1f} s" if outcome.seconds >= 0.05 else ""
-        tail = "  ".join(filter(None, [said, took]))
+        tail = "  ".join(filter(None, [summary, took]))
         tail = tail if len(tail) <= self.width // 2 else tail[: self.width // 2 - 1] + "…"
-        name = visible(call.name) or "?"
+        name = escape_control(call.name) or "?"
         room = max(12, self.width - len(name) - len(tail) - 6)
-        about = title(call)
+        about = call_title(call)
         about = about if len(about) <= room else about[: room - 1] + "…"
-        line = Text.assemble(("● ", "green" if good else "red"), (name, "bold"), " ", about)
-        line.append(f"  {tail}", "dim" if good else "red")
+        line = Text.assemble(("● ", "green" if succeeded else "red"), (name, "bold"), " ", about)
+        line.append(f"  {tail}", "dim" if succeeded else "red")
         self._print(line)
 
-    # ------------------------------------------------------------------------------------------- the program
+    # ------------------------------------------------------------------------------------------- notes
 
     def note(self, text: str) -> None:
         with self._lock:
             self.end_line()
-            self._print(Text(visible(text), "dim"))
+            self._print(Text(escape_control(text), "dim"))
 
-    def say(self, text: str, style: str = "") -> None:
+    def print(self, text: str, style: str = "") -> None:
         with self._lock:
             self.end_line()
-            self._print(Text(visible(text), style))
+            self._print(Text(escape_control(text), style))
 
     def error(self, text: str) -> None:
-        self.say(text, "red")
+        self.print(text, "red")
 
-    def changes(self, changes: Sequence[Change]) -> None:
-        """One line for each changed file."""
-        moved = renames(changes)
+    def show_changes(self, changes: Sequence[FileDiff]) -> None:
+        """Print one line per changed file."""
+        moved = find_renames(changes)
         for change in changes:
             if change.path in moved.values():
                 continue
             source = moved.get(change.path)
             verb = f"renamed from {source}" if source else change.verb
             link = f" -> {change.after.digest}" if change.after and change.after.kind == "link" else ""
-            self.say(f"  {change.path}{link}  ({verb})", "bold")
+            self.print(f"  {change.path}{link}  ({verb})", "bold")
 
-    def patch(self, text: str, most: int | None = None, more: str = "/diff shows all") -> None:
-        """A patch in colours, its first `most` lines; `more` says where the rest is."""
+    def show_patch(self, text: str, max_lines: int | None = None, more: str = "/diff shows all") -> None:
+        """Print the first lines of a patch in colour; `more` tells the user how to see the rest."""
         lines = text.rstrip("\n").split("\n") if text else []
         with self._lock:
             self.end_line()
-            for line in lines[:most]:
-                self._print(Text(visible(line), _style(line)))
-            if most is not None and len(lines) > most:
-                self.note(f"… {len(lines) - most:,} lines more; {more}")
+            for line in lines[:max_lines]:
+                self._print(Text(escape_control(line), _style(line)))
+            if max_lines is not None and len(lines) > max_lines:
+                self.note(f"… {len(lines) - max_lines:,} more lines; {more}")
             if lines:
-                self.note("+{:,} -{:,} lines".format(*counts(text)))
+                self.note("+{:,} -{:,} lines".format(*count_changed_lines(text)))
 
-    def cost(self, cost: Cost, exact: bool) -> None:
-        """What the session took so far."""
+    def show_cost(self, cost: Cost, exact: bool) -> None:
+        """Print the tokens, calls and seconds of the session so far."""
         kinds = ("thinking", "call", "commentary", "final", "summary")
-        made = ", ".join(f"{name} {getattr(cost, name):,}" for name in kinds if getattr(cost, name))
+        by_kind = ", ".join(f"{name} {getattr(cost, name):,}" for name in kinds if getattr(cost, name))
         counted = "" if exact else ", as the endpoint counts"
-        self.say(f"made {cost.made:,} tokens ({made or 'none'}{counted}); tools gave {cost.output:,}")
-        self.say(f"{cost.turns} turns, {cost.calls} calls; prompts {cost.prompt:,}, of which cached {cost.cached:,}")
-        self.say(f"model {cost.model_s:.1f} s, pod {cost.pod_s:.1f} s, all {cost.wall_s:.1f} s")
+        self.print(f"sampled {cost.sampled:,} tokens ({by_kind or 'none'}{counted}); tool output {cost.output:,}")
+        self.print(f"{cost.turns} turns, {cost.calls} calls; prompts {cost.prompt:,}, of which cached {cost.cached:,}")
+        self.print(f"model {cost.model_s:.1f} s, pod {cost.pod_s:.1f} s, total {cost.wall_s:.1f} s")
 
-    # ------------------------------------------------------------------------------------------- what goes on
+    # ------------------------------------------------------------------------------------------- activity line
 
-    def doing(self, what: str) -> None:
-        """What is going on while nothing is written; shown by `tick`."""
+    def set_activity(self, what: str) -> None:
+        """Set the activity that `tick` shows while nothing is printed; "" for none."""
         with self._lock:
             self._clear()
             self._activity, self._since = what, time.monotonic()
 
     def tick(self) -> None:
-        """Show what is going on, on a line that the next one takes over."""
+        """Redraw the activity line, which the next printed line replaces."""
         with self._lock:
             if not self._activity or self._part is not None or not self.console.is_terminal:
                 return
             took = time.monotonic() - self._since
-            frame = FRAMES[int(took * 10) % len(FRAMES)]
+            frame = SPINNER[int(took * 10) % len(SPINNER)]
             line = f"{frame} {self._activity}{f' {took:.0f} s' if took >= 1 else ''}"[: self.width - 1]
             self.console.file.write(f"\r\x1b[2K\x1b[2m{line}\x1b[0m")
             self.console.file.flush()
             self._ticking = True
 
     def end_line(self) -> None:
-        """Be at the beginning of a line."""
+        """End the unfinished line, if any."""
         with self._lock:
             if self._part is not None:
                 self._part = None

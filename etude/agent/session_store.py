@@ -1,10 +1,10 @@
-"""Sessions on disk, so that one can go on another day: a directory each, below $XDG_STATE_HOME/etude/sessions.
+"""Sessions saved on disk so that they can be resumed: one directory each below $XDG_STATE_HOME/etude/sessions.
 
-    session.json    what it worked on, with which model, the state of its tools
-    session.trace   what was said, token for token (harness/store.py)
-    changes.zip     files that differ from those on disk and were not applied yet; changes.patch: the same to read
+    session.json    directory, model, tool set and tool state of the session (SessionRecord)
+    session.trace   the trace, token for token (harness/trace_store.py)
+    changes.zip     files that differ from those on disk and were not applied yet; changes.patch: the same as text
 
-No key is ever in there: of the endpoint's key only the name of its variable.
+API keys are never written, only the name of the variable that holds the key.
 """
 
 import json
@@ -18,33 +18,33 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from etude.agent.diff import Change, patch
-from etude.agent.manifest import Entry
-from etude.agent.options import Model
+from etude.agent.diff import FileDiff, format_patch
+from etude.agent.manifest import ManifestEntry
 from etude.errors import InputError
-from etude.harness.prompt import Request
+from etude.harness.model_options import ModelOptions
+from etude.harness.prompt import SessionRequest
 from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
-from etude.harness.trace_store import load_trace, plain, read, save_trace
+from etude.harness.trace_store import from_json, load_trace, save_trace, to_json
 
 VERSION = 1
-RECORD, TRACE, CHANGES, PATCH = "session.json", "session.trace", "changes.zip", "changes.patch"
-ID = re.compile(r"[0-9a-f]{4,32}")
-SHOWN = 12  # characters of an id that people are shown
+RECORD_FILE, TRACE_FILE, CHANGES_FILE, PATCH_FILE = "session.json", "session.trace", "changes.zip", "changes.patch"
+ID_PATTERN = re.compile(r"[0-9a-f]{4,32}")
+SHORT_ID_LENGTH = 12  # characters of an id that are displayed
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A session that was left."""
+class SessionRecord:
+    """The contents of session.json. Field names are its keys."""
 
     id: str
     directory: str  # real path of the working directory
     identity: tuple[int, int]  # its device and inode
     direct: bool
-    model: Model
-    tokenizer: str  # digest; "" where the model is not known by its tokens
+    model: ModelOptions
+    tokenizer: str  # digest; "" if the client does not handle tokens
     environment: ToolSet
-    request: Request
+    request: SessionRequest
     image: str
     egress: tuple[str, ...]
     include: tuple[str, ...]
@@ -52,88 +52,98 @@ class Saved:
     started: float  # seconds since 1970
     updated: float
     ending: str = ""
-    tools: Mapping[str, Any] = field(default_factory=dict)  # the toolbox's own state
+    tools: Mapping[str, Any] = field(default_factory=dict)  # ToolExecutor.state()
     version: int = VERSION
 
 
-def home() -> Path:
-    """Where sessions are kept."""
+def sessions_directory() -> Path:
+    """Return the directory that holds all saved sessions."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser().absolute() / "etude" / "sessions"
 
 
-def identity(directory: Path) -> tuple[int, int]:
+def directory_identity(directory: Path) -> tuple[int, int]:
+    """Return the device and inode of a directory."""
     info = directory.stat()
     return info.st_dev, info.st_ino
 
 
-def save(saved: Saved, trace: Trace, changes: Sequence[Change]) -> Path:
-    """Write a session down as it is now; the directory it is in."""
-    place = home() / saved.id
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    save_trace(trace, place / TRACE)
-    _write_changes(place / CHANGES, changes)
-    text = patch(changes, Path(saved.directory))
-    _replace(place / PATCH, text.encode("utf-8", "surrogateescape"))
-    _replace(place / RECORD, json.dumps(plain(replace(saved, updated=time.time()), "session"), indent=1).encode())
-    return place
+def save_session(record: SessionRecord, trace: Trace, changes: Sequence[FileDiff]) -> Path:
+    """Save a session and return its directory."""
+    directory = sessions_directory() / record.id
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    save_trace(trace, directory / TRACE_FILE)
+    _write_changes(directory / CHANGES_FILE, changes)
+    text = format_patch(changes, Path(record.directory))
+    _write_atomically(directory / PATCH_FILE, text.encode("utf-8", "surrogateescape"))
+    _write_atomically(
+        directory / RECORD_FILE,
+        json.dumps(to_json(replace(record, updated=time.time()), "session"), indent=1).encode(),
+    )
+    return directory
 
 
-def load(id: str) -> tuple[Saved, Trace, list[Change]]:
-    """A session by its id, or the beginning of it."""
-    place = find(id)
-    return load_record(place), load_trace(place / TRACE), _read_changes(place / CHANGES)
+def load_session(id: str) -> tuple[SessionRecord, Trace, list[FileDiff]]:
+    """Load a session by its id or a unique prefix of it."""
+    directory = find_session(id)
+    return (
+        load_record(directory),
+        load_trace(directory / TRACE_FILE),
+        _read_changes(directory / CHANGES_FILE),
+    )
 
 
-def find(id: str) -> Path:
-    """The directory of a session."""
-    matching = sorted(home().glob(f"{id}*")) if ID.fullmatch(id) else []
+def find_session(id: str) -> Path:
+    """Return the directory of the session whose id starts with `id`."""
+    matching = sorted(sessions_directory().glob(f"{id}*")) if ID_PATTERN.fullmatch(id) else []
     if len(matching) != 1:
-        found = f"{len(matching)} sessions begin so" if matching else "there is no such session"
+        found = f"{len(matching)} sessions have this prefix" if matching else "no such session"
         raise InputError(f"session {id}: {found}; see `etude agent --list`")
     return matching[0]
 
 
-def is_id(word: str) -> bool:
-    """Whether a word is the id of a session that is there, or can be nothing else."""
-    return bool(ID.fullmatch(word)) and (len(word) >= SHOWN or any(home().glob(f"{word}*")))
+def is_session_id(word: str) -> bool:
+    """Return whether a word is the id of a saved session, or too long a hex number to be anything else."""
+    return bool(ID_PATTERN.fullmatch(word)) and (
+        len(word) >= SHORT_ID_LENGTH or any(sessions_directory().glob(f"{word}*"))
+    )
 
 
-def load_record(place: Path) -> Saved:
-    file = place / RECORD
+def load_record(directory: Path) -> SessionRecord:
+    file = directory / RECORD_FILE
     try:
         data = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read: {error}") from None
     if not isinstance(data, dict) or data.get("version") != VERSION:
         raise InputError(f"{file}: not a session of version {VERSION}")
-    found: Saved = read(Saved, data, str(file))
+    found: SessionRecord = from_json(SessionRecord, data, str(file))
     return found
 
 
-def of_directory(directory: Path) -> list[Saved]:
-    """The sessions of a directory, newest first; one that cannot be read is left out."""
+def sessions_of_directory(directory: Path) -> list[SessionRecord]:
+    """Return the sessions of a directory, newest first, skipping those that cannot be read."""
     found = []
-    for file in home().glob(f"*/{RECORD}"):
+    for file in sessions_directory().glob(f"*/{RECORD_FILE}"):
         try:
-            saved = load_record(file.parent)
+            record = load_record(file.parent)
         except InputError:
             continue
-        if saved.directory == str(directory):
-            found.append(saved)
-    return sorted(found, key=lambda saved: -saved.updated)
+        if record.directory == str(directory):
+            found.append(record)
+    return sorted(found, key=lambda record: -record.updated)
 
 
-def last_of(directory: Path) -> str:
-    """The id of the newest session of a directory."""
-    if not (found := of_directory(directory)):
-        raise InputError(f"there is no session of {directory} to go on with")
+def latest_session_id(directory: Path) -> str:
+    """Return the id of the newest session of a directory."""
+    if not (found := sessions_of_directory(directory)):
+        raise InputError(f"there is no session of {directory} to resume; start one without --resume")
     return found[0].id
 
 
-def _write_changes(file: Path, changes: Sequence[Change]) -> None:
+def _write_changes(file: Path, changes: Sequence[FileDiff]) -> None:
     part = file.with_name(f".{uuid.uuid4().hex}.part")
-    table = [[change.path, plain(change.before, "before"), plain(change.after, "after")] for change in changes]
+    table = [[change.path, to_json(change.before, "before"), to_json(change.after, "after")] for change in changes]
     try:
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("table.json", json.dumps(table))
@@ -144,21 +154,21 @@ def _write_changes(file: Path, changes: Sequence[Change]) -> None:
         part.unlink(missing_ok=True)
 
 
-def _read_changes(file: Path) -> list[Change]:
+def _read_changes(file: Path) -> list[FileDiff]:
     try:
         with zipfile.ZipFile(file) as archive:
             table = json.loads(archive.read("table.json"))
             found = []
             for number, row in enumerate(table):
-                path, before, after = read(tuple[str, Entry | None, Entry | None], row, str(file))
-                found.append(Change(path, before, after, archive.read(str(number))))
+                path, before, after = from_json(tuple[str, ManifestEntry | None, ManifestEntry | None], row, str(file))
+                found.append(FileDiff(path, before, after, archive.read(str(number))))
             return found
     except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
         raise InputError(f"{file}: cannot be read: {error}") from None
 
 
-def _replace(file: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all."""
+def _write_atomically(file: Path, data: bytes) -> None:
+    """Write a file to a temporary name, then rename it."""
     part = file.with_name(f".{uuid.uuid4().hex}.part")
     try:
         part.write_bytes(data)

@@ -1,7 +1,7 @@
-"""The conversation in a terminal. The main thread belongs to the person, an event loop in another does the work.
+"""The interactive conversation. The main thread reads the terminal; the session runs on an event loop in another.
 
-Ctrl-C stops the answer or the tool that runs and gives the prompt back; a second one, with nothing typed in between,
-quits. Questions of the work (may this command run?) are asked in the main thread, one at a time.
+Ctrl-C stops the running answer or tool and returns to the prompt; a second one, with nothing typed in between, quits.
+Questions from the session (may this command run?) are asked in the main thread, one at a time.
 """
 
 import asyncio
@@ -14,33 +14,33 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
-from etude.agent.conversation import Earlier, Work, open_work
-from etude.agent.diff import Change, one_patch, patch
-from etude.agent.options import Options
+from etude.agent.conversation import AgentConversation, LoadedSession, open_conversation
+from etude.agent.diff import FileDiff, format_file_patch, format_patch
+from etude.agent.options import AgentOptions
 from etude.agent.permission import Permissions
-from etude.agent.screen import Screen, title, visible
-from etude.chat.messages import Call
+from etude.agent.screen import Screen, call_title, escape_control
+from etude.chat.messages import ToolCall
 from etude.errors import EtudeError
 from etude.harness.tools.tool import Tool
 from etude.pods.pod import PodGone
 
 T = TypeVar("T")
-SHOWN = 120  # lines of a patch before a person asks for all of it
+MAX_PATCH_LINES = 120  # shown without /diff
 HELP = """\
-/diff    what has changed and is not applied     /cost    tokens, calls and seconds up to now
-/apply   apply it                                /quit    leave; the session can be resumed
-Ctrl-C   stop the model or its tool              a line that ends with \\ goes on in the next"""
+/diff    show the changes that are not applied   /cost    tokens, calls and seconds so far
+/apply   apply them                              /quit    quit; the session can be resumed
+Ctrl-C   stop the model or its tool              a line that ends with \\ continues on the next"""
 PROMPT = "> "
-SIGNS = {"old_string": "-", "new_string": "+", "contents": "+", "content": "+"}  # how arguments are shown
-STOP_S = 10.0  # for work to end that was cancelled
+ARGUMENT_SIGNS = {"old_string": "-", "new_string": "+", "contents": "+", "content": "+"}  # shown as lines of a patch
+CANCEL_TIMEOUT_S = 10.0  # how long to wait for cancelled work to end
 
 
-class Quit(Exception):
-    """The person wants to leave, now."""
+class QuitRequested(Exception):
+    """The user pressed Ctrl-C to quit."""
 
 
-class Backstage:
-    """An event loop in a thread of its own."""
+class BackgroundLoop:
+    """An event loop in its own thread, which can have the main thread answer questions."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -48,273 +48,281 @@ class Backstage:
         self.thread = threading.Thread(target=self.loop.run_forever, name="etude-agent", daemon=True)
         self.thread.start()
 
-    def do(self, work: Coroutine[Any, Any, T], interrupt: Callable[[], None] | None = None) -> T:
-        """The result of some work. Ctrl-C calls `interrupt`, the second or one without it cancels the work: Quit."""
-        over = threading.Event()
+    def run(self, work: Coroutine[Any, Any, T], interrupt: Callable[[], None] | None = None) -> T:
+        """Run a coroutine and return its result.
 
-        async def watched() -> T:
+        Ctrl-C calls `interrupt`; a second one, or one without `interrupt`, cancels the work and raises QuitRequested.
+        """
+        finished = threading.Event()
+
+        async def run_work() -> T:
             try:
                 return await work
             finally:
-                over.set()
+                finished.set()
 
-        future = asyncio.run_coroutine_threadsafe(watched(), self.loop)
+        future = asyncio.run_coroutine_threadsafe(run_work(), self.loop)
         future.add_done_callback(lambda _: self.inbox.put(None))
-        asked = False
+        interrupted = False
         while True:
             try:
                 if (item := self.inbox.get()) is not None:
                     self._answer(*item)
-                elif future.done():  # else it is the end of some other work, that nobody waited for
+                elif future.done():  # otherwise this marks the end of earlier, abandoned work
                     return future.result()
             except KeyboardInterrupt:
-                if asked or interrupt is None:
+                if interrupted or interrupt is None:
                     future.cancel()
-                    over.wait(STOP_S)
-                    raise Quit from None
-                asked = True
+                    finished.wait(CANCEL_TIMEOUT_S)
+                    raise QuitRequested from None
+                interrupted = True
                 self.loop.call_soon_threadsafe(interrupt)
             except CancelledError:
-                raise Quit from None
+                raise QuitRequested from None
 
     def _answer(self, question: Callable[[], Any], reply: "asyncio.Future[Any]") -> None:
-        if reply.done():  # nobody waits for it any more
+        if reply.done():  # cancelled
             return
         answer = question()
         self.loop.call_soon_threadsafe(lambda: None if reply.done() else reply.set_result(answer))
 
     def ask(self, question: Callable[[], T]) -> Awaitable[T]:
-        """Have the main thread do something; for work to await."""
+        """Have the main thread call `question`; await the result."""
         reply: asyncio.Future[T] = self.loop.create_future()
         self.inbox.put((question, reply))
         return reply
 
     def close(self) -> None:
-        async def last() -> None:
+        async def cancel_all() -> None:
             others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
             await self.loop.shutdown_asyncgens()
 
-        with contextlib.suppress(Quit):
-            self.do(last())
+        with contextlib.suppress(QuitRequested):
+            self.run(cancel_all())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(5)
         if not self.thread.is_alive():
             self.loop.close()
 
 
-class Conversation:
-    """A person and a session."""
+class TerminalConversation:
+    """Reads messages and commands from the user and runs them in an AgentConversation."""
 
-    def __init__(self, options: Options, screen: Screen) -> None:
+    def __init__(self, options: AgentOptions, screen: Screen) -> None:
         self.options, self.screen = options, screen
-        self.stage = Backstage()
-        self.work: Work | None = None
-        self.declined: Sequence[Change] = ()
-        self.stopped = 0  # times Ctrl-C was pressed since something was typed
+        self.background = BackgroundLoop()
+        self.conversation: AgentConversation | None = None
+        self.declined: Sequence[FileDiff] = ()
+        self.interrupts = 0  # Ctrl-C presses since the last input
 
-    def run(self, request: str, earlier: Earlier | None) -> int:
-        """From the first message to the last; the exit code."""
-        approve = Permissions(str(self.options.directory), self._permit) if self.options.direct else None
-        opened = open_work(self.options, self.screen, approve, earlier)
+    def run(self, request: str, loaded: LoadedSession | None) -> int:
+        """Run the conversation until the user quits; return the exit code."""
+        approve = Permissions(str(self.options.directory), self._ask_permission) if self.options.direct else None
+        opened = open_conversation(self.options, self.screen, approve, loaded)
         code = 0
         try:
-            self.work = self.stage.do(opened.__aenter__())
-            self._greet(earlier)
-            self._talk(request)
-        except (Quit, KeyboardInterrupt):
+            self.conversation = self.background.run(opened.__aenter__())
+            self._print_banner(loaded)
+            self._run_loop(request)
+        except (QuitRequested, KeyboardInterrupt):
             code = 130
         finally:
-            self._leave()
-            with contextlib.suppress(Quit):
-                self.stage.do(opened.__aexit__(None, None, None))
-            self.stage.close()
+            self._print_farewell()
+            with contextlib.suppress(QuitRequested):
+                self.background.run(opened.__aexit__(None, None, None))
+            self.background.close()
         return code
 
-    def _greet(self, earlier: Earlier | None) -> None:
-        work = self.work
-        assert work is not None
-        where = "directly, asking before each change" if self.options.direct else "in a pod, changes are shown first"
-        self.screen.note(f"{work.speaker.model} works on {self.options.directory} {where}; /help lists commands")
-        if earlier is not None:
-            self.screen.note(f"session {work.id[:12]} goes on; it was asked: {earlier.saved.request.text.strip()}")
-            last = earlier.trace.final
+    def _print_banner(self, loaded: LoadedSession | None) -> None:
+        conversation = self.conversation
+        assert conversation is not None
+        where = "directly, asking before each change" if self.options.direct else "in a pod; changes are shown first"
+        self.screen.note(f"{conversation.client.model} works on {self.options.directory} {where}; /help lists commands")
+        if loaded is not None:
+            self.screen.note(
+                f"session {conversation.id[:12]} resumed; its request was: {loaded.record.request.text.strip()}"
+            )
+            last = loaded.trace.final
             if last:
-                self.screen.say(last)
+                self.screen.print(last)
 
-    def _talk(self, request: str) -> None:
+    def _run_loop(self, request: str) -> None:
         while True:
-            text = request or self._read()
+            text = request or self._read_message()
             request = ""
             if text is None:
-                self._offer()
+                self._offer_changes()
                 return
             try:
-                if not self._take(text):
-                    self._offer()
+                if not self._handle_input(text):
+                    self._offer_changes()
                     return
             except PodGone:
                 raise
             except EtudeError as error:
-                self.screen.error(f"{error}\n(say something to try again, /quit to leave)")
+                self.screen.error(f"{error}\n(send a message to try again, /quit to quit)")
 
-    def _take(self, text: str) -> bool:
-        """A command or a message; False to leave."""
+    def _handle_input(self, text: str) -> bool:
+        """Run a command or send a message; return False to quit."""
         if command := re.fullmatch(r"/([a-z]+)", text.strip()):
-            return self._command(command[1])
+            return self._run_command(command[1])
         if text.strip():
             self._ask(text)
         return True
 
     def _ask(self, text: str) -> None:
-        assert self.work is not None
-        trace = self.stage.do(self.work.ask(text), self._interrupt)
+        assert self.conversation is not None
+        trace = self.background.run(self.conversation.ask(text), self._interrupt)
         if trace.ending == "interrupted":
-            self.screen.note("(interrupted; say what to do instead, or Ctrl-C again to quit)")
+            self.screen.note("(interrupted; type what to do instead, or press Ctrl-C again to quit)")
             return
         if trace.ending not in ("final", "length"):
-            self.screen.note(f"(stopped: the budget of {trace.ending} is spent)")
-        self._offer()
+            self.screen.note(f"(stopped: the budget of {trace.ending} is exhausted)")
+        self._offer_changes()
 
     def _interrupt(self) -> None:
-        self.stopped += 1
-        assert self.work is not None
-        self.work.interrupt()
+        self.interrupts += 1
+        assert self.conversation is not None
+        self.conversation.interrupt()
 
-    def _command(self, name: str) -> bool:
-        """Do what a command says; False to leave."""
-        work = self.work
-        assert work is not None
+    def _run_command(self, name: str) -> bool:
+        """Run a slash command; return False to quit."""
+        conversation = self.conversation
+        assert conversation is not None
         if name in ("quit", "exit"):
             return False
         if name == "help":
-            self.screen.say(HELP)
-        elif name == "cost" and work.session is not None:
-            self.screen.cost(work.session.trace("final").cost, work.speaker.exact)
+            self.screen.print(HELP)
+        elif name == "cost" and conversation.session is not None:
+            self.screen.show_cost(conversation.session.trace("final").cost, conversation.client.exact)
         elif name in ("diff", "apply") and self.options.direct:
             self.screen.note("(the changes are in the directory already; `git diff` shows them)")
         elif name == "diff":
-            changes = self.stage.do(work.look())
-            self.screen.changes(changes)
-            self.screen.patch(patch(changes, self.options.directory))
+            changes = self.background.run(conversation.refresh_changes())
+            self.screen.show_changes(changes)
+            self.screen.show_patch(format_patch(changes, self.options.directory))
         elif name == "apply":
-            self._offer(again=True)
+            self._offer_changes(again=True)
         elif name == "cost":
             self.screen.note("(nothing yet)")
         else:
-            self.screen.note(f"(there is no command /{name}; /help lists them)")
+            self.screen.note(f"(no command /{name}; /help lists the commands)")
         return True
 
     # ------------------------------------------------------------------------------------------- changes
 
-    def _offer(self, again: bool = False) -> None:
-        """Show what has changed, and apply what the person wants."""
-        work = self.work
-        assert work is not None
-        changes = work.changes
+    def _offer_changes(self, again: bool = False) -> None:
+        """Show the changes and apply those that the user accepts."""
+        conversation = self.conversation
+        assert conversation is not None
+        changes = conversation.changes
         if not changes or (changes == self.declined and not again):
             if again:
                 self.screen.note("(nothing to apply)")
             return
-        self.screen.changes(changes)
-        self.screen.patch(patch(changes, self.options.directory), SHOWN)
+        self.screen.show_changes(changes)
+        self.screen.show_patch(format_patch(changes, self.options.directory), MAX_PATCH_LINES)
         count = f"{len(changes)} change{'s' if len(changes) > 1 else ''}"
         answer = self._confirm(f"Apply {count} to {self.options.directory}? [y]es  [n]o  [f]ile by file: ")
-        chosen: Sequence[Change] = ()
+        chosen: Sequence[FileDiff] = ()
         if answer in ("y", "yes"):
             chosen = changes
         elif answer in ("f", "file"):
-            chosen = [change for change in changes if self._wanted(change)]
+            chosen = [change for change in changes if self._confirm_file(change)]
         if chosen:
-            applied = self.stage.do(work.apply(chosen))
-            self.screen.say(f"applied {len(applied.done)}", "green")
-            for change, why in applied.refused:
+            result = self.background.run(conversation.apply(chosen))
+            self.screen.print(f"applied {len(result.applied)}", "green")
+            for change, why in result.refused:
                 self.screen.error(f"not applied: {change.path}: {why}")
-        self.declined = list(work.changes)
+        self.declined = list(conversation.changes)
 
-    def _wanted(self, change: Change) -> bool:
-        self.screen.patch(one_patch(change, self.options.directory))
-        return self._confirm(f"Apply {visible(change.path)}? [y]es  [n]o: ") in ("y", "yes")
+    def _confirm_file(self, change: FileDiff) -> bool:
+        self.screen.show_patch(format_file_patch(change, self.options.directory))
+        return self._confirm(f"Apply {escape_control(change.path)}? [y]es  [n]o: ") in ("y", "yes")
 
-    def _leave(self) -> None:
-        """Say where the session is, and what was not applied."""
-        work = self.work
-        if work is None or work.place is None:
+    def _print_farewell(self) -> None:
+        """Print how to resume the session, and where changes that were not applied are."""
+        conversation = self.conversation
+        if conversation is None or conversation.saved_at is None:
             return
-        if work.changes:
-            self.screen.say(f"not applied: {len(work.changes)} changes, in {work.place / 'changes.patch'}", "yellow")
-        self.screen.note(f"to go on: etude agent --resume {work.id[:12]}")
+        if conversation.changes:
+            self.screen.print(
+                f"not applied: {len(conversation.changes)} changes, in {conversation.saved_at / 'changes.patch'}",
+                "yellow",
+            )
+        self.screen.note(f"to resume: etude agent --resume {conversation.id[:12]}")
 
-    # ------------------------------------------------------------------------------------------- the person
+    # ------------------------------------------------------------------------------------------- input
 
-    async def _permit(self, call: Call, tool: Tool, choices: str) -> str:
+    async def _ask_permission(self, call: ToolCall, tool: Tool, choices: str) -> str:
         def question() -> str:
-            self.screen.doing("")
-            self.screen.say(f"{call.name} {title(call)}", "bold yellow")
-            self._details(call)
-            return self._line(f"Allow it? {choices}: ") or ""
+            self.screen.set_activity("")
+            self.screen.print(f"{call.name} {call_title(call)}", "bold yellow")
+            self._print_arguments(call)
+            return self._read_line(f"Allow it? {choices}: ") or ""
 
-        return await self.stage.ask(question)
+        return await self.background.ask(question)
 
-    def _details(self, call: Call) -> None:
-        """All that a person must see of a call before it is allowed."""
+    def _print_arguments(self, call: ToolCall) -> None:
+        """Print the arguments of a call, for the user to approve."""
         for name, value in (call.arguments or {}).items():
-            sign = SIGNS.get(name)
+            sign = ARGUMENT_SIGNS.get(name)
             if isinstance(value, str) and sign is not None:
-                self.screen.patch("\n".join(f"{sign}{line}" for line in value.split("\n")))
-            elif name not in ("explanation", "description") and value != title(call):
-                self.screen.say(f"{name}: {value}")
+                self.screen.show_patch("\n".join(f"{sign}{line}" for line in value.split("\n")))
+            elif name not in ("explanation", "description") and value != call_title(call):
+                self.screen.print(f"{name}: {value}")
 
     def _confirm(self, question: str) -> str:
-        """What the person chose; Ctrl-C chooses nothing."""
+        """Return the user's answer in lower case; "" after Ctrl-C."""
         try:
-            return (self._line(question) or "").strip().lower()
+            return (self._read_line(question) or "").strip().lower()
         except KeyboardInterrupt:
-            self._count_stop()
+            self._count_interrupt()
             return ""
 
-    def _count_stop(self) -> None:
-        self.stopped += 1
-        if self.stopped > 1:
-            raise Quit
-        self.screen.say("")
-        self.screen.note("(Ctrl-C again, or /quit, to leave)")
+    def _count_interrupt(self) -> None:
+        self.interrupts += 1
+        if self.interrupts > 1:
+            raise QuitRequested
+        self.screen.print("")
+        self.screen.note("(Ctrl-C again, or /quit, to quit)")
 
-    def _read(self) -> str | None:
-        """The person's next message; None at the end of input."""
+    def _read_message(self) -> str | None:
+        """Return the user's next message; None at the end of input."""
         lines: list[str] = []
         while True:
             try:
-                line = self._line(PROMPT if not lines else ". ")
+                line = self._read_line(PROMPT if not lines else ". ")
             except KeyboardInterrupt:
-                self._count_stop()
+                self._count_interrupt()
                 lines = []
                 continue
             if line is None:
                 return "\n".join(lines) or None
-            self.stopped = 0
+            self.interrupts = 0
             lines.append(line.removesuffix("\\"))
             if not line.endswith("\\"):
                 return "\n".join(lines)
 
-    def _line(self, prompt: str) -> str | None:
-        """One line from the person; None at the end of input."""
+    def _read_line(self, prompt: str) -> str | None:
+        """Read one line of input; None at its end."""
         self.screen.end_line()
         if sys.stdin.isatty():
             try:
                 return input(prompt)
             except EOFError:
-                self.screen.say("")
+                self.screen.print("")
                 return None
-        self.screen.say(prompt.rstrip())
+        self.screen.print(prompt.rstrip())
         line = sys.stdin.readline()
         return line.rstrip("\n") if line else None
 
 
-def converse(options: Options, screen: Screen, request: str, earlier: Earlier | None) -> int:
-    """Talk until the person has had enough."""
+def run_terminal(options: AgentOptions, screen: Screen, request: str, loaded: LoadedSession | None) -> int:
+    """Run an interactive conversation; return the exit code."""
     if sys.stdin.isatty():
         import readline  # noqa: F401  line editing and history for `input`
-    return Conversation(options, screen).run(request, earlier)
+    return TerminalConversation(options, screen).run(request, loaded)

@@ -1,8 +1,8 @@
-"""A person's directory on its way into a pod: which files go, and what is told about them.
+"""Upload the user's directory into a pod: select the files, pack them as a tar, unpack it in the pod.
 
-Of a git work tree go the tracked and the untracked files that are not ignored, and its history without anything that
-may hold a secret (configuration, remotes, credentials); of any other directory everything. Links go as links. What is
-too large is refused with where the bytes are.
+From a git work tree: the tracked files, the untracked ones that are not ignored, and the history without anything that
+may hold a secret (configuration, remotes, credentials). From any other directory: everything. Symlinks stay symlinks.
+A directory that is too large is refused, with its largest entries.
 """
 
 import asyncio
@@ -21,23 +21,23 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
-from etude.agent.manifest import MAX_BYTES, MAX_FILES, Entry, Tree, is_ours
+from etude.agent.manifest import MAX_BYTES, MAX_FILES, FileManifest, ManifestEntry, is_workspace_path
 from etude.errors import EtudeError, InputError
 from etude.pods.pod import Pod, PodError
 
-PART = 1 << 20
-RECENT = 10  # files named in the prompt as changed lately
+CHUNK_BYTES = 1 << 20
+MAX_RECENT_FILES = 10  # files named in the prompt as changed lately
 
-# Of the configuration: what says how files are stored, and who commits. No remotes: their URLs hold passwords.
-CORE = ("repositoryformatversion", "filemode", "ignorecase", "symlinks", "autocrlf", "eol", "precomposeunicode")
-OTHERS = ("extensions.objectformat", "extensions.refstorage", "user.name", "user.email")
-KEPT = frozenset((*(f"core.{name}" for name in CORE), *OTHERS))
-# Of the git directory: other work trees, large files that are checked out, configuration, and what git would run.
-LEFT_OUT = ("worktrees", "modules", "lfs", "annex", "config", "config.worktree", "credentials", "hooks")
-# Without these git sees no repository, and they may be empty.
-PLACES = (".git/objects", ".git/refs", ".git/refs/heads")
+# Git settings that are uploaded: how files are stored, and the author. No remotes: their URLs may hold passwords.
+KEPT_CORE = ("repositoryformatversion", "filemode", "ignorecase", "symlinks", "autocrlf", "eol", "precomposeunicode")
+KEPT_OTHER = ("extensions.objectformat", "extensions.refstorage", "user.name", "user.email")
+KEPT_CONFIG = frozenset((*(f"core.{name}" for name in KEPT_CORE), *KEPT_OTHER))
+# Not uploaded from the git directory: other work trees, large checked-out files, configuration, and hooks.
+EXCLUDED_FROM_GIT_DIR = ("worktrees", "modules", "lfs", "annex", "config", "config.worktree", "credentials", "hooks")
+# Git recognises no repository without these directories, and they may be empty.
+REQUIRED_GIT_DIRECTORIES = (".git/objects", ".git/refs", ".git/refs/heads")
 
-UNPACK = """\
+UNPACK_PROGRAM = """\
 import sys, tarfile
 tar = tarfile.open(fileobj=sys.stdin.buffer, mode="r|")
 tar.extraction_filter = lambda member, path: member
@@ -46,16 +46,16 @@ tar.extractall(".")
 
 
 @dataclass(frozen=True)
-class Intake:
-    """What went in: the files by path, and what a person should know about what did not."""
+class UploadResult:
+    """The manifest of the uploaded files, and notes for the user about files that were left out."""
 
-    tree: Tree
+    manifest: FileManifest
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What is to go in: files of the workspace, and git's own directory as (its path in the pod, file here)."""
+class UploadSelection:
+    """Files to upload: those of the workspace, and those of the git directory as (path in the pod, file on disk)."""
 
     files: Sequence[str]
     history: Sequence[tuple[str, Path]] = ()
@@ -63,80 +63,83 @@ class Choice:
     notes: tuple[str, ...] = ()
 
 
-async def take_in(pod: Pod, root: str, directory: Path, *, include: Sequence[str] = (), history: bool = True) -> Intake:
-    """Copy a directory to `root` in the pod. `include` are ignored paths that go all the same."""
-    choice = await asyncio.to_thread(choose, directory, include, history)
-    with tempfile.TemporaryFile(prefix="etude-intake-") as file:
-        tree = await asyncio.to_thread(pack, directory, choice, file)
+async def upload_directory(
+    pod: Pod, root: str, directory: Path, *, include: Sequence[str] = (), history: bool = True
+) -> UploadResult:
+    """Copy a directory to `root` in the pod. `include` names ignored paths that are copied nevertheless."""
+    selection = await asyncio.to_thread(select_files, directory, include, history)
+    with tempfile.TemporaryFile(prefix="etude-upload-") as file:
+        manifest = await asyncio.to_thread(write_tar, directory, selection, file)
         file.seek(0)
-        await unpack(pod, root, file)
-    left = [path for path in choice.files if path not in tree]
-    notes = (f"left out, for they are no files or cannot be read: {len(left)}, {left[0]!r} first",) if left else ()
-    return Intake(tree, (*choice.notes, *notes))
+        await unpack_tar(pod, root, file)
+    skipped = [path for path in selection.files if path not in manifest]
+    count = len(skipped)
+    notes = (f"{count} left out (not regular files, or unreadable), first: {skipped[0]!r}",) if skipped else ()
+    return UploadResult(manifest, (*selection.notes, *notes))
 
 
-async def unpack(pod: Pod, root: str, file: IO[bytes]) -> None:
-    """Unpack a tar in the pod, as it is read."""
-    job = await pod.spawn(["python3", "-I", "-S", "-c", UNPACK], cwd=root)
-    said = bytearray()
+async def unpack_tar(pod: Pod, root: str, file: IO[bytes]) -> None:
+    """Stream a tar file into the pod and unpack it at `root`."""
+    job = await pod.spawn(["python3", "-I", "-S", "-c", UNPACK_PROGRAM], cwd=root)
+    output = bytearray()
 
-    async def listen() -> None:
+    async def collect_output() -> None:
         async for _, data in job.output():
-            said.extend(data[: 4096 - len(said)])
+            output.extend(data[: 4096 - len(output)])
 
-    listening = asyncio.create_task(listen())
-    with contextlib.suppress(PodError):  # it ended before its input did, and says why
-        while data := await asyncio.to_thread(file.read, PART):
+    collector = asyncio.create_task(collect_output())
+    with contextlib.suppress(PodError):  # the job ended before its input; its output says why
+        while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
             await job.write(data)
         await job.close_stdin()
     done = await job.wait()
-    await listening
+    await collector
     if not done.ok:
-        lines = said.decode("utf-8", "replace").strip().splitlines()
+        lines = output.decode("utf-8", "replace").strip().splitlines()
         raise EtudeError(f"the files could not be copied into the pod: {lines[-1] if lines else done.exit_code}")
 
 
-# ------------------------------------------------------------------------------------------------- choosing
+# ------------------------------------------------------------------------------------------------- selection
 
 
-def choose(directory: Path, include: Sequence[str] = (), history: bool = True) -> Choice:
-    """Which files of a directory go."""
+def select_files(directory: Path, include: Sequence[str] = (), history: bool = True) -> UploadSelection:
+    """Select the files of a directory to upload."""
     if directory in (Path.home(), Path(directory.anchor)):
         raise InputError(f"{directory} is not a project: go to the directory to work in, or name it with -C")
     notes: list[str] = []
-    kept: Sequence[tuple[str, Path]] = ()
+    git_dir: Sequence[tuple[str, Path]] = ()
     config = None
     if is_work_tree(directory):
         files = git_files(directory)
-        top = Path(os.fsdecode(git(directory, "rev-parse", "--show-toplevel").rstrip(b"\n")))
+        top = Path(os.fsdecode(run_git(directory, "rev-parse", "--show-toplevel").rstrip(b"\n")))
         if top != directory.resolve():
-            notes.append(f"only {directory.name}/ is there, not the rest of the repository {top}, nor its history")
+            notes.append(f"only {directory.name}/ is uploaded, not the rest of the repository {top}, nor its history")
         elif history:
-            kept, reason = git_history(directory)
-            config = plain_config(directory) if kept else None
+            git_dir, reason = git_history(directory)
+            config = filtered_git_config(directory) if git_dir else None
             notes += [reason] if reason else []
     else:
-        files = list(islice(walk(directory), MAX_FILES + 1))  # one more is enough to refuse
+        files = list(islice(walk_files(directory), MAX_FILES + 1))  # one more than allowed is enough to refuse
     for path in include:
-        files += named(directory, path)
-    found = [path for path in dict.fromkeys(files) if is_ours(path)]
-    check_size(directory, found, kept)
-    return Choice(found, kept, config, tuple(notes))
+        files += expand_include(directory, path)
+    found = [path for path in dict.fromkeys(files) if is_workspace_path(path)]
+    check_size(directory, found, git_dir)
+    return UploadSelection(found, git_dir, config, tuple(notes))
 
 
-def named(directory: Path, path: str) -> list[str]:
-    """The files that a person names, which must be in the directory."""
+def expand_include(directory: Path, path: str) -> list[str]:
+    """Return the files below a path given with --include, which must be in the directory."""
     relative = os.path.normpath(path)
-    if os.path.isabs(relative) or not is_ours(relative):
+    if os.path.isabs(relative) or not is_workspace_path(relative):
         raise InputError(f"--include {path}: expected a path below {directory}")
     if not os.path.lexists(directory / relative):
-        raise InputError(f"--include {path}: there is no such file in {directory}")
-    real = (directory / relative).is_dir() and not (directory / relative).is_symlink()
-    return list(walk(directory, relative)) if real else [relative]
+        raise InputError(f"--include {path}: no such file in {directory}")
+    is_directory = (directory / relative).is_dir() and not (directory / relative).is_symlink()
+    return list(walk_files(directory, relative)) if is_directory else [relative]
 
 
-def walk(directory: Path, below: str = "") -> Iterator[str]:
-    """All files and links, without git's own."""
+def walk_files(directory: Path, below: str = "") -> Iterator[str]:
+    """Yield all files and symlinks except those in .git."""
     for here, names, files in os.walk(directory / below):
         names[:] = sorted(name for name in names if name != ".git")
         links = [name for name in names if os.path.islink(os.path.join(here, name))]
@@ -145,55 +148,55 @@ def walk(directory: Path, below: str = "") -> Iterator[str]:
 
 
 def is_work_tree(directory: Path) -> bool:
-    """Whether git keeps this directory; an error where it does and there is no git to ask."""
+    """Return whether the directory belongs to a git work tree; an error if it does and git is not installed."""
     try:
-        if git(directory, "rev-parse", "--is-inside-work-tree").strip() != b"true":
+        if run_git(directory, "rev-parse", "--is-inside-work-tree").strip() != b"true":
             return False
-        with contextlib.suppress(EtudeError):  # which says no
-            git(directory, "check-ignore", "-q", str(directory))
-            return False  # a directory that its repository ignores is none of its business
+        with contextlib.suppress(EtudeError):  # raised if the directory is not ignored
+            run_git(directory, "check-ignore", "-q", str(directory))
+            return False  # ignored by the enclosing repository: an ordinary directory
         return True
     except FileNotFoundError:
         if any((parent / ".git").exists() for parent in (directory, *directory.parents)):
-            raise InputError(f"{directory} is a git work tree, but there is no git here to read it") from None
+            raise InputError(f"{directory} is a git work tree, but git is not installed; install it") from None
         return False
     except EtudeError as error:
         if "not a git repository (or any" in str(error):
             return False
-        # Somebody else's, or damaged. Taken for a plain directory, what it ignores would go along.
+        # Owned by another user, or damaged. Treated as a plain directory, its ignored files would be uploaded.
         raise InputError(f"{error}\n  a repository that git refuses to read is not copied") from None
 
 
 def git_files(directory: Path, prefix: str = "") -> list[str]:
-    """Tracked and untracked files that are not ignored, those of repositories within included."""
+    """Return tracked and untracked files that are not ignored, including those of nested repositories."""
     found: list[str] = []
-    for raw in git(directory, "ls-files", "-z", "-co", "--exclude-standard").split(b"\0"):
+    for raw in run_git(directory, "ls-files", "-z", "-co", "--exclude-standard").split(b"\0"):
         path = os.fsdecode(raw)
         if not path:
             continue
-        place = directory / path
-        if place.is_dir() and not place.is_symlink():
-            if (place / ".git").exists():
-                found += git_files(place, f"{prefix}{path.rstrip('/')}/")
-        elif os.path.lexists(place):
+        file = directory / path
+        if file.is_dir() and not file.is_symlink():
+            if (file / ".git").exists():
+                found += git_files(file, f"{prefix}{path.rstrip('/')}/")
+        elif os.path.lexists(file):
             found.append(prefix + path)
     return found
 
 
 def git_history(directory: Path) -> tuple[list[tuple[str, Path]], str]:
-    """The files of the git directory by their names in the pod, or why none of them go."""
+    """Return the files of the git directory with their paths in the pod, or none and the reason."""
     own, common = (
-        Path(os.fsdecode(git(directory, "rev-parse", "--path-format=absolute", which).rstrip(b"\n")))
+        Path(os.fsdecode(run_git(directory, "rev-parse", "--path-format=absolute", which).rstrip(b"\n")))
         for which in ("--git-dir", "--git-common-dir")
     )
     if (common / "objects" / "info" / "alternates").exists():
-        return [], "its history is left out: it borrows objects from another repository"
+        return [], "the history is left out: the repository uses objects of another one (alternates)"
     found: dict[str, Path] = {}
-    for top in dict.fromkeys((common, own)):  # what a linked work tree has of its own goes over the shared
+    for top in dict.fromkeys((common, own)):  # a linked work tree's own files replace the shared ones
         for here, names, files in os.walk(top):
             if here == str(top):
-                names[:] = [name for name in names if name not in LEFT_OUT]
-                files = [name for name in files if name not in (*LEFT_OUT, "commondir", "gitdir")]
+                names[:] = [name for name in names if name not in EXCLUDED_FROM_GIT_DIR]
+                files = [name for name in files if name not in (*EXCLUDED_FROM_GIT_DIR, "commondir", "gitdir")]
             for name in sorted(files):
                 path = Path(here, name)
                 if not name.endswith(".lock") and path.is_file() and not path.is_symlink():
@@ -201,12 +204,12 @@ def git_history(directory: Path) -> tuple[list[tuple[str, Path]], str]:
     return sorted(found.items()), ""
 
 
-def plain_config(directory: Path) -> bytes:
-    """A configuration for the pod with nothing in it but what is KEPT."""
+def filtered_git_config(directory: Path) -> bytes:
+    """Return a git config for the pod with only the settings in KEPT_CONFIG."""
     found: dict[str, str] = {}
-    for item in git(directory, "config", "--list", "-z").split(b"\0"):
+    for item in run_git(directory, "config", "--list", "-z").split(b"\0"):
         key, _, value = item.decode("utf-8", "surrogateescape").partition("\n")
-        if key in KEPT:
+        if key in KEPT_CONFIG:
             found[key] = value
     lines = []
     for key, value in found.items():
@@ -217,37 +220,39 @@ def plain_config(directory: Path) -> bytes:
 
 
 def recent_files(directory: Path) -> tuple[str, ...]:
-    """Files that git says are changed and not committed, newest first."""
+    """Return the files with uncommitted changes, newest first."""
     if not is_work_tree(directory):
         return ()
-    names = git(directory, "ls-files", "-z", "-mo", "--exclude-standard", settings=no_filters(directory)).split(b"\0")
+    names = run_git(
+        directory, "ls-files", "-z", "-mo", "--exclude-standard", settings=disabled_filters(directory)
+    ).split(b"\0")
     times = {}
     for name in filter(None, map(os.fsdecode, names)):
         with contextlib.suppress(OSError):
             info = os.lstat(directory / name)
             if stat.S_ISREG(info.st_mode) and name.isprintable():
                 times[name] = info.st_mtime_ns
-    return tuple(sorted(times, key=lambda name: (-times[name], name))[:RECENT])
+    return tuple(sorted(times, key=lambda name: (-times[name], name))[:MAX_RECENT_FILES])
 
 
-def no_filters(directory: Path) -> dict[str, str]:
-    """Settings that turn filters off: to tell whether a file has changed, git would run those of its configuration."""
-    keys = os.fsdecode(git(directory, "config", "--list", "--name-only", "-z")).split("\0")
+def disabled_filters(directory: Path) -> dict[str, str]:
+    """Return settings that disable the repository's filters, which git would run to tell whether a file has changed."""
+    keys = os.fsdecode(run_git(directory, "config", "--list", "--name-only", "-z")).split("\0")
     drivers = {key.rpartition(".")[0] for key in keys if key.startswith("filter.") and key.count(".") > 1}
     off = {"clean": "", "process": "", "required": "false"}
     return {f"{driver}.{name}": value for driver in sorted(drivers) for name, value in off.items()}
 
 
-def git(directory: Path, *command: str, settings: Mapping[str, str] | None = None) -> bytes:
-    """What git says; nothing in the repository may make it run another program."""
-    moved = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY")
-    environment = {key: value for key, value in os.environ.items() if key not in moved} | {
+def run_git(directory: Path, *command: str, settings: Mapping[str, str] | None = None) -> bytes:
+    """Return the output of a git command. Nothing in the repository may make git run another program."""
+    dropped = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY")
+    environment = {key: value for key, value in os.environ.items() if key not in dropped} | {
         "GIT_OPTIONAL_LOCKS": "0",
-        "LC_ALL": "C",  # its complaints are read
+        "LC_ALL": "C",  # its error messages are parsed
     }
     given = {"core.fsmonitor": "false", **(settings or {})}
     first = int(environment.get("GIT_CONFIG_COUNT") or 0)
-    for number, (key, value) in enumerate(given.items(), first):  # as variables: a filter's name may hold a "="
+    for number, (key, value) in enumerate(given.items(), first):  # not as -c options: a filter's name may contain "="
         environment |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
     environment["GIT_CONFIG_COUNT"] = str(first + len(given))
     done = subprocess.run(["git", "-C", str(directory), *command], capture_output=True, env=environment)
@@ -257,20 +262,20 @@ def git(directory: Path, *command: str, settings: Mapping[str, str] | None = Non
 
 
 def check_size(directory: Path, files: Sequence[str], history: Sequence[tuple[str, Path]]) -> None:
-    """Refuse what is more than goes into a pod, and say where it is."""
+    """Raise InputError if the selection exceeds the limits of a pod, naming its largest entries."""
     sizes: Counter[str] = Counter()
-    places = [(path, directory / path) for path in files] + list(history)
-    for path, place in places:
+    selected = [(path, directory / path) for path in files] + list(history)
+    for path, file in selected:
         with contextlib.suppress(OSError):
-            sizes[path.split("/")[0]] += place.lstat().st_size
-    if len(places) <= MAX_FILES and sizes.total() <= MAX_BYTES:
+            sizes[path.split("/")[0]] += file.lstat().st_size
+    if len(selected) <= MAX_FILES and sizes.total() <= MAX_BYTES:
         return
     largest = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.most_common(3))
     advice = "leave the history out with --no-history, " if history else ""
-    limit = f"{MAX_BYTES >> 20} MiB or {MAX_FILES:,} files that are copied into a pod"
+    limit = f"{MAX_BYTES >> 20} MiB or {MAX_FILES:,} files that can be copied into a pod"
     raise InputError(
-        f"{directory}: {sizes.total() / 2**20:,.0f} MiB in {len(places):,} files are more than the {limit} "
-        f"(the largest: {largest});\n  {advice}name a smaller directory with -C, list what is not needed in "
+        f"{directory}: {sizes.total() / 2**20:,.0f} MiB in {len(selected):,} files are more than the {limit} "
+        f"(the largest: {largest});\n  {advice}name a smaller directory with -C, add files that are not needed to "
         ".gitignore, or work on the directory itself with --direct"
     )
 
@@ -278,59 +283,59 @@ def check_size(directory: Path, files: Sequence[str], history: Sequence[tuple[st
 # ------------------------------------------------------------------------------------------------- packing
 
 
-def pack(directory: Path, choice: Choice, out: IO[bytes]) -> Tree:
-    """Write the chosen files as a tar; the table of those that are the workspace's, as they were when read."""
-    tree: dict[str, Entry] = {}
+def write_tar(directory: Path, selection: UploadSelection, out: IO[bytes]) -> FileManifest:
+    """Write the selected files as a tar; return the manifest of the workspace's files as they were read."""
+    manifest: dict[str, ManifestEntry] = {}
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar:
-        for path in choice.files:
-            if (entry := add(tar, path, directory / path)) is not None:
-                tree[path] = entry
-        for path in PLACES if choice.history else ():
+        for path in selection.files:
+            if (entry := add_file(tar, path, directory / path)) is not None:
+                manifest[path] = entry
+        for path in REQUIRED_GIT_DIRECTORIES if selection.history else ():
             member = tarfile.TarInfo(path)
             member.type, member.mode = tarfile.DIRTYPE, 0o755
             tar.addfile(member)
-        for path, place in choice.history:
-            add(tar, path, place)
-        if choice.config is not None:
+        for path, source in selection.history:
+            add_file(tar, path, source)
+        if selection.config is not None:
             info = tarfile.TarInfo(".git/config")
-            info.size = len(choice.config)
-            tar.addfile(info, io.BytesIO(choice.config))
-    return tree
+            info.size = len(selection.config)
+            tar.addfile(info, io.BytesIO(selection.config))
+    return manifest
 
 
-def add(tar: tarfile.TarFile, path: str, place: Path) -> Entry | None:
-    """Add a file or a link as it is now; None when it is neither, or gone, or not to be read."""
+def add_file(tar: tarfile.TarFile, path: str, source: Path) -> ManifestEntry | None:
+    """Add a file or symlink to the tar and return its entry; None if it is neither, gone, or unreadable."""
     try:
-        descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return add_link(tar, path, place)
+        return add_link(tar, path, source)
     with os.fdopen(descriptor, "rb") as file:
         info = os.fstat(file.fileno())
         if not stat.S_ISREG(info.st_mode):
             return None
         member = tarfile.TarInfo(path)
         member.size, member.mode, member.mtime = info.st_size, info.st_mode & 0o777, info.st_mtime
-        reading = _Reading(file)
+        reader = _DigestingReader(file)
         try:
-            tar.addfile(member, reading)  # type: ignore[arg-type]  # all it does is read
+            tar.addfile(member, reader)  # type: ignore[arg-type]  # tarfile only calls read()
         except OSError as error:
-            raise EtudeError(f"{place}: changed while it was copied ({error}); try again") from None
-        return Entry("file", reading.digest.hexdigest(), info.st_size, bool(info.st_mode & 0o100))
+            raise EtudeError(f"{source}: changed while it was copied ({error}); try again") from None
+        return ManifestEntry("file", reader.digest.hexdigest(), info.st_size, bool(info.st_mode & 0o100))
 
 
-def add_link(tar: tarfile.TarFile, path: str, place: Path) -> Entry | None:
+def add_link(tar: tarfile.TarFile, path: str, source: Path) -> ManifestEntry | None:
     try:
-        target = os.readlink(place)
+        target = os.readlink(source)
     except OSError:
         return None
     member = tarfile.TarInfo(path)
     member.type, member.linkname = tarfile.SYMTYPE, target
     tar.addfile(member)
-    return Entry("link", target)
+    return ManifestEntry("link", target)
 
 
-class _Reading:
-    """A file that is digested as it is read."""
+class _DigestingReader:
+    """Computes the digest of a file while it is read."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.digest = file, hashlib.sha256()

@@ -1,4 +1,4 @@
-"""A person's files on their way into a pod and back: nothing secret goes, nothing is overwritten, nothing leaks out."""
+"""Uploading files and applying changes: no secret is uploaded, no edit overwritten, nothing written outside."""
 
 import io
 import json
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.agent import upload as intake
+from etude.agent import upload
 from etude.agent.apply import apply_changes, link_escapes
 from etude.agent.diff import FileDiff, find_changes, find_renames, format_file_patch, format_patch
 from etude.agent.manifest import CACHE_DIRECTORIES, LIST_PROGRAM, ManifestEntry, is_workspace_path, parse_listing
@@ -53,21 +53,21 @@ def write(directory: Path, files: dict[str, str]) -> None:
 
 
 def packed(directory: Path, **options: object) -> tuple[dict[str, ManifestEntry], Path]:
-    """What goes into a pod, unpacked beside the directory."""
-    choice = select_files(directory, **options)  # type: ignore[arg-type]
+    """Pack a directory for upload and unpack it beside the directory; return its manifest and the copy."""
+    selection = select_files(directory, **options)  # type: ignore[arg-type]
     file = io.BytesIO()
-    tree = write_tar(directory, choice, file)
+    manifest = write_tar(directory, selection, file)
     file.seek(0)
     there = directory.parent / f"{directory.name}-pod"
     shutil.rmtree(there, ignore_errors=True)
     with tarfile.open(fileobj=file) as tar:
         tar.extraction_filter = staticmethod(lambda member, path: member)  # type: ignore[assignment]
         tar.extractall(there)
-    return dict(tree), there
+    return dict(manifest), there
 
 
 def listed(there: Path, known: dict[str, ManifestEntry]) -> dict[str, ManifestEntry]:
-    """What the pod would say of its files."""
+    """Run the pod's listing program on a directory."""
     command = [sys.executable, "-I", "-S", "-c", LIST_PROGRAM, json.dumps(CACHE_DIRECTORIES), "1000", "1000000"]
     given = "\0".join(known).encode("utf-8", "surrogateescape")
     done = subprocess.run(command, cwd=there, input=given, capture_output=True, check=True)
@@ -75,7 +75,7 @@ def listed(there: Path, known: dict[str, ManifestEntry]) -> dict[str, ManifestEn
 
 
 class Disk:
-    """A pod that is a directory: as much of one as `find_changes` needs."""
+    """A fake pod on a directory, with the methods that `find_changes` needs."""
 
     id = "disk"
 
@@ -98,47 +98,47 @@ def changed(there: Path, before: dict[str, ManifestEntry]) -> list[FileDiff]:
     return asyncio.run(find_changes(Disk(there), str(there), before))  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------------- going in
+# ------------------------------------------------------------------------------------------------- upload
 
 
-def test_what_git_ignores_stays_and_what_may_hold_a_secret_too(tmp_path: Path) -> None:
+def test_ignored_files_and_possible_secrets_are_not_uploaded(tmp_path: Path) -> None:
     here = repository(tmp_path / "w", {"a.py": "x", ".gitignore": ".env\nbuild/\n", "sub/b.py": "y"})
     write(here, {".env": "KEY=1", "build/out": "z", "new.py": "untracked"})
     git(here, "remote", "add", "origin", "https://user:password@example.org/r.git")
     git(here, "config", "http.extraHeader", "Authorization: basic password")
     (here / ".git" / "credentials").write_text("password")
-    tree, there = packed(here)
-    assert sorted(tree) == [".gitignore", "a.py", "new.py", "sub/b.py"]
+    manifest, there = packed(here)
+    assert sorted(manifest) == [".gitignore", "a.py", "new.py", "sub/b.py"]
     assert git(there, "log", "--format=%s") == "first\n"
     assert git(there, "status", "--short") == "?? new.py\n"
     found = subprocess.run(["grep", "-r", "password", str(there)], capture_output=True, text=True)
     assert found.stdout == ""
 
 
-def test_a_path_that_is_ignored_can_be_taken_along(tmp_path: Path) -> None:
+def test_an_ignored_path_can_be_included(tmp_path: Path) -> None:
     here = repository(tmp_path / "w", {"a.py": "x", ".gitignore": "data/\n"})
     write(here, {"data/one": "1", "data/two": "2"})
-    tree, there = packed(here, include=["data"])
-    assert {"data/one", "data/two"} < tree.keys()
-    assert listed(there, tree) == tree  # although git ignores them there as well
+    manifest, there = packed(here, include=["data"])
+    assert {"data/one", "data/two"} < manifest.keys()
+    assert listed(there, manifest) == manifest  # although git ignores them there as well
     for wrong in ("../w/a.py", "/etc/passwd", "nothing", ".git"):
         with pytest.raises(InputError, match="--include"):
             select_files(here, [wrong])
 
 
-def test_links_go_as_links_and_other_things_do_not_go(tmp_path: Path) -> None:
+def test_symlinks_stay_symlinks_and_special_files_are_skipped(tmp_path: Path) -> None:
     here = tmp_path / "w"
     write(here, {"a.py": "x"})
     (here / "link").symlink_to("/etc/passwd")
     os.mkfifo(here / "pipe")
     (here / "b.sh").write_text("#!/bin/sh\n")
     (here / "b.sh").chmod(0o755)
-    tree, there = packed(here)
-    assert tree["link"] == ManifestEntry("link", "/etc/passwd")
-    assert tree["b.sh"].executable
-    assert "pipe" not in tree
+    manifest, there = packed(here)
+    assert manifest["link"] == ManifestEntry("link", "/etc/passwd")
+    assert manifest["b.sh"].executable
+    assert "pipe" not in manifest
     assert os.readlink(there / "link") == "/etc/passwd"
-    assert listed(there, tree) == tree
+    assert listed(there, manifest) == manifest
 
 
 def test_a_linked_work_tree_has_its_own_head_in_the_pod(tmp_path: Path) -> None:
@@ -149,33 +149,35 @@ def test_a_linked_work_tree_has_its_own_head_in_the_pod(tmp_path: Path) -> None:
     assert git(there, "status", "--short") == ""
 
 
-def test_packed_refs_and_submodules_are_no_trouble(tmp_path: Path) -> None:
+def test_packed_refs_and_submodules_are_uploaded(tmp_path: Path) -> None:
     inner = repository(tmp_path / "inner", {"deep.py": "d"})
     here = repository(tmp_path / "w", {"a.py": "x"})
     git(here, "submodule", "--quiet", "add", str(inner), "lib")
     git(here, "commit", "-qm", "second")
     git(here, "gc", "-q")
-    tree, there = packed(here)
-    assert "lib/deep.py" in tree
+    manifest, there = packed(here)
+    assert "lib/deep.py" in manifest
     assert git(there, "log", "--format=%s").splitlines() == ["second", "first"]
-    assert listed(there, tree) == tree
+    assert listed(there, manifest) == manifest
 
 
-def test_a_part_of_a_repository_goes_alone_and_says_so(tmp_path: Path) -> None:
+def test_a_subdirectory_is_uploaded_without_the_rest_and_with_a_note(tmp_path: Path) -> None:
     here = repository(tmp_path / "w", {"a.py": "x", "sub/b.py": "y"})
-    choice = select_files(here / "sub")
-    assert (choice.files, choice.history) == (["b.py"], ())
-    assert "not the rest" in choice.notes[0]
+    selection = select_files(here / "sub")
+    assert (selection.files, selection.history) == (["b.py"], ())
+    assert "not the rest" in selection.notes[0]
 
 
-def test_too_much_is_refused_with_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_too_large_is_refused_with_its_largest_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = repository(tmp_path / "w", {"a.py": "x", "data/big": "b" * 5000})
-    monkeypatch.setattr(intake, "MAX_BYTES", 4000)
+    monkeypatch.setattr(upload, "MAX_BYTES", 4000)
     with pytest.raises(InputError, match=r"(?s)more than.*data .*--no-history.*--direct") as caught:
         select_files(here)
     assert caught.value.exit_code == 2
-    monkeypatch.setattr(intake, "MAX_BYTES", 1 << 20)
-    monkeypatch.setattr(intake, "MAX_FILES", 1)
+    monkeypatch.setattr(upload, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(upload, "MAX_FILES", 1)
     with pytest.raises(InputError, match="or 1 files"):
         select_files(here, history=False)
 
@@ -187,15 +189,15 @@ def test_a_home_directory_is_not_a_project(tmp_path: Path) -> None:
             select_files(place)
 
 
-def test_a_directory_that_git_ignores_is_a_directory(tmp_path: Path) -> None:
+def test_a_directory_ignored_by_its_repository_is_a_plain_directory(tmp_path: Path) -> None:
     here = repository(tmp_path / "w", {"a.py": "x", ".gitignore": "scratch/\n"})
     write(here, {"scratch/b.py": "y"})
-    tree, _ = packed(here / "scratch")
-    assert list(tree) == ["b.py"]
+    manifest, _ = packed(here / "scratch")
+    assert list(manifest) == ["b.py"]
     assert recent_files(here / "scratch") == ()
 
 
-def test_recent_files_are_those_that_were_changed_last(tmp_path: Path) -> None:
+def test_recent_files_are_those_with_uncommitted_changes_newest_first(tmp_path: Path) -> None:
     here = repository(tmp_path / "w", {"a.py": "x", "b.py": "y", "c.py": "z"})
     assert recent_files(here) == ()
     write(here, {"c.py": "1", "a.py": "2", "new.py": "3"})
@@ -206,7 +208,7 @@ def test_recent_files_are_those_that_were_changed_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "a=b.c"])
-def test_a_repository_cannot_have_git_run_its_filters(tmp_path: Path, name: str) -> None:
+def test_git_does_not_run_the_filters_of_a_repository(tmp_path: Path, name: str) -> None:
     here = repository(tmp_path / "w", {"a.py": "x", ".gitattributes": f"*.py filter={name}"})
     with (here / ".git" / "config").open("a") as config:
         config.write(f'[filter "{name}"]\n\tclean = touch {tmp_path}/ran; cat\n\trequired = true\n')
@@ -223,13 +225,13 @@ def test_a_repository_that_git_refuses_is_not_taken_for_a_plain_directory(tmp_pa
         select_files(tmp_path / "w")
 
 
-# ------------------------------------------------------------------------------------------------- what changed
+# ------------------------------------------------------------------------------------------------- changes
 
 
 def test_changes_of_every_kind_are_found_and_caches_are_not(tmp_path: Path) -> None:
     files = {"same": "s", "old": "o\n", "gone": "g", "moved": "m" * 20, "mode": "x", "type": "t", "dir/f": "f"}
     here = repository(tmp_path / "w", {**files, ".gitignore": "*.log\n"})
-    tree, there = packed(here)
+    manifest, there = packed(here)
     (there / "old").write_text("new\n")
     (there / "gone").unlink()
     (there / "moved").rename(there / "place")
@@ -240,7 +242,7 @@ def test_changes_of_every_kind_are_found_and_caches_are_not(tmp_path: Path) -> N
     write(there, {"x.log": "ignored", "__pycache__/a.pyc": "c", "dir/.pytest_cache/y": "c"})
     (there / ".git" / "hooks").mkdir(exist_ok=True)
     (there / ".git" / "hooks" / "pre-commit").write_text("evil")
-    changes = changed(there, tree)
+    changes = changed(there, manifest)
     verbs = {change.path: change.verb for change in changes}
     assert verbs == {
         "bin": "new",
@@ -287,7 +289,7 @@ def test_the_patch_is_one_that_git_applies(old: dict[str, str], new: dict[str, s
             assert found == {path: text.encode() for path, text in new.items()}
 
 
-def test_a_file_that_claims_to_be_endless_is_named(tmp_path: Path) -> None:
+def test_a_huge_sparse_file_is_named_in_the_error(tmp_path: Path) -> None:
     there = tmp_path / "w"
     there.mkdir()
     with (there / "hole").open("wb") as file:
@@ -297,20 +299,20 @@ def test_a_file_that_claims_to_be_endless_is_named(tmp_path: Path) -> None:
         changed(there, {})
 
 
-def test_what_a_pod_says_of_its_files_is_checked() -> None:
+def test_the_listing_of_a_pod_is_checked() -> None:
     rows = [["../x", "file", "d", 1, False], [".git/hooks/x", "file", "d", 1, True], ["ok", "file", "d", 1, False]]
     assert list(parse_listing("\n".join(map(json.dumps, rows)).encode())) == ["ok"]
     for wrong in (b"{}", b"[1]", b'["a", "socket", "d", 1, false]', b'["a", "file", "d", "1", false]', b"\xff"):
-        with pytest.raises(EtudeError, match="makes no sense"):
+        with pytest.raises(EtudeError, match="listing is malformed"):
             parse_listing(wrong)
 
 
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "../a", "a/../b", "a//b", "./a", ".git/x", "a/.GIT/x", "a\0b"])
-def test_paths_that_are_not_ours(path: str) -> None:
+def test_paths_outside_the_workspace(path: str) -> None:
     assert not is_workspace_path(path)
 
 
-# ------------------------------------------------------------------------------------------------- coming back
+# ------------------------------------------------------------------------------------------------- applying
 
 
 def file(text: str, executable: bool = False) -> ManifestEntry:
@@ -319,7 +321,7 @@ def file(text: str, executable: bool = False) -> ManifestEntry:
     return ManifestEntry("file", hashlib.sha256(text.encode()).hexdigest(), len(text), executable)
 
 
-def test_a_file_that_changed_meanwhile_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_file_that_changed_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     write(tmp_path, {"edited": "mine", "appeared": "mine", "kept": "old", "mode": "old"})
     (tmp_path / "dir").mkdir()
     (tmp_path / "mode").chmod(0o755)
@@ -343,7 +345,7 @@ def test_a_file_that_changed_meanwhile_stays_as_it_is(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["appeared", "dir", "edited", "kept", "mode"]
 
 
-def test_what_is_so_already_is_fine(tmp_path: Path) -> None:
+def test_a_change_that_is_already_on_disk_is_not_refused(tmp_path: Path) -> None:
     write(tmp_path, {"a": "new"})
     changes = [FileDiff("a", file("old"), file("new"), b"new"), FileDiff("gone/deep", file("x"), None)]
     assert apply_changes(tmp_path, changes).refused == ()
@@ -385,11 +387,11 @@ def test_nothing_is_written_through_a_link_or_outside(tmp_path: Path) -> None:
         ("d/e/a", "./../../x", False),
     ],
 )
-def test_where_links_lead(path: str, target: str, out: bool) -> None:
+def test_links_that_point_outside(path: str, target: str, out: bool) -> None:
     assert link_escapes(path, target) is out
 
 
-def test_permissions_are_kept_and_empty_directories_go(tmp_path: Path) -> None:
+def test_permissions_are_kept_and_empty_directories_removed(tmp_path: Path) -> None:
     write(tmp_path, {"private": "old", "script": "old", "d/e/f": "old", "d/g": "stays"})
     (tmp_path / "private").chmod(0o600)
     (tmp_path / "script").chmod(0o640)
@@ -406,14 +408,14 @@ def test_permissions_are_kept_and_empty_directories_go(tmp_path: Path) -> None:
     assert not (tmp_path / "d/e").exists()
 
 
-def test_a_directory_gives_way_to_a_file(tmp_path: Path) -> None:
+def test_a_file_can_replace_a_directory(tmp_path: Path) -> None:
     write(tmp_path, {"d/f": "old"})
     changes = [FileDiff("d", None, file("new"), b"new"), FileDiff("d/f", file("old"), None)]
     assert apply_changes(tmp_path, changes).refused == ()
     assert (tmp_path / "d").read_text() == "new"
 
 
-def test_the_text_of_a_change_whose_original_is_gone_says_so(tmp_path: Path) -> None:
-    write(tmp_path, {"a": "somebody's"})
+def test_the_patch_of_a_file_whose_original_is_gone_has_a_note(tmp_path: Path) -> None:
+    write(tmp_path, {"a": "edited"})
     text = format_file_patch(FileDiff("a", file("old"), file("new"), b"new"), tmp_path)
     assert "changed on disk meanwhile" in text

@@ -1,4 +1,4 @@
-"""What a person watches is what the record says: answers that come piece by piece are the same as whole ones."""
+"""Streamed answers equal whole ones: the text that is shown is the text in the trace."""
 
 import asyncio
 import json
@@ -36,8 +36,8 @@ LINE = StubTurn(
 )
 
 
-class Ear:
-    """Hears everything."""
+class TextRecorder:
+    """Records every streamed piece."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[str, str]] = []
@@ -52,40 +52,40 @@ class Ear:
 # ------------------------------------------------------------------------------------------------- chat APIs
 
 
-def ask_both(stub: StubEndpoint) -> tuple[object, object, Ear]:
-    ear = Ear()
+def ask_both(stub: StubEndpoint) -> tuple[object, object, TextRecorder]:
+    recorder = TextRecorder()
 
     async def work() -> tuple[object, object]:
         client = OpenAIChat(stub.url, model="stub", retry=QUICK)
         asked = [{"role": "user", "content": "x"}]
         try:
-            return await client.chat(asked), await client.chat(asked, listen=ear)
+            return await client.chat(asked), await client.chat(asked, listen=recorder)
         finally:
             await client.close()
 
     with serving(stub):
         whole, streamed = asyncio.run(work())
-    return whole, streamed, ear
+    return whole, streamed, recorder
 
 
 def test_a_streamed_answer_adds_up_to_the_whole_one() -> None:
-    whole, streamed, ear = ask_both(StubEndpoint([LINE]))
-    assert streamed.text == whole.text == LINE.text == ear.said("text")  # type: ignore[attr-defined]
+    whole, streamed, recorder = ask_both(StubEndpoint([LINE]))
+    assert streamed.text == whole.text == LINE.text == recorder.said("text")  # type: ignore[attr-defined]
     assert streamed.tool_calls == whole.tool_calls  # type: ignore[attr-defined]
     assert [json.loads(each.arguments) for each in streamed.tool_calls] == [dict(args) for _, args in LINE.calls]  # type: ignore[attr-defined]
     assert streamed.usage == whole.usage  # type: ignore[attr-defined]
     assert streamed.finish == "tool_calls"  # type: ignore[attr-defined]
-    assert ear.said("thinking") == LINE.thinking
-    assert [text for part, text in ear.parts if part == "call"] == ["grep", "read_file"]
+    assert recorder.said("thinking") == LINE.thinking
+    assert [text for part, text in recorder.parts if part == "call"] == ["grep", "read_file"]
 
 
-def test_a_server_that_streams_nothing_is_heard_at_the_end() -> None:
-    _, streamed, ear = ask_both(StubEndpoint([LINE], streams=False))
-    assert streamed.text == ear.said("text") == LINE.text  # type: ignore[attr-defined]
+def test_a_server_that_does_not_stream_is_shown_at_the_end() -> None:
+    _, streamed, recorder = ask_both(StubEndpoint([LINE], streams=False))
+    assert streamed.text == recorder.said("text") == LINE.text  # type: ignore[attr-defined]
     assert len(streamed.tool_calls) == 2  # type: ignore[attr-defined]
 
 
-def test_tokens_that_nobody_counted_are_a_guess_and_say_so() -> None:
+def test_token_counts_without_usage_are_marked_as_estimates() -> None:
     _, streamed, _ = ask_both(StubEndpoint([LINE], usage=False))
     assert not streamed.usage.counted  # type: ignore[attr-defined]
     assert streamed.usage.completion_tokens > 0  # type: ignore[attr-defined]
@@ -113,11 +113,11 @@ def test_tokens_that_nobody_counted_are_a_guess_and_say_so() -> None:
         ),
     ],
 )
-def test_a_strange_stream_is_an_error_that_says_what_is_wrong(
+def test_a_malformed_stream_is_an_error_that_says_what_is_wrong(
     lines: list[str], kind: type[EtudeError], complaint: str
 ) -> None:
     def read() -> None:
-        events = ChatEventParser("http://x", Ear())
+        events = ChatEventParser("http://x", TextRecorder())
         for line in lines:
             events.feed(line.encode())
         read_reply(events.merged({"messages": []}), "http://x")
@@ -127,7 +127,7 @@ def test_a_strange_stream_is_an_error_that_says_what_is_wrong(
 
 
 def test_calls_without_numbers_are_told_apart_by_their_ids() -> None:
-    events = ChatEventParser("http://x", Ear())
+    events = ChatEventParser("http://x", TextRecorder())
     for id, name in (("a", "one"), ("b", "two")):
         delta = {"tool_calls": [{"id": id, "function": {"name": name, "arguments": "{}"}}]}
         events.feed(f"data: {json.dumps({'choices': [{'delta': delta}]})}".encode())
@@ -136,27 +136,27 @@ def test_calls_without_numbers_are_told_apart_by_their_ids() -> None:
     assert [(each.id, each.name) for each in reply.tool_calls] == [("a", "one"), ("b", "two")]
 
 
-def test_a_session_over_a_chat_api_has_no_tokens_and_says_so() -> None:
+def test_a_session_over_a_chat_api_has_no_tokens_and_is_not_exact() -> None:
     stub = StubEndpoint([StubTurn("Looking.", [stub_call("echo", text="hi")]), StubTurn("Done.")])
-    ear = Ear()
+    recorder = TextRecorder()
 
     async def work() -> Trace:
-        client = OpenAIChat(stub.url, model="stub", retry=QUICK)
-        mouth = ChatModelClient(client, Sampling(), window=10_000)
-        mouth.on_text = ear  # type: ignore[assignment]
+        chat = OpenAIChat(stub.url, model="stub", retry=QUICK)
+        client = ChatModelClient(chat, Sampling(), window=10_000)
+        client.on_text = recorder  # type: ignore[assignment]
         try:
-            return await Session(SessionRequest("Go."), mouth, FakeTools()).run()
+            return await Session(SessionRequest("Go."), client, FakeTools()).run()
         finally:
-            await client.close()
+            await chat.close()
 
     with serving(stub):
         trace = asyncio.run(work())
     assert (trace.final, trace.exact, len(trace.segments[0])) == ("Done.", False, 0)
-    assert ear.said("text") == "Looking.Done."
+    assert recorder.said("text") == "Looking.Done."
     assert [message["role"] for message in stub.asked[1]["messages"]] == ["system", "user", "assistant", "tool"]
 
 
-def test_half_a_character_from_an_endpoint_is_told_and_kept_as_another_sign() -> None:
+def test_lone_surrogates_from_an_endpoint_are_replaced() -> None:
     stub = StubEndpoint(
         [
             StubTurn("Half \ud800.", [stub_call("echo\udfff", text="hi"), stub_call("echo", text="\ud800")]),
@@ -165,13 +165,13 @@ def test_half_a_character_from_an_endpoint_is_told_and_kept_as_another_sign() ->
     )
 
     async def work() -> Trace:
-        client = OpenAIChat(stub.url, model="stub", retry=QUICK)
-        mouth = ChatModelClient(client, Sampling(), window=10_000)
-        mouth.on_text = Ear()  # type: ignore[assignment]
+        chat = OpenAIChat(stub.url, model="stub", retry=QUICK)
+        client = ChatModelClient(chat, Sampling(), window=10_000)
+        client.on_text = TextRecorder()  # type: ignore[assignment]
         try:
-            return await Session(SessionRequest("Go."), mouth, FakeTools()).run()
+            return await Session(SessionRequest("Go."), client, FakeTools()).run()
         finally:
-            await client.close()
+            await chat.close()
 
     with serving(stub):
         trace = asyncio.run(work())
@@ -183,65 +183,69 @@ def test_half_a_character_from_an_endpoint_is_told_and_kept_as_another_sign() ->
 # ------------------------------------------------------------------------------------------------- tokens
 
 
-def watch(text: str, *calls: object, thinking: str = "", pieces: Callable[[int], int] = lambda n: 1) -> tuple[Ear, str]:
-    """An answer in our dialect, told in pieces; looks are never put off."""
-    ear, dialect = Ear(), chatml()
+def watch(
+    text: str, *calls: object, thinking: str = "", pieces: Callable[[int], int] = lambda n: 1
+) -> tuple[TextRecorder, str]:
+    """Stream an answer in our dialect in pieces, parsing after each of them."""
+    recorder, dialect = TextRecorder(), chatml()
     tokens = dialect.write(says(text, *calls, thinking=thinking))  # type: ignore[arg-type]
-    live = TurnStreamer(dialect, ear)  # type: ignore[arg-type]
+    live = TurnStreamer(dialect, recorder)  # type: ignore[arg-type]
     at = 0
     while at < len(tokens):
         size = pieces(len(tokens))
-        live._next_look = 0.0
+        live._next_parse = 0.0
         live.feed(tokens[at : at + size])
         at += size
     live.finish(dialect.parse(tokens))
-    return ear, dialect.tokenizer.decode(tokens)
+    return recorder, dialect.tokenizer.decode(tokens)
 
 
-def test_a_person_sees_thoughts_and_text_but_no_markup() -> None:
-    ear, raw = watch("Here: naïve 東京.\n\n", call("echo", text="secret"), thinking="Let me think.\nTwice.")
-    assert ear.said("thinking") == "Let me think.\nTwice."
-    assert ear.said("text") == "Here: naïve 東京.\n\n"
-    assert [text for part, text in ear.parts if part == "call"] != []
+def test_thinking_and_text_are_shown_without_markup() -> None:
+    recorder, raw = watch("Here: naïve 東京.\n\n", call("echo", text="secret"), thinking="Let me think.\nTwice.")
+    assert recorder.said("thinking") == "Let me think.\nTwice."
+    assert recorder.said("text") == "Here: naïve 東京.\n\n"
+    assert [text for part, text in recorder.parts if part == "call"] != []
     assert "<tool_call>" in raw
-    shown = ear.said("thinking") + ear.said("text")
+    shown = recorder.said("thinking") + recorder.said("text")
     assert not re.search(r"tool_call|<think|secret|\ufffd", shown)
-    assert len([part for part, _ in ear.parts if part == "text"]) > 3  # it came bit by bit
+    assert len([part for part, _ in recorder.parts if part == "text"]) > 3  # it was streamed
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=60), st.text(max_size=60), st.booleans(), st.integers(1, 7))
-def test_what_was_shown_in_pieces_is_the_whole_answer(thinking: str, text: str, calls: bool, size: int) -> None:
+def test_the_streamed_pieces_add_up_to_the_whole_answer(thinking: str, text: str, calls: bool, size: int) -> None:
     try:
-        ear, _ = watch(text, *([call("echo", text=text)] if calls else []), thinking=thinking, pieces=lambda n: size)
+        recorder, _ = watch(
+            text, *([call("echo", text=text)] if calls else []), thinking=thinking, pieces=lambda n: size
+        )
     except InputError:
         return  # a text that the dialect cannot write as text
     answer = chatml().parse(
         chatml().write(says(text, *([call("echo", text=text)] if calls else []), thinking=thinking))
     )
-    assert ear.said("thinking") == answer.thinking
-    assert ear.said("text") == answer.text
+    assert recorder.said("thinking") == answer.thinking
+    assert recorder.said("text") == answer.text
 
 
-def test_an_endless_blank_is_watched_in_no_time() -> None:
+def test_long_runs_of_whitespace_are_streamed_quickly() -> None:
     before = time.monotonic()
     for blank in (" ", "\n", "\ufffd"):
         watch("x" + blank * 30_000 + "y", pieces=lambda n: n)
     assert time.monotonic() - before < 5
 
 
-def test_who_is_watched_makes_the_same_tokens() -> None:
+def test_streaming_does_not_change_the_tokens() -> None:
     script = [says("Looking.", call("echo", text="x"), thinking="Where?"), says("Done.")]
-    ear = Ear()
-    mouth = scripted_client(script)
-    mouth.on_text = ear  # type: ignore[assignment]
-    watched = asyncio.run(Session(SessionRequest("Go."), mouth, FakeTools()).run())
+    recorder = TextRecorder()
+    client = scripted_client(script)
+    client.on_text = recorder  # type: ignore[assignment]
+    watched = asyncio.run(Session(SessionRequest("Go."), client, FakeTools()).run())
     alone = asyncio.run(Session(SessionRequest("Go."), scripted_client(script), FakeTools()).run())
     assert watched.segments[0].tokens.tolist() == alone.segments[0].tokens.tolist()
-    assert ear.said("text") == "Looking.Done."
+    assert recorder.said("text") == "Looking.Done."
 
 
-def test_watched_samples_are_the_same_in_process_and_over_http() -> None:
+def test_streamed_completions_are_the_same_in_process_and_over_http() -> None:
     sampling = Sampling(max_tokens=30, seed=5)
 
     async def work() -> None:
@@ -258,7 +262,7 @@ def test_watched_samples_are_the_same_in_process_and_over_http() -> None:
                 assert one.routing.tolist() == plain.routing.tolist()
                 assert [token for piece in told for token in piece] == one.tokens
                 assert len(told) > 2
-                with pytest.raises(InputError, match="one sample"):
+                with pytest.raises(InputError, match="one completion"):
                     await policy.complete_streaming([1], replace(sampling, samples=2), print)
             await policy.close()
 

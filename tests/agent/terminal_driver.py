@@ -1,4 +1,4 @@
-"""A person at a terminal: starts a program on a pty, reads what it shows, types."""
+"""Drives a program on a pseudo-terminal: starts it, waits for output, types."""
 
 import contextlib
 import os
@@ -16,21 +16,21 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\r")
 PATIENCE_S = 60.0
 
 
-class Person:
-    """Types into a program and waits for what it says."""
+class TerminalDriver:
+    """Types into a program and waits for its output."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", master: int) -> None:
         self.process, self.master = process, master
         self.raw = b""
-        self.read_upto = 0  # in the text that was waited for
+        self.read_upto = 0  # end of the last expected text
 
     @property
     def seen(self) -> str:
-        """All that was shown, without escapes."""
+        """All output so far, without escape sequences."""
         return ESCAPES.sub("", self.raw.decode("utf-8", "replace"))
 
     def expect(self, text: str, seconds: float = PATIENCE_S) -> str:
-        """Wait until it shows `text` after what was expected before; what stood before it."""
+        """Wait for `text` after the last expected text; return the output between them."""
         deadline = time.monotonic() + seconds
         while (at := self.seen.find(text, self.read_upto)) < 0:
             if time.monotonic() > deadline or not self._more(deadline):
@@ -43,22 +43,22 @@ class Person:
         os.write(self.master, f"{text}\n".encode())
 
     def interrupt(self) -> None:
-        """Ctrl-C, as soon as a person can: one that comes while `input` only begins is noticed with the next key."""
+        """Press Ctrl-C after a pause: one that arrives while `input` is starting is noticed only with the next key."""
         time.sleep(0.3)
         os.write(self.master, b"\x03")
 
     def end(self) -> None:
-        """Ctrl-D."""
+        """Press Ctrl-D."""
         os.write(self.master, b"\x04")
 
     def wait(self, seconds: float = PATIENCE_S) -> int:
-        """The exit code, when it has ended."""
+        """Wait for the program to end; return its exit code."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
             self._more(time.monotonic() + 0.2)
         while self._more(time.monotonic() + 0.2):
             pass
-        assert self.process.poll() is not None, f"it does not end; saw:\n{self.seen}"
+        assert self.process.poll() is not None, f"the program did not end; saw:\n{self.seen}"
         return self.process.returncode
 
     def _more(self, deadline: float) -> bool:
@@ -67,23 +67,23 @@ class Person:
             return False
         try:
             data = os.read(self.master, 1 << 16)
-        except OSError:  # nobody is at the other end
+        except OSError:  # the other end is closed
             return False
         self.raw += data
         return bool(data)
 
 
 @contextlib.contextmanager
-def at_terminal(
+def open_terminal(
     command: Sequence[str], cwd: Path, env: Mapping[str, str], rows: int = 40, columns: int = 110
-) -> Iterator[Person]:
-    """A person in front of a program."""
+) -> Iterator[TerminalDriver]:
+    """Start a program on a new pseudo-terminal."""
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (rows, columns))
 
     def take_terminal() -> None:
         os.setsid()
-        os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first one opened becomes ours
+        os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first terminal opened becomes the controlling one
 
     process = subprocess.Popen(
         command,
@@ -96,7 +96,7 @@ def at_terminal(
     )
     os.close(slave)
     try:
-        yield Person(process, master)
+        yield TerminalDriver(process, master)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)

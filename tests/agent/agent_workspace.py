@@ -1,4 +1,4 @@
-"""What tests of `etude agent` share: a project to work on, a desk of its own, and a small model that makes no sense."""
+"""Helpers for the tests of `etude agent`: a project with its own state directory, and a tiny random checkpoint."""
 
 import asyncio
 import contextlib
@@ -34,8 +34,8 @@ ETUDE = [sys.executable, "-m", "etude.cli"]
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a run of the command said."""
+class CommandResult:
+    """Exit code and output of one run of the command."""
 
     code: int
     out: str
@@ -49,8 +49,8 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Desk:
-    """A project, and where the command keeps what it keeps."""
+class AgentWorkspace:
+    """A project directory, and the state directory of the commands that are run in it."""
 
     project: Path
     state: Path
@@ -64,7 +64,7 @@ class Desk:
     def read(self, name: str) -> str:
         return (self.project / name).read_text()
 
-    def agent(self, *arguments: str, typed: str = "") -> Said:
+    def agent(self, *arguments: str, typed: str = "") -> CommandResult:
         """Run the command in this process, from the project; `typed` is its standard input."""
         self.capsys.readouterr()
         self.monkeypatch.chdir(self.project)
@@ -75,7 +75,7 @@ class Desk:
             cli.main()
         except SystemExit as error:
             code = int(error.code or 0)
-        return Said(code, *self.capsys.readouterr())
+        return CommandResult(code, *self.capsys.readouterr())
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -95,39 +95,39 @@ def project(directory: Path, files: Mapping[str, str] = FILES) -> Path:
 
 @contextlib.contextmanager
 def open_pods() -> Iterator[Path]:
-    """Where the pods of a module's tests live: one keeper for all of them; skips where there can be no pods."""
+    """Yield the state directory for the pods of a test module, with one zygote; skip where pods are unsupported."""
     with tempfile.TemporaryDirectory(prefix="etude-agent-") as directory:
         state = Path(directory) / "pods"
 
-        async def try_it(last: bool) -> None:
+        async def open_and_close(shutdown: bool) -> None:
             host = await open_host(state=state)
             await host.close()
-            if last:
+            if shutdown:
                 await host.backend.shutdown()
 
         try:
-            asyncio.run(try_it(last=False))
+            asyncio.run(open_and_close(shutdown=False))
         except Unsupported as reason:
             pytest.skip(str(reason))
         try:
             yield state
         finally:
-            asyncio.run(try_it(last=True))
+            asyncio.run(open_and_close(shutdown=True))
 
 
-def set_desk(
+def make_workspace(
     directory: Path,
     pods: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> Desk:
-    """A desk in an empty directory; nothing of the user's own is read or written."""
+) -> AgentWorkspace:
+    """Create a workspace in an empty directory; the user's own files are neither read nor written."""
     monkeypatch.setenv("XDG_STATE_HOME", str(directory / "state"))
     monkeypatch.setenv("ETUDE_PODS", str(pods))
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     for name in ("ETUDE_AGENT_MODEL", "ETUDE_AGENT_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
-    return Desk(project(directory / "project").resolve(), directory / "state", monkeypatch, capsys)
+    return AgentWorkspace(project(directory / "project").resolve(), directory / "state", monkeypatch, capsys)
 
 
 @cache
@@ -142,7 +142,7 @@ def _tiny(vocabulary: int) -> Transformer:
 
 
 def tiny_checkpoint(directory: Path) -> Path:
-    """A model that speaks our dialect, with random weights and a wide window."""
+    """Save a model with random weights, our chat template and a large context window."""
     tokenizer = chatml().tokenizer
     save(_tiny(len(tokenizer) + 8), directory)
     tokenizer.save(directory)
@@ -150,5 +150,5 @@ def tiny_checkpoint(directory: Path) -> Path:
 
 
 def messages_of(asked: Mapping[str, Any], role: str) -> Sequence[str]:
-    """What was said by one role in a chat."""
+    """Return the contents of one role's messages in a chat request."""
     return [message["content"] for message in asked["messages"] if message["role"] == role]

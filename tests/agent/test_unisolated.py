@@ -1,4 +1,4 @@
-"""The machine itself as a pod: commands, files and jobs work as in every pod; all else is Unsupported."""
+"""The unisolated pod: commands, files and jobs work as in every pod; everything else raises Unsupported."""
 
 import asyncio
 import contextlib
@@ -49,14 +49,16 @@ class UnisolatedContext:
     "check",
     [pytest.param(check, id=name, marks=[pytest.mark.slow] * (name in LENGTHY)) for name, check in CHECKS.items()],
 )
-def test_it_passes_the_suite_of_pods(check: Callable[[Any], Awaitable[None]], tmp_path: Path) -> None:
+def test_an_unisolated_pod_passes_the_conformance_checks(
+    check: Callable[[Any], Awaitable[None]], tmp_path: Path
+) -> None:
     try:
         asyncio.run(asyncio.wait_for(check(UnisolatedContext(tmp_path)), conformance.DEADLINE_S))  # type: ignore[arg-type]
     except conformance.Skip as reason:
         pytest.skip(str(reason))
 
 
-def test_commands_have_our_environment_but_for_what_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_have_our_environment_except_hidden_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEEN", "yes")
     monkeypatch.setenv("HIDDEN_FROM_IT", "no")
 
@@ -64,12 +66,12 @@ def test_commands_have_our_environment_but_for_what_is_hidden(tmp_path: Path, mo
         async with open_unisolated(tmp_path, hidden=["HIDDEN_FROM_IT"]) as pod:
             return (await pod.exec("env; cat /proc/$PPID/environ | tr '\\0' '\\n'")).stdout
 
-    told = asyncio.run(work())
-    assert "SEEN=yes" in told
-    assert "HIDDEN_FROM_IT" not in told
+    output = asyncio.run(work())
+    assert "SEEN=yes" in output
+    assert "HIDDEN_FROM_IT" not in output
 
 
-def test_what_needs_a_machine_of_its_own_is_refused(tmp_path: Path) -> None:
+def test_operations_that_need_isolation_are_unsupported(tmp_path: Path) -> None:
     async def work() -> None:
         async with open_unisolated(tmp_path) as pod:
             for asked in (pod.snapshot, pod.fork, pod.pause, pod.resume):
@@ -86,7 +88,7 @@ def test_what_needs_a_machine_of_its_own_is_refused(tmp_path: Path) -> None:
         asyncio.run(open_unisolated(tmp_path / "nowhere").__aenter__())
 
 
-def test_everything_it_started_ends_with_it_and_what_it_wrote_stays(tmp_path: Path) -> None:
+def test_processes_end_with_the_pod_and_files_stay(tmp_path: Path) -> None:
     async def work() -> tuple[int, str]:
         async with open_unisolated(tmp_path) as pod:
             left = "setsid sh -c 'echo $$ > pid; exec sleep 1000' >/dev/null 2>&1 & while [ ! -s pid ]; do :; done"

@@ -1,4 +1,4 @@
-"""`etude agent` in a conversation, in a pod and directly: what is asked, what is allowed, what is applied."""
+"""Interactive `etude agent`, in a pod and with --direct: approvals, and the changes that are applied."""
 
 import os
 import time
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_desk import Desk, messages_of, open_pods, set_desk
+from agent_workspace import AgentWorkspace, make_workspace, messages_of, open_pods
 from stub_endpoint import StubEndpoint, StubTurn, call, says, serving
 
 EDIT = call("search_replace", file_path="calc.py", old_string="a - b", new_string="sum((a, b))")
@@ -22,8 +22,10 @@ def pods() -> Iterator[Path]:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, pods: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Desk:
-    return set_desk(tmp_path, pods, monkeypatch, capsys)
+def workspace(
+    tmp_path: Path, pods: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> AgentWorkspace:
+    return make_workspace(tmp_path, pods, monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -35,22 +37,30 @@ def stub() -> Iterator[StubEndpoint]:
 # ------------------------------------------------------------------------------------------------- conversations
 
 
-def test_a_conversation_over_a_pipe(desk: Desk) -> None:
+def test_a_conversation_over_a_pipe(workspace: AgentWorkspace) -> None:
     lines = [*FIX, says("You are welcome.")]
     typed = "fix it\nn\n/cost\n/nothing\n/diff\n/apply\ny\nthank \\\nyou\n/help\n"
     with serving(StubEndpoint(lines)) as stub:
-        said = desk.agent("--endpoint", stub.url, typed=typed)
+        said = workspace.agent("--endpoint", stub.url, typed=typed)
     assert said.code == 0
-    for part in ("Fixed.", "Apply 1 change", "made ", "no command /nothing", "applied 1", "You are welcome.", "/quit"):
+    for part in (
+        "Fixed.",
+        "Apply 1 change",
+        "sampled ",
+        "no command /nothing",
+        "applied 1",
+        "You are welcome.",
+        "/quit",
+    ):
         assert part in said.out, said.out
     assert said.out.count("+    return sum((a, b))") == 3  # offered, /diff, /apply
     assert messages_of(stub.asked[-1], "user") == ["fix it", "thank \nyou"]
-    assert desk.read("calc.py") == FIXED
+    assert workspace.read("calc.py") == FIXED
     assert "etude agent --resume" in said.out
     assert "\x1b" not in said.out
 
 
-def test_changes_are_chosen_file_by_file(desk: Desk) -> None:
+def test_changes_are_chosen_file_by_file(workspace: AgentWorkspace) -> None:
     two = [
         says(
             "",
@@ -61,23 +71,23 @@ def test_changes_are_chosen_file_by_file(desk: Desk) -> None:
         says("Done."),
     ]
     with serving(StubEndpoint(two)) as stub:
-        said = desk.agent("go", "--endpoint", stub.url, typed="f\ny\nn\ny\n")
+        said = workspace.agent("go", "--endpoint", stub.url, typed="f\ny\nn\ny\n")
     assert "Apply 3 changes" in said.out
     assert "not applied: 1" in said.out
-    assert not (desk.project / ".gitignore").exists()
-    assert desk.read("calc.py") != FIXED
-    assert desk.read("new.txt") == "new\n"
+    assert not (workspace.project / ".gitignore").exists()
+    assert workspace.read("calc.py") != FIXED
+    assert workspace.read("new.txt") == "new\n"
 
 
-def test_an_endpoint_that_fails_can_be_asked_again(desk: Desk) -> None:
+def test_a_message_can_be_repeated_after_an_endpoint_error(workspace: AgentWorkspace) -> None:
     with serving(StubEndpoint([says("One.")])) as stub:
-        said = desk.agent("go", "--endpoint", stub.url, typed="more\n/quit\n")
+        said = workspace.agent("go", "--endpoint", stub.url, typed="more\n/quit\n")
     assert said.code == 0
     assert "the script has no line 1" in said.out
     assert "to try again" in said.out
 
 
-# ------------------------------------------------------------------------------------------------- directly
+# ------------------------------------------------------------------------------------------------- --direct
 
 
 DIRECT = [
@@ -89,26 +99,28 @@ DIRECT = [
 ]
 
 
-def test_directly_reading_is_free_and_all_else_is_asked_for(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_mode_asks_for_everything_except_reading(
+    workspace: AgentWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_KEY", "sk-1")
     typed = "y\ns\nplease do not\nn\na\n/diff\n"
     with serving(StubEndpoint(DIRECT)) as stub:
-        said = desk.agent("--direct", "go", "--endpoint", stub.url, "--key-env", "MY_KEY", typed=typed)
+        said = workspace.agent("--direct", "go", "--endpoint", stub.url, "--key-env", "MY_KEY", typed=typed)
     assert said.code == 0
     assert said.out.count("Allow it?") == 5  # the second test run is the same command
-    assert desk.read("calc.py") == FIXED
-    assert desk.read("b.txt") == "b"
-    assert not (desk.project / "made").exists()
+    assert workspace.read("calc.py") == FIXED
+    assert workspace.read("b.txt") == "b"
+    assert not (workspace.project / "made").exists()
     results = messages_of(stub.asked[-1], "tool")
     assert "passed" in results[2]
     assert "please do not" in results[4]
     assert "did not allow" in results[5]
     assert "already" in said.out
-    assert str(desk.project) in messages_of(stub.asked[0], "system")[0]
+    assert str(workspace.project) in messages_of(stub.asked[0], "system")[0]
 
 
-def test_directly_a_path_is_judged_as_the_tools_read_it(desk: Desk) -> None:
-    outside = desk.state.parent / "secret.py"
+def test_direct_mode_checks_paths_as_the_tools_read_them(workspace: AgentWorkspace) -> None:
+    outside = workspace.state.parent / "secret.py"
     outside.write_text("secret = undefined\n")
     ways = [
         call("read_file", target_file=f'"{outside}"'),
@@ -117,33 +129,35 @@ def test_directly_a_path_is_judged_as_the_tools_read_it(desk: Desk) -> None:
         call("read_lints", paths=f'["{outside}"]'),
     ]
     with serving(StubEndpoint([says("", *ways), says("Done.")])) as stub:
-        said = desk.agent("--direct", "go", "--endpoint", stub.url, typed="n\n" * len(ways))
+        said = workspace.agent("--direct", "go", "--endpoint", stub.url, typed="n\n" * len(ways))
     assert said.out.count("Allow it?") == len(ways)
     assert all("did not allow" in result for result in messages_of(stub.asked[-1], "tool"))
 
 
-def test_directly_a_command_does_not_see_the_key(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_mode_hides_the_api_key_from_commands(
+    workspace: AgentWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_KEY", "sk-1")
     monkeypatch.setenv("OTHER", "seen")
     lines = [says("", call("run_terminal_cmd", command="env | grep -E 'MY_KEY|OTHER'")), says("Done.")]
     with serving(StubEndpoint(lines)) as stub:
-        desk.agent("--direct", "go", "--endpoint", stub.url, "--key-env", "MY_KEY", typed="y\n")
+        workspace.agent("--direct", "go", "--endpoint", stub.url, "--key-env", "MY_KEY", typed="y\n")
     assert messages_of(stub.asked[-1], "tool") == ["OTHER=seen\n[exit code 0]"]
 
 
-def test_directly_nobody_there_means_no(desk: Desk) -> None:
+def test_direct_mode_refuses_at_the_end_of_input(workspace: AgentWorkspace) -> None:
     with serving(StubEndpoint([says("", EDIT), says("Done.")])) as stub:
-        desk.agent("--direct", "go", "--endpoint", stub.url, typed="")
-    assert desk.read("calc.py") != FIXED
+        workspace.agent("--direct", "go", "--endpoint", stub.url, typed="")
+    assert workspace.read("calc.py") != FIXED
     assert "did not allow" in messages_of(stub.asked[-1], "tool")[0]
 
 
-def test_what_was_started_directly_ends_with_the_session(desk: Desk) -> None:
+def test_direct_mode_ends_processes_with_the_session(workspace: AgentWorkspace) -> None:
     start = call("run_terminal_cmd", command="setsid sleep 1234 & echo $! > pid", is_background=True)
     lines: list[StubTurn] = [says("", start), says("Done.")]
     with serving(StubEndpoint(lines)) as stub:
-        desk.agent("--direct", "go", "--endpoint", stub.url, typed="y\n/quit\n")
-    pid, deadline = int(desk.read("pid")), time.monotonic() + 10
+        workspace.agent("--direct", "go", "--endpoint", stub.url, typed="y\n/quit\n")
+    pid, deadline = int(workspace.read("pid")), time.monotonic() + 10
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         time.sleep(0.05)  # killed, and not yet waited for
     assert not os.path.exists(f"/proc/{pid}")
