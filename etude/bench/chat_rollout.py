@@ -1,45 +1,46 @@
-"""One trial of a model behind a chat API: the session, the ground and the grading of every rollout, without tokens.
+"""Run one trial of a model behind a chat API: session, environment and verifier of every rollout, without tokens.
 
-What `etude.rollouts.rollout` does for a policy by its tokens, for one that has none: the same settings in, the same
-`Rollout` out, and the same line between what the agent did wrong and what the infrastructure did.
+The counterpart of `etude.rollouts.rollout`, which needs a policy that samples tokens: same options, same `Rollout`, and
+the same distinction between failures of the agent and of the infrastructure.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
+from etude.chat.messages import PartListener
 from etude.errors import EtudeError
-from etude.harness.model_client import ChatSpeaker, Speaker, Spoken
-from etude.harness.tools.executor import shown_tools
+from etude.harness.model_client import ChatModelClient, ModelClient, Turn
+from etude.harness.tools.executor import exposed_tools
 from etude.harness.trace import Trace
-from etude.inference.chat_format import Listener, ToolCall
+from etude.inference.chat_format import ParsedToolCall
 from etude.inference.clients.openai import OpenAIChat, Reply
-from etude.inference.clients.transport import Patience
+from etude.inference.clients.transport import RetryPolicy
 from etude.inference.sampling import Sampling
 from etude.pods.fleet import Fleet
-from etude.rewards import Graded, score
-from etude.rollouts.rollout import SESSION_S, SETUP_S, Rollout, RolloutFailed, Settings
-from etude.tasks.environment import Ground
-from etude.tasks.schema import VERIFIER_S
-from etude.tasks.session_agent import in_session
+from etude.rewards import VerifiedTrial, score
+from etude.rollouts.rollout import SESSION_S, SETUP_S, Rollout, RolloutFailed, RolloutOptions
+from etude.tasks.environment import TaskEnvironment
+from etude.tasks.schema import DEFAULT_VERIFIER_TIMEOUT_S
+from etude.tasks.session_agent import session_agent
 from etude.tasks.task import Task, TaskStep
-from etude.tasks.trial import attempt
-from etude.tasks.verifier_result import GradingFailed
+from etude.tasks.trial import run_trial
+from etude.tasks.verifier_result import VerifierFailed
 
-HIDDEN = "[key]"
-SECRET = 16  # characters from which on a key is hidden in answers too; "EMPTY" and the like are words
+REDACTED = "[key]"
+MIN_SECRET_LENGTH = 16  # shorter keys, such as "EMPTY", are not redacted in answers: they may be ordinary words
 
 
-class DiscreetChat(OpenAIChat):
-    """A chat API whose key is in nothing that it says: some repeat it in their errors, and a proxy may do anything."""
+class RedactingChat(OpenAIChat):
+    """A chat client that removes the API key from answers and errors: some endpoints and proxies repeat it."""
 
     def __init__(
-        self, url: str, key: str, *, model: str, limit: str = "max_tokens", patience: Patience | None = None
+        self, url: str, key: str, *, model: str, limit: str = "max_tokens", retry: RetryPolicy | None = None
     ) -> None:
-        super().__init__(url, key, model=model, limit=limit, patience=patience)
+        super().__init__(url, key, model=model, limit=limit, retry=retry)
         self._key = key
 
     async def chat(
@@ -47,34 +48,36 @@ class DiscreetChat(OpenAIChat):
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         sampling: Sampling | None = None,
-        listen: Listener | None = None,
+        listen: PartListener | None = None,
     ) -> Reply:
-        with self._discreetly():
+        with self._redact_errors():
             reply = await super().chat(messages, tools, sampling, listen)
-        if len(self._key) < SECRET:
+        if len(self._key) < MIN_SECRET_LENGTH:
             return reply
-        calls = tuple(ToolCall(*(self._hide(part) for part in (c.name, c.arguments, c.id))) for c in reply.tool_calls)
-        return replace(reply, text=self._hide(reply.text), tool_calls=calls, message=self._hide(reply.message))
+        calls = tuple(
+            ParsedToolCall(*(self._redact(part) for part in (c.name, c.arguments, c.id))) for c in reply.tool_calls
+        )
+        return replace(reply, text=self._redact(reply.text), tool_calls=calls, message=self._redact(reply.message))
 
     async def models(self) -> list[Mapping[str, Any]]:
-        with self._discreetly():
+        with self._redact_errors():
             return await super().models()
 
     @contextmanager
-    def _discreetly(self) -> Iterator[None]:
+    def _redact_errors(self) -> Iterator[None]:
         try:
             yield
         except EtudeError as error:
-            error.args = tuple(self._hide(part) for part in error.args)
+            error.args = tuple(self._redact(part) for part in error.args)
             raise
 
-    def _hide(self, said: Any) -> Any:
-        """The same without the key, wherever it stands in what JSON can hold."""
-        if isinstance(said, str):
-            return said.replace(self._key, HIDDEN) if self._key else said
-        if isinstance(said, Mapping):
-            return {self._hide(name): self._hide(value) for name, value in said.items()}
-        return [self._hide(part) for part in said] if isinstance(said, list | tuple) else said
+    def _redact(self, value: Any) -> Any:
+        """Return a JSON value with the key replaced wherever it occurs."""
+        if isinstance(value, str):
+            return value.replace(self._key, REDACTED) if self._key else value
+        if isinstance(value, Mapping):
+            return {self._redact(name): self._redact(each) for name, each in value.items()}
+        return [self._redact(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 async def run_chat_rollout(
@@ -82,91 +85,91 @@ async def run_chat_rollout(
     task: Task,
     client: OpenAIChat,
     window: int,
-    settings: Settings,
+    settings: RolloutOptions,
     *,
     id: str = "",
     facts: Mapping[str, Any] | None = None,
 ) -> Rollout:
-    """Run, grade and score one session. RolloutFailed when there is nothing to be scored."""
+    """Run, verify and score one session. Raise RolloutFailed if nothing can be scored."""
     if task.steps:
-        raise RolloutFailed(f"{task.name} has steps, each a session; a rollout is one")
-    play = _Play(task, client, window, settings, id, facts or {})
-    limit = 2 * SETUP_S + play.seconds + (task.verifier.timeout_s or VERIFIER_S)
+        raise RolloutFailed(f"{task.name} has steps, each with its own session; a rollout is one session")
+    runner = ChatRolloutRunner(task, client, window, settings, id, facts or {})
+    limit = 2 * SETUP_S + runner.seconds + (task.verifier.timeout_s or DEFAULT_VERIFIER_TIMEOUT_S)
     try:
         async with asyncio.timeout(limit):
-            return await play.rollout(fleet)
+            return await runner.run(fleet)
     except TimeoutError:
-        raise RolloutFailed(f"{task.name}: not over after {limit:.0f} s") from None
+        raise RolloutFailed(f"{task.name}: not finished after {limit:.0f} s") from None
     except RolloutFailed:
         raise
-    except GradingFailed as error:
+    except VerifierFailed as error:
         raise RolloutFailed(f"{error.cause}: {error}") from error
     except (EtudeError, OSError) as error:
         raise RolloutFailed(f"{type(error).__name__}: {error}") from error
 
 
-class _Play:
-    """One rollout while it runs."""
+class ChatRolloutRunner:
+    """The state of one running rollout."""
 
     def __init__(
-        self, task: Task, client: OpenAIChat, window: int, settings: Settings, id: str, facts: Mapping[str, Any]
+        self, task: Task, chat: OpenAIChat, window: int, options: RolloutOptions, id: str, facts: Mapping[str, Any]
     ) -> None:
-        self.task, self.client, self.window, self.settings, self.id = task, client, window, settings, id
-        self.seconds = settings.budget.seconds or task.agent.timeout_s or SESSION_S
-        names = {name: each.tool.name for name, each in shown_tools(settings.environment).items()}
-        known = {"effort": asdict(settings.effort), "temperature": settings.temperature, "tool_names": names}
-        self.facts = {**facts, **known}
+        self.task, self.chat, self.window, self.options, self.id = task, chat, window, options, id
+        self.seconds = options.budget.seconds or task.agent.timeout_s or SESSION_S
+        names = {name: each.tool.name for name, each in exposed_tools(options.tool_set).items()}
+        recorded = {"effort": options.effort.model_dump(), "temperature": options.temperature, "tool_names": names}
+        self.facts = {**facts, **recorded}
         self.trace: Trace | None = None
-        self.speaker: _Patient | None = None
+        self.client: _WaitTimingClient | None = None
 
-    async def rollout(self, fleet: Fleet) -> Rollout:
-        settings, marks = self.settings, [time.monotonic()]
-        act = in_session(
-            self._speaking,
-            environment=settings.environment,
-            budget=replace(settings.budget, seconds=self.seconds),
-            summaries=settings.summaries,
-            searcher=settings.searcher,
+    async def run(self, fleet: Fleet) -> Rollout:
+        options, times = self.options, [time.monotonic()]
+        agent = session_agent(
+            self._open_client,
+            tool_set=options.tool_set,
+            budget=options.budget.model_copy(update={"seconds": self.seconds}),
+            summaries=options.summaries,
+            searcher=options.searcher,
             session_id=self.id,
             facts=self.facts,
-            on_trace=self._ended,
+            on_trace=self._on_trace,
         )
 
-        async def acted(ground: Ground, step: TaskStep | None) -> None:
-            marks.append(time.monotonic())
-            await act(ground, step)
+        async def timed_agent(environment: TaskEnvironment, step: TaskStep | None) -> None:
+            times.append(time.monotonic())
+            await agent(environment, step)
 
-        grade = await attempt(fleet, self.task, acted, provision=settings.provision)
+        result = await run_trial(fleet, self.task, timed_agent, host_settings=options.host_settings)
         assert self.trace is not None
-        assert self.speaker is not None
-        trace, waited = self.trace, self.speaker.waited
+        assert self.client is not None
+        trace, waited = self.trace, self.client.waited
         if trace.ending == "time" and waited > self.seconds / 2:
-            raise RolloutFailed(f"{self.task.name}: no answer for {waited:.0f} s, and the session's time was over")
-        reward = score(Graded(self.task, trace, grade), {"correctness": 1.0})
-        paid = {"total": reward.total, "parts": dict(reward.parts), "hack": reward.hack, "score": grade.score}
-        trace = replace(trace, facts={**trace.facts, "reward": paid})
-        seconds = {"ground": marks[1] - marks[0], "session": trace.cost.wall_s, "grading": grade.seconds}
-        return Rollout(trace, grade, reward, seconds)
+            raise RolloutFailed(f"{self.task.name}: no answer for {waited:.0f} s until the session's time limit")
+        reward = score(VerifiedTrial(self.task, trace, result), {"correctness": 1.0})
+        recorded = {"total": reward.total, "parts": dict(reward.parts), "hack": reward.hack, "score": result.score}
+        trace = replace(trace, facts={**trace.facts, "reward": recorded})
+        seconds = {"ground": times[1] - times[0], "session": trace.cost.wall_s, "grading": result.seconds}
+        return Rollout(trace, result, reward, seconds)
 
     @asynccontextmanager
-    async def _speaking(self, id: str) -> AsyncIterator[Speaker]:
-        sampling = Sampling(temperature=self.settings.temperature)
-        self.speaker = _Patient(self.client, sampling, window=self.window)
-        yield self.speaker
+    async def _open_client(self, id: str) -> AsyncIterator[ModelClient]:
+        sampling = Sampling(temperature=self.options.temperature)
+        self.client = _WaitTimingClient(self.chat, sampling, window=self.window)
+        yield self.client
 
-    def _ended(self, trace: Trace) -> None:
+    def _on_trace(self, trace: Trace) -> None:
         self.trace = trace
 
 
-class _Patient(ChatSpeaker):
-    """Remembers for how long it waited for an answer that did not come before the session's time was over."""
+class _WaitTimingClient(ChatModelClient):
+    """Records how long it waited for an answer that did not arrive before the session's time limit."""
 
     waited = 0.0
 
-    async def answer(self, max_tokens: int) -> Spoken:
+    async def complete(self, max_tokens: int) -> Turn:
         started = time.monotonic()
         try:
-            return await super().answer(max_tokens)
+            return await super().complete(max_tokens)
         except asyncio.CancelledError:
             self.waited = time.monotonic() - started
             raise

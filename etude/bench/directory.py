@@ -1,11 +1,11 @@
-"""Where a comparison lies, and what it was asked: written down before the first trial, and not changed under it.
+"""The directory of a comparison and its specification, which is written before the first trial and does not change.
 
-    bench.json           policies, tasks (with their digests), samples, settings; a resume with others is refused
-    slots/NAME.sqlite    the trials of a policy: what every slot came to
-    traces/NAME/TASK/    the session of every trial
+    bench.json           policies, tasks (with their digests), samples, settings; resuming with others is refused
+    slots/NAME.sqlite    the rollout queue of a policy: one slot per trial
+    traces/NAME/TASK/    the trace of every trial
     trials.jsonl, summary.json, report.html
 
-A policy may be added later: it meets the same tasks under the same settings.
+A policy may be added later: it is run on the same tasks under the same settings.
 """
 
 import asyncio
@@ -18,29 +18,28 @@ from pathlib import Path
 from typing import Any
 
 from etude import __version__
-from etude.bench.candidates import Candidate, Known, Price, look_at
-from etude.bench.results import Results, read_results
+from etude.bench.policies import BenchPolicy, PolicyProfile, TokenPrice, probe_policy
+from etude.bench.results import PolicyResults, read_results
 from etude.errors import InputError
 from etude.evaluation.held_out import choose_tasks
-from etude.files import take_lock
+from etude.files import take_lock, write_atomically
 from etude.harness.trace_store import SUFFIX
-from etude.rollouts.rollout import Settings
-from etude.runs.layout import write_whole
+from etude.rollouts.rollout import RolloutOptions
 from etude.tasks.harbor import find_tasks, read_task, task_digest
 from etude.tasks.task import Task
 
 FORMAT = 1
-OURS = ("lock", "slots", "traces")  # there before the question is: a beginning that was killed
+OWN_NAMES = ("lock", "slots", "traces")  # may exist before bench.json if a run was killed
 
 
 @dataclass(frozen=True)
-class Place:
+class BenchDirectory:
     """The paths of one comparison."""
 
     root: Path
 
     @property
-    def questions(self) -> Path:
+    def spec_file(self) -> Path:
         return self.root / "bench.json"
 
     def slots(self, policy: str) -> Path:
@@ -63,19 +62,19 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a comparison asks: who, on what, how often, and how."""
+class BenchSpec:
+    """What a comparison runs: the policies, the tasks, the samples per task, and the settings."""
 
-    candidates: tuple[Candidate, ...]
-    known: Mapping[str, Known]  # of each candidate
+    policies: tuple[BenchPolicy, ...]
+    profiles: Mapping[str, PolicyProfile]  # by policy
     tasks: Mapping[str, Task]
     samples: int
-    settings: Settings
+    settings: RolloutOptions
     seed: int = 0
-    prices: Mapping[str, Price] = field(default_factory=dict)
+    prices: Mapping[str, TokenPrice] = field(default_factory=dict)
 
-    def form(self) -> dict[str, Any]:
-        """As it is written down. Keys are not in it, nor the names of their variables."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the contents of bench.json. It contains neither API keys nor the names of their variables."""
         settings = self.settings
         return {
             "format": FORMAT,
@@ -86,119 +85,125 @@ class Question:
                     "kind": each.kind,
                     "where": each.where,
                     "model": each.model or each.name,
-                    **asdict(self.known[each.name]),
+                    **asdict(self.profiles[each.name]),
                 }
-                for each in self.candidates
+                for each in self.policies
             ],
             "tasks": {name: task_digest(task.directory) for name, task in self.tasks.items()},
             "samples": self.samples,
             "seed": self.seed,
             "temperature": settings.temperature,
-            "environment": asdict(settings.environment),
-            "budget": asdict(settings.budget),
-            "summaries": asdict(settings.summaries),
+            "environment": settings.tool_set.model_dump(mode="json"),
+            "budget": settings.budget.model_dump(),
+            "summaries": settings.summaries.model_dump(),
             "prices": {name: asdict(price) for name, price in self.prices.items()},
         }
 
 
-def read_questions(place: Place) -> dict[str, Any]:
-    """What was asked, as it was written down."""
+def read_spec(bench: BenchDirectory) -> dict[str, Any]:
+    """Read bench.json."""
     try:
-        found = json.loads(place.questions.read_text(encoding="utf-8"))
+        found = json.loads(bench.spec_file.read_text(encoding="utf-8"))
         if found["format"] != FORMAT:
-            raise InputError(f"{place.questions}: of format {found['format']}; this program reads {FORMAT}")
+            raise InputError(f"{bench.spec_file}: format {found['format']}, but this version reads format {FORMAT}")
         return dict(found)
     except FileNotFoundError:
-        raise InputError(f"{place.root}: no comparison there; name a directory made by `etude bench run`") from None
+        raise InputError(f"{bench.root}: no comparison there; name a directory made by `etude bench run`") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{place.questions}: cannot be read ({error!r})") from None
+        raise InputError(f"{bench.spec_file}: cannot be read ({error!r})") from None
 
 
 def find_named_tasks(directories: Sequence[Path], limit: int | None = None) -> dict[str, Task]:
-    """Tasks by their places below the directories; with a limit, so many of them, evenly chosen."""
+    """Return the tasks by their path below the directories; with a limit, that many of them, evenly chosen."""
     found: dict[str, Path] = {}
     for top in directories:
         for path in find_tasks(top):
             name = path.relative_to(top).as_posix() if path != top else path.resolve().name
             if found.setdefault(name, path) != path:
-                raise InputError(f"--tasks: {found[name]} and {path} are both called {name}; give them one parent")
+                raise InputError(
+                    f"--tasks: {found[name]} and {path} are both called {name}; put them under one parent directory"
+                )
     if not found:
         shown = ", ".join(map(str, directories))
-        raise InputError(f"--tasks {shown}: no task there (a directory with a task.toml)")
+        raise InputError(f"--tasks {shown}: no task found (a directory with a task.toml)")
     tasks = {name: read_task(found[name]) for name in choose_tasks(found, limit)}
     if steps := [task.directory for task in tasks.values() if task.steps]:
-        raise InputError(f"{steps[0]}: a task with steps, each a session of its own; a trial is one session")
+        raise InputError(f"{steps[0]}: a task with steps, each with its own session; a trial is one session")
     return tasks
 
 
-async def look_at_all(place: Place, candidates: Sequence[Candidate], dialect: str, window: int) -> dict[str, Known]:
-    """See that all candidates can be had. An endpoint that has given all its answers need not be there any more."""
+async def probe_policies(
+    bench: BenchDirectory, policies: Sequence[BenchPolicy], dialect: str, window: int
+) -> dict[str, PolicyProfile]:
+    """Check that all policies are usable. An endpoint whose trials are all finished need not be reachable any more."""
     recorded, done = {}, set[str]()
-    if place.questions.exists():
-        form, found = all_results(place)
-        recorded = {policy["name"]: policy for policy in form["policies"]}
-        done = {results.name for results in found if results.over and not results.evaluation.given_up}
+    if bench.spec_file.exists():
+        spec, found = read_all_results(bench)
+        recorded = {policy["name"]: policy for policy in spec["policies"]}
+        done = {results.name for results in found if results.finished and not results.evaluation.dropped}
 
-    async def look(candidate: Candidate) -> Known:
-        if candidate.kind == "endpoint" and candidate.name in done:
-            facts = recorded[candidate.name]
-            return Known(facts["window"], facts["dialect"], facts["digest"])
-        return await look_at(candidate, dialect, window)
+    async def probe(policy: BenchPolicy) -> PolicyProfile:
+        if policy.kind == "endpoint" and policy.name in done:
+            facts = recorded[policy.name]
+            return PolicyProfile(facts["window"], facts["dialect"], facts["digest"])
+        return await probe_policy(policy, dialect, window)
 
-    looks = await asyncio.gather(*map(look, candidates))
-    return {candidate.name: known for candidate, known in zip(candidates, looks, strict=True)}
-
-
-# ------------------------------------------------------------------------------------------- opening it
+    profiles = await asyncio.gather(*map(probe, policies))
+    return {policy.name: profile for policy, profile in zip(policies, profiles, strict=True)}
 
 
-def check_place(place: Place, resume: bool) -> None:
-    """Refuse a directory that holds something else, before anything is asked or written."""
-    root = place.root
+# ------------------------------------------------------------------------------------------- opening
+
+
+def check_directory(bench: BenchDirectory, resume: bool) -> None:
+    """Raise InputError for a directory that holds something else, before anything is run or written."""
+    root = bench.root
     if root.exists() and not root.is_dir():
         raise InputError(f"--out {root} is a file; name a directory")
-    if place.questions.exists():
+    if bench.spec_file.exists():
         if not resume:
-            raise InputError(f"{root} already holds a comparison; add --resume to go on with it, or name another --out")
-    elif root.is_dir() and (foreign := [name for name in sorted(os.listdir(root)) if name not in OURS]):
-        raise InputError(f"{root} is not a comparison and not empty (it has {foreign[0]}); name another --out")
+            raise InputError(f"{root} already holds a comparison; add --resume to continue it, or name another --out")
+    elif root.is_dir() and (foreign := [name for name in sorted(os.listdir(root)) if name not in OWN_NAMES]):
+        raise InputError(f"{root} is neither a comparison nor empty (it has {foreign[0]}); name another --out")
 
 
 @contextmanager
-def open_place(place: Place, question: Question, resume: bool) -> Iterator[None]:
-    """Hold the directory for writing, with the question written down; refuse to mix two."""
-    check_place(place, resume)
-    place.root.mkdir(parents=True, exist_ok=True)
-    lock = take_lock(place.root / "lock", f"the comparison {place.root}")
+def lock_directory(bench: BenchDirectory, spec: BenchSpec, resume: bool) -> Iterator[None]:
+    """Lock the directory and write the specification; refuse one that differs from the recorded one."""
+    check_directory(bench, resume)
+    bench.root.mkdir(parents=True, exist_ok=True)
+    lock = take_lock(bench.root / "lock", f"the comparison {bench.root}")
     try:
-        form = question.form()
-        if place.questions.exists():
-            check_same(read_questions(place), form, place.root)
+        form = spec.to_json()
+        if bench.spec_file.exists():
+            check_same_spec(read_spec(bench), form, bench.root)
         for name in ("slots", "traces"):
-            (place.root / name).mkdir(exist_ok=True)
-        write_whole(place.questions, json.dumps(form, indent=1) + "\n")
+            (bench.root / name).mkdir(exist_ok=True)
+        write_atomically(bench.spec_file, json.dumps(form, indent=1) + "\n")
         yield
     finally:
         os.ftruncate(lock, 0)
         os.close(lock)
 
 
-def check_same(recorded: Mapping[str, Any], asked: Mapping[str, Any], root: Path) -> None:
-    """A comparison goes on as it was begun; policies may be added after those that are there."""
+def check_same_spec(recorded: Mapping[str, Any], asked: Mapping[str, Any], root: Path) -> None:
+    """Raise InputError if the specification differs from the recorded one, other than by further policies."""
     names = [policy["name"] for policy in recorded["policies"]]
     if [policy["name"] for policy in asked["policies"][: len(names)]] != names:
-        raise InputError(f"{root}: its policies are {', '.join(names)}; name them in this order, and new ones after")
+        raise InputError(
+            f"{root}: its policies are {', '.join(names)}; name them in this order, and new ones after them"
+        )
     changed = list(_differing(_compared(recorded, len(names)), _compared(asked, len(names))))
     if changed:
-        about = "\n".join(f"    {line}" for line in changed[:10])
-        raise InputError(f"{root} was begun otherwise; undo this, or name another --out\n{about}")
+        lines = "\n".join(f"    {line}" for line in changed[:10])
+        raise InputError(f"{root} was started with other settings; undo these changes, or name another --out\n{lines}")
 
 
 def _compared(form: Mapping[str, Any], policies: int) -> dict[str, Any]:
-    """What makes two comparisons the same. What tokens cost is no part of it."""
+    """Return the part of a specification that must not change. Prices may."""
     kept = {name: value for name, value in form.items() if name not in ("etude", "format", "prices", "policies")}
     for policy in form["policies"][:policies]:
-        moved = ("where",) if policy["kind"] == "checkpoint" else ()  # one in another place is the same one
+        moved = ("where",) if policy["kind"] == "checkpoint" else ()  # it is identified by its digest
         kept[f"policy {policy['name']}"] = {name: value for name, value in policy.items() if name not in moved}
     return json.loads(json.dumps(kept))  # type: ignore[no-any-return]  # tuples become lists, as in the file
 
@@ -208,16 +213,16 @@ def _differing(before: Any, now: Any, where: str = "") -> Iterator[str]:
         for name in dict.fromkeys((*before, *now)):
             yield from _differing(before.get(name), now.get(name), f"{where}.{name}" if where else name)
     elif before != now:
-        yield f"{where}: {_word(before)} then, {_word(now)} now"
+        yield f"{where}: {_show(before)} then, {_show(now)} now"
 
 
-def _word(value: Any) -> str:
+def _show(value: Any) -> str:
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def all_results(place: Place) -> tuple[dict[str, Any], list[Results]]:
-    """The question of a comparison, and the results of its policies up to now."""
-    form = read_questions(place)
-    tasks, samples = len(form["tasks"]), int(form["samples"])
-    names = [str(policy["name"]) for policy in form["policies"]]
-    return form, [read_results(name, place.slots(name), tasks, samples) for name in names]
+def read_all_results(bench: BenchDirectory) -> tuple[dict[str, Any], list[PolicyResults]]:
+    """Return the specification of a comparison and the results of its policies so far."""
+    spec = read_spec(bench)
+    tasks, samples = len(spec["tasks"]), int(spec["samples"])
+    names = [str(policy["name"]) for policy in spec["policies"]]
+    return spec, [read_results(name, bench.slots(name), tasks, samples) for name in names]

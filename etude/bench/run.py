@@ -1,8 +1,8 @@
-"""Running a comparison: every policy on every task, so many times, a few trials at once.
+"""Run a comparison: every policy on every task, several samples each, a few trials at a time.
 
-Each trial is a slot of its policy's table. What breaks underneath is tried again and counted beside; a task that broke
-too often is given up for that policy, never scored zero. Checkpoints take turns in the memory, endpoints are asked
-beside them. Kill this at any time: what is graded is kept, and the rest begins anew.
+Each trial is a slot in its policy's queue. Infrastructure failures are retried and counted separately; a task that
+fails too often is given up for that policy, never scored zero. Checkpoints are loaded one after the other; endpoints
+run concurrently with them. A run can be killed at any time: scored trials are kept, the others start again.
 """
 
 import asyncio
@@ -15,31 +15,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from etude.bench.candidates import Candidate, Player, Price, open_player
-from etude.bench.directory import Place, Question, all_results
-from etude.bench.report import page
-from etude.bench.results import last_chances, plain_name, summary, trial_rows
+from etude.bench.directory import BenchDirectory, BenchSpec, read_all_results
+from etude.bench.policies import BenchPolicy, PolicyTrialRunner, TokenPrice, open_trial_runner
+from etude.bench.report import render_page
+from etude.bench.results import latest_groups, summarize, task_name, trial_rows
 from etude.errors import EtudeError
-from etude.evaluation.held_out import begin, evaluation_plan
+from etude.evaluation.held_out import start
+from etude.files import write_atomically
 from etude.harness.trace_store import save_trace
 from etude.pods.fleet import Fleet
-from etude.rollouts.queue import Plan, Slot, Slots
+from etude.rollouts.queue import RolloutQueue, Slot
 from etude.rollouts.rollout import Rollout, RolloutFailed, rollout_seed
-from etude.runs.layout import write_whole
+from etude.rollouts.settings import QueueSettings, evaluation_queue
 from etude.system.progress import progress_bars
 from etude.tasks.task import Task
 
-WORKER = "bench"  # there is one
-MOST_WHY = 1000  # characters of a reason that the table keeps
-ABOUT = ("kind", "where", "model", "window", "dialect")  # of a policy, for the results
-HOPELESS = 3  # tasks given up by a policy with no graded trial: then it is not the tasks
+WORKER = "bench"  # the only worker of these queues
+MAX_REASON_LENGTH = 1000  # characters of a failure reason kept in the queue
+POLICY_KEYS = ("kind", "where", "model", "window", "dialect")  # of bench.json, copied to the summary
+HOPELESS_AFTER = 3  # tasks given up without any scored trial: the cause is not in the tasks
 
 log = logging.getLogger("etude.bench")
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a policy is, in trials."""
+class BenchProgress:
+    """Progress of a policy, in trials."""
 
     graded: int = 0
     wanted: int = 0
@@ -52,160 +53,164 @@ class Progress:
         return ", ".join([*words, f"{self.failures} failures"] if self.failures else words)
 
 
-Report = Callable[[str, Progress], None]
+ProgressListener = Callable[[str, BenchProgress], None]
 
 
 async def run_trials(
-    place: Place,
-    question: Question,
+    bench: BenchDirectory,
+    spec: BenchSpec,
     fleet: Fleet,
     *,
     at_once: int,
     device: str = "auto",
-    report: Report = lambda name, progress: None,
+    report: ProgressListener = lambda name, progress: None,
 ) -> dict[str, EtudeError]:
-    """All trials that are missing. A policy that broke stops alone; why, by its name."""
-    bench = _Bench(place, question, fleet, at_once, device, report)
-    checkpoints = [number for number, each in enumerate(question.candidates) if each.kind == "checkpoint"]
-    endpoints = [number for number, each in enumerate(question.candidates) if each.kind == "endpoint"]
+    """Run all trials that are missing. A policy that fails does not stop the others; return the errors by policy."""
+    run = _BenchRun(bench, spec, fleet, at_once, device, report)
+    checkpoints = [number for number, each in enumerate(spec.policies) if each.kind == "checkpoint"]
+    endpoints = [number for number, each in enumerate(spec.policies) if each.kind == "endpoint"]
     async with asyncio.TaskGroup() as group:
-        group.create_task(bench.in_turn(checkpoints))
+        group.create_task(run.run_policies(checkpoints))
         for number in endpoints:
-            group.create_task(bench.in_turn([number]))
-    return bench.broken
+            group.create_task(run.run_policies([number]))
+    return run.errors
 
 
-class _Bench:
-    """A comparison while it runs."""
+class _BenchRun:
+    """The state of a running comparison."""
 
     def __init__(
-        self, place: Place, question: Question, fleet: Fleet, at_once: int, device: str, report: Report
+        self, bench: BenchDirectory, spec: BenchSpec, fleet: Fleet, at_once: int, device: str, report: ProgressListener
     ) -> None:
-        self.place, self.question, self.fleet, self.at_once = place, question, fleet, at_once
+        self.bench, self.spec, self.fleet, self.at_once = bench, spec, fleet, at_once
         self.device, self.report = device, report
-        self.gate = asyncio.Semaphore(at_once)  # over all policies: pods share the machine
-        self.numbers = {name: number for number, name in enumerate(question.tasks)}
-        self.progress: dict[str, Progress] = {}
-        self.broken: dict[str, EtudeError] = {}
+        self.semaphore = asyncio.Semaphore(at_once)  # over all policies: pods share the machine
+        self.numbers = {name: number for number, name in enumerate(spec.tasks)}
+        self.progress: dict[str, BenchProgress] = {}
+        self.errors: dict[str, EtudeError] = {}
 
-    async def in_turn(self, numbers: Sequence[int]) -> None:
+    async def run_policies(self, numbers: Sequence[int]) -> None:
+        """Run policies one after the other; record the error of each that fails."""
         for number in numbers:
-            candidate = self.question.candidates[number]
+            policy = self.spec.policies[number]
             try:
-                await self.play_all(number, candidate)
+                await self.run_policy(number, policy)
             except* EtudeError as group:
-                self.broken[candidate.name] = _first(group)
+                self.errors[policy.name] = _first(group)
 
-    async def play_all(self, number: int, candidate: Candidate) -> None:
-        """All trials of one policy."""
-        question = self.question
-        plan = evaluation_plan(Plan(in_flight=self.at_once), question.samples)
-        with closing(open_slots(self.place.slots(candidate.name), plan)) as slots:
-            slots.release()  # what an earlier life of this comparison held
-            queue(slots, question.tasks)
-            self.count(candidate, slots)
-            if all(standing.over for standing in last_chances(slots).values()):
+    async def run_policy(self, number: int, policy: BenchPolicy) -> None:
+        """Run all missing trials of one policy."""
+        spec = self.spec
+        plan = evaluation_queue(QueueSettings(in_flight=self.at_once), spec.samples)
+        with closing(open_queue(self.bench.slots(policy.name), plan)) as slots:
+            slots.release()  # slots claimed by a run that was killed
+            queue_tasks(slots, spec.tasks)
+            self.update_progress(policy, slots)
+            if all(group.is_finished for group in latest_groups(slots).values()):
                 return
-            known = question.known[candidate.name]
-            opened = open_player(candidate, known, at_once=self.at_once, device=self.device)
+            profile = spec.profiles[policy.name]
+            opened = open_trial_runner(policy, profile, at_once=self.at_once, device=self.device)
             try:
-                async with opened as player, asyncio.TaskGroup() as group:
+                async with opened as runner, asyncio.TaskGroup() as group:
                     for _ in range(self.at_once):
-                        group.create_task(self.keep_playing(number, candidate, player, slots))
+                        group.create_task(self.run_queued_trials(number, policy, runner, slots))
             finally:
                 slots.release()
 
-    async def keep_playing(self, number: int, candidate: Candidate, player: Player, slots: Slots) -> None:
-        """Trial after trial, until none is queued. One that fails is queued by whoever ran it, who will look again."""
+    async def run_queued_trials(
+        self, number: int, policy: BenchPolicy, runner: PolicyTrialRunner, slots: RolloutQueue
+    ) -> None:
+        """Run trials until none is queued. A failed trial is queued again by the loop that ran it, which continues."""
         while True:
-            async with self.gate:
+            async with self.semaphore:
                 slot = slots.claim(WORKER, time.time())
                 if slot is None:
                     return
                 try:
-                    rollout = await self.play(number, candidate, player, slot)
+                    rollout = await self.run_trial(number, policy, runner, slot)
                 except RolloutFailed as error:
-                    slots.fail(slot, str(error)[:MOST_WHY])
-                    self.count(candidate, slots)
-                    await player.check(error)
-                    check_hope(slots, error)
+                    slots.fail(slot, str(error)[:MAX_REASON_LENGTH])
+                    self.update_progress(policy, slots)
+                    await runner.check(error)
+                    check_not_hopeless(slots, error)
                 else:
-                    await self.keep(candidate, slots, slot, rollout)
+                    await self.save_trial(policy, slots, slot, rollout)
 
-    async def play(self, number: int, candidate: Candidate, player: Player, slot: Slot) -> Rollout:
-        name, task = self.place.root.name, plain_name(slot.task)
-        # not by the attempt: a trial that was cut short is the same trial when it is run again
-        seed = rollout_seed(self.question.seed, number, self.numbers[task], slot.number)
-        facts = {"bench": name, "policy": candidate.name, "sample": slot.number}
-        id = f"{name}/{candidate.name}/{task}/{slot.number:02d}"
-        given, settings = self.question.tasks[task], self.question.settings
+    async def run_trial(self, number: int, policy: BenchPolicy, runner: PolicyTrialRunner, slot: Slot) -> Rollout:
+        name, task = self.bench.root.name, task_name(slot.task)
+        # The attempt is not part of the seed: a trial that is run again is the same trial.
+        seed = rollout_seed(self.spec.seed, number, self.numbers[task], slot.number)
+        facts = {"bench": name, "policy": policy.name, "sample": slot.number}
+        id = f"{name}/{policy.name}/{task}/{slot.number:02d}"
         try:
-            return await player.play(self.fleet, given, settings, seed=seed, id=id, facts=facts)
+            return await runner.run_trial(
+                self.fleet, self.spec.tasks[task], self.spec.settings, seed=seed, id=id, facts=facts
+            )
         except EtudeError:
             raise
-        except Exception as error:  # a bug of ours; the other trials go on
-            log.exception("%s on %s, sample %d", candidate.name, task, slot.number)
+        except Exception as error:  # a bug; the other trials continue
+            log.exception("%s on %s, sample %d", policy.name, task, slot.number)
             raise RolloutFailed(f"bug: {type(error).__name__}: {error}") from error
 
-    async def keep(self, candidate: Candidate, slots: Slots, slot: Slot, rollout: Rollout) -> None:
-        """The trace first: what the table says is there has to be there."""
-        task = plain_name(slot.task)
-        path = self.place.trace(candidate.name, task, slot.number)
+    async def save_trial(self, policy: BenchPolicy, slots: RolloutQueue, slot: Slot, rollout: Rollout) -> None:
+        """Save the trace, then finish the slot: a trace named in the queue must exist."""
+        task = task_name(slot.task)
+        path = self.bench.trace(policy.name, task, slot.number)
         path.parent.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(save_trace, rollout.trace, path)
-        record = trial_record(rollout, self.question.tasks[task])
-        slots.finish(slot, record, path.relative_to(self.place.root).as_posix(), rollout.trace.versions())
-        before = self.progress[candidate.name]
-        self.tell(candidate, replace(before, graded=before.graded + 1, solved=before.solved + record["solved"]))
+        record = trial_record(rollout, self.spec.tasks[task])
+        slots.finish(slot, record, path.relative_to(self.bench.root).as_posix(), rollout.trace.versions())
+        before = self.progress[policy.name]
+        self.set_progress(policy, replace(before, graded=before.graded + 1, solved=before.solved + record["solved"]))
 
-    def count(self, candidate: Candidate, slots: Slots) -> None:
-        """Look how far a policy is. Not after every trial: there may be many thousands."""
-        standings = last_chances(slots).values()
-        current = {standing.task for standing in standings}
+    def update_progress(self, policy: BenchPolicy, slots: RolloutQueue) -> None:
+        """Recompute a policy's progress from its queue. Too slow to do after every trial."""
+        groups = latest_groups(slots).values()
+        current = {group.task for group in groups}
         efforts = [effort for effort in slots.efforts() if effort.task in current]
-        found = Progress(
-            graded=sum(standing.ready for standing in standings),
-            wanted=sum(standing.ready if standing.dropped else standing.size for standing in standings),
+        found = BenchProgress(
+            graded=sum(group.ready for group in groups),
+            wanted=sum(group.ready if group.dropped else group.size for group in groups),
             solved=round(sum((effort.solved or 0) * effort.rollouts for effort in efforts)),
-            failures=sum(standing.failures for standing in slots.standings()),
+            failures=sum(group.failures for group in slots.progress()),
         )
-        self.tell(candidate, found)
+        self.set_progress(policy, found)
 
-    def tell(self, candidate: Candidate, progress: Progress) -> None:
-        self.progress[candidate.name] = progress
-        self.report(candidate.name, progress)
+    def set_progress(self, policy: BenchPolicy, progress: BenchProgress) -> None:
+        self.progress[policy.name] = progress
+        self.report(policy.name, progress)
 
 
-def open_slots(path: Path, plan: Plan) -> Slots:
-    """A policy's table. One that has its name is whole: others look at it, and a kill may come at any time."""
+def open_queue(path: Path, plan: QueueSettings) -> RolloutQueue:
+    """Open a policy's queue. It is created under a temporary name: others read it, and a kill may come at any time."""
     if not path.exists():
         part = path.with_suffix(".part")
         for left in path.parent.glob(f"{part.name}*"):
             left.unlink()
-        Slots(part, plan).close()
+        RolloutQueue(part, plan).close()
         part.rename(path)
-    return Slots(path, plan)
+    return RolloutQueue(path, plan)
 
 
-def queue(slots: Slots, tasks: Iterable[str]) -> None:
-    """Have every task tried that was not; those that an earlier life gave up get another chance."""
-    known = last_chances(slots)
+def queue_tasks(slots: RolloutQueue, tasks: Iterable[str]) -> None:
+    """Queue every task that was never run, and again those that were given up."""
+    groups = latest_groups(slots)
     for task in tasks:
-        before = known.get(task)
+        before = groups.get(task)
         if before is None or before.dropped:
-            begin(slots, 0 if before is None else int(before.task.partition("/")[0]) + 1, [task])
+            start(slots, 0 if before is None else int(before.task.partition("/")[0]) + 1, [task])
 
 
-def check_hope(slots: Slots, error: RolloutFailed) -> None:
-    """Stop a policy that fails at everything: what is wrong is not in the tasks."""
-    standings = last_chances(slots).values()
-    given_up = sum(bool(standing.dropped) for standing in standings)
-    if given_up >= min(HOPELESS, len(standings)) and not any(standing.ready for standing in standings):
-        raise EtudeError(f"none of its trials could be graded, and {given_up} tasks were given up; the last: {error}")
+def check_not_hopeless(slots: RolloutQueue, error: RolloutFailed) -> None:
+    """Raise EtudeError if a policy has no scored trial and several tasks given up: the cause is not in the tasks."""
+    groups = latest_groups(slots).values()
+    given_up = sum(bool(group.dropped) for group in groups)
+    if given_up >= min(HOPELESS_AFTER, len(groups)) and not any(group.ready for group in groups):
+        raise EtudeError(f"no trial could be scored, and {given_up} tasks were given up; the last error: {error}")
 
 
 def trial_record(rollout: Rollout, task: Task) -> dict[str, Any]:
-    """What a trial came to. What cheated has solved nothing, whatever the verifier says, and that is said beside."""
+    """Return the record of a trial. A trial that cheated scores 0; `verifier_score` keeps the verifier's score."""
     record = rollout.record(task)
     if record["hack"]:
         return {**record, "verifier_score": record["score"], "score": 0.0}
@@ -220,39 +225,39 @@ def _first(group: BaseExceptionGroup[EtudeError]) -> EtudeError:
     return error
 
 
-# ------------------------------------------------------------------------------------------- what is left of it
+# ------------------------------------------------------------------------------------------- output
 
 
-def describe(place: Place, prices: Mapping[str, Price] | None = None) -> dict[str, Any]:
-    """What the trials say up to now, as JSON; prices count before those of the question."""
-    form, found = all_results(place)
-    asked = {name: Price(**price) for name, price in form["prices"].items()}
-    said = summary(found, {**asked, **(prices or {})})
-    about = [{key: each[key] for key in ABOUT} for each in form["policies"]]
-    said["policies"] = [{**facts, **results} for facts, results in zip(about, said["policies"], strict=True)]
-    kept = {key: value for key, value in form.items() if key not in ("format", "policies", "prices", "tasks")}
-    return {**said, "settings": {**kept, "tasks": len(form["tasks"])}}
+def describe(bench: BenchDirectory, prices: Mapping[str, TokenPrice] | None = None) -> dict[str, Any]:
+    """Return the summary of the trials so far as JSON; `prices` override those of the specification."""
+    spec, found = read_all_results(bench)
+    recorded = {name: TokenPrice(**price) for name, price in spec["prices"].items()}
+    summary = summarize(found, {**recorded, **(prices or {})})
+    policies = [{key: each[key] for key in POLICY_KEYS} for each in spec["policies"]]
+    summary["policies"] = [{**policy, **results} for policy, results in zip(policies, summary["policies"], strict=True)]
+    kept = {key: value for key, value in spec.items() if key not in ("format", "policies", "prices", "tasks")}
+    return {**summary, "settings": {**kept, "tasks": len(spec["tasks"])}}
 
 
-def write_outputs(place: Place) -> dict[str, Any]:
-    """Every trial, the summary and the page; each replaced whole."""
-    form, found = all_results(place)
-    prices = {name: Price(**price) for name, price in form["prices"].items()}
+def write_outputs(bench: BenchDirectory) -> dict[str, Any]:
+    """Write trials.jsonl, summary.json and report.html, each atomically; return the summary."""
+    spec, found = read_all_results(bench)
+    prices = {name: TokenPrice(**price) for name, price in spec["prices"].items()}
     lines = [json.dumps(row) for results in found for row in trial_rows(results, prices.get(results.name))]
-    said = describe(place)
-    write_whole(place.trials, "".join(f"{line}\n" for line in lines))
-    write_whole(place.summary, json.dumps(said, indent=1) + "\n")
-    write_whole(place.report, page(said, place.root.name))
-    return said
+    summary = describe(bench)
+    write_atomically(bench.trials, "".join(f"{line}\n" for line in lines))
+    write_atomically(bench.summary, json.dumps(summary, indent=1) + "\n")
+    write_atomically(bench.report, render_page(summary, bench.root.name))
+    return summary
 
 
 @contextmanager
-def shown_progress(names: Sequence[str]) -> Iterator[Report]:
-    """One line for every policy on standard error."""
+def show_progress(names: Sequence[str]) -> Iterator[ProgressListener]:
+    """Show a progress bar per policy on standard error."""
     with progress_bars() as bars:
         lines = {name: bars.add_task(name, total=None, note="") for name in names}
 
-        def report(name: str, progress: Progress) -> None:
+        def report(name: str, progress: BenchProgress) -> None:
             bars.update(lines[name], completed=progress.graded, total=progress.wanted, note=progress.note)
 
         yield report

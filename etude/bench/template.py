@@ -1,4 +1,4 @@
-"""The page of a comparison: its markup and its looks. Values come in escaped; there is no script in it."""
+"""HTML template and style of the report. Jinja escapes all values; the page has no script."""
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1f2328; --soft: #59636e; --line: #d1d9e0; --panel: #f6f8fa;
@@ -39,8 +39,8 @@ dd { margin: 0; overflow-wrap: anywhere; }
 """
 
 PAGE = """\
-{% macro who(policy) %}
-<span class="dot" style="background: {{ colours[place_of[policy] % colours|length] }}" aria-hidden="true"></span>
+{% macro label(policy) %}
+<span class="dot" style="background: {{ colours[colour_index[policy] % colours|length] }}" aria-hidden="true"></span>
 {{- policy }}{% endmacro %}
 <!doctype html>
 <html lang="en">
@@ -56,26 +56,27 @@ PAGE = """\
 <header>
 <h1>{{ name }}</h1>
 <p class="soft">{{ policies|length }} {{ "policy" if policies|length == 1 else "policies" }},
-{{ said.settings.tasks }} tasks, {{ said.samples }} {{ "sample" if said.samples == 1 else "samples" }} of each.
-Every trial is a session of the same agent in a pod, graded by the task's own tests.</p>
-{% if not said.finished %}
-<p class="notice">Not finished: only tasks whose trials are all graded count here.</p>
+{{ summary.settings.tasks }} tasks, {{ summary.samples }} {{ "sample" if summary.samples == 1 else "samples" }} of each.
+Every trial is a session of the same agent in a pod, scored by the task's own verifier.</p>
+{% if not summary.finished %}
+<p class="notice">Not finished: only tasks whose trials are all scored count here.</p>
 {% endif %}
 </header>
 
 <section>
 <h2>Results</h2>
 <div class="wide"><table class="stacked">
-<caption>Means over tasks; below them 95% intervals, by drawing tasks anew. Tokens, time and cost are of one
+<caption>Means over tasks; below them 95% bootstrap intervals over tasks. Tokens, time and cost are per
 trial.</caption>
 <thead><tr><th class="text" scope="col">policy</th><th scope="col">tasks</th><th scope="col">solved</th>
 {% if k|int > 1 %}<th scope="col">pass@{{ k }}</th>{% endif %}
 {% if scored %}<th scope="col">score</th>{% if k|int > 1 %}<th scope="col">best of {{ k }}</th>{% endif %}{% endif %}
-<th scope="col">tokens made</th><th scope="col">read</th><th scope="col">turns</th><th scope="col">seconds</th>
-{% if priced %}<th scope="col">cost</th><th scope="col">for a solved one</th>{% endif %}</tr></thead>
+<th scope="col">sampled tokens</th><th scope="col">prompt tokens</th>
+<th scope="col">turns</th><th scope="col">seconds</th>
+{% if priced %}<th scope="col">cost</th><th scope="col">per solved trial</th>{% endif %}</tr></thead>
 <tbody>
 {% for policy in policies %}
-<tr><th class="text" scope="row" title="{{ policy.where }}">{{ who(policy.name) }}</th><td>{{ policy.tasks }}</td>
+<tr><th class="text" scope="row" title="{{ policy.where }}">{{ label(policy.name) }}</th><td>{{ policy.tasks }}</td>
 {% if policy.accuracy is defined %}
 <td><b>{{ policy.accuracy.mean|percent }}</b><small>{{ policy.accuracy|bounds }}</small></td>
 {% if k|int > 1 %}
@@ -86,7 +87,7 @@ trial.</caption>
 <td>{{ policy.score.mean|number }}</td>
 {% if k|int > 1 %}<td>{{ policy.best_of[k]|number if k in policy.best_of else "–" }}</td>{% endif %}
 {% endif %}
-<td>{{ policy.spent.made.mean|number }}<small>{{ policy.spent.made|range }}</small></td>
+<td>{{ policy.spent.made.mean|number }}<small>{{ policy.spent.made|number_range }}</small></td>
 <td>{{ policy.spent.prompt.mean|number }}<small>{{ policy.spent.cached.mean|number }} cached</small></td>
 <td>{{ policy.spent.turns.mean|number }}</td><td>{{ policy.spent.seconds.mean|number }}</td>
 {% if priced %}
@@ -103,33 +104,33 @@ trial.</caption>
 
 {% if plot %}
 <section>
-<h2>What it takes</h2>
+<h2>Tokens and cost</h2>
 <div class="wide">{{ plot }}</div>
 {% if not priced %}
-<p class="soft">Cost is shown where it is known: <code>--price NAME=IN,OUT</code>, dollars for a million tokens.</p>
+<p class="soft">Cost is shown if prices are given: <code>--price NAME=IN,OUT</code>, dollars per million tokens.</p>
 {% endif %}
 </section>
 {% endif %}
 
-{% if said.differences %}
+{% if summary.differences %}
 <section>
 <h2>Differences</h2>
 <div class="wide"><table>
-<caption>Points of tasks solved, task by task, over tasks that both have finished. A bar that crosses the middle is no
-difference one could rely on.</caption>
+<caption>Percentage points of tasks solved, paired by task, over tasks that both have finished. An interval that
+contains zero shows no difference.</caption>
 <thead><tr><th class="text" scope="col">policy</th><th class="text" scope="col">against</th><th scope="col">points</th>
 <th class="text" scope="col">95% interval</th><th class="text" scope="col"></th><th scope="col">tasks</th>
 <th scope="col">better</th><th scope="col">worse</th></tr></thead>
 <tbody>
-{% for each in said.differences %}
-<tr><th class="text" scope="row">{{ who(each.to) }}</th><td class="text">{{ who(each["from"]) }}</td>
+{% for each in summary.differences %}
+<tr><th class="text" scope="row">{{ label(each.to) }}</th><td class="text">{{ label(each["from"]) }}</td>
 {% if each.tasks %}
 <td><b>{{ each.accuracy.mean|points }}</b></td>
-<td class="text">{{ each.accuracy|bounds or "one task says nothing of others" }}</td>
-<td class="text">{{ span(each.accuracy) }}</td>
+<td class="text">{{ each.accuracy|bounds or "none: only one task" }}</td>
+<td class="text">{{ difference_bar(each.accuracy) }}</td>
 <td>{{ each.tasks }}</td><td>{{ each.better }}</td><td>{{ each.worse }}</td>
 {% else %}
-<td class="text soft" colspan="6">no task that both have finished</td>
+<td class="text soft" colspan="6">no task finished by both</td>
 {% endif %}
 </tr>
 {% endfor %}
@@ -141,10 +142,10 @@ difference one could rely on.</caption>
 <section>
 <h2>By category</h2>
 <div class="wide"><table>
-<caption>Tasks solved; in brackets how many tasks.</caption>
+<caption>Tasks solved; in brackets the number of tasks.</caption>
 <thead><tr><th class="text" scope="col">category</th>
 {% for policy in policies %}
-<th scope="col">{{ who(policy.name) }}</th>
+<th scope="col">{{ label(policy.name) }}</th>
 {% endfor %}
 </tr></thead>
 <tbody>
@@ -160,21 +161,21 @@ difference one could rely on.</caption>
 </section>
 {% endif %}
 
-{% if said.tasks %}
+{% if summary.tasks %}
 <section>
 <h2>Task by task</h2>
 <div class="wide"><table class="matrix">
-<caption>Samples solved, of those that are graded.</caption>
+<caption>Samples solved, of those that are scored.</caption>
 <thead><tr><th class="text" scope="col">task</th><th class="text" scope="col">category</th>
 {% for policy in policies %}
-<th scope="col">{{ who(policy.name) }}</th>
+<th scope="col">{{ label(policy.name) }}</th>
 {% endfor %}
 </tr></thead>
 <tbody>
-{% for row in said.tasks %}
+{% for row in summary.tasks %}
 <tr><th class="text" scope="row">{{ row.task }}</th><th class="text" scope="row">{{ row.category }}</th>
 {% for policy in policies %}
-{% set cell = cells(row, policy.name) %}
+{% set cell = task_cell(row, policy.name) %}
 <td title="{{ cell.title }}"{% if cell.share is none %} class="lost"{% else %} style="--share: {{ cell.share }}"
 {%- endif %}>{{ cell.words }}</td>
 {% endfor %}
@@ -191,7 +192,7 @@ difference one could rely on.</caption>
 <caption>{{ caption }}</caption>
 <thead><tr><th class="text" scope="col"></th>
 {% for policy in policies %}
-<th scope="col">{{ who(policy.name) }}</th>
+<th scope="col">{{ label(policy.name) }}</th>
 {% endfor %}
 </tr></thead>
 <tbody>
@@ -205,18 +206,19 @@ difference one could rely on.</caption>
 </tbody></table></div>
 </section>
 {% endmacro %}
-{% if endings %}{{ shares("How sessions ended", "Shares of trials.", endings, ending) }}{% endif %}
-{% if errors %}{{ shares("Calls that failed", "Of a hundred calls of tools, by class.", errors, error) }}{% endif %}
+{% if endings %}{{ shares("How sessions ended", "Fraction of trials.", endings, ending) }}{% endif %}
+{% if errors %}{{ shares("Failed tool calls", "Per hundred tool calls, by class.", errors, error) }}{% endif %}
 
 <section>
-<h2>What the infrastructure lost</h2>
+<h2>Infrastructure failures</h2>
 <div class="wide"><table>
-<caption>Trials that failed for a reason that is not the agent's were run again. They are nobody's zeros.</caption>
+<caption>Trials that failed for reasons outside the agent were run again; they do not count as failures of a
+policy.</caption>
 <thead><tr><th class="text" scope="col">policy</th><th scope="col">failures</th><th class="text" scope="col">by
 class</th><th class="text" scope="col">tasks given up</th></tr></thead>
 <tbody>
 {% for policy in policies %}
-<tr><th class="text" scope="row">{{ who(policy.name) }}</th><td>{{ policy.infrastructure.failures }}</td>
+<tr><th class="text" scope="row">{{ label(policy.name) }}</th><td>{{ policy.infrastructure.failures }}</td>
 <td class="text reason">{% for name, count in policy.infrastructure.by_class.items() %}{{ name }}: {{ count }}
 {{- ", " if not loop.last }}{% else %}–{% endfor %}</td>
 <td class="text reason">{% for task, why in policy.infrastructure.given_up.items() %}<div>{{ task }}:
@@ -226,17 +228,18 @@ class</th><th class="text" scope="col">tasks given up</th></tr></thead>
 </section>
 
 <section>
-<h2>How it was asked</h2>
+<h2>Settings</h2>
 <dl>
 {% for policy in policies %}
-<dt>{{ policy.name }}</dt><dd>{{ policy.kind }} {{ policy.where }}, window of {{ "{:,}".format(policy.window) }} tokens,
-dialect {{ policy.dialect }}{% if policy.price %}, ${{ policy.price.read }} for a million tokens read,
-${{ policy.price.cached }} cached, ${{ policy.price.made }} made{% endif %}</dd>
+<dt>{{ policy.name }}</dt><dd>{{ policy.kind }} {{ policy.where }},
+context window {{ "{:,}".format(policy.window) }} tokens, dialect {{ policy.dialect }}{% if policy.price %},
+${{ policy.price.read }} per million prompt tokens, ${{ policy.price.cached }} cached,
+${{ policy.price.made }} sampled{% endif %}</dd>
 {% endfor %}
-{% for key, value in said.settings.items() if value is not mapping %}
+{% for key, value in summary.settings.items() if value is not mapping %}
 <dt>{{ key }}</dt><dd>{{ value }}</dd>
 {% endfor %}
-{% for key, values in said.settings.items() if values is mapping %}
+{% for key, values in summary.settings.items() if values is mapping %}
 <dt>{{ key }}</dt><dd>{% for part, value in values.items() if value not in (none, "", {}, []) %}{{ part }}
 {{ value|join(", ") if value is sequence and value is not string else value }}
 {{- "; " if not loop.last }}{% endfor %}</dd>

@@ -1,4 +1,4 @@
-"""The page and the table: everything is there, nothing comes from outside, and hostile names stay text."""
+"""The HTML report and the table: complete, self-contained, and hostile names stay text."""
 
 import io
 import re
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from etude.bench.report import conclusions, page, plots, results_table
+from etude.bench.report import conclusions, render_page, render_plots, results_table
 
 HOSTILE = '<script>alert(1)</script>"x'
 
@@ -45,7 +45,7 @@ def policy(name: str, accuracy: float, tokens: float = 100.0, dollars: float | N
     }
 
 
-def said(*policies: dict[str, Any], finished: bool = True) -> dict[str, Any]:
+def summary(*policies: dict[str, Any], finished: bool = True) -> dict[str, Any]:
     cells = {each["name"]: {"solved": [True, False], "score": [1.0, 0.5], "given_up": ""} for each in policies}
     differences = []
     if len(policies) > 1:
@@ -62,7 +62,7 @@ def said(*policies: dict[str, Any], finished: bool = True) -> dict[str, Any]:
 
 
 class Reader(HTMLParser):
-    """What a page holds; that every tag is closed."""
+    """Collects the tags, links and text of a page; checks that every tag is closed."""
 
     VOID = ("meta", "br", "line", "circle", "rect", "path")
 
@@ -95,8 +95,8 @@ def read(text: str) -> Reader:
     return reader
 
 
-def test_a_page_needs_nothing_but_itself() -> None:
-    text = page(said(policy("a", 0.4), policy("b", 0.7, 5000.0, 0.01)), "compare")
+def test_a_page_is_self_contained() -> None:
+    text = render_page(summary(policy("a", 0.4), policy("b", 0.7, 5000.0, 0.01)), "compare")
     reader = read(text)
     assert reader.values == []
     assert "script" not in reader.tags
@@ -107,39 +107,39 @@ def test_a_page_needs_nothing_but_itself() -> None:
     assert reader.text.count("against cost") == 1
 
 
-def test_names_and_reasons_from_outside_stay_text() -> None:
-    facts = said(policy(HOSTILE, 0.4), policy("b", 0.7))
+def test_untrusted_names_and_reasons_stay_text() -> None:
+    facts = summary(policy(HOSTILE, 0.4), policy("b", 0.7))
     facts["tasks"][0] |= {"task": HOSTILE, "category": HOSTILE}
     facts["policies"][0] |= {"where": HOSTILE, "endings": {HOSTILE: 1.0}, "by_category": {}}
     facts["policies"][0]["infrastructure"] |= {"given_up": {HOSTILE: HOSTILE}, "by_class": {HOSTILE: 2}}
     facts["settings"]["environment"]["tools"] = [HOSTILE]
-    reader = read(page(facts, HOSTILE))
+    reader = read(render_page(facts, HOSTILE))
     assert "script" not in reader.tags
     assert reader.text.count(HOSTILE) > 8
 
 
-def test_a_page_of_what_has_hardly_begun_says_so() -> None:
+def test_a_page_without_results_says_so() -> None:
     empty = {key: policy("a", 0.0)[key] for key in ("name", "kind", "where", "model", "window", "dialect", "price")}
     empty |= {"tasks": 0, "trials": {"graded": 0, "wanted": 4, "counted": 0}}
     empty["infrastructure"] = {"failures": 0, "by_class": {}, "last": "", "given_up": {}}
-    facts = said(empty, finished=False) | {"tasks": []}
-    reader = read(page(facts, "compare"))
+    facts = summary(empty, finished=False) | {"tasks": []}
+    reader = read(render_page(facts, "compare"))
     assert "Not finished" in reader.text
     assert "no task is finished" in reader.text
-    assert plots(facts) == ""
+    assert render_plots(facts) == ""
     assert shown(facts).split()[-4:] == ["–", "–", "–", "0"]
-    assert conclusions(facts) == ["a: 4 of 4 trials are still to come"]
+    assert conclusions(facts) == ["a: 4 of 4 trials are missing"]
 
 
 def test_without_prices_there_is_no_plot_against_cost() -> None:
-    facts = said(policy("a", 0.4))
-    assert "against cost" not in plots(facts)
-    assert "--price NAME=IN,OUT" in read(page(facts, "compare")).text
+    facts = summary(policy("a", 0.4))
+    assert "against cost" not in render_plots(facts)
+    assert "--price NAME=IN,OUT" in read(render_page(facts, "compare")).text
 
 
 @pytest.mark.parametrize(("low", "high"), [(1.0, 1.0), (0.0, 0.0), (3.0, 5.0), (1.0, 1e6)])
-def test_plots_stand_any_numbers(low: float, high: float) -> None:
-    svg = plots(said(policy("a", 0.0, low, low), policy("b", 1.0, high, high)))
+def test_plots_accept_any_numbers(low: float, high: float) -> None:
+    svg = render_plots(summary(policy("a", 0.0, low, low), policy("b", 1.0, high, high)))
     assert "nan" not in svg
     assert svg.count("<circle") == 8  # a point and a key of each, in two panels
 
@@ -150,16 +150,16 @@ def shown(facts: dict[str, Any]) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_the_table_shows_what_counts() -> None:
-    text = shown(said(policy("[red]a", 0.4), policy("b", 0.7, 5000.0, 0.01)))
+def test_the_table_shows_the_results() -> None:
+    text = shown(summary(policy("[red]a", 0.4), policy("b", 0.7, 5000.0, 0.01)))
     for word in ("[red]a", "40.0%", "30.0 to 50.0", "pass@2", "5,000", "$0.0100"):
         assert word in text
 
 
-def test_a_difference_in_words_says_how_sure_it_is() -> None:
-    facts = said(policy("a", 0.4), policy("b", 0.7))
+def test_the_sentence_of_a_difference_has_its_interval_and_caveats() -> None:
+    facts = summary(policy("a", 0.4), policy("b", 0.7))
     assert conclusions(facts) == ["b against a: +30.0 points solved [+20.0, +40.0] over 2 tasks, 1 better, 0 worse"]
     facts["differences"][0]["accuracy"] = estimate(0.05)
-    assert conclusions(facts)[0].endswith("; no difference is within the interval")
+    assert conclusions(facts)[0].endswith("; the interval contains zero")
     facts["differences"][0]["accuracy"] = {"mean": 0.1, "low": None, "high": None}
-    assert "from one task" in conclusions(facts)[0]
+    assert "from a single task" in conclusions(facts)[0]

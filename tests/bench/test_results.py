@@ -1,4 +1,4 @@
-"""What trials say: against brute force over tables of random outcomes, and what is no zero."""
+"""Statistics of trials: compared with brute force on random outcomes, and infrastructure failures."""
 
 import itertools
 import json
@@ -13,21 +13,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.bench.candidates import Price
+from etude.bench.policies import TokenPrice
 from etude.bench.results import (
-    Results,
+    PolicyResults,
     difference,
-    plain_name,
     policy_summary,
     read_results,
-    summary,
+    summarize,
+    task_name,
     task_rows,
     trial_rows,
 )
-from etude.evaluation.held_out import begin
-from etude.rollouts.queue import Plan, Slots
+from etude.evaluation.held_out import start
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.settings import QueueSettings
 
-PRICE = Price(2.0, 8.0, 0.5)
+PRICE = TokenPrice(2.0, 8.0, 0.5)
 
 
 def trial(score: float, category: str = "debugging", **facts: Any) -> dict[str, Any]:
@@ -37,11 +38,11 @@ def trial(score: float, category: str = "debugging", **facts: Any) -> dict[str, 
 
 
 def fill(path: Path, outcomes: dict[str, list[dict[str, Any] | str]], size: int) -> Path:
-    """A policy's table: records are results; a word is a failure of the infrastructure that comes every time."""
-    with closing(Slots(path, Plan(group_size=size, in_flight=1000, attempts=2))) as slots:
-        begin(slots, 0, outcomes)
+    """Fill a policy's queue: a record is a result, a string an infrastructure failure of every attempt."""
+    with closing(RolloutQueue(path, QueueSettings(group_size=size, in_flight=1000, max_attempts=2))) as slots:
+        start(slots, 0, outcomes)
         while (slot := slots.claim("w", 0.0)) is not None:
-            found = outcomes[plain_name(slot.task)][slot.number]
+            found = outcomes[task_name(slot.task)][slot.number]
             if isinstance(found, str):
                 slots.fail(slot, found)
             else:
@@ -49,7 +50,7 @@ def fill(path: Path, outcomes: dict[str, list[dict[str, Any] | str]], size: int)
     return path
 
 
-def results(name: str, outcomes: dict[str, list[Any]], size: int) -> Results:
+def results(name: str, outcomes: dict[str, list[Any]], size: int) -> PolicyResults:
     with tempfile.TemporaryDirectory() as directory:
         table = fill(Path(directory) / "slots.sqlite", outcomes, size)
         return read_results(name, table, len(outcomes), size)
@@ -75,15 +76,15 @@ def test_means_pass_at_k_and_best_of_k_are_those_of_all_subsets(
     drawn: tuple[int, dict[str, list[float]], dict[str, list[float]]],
 ) -> None:
     size, scores, _ = drawn
-    said = policy_summary(results("a", {t: [trial(s) for s in row] for t, row in scores.items()}, size))
+    summary = policy_summary(results("a", {t: [trial(s) for s in row] for t, row in scores.items()}, size))
     solved = {task: [float(score >= 1) for score in row] for task, row in scores.items()}
-    assert said["accuracy"]["mean"] == pytest.approx(np.mean([np.mean(row) for row in solved.values()]))
-    assert said["score"]["mean"] == pytest.approx(np.mean([np.mean(row) for row in scores.values()]))
-    assert str(size) in said["pass_at"]
-    for k, estimate in said["pass_at"].items():
+    assert summary["accuracy"]["mean"] == pytest.approx(np.mean([np.mean(row) for row in solved.values()]))
+    assert summary["score"]["mean"] == pytest.approx(np.mean([np.mean(row) for row in scores.values()]))
+    assert str(size) in summary["pass_at"]
+    for k, estimate in summary["pass_at"].items():
         assert estimate["mean"] == pytest.approx(np.mean([subsets_best(row, int(k)) for row in solved.values()]))
         best = np.mean([subsets_best(row, int(k)) for row in scores.values()])
-        assert said["best_of"][k] == pytest.approx(best)
+        assert summary["best_of"][k] == pytest.approx(best)
         if estimate["low"] is not None:
             assert 0 <= estimate["low"] <= estimate["mean"] + 1e-9
             assert estimate["mean"] - 1e-9 <= estimate["high"] <= 1
@@ -103,25 +104,25 @@ def test_a_difference_is_taken_task_by_task(
         results(name, {t: [trial(s) for s in row] for t, row in scores.items()}, size)
         for name, scores in (("a", before), ("b", after))
     )
-    said = difference(a, b)
+    summary = difference(a, b)
     rates = {t: np.mean([s >= 1 for s in after[t]]) - np.mean([s >= 1 for s in before[t]]) for t in before}
-    assert said["accuracy"]["mean"] == pytest.approx(np.mean(list(rates.values())))
-    assert said["better"] == sum(rate > 0 for rate in rates.values())
-    assert said["worse"] == sum(rate < 0 for rate in rates.values())
+    assert summary["accuracy"]["mean"] == pytest.approx(np.mean(list(rates.values())))
+    assert summary["better"] == sum(rate > 0 for rate in rates.values())
+    assert summary["worse"] == sum(rate < 0 for rate in rates.values())
     turned = difference(b, a)
-    assert turned["accuracy"]["mean"] == pytest.approx(-said["accuracy"]["mean"])
+    assert turned["accuracy"]["mean"] == pytest.approx(-summary["accuracy"]["mean"])
 
 
 def test_an_interval_is_that_of_all_ways_to_draw_three_tasks() -> None:
-    """Three tasks can be drawn in 27 ways: the bounds are quantiles of those means, widened as the estimator says."""
+    """Three tasks can be drawn in 27 ways: the bounds are quantiles of those means, widened as the estimator does."""
     rates = [0.0, 0.5, 1.0]
     scores = {f"t{task}": [float(sample < rate * 4) for sample in range(4)] for task, rate in enumerate(rates)}
-    said = policy_summary(results("a", {t: [trial(s) for s in row] for t, row in scores.items()}, 4))
+    summary = policy_summary(results("a", {t: [trial(s) for s in row] for t, row in scores.items()}, 4))
     means = np.array([np.mean(ways) for ways in itertools.product(rates, repeat=3)])
     wide = 0.5 + (means - 0.5) * math.sqrt(3 / 2)
     low, high = np.quantile(np.repeat(wide, 50), [0.025, 0.975])
-    assert said["accuracy"]["low"] == pytest.approx(max(0.0, low), abs=0.03)
-    assert said["accuracy"]["high"] == pytest.approx(min(1.0, high), abs=0.03)
+    assert summary["accuracy"]["low"] == pytest.approx(max(0.0, low), abs=0.03)
+    assert summary["accuracy"]["high"] == pytest.approx(min(1.0, high), abs=0.03)
 
 
 def test_pairing_takes_the_difficulty_of_tasks_out_of_a_difference() -> None:
@@ -137,73 +138,73 @@ def test_pairing_takes_the_difficulty_of_tasks_out_of_a_difference() -> None:
     assert paired["high"] - paired["low"] < 0.01 < 0.2 < alone["high"] - alone["low"]
 
 
-# ------------------------------------------------------------------------------------------- what is no zero
+# ------------------------------------------------------------------------------------------- infrastructure failures
 
 
-def test_what_the_infrastructure_lost_is_counted_beside_and_never_a_zero() -> None:
+def test_infrastructure_failures_are_counted_separately_and_never_as_zeros() -> None:
     outcomes: dict[str, list[Any]] = {
         "good": [trial(1.0), trial(1.0)],
         "lost": [trial(1.0), "sandbox: the pod was lost"],
         "bad": [trial(0.0), trial(0.0)],
     }
     found = results("a", outcomes, 2)
-    said = policy_summary(found)
-    assert said["accuracy"]["mean"] == 0.5
-    assert (said["tasks"], said["trials"]) == (2, {"graded": 5, "wanted": 6, "counted": 4})
-    about = said["infrastructure"]
+    summary = policy_summary(found)
+    assert summary["accuracy"]["mean"] == 0.5
+    assert (summary["tasks"], summary["trials"]) == (2, {"graded": 5, "wanted": 6, "counted": 4})
+    about = summary["infrastructure"]
     assert about["failures"] == 2
     assert about["by_class"] == {"sandbox": 2}
     assert list(about["given_up"]) == ["lost"]
     assert [row["counted"] for row in trial_rows(found)] == [True, True, True, True, False]
-    assert found.over
+    assert found.finished
 
 
 def test_only_tasks_that_both_finished_are_compared() -> None:
     a = results("a", {"x": [trial(0.0)], "y": ["sandbox: lost"], "z": [trial(1.0)]}, 1)
     b = results("b", {"x": [trial(1.0)], "y": [trial(1.0)], "z": ["sandbox: lost"]}, 1)
-    said = difference(a, b)
-    assert (said["tasks"], said["tasks_of_one_only"]) == (1, 2)
-    assert said["accuracy"] == {"mean": 1.0, "low": None, "high": None}
+    summary = difference(a, b)
+    assert (summary["tasks"], summary["tasks_of_one_only"]) == (1, 2)
+    assert summary["accuracy"] == {"mean": 1.0, "low": None, "high": None}
     assert difference(a, results("c", {"y": [trial(1.0)]}, 1))["tasks"] == 0
 
 
-def test_a_policy_that_has_not_begun_has_no_mean(tmp_path: Path) -> None:
+def test_a_policy_without_trials_has_no_mean(tmp_path: Path) -> None:
     nothing = read_results("a", tmp_path / "slots.sqlite", 3, 2)
-    assert not nothing.over
-    said = summary([nothing], {})
-    assert "accuracy" not in said["policies"][0]
-    assert not said["finished"]
-    assert json.loads(json.dumps(said)) == said
+    assert not nothing.finished
+    summary = summarize([nothing], {})
+    assert "accuracy" not in summary["policies"][0]
+    assert not summary["finished"]
+    assert json.loads(json.dumps(summary)) == summary
 
 
-def test_tasks_under_way_do_not_count_yet(tmp_path: Path) -> None:
+def test_unfinished_tasks_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "slots.sqlite"
-    with closing(Slots(path, Plan(group_size=2))) as slots:
-        begin(slots, 0, ["x", "y"])
+    with closing(RolloutQueue(path, QueueSettings(group_size=2))) as slots:
+        start(slots, 0, ["x", "y"])
         for score in (1.0, 1.0, 0.0):
             slot = slots.claim("w", 0.0)
             assert slot is not None
             slots.finish(slot, trial(score), "t", (0, 0))
-        found = read_results("a", path, 2, 2)  # while somebody works on it
-    said = policy_summary(found)
-    assert (said["tasks"], said["accuracy"]["mean"], found.over) == (1, 1.0, False)
+        found = read_results("a", path, 2, 2)  # while the queue is open for writing
+    summary = policy_summary(found)
+    assert (summary["tasks"], summary["accuracy"]["mean"], found.finished) == (1, 1.0, False)
     assert [len(row["policies"]["a"]["solved"]) for row in task_rows([found])] == [2, 1]
 
 
-# ------------------------------------------------------------------------------------------- what it takes
+# ------------------------------------------------------------------------------------------- tokens, time and cost
 
 
-def test_tokens_time_and_cost_are_of_a_trial_and_of_a_success() -> None:
+def test_tokens_time_and_cost_are_per_trial_and_per_solved_trial() -> None:
     dear = {"prompt": 3000, "cached": 1000, "turns": 8, "calls": 5, "wall_s": 4.0, "model_s": 3.0}
     outcomes = {"x": [trial(1.0), trial(0.0)], "y": [trial(0.0, made=300, cost=dear)] * 2}
-    said = policy_summary(results("a", outcomes, 2), PRICE)
-    assert said["spent"]["made"]["mean"] == 200
-    assert said["spent"]["prompt"]["mean"] == 2000
-    assert said["spent"]["seconds"]["mean"] == 3.0
+    summary = policy_summary(results("a", outcomes, 2), PRICE)
+    assert summary["spent"]["made"]["mean"] == 200
+    assert summary["spent"]["prompt"]["mean"] == 2000
+    assert summary["spent"]["seconds"]["mean"] == 3.0
     cheap, high = (400 * 2 + 600 * 0.5 + 100 * 8) / 1e6, (2000 * 2 + 1000 * 0.5 + 300 * 8) / 1e6
-    assert said["spent"]["dollars"]["mean"] == pytest.approx((cheap + high) / 2)
-    assert said["per_solved"]["dollars"] == pytest.approx(2 * cheap + 2 * high)
-    assert said["per_solved"]["made"] == 800
+    assert summary["spent"]["dollars"]["mean"] == pytest.approx((cheap + high) / 2)
+    assert summary["per_solved"]["dollars"] == pytest.approx(2 * cheap + 2 * high)
+    assert summary["per_solved"]["made"] == 800
     unpriced = policy_summary(results("a", outcomes, 2))
     assert "dollars" not in unpriced["spent"]
     none = policy_summary(results("a", {"x": [trial(0.0)] * 2}, 2), PRICE)
@@ -215,9 +216,9 @@ def test_categories_endings_errors_and_cheats_are_counted() -> None:
         "x": [trial(1.0, errors={"timeout": 1}), trial(0.0, ending="turns")],
         "y": [trial(0.0, "review", hack="went for the reward files"), trial(0.0, "review", errors={"timeout": 2})],
     }
-    said = policy_summary(results("a", outcomes, 2))
-    assert said["by_category"]["debugging"] == {"tasks": 1, "accuracy": 0.5, "pass_at": {"2": 1.0}}
-    assert said["by_category"]["review"]["accuracy"] == 0.0
-    assert said["endings"] == {"final": 0.75, "turns": 0.25}
-    assert said["errors"] == {"calls": 12, "failed": {"timeout": 3}}
-    assert said["hacks"] == 1
+    summary = policy_summary(results("a", outcomes, 2))
+    assert summary["by_category"]["debugging"] == {"tasks": 1, "accuracy": 0.5, "pass_at": {"2": 1.0}}
+    assert summary["by_category"]["review"]["accuracy"] == 0.0
+    assert summary["endings"] == {"final": 0.75, "turns": 0.25}
+    assert summary["errors"] == {"calls": 12, "failed": {"timeout": 3}}
+    assert summary["hacks"] == 1

@@ -1,0 +1,313 @@
+"""The policies that are compared: checkpoints in this process, and models behind OpenAI-compatible endpoints.
+
+A BenchPolicy is parsed from the command line; `open_trial_runner` opens it for trials. A checkpoint is sampled by our
+engine, token for token; an endpoint is asked through its chat API. API keys come from environment variables, stay in
+this process, and are removed from an endpoint's answers and errors before anything is written.
+"""
+
+import asyncio
+import os
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from etude.bench.chat_rollout import RedactingChat, run_chat_rollout
+from etude.chat.dialects import dialect_for
+from etude.chat.dialects.dialect import Dialect
+from etude.chat.tokenizer import Tokenizer, check_vocabulary
+from etude.errors import EtudeError, InputError
+from etude.files import files_digest
+from etude.harness.open_client import CHAT_WINDOW
+from etude.inference.clients.transport import RetryPolicy, ServerError, ServerUnreachable
+from etude.model.config import ModelConfig
+from etude.pods.fleet import Fleet
+from etude.rollouts.rollout import PolicyBinding, Rollout, RolloutFailed, RolloutOptions, run_rollout
+from etude.tasks.task import Task
+
+DEFAULT_KEY_ENV = "ETUDE_API_KEY"  # the variable that holds an endpoint's API key unless --key-env names another
+FATAL_STATUSES = (401, 403, 404)  # wrong key or wrong model: a retry does not help
+MAX_LISTED_MODELS = 10  # with more models listed, an endpoint is assumed to accept unlisted names too
+PAGE_SIZE = 16
+MAX_CACHE_TOKENS = 65_536  # of a checkpoint's engine, unless one context window is larger
+PROBE_RETRY = RetryPolicy(timeout=60.0, attempts=3)  # a missing endpoint should be reported soon
+TRIAL_RETRY = RetryPolicy(attempts=12)  # hosted endpoints are often busy, and a lost trial costs money
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "*.safetensors")
+
+
+@dataclass(frozen=True)
+class TokenPrice:
+    """Dollars per million tokens. Field names are keys of bench.json."""
+
+    read: float  # prompt tokens
+    made: float  # sampled tokens
+    cached: float  # prompt tokens served from the endpoint's cache
+
+    def dollars(self, cost: Mapping[str, Any], made: int) -> float:
+        """Return the price of a session from the `cost` of its record and its sampled tokens."""
+        prompt, cached = int(cost["prompt"]), int(cost["cached"])
+        return ((prompt - cached) * self.read + cached * self.cached + made * self.made) / 1e6
+
+
+@dataclass(frozen=True)
+class BenchPolicy:
+    """A policy under the name used in the results: a checkpoint's directory, or a model at an endpoint."""
+
+    name: str
+    directory: Path | None = None
+    url: str = ""  # with its /v1
+    model: str = ""
+    key_env: str = ""
+
+    @property
+    def kind(self) -> Literal["checkpoint", "endpoint"]:
+        return "endpoint" if self.directory is None else "checkpoint"
+
+    @property
+    def where(self) -> str:
+        return f"{self.url}#{self.model}" if self.directory is None else str(self.directory)
+
+    def key(self) -> str:
+        """Return the endpoint's API key, or "" if there is none. It must not be stored."""
+        if self.key_env and not os.environ.get(self.key_env):
+            raise InputError(f"--key-env {self.name}={self.key_env}: there is no such variable, or it is empty")
+        return os.environ.get(self.key_env or DEFAULT_KEY_ENV, "")
+
+
+@dataclass(frozen=True)
+class PolicyProfile:
+    """Properties of a policy, found by `probe_policy`. Field names are keys of bench.json."""
+
+    window: int  # tokens
+    dialect: str
+    digest: str = ""  # of a checkpoint's files, so that results of two models are not mixed
+
+
+# ------------------------------------------------------------------------------------------- command line
+
+
+def parse_policies(
+    policies: Sequence[str], key_envs: Sequence[str] = (), option: str = "--policy"
+) -> tuple[BenchPolicy, ...]:
+    """Parse policies from `[NAME=]DIRECTORY` and `[NAME=]URL#MODEL`; their names must be unique."""
+    found = [_parse_policy(text, option) for text in policies]
+    twice = [name for name, count in Counter(each.name for each in found).items() if count > 1]
+    if twice:
+        raise InputError(f"{option}: two policies are called {twice[0]}; name them, as in {option} base=DIRECTORY")
+    keys = dict(_split_option(text, "--key-env", "NAME=VARIABLE", [each.name for each in found]) for text in key_envs)
+    local = [each.name for each in found if each.directory is not None and each.name in keys]
+    if local:
+        raise InputError(f"--key-env {local[0]}=...: {local[0]} is a checkpoint, which needs no key")
+    return tuple(replace(each, key_env=keys.get(each.name, "")) for each in found)
+
+
+def parse_prices(texts: Sequence[str], names: Sequence[str]) -> dict[str, TokenPrice]:
+    """Parse prices from `NAME=IN,OUT[,CACHED]`; without CACHED, cached tokens cost IN."""
+    prices = {}
+    for text in texts:
+        name, numbers = _split_option(text, "--price", "NAME=IN,OUT[,CACHED]", names)
+        try:
+            values = [float(number) for number in numbers.split(",")]
+        except ValueError:
+            values = []
+        if len(values) not in (2, 3) or not all(0 <= value < float("inf") for value in values):
+            raise InputError(f"--price {text}: expected NAME=IN,OUT[,CACHED] in dollars per million tokens")
+        prices[name] = TokenPrice(values[0], values[1], values[-1] if len(values) == 3 else values[0])
+    return prices
+
+
+def _parse_policy(text: str, option: str) -> BenchPolicy:
+    name, location = "", text
+    if not _is_url(text) and not Path(text).expanduser().is_dir():  # the path of a directory may contain "="
+        name, equals, location = text.partition("=")
+        name, location = (name, location) if equals else ("", text)
+    if name and not re.fullmatch(r"[\w.-]+", name):
+        raise InputError(f"{option} {text}: the name {name!r} may contain only letters, digits, dots, - and _")
+    if _is_url(location):
+        return _parse_endpoint(name, location, option)
+    directory = Path(location).expanduser()
+    if not directory.is_dir():
+        raise InputError(
+            f"{option} {text}: no such directory; expected a checkpoint's directory, or http://HOST/v1#MODEL"
+        )
+    directory = directory.resolve()
+    return BenchPolicy(name or _slug(directory.name), directory)
+
+
+def _parse_endpoint(name: str, location: str, option: str) -> BenchPolicy:
+    url, _, model = location.partition("#")
+    parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query:  # the URL is written to the results
+        raise InputError(
+            f"{option}: a URL with a password or a query; put the key in ${DEFAULT_KEY_ENV}, or in a variable named by "
+            "--key-env"
+        )
+    if not parts.hostname:
+        raise InputError(f"{option} {location}: expected a URL such as http://127.0.0.1:8000/v1#MODEL")
+    if not model:
+        raise InputError(f"{option} {location}: no model; name it after a #, as in {url}#MODEL")
+    return BenchPolicy(name or _slug(model), url=url.rstrip("/"), model=model)
+
+
+def _is_url(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name).strip("-") or "policy"
+
+
+def _split_option(text: str, option: str, form: str, names: Sequence[str]) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not value:
+        raise InputError(f"{option} {text}: expected {form}")
+    if name not in names:
+        raise InputError(f"{option} {text}: no policy {name}; the policies are {', '.join(names)}")
+    return name, value
+
+
+# ------------------------------------------------------------------------------------------- probing
+
+
+async def probe_policy(policy: BenchPolicy, dialect: str = "", window: int = 0) -> PolicyProfile:
+    """Check that a policy is usable before any trial is run, and return its properties; errors name the policy."""
+    try:
+        if policy.directory is None:
+            return await _probe_endpoint(policy, window)
+        return await asyncio.to_thread(_probe_checkpoint, policy.directory, dialect, window)
+    except InputError as error:
+        raise InputError(f"policy {policy.name}: {error}") from None
+    except EtudeError as error:
+        raise EtudeError(f"policy {policy.name}: {error}") from None
+
+
+def _probe_checkpoint(directory: Path, dialect: str, window: int) -> PolicyProfile:
+    config = ModelConfig.load(directory)
+    tokenizer = Tokenizer.load(directory)
+    check_vocabulary(tokenizer, config.vocab_size, str(directory))
+    files = sorted({path for pattern in MODEL_FILES for path in directory.glob(pattern) if path.is_file()})
+    digest = files_digest((path.name, path) for path in files)
+    return PolicyProfile(_window(window, config.max_length), dialect_for(tokenizer, dialect or None).name, digest)
+
+
+async def _probe_endpoint(policy: BenchPolicy, window: int) -> PolicyProfile:
+    client = _client(policy, PROBE_RETRY)
+    try:
+        served = await client.models()
+    except ServerError as error:
+        if error.status in (401, 403):
+            raise
+        served = []  # listing models is optional
+    finally:
+        await client.close()
+    facts = next((each for each in served if each.get("id") == policy.model), None)
+    if facts is None and 0 < len(served) <= MAX_LISTED_MODELS:
+        names = ", ".join(str(each.get("id")) for each in served)
+        raise InputError(f"{policy.url} serves no {policy.model}; it serves {names}")
+    max_length = (facts or {}).get("max_model_len")  # vLLM's field
+    if isinstance(max_length, int) and max_length > 0:
+        return PolicyProfile(_window(window, max_length), "chat")
+    return PolicyProfile(window or CHAT_WINDOW, "chat")
+
+
+def _window(requested: int, available: int) -> int:
+    if requested > available:
+        raise InputError(f"--window {requested:,}: the context window of this model is {available:,} tokens")
+    return requested or available
+
+
+def _client(policy: BenchPolicy, retry: RetryPolicy) -> RedactingChat:
+    # OpenAI's newer models refuse "max_tokens".
+    limit = "max_completion_tokens" if urlsplit(policy.url).hostname == "api.openai.com" else "max_tokens"
+    return RedactingChat(policy.url, policy.key(), model=policy.model, limit=limit, retry=retry)
+
+
+# ------------------------------------------------------------------------------------------- trials
+
+
+class PolicyTrialRunner(ABC):
+    """An opened policy that can run trials."""
+
+    @abstractmethod
+    async def run_trial(
+        self, fleet: Fleet, task: Task, settings: RolloutOptions, *, seed: int, id: str, facts: Mapping[str, Any]
+    ) -> Rollout:
+        """Run one trial: a session in a pod, verified and scored. Raise RolloutFailed if nothing can be scored."""
+
+    @abstractmethod
+    async def check(self, failure: RolloutFailed) -> None:
+        """Raise EtudeError if this failure means that further trials would fail too."""
+
+
+@asynccontextmanager
+async def open_trial_runner(
+    policy: BenchPolicy, profile: PolicyProfile, *, at_once: int, device: str = "auto"
+) -> AsyncIterator[PolicyTrialRunner]:
+    """Load a checkpoint or connect to an endpoint; yield a runner for its trials."""
+    if policy.directory is None:
+        client = _client(policy, TRIAL_RETRY)
+        try:
+            yield EndpointTrialRunner(policy, client, profile.window)
+        finally:
+            await client.close()
+        return
+
+    # Imported here: endpoints need neither torch nor the engine.
+    from etude.inference.engine import Engine, EngineOptions
+    from etude.inference.service import EngineService
+    from etude.kernels import usable_device
+    from etude.model.checkpoint import load
+
+    tokenizer = Tokenizer.load(policy.directory)
+    network = await asyncio.to_thread(load, policy.directory, device=usable_device(device))
+    cache_tokens = max(profile.window, min(MAX_CACHE_TOKENS, at_once * profile.window))
+    options = EngineOptions(
+        cache_tokens=(-(-cache_tokens // PAGE_SIZE) + 2) * PAGE_SIZE, page_size=PAGE_SIZE, max_sequences=at_once
+    )
+    async with EngineService(Engine(network, options, tokenizer=tokenizer)) as service:
+        dialect = dialect_for(tokenizer, profile.dialect)
+        yield CheckpointTrialRunner(policy, service, dialect, min(profile.window, service.max_sequence_tokens))
+
+
+class CheckpointTrialRunner(PolicyTrialRunner):
+    """Runs trials of a checkpoint in this process, token for token."""
+
+    def __init__(self, policy: BenchPolicy, service: Any, dialect: Dialect, window: int) -> None:
+        from etude.inference.clients.inprocess import InProcessPolicy
+
+        self.service = service
+        self.binding = PolicyBinding(InProcessPolicy(service), dialect, window, policy.name)
+
+    async def run_trial(
+        self, fleet: Fleet, task: Task, settings: RolloutOptions, *, seed: int, id: str, facts: Mapping[str, Any]
+    ) -> Rollout:
+        return await run_rollout(fleet, task, self.binding, settings, seed=seed, id=id, facts=facts)
+
+    async def check(self, failure: RolloutFailed) -> None:
+        if self.service.failure is not None:
+            raise self.service.failure
+
+
+class EndpointTrialRunner(PolicyTrialRunner):
+    """Runs trials of a model behind a chat API."""
+
+    def __init__(self, policy: BenchPolicy, client: RedactingChat, window: int) -> None:
+        self.policy, self.client, self.window = policy, client, window
+
+    async def run_trial(
+        self, fleet: Fleet, task: Task, settings: RolloutOptions, *, seed: int, id: str, facts: Mapping[str, Any]
+    ) -> Rollout:
+        # no seed: not every endpoint accepts one, and those that do guarantee nothing
+        return await run_chat_rollout(fleet, task, self.client, self.window, settings, id=id, facts=facts)
+
+    async def check(self, failure: RolloutFailed) -> None:
+        cause = failure.__cause__
+        if isinstance(cause, ServerError) and cause.status in FATAL_STATUSES:
+            raise cause
+        if isinstance(cause, ServerUnreachable):  # raises if the endpoint is gone
+            await _probe_endpoint(self.policy, 0)
