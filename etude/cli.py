@@ -281,12 +281,12 @@ def _run(
 
     resolved = load_recipe(recipe, overrides or ())
     if dry_run:
-        from etude.pipeline.dry_run.plan import describe
+        from etude.pipeline.dry_run.plan import make_plan
         from etude.pipeline.dry_run.render import plan_data, plan_text
         from etude.system.progress import progress_line
 
         with progress_line("dry run") as report:
-            plan = describe(resolved, out, only, report=report)
+            plan = make_plan(resolved, out, only, report=report)
         print(json.dumps(plan_data(plan)) if as_json else plan_text(plan))
         return
     if out is None:
@@ -298,13 +298,13 @@ def _run(
 
 def _show(stages: dict[str, dict[str, Any]], out: Path, as_json: bool) -> None:
     """Print a summary of each stage."""
-    from etude.pipeline.stage_summary import stage_summary
+    from etude.pipeline.stage_summary import summarize_stage
 
     if as_json:
         print(json.dumps({"run": str(out), "stages": stages}))
         return
     for stage, facts in stages.items():
-        print(stage_summary(stage, facts))
+        print(summarize_stage(stage, facts))
     print(f"run: {out}")
 
 

@@ -1,0 +1,23 @@
+"""Run a recipe's stages in order in one run directory, summarize what each found, or plan it without running it.
+
+`run_recipe` runs it, `summarize_stage` renders a finished stage, `make_plan` is the dry run. A stage imports its
+package when it starts: importing this package does not load torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from etude.pipeline.stage_summary import summarize_stage
+from etude.pipeline.stages import STAGES, StageFunction, run_recipe
+
+if TYPE_CHECKING:
+    from etude.pipeline.dry_run.plan import RunPlan, make_plan
+
+_MODULES = {"RunPlan": "etude.pipeline.dry_run.plan", "make_plan": "etude.pipeline.dry_run.plan"}  # they load torch
+__all__ = ["STAGES", "RunPlan", "StageFunction", "make_plan", "run_recipe", "summarize_stage"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'etude.pipeline' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

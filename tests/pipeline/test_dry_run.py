@@ -1,4 +1,4 @@
-"""A dry run tells what would happen, tells everything that is wrong at once, and leaves no trace."""
+"""A dry run plans every stage, reports all problems at once, and writes nothing."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from etude.data.corpus import CorpusOptions, build_corpus
 from etude.errors import InputError
 from etude.model.config import ModelConfig, with_rope
 from etude.model.describe import find_config
-from etude.pipeline.dry_run.check import look
-from etude.pipeline.dry_run.measure import corpus_rate, growing, step_seconds
+from etude.pipeline.dry_run.check import check_recipe
+from etude.pipeline.dry_run.measure import corpus_rate, measure_scaled, step_seconds
 from etude.pipeline.dry_run.memory import training_memory
-from etude.pipeline.dry_run.plan import describe
+from etude.pipeline.dry_run.plan import make_plan
 from etude.pipeline.dry_run.render import duration, plan_data, plan_text
 from etude.pipeline.dry_run.rl_estimate import rl_memory, rl_seconds
-from etude.pipeline.stages import run_recipe
+from etude.pipeline.stages import STAGES, run_recipe
 from etude.recipe.recipe import load_recipe
 from etude.runs.run import Run
-from etude.train.stages import pretrain
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -88,7 +87,7 @@ BUDGET = 0.05  # seconds to measure in
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def workspace(tmp_path: Path) -> Path:
     for package in ("one", "two", "away"):
         (tmp_path / "code" / package).mkdir(parents=True)
         for name in ("a", "b"):
@@ -103,34 +102,32 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def everything(place: Path) -> dict[str, str]:
-    """Every file below a directory, with its content."""
-    files = (path for path in sorted(place.rglob("*")) if path.is_file())
-    return {str(path.relative_to(place)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+def file_digests(workspace: Path) -> dict[str, str]:
+    """Return the digest of every file below a directory."""
+    files = (path for path in sorted(workspace.rglob("*")) if path.is_file())
+    return {str(path.relative_to(workspace)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def problems(recipe: Path, *overrides: str, out: Path | None = None, only: str | None = None) -> list[str]:
     with pytest.raises(InputError) as raised:
-        describe(load_recipe(recipe, overrides), out, only, budget=BUDGET)
+        make_plan(load_recipe(recipe, overrides), out, only, budget=BUDGET)
     return str(raised.value).splitlines()
 
 
 # ------------------------------------------------------------------------------------------------ the plan
 
 
-def test_every_stage_says_what_it_does_and_takes_and_nothing_is_written(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(place)
-    before = everything(place)
-    plan = describe(load_recipe(place / "tiny.toml"), place / "run", budget=BUDGET)
-    assert everything(place) == before
-    assert not (place / "run").exists()
+def test_every_stage_is_planned_and_nothing_is_written(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workspace)
+    before = file_digests(workspace)
+    plan = make_plan(load_recipe(workspace / "tiny.toml"), workspace / "run", budget=BUDGET)
+    assert file_digests(workspace) == before
+    assert not (workspace / "run").exists()
     stages = {stage.stage: stage for stage in plan.stages}
-    assert list(stages) == list(load_recipe(place / "tiny.toml").stages)
+    assert list(stages) == list(load_recipe(workspace / "tiny.toml").stages)
     assert all(stage.time is not None and stage.time.seconds > 0 for stage in plan.stages)
     assert stages["pretrain"].does[0] == "20 steps of 2 x 2 rows of 32 tokens: 2,560 tokens"
-    assert "trains 1 layer of multi-token prediction alone, the model frozen" in stages["mtp"].does
+    assert "trains 1 layer of multi-token prediction alone, with the model frozen" in stages["mtp"].does
     assert "measured here" in stages["sft"].time.basis  # type: ignore[union-attr]
     assert all(stages[name].memory[0].total > 0 for name in ("pretrain", "mtp", "extend", "sft"))
     assert plan.seconds == pytest.approx(sum(stage.time.seconds for stage in plan.stages if stage.time))
@@ -139,8 +136,8 @@ def test_every_stage_says_what_it_does_and_takes_and_nothing_is_written(
     assert json.loads(json.dumps(plan_data(plan)))["stages"]["extend"]["does"] == list(stages["extend"].does)
 
 
-def test_programs_get_one_object(place: Path) -> None:
-    result = CliRunner().invoke(app, ["pretrain", str(place / "tiny.toml"), "--dry-run", "--json"])
+def test_json_output_is_one_object(workspace: Path) -> None:
+    result = CliRunner().invoke(app, ["pretrain", str(workspace / "tiny.toml"), "--dry-run", "--json"])
     assert result.exit_code == 0, result.exception
     found = json.loads(result.stdout)
     assert list(found["stages"]) == ["pretrain"]
@@ -149,53 +146,53 @@ def test_programs_get_one_object(place: Path) -> None:
     assert stage["memory"][0]["total"] == sum(stage["memory"][0]["pieces"].values())
 
 
-def test_the_tokens_of_a_corpus_are_known_before_it_is_built(place: Path) -> None:
-    recipe = load_recipe(place / "tiny.toml")
+def test_the_tokens_of_a_corpus_are_estimated_from_a_sample(workspace: Path) -> None:
+    recipe = load_recipe(workspace / "tiny.toml")
     for stage in ("tokenizer", "init", "corpus"):
-        run_recipe(recipe, place / "run", resume=True, only=stage)
-    run = Run.read(place / "run")
-    found = look(recipe, ["corpus"], run)
+        run_recipe(recipe, workspace / "run", resume=True, only=stage)
+    run = Run.read(workspace / "run")
+    found = check_recipe(recipe, ["corpus"], run)
     assert not found.problems
     assert found.tokenizer is not None
     text, options = found.texts["code"], CorpusOptions(held_out=("away",), near=1.0)
     rate = corpus_rate(text.sample, options, found.tokenizer)
-    built = build_corpus([str(place / "code")], found.tokenizer, place / "corpus", options)
+    built = build_corpus([str(workspace / "code")], found.tokenizer, workspace / "corpus", options)
     assert text.files == 6
     assert rate.tokens * text.bytes == pytest.approx(sum(size.tokens for size in built.splits.values()))
 
 
-# ------------------------------------------------------------------------------------------------ what is wrong
+# ------------------------------------------------------------------------------------------------ problems
 
 
-def test_all_problems_come_together_each_under_its_key(place: Path) -> None:
+def test_all_problems_come_together_each_under_its_key(workspace: Path) -> None:
     lines = problems(
-        place / "tiny.toml",
+        workspace / "tiny.toml",
         'tokenizer.sources=["./nowhere"]',
         "pretrain.length=64",
         "mtp.device=cuda:7",
         'sft.mix=[{corpus = "code"}]',
-        'track=["wandb"]',
+        'loggers=["wandb"]',
         'nll.sources=["chat.jsonl", "./missing"]',
     )
     expected = [
-        "track names wandb, which is not installed",
+        "loggers names wandb, which is not installed",
         f"tokenizer.sources: source {os.path.abspath('nowhere')} does not exist",
-        "pretrain.length 64 exceeds the 32 tokens this model reads",
+        "pretrain.length 64 exceeds the model's context of 32 tokens",
         "mtp.device: device cuda:7: torch cannot use it here",
-        "sft.mix: sft learns from conversations; corpus code has none",
+        "sft.mix: sft trains on conversations; corpus code has none",
         "nll.sources: ",
     ]
     assert len(lines) == len(expected), lines
     assert all(line.startswith(words) for line, words in zip(lines, expected, strict=True)), lines
 
 
-def test_what_reinforcement_learning_lacks_is_told_before_it_starts(tmp_path: Path) -> None:
+def test_problems_of_rl_are_reported_before_it_starts(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, tasks=5, estimator={"kl": "k1", "kl_weight": 0.1, "reference": str(tmp_path / "no")})
     lines = problems(
         recipe,
         "rl.window=4096",
         "rl.rewards={corectness = 1.0}",
-        'rl.environment.tools=["read_fil"]',
+        'rl.tool_set.tools=["read_fil"]',
         "rl.sampler.device=cuda:7",
         "rl.weights.store=nosuch://bucket",
         f"rl.evaluation.tasks={tmp_path}/elsewhere",
@@ -205,18 +202,18 @@ def test_what_reinforcement_learning_lacks_is_told_before_it_starts(tmp_path: Pa
         "rl.sampler.device: device cuda:7",
         f"rl.evaluation.tasks: {tmp_path}/elsewhere does not exist",
         "rl.tasks has 5 prompts, but 3 steps of 2 groups take 6",
-        "rl: rewards: corectness is no term",
-        "rl: environment: 'read_fil' is not a tool",
+        "rl: rewards: corectness is not a term",
+        "rl: tool set: 'read_fil' is not a tool",
         "rl.weights.store: nosuch://bucket: no such object store",
         f"rl.estimator.reference: {tmp_path}/no does not exist",
-        "rl.window 4,096 exceeds the 2,048 tokens this model reads",
+        "rl.window 4,096 exceeds the model's context of 2,048 tokens",
         "rl.dialect: klingon is not a dialect",
     ]
     assert len(lines) == len(expected), lines
     assert all(line.startswith(words) for line, words in zip(lines, expected, strict=True)), lines
 
 
-def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_in_one_line(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text('name = "r"\nstages = ["base"]\n[base]\nsource = "no-such-package"\n')
     (line,) = problems(recipe)
@@ -227,123 +224,123 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     )
 
 
-def test_the_command_exits_with_2_and_prints_no_plan(place: Path) -> None:
-    result = CliRunner().invoke(app, ["run", str(place / "tiny.toml"), "--dry-run", "--set", "sft.device=cuda:7"])
+def test_the_command_exits_with_2_and_prints_no_plan(workspace: Path) -> None:
+    result = CliRunner().invoke(app, ["run", str(workspace / "tiny.toml"), "--dry-run", "--set", "sft.device=cuda:7"])
     assert isinstance(result.exception, InputError)
     assert result.exception.exit_code == 2
     assert "tokens" not in result.stdout
 
 
-# ------------------------------------------------------------------------------------------------ a run that is there
+# ------------------------------------------------------------------------------------------------ an existing run
 
 
-def interrupted(place: Path) -> Path:
-    """A run that was stopped in pretrain, after a checkpoint."""
-    recipe = load_recipe(place / "tiny.toml")
+def interrupted_run(workspace: Path) -> Path:
+    """Return a run that was stopped in pretrain, after a checkpoint."""
+    recipe = load_recipe(workspace / "tiny.toml")
     for stage in ("tokenizer", "init", "corpus"):
-        run_recipe(recipe, place / "run", resume=True, only=stage)
+        run_recipe(recipe, workspace / "run", resume=True, only=stage)
 
     def stop_in_the_sixth_step(done: int, total: int, note: str = "") -> None:
         if done == 6:
             raise KeyboardInterrupt
 
-    with Run.create_or_resume(place / "run", recipe, resume=True) as run, pytest.raises(KeyboardInterrupt):
-        pretrain(run, recipe, stop_in_the_sixth_step)
-    return place / "run"
+    with Run.create_or_resume(workspace / "run", recipe, resume=True) as run, pytest.raises(KeyboardInterrupt):
+        STAGES["pretrain"](run, recipe, stop_in_the_sixth_step)
+    return workspace / "run"
 
 
-def test_a_run_that_is_there_is_gone_on_with(place: Path) -> None:
-    run = interrupted(place)
-    before = everything(place)
-    plan = describe(load_recipe(place / "tiny.toml"), run, budget=BUDGET)
-    assert everything(place) == before
+def test_the_plan_of_an_existing_run_continues_it(workspace: Path) -> None:
+    run = interrupted_run(workspace)
+    before = file_digests(workspace)
+    plan = make_plan(load_recipe(workspace / "tiny.toml"), run, budget=BUDGET)
+    assert file_digests(workspace) == before
     assert plan.run == str(run)
     assert [stage.stage for stage in plan.stages if stage.done] == ["tokenizer", "init", "corpus"]
     stage = next(stage for stage in plan.stages if stage.stage == "pretrain")
-    assert "goes on after step 4" in stage.does
+    assert "continues after step 4" in stage.does
     assert stage.time is not None
-    assert stage.time.basis.startswith("as the 6 steps of this run before went")
-    assert "3 of 8 stages done: --resume goes on" in plan_text(plan)
+    assert stage.time.basis.startswith("from the 6 earlier steps of this run")
+    assert "3 of 8 stages done: --resume continues it" in plan_text(plan)
 
 
-def test_another_recipe_is_refused_but_for_stages_that_have_not_begun(place: Path) -> None:
-    run = interrupted(place)
-    recipe = place / "tiny.toml"
-    assert describe(load_recipe(recipe, ["sft.tokens=1024"]), run, "mtp", budget=BUDGET)
+def test_only_stages_that_have_not_begun_may_change(workspace: Path) -> None:
+    run = interrupted_run(workspace)
+    recipe = workspace / "tiny.toml"
+    assert make_plan(load_recipe(recipe, ["sft.tokens=1024"]), run, "mtp", budget=BUDGET)
     lines = problems(recipe, "pretrain.learning_rate=0.5", out=run)
     assert "was started with another recipe" in lines[0]
     assert lines[1].strip() == "pretrain.learning_rate: 0.0003 -> 0.5"
 
 
-def test_somebodys_directory_is_not_taken_for_a_run(place: Path) -> None:
-    (line,) = problems(place / "tiny.toml", out=place / "code")
+def test_a_directory_with_other_files_is_not_taken_for_a_run(workspace: Path) -> None:
+    (line,) = problems(workspace / "tiny.toml", out=workspace / "code")
     assert "is not a run and not empty" in line
 
 
-def test_a_run_at_work_is_a_warning(place: Path) -> None:
-    with Run.create_or_resume(place / "run", load_recipe(place / "tiny.toml")):
-        plan = describe(load_recipe(place / "tiny.toml"), place / "run", "tokenizer", budget=BUDGET)
+def test_a_run_in_use_is_a_warning(workspace: Path) -> None:
+    with Run.create_or_resume(workspace / "run", load_recipe(workspace / "tiny.toml")):
+        plan = make_plan(load_recipe(workspace / "tiny.toml"), workspace / "run", "tokenizer", budget=BUDGET)
     (line,) = plan.warnings
     assert line.startswith(f"the run is in use by pid {os.getpid()} on ")
-    assert not describe(load_recipe(place / "tiny.toml"), place / "run", "tokenizer", budget=BUDGET).warnings
+    assert not make_plan(load_recipe(workspace / "tiny.toml"), workspace / "run", "tokenizer", budget=BUDGET).warnings
 
 
-# ------------------------------------------------------------------------------------------------ a stage alone
+# ------------------------------------------------------------------------------------------------ a single stage
 
 
-def test_stages_run_alone_one_after_another(place: Path) -> None:
-    run = interrupted(place)
+def test_stages_run_one_at_a_time(workspace: Path) -> None:
+    run = interrupted_run(workspace)
     for stage in ("pretrain", "mtp", "extend", "sft"):
-        options = [stage, str(place / "tiny.toml"), "--out", str(run), "--resume", "--json"]
+        options = [stage, str(workspace / "tiny.toml"), "--out", str(run), "--resume", "--json"]
         result = CliRunner().invoke(app, options)
         assert result.exit_code == 0, result.exception
         assert list(json.loads(result.stdout)["stages"]) == [stage]
     assert not Run.read(run).stage_done("nll")
 
 
-def test_a_stage_alone_says_what_its_run_lacks(place: Path) -> None:
-    assert problems(place / "tiny.toml", out=place / "run", only="sft") == [
-        "sft begins with the weights that init or pretrain or extend leaves; run that stage first",
+def test_a_single_stage_names_the_missing_inputs(workspace: Path) -> None:
+    assert problems(workspace / "tiny.toml", out=workspace / "run", only="sft") == [
+        "sft starts from the weights of init or pretrain or extend; run that stage first",
         "sft needs chat, which the stage corpus makes; run that stage first",
     ]
-    plan = describe(load_recipe(place / "tiny.toml"), only="sft", budget=BUDGET)
+    plan = make_plan(load_recipe(workspace / "tiny.toml"), only="sft", budget=BUDGET)
     assert [stage.stage for stage in plan.stages] == ["sft"]
 
 
-def test_without_a_directory_only_a_dry_run_is_possible(place: Path) -> None:
+def test_without_out_only_a_dry_run_is_possible(workspace: Path) -> None:
     for verb in ("run", "pretrain", "rl"):
-        result = CliRunner().invoke(app, [verb, str(place / "tiny.toml")])
+        result = CliRunner().invoke(app, [verb, str(workspace / "tiny.toml")])
         assert isinstance(result.exception, InputError)
         assert "--out is missing" in str(result.exception)
 
 
-# ------------------------------------------------------------------------------------------------ the numbers
+# ------------------------------------------------------------------------------------------------ estimates
 
 
-def test_memory_is_near_what_was_measured() -> None:
+def test_memory_is_within_15_percent_of_the_measured() -> None:
     """SmolLM2-135M on an H200 took 37.1 GiB in pretrain and 21.6 in extend (docs/pretraining.md)."""
     recipe = load_recipe(ROOT / "recipes/smollm2-135m.toml")
     assert recipe.pretrain is not None
     assert recipe.extend is not None
     config = find_config("smollm2-135m")
-    need = training_memory(config, recipe.pretrain, "cuda")
-    assert need.total / 2**30 == pytest.approx(37.1, rel=0.15)
+    needed = training_memory(config, recipe.pretrain, "cuda")
+    assert needed.total / 2**30 == pytest.approx(37.1, rel=0.15)
     longer = with_rope(config, length=recipe.extend.length, theta=recipe.extend.rope_theta)
-    assert training_memory(longer, recipe.extend, "cuda", layers=1).total / 2**30 == pytest.approx(21.6, rel=0.15)
+    assert training_memory(longer, recipe.extend, "cuda", mtp_layers=1).total / 2**30 == pytest.approx(21.6, rel=0.15)
 
 
-def test_too_little_memory_and_disk_are_warnings(place: Path) -> None:
-    recipe = load_recipe(place / "tiny.toml", ["sft.rows=20_000_000"])
-    plan = describe(recipe, only="sft", budget=BUDGET)
+def test_too_little_memory_and_disk_are_warnings(workspace: Path) -> None:
+    recipe = load_recipe(workspace / "tiny.toml", ["sft.rows=20_000_000"])
+    plan = make_plan(recipe, only="sft", budget=BUDGET)
     (line,) = plan.warnings
     assert line.startswith("sft needs about ")
-    assert plan.stages[0].time is not None  # worked out from fewer rows
+    assert plan.stages[0].time is not None  # scaled up from fewer rows
 
 
-def test_what_is_too_slow_to_try_whole_is_scaled() -> None:
-    """Work of a known speed, of which the whole would take 20 seconds."""
+def test_work_too_slow_to_measure_whole_is_scaled() -> None:
+    """The whole work would take 20 seconds; its speed is known."""
     start = time.perf_counter()
-    found = growing(
+    found = measure_scaled(
         lambda rows, length: time.sleep(rows * length * 2e-5),
         1000,
         1000,
@@ -356,9 +353,9 @@ def test_what_is_too_slow_to_try_whole_is_scaled() -> None:
     assert "scaled" in found.basis
 
 
-def test_a_step_of_several_forwards_takes_longer(place: Path) -> None:
-    recipe = load_recipe(place / "tiny.toml")
-    found = look(recipe, [], None)
+def test_a_step_of_several_forwards_takes_longer(workspace: Path) -> None:
+    recipe = load_recipe(workspace / "tiny.toml")
+    found = check_recipe(recipe, [], None)
     assert recipe.pretrain is not None
     config = found.models["pretrain"].config
     one, many = (step_seconds(config, recipe.pretrain, forwards, budget=5) for forwards in (1, 200))
@@ -366,9 +363,9 @@ def test_a_step_of_several_forwards_takes_longer(place: Path) -> None:
     assert many.seconds > 5 * one.seconds
 
 
-def test_reinforcement_learning_is_a_guess_until_it_has_run(tmp_path: Path) -> None:
+def test_the_time_of_rl_is_a_guess_until_it_has_taken_steps(tmp_path: Path) -> None:
     recipe = load_recipe(make_recipe(tmp_path))
-    plan = describe(recipe, budget=BUDGET)
+    plan = make_plan(recipe, budget=BUDGET)
     (stage,) = plan.stages
     assert stage.time is not None
     assert stage.time.basis.startswith("a guess")
@@ -377,13 +374,13 @@ def test_reinforcement_learning_is_a_guess_until_it_has_run(tmp_path: Path) -> N
     with Run.create_or_resume(tmp_path / "run", recipe) as run:
         for step in (1, 2):
             run.log("rl", step, wall_s=100.0)
-    again = describe(recipe, tmp_path / "run", budget=BUDGET).stages[0].time
+    again = make_plan(recipe, tmp_path / "run", budget=BUDGET).stages[0].time
     assert again is not None
-    assert again.basis == "as the 2 steps of this run before went"
+    assert again.basis == "from the 2 earlier steps of this run"
     assert again.seconds == pytest.approx(310, rel=0.1)
 
 
-def test_a_row_of_sessions_may_be_longer_than_the_longest_of_them(tmp_path: Path) -> None:
+def test_a_packed_row_may_be_longer_than_the_context(tmp_path: Path) -> None:
     recipe = load_recipe(make_recipe(tmp_path))
     assert recipe.rl is not None
     config = ModelConfig.load(Path(recipe.rl.model))
@@ -392,10 +389,10 @@ def test_a_row_of_sessions_may_be_longer_than_the_longest_of_them(tmp_path: Path
     assert rl_memory(packed, config) == rl_memory(plain, config)
 
 
-def test_a_measurement_that_was_made_is_not_counted_again(tmp_path: Path) -> None:
+def test_a_finished_evaluation_is_not_counted_again(tmp_path: Path) -> None:
     recipe = load_recipe(make_recipe(tmp_path, evaluation={"tasks": "./held-out"}))
     assert recipe.rl is not None
-    config = look(recipe, [], None).models["rl"].config
+    config = check_recipe(recipe, [], None).models["rl"].config
     steps = [
         {"step": step, "wall_s": 10.0 + 60.0 * (step == 1), "waited/measurement": 60.0 * (step == 1)} for step in (1, 2)
     ]
@@ -405,17 +402,17 @@ def test_a_measurement_that_was_made_is_not_counted_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.1, "about 1 s"), (89, "about 89 s"), (100, "about 2 min")])
-def test_durations_read_well(seconds: float, words: str) -> None:
+def test_durations_are_rounded(seconds: float, words: str) -> None:
     assert duration(seconds) == words
 
 
-def test_the_recipe_of_the_demo_can_be_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nano_rl_recipe_has_no_problems_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(ROOT / "base", tmp_path / "base")
     (tmp_path / "recipes").mkdir()
     recipe = shutil.copy(ROOT / "recipes/nano-rl.toml", tmp_path / "recipes")
     monkeypatch.chdir(tmp_path)
-    before = everything(tmp_path)
-    plan = describe(load_recipe(recipe), budget=BUDGET)
-    assert everything(tmp_path) == before
+    before = file_digests(tmp_path)
+    plan = make_plan(load_recipe(recipe), budget=BUDGET)
+    assert file_digests(tmp_path) == before
     assert not plan.warnings
     assert plan.stages[-1].stage == "rl"

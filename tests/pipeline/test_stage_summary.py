@@ -1,11 +1,11 @@
-"""What a stage found, told to a person."""
+"""Summaries of finished stages."""
 
-from etude.pipeline.stage_summary import minutes, tell
+from etude.pipeline.stage_summary import format_minutes, summarize_stage
 
 RISE = {"tasks": 72, "solved": 0.205, "solved_low": 0.131, "solved_high": 0.285}
 
 
-def test_reinforcement_learning_is_told_by_what_it_gained_and_how_sure_that_is() -> None:
+def test_rl_reports_the_rise_and_its_confidence_interval() -> None:
     facts = {
         "steps": 12,
         "reward_first": 0.1667,
@@ -19,37 +19,40 @@ def test_reinforcement_learning_is_told_by_what_it_gained_and_how_sure_that_is()
         "rise_unseen": {**RISE, "tasks": 36, "solved_low": -0.011},
         "rise_fresh": {**RISE, "tasks": 36},
     }
-    assert tell("rl", facts).splitlines() == [
+    assert summarize_stage("rl", facts).splitlines() == [
         "rl: 12 steps in 3 min 14 s; mean reward 0.17 -> 0.42 (24 stale)",
         "  held-out tasks solved: 23% -> 43%, +20 points (95 % interval +13 to +28, 72 tasks); best of 4: 49% -> 64%",
         "    fresh: +20 points (95 % interval +13 to +28, 36 tasks)",
         "    unseen: +20 points (95 % interval -1 to +28, 36 tasks)",
     ]
-    assert tell("rl", {"steps": 0, "ended_early": "no prompt is left"}).splitlines() == [
+    assert summarize_stage("rl", {"steps": 0, "ended_early": "no prompt is left"}).splitlines() == [
         "rl: 0 steps",
-        "  it ended early: no prompt is left",
+        "  ended early: no prompt is left",
     ]
 
 
-def test_training_is_told_by_its_losses() -> None:
+def test_training_reports_its_losses() -> None:
     facts = {"steps": 40, "tokens": 163_840, "first_loss": 2.7398, "last_loss": 2.3713}
-    assert tell("sft", facts) == "sft: 40 steps, 163,840 tokens; loss 2.740 -> 2.371"
+    assert summarize_stage("sft", facts) == "sft: 40 steps, 163,840 tokens; loss 2.740 -> 2.371"
     held_out = {"held_out_nats_before": 54_076.1, "held_out_nats_after": 47_365.7}
-    assert tell("pretrain", facts | held_out).endswith("held-out code 54,076 -> 47,366 nats (-12.4%)")
+    assert summarize_stage("pretrain", facts | held_out).endswith("held-out code 54,076 -> 47,366 nats (-12.4%)")
     heads = {"steps": 2, "tokens": 9, "first_mtp_1_kl": 7.8, "last_mtp_1_kl": 3.2}
     seen = {"held_out_overlap_before": 0.0, "held_out_overlap_after": 0.227}
-    assert tell("mtp", heads | seen).endswith("next token on held-out code 0% -> 23%")
+    assert summarize_stage("mtp", heads | seen).endswith("next token on held-out code 0% -> 23%")
 
 
-def test_other_stages_tell_every_fact() -> None:
-    assert tell("nll", {"files": 1234, "score": 0.5, "by": {"a": 1}}) == "nll: files 1,234, score 0.5000, by (a 1)"
-    assert tell("tasks", {"train": {"tasks": 1000, "experts": 3}, "new": {"tasks": 2}}) == (
-        "tasks: train 1,000, new 2; 3 sessions of experts"
+def test_other_stages_list_every_fact() -> None:
+    assert (
+        summarize_stage("nll", {"files": 1234, "score": 0.5, "by": {"a": 1}})
+        == "nll: files 1,234, score 0.5000, by (a 1)"
+    )
+    assert summarize_stage("tasks", {"train": {"tasks": 1000, "demonstrations": 3}, "new": {"tasks": 2}}) == (
+        "tasks: train 1,000, new 2; 3 demonstrations"
     )
 
 
-def test_seconds_are_told_as_minutes_from_sixty_on() -> None:
-    assert [minutes(seconds) for seconds in (0.4, 59.4, 59.6, 194.1, 3600)] == [
+def test_seconds_become_minutes_from_sixty_on() -> None:
+    assert [format_minutes(seconds) for seconds in (0.4, 59.4, 59.6, 194.1, 3600)] == [
         "0 s",
         "59 s",
         "1 min 00 s",

@@ -1,13 +1,33 @@
-"""A dry run: what a recipe would do, take and start, and whether it can, without doing any of it.
+"""Dry run: check a recipe and estimate what it would do, need and take, without running it.
 
-    look      what the recipe names, as far as it is there now; everything that is wrong, together
-    texts     how much text there is, and a sample of it
-    probe     short measurements on this machine: real steps of the real network, real work on the sample
-    needs     memory and disk, from the model's config and the recipe's numbers
-    stages    one entry for each stage, put together from these; `learning` is reinforcement learning's part
-    plan      all of it; `describe` is the way in
-    show      the plan for people and for programs
+    check, texts          find every problem with the inputs; survey and sample the text
+    measure, memory       time short pieces of the real work here; compute memory and disk
+    stages, rl_estimate   plan each stage from these
+    plan, render          `make_plan` is the entry point; its result as text or JSON
 
-Nothing is left behind: no run directory, no file beside the recipe. Only pods and rehearsed sessions, tried for a
-moment, use a temporary directory of their own.
+A dry run writes no run directory and no file beside the recipe. Only test pods and demonstrations use a temporary
+directory, which is removed.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etude.pipeline.dry_run.plan import RunPlan, make_plan
+    from etude.pipeline.dry_run.render import plan_data, plan_text
+    from etude.pipeline.dry_run.stages import StagePlan
+
+_MODULES = {  # imported when first used: they load torch
+    "RunPlan": "etude.pipeline.dry_run.plan",
+    "StagePlan": "etude.pipeline.dry_run.stages",
+    "make_plan": "etude.pipeline.dry_run.plan",
+    "plan_data": "etude.pipeline.dry_run.render",
+    "plan_text": "etude.pipeline.dry_run.render",
+}
+__all__ = ["RunPlan", "StagePlan", "make_plan", "plan_data", "plan_text"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'etude.pipeline.dry_run' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

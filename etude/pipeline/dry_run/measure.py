@@ -1,8 +1,8 @@
-"""How fast this machine is at what a recipe asks for: each answer comes from a few seconds of the real work.
+"""Measure how fast this machine does the work of a recipe, by doing a few seconds of it.
 
-A training step is taken with the real network, objective and optimizer, on random weights and tokens; where whole rows
-take too long, on fewer or shorter ones, and the rest is worked out from the number of operations. A corpus is built
-from a sample in memory, tasks and expert sessions are made and thrown away. Nothing is written.
+A training step uses the real network, objective and optimizer on random weights and tokens. If whole rows take too
+long, fewer or shorter ones are measured and scaled by the number of operations. A corpus is built from a sample in
+memory; tasks and demonstrations are generated and thrown away. Nothing is written.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from etude.train.optim import AdamSettings, MasterAdamW
 from etude.train.settings import SftSettings, TrainingSettings
 
 Module = TypeVar("Module", bound=torch.nn.Module)
-SECONDS = 3.0  # for one stage
-SMALL = 64  # tokens of the first try
-DOCUMENT = 512  # tokens of a document among others in a row: a source file, a session
-WRITTEN = 0.25  # share of a conversation's tokens that the assistant wrote
-PATTERN = 1 << 16  # random numbers that weights are filled with again and again: drawing all of them takes too long
+BUDGET_S = 3.0  # for one stage
+FIRST_TOKENS = 64  # size of the first measurement
+DOCUMENT_TOKENS = 512  # of one document in a packed row: a source file, a session
+ASSISTANT_SHARE = 0.25  # share of a conversation's tokens that the assistant wrote
+PATTERN_SIZE = 1 << 16  # random numbers that are repeated to fill the weights: drawing all of them takes too long
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Seconds of one piece of work, and in words how they were found."""
+class TimeEstimate:
+    """Seconds of some work, and in words how they were found."""
 
     seconds: float
     basis: str
@@ -61,88 +61,88 @@ class Measured:
 
 def step_seconds(
     config: ModelConfig,
-    section: TrainingSettings | RlSettings,
+    settings: TrainingSettings | RlSettings,
     forwards: float,
     *,
-    layers: int = 0,
+    mtp_layers: int = 0,
     frozen: bool = False,
-    most: int | None = None,
-    budget: float = SECONDS,
-) -> Measured:
-    """One step of a stage: so many forwards and backwards of its rows, and the optimizer's part.
+    max_tokens: int | None = None,
+    budget: float = BUDGET_S,
+) -> TimeEstimate:
+    """Measure one step of a stage: `forwards` forward and backward passes of its rows, and the optimizer's update.
 
-    No more than `most` tokens are tried at once, however many a row has: there may be no memory for more.
+    No pass uses more than `max_tokens`, however long a row is: there may be no memory for more.
     """
-    device, dtype = usable_device(section.device), getattr(torch, section.precision)
-    model = filled(Transformer(config), config, device, dtype)
-    mtp = filled(MTP(config, layers), config, device, dtype) if layers else None
-    model.recompute = section.recompute
+    device, dtype = usable_device(settings.device), getattr(torch, settings.precision)
+    model = fill_randomly(Transformer(config), config, device, dtype)
+    mtp = fill_randomly(MTP(config, mtp_layers), config, device, dtype) if mtp_layers else None
+    model.recompute = settings.recompute
     if frozen:
         model.requires_grad_(False)
     objective: Objective = with_mtp(mtp, joint=not frozen) if mtp else next_token
     optimizer = MasterAdamW({"model": model, **({"mtp": mtp} if mtp else {})}, AdamSettings())
-    taught = WRITTEN if isinstance(section, SftSettings | RlSettings) else 1.0
-    document = section.length if getattr(section, "min_document", 1) >= section.length else DOCUMENT
+    loss_share = ASSISTANT_SHARE if isinstance(settings, SftSettings | RlSettings) else 1.0
+    document = settings.length if getattr(settings, "min_document", 1) >= settings.length else DOCUMENT_TOKENS
 
     def work(rows: int, length: int) -> None:
-        batch = random_batch(config.vocab_size, rows, length, taught, document).to(device)
+        batch = random_batch(config.vocab_size, rows, length, loss_share, document).to(device)
         objective(model, batch).loss.div(rows * length).backward()
         optimizer.accumulate_gradients()
 
     def update() -> float:
-        work(1, min(section.length, SMALL))  # it needs gradients
-        return timed(device, optimizer.step, 1.0)
+        work(1, min(settings.length, FIRST_TOKENS))  # the optimizer needs gradients
+        return time_call(device, optimizer.step, 1.0)
 
-    cost = operations(config, document)
-    forward = growing(work, section.rows, section.length, cost, device, budget, most)
-    update()  # the first makes the moments
-    basis = forward.basis + (", not compiled" if section.compile else "")
-    return Measured(forwards * forward.seconds + update(), basis)
+    cost = flop_counter(config, document)
+    forward = measure_scaled(work, settings.rows, settings.length, cost, device, budget, max_tokens)
+    update()  # the first update allocates the moments
+    basis = forward.basis + (", not compiled" if settings.compile else "")
+    return TimeEstimate(forwards * forward.seconds + update(), basis)
 
 
-def reading_seconds(config: ModelConfig, window: int, dtype: str, *, budget: float = SECONDS) -> Measured:
-    """The model reads and scores one window, on the CPU."""
+def scoring_seconds(config: ModelConfig, window: int, dtype: str, *, budget: float = BUDGET_S) -> TimeEstimate:
+    """Measure how long the model takes to score one window on the CPU."""
     device = torch.device("cpu")
-    model = filled(Transformer(config), config, device, getattr(torch, dtype))
+    model = fill_randomly(Transformer(config), config, device, getattr(torch, dtype))
 
     def work(rows: int, length: int) -> None:
         tokens = torch.randint(config.vocab_size, (rows, length))
         with torch.inference_mode():
             token_logprobs(model.hidden(tokens).flatten(0, 1), model.head_weight, tokens.flatten())
 
-    return growing(work, 1, window, operations(config), device, budget)
+    return measure_scaled(work, 1, window, flop_counter(config), device, budget)
 
 
-def growing(
+def measure_scaled(
     work: Callable[[int, int], None],
     rows: int,
     length: int,
     cost: Callable[[int, int], float],
     device: torch.device,
     budget: float,
-    most: int | None = None,
-) -> Measured:
-    """Seconds of `work(rows, length)`: tried small first, then as large as the budget allows, each shape twice."""
+    max_tokens: int | None = None,
+) -> TimeEstimate:
+    """Measure `work(rows, length)`: a small shape first, then as large as the budget allows, each shape twice."""
     deadline = time.perf_counter() + budget
-    shape = (1, min(length, SMALL))
-    timed(device, work, *shape)  # the first time is of threads starting and memory being found
-    seconds = timed(device, work, *shape)
+    shape = (1, min(length, FIRST_TOKENS))
+    time_call(device, work, *shape)  # the first call also starts threads and allocates memory
+    seconds = time_call(device, work, *shape)
     while shape != (rows, length):
         affordable = cost(*shape) / seconds * (deadline - time.perf_counter()) / 2
-        tried = [each for each in shapes(rows, length) if _tokens(each) <= (most or _tokens(each))]
-        larger = max((each for each in tried if cost(*each) < affordable), key=_tokens, default=shape)
+        fitting = [each for each in batch_shapes(rows, length) if _tokens(each) <= (max_tokens or _tokens(each))]
+        larger = max((each for each in fitting if cost(*each) < affordable), key=_tokens, default=shape)
         if _tokens(larger) <= _tokens(shape):
             break
         shape = larger
-        seconds = min(timed(device, work, *shape) for _ in range(2))
+        seconds = min(time_call(device, work, *shape) for _ in range(2))
     basis = "measured here"
     if shape != (rows, length):
         basis += f" on {shape[0]} x {shape[1]:,} tokens and scaled"
-    return Measured(seconds * cost(rows, length) / cost(*shape), basis)
+    return TimeEstimate(seconds * cost(rows, length) / cost(*shape), basis)
 
 
-def shapes(rows: int, length: int) -> list[tuple[int, int]]:
-    """Whole rows, fewer of them, or a part of one."""
+def batch_shapes(rows: int, length: int) -> list[tuple[int, int]]:
+    """Return shapes to measure: parts of one row, powers of two of whole rows, and all rows."""
     fewer = [(1 << power, length) for power in range(rows.bit_length())]
     parts = [(1, length >> power) for power in range(1, length.bit_length())]
     return [*parts, *fewer, (rows, length)]
@@ -152,37 +152,38 @@ def _tokens(shape: tuple[int, int]) -> int:
     return shape[0] * shape[1]
 
 
-def operations(config: ModelConfig, document: int | None = None) -> Callable[[int, int], float]:
-    """Of rows in which attention reaches over documents of so many tokens, or over the whole row."""
+def flop_counter(config: ModelConfig, document: int | None = None) -> Callable[[int, int], float]:
+    """Return a function of rows and length that counts operations; attention spans `document` tokens or the row."""
     products = training_flops_per_token(config, 0)
-    attention = training_flops_per_token(config, 1) - products  # for each token of the document
+    attention = training_flops_per_token(config, 1) - products  # per token of the document
     return lambda rows, length: rows * length * (products + attention * min(length, document or length))
 
 
-def random_batch(vocabulary: int, rows: int, length: int, taught: float, document: int) -> Batch:
-    """Rows of documents of so many tokens, of which a share is taught."""
+def random_batch(vocabulary: int, rows: int, length: int, loss_share: float, document: int) -> Batch:
+    """Return rows of documents of `document` tokens each, with the loss on a share of the tokens."""
     tokens = torch.randint(vocabulary, (rows, length))
-    untaught = torch.rand(rows, length) >= taught
-    targets = torch.randint(vocabulary, (rows, length)).masked_fill(untaught, IGNORE)
+    masked = torch.rand(rows, length) >= loss_share
+    targets = torch.randint(vocabulary, (rows, length)).masked_fill(masked, IGNORE)
     sizes = tuple(min(document, length - at) for at in range(0, length, document))
     return Batch(tokens, targets, (sizes,) * rows, (), int((targets != IGNORE).sum()))
 
 
 @torch.no_grad()
-def filled(module: Module, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Module:
-    """Random weights, quickly."""
-    pattern = torch.randn(PATTERN) * config.init_std
+def fill_randomly(module: Module, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Module:
+    """Fill the weights with random numbers, quickly."""
+    pattern = torch.randn(PATTERN_SIZE) * config.init_std
     for name, parameter in module.named_parameters():
         if parameter.dim() > 1:
             count = parameter.numel()
-            numbers = pattern.expand(math.ceil(count / PATTERN), PATTERN).reshape(-1)[:count]
+            numbers = pattern.expand(math.ceil(count / PATTERN_SIZE), PATTERN_SIZE).reshape(-1)[:count]
             parameter.copy_(numbers.view_as(parameter))
         elif name.endswith("bias"):
             parameter.zero_()
     return module.to(device=device, dtype=dtype)
 
 
-def timed(device: torch.device, work: Callable[..., object], *arguments: object) -> float:
+def time_call(device: torch.device, work: Callable[..., object], *arguments: object) -> float:
+    """Return the seconds of one call, kernels on the device included."""
     start = time.perf_counter()
     work(*arguments)
     if device.type == "cuda":
@@ -195,21 +196,21 @@ def timed(device: torch.device, work: Callable[..., object], *arguments: object)
 
 @dataclass(frozen=True)
 class TextRate:
-    """What a byte of source costs, and what becomes of it."""
+    """Seconds and tokens per byte of source text."""
 
     seconds: float
     tokens: float
 
 
 def corpus_rate(sample: Sequence[File], options: CorpusOptions, tokenizer: Tokenizer) -> TextRate:
-    """A corpus of these files, built in memory: filtered, compared with each other, encoded."""
+    """Build a corpus of these files in memory: filter, deduplicate, decontaminate, encode."""
     start = time.perf_counter()
-    found = [filter_file(file, options.filters) for file in sample]
-    documents = [each for each in found if isinstance(each, Document)]
+    filtered = [filter_file(file, options.filters) for file in sample]
+    documents = [each for each in filtered if isinstance(each, Document)]
     texts = [document.text for document in documents]
     for text in texts:
         text_digest(text)
-    compare(texts, options)
+    run_text_checks(texts, options)
     markers = Markers.find(tokenizer, fim=options.fim > 0)
     planned = ((each.name, file_parts(each, markers, options.fim, options.seed)) for each in documents)
     tokens = sum(len(encoded.tokens) for encoded in encode_documents(planned, tokenizer))
@@ -217,23 +218,25 @@ def corpus_rate(sample: Sequence[File], options: CorpusOptions, tokenizer: Token
 
 
 def chat_rate(rows: Sequence[IngestResult], options: CorpusOptions, tokenizer: Tokenizer) -> TextRate:
-    """The same of conversations that have been rendered."""
+    """Build a corpus of these rendered conversations in memory."""
     start = time.perf_counter()
     loaded = [load_chat(row.text) for row in rows if row.text is not None]
-    compare([text for text, _ in loaded], options)
+    run_text_checks([text for text, _ in loaded], options)
     planned = (("", chat_parts(segments, tokenizer.end_of_text)) for _, segments in loaded)
     tokens = sum(len(encoded.tokens) for encoded in encode_documents(planned, tokenizer))
     return _rate(start, tokens, sum(row.size for row in rows))
 
 
-def compare(texts: Sequence[str], options: CorpusOptions) -> None:
-    """Look for texts that repeat others, and for those that leak what is held out."""
+def run_text_checks(texts: Sequence[str], options: CorpusOptions) -> None:
+    """Search for near-duplicates and contamination as a corpus build does; the result is thrown away."""
     if options.near < 1:
         find_near_duplicates(range(len(texts)), texts.__getitem__, threshold=options.near, shingle=options.shingle)
     if options.held_out or options.against:
         protected = ProtectedNgrams(((str(at), text) for at, text in enumerate(texts[::10])), options.ngram)
         checked = [(at, str(at)) for at in range(len(texts))]
-        find_contaminated(protected, checked, texts.__getitem__, max_share=options.leak, boilerplate=options.boilerplate)
+        find_contaminated(
+            protected, checked, texts.__getitem__, max_share=options.leak, boilerplate=options.boilerplate
+        )
 
 
 def _rate(start: float, tokens: int, size: int) -> TextRate:
@@ -241,10 +244,15 @@ def _rate(start: float, tokens: int, size: int) -> TextRate:
 
 
 def vocabulary_rate(texts: Sequence[str], size: int) -> TextRate:
-    """Learning a vocabulary of `size` from these texts."""
+    """Train a vocabulary of `size` on these texts."""
     start = time.perf_counter()
     train_tokenizer(texts, size)
     return _rate(start, 0, sum(len(text.encode()) for text in texts))
+
+
+def stand_in_tokenizer(texts: Sequence[str]) -> Tokenizer:
+    """Return a tokenizer to measure with when the real one does not exist yet."""
+    return train_tokenizer(texts, 2048)
 
 
 # ------------------------------------------------------------------------------------------------ tasks
@@ -279,14 +287,9 @@ async def _demonstration_rate(
 ) -> tuple[float, float]:
     """Return seconds and tokens of one demonstration."""
     start, made, tokens = time.perf_counter(), 0, 0
-    async for shown in source.demonstrations(task_set, (), dialect_for(tokenizer)):
+    async for demonstration in source.demonstrations(task_set, (), dialect_for(tokenizer)):
         made += 1
-        tokens += shown.tokens
+        tokens += demonstration.tokens
         if made == task_set.demonstrations or time.perf_counter() - start > budget:
             break
     return (time.perf_counter() - start) / max(1, made), tokens / max(1, made)
-
-
-def stand_in(texts: Sequence[str]) -> Tokenizer:
-    """A vocabulary for measuring with, where the real one is not there yet."""
-    return train_tokenizer(texts, 2048)

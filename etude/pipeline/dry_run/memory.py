@@ -1,7 +1,7 @@
-"""What training and sampling take in memory and on disk, from the model's config and the numbers of the recipe.
+"""Memory and disk that training and sampling need, computed from the model's config and the recipe.
 
-The count is of the pieces that dominate, each with its reason; it is meant to be right within a third. What a process
-with torch takes before it has done anything is counted too, because on a CPU it is often the larger part.
+Only the dominant parts are counted, each for the reason given; the sum should be right within a third. The memory of a
+process that has only loaded torch is counted too, because on a CPU it is often the larger part.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from etude.model.describe import Mesh, count_parameters, kv_bytes_per_token, mem
 from etude.rl.settings import RlSettings
 from etude.train.settings import TrainingSettings
 
-PROCESS = 350 << 20  # of a process that has loaded torch; on a GPU about what a CUDA context takes
-WORKER = 300 << 20  # of a process that runs sessions
-POD = 30 << 20  # of a pod in which an agent works: its tool server, and a command now and then
-# Numbers kept for the backward in each layer, as a multiple of the layer's own width: SmolLM2-135M with 16 x 2048
+TORCH_BYTES = 350 << 20  # a process that has loaded torch; on a GPU about the size of a CUDA context
+WORKER_BYTES = 300 << 20  # a process that runs sessions
+POD_BYTES = 30 << 20  # a pod in which an agent works: its tool server, and a command now and then
+# Numbers kept for the backward pass in each layer, as a multiple of the layer's own width: SmolLM2-135M with 16 x 2048
 # tokens on an H200 peaks at 25.5 GiB, compiled at 18.5 (docs/performance.md); the nano base on a CPU keeps 1.6.
-KEPT, KEPT_COMPILED = 1.6, 1.15
-BYTES = {"float32": 4, "bfloat16": 2}
+KEPT_ACTIVATIONS, KEPT_ACTIVATIONS_COMPILED = 1.6, 1.15
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What one process takes on one device, by piece, in bytes."""
+class ProcessMemory:
+    """Bytes that one process needs on one device, by use."""
 
     process: str
     device: str
@@ -38,94 +38,105 @@ class Memory:
 
 
 def training_memory(
-    config: ModelConfig, section: TrainingSettings | RlSettings, device: str, *, layers: int = 0, frozen: bool = False
-) -> Memory:
-    """Of a trainer; `layers` of multi-token prediction are beside the model and, if it is `frozen`, alone learn."""
-    counted, width = count_parameters(config), BYTES[section.precision]
-    total = counted.total + layers * counted.mtp_layer
-    taught = layers * counted.mtp_layer if frozen else total
-    tokens = section.rows * section.length
+    config: ModelConfig,
+    settings: TrainingSettings | RlSettings,
+    device: str,
+    *,
+    mtp_layers: int = 0,
+    frozen: bool = False,
+) -> ProcessMemory:
+    """Return the memory of a trainer. With `frozen`, only the layers of multi-token prediction are trained."""
+    parameters, width = count_parameters(config), DTYPE_BYTES[settings.precision]
+    total = parameters.total + mtp_layers * parameters.mtp_layer
+    trained = mtp_layers * parameters.mtp_layer if frozen else total
+    tokens = settings.rows * settings.length
     pieces = {
-        "torch": PROCESS,
+        "torch": TORCH_BYTES,
         "weights": width * total,
-        "gradients": _gradients(section) * taught,
-        "optimizer": _optimizer(section) * taught,
-        "activations": _activations(config, section, layers, frozen),
-        "head": (width + 4) * counted.embedding + width * min(CHUNK_ELEMENTS, tokens * config.vocab_size),
+        "gradients": _gradient_bytes(settings) * trained,
+        "optimizer": _optimizer_bytes(settings) * trained,
+        "activations": _activation_bytes(config, settings, mtp_layers, frozen),
+        "head": (width + 4) * parameters.embedding + width * min(CHUNK_ELEMENTS, tokens * config.vocab_size),
     }
-    if isinstance(section, RlSettings) and section.estimator.kl != "none":
-        pieces["reference"] = width * counted.total
-    return Memory("trainer", device, pieces)
+    if isinstance(settings, RlSettings) and settings.estimator.kl != "none":
+        pieces["reference"] = width * parameters.total
+    return ProcessMemory("trainer", device, pieces)
 
 
-def tokens_that_fit(memory: Memory, free: int, tokens: int) -> int:
-    """Of the tokens that a trainer's activations are of, how many there is room for, with something to spare."""
+def tokens_that_fit(memory: ProcessMemory, free: int, tokens: int) -> int:
+    """Return how many of a trainer's `tokens` fit into `free` bytes, with a fifth of the room to spare."""
     fixed = memory.total - memory.pieces["activations"]
     return max(0, min(tokens, round(tokens * 0.8 * (free - fixed) / max(1, memory.pieces["activations"]))))
 
 
-def _rounded(section: TrainingSettings | RlSettings) -> bool:
-    """Whether the weights are a rounded copy of their float32 masters."""
-    return section.precision == "bfloat16" or (isinstance(section, RlSettings) and section.weights.dtype == "bfloat16")
+def _has_master_weights(settings: TrainingSettings | RlSettings) -> bool:
+    """Return whether the weights are a rounded copy of float32 master weights."""
+    return settings.precision == "bfloat16" or (
+        isinstance(settings, RlSettings) and settings.weights.dtype == "bfloat16"
+    )
 
 
-def _gradients(section: TrainingSettings | RlSettings) -> int:
-    """Bytes for a weight: where there are masters, gradients are summed in float32 beside the model's own."""
-    return BYTES[section.precision] + (4 if _rounded(section) else 0)
+def _gradient_bytes(settings: TrainingSettings | RlSettings) -> int:
+    """Return bytes per weight. With master weights, gradients are also summed in float32."""
+    return DTYPE_BYTES[settings.precision] + (4 if _has_master_weights(settings) else 0)
 
 
-def _optimizer(section: TrainingSettings | RlSettings) -> int:
-    """Bytes for a weight: two moments, and a master where the weights are rounded."""
-    return 12 if _rounded(section) else 8
+def _optimizer_bytes(settings: TrainingSettings | RlSettings) -> int:
+    """Return bytes per weight: two moments, and the master weight if there is one."""
+    return 12 if _has_master_weights(settings) else 8
 
 
-def _activations(config: ModelConfig, section: TrainingSettings | RlSettings, layers: int, frozen: bool) -> int:
-    """What is kept for the backward."""
-    width, tokens = BYTES[section.precision], section.rows * section.length
+def _activation_bytes(
+    config: ModelConfig, settings: TrainingSettings | RlSettings, mtp_layers: int, frozen: bool
+) -> int:
+    """Return the bytes that are kept for the backward pass."""
+    width, tokens = DTYPE_BYTES[settings.precision], settings.rows * settings.length
     mesh = Mesh(1, sequence=1, rows=tokens)  # a row may hold several sequences, and more than the model's longest
-    checkpointed = memory_per_gpu(config, count_parameters(config), mesh).activations // 2  # numbers
-    inside = checkpointed - tokens * config.layers * config.hidden_size  # of one layer
-    if section.recompute:
-        return width * (checkpointed + layers * inside)
-    deep = layers if frozen else config.layers + layers
-    return round(width * deep * inside * (KEPT_COMPILED if section.compile else KEPT))
+    checkpointed = memory_per_gpu(config, count_parameters(config), mesh).activations // 2  # in numbers, not bytes
+    one_layer = checkpointed - tokens * config.layers * config.hidden_size
+    if settings.recompute:
+        return width * (checkpointed + mtp_layers * one_layer)
+    layers = mtp_layers if frozen else config.layers + mtp_layers
+    return round(width * layers * one_layer * (KEPT_ACTIVATIONS_COMPILED if settings.compile else KEPT_ACTIVATIONS))
 
 
-def sampler_memory(config: ModelConfig, section: RlSettings, device: str) -> Memory:
-    """Of one engine: weights, and the keys and values it may hold."""
+def sampler_memory(config: ModelConfig, settings: RlSettings, device: str) -> ProcessMemory:
+    """Return the memory of one engine: weights and a full KV cache."""
     width = 2 if device.startswith("cuda") else 4
-    cache = section.sampler.kv_cache_tokens * kv_bytes_per_token(config) * width // 2
+    cache = settings.sampler.kv_cache_tokens * kv_bytes_per_token(config) * width // 2
     weights = width * count_parameters(config).total
-    return Memory("sampler", device, {"torch": PROCESS, "weights": weights, "keys and values": cache})
+    return ProcessMemory("sampler", device, {"torch": TORCH_BYTES, "weights": weights, "keys and values": cache})
 
 
-def reading_memory(config: ModelConfig, device: str, dtype: str) -> Memory:
-    """Of a model that is only read with."""
-    return Memory("model", device, {"torch": PROCESS, "weights": BYTES[dtype] * count_parameters(config).total})
+def inference_memory(config: ModelConfig, device: str, dtype: str) -> ProcessMemory:
+    """Return the memory of a model without gradients or KV cache."""
+    return ProcessMemory("model", device, {"torch": TORCH_BYTES, "weights": weights_bytes(config, dtype)})
 
 
 # ------------------------------------------------------------------------------------------------ disk
 
 
 def weights_bytes(config: ModelConfig, dtype: str) -> int:
-    return BYTES[dtype] * count_parameters(config).total
+    return DTYPE_BYTES[dtype] * count_parameters(config).total
 
 
-def checkpoint_bytes(config: ModelConfig, section: TrainingSettings | RlSettings, *, layers: int, frozen: bool) -> int:
-    """One checkpoint: weights, and what the optimizer must remember."""
-    counted = count_parameters(config)
-    taught = layers * counted.mtp_layer + (0 if frozen else counted.total)
-    return (BYTES[section.precision] + _optimizer(section)) * taught
+def checkpoint_bytes(
+    config: ModelConfig, settings: TrainingSettings | RlSettings, *, mtp_layers: int, frozen: bool
+) -> int:
+    """Return the size of one checkpoint: weights and optimizer state."""
+    parameters = count_parameters(config)
+    trained = mtp_layers * parameters.mtp_layer + (0 if frozen else parameters.total)
+    return (DTYPE_BYTES[settings.precision] + _optimizer_bytes(settings)) * trained
 
 
-def kept_checkpoints(section: TrainingSettings | RlSettings, steps: int, *, half_way: bool) -> int:
-    """How many there are at most at once: those that are kept, the one at half the way, and the one being written."""
-    every = section.checkpoint_every
+def max_checkpoints(settings: TrainingSettings | RlSettings, steps: int, *, halfway: bool) -> int:
+    """Return how many checkpoints exist at once: the kept ones, the one at half of the steps, and one being written."""
+    every = settings.checkpoint_every
     written = 1 + (steps - 1) // every if every else 1
-    kept = min(section.keep, written)
-    return kept + (1 if half_way and steps > 1 else 0) + (1 if written > kept else 0)
+    kept = min(settings.keep, written)
+    return kept + (1 if halfway and steps > 1 else 0) + (1 if written > kept else 0)
 
 
-def store_bytes(config: ModelConfig, section: RlSettings) -> int:
-    """The chain of weight versions: full ones, and as much again in deltas between them."""
-    return 2 * section.weights.keep * weights_bytes(config, section.weights.dtype)
+def store_bytes(config: ModelConfig, settings: RlSettings) -> int:
+    """Return the size of the chain of weight versions: full ones, and about as much again in deltas."""
+    return 2 * settings.weights.keep * weights_bytes(config, settings.weights.dtype)

@@ -1,7 +1,7 @@
-"""The plan of a recipe: every stage, what is wrong, what is unwise, and what all of it takes together.
+"""The plan of a recipe: every stage, the problems, the warnings, and the totals.
 
-`describe` is the way in. Problems come all together as one InputError; what is merely unwise is a warning of the plan.
-In a run that is there, stages that are done cost nothing and the one that was interrupted goes on where it stands.
+`make_plan` is the entry point. Problems are raised together as one InputError; inadvisable settings become warnings of
+the plan. In an existing run, stages that are done cost nothing and the interrupted one continues from its state.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from etude.errors import InputError
-from etude.pipeline.dry_run.check import look, makers
-from etude.pipeline.dry_run.measure import SECONDS
-from etude.pipeline.dry_run.stages import STAGES, Machine, StagePlan, View, beyond
+from etude.pipeline.dry_run.check import check_recipe, model_makers
+from etude.pipeline.dry_run.measure import BUDGET_S
+from etude.pipeline.dry_run.stages import STAGE_PLANNERS, FreeResources, PlanContext, StagePlan, devices_exceeded
 from etude.pods.scheduling.pressure import read_pressure
 from etude.recipe.recipe import Recipe
 from etude.rl.settings import RlSettings
@@ -27,14 +27,14 @@ from etude.train.settings import TrainingSettings
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What would happen."""
+class RunPlan:
+    """What a run of a recipe would do, need and take."""
 
     recipe: str
-    machine: Machine
+    machine: FreeResources
     stages: tuple[StagePlan, ...]
     warnings: tuple[str, ...]
-    run: str = ""  # the run it would go on in
+    run: str = ""  # the existing run that it would continue
 
     @property
     def seconds(self) -> float:
@@ -45,42 +45,46 @@ class Plan:
         return sum(stage.disk for stage in self.stages)
 
 
-def describe(
+def make_plan(
     recipe: Recipe,
     out: Path | None = None,
     only: str | None = None,
     *,
-    budget: float = SECONDS,
+    budget: float = BUDGET_S,
     report: ProgressCallback | None = None,
-) -> Plan:
-    """The plan of a recipe, or of one stage of it, in the run `out` if that is given; InputError if it cannot run."""
+) -> RunPlan:
+    """Return the plan of a recipe, or of the stage `only`, in the run `out`; InputError if it cannot run.
+
+    `budget` limits the seconds of measuring per stage.
+    """
     if only is not None and only not in recipe.stages:
         raise InputError(f'the recipe has no stage "{only}"; its stages are {", ".join(recipe.stages)}')
     stages = recipe.stages if only is None else (only,)
     problems: list[str] = []
-    run = _run_there(out, recipe, problems)
+    run = _existing_run(out, recipe, problems)
     left = [stage for stage in stages if run is None or not run.stage_done(stage)]
-    found = look(recipe, left, run)
+    inputs = check_recipe(recipe, left, run)
     if only is not None and out is not None and not problems:
-        problems += _missing(only, recipe, run)
-    problems += found.problems
+        problems += _missing_inputs(only, recipe, run)
+    problems += inputs.problems
     if problems:
         raise InputError("\n".join(problems))
-    view = View(recipe, found, this_machine(out), run, budget)
+    context = PlanContext(recipe, inputs, free_resources(out), run, budget)
     plans = []
     for number, stage in enumerate(stages):
         if report is not None:
             report(number, len(stages), stage)
-        plans.append(STAGES[stage](view) if stage in left else StagePlan(stage, ("done before, skipped",), done=True))
-    warnings = [*_holder(run), *_warnings(plans, view)]
-    return Plan(recipe.name, view.machine, tuple(plans), tuple(warnings), str(run.path) if run else "")
+        done = StagePlan(stage, ("done before, skipped",), done=True)
+        plans.append(STAGE_PLANNERS[stage](context) if stage in left else done)
+    warnings = [*_lock_warnings(run), *_resource_warnings(plans, context)]
+    return RunPlan(recipe.name, context.machine, tuple(plans), tuple(warnings), str(run.path) if run else "")
 
 
-# --------------------------------------------------------------------------------------------- the run that is there
+# --------------------------------------------------------------------------------------------- an existing run
 
 
-def _run_there(out: Path | None, recipe: Recipe, problems: list[str]) -> Run | None:
-    """The run to go on with, if there is one, and what stands against that."""
+def _existing_run(out: Path | None, recipe: Recipe, problems: list[str]) -> Run | None:
+    """Return the run to continue, if there is one; add a problem if it cannot be continued with this recipe."""
     if out is None:
         return None
     path = Path(os.path.abspath(out))
@@ -95,30 +99,29 @@ def _run_there(out: Path | None, recipe: Recipe, problems: list[str]) -> Run | N
         return None
 
 
-def _holder(run: Run | None) -> list[str]:
-    """Who is at work in the run now; the lock's text stays when its holder is killed, so the process is looked for."""
-    said = (run.path / "lock").read_text().split() if run is not None and (run.path / "lock").exists() else []
-    if len(said) < 4 or said[3] != socket.gethostname() or not Path("/proc", said[1]).exists():
+def _lock_warnings(run: Run | None) -> list[str]:
+    """Return a warning if another process writes the run. A killed one leaves its lock text, so check that it lives."""
+    words = (run.path / "lock").read_text().split() if run is not None and (run.path / "lock").exists() else []
+    if len(words) < 4 or words[3] != socket.gethostname() or not Path("/proc", words[1]).exists():
         return []
-    return [f"the run is in use by {' '.join(said)}: it would have to end first"]
+    return [f"the run is in use by {' '.join(words)}: it would have to end first"]
 
 
-def _missing(stage: str, recipe: Recipe, run: Run | None) -> list[str]:
-    """What a stage alone would not find in its run."""
-    there = run.artefacts() if run is not None else []
-    names, lines = {artefact.name for artefact in there}, []
-    before = [name for name in makers(stage) if name in recipe.stages]
-    if before and not any(artefact.kind == "checkpoint" and artefact.stage in before for artefact in there):
-        lines.append(f"{stage} begins with the weights that {' or '.join(before)} leaves; run that stage first")
-    section = getattr(recipe, stage)
+def _missing_inputs(stage: str, recipe: Recipe, run: Run | None) -> list[str]:
+    """Return a line for every input of the stage that its run does not have yet."""
+    artefacts = run.artefacts() if run is not None else []
+    names, lines = {artefact.name for artefact in artefacts}, []
+    makers = [name for name in model_makers(stage) if name in recipe.stages]
+    if makers and not any(artefact.kind == "checkpoint" and artefact.stage in makers for artefact in artefacts):
+        lines.append(f"{stage} starts from the weights of {' or '.join(makers)}; run that stage first")
+    settings = getattr(recipe, stage)
     needed: list[tuple[str, str]] = []
-    if isinstance(section, TrainingSettings):
-        needed = [("corpus", part.corpus) for part in section.mix]
-        needed += [("corpus", section.held_out.corpus)] if section.held_out else []
-    elif isinstance(section, RlSettings):
-        needed = [
-            ("tasks", name) for name in (section.tasks, *(section.evaluation.tasks if section.evaluation else ()))
-        ]
+    if isinstance(settings, TrainingSettings):
+        needed = [("corpus", part.corpus) for part in settings.mix]
+        needed += [("corpus", settings.held_out.corpus)] if settings.held_out else []
+    elif isinstance(settings, RlSettings):
+        evaluated = settings.evaluation.tasks if settings.evaluation else ()
+        needed = [("tasks", name) for name in (settings.tasks, *evaluated)]
     for kind, name in dict.fromkeys(needed):
         if not os.path.isabs(name) and f"{kind}-{name}" not in names:
             lines.append(f"{stage} needs {name}, which the stage {kind} makes; run that stage first")
@@ -128,34 +131,35 @@ def _missing(stage: str, recipe: Recipe, run: Run | None) -> list[str]:
 # ------------------------------------------------------------------------------------------------ the machine
 
 
-def this_machine(out: Path | None) -> Machine:
-    place = Path(os.path.abspath(out or "."))
-    while not place.exists():
-        place = place.parent
-    pressure = read_pressure(place)
+def free_resources(out: Path | None) -> FreeResources:
+    """Return the free resources of this machine, with the disk that `out` is or would be on."""
+    directory = Path(os.path.abspath(out or "."))
+    while not directory.exists():
+        directory = directory.parent
+    pressure = read_pressure(directory)
     memory, names = {"cpu": pressure.memory_available}, {}
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         memory[f"cuda:{number}"] = torch.cuda.mem_get_info(number)[0]
         names[f"cuda:{number}"] = torch.cuda.get_device_name(number)
-    return Machine(pressure.cores, memory, names, pressure.disk_free)
+    return FreeResources(pressure.cores, memory, names, pressure.disk_free)
 
 
-def _warnings(plans: Sequence[StagePlan], view: View) -> list[str]:
+def _resource_warnings(plans: Sequence[StagePlan], context: PlanContext) -> list[str]:
     lines = []
     for plan in plans:
-        for device, total in beyond(plan.memory, view.machine).items():
-            free = view.machine.memory[device]
-            less = "fewer rows, a shorter length or recompute = true"
-            less += ", fewer sampler.kv_cache_tokens and in_flight" if plan.stage == "rl" else ""
+        for device, total in devices_exceeded(plan.memory, context.machine).items():
+            free = context.machine.memory[device]
+            advice = "fewer rows, a shorter length or recompute = true"
+            advice += ", fewer sampler.kv_cache_tokens and in_flight" if plan.stage == "rl" else ""
             lines.append(
                 f"{plan.stage} needs about {total / 2**30:,.1f} GiB on {device}, where {free / 2**30:,.1f} are free: "
-                f"{less} take less"
+                f"{advice} take less"
             )
-        section = getattr(view.recipe, plan.stage)
+        settings = getattr(context.recipe, plan.stage)
         on_cpu = plan.memory and plan.memory[0].device == "cpu"
-        if not plan.done and on_cpu and getattr(section, "precision", "") == "bfloat16":
+        if not plan.done and on_cpu and getattr(settings, "precision", "") == "bfloat16":
             lines.append(f"{plan.stage}.precision is bfloat16, which is several times slower than float32 on most CPUs")
-    disk = sum(plan.disk for plan in plans)
-    if disk > view.machine.disk:
-        lines.append(f"the run takes about {disk / 1e9:,.1f} GB of disk, where {view.machine.disk / 1e9:,.1f} are free")
+    disk, free_disk = sum(plan.disk for plan in plans), context.machine.disk
+    if disk > free_disk:
+        lines.append(f"the run needs about {disk / 1e9:,.1f} GB of disk, where {free_disk / 1e9:,.1f} are free")
     return lines

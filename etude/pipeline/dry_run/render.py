@@ -1,33 +1,33 @@
-"""A plan for people, and for programs."""
+"""Render a plan as text for people, and as JSON data for programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from etude.pipeline.dry_run.memory import Memory
-from etude.pipeline.dry_run.plan import Plan
+from etude.pipeline.dry_run.memory import ProcessMemory
+from etude.pipeline.dry_run.plan import RunPlan
 from etude.pipeline.dry_run.stages import StagePlan
 
 GIB = 1 << 30
 INDENT = 11
 
 
-def plan_text(plan: Plan) -> str:
-    """A block of lines for each stage, then what all of it takes."""
-    lines = [f"{plan.recipe}: {', '.join(stage.stage for stage in plan.stages)}", _machine(plan)]
+def plan_text(plan: RunPlan) -> str:
+    """Return a block of lines for each stage, then the totals and the warnings."""
+    lines = [f"{plan.recipe}: {', '.join(stage.stage for stage in plan.stages)}", _machine_line(plan)]
     if plan.run:
         done = sum(stage.done for stage in plan.stages)
-        lines.append(f"{plan.run} is there, with {done} of {len(plan.stages)} stages done: --resume goes on")
+        lines.append(f"{plan.run} exists, with {done} of {len(plan.stages)} stages done: --resume continues it")
     lines.append("")
     for stage in plan.stages:
-        first, *others = _stage(stage)
+        first, *others = _stage_lines(stage)
         lines += [f"{stage.stage:{INDENT}}{first}", *(f"{'':{INDENT}}{line}" for line in others)]
-    lines += ["", *(f"{'' if number else 'in all':{INDENT}}{line}" for number, line in enumerate(_all(plan)))]
+    lines += ["", *(f"{'' if number else 'total':{INDENT}}{line}" for number, line in enumerate(_total_lines(plan)))]
     return "\n".join([*lines, *(f"warning: {line}" for line in plan.warnings)])
 
 
-def _all(plan: Plan) -> Iterator[str]:
+def _total_lines(plan: RunPlan) -> Iterator[str]:
     if all(stage.done for stage in plan.stages):
         yield "nothing is left to do"
         return
@@ -37,35 +37,35 @@ def _all(plan: Plan) -> Iterator[str]:
     yield f"{peak / GIB:,.1f} GiB of memory at most, {size(plan.disk)} of disk"
 
 
-def _machine(plan: Plan) -> str:
+def _machine_line(plan: RunPlan) -> str:
     machine = plan.machine
     gpus = [f"{name} with {machine.memory[device] / GIB:,.0f} GiB" for device, name in machine.names.items()]
     free = [f"{machine.cores:g} cores", f"{machine.memory['cpu'] / GIB:,.1f} GiB of memory", *gpus]
     return f"free here: {', '.join(free)}, {size(machine.disk)} of disk"
 
 
-def _stage(stage: StagePlan) -> Iterator[str]:
+def _stage_lines(stage: StagePlan) -> Iterator[str]:
     if stage.done:
         yield stage.does[0]
         return
-    told = (
-        f"{duration(stage.time.seconds)} ({stage.time.basis})" if stage.time else "time unknown: it does not fit here"
-    )
-    yield told
+    if stage.time is None:
+        yield "time unknown: the stage does not fit into memory here"
+    else:
+        yield f"{duration(stage.time.seconds)} ({stage.time.basis})"
     yield from stage.does
     if stage.launches:
         yield f"launches {', '.join(stage.launches)}"
-    for each, count in _counted(stage.memory):
-        yield _memory(each, count)
+    for each, count in _grouped(stage.memory):
+        yield _memory_line(each, count)
     if stage.disk:
         yield f"{size(stage.disk)} of disk"
 
 
-def _counted(memory: tuple[Memory, ...]) -> list[tuple[Memory, int]]:
+def _grouped(memory: tuple[ProcessMemory, ...]) -> list[tuple[ProcessMemory, int]]:
     return [(each, memory.count(each)) for number, each in enumerate(memory) if each not in memory[:number]]
 
 
-def _memory(memory: Memory, count: int) -> str:
+def _memory_line(memory: ProcessMemory, count: int) -> str:
     pieces = sorted(memory.pieces.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {value / GIB:,.2f}" for name, value in pieces if value >= GIB / 200)
     times = f"{count} x " if count > 1 else ""
@@ -73,6 +73,7 @@ def _memory(memory: Memory, count: int) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Return a duration in words, rounded."""
     if seconds < 90:
         return f"about {max(1, round(seconds))} s"
     minutes = round(seconds / 60)
@@ -80,23 +81,24 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
+    """Return a number of bytes in GB or MB."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
-def plan_data(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON can hold it; times in seconds, sizes in bytes."""
+def plan_data(plan: RunPlan) -> dict[str, Any]:
+    """Return the plan as JSON values; times in seconds, sizes in bytes."""
     return {
         "recipe": plan.recipe,
         "run": plan.run or None,
         "machine": vars(plan.machine),
-        "stages": {stage.stage: _data(stage) for stage in plan.stages},
+        "stages": {stage.stage: _stage_data(stage) for stage in plan.stages},
         "seconds": plan.seconds,
         "disk": plan.disk,
         "warnings": list(plan.warnings),
     }
 
 
-def _data(stage: StagePlan) -> dict[str, Any]:
+def _stage_data(stage: StagePlan) -> dict[str, Any]:
     return {
         "done": stage.done,
         "does": list(stage.does),

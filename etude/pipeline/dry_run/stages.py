@@ -1,7 +1,7 @@
-"""One function for each stage of a recipe: what it would do, how long, with how much memory and disk.
+"""One function per stage of a recipe: what it would do, how long it would take, with how much memory and disk.
 
-Rates are measured where that takes a moment (`probe`), taken from the run itself where it has taken steps, and
-otherwise a guess that says so.
+Rates are measured where that takes a moment (`measure`), taken from the run itself if it has taken steps, and are
+otherwise guesses that are labelled so.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from etude.data import worker_pool
 from etude.data.settings import DEMONSTRATIONS, CorpusSettings
 from etude.kernels import usable_device
 from etude.model.describe import count_parameters
-from etude.pipeline.dry_run import measure as probe
-from etude.pipeline.dry_run import rl_estimate
-from etude.pipeline.dry_run.check import Found, corpus_options
-from etude.pipeline.dry_run.measure import Measured
+from etude.pipeline.dry_run import measure, rl_estimate
+from etude.pipeline.dry_run.check import RecipeInputs, corpus_options
+from etude.pipeline.dry_run.measure import TimeEstimate
 from etude.pipeline.dry_run.memory import (
-    Memory,
+    ProcessMemory,
     checkpoint_bytes,
-    kept_checkpoints,
-    reading_memory,
+    inference_memory,
+    max_checkpoints,
     tokens_that_fit,
     training_memory,
     weights_bytes,
@@ -41,30 +40,30 @@ from etude.tasks.sources import task_sources
 from etude.train.phase import list_checkpoints
 from etude.train.settings import TrainingSettings
 
-COPIED = 100e6  # bytes a second of weights read, converted and written
-TASK, EXPERT = 85_000, 2_000  # bytes on disk: a nano task is a dozen small files
-WORKER = 1.5  # times as fast as this process is a worker of a corpus: it remembers words (docs/data.md)
-WRITING_S, RENDERING_S = 0.008, 0.003  # for the files of a task, onto the disk; for an expert's session in a corpus
-SETTLED = 5  # steps after which a run's own speed is known
-HERE = "measured here"
+COPY_BYTES_PER_S = 100e6  # weights read, converted and written
+TASK_BYTES, DEMONSTRATION_BYTES = 85_000, 2_000  # on disk: a nano task is a dozen small files
+WORKER_SPEEDUP = 1.5  # of a corpus worker over this process: it caches words (docs/data.md)
+WRITING_S, RENDERING_S = 0.008, 0.003  # per task, writing its files; per demonstration, rendering it in a corpus
+SETTLED_STEPS = 5  # steps after which a run's own speed is known
+MEASURED = "measured here"
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage."""
+    """The plan of one stage."""
 
     stage: str
     does: tuple[str, ...] = ()
-    time: Measured | None = None  # None: it cannot be told
-    memory: tuple[Memory, ...] = ()  # of all that runs at once
+    time: TimeEstimate | None = None  # None: it cannot be estimated
+    memory: tuple[ProcessMemory, ...] = ()  # of all processes that run at once
     disk: int = 0
     launches: tuple[str, ...] = ()
     done: bool = False
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What is free, now."""
+class FreeResources:
+    """The free resources of this machine now."""
 
     cores: float
     memory: dict[str, int]  # bytes by device
@@ -73,23 +72,23 @@ class Machine:
 
 
 @dataclass
-class View:
-    """What every function here is given."""
+class PlanContext:
+    """The argument of every function here that plans a stage."""
 
     recipe: Recipe
-    found: Found
-    machine: Machine
+    inputs: RecipeInputs
+    machine: FreeResources
     run: Run | None
-    budget: float  # seconds to measure in, for each stage
-    sessions: dict[str, float] = field(default_factory=dict)  # tokens of an expert's session, by set of tasks
+    budget: float  # seconds of measuring per stage
+    demonstration_tokens: dict[str, float] = field(default_factory=dict)  # of one demonstration, by task set
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The run's own, or one like it."""
-        if self.found.tokenizer is None:
-            texts = [text for each in self.found.texts.values() for text in sample_texts(each.sample)]
-            self.found.tokenizer = probe.stand_in(texts or self._source_texts())
-        return self.found.tokenizer
+        """The tokenizer of the run, or a stand-in trained on its texts."""
+        if self.inputs.tokenizer is None:
+            texts = [text for each in self.inputs.texts.values() for text in sample_texts(each.sample)]
+            self.inputs.tokenizer = measure.stand_in_tokenizer(texts or self._source_texts())
+        return self.inputs.tokenizer
 
     def _source_texts(self) -> list[str]:
         """Return texts of the recipe's task sources; without one, some code of the standard library."""
@@ -98,247 +97,260 @@ class View:
         texts = [text for name in names for text in task_sources.get(name).vocabulary_texts(60)]
         return texts or [Path(json.__file__).read_text(encoding="utf-8")]
 
-    def room(self, memory: Memory, tokens: int) -> int | None:
-        """How many of its tokens a trainer can be tried with here; None if not even a few."""
+    def measurable_tokens(self, memory: ProcessMemory, tokens: int) -> int | None:
+        """Return how many of a trainer's tokens can be measured here; None if not even a few fit into memory."""
         free = self.machine.memory.get("cuda:0" if memory.device == "cuda" else memory.device, memory.total)
-        most = tokens_that_fit(memory, free, tokens)
-        return most if most >= min(tokens, probe.SMALL) else None
+        fitting = tokens_that_fit(memory, free, tokens)
+        return fitting if fitting >= min(tokens, measure.FIRST_TOKENS) else None
 
-    def made(self, artefact: str) -> bool:
-        """Whether an interrupted stage has this already."""
-        return self.run is not None and any(each.name == artefact for each in self.run.artefacts())
+    def has_artefact(self, name: str) -> bool:
+        """Return whether an interrupted stage has already made this artefact."""
+        return self.run is not None and any(each.name == name for each in self.run.artefacts())
 
 
-def beyond(memory: Sequence[Memory], machine: Machine) -> dict[str, int]:
-    """Bytes wanted on each device that has fewer."""
-    wanted: defaultdict[str, int] = defaultdict(int)
+def devices_exceeded(memory: Sequence[ProcessMemory], machine: FreeResources) -> dict[str, int]:
+    """Return the bytes needed on each device that has fewer free."""
+    needed: defaultdict[str, int] = defaultdict(int)
     for each in memory:
-        wanted["cuda:0" if each.device == "cuda" else each.device] += each.total
-    return {device: total for device, total in wanted.items() if total > machine.memory.get(device, total)}
+        needed["cuda:0" if each.device == "cuda" else each.device] += each.total
+    return {device: total for device, total in needed.items() if total > machine.memory.get(device, total)}
 
 
 # ------------------------------------------------------------------------------------------------ models
 
 
-def tokenizer(view: View) -> StagePlan:
-    section, text = view.recipe.tokenizer, view.found.texts["tokenizer"]
-    assert section is not None
-    rate = probe.vocabulary_rate(sample_texts(text.sample), section.vocab_size)
-    line = f"learn {section.vocab_size:,} tokens from {text.files:,} files, {text.bytes / 1e6:,.1f} MB"
-    return StagePlan("tokenizer", (line,), Measured(rate.seconds * text.bytes, HERE), disk=100 * section.vocab_size)
+def plan_tokenizer(context: PlanContext) -> StagePlan:
+    settings, text = context.recipe.tokenizer, context.inputs.texts["tokenizer"]
+    assert settings is not None
+    rate = measure.vocabulary_rate(sample_texts(text.sample), settings.vocab_size)
+    line = f"learn {settings.vocab_size:,} tokens from {text.files:,} files, {text.bytes / 1e6:,.1f} MB"
+    time = TimeEstimate(rate.seconds * text.bytes, MEASURED)
+    return StagePlan("tokenizer", (line,), time, disk=100 * settings.vocab_size)
 
 
-def base(view: View) -> StagePlan:
-    section = view.recipe.base
-    assert section is not None
-    return _weights("base", view, section.dtype, f"from {section.source}")
+def plan_base(context: PlanContext) -> StagePlan:
+    settings = context.recipe.base
+    assert settings is not None
+    return _plan_weights("base", context, settings.dtype, f"from {settings.source}")
 
 
-def init(view: View) -> StagePlan:
-    section = view.recipe.init
-    assert section is not None
-    return _weights("init", view, section.dtype, "drawn at random")
+def plan_init(context: PlanContext) -> StagePlan:
+    settings = context.recipe.init
+    assert settings is not None
+    return _plan_weights("init", context, settings.dtype, "with random weights")
 
 
-def _weights(stage: str, view: View, dtype: str, origin: str) -> StagePlan:
-    config = view.found.models[stage].config
+def _plan_weights(stage: str, context: PlanContext, dtype: str, origin: str) -> StagePlan:
+    config = context.inputs.models[stage].config
     size = weights_bytes(config, dtype)
-    counted = count_parameters(config)
-    active = f", {counted.active / 1e6:,.1f}M for a token" if counted.active != counted.total else ""
-    line = f"a {config.family} model of {counted.total / 1e6:,.1f}M parameters{active}, {origin}"
-    time = Measured(1 + size / COPIED, "a guess: by the size of the weights")
-    return StagePlan(stage, (line,), time, (reading_memory(config, "cpu", dtype),), size)
+    parameters = count_parameters(config)
+    active = f", {parameters.active / 1e6:,.1f}M active" if parameters.active != parameters.total else ""
+    line = f"a {config.family} model of {parameters.total / 1e6:,.1f}M parameters{active}, {origin}"
+    time = TimeEstimate(1 + size / COPY_BYTES_PER_S, "a guess: by the size of the weights")
+    return StagePlan(stage, (line,), time, (inference_memory(config, "cpu", dtype),), size)
 
 
 # ------------------------------------------------------------------------------------------------ tasks and text
 
 
-def tasks(view: View) -> StagePlan:
-    section = view.recipe.tasks
-    assert section is not None
+def plan_tasks(context: PlanContext) -> StagePlan:
+    settings = context.recipe.tasks
+    assert settings is not None
     lines, seconds, disk = [], 0.0, 0
-    for table in section.build:
-        count = view.found.tasks[table.name]
-        made = view.made(f"tasks-{table.name}") and (
-            not table.demonstrations or view.made(f"demonstrations-{table.name}")
+    for task_set in settings.build:
+        count = context.inputs.tasks[task_set.name]
+        made = context.has_artefact(f"tasks-{task_set.name}") and (
+            not task_set.demonstrations or context.has_artefact(f"demonstrations-{task_set.name}")
         )
-        origin = f"taken from {table.path}" if table.path else f"made by {table.source}, {table.split}"
-        experts = f"; {table.demonstrations:,} sessions of experts on others" if table.demonstrations else ""
-        lines.append(f"{table.name}: {count:,} tasks {origin}{experts}{' (made before)' if made else ''}")
-        rate = probe.TaskRate(0.0)
-        if table.source is not None:
-            rate = probe.task_rate(table, view.tokenizer, view.budget / 2)
-            view.sessions[table.name] = rate.tokens
+        origin = f"from {task_set.path}" if task_set.path else f"made by {task_set.source}, {task_set.split}"
+        extra = f"; {task_set.demonstrations:,} demonstrations on other tasks" if task_set.demonstrations else ""
+        lines.append(f"{task_set.name}: {count:,} tasks {origin}{extra}{' (made before)' if made else ''}")
+        rate = measure.TaskRate(0.0)
+        if task_set.source is not None:
+            rate = measure.task_rate(task_set, context.tokenizer, context.budget / 2)
+            context.demonstration_tokens[task_set.name] = rate.tokens
         if not made:
-            seconds += count * (rate.task + WRITING_S) + table.demonstrations * rate.demonstration
-            disk += count * TASK + table.demonstrations * EXPERT
-    return StagePlan("tasks", tuple(lines), Measured(seconds, HERE), disk=disk)
+            seconds += count * (rate.task + WRITING_S) + task_set.demonstrations * rate.demonstration
+            disk += count * TASK_BYTES + task_set.demonstrations * DEMONSTRATION_BYTES
+    return StagePlan("tasks", tuple(lines), TimeEstimate(seconds, MEASURED), disk=disk)
 
 
-def corpus(view: View) -> StagePlan:
-    section = view.recipe.corpus
-    assert section is not None
+def plan_corpora(context: PlanContext) -> StagePlan:
+    settings = context.recipe.corpus
+    assert settings is not None
     lines, seconds, disk = [], 0.0, 0
-    for table in section.build:
-        made = view.made(f"corpus-{table.name}")
-        line, tokens, took = _corpus(view, table)
-        view.found.corpora[table.name] = round(tokens)
-        lines.append(f"{table.name}: {line}{' (made before)' if made else ''}")
+    for corpus in settings.build:
+        made = context.has_artefact(f"corpus-{corpus.name}")
+        line, tokens, corpus_seconds = _plan_corpus(context, corpus)
+        context.inputs.corpora[corpus.name] = round(tokens)
+        lines.append(f"{corpus.name}: {line}{' (made before)' if made else ''}")
         if not made:
-            seconds += took
-            width = (2 if len(view.tokenizer) <= 1 << 16 else 4) + (1 if table.chat else 0)
-            disk += round(tokens * width) + view.found.texts[table.name].bytes  # the texts lie beside while it is built
-    return StagePlan("corpus", tuple(lines), Measured(seconds, HERE), disk=disk)
+            seconds += corpus_seconds
+            width = (2 if len(context.tokenizer) <= 1 << 16 else 4) + (1 if corpus.chat else 0)
+            # The texts are kept on disk while the corpus is built.
+            disk += round(tokens * width) + context.inputs.texts[corpus.name].bytes
+    return StagePlan("corpus", tuple(lines), TimeEstimate(seconds, MEASURED), disk=disk)
 
 
-def _corpus(view: View, table: CorpusSettings) -> tuple[str, float, float]:
-    """A corpus in words, its tokens and the seconds it takes."""
-    options, text = corpus_options(table, view.recipe.seed), view.found.texts[table.name]
-    words, tokens, seconds = [], 0.0, 0.0
+def _plan_corpus(context: PlanContext, corpus: CorpusSettings) -> tuple[str, float, float]:
+    """Return a corpus in words, its tokens and the seconds it takes to build."""
+    options, text = corpus_options(corpus, context.recipe.seed), context.inputs.texts[corpus.name]
+    parts, tokens, seconds = [], 0.0, 0.0
     if text.files:
-        if table.chat:
-            source = next(source for source in table.sources if not source.startswith(DEMONSTRATIONS))
-            rate = probe.chat_rate(chat_sample(source, view.tokenizer), options, view.tokenizer)
+        if corpus.chat:
+            source = next(source for source in corpus.sources if not source.startswith(DEMONSTRATIONS))
+            rate = measure.chat_rate(chat_sample(source, context.tokenizer), options, context.tokenizer)
         else:
-            rate = probe.corpus_rate(text.sample, options, view.tokenizer)
-        shared = max(0, text.bytes - worker_pool.IN_PROCESS_BYTES)  # what worker processes do, one for each core
-        alone = text.bytes - shared * (1 - 1 / (WORKER * min(worker_pool.MAX_WORKERS, usable_cores())))
-        tokens, seconds = rate.tokens * text.bytes, rate.seconds * alone
-        words.append(f"{text.files:,} files, {text.bytes / 1e6:,.1f} MB")
-    for name in (source.removeprefix(DEMONSTRATIONS) for source in table.sources if source.startswith(DEMONSTRATIONS)):
-        assert view.recipe.tasks is not None
-        count = next(each.demonstrations for each in view.recipe.tasks.build if each.name == name)
-        tokens += count * view.sessions.get(name, float(rl_estimate.LENGTH))
+            rate = measure.corpus_rate(text.sample, options, context.tokenizer)
+        shared = max(0, text.bytes - worker_pool.IN_PROCESS_BYTES)  # left to worker processes, one per core
+        speedup = WORKER_SPEEDUP * min(worker_pool.MAX_WORKERS, usable_cores())
+        tokens, seconds = rate.tokens * text.bytes, rate.seconds * (text.bytes - shared * (1 - 1 / speedup))
+        parts.append(f"{text.files:,} files, {text.bytes / 1e6:,.1f} MB")
+    for name in (source.removeprefix(DEMONSTRATIONS) for source in corpus.sources if source.startswith(DEMONSTRATIONS)):
+        assert context.recipe.tasks is not None
+        count = next(each.demonstrations for each in context.recipe.tasks.build if each.name == name)
+        tokens += count * context.demonstration_tokens.get(name, float(rl_estimate.SESSION_TOKENS))
         seconds += count * RENDERING_S
-        words.append(f"{count:,} sessions of the experts of {name}")
-    return f"{' and '.join(words)}, about {tokens / 1e6:,.2f}M tokens", tokens, seconds
+        parts.append(f"{count:,} demonstrations of {name}")
+    return f"{' and '.join(parts)}, about {tokens / 1e6:,.2f}M tokens", tokens, seconds
 
 
 # ------------------------------------------------------------------------------------------------ training
 
 
-def training(stage: str) -> Callable[[View], StagePlan]:
-    return lambda view: train(stage, view)
+def training_planner(stage: str) -> Callable[[PlanContext], StagePlan]:
+    """Return the planner of the training stage of that name."""
+    return lambda context: plan_training(stage, context)
 
 
-def train(stage: str, view: View) -> StagePlan:
-    section, model = getattr(view.recipe, stage), view.found.models[stage]
-    assert isinstance(section, TrainingSettings)
-    steps = -(-section.tokens // (section.rows * section.micro_batches * section.length))
-    own = list_checkpoints(view.run, stage) if view.run is not None else []
-    at = own[-1][0] if own else 0
+def plan_training(stage: str, context: PlanContext) -> StagePlan:
+    settings, model = getattr(context.recipe, stage), context.inputs.models[stage]
+    assert isinstance(settings, TrainingSettings)
+    steps = -(-settings.tokens // (settings.rows * settings.micro_batches * settings.length))
+    saved = list_checkpoints(context.run, stage) if context.run is not None else []
+    step = saved[-1][0] if saved else 0
     frozen = stage == "mtp"
-    device = str(usable_device(section.device))
-    memory = training_memory(model.config, section, device, layers=model.layers, frozen=frozen)
-    half_way = stage == "pretrain" and view.recipe.mtp is not None
-    one = checkpoint_bytes(model.config, section, layers=model.layers, frozen=frozen)
+    device = str(usable_device(settings.device))
+    memory = training_memory(model.config, settings, device, mtp_layers=model.mtp_layers, frozen=frozen)
+    halfway = stage == "pretrain" and context.recipe.mtp is not None
+    checkpoint = checkpoint_bytes(model.config, settings, mtp_layers=model.mtp_layers, frozen=frozen)
     return StagePlan(
         stage,
-        tuple(_training_lines(stage, view, section, steps, at)),
-        _training_time(stage, view, section, memory, steps, at),
+        tuple(_training_lines(stage, context, settings, steps, step)),
+        _training_time(stage, context, settings, memory, steps, step),
         (memory,),
-        kept_checkpoints(section, steps, half_way=half_way) * one,
+        max_checkpoints(settings, steps, halfway=halfway) * checkpoint,
     )
 
 
-def _training_lines(stage: str, view: View, section: TrainingSettings, steps: int, at: int) -> list[str]:
-    micro = f"{section.micro_batches} x " if section.micro_batches > 1 else ""
-    tokens = steps * section.rows * section.micro_batches * section.length
-    lines = [f"{steps:,} steps of {micro}{section.rows} rows of {section.length:,} tokens: {tokens:,} tokens"]
-    if at:
-        lines.append(f"goes on after step {at:,}")
-    elif view.run is not None and view.run.metrics(stage):
-        lines.append("was interrupted before its first checkpoint: begins again")
-    total = sum(part.weight for part in section.mix)
-    for part in section.mix:
-        there = view.found.corpora.get(part.corpus) or _built(view, part.corpus)
-        if there:
-            passes = tokens * part.weight / total / there
-            often = f"{passes:.0%}" if passes < 1 else f"{passes:,.1f} times all"
-            lines.append(f"reads {often} of {Path(part.corpus).name} ({there / 1e6:,.2f}M tokens)")
-    if layers := view.found.models[stage].layers:
-        alone = "alone, the model frozen" if stage == "mtp" else "along"
-        lines.append(f"trains {layers} layer{'s' if layers > 1 else ''} of multi-token prediction {alone}")
+def _training_lines(stage: str, context: PlanContext, settings: TrainingSettings, steps: int, step: int) -> list[str]:
+    micro = f"{settings.micro_batches} x " if settings.micro_batches > 1 else ""
+    tokens = steps * settings.rows * settings.micro_batches * settings.length
+    lines = [f"{steps:,} steps of {micro}{settings.rows} rows of {settings.length:,} tokens: {tokens:,} tokens"]
+    if step:
+        lines.append(f"continues after step {step:,}")
+    elif context.run is not None and context.run.metrics(stage):
+        lines.append("was interrupted before its first checkpoint: starts again")
+    total = sum(part.weight for part in settings.mix)
+    for part in settings.mix:
+        available = context.inputs.corpora.get(part.corpus) or _built_tokens(context, part.corpus)
+        if available:
+            passes = tokens * part.weight / total / available
+            amount = f"{passes:.0%}" if passes < 1 else f"{passes:,.1f} times all"
+            lines.append(f"reads {amount} of {Path(part.corpus).name} ({available / 1e6:,.2f}M tokens)")
+    if layers := context.inputs.models[stage].mtp_layers:
+        how = "alone, with the model frozen" if stage == "mtp" else "with the model"
+        lines.append(f"trains {layers} layer{'s' if layers > 1 else ''} of multi-token prediction {how}")
     return lines
 
 
-def _built(view: View, corpus: str) -> int:
-    """Tokens of a corpus that an earlier stage of this run has made."""
-    facts = view.run.facts("corpus") if view.run is not None else {}
+def _built_tokens(context: PlanContext, corpus: str) -> int:
+    """Return the tokens of a corpus that an earlier stage of this run has made."""
+    facts = context.run.facts("corpus") if context.run is not None else {}
     return int(facts.get(corpus, {}).get("train", 0))
 
 
 def _training_time(
-    stage: str, view: View, section: TrainingSettings, memory: Memory, steps: int, at: int
-) -> Measured | None:
-    model, measured = view.found.models[stage], None
-    records = [] if view.run is None else [each for each in view.run.metrics(stage) if "tokens_per_second" in each]
-    tokens = section.rows * section.micro_batches * section.length
-    if len(records) >= SETTLED:
-        speed = median(record["tokens_per_second"] for record in records)
-        measured = Measured(tokens / speed, f"as the {len(records)} steps of this run before went")
-    elif (most := view.room(memory, section.rows * section.length)) is not None:
-        measured = probe.step_seconds(
+    stage: str, context: PlanContext, settings: TrainingSettings, memory: ProcessMemory, steps: int, step: int
+) -> TimeEstimate | None:
+    model, estimate = context.inputs.models[stage], None
+    logged = context.run.metrics(stage) if context.run is not None else []
+    speeds = [record["tokens_per_second"] for record in logged if "tokens_per_second" in record]
+    tokens = settings.rows * settings.micro_batches * settings.length
+    if len(speeds) >= SETTLED_STEPS:
+        estimate = TimeEstimate(tokens / median(speeds), f"from the {len(speeds)} earlier steps of this run")
+    elif (max_tokens := context.measurable_tokens(memory, settings.rows * settings.length)) is not None:
+        estimate = measure.step_seconds(
             model.config,
-            section,
-            section.micro_batches,
-            layers=model.layers,
+            settings,
+            settings.micro_batches,
+            mtp_layers=model.mtp_layers,
             frozen=stage == "mtp",
-            most=most,
-            budget=view.budget,
+            max_tokens=max_tokens,
+            budget=context.budget,
         )
-    if measured is None:
+    if estimate is None:
         return None
-    seconds = (steps - at) * measured.seconds
-    if section.held_out is not None:
-        times = 2 + ((steps - 1) // section.evaluate_every if section.evaluate_every else 0)
-        read = section.held_out.max_tokens or tokens
-        # read twice, in windows that overlap by half; a forward is a third of a step
-        seconds += times * 2 * read * measured.seconds / tokens / 3
-    return Measured(seconds, f"{measured.basis}: {measured.seconds:,.2f} s a step")
+    seconds = (steps - step) * estimate.seconds
+    if settings.held_out is not None:
+        evaluations = 2 + ((steps - 1) // settings.evaluate_every if settings.evaluate_every else 0)
+        read = settings.held_out.max_tokens or tokens
+        # Every token is read twice, in windows that overlap by half; a forward pass is a third of a step.
+        seconds += evaluations * 2 * read * estimate.seconds / tokens / 3
+    return TimeEstimate(seconds, f"{estimate.basis}: {estimate.seconds:,.2f} s a step")
 
 
-def nll(view: View) -> StagePlan:
-    section, text, config = view.recipe.nll, view.found.texts["nll"], view.found.models["nll"].config
-    assert section is not None
+def plan_nll(context: PlanContext) -> StagePlan:
+    settings, text = context.recipe.nll, context.inputs.texts["nll"]
+    config = context.inputs.models["nll"].config
+    assert settings is not None
     sample = sample_texts(text.sample)
-    tokens = sum(map(len, view.tokenizer.encode_batch(sample))) / max(1, sum(len(each.encode()) for each in sample))
-    windows = max(1.0, tokens * text.bytes / section.stride)
-    one = probe.reading_seconds(config, section.window, "float32", budget=view.budget)
-    line = f"score {text.files:,} files, {text.bytes / 1e6:,.1f} MB, in windows of {section.window:,} tokens"
-    memory = reading_memory(config, "cpu", "float32")
-    return StagePlan("nll", (line,), Measured(windows * one.seconds, one.basis), (memory,))
+    sample_bytes = max(1, sum(len(each.encode()) for each in sample))
+    tokens_per_byte = sum(map(len, context.tokenizer.encode_batch(sample))) / sample_bytes
+    windows = max(1.0, tokens_per_byte * text.bytes / settings.stride)
+    window = measure.scoring_seconds(config, settings.window, "float32", budget=context.budget)
+    line = f"score {text.files:,} files, {text.bytes / 1e6:,.1f} MB, in windows of {settings.window:,} tokens"
+    memory = inference_memory(config, "cpu", "float32")
+    return StagePlan("nll", (line,), TimeEstimate(windows * window.seconds, window.basis), (memory,))
 
 
-def rl(view: View) -> StagePlan:
-    section, config = view.recipe.rl, view.found.models["rl"].config
-    assert section is not None
-    run, held_out = view.run, rl_estimate.held_out_tasks(section, view.found.tasks)
-    lines = rl_estimate.rl_lines(section, view.found.tasks[section.tasks], held_out)
-    standing = checkpoints(RunLayout(run.path)) if run is not None else []
-    at = standing[-1][0] if standing else 0
-    if at:
-        lines.append(f"goes on after step {at:,}")
-    memory, time = rl_estimate.rl_memory(section, config), None
+def plan_rl(context: PlanContext) -> StagePlan:
+    settings, config = context.recipe.rl, context.inputs.models["rl"].config
+    assert settings is not None
+    run, held_out = context.run, rl_estimate.held_out_tasks(settings, context.inputs.tasks)
+    lines = rl_estimate.rl_lines(settings, context.inputs.tasks[settings.tasks], held_out)
+    saved = checkpoints(RunLayout(run.path)) if run is not None else []
+    step = saved[-1][0] if saved else 0
+    if step:
+        lines.append(f"continues after step {step:,}")
+    memory, time = rl_estimate.rl_memory(settings, config), None
     records = run.metrics("rl") if run is not None else []
-    if (most := view.room(memory[0], section.rows * section.length)) is not None:
-        cores = view.machine.cores
-        time = rl_estimate.rl_seconds(section, config, cores, held_out, records, at, most=most, budget=view.budget)
-    disk = rl_estimate.rl_disk(section, config, held_out)
-    launches = tuple(rl_estimate.rl_launches(section, view.found.pods))
+    if (max_tokens := context.measurable_tokens(memory[0], settings.rows * settings.length)) is not None:
+        time = rl_estimate.rl_seconds(
+            settings,
+            config,
+            context.machine.cores,
+            held_out,
+            records,
+            step,
+            max_tokens=max_tokens,
+            budget=context.budget,
+        )
+    disk = rl_estimate.rl_disk(settings, config, held_out)
+    launches = tuple(rl_estimate.rl_launches(settings, context.inputs.pods))
     return StagePlan("rl", tuple(lines), time, tuple(memory), disk, launches)
 
 
-STAGES: dict[str, Callable[[View], StagePlan]] = {
-    "tokenizer": tokenizer,
-    "base": base,
-    "init": init,
-    "tasks": tasks,
-    "corpus": corpus,
-    "pretrain": training("pretrain"),
-    "mtp": training("mtp"),
-    "extend": training("extend"),
-    "sft": training("sft"),
-    "rl": rl,
-    "nll": nll,
+STAGE_PLANNERS: dict[str, Callable[[PlanContext], StagePlan]] = {
+    "tokenizer": plan_tokenizer,
+    "base": plan_base,
+    "init": plan_init,
+    "tasks": plan_tasks,
+    "corpus": plan_corpora,
+    "pretrain": training_planner("pretrain"),
+    "mtp": training_planner("mtp"),
+    "extend": training_planner("extend"),
+    "sft": training_planner("sft"),
+    "rl": plan_rl,
+    "nll": plan_nll,
 }

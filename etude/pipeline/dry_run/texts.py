@@ -1,7 +1,7 @@
-"""How much text a corpus would be made of, and a sample of it, from names and sizes: most files are never read.
+"""Survey the text of a corpus: its amount from names and sizes, and a sample. Most files are never read.
 
-The sample is spread evenly over the files, whatever their number: every n-th is kept, and when there are too many,
-every other one is dropped and n doubles.
+The sample is spread evenly over the files: every n-th is kept, and when there are too many, every other one is dropped
+and n doubles.
 """
 
 from __future__ import annotations
@@ -20,50 +20,51 @@ from etude.data.licences import is_licence
 from etude.data.sources import locate_source, sample_evenly
 from etude.errors import InputError
 
-SAMPLE_FILES = 128  # at most; and at least half as many, where there are so many
+SAMPLE_FILES = 128  # at most; at least half as many, if there are so many
 SAMPLE_BYTES = 1 << 20
 SAMPLE_ROWS = 64
 COMPRESSED = (".gz", ".zst", ".tgz", ".bz2", ".xz", ".zip", ".whl", ".parquet")
-UNPACKED = 4  # times the size of compressed source text, about
+UNPACKED_RATIO = 4  # approximate size of source text relative to its compressed form
 
 
 @dataclass(frozen=True)
-class Text:
-    """What would be read, in files and bytes, and some of it."""
+class SourceSurvey:
+    """Files and bytes that would be read, and a sample of them."""
 
     files: int = 0
     bytes: int = 0
     repositories: frozenset[str] = frozenset()
     sample: tuple[File, ...] = ()
-    closed: bool = False  # some of it lies in archives or rows, and is known by its size alone
+    has_archives: bool = False  # some of it is in archives or rows, of which only the size is known
 
-    def __add__(self, other: Text) -> Text:
-        return Text(
+    def __add__(self, other: SourceSurvey) -> SourceSurvey:
+        return SourceSurvey(
             self.files + other.files,
             self.bytes + other.bytes,
             self.repositories | other.repositories,
             self.sample + other.sample,
-            self.closed or other.closed,
+            self.has_archives or other.has_archives,
         )
 
 
-def survey(source: str, filters: Filters) -> Text:
-    """The files of one source that the filters on names and sizes let pass."""
+def survey_source(source: str, filters: Filters) -> SourceSurvey:
+    """Survey the files of one source that pass the filters on names and sizes."""
     root = locate_source(source)
     if root.is_file() and root.name.endswith((*ARCHIVES, *ROWS)):
-        first = tuple(_held(islice(_passing(read_source(source), filters), SAMPLE_FILES)))
-        size = root.stat().st_size * (UNPACKED if root.name.endswith(COMPRESSED) else 1)
-        return Text(1, size, frozenset(file.repository for file in first), small(first), closed=True)
+        first = tuple(_with_content(islice(_passing(read_source(source), filters), SAMPLE_FILES)))
+        size = root.stat().st_size * (UNPACKED_RATIO if root.name.endswith(COMPRESSED) else 1)
+        repositories = frozenset(file.repository for file in first)
+        return SourceSurvey(1, size, repositories, limit_sample(first), has_archives=True)
     files = size = 0
-    repositories = set()
+    names = set()
     kept: list[File] = []
     every = 1
     for file in read_source(source):
-        repositories.add(file.repository)
+        names.add(file.repository)
         if not _passes(file, filters):
             continue
         if files % every == 0:
-            kept += _held([file])
+            kept += _with_content([file])
             if len(kept) > SAMPLE_FILES:
                 del kept[1::2]
                 every *= 2
@@ -71,18 +72,18 @@ def survey(source: str, filters: Filters) -> Text:
         size += file.size
     if not files:
         raise InputError(f"source {source} holds no file that would be read")
-    return Text(files, size, frozenset(repositories), small(kept))
+    return SourceSurvey(files, size, frozenset(names), limit_sample(kept))
 
 
-def text_of(files: Sequence[Path]) -> Text:
-    """Files that are read one by one, whatever they are called."""
+def survey_files(files: Sequence[Path]) -> SourceSurvey:
+    """Survey files that are read one by one, whatever their names."""
     sizes = [file.stat().st_size for file in files]
     some = (File("", path.name, path.stat().st_size, path.read_bytes) for path in sample_evenly(files, SAMPLE_FILES))
-    return Text(len(files), sum(sizes), sample=small(list(_held(some))))
+    return SourceSurvey(len(files), sum(sizes), sample=limit_sample(list(_with_content(some))))
 
 
-def small(files: Sequence[File]) -> tuple[File, ...]:
-    """The first of them, spread again if together they are too large to work on for a moment."""
+def limit_sample(files: Sequence[File]) -> tuple[File, ...]:
+    """Return every n-th file; n is the smallest power of two with which the sample stays below SAMPLE_BYTES."""
     every = 1
     while len(files[::every]) > 1 and sum(file.size for file in files[::every]) > SAMPLE_BYTES:
         every *= 2
@@ -94,7 +95,7 @@ def sample_texts(files: Iterable[File]) -> list[str]:
 
 
 def chat_sample(source: str, tokenizer: Tokenizer) -> list[IngestResult]:
-    """The first conversations of a file of rows, rendered."""
+    """Return the first conversations of a file of rows, rendered."""
     return list(islice(read_rendered_chats(source, tokenizer), SAMPLE_ROWS))
 
 
@@ -106,7 +107,7 @@ def _passes(file: File, filters: Filters) -> bool:
     return not is_licence(file.path) and not any(reason(file, filters) for reason in PATH_FILTERS)
 
 
-def _held(files: Iterable[File]) -> Iterator[File]:
-    """With their content: a source need not be open for it to be read again."""
+def _with_content(files: Iterable[File]) -> Iterator[File]:
+    """Read the files now, so that they can be read again after their source is closed."""
     for file in files:
         yield replace(file, read=partial(bytes, file.read()))
