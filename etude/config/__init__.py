@@ -1,6 +1,7 @@
 """Typed settings read from TOML: the base class of every settings class, strict loading, errors and key listings.
 
-A settings class lives beside the code that it configures; `etude.recipe` puts all of them together.
+A settings class lives beside the code that it configures; `etude.recipe` puts all of them together. `Registry` holds
+named things that a recipe chooses from; installed packages add to it through `etude.plugins`.
 """
 
 from etude.config.loading import (
@@ -16,6 +17,7 @@ from etude.config.loading import (
     suggest,
     table_of,
 )
+from etude.config.plugins import Registry, load_plugins
 from etude.config.settings import (
     AbsolutePath,
     CommandLineValue,
@@ -33,10 +35,12 @@ __all__ = [
     "CommandLineValue",
     "HuggingFaceConfig",
     "NameOrPath",
+    "Registry",
     "Settings",
     "SettingsKey",
     "StageSettings",
     "differing_keys",
+    "load_plugins",
     "load_settings",
     "load_table",
     "made_by",

@@ -35,7 +35,7 @@ def made_by(*stages: str, doc: str) -> Any:
 
 
 def resolve_path(value: object, info: ValidationInfo) -> object:
-    """Make a path string absolute. Other values are returned as they are, for the type check to judge."""
+    """Make a path string absolute. Other values are returned unchanged; the type check reports them."""
     if not isinstance(value, str):
         return value
     if not value:

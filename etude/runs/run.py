@@ -38,7 +38,7 @@ FORMAT = 1  # of state.json and lineage.jsonl
 
 
 class RunSettings(Settings):
-    """What a run directory needs to know of its recipe. `etude.recipe.Recipe` extends it with the stages' tables."""
+    """The part of a recipe that a run directory uses. `etude.recipe.Recipe` extends it with the stages' tables."""
 
     name: str = Field(min_length=1, description="name of the run")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of all random choices")
@@ -154,7 +154,7 @@ class Run:
         return bool(self._state.get(stage, {}).get("done"))
 
     def facts(self, stage: str) -> dict[str, Any]:
-        """Return what the stage has saved so far."""
+        """Return the facts that the stage has saved so far."""
         return dict(self._state.get(stage, {}).get("facts", {}))
 
     def save_facts(self, stage: str, **facts: object) -> None:
@@ -177,7 +177,7 @@ class Run:
     def artefact(
         self, name: str, *, kind: str, stage: str, parents: Sequence[Parent | Artefact | Path] = ()
     ) -> AbstractContextManager[Path]:
-        """Give a directory to write into; it gets its name and its lineage record only if the block succeeds."""
+        """Yield a directory to write into; it gets its name and its lineage record only if the block succeeds."""
         return self._write_directory(self.path / "artefacts" / name, kind, stage, parents)
 
     def checkpoint(
@@ -309,16 +309,16 @@ def check_resumable(path: Path, recipe: RunSettings, resume: bool, allow_changes
     begun = _begun_stages(path)
     free = {"loggers", *(stage for stage in (*recorded.get("stages", ()), *recipe.stages) if stage not in begun)}
     waiting = [stage for stage in recipe.stages if stage not in begun]
-    # A new stage must come after those that have begun: what they made would not be made again on top of it.
+    # A new stage must come after those that have begun, because their outputs are not made again.
     if begun <= set(recipe.stages) and list(recipe.stages[-len(waiting) :] if waiting else ()) == waiting:
         free.add("stages")
     lines = [f"    {line}" for line in differing_keys(recorded, wanted) if re.split(r"[.:]", line)[0] not in free]
     if lines:
         more = [f"    and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
-        listed = "\n".join([*lines[:MAX_DIFFERENCES], *more])
+        differences = "\n".join([*lines[:MAX_DIFFERENCES], *more])
         raise InputError(
             f"run {path} was started with another recipe; undo this or name another directory "
-            f"(only stages that have not begun may change)\n{listed}"
+            f"(only stages that have not begun may change)\n{differences}"
         )
 
 
@@ -335,7 +335,7 @@ def _begun_stages(path: Path) -> set[str]:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Remove what a killed writer left unfinished. Only the holder of the lock may call this."""
+    """Remove unfinished files of a killed writer. Only the holder of the lock may call this."""
     # No artefact's name starts with a dot, so in these folders every such name is a draft.
     drafts = [*path.glob(f"{UNFINISHED}*"), *path.glob(".*.part"), *path.glob("artefacts/.*")]
     for draft in (*drafts, *path.glob("checkpoints/.*")):

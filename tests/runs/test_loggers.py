@@ -1,4 +1,4 @@
-"""A copy of the metrics for TensorBoard, read back with its own reader; a missing tool is named at the start."""
+"""TensorBoard gets a copy of the metrics, read back with its own reader; a tool that is not installed is an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_tool_that_is_not_installed_is_named(tmp_path: Path) -> None:
     recipe = load_recipe(SCRATCH, ['loggers=["wandb"]'])
     with Run.create_or_resume(tmp_path, recipe) as run:  # noqa: SIM117
         with (
-            pytest.raises(InputError, match="track names wandb, which is not installed"),
-            attach_loggers(run, recipe.track),
+            pytest.raises(InputError, match="loggers names wandb, which is not installed"),
+            attach_loggers(run, recipe.loggers),
         ):
             pass

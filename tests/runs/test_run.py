@@ -1,4 +1,4 @@
-"""A run directory has one writer, and whatever kills that writer, what has its final name is whole."""
+"""A run directory has one writer; however that writer dies, everything with its final name is complete."""
 
 import json
 import os
@@ -26,8 +26,8 @@ RECIPE = Recipe.model_validate(
 )
 OTHER = Recipe.model_validate({"name": "r", "stages": ["tokenizer"], "tokenizer": {"sources": ["stdlib"]}})
 
-# What a second process runs first: the run `path` under RECIPE, open for writing.
-OPENED = f"""
+# Code that a second process runs first: it opens the run `path` under RECIPE for writing.
+OPEN_RUN = f"""
 import os, sys, time
 from pathlib import Path
 from etude.recipe.recipe import Recipe
@@ -37,9 +37,9 @@ run = Run.create_or_resume(sys.argv[1], Recipe.model_validate({RECIPE.model_dump
 
 
 def second_process(path: Path, body: str) -> "subprocess.Popen[str]":
-    """A real process that opens the run for writing and does `body`; it has printed a line when we return."""
+    """Start a process that opens the run for writing and runs `body`; return when it has printed a line."""
     process = subprocess.Popen(
-        [sys.executable, "-c", OPENED + textwrap.dedent(body), str(path)],
+        [sys.executable, "-c", OPEN_RUN + textwrap.dedent(body), str(path)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -90,8 +90,8 @@ def test_a_stage_that_has_not_begun_may_still_change(tmp_path: Path) -> None:
         assert run.settings == OTHER
 
 
-def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path: Path) -> None:
-    """A limit on file size stands in for the full disk: the kernel takes part of the line, then none."""
+def test_a_line_that_does_not_fit_on_the_disk_is_not_written_in_part(tmp_path: Path) -> None:
+    """A file-size limit stands in for a full disk: the kernel writes part of the line, then none."""
     code = (
         "import resource, signal, sys; from pathlib import Path\n"
         "from etude.runs.run import Run; from etude.errors import EtudeError\n"
@@ -110,15 +110,15 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path: Path) -> 
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def written_recipe(place: Path) -> Path:
-    (place / "r.toml").write_text('name = "r"\nstages = ["tokenizer"]\n[tokenizer]\nsources = ["stdlib"]\n')
-    return place / "r.toml"
+def written_recipe(directory: Path) -> Path:
+    (directory / "r.toml").write_text('name = "r"\nstages = ["tokenizer"]\n[tokenizer]\nsources = ["stdlib"]\n')
+    return directory / "r.toml"
 
 
 @pytest.mark.parametrize(
     "text", ['{"format": 1, "stages": []}', '{"format": 1, "stages": {"tokenizer": 5}}', "[]", "{"]
 )
-def test_a_state_file_somebody_edited_is_an_error(tmp_path: Path, text: str) -> None:
+def test_a_damaged_state_file_is_an_error(tmp_path: Path, text: str) -> None:
     with Run.create_or_resume(tmp_path, RECIPE):
         pass
     (tmp_path / "state.json").write_text(text)
@@ -130,7 +130,7 @@ def test_a_state_file_somebody_edited_is_an_error(tmp_path: Path, text: str) -> 
         Run.read(tmp_path).artefacts()
 
 
-def test_somebody_elses_directory_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_directory_with_other_files_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(InputError, match=r"not empty \(it has thesis\.tex\)"):
         Run.create_or_resume(tmp_path, RECIPE, resume=True)
@@ -154,7 +154,7 @@ def test_a_run_open_for_reading_refuses_to_write(tmp_path: Path) -> None:
 # --- one writer
 
 
-def test_a_second_process_is_told_who_holds_the_run(tmp_path: Path) -> None:
+def test_a_second_writer_gets_an_error_that_names_the_first(tmp_path: Path) -> None:
     process = second_process(tmp_path, "run.log('tokenizer', 0, a=1); print('open', flush=True); time.sleep(60)")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(BusyError) as caught:
@@ -165,11 +165,11 @@ def test_a_second_process_is_told_who_holds_the_run(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert [record["a"] for record in Run.read(tmp_path).metrics()] == [1]  # reading needs no lock
     kill(process)
-    with Run.create_or_resume(tmp_path, RECIPE, resume=True):  # the lock died with its holder
+    with Run.create_or_resume(tmp_path, RECIPE, resume=True):  # the kernel released the lock
         pass
 
 
-def test_a_second_open_in_the_same_process_is_refused_too(tmp_path: Path) -> None:
+def test_a_second_writer_in_the_same_process_is_refused(tmp_path: Path) -> None:
     with Run.create_or_resume(tmp_path, RECIPE), pytest.raises(BusyError, match=f"pid {os.getpid()}"):
         Run.create_or_resume(tmp_path, RECIPE, resume=True)
     with Run.create_or_resume(tmp_path, RECIPE, resume=True):
@@ -197,7 +197,7 @@ def test_metrics_survive_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
         assert len(run.metrics()) == len(steps) + 1
 
 
-def test_an_artefact_cut_short_never_has_its_name(tmp_path: Path) -> None:
+def test_an_unfinished_artefact_never_has_its_final_name(tmp_path: Path) -> None:
     process = second_process(
         tmp_path,
         """
@@ -210,14 +210,14 @@ def test_an_artefact_cut_short_never_has_its_name(tmp_path: Path) -> None:
     kill(process)
     assert not (tmp_path / "artefacts" / "tokenizer").exists()
     with Run.create_or_resume(tmp_path, RECIPE, resume=True) as run:
-        assert os.listdir(tmp_path / "artefacts") == []  # the half is swept away
+        assert os.listdir(tmp_path / "artefacts") == []  # the draft was removed
         assert run.artefacts() == []
         with run.artefact("tokenizer", kind="tokenizer", stage="tokenizer") as directory:
             (directory / "tokenizer.json").write_text("the whole")
         assert (run.find("tokenizer").path / "tokenizer.json").read_text() == "the whole"
 
 
-def test_state_is_always_one_whole_version(tmp_path: Path) -> None:
+def test_state_is_always_complete(tmp_path: Path) -> None:
     process = second_process(
         tmp_path,
         """
@@ -233,7 +233,7 @@ def test_state_is_always_one_whole_version(tmp_path: Path) -> None:
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
-def test_a_run_killed_while_it_was_created_can_be_created(tmp_path: Path) -> None:
+def test_a_run_killed_during_creation_can_be_created(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("pid 1 on nowhere since never\n")
     (tmp_path / ".recipe.toml.0123.part").write_text("name = ")
     with Run.create_or_resume(tmp_path, RECIPE) as run:
@@ -241,7 +241,7 @@ def test_a_run_killed_while_it_was_created_can_be_created(tmp_path: Path) -> Non
 
 
 @given(cut=st.integers(1, 200), rubbish=st.sampled_from([b"", b"\x00" * 40, b"\x00\x00\n", b'{"a": \n']))
-def test_a_torn_tail_costs_only_the_torn_line(
+def test_a_torn_last_line_is_dropped_and_no_other(
     tmp_path_factory: pytest.TempPathFactory, cut: int, rubbish: bytes
 ) -> None:
     path = tmp_path_factory.mktemp("torn")
@@ -254,13 +254,13 @@ def test_a_torn_tail_costs_only_the_torn_line(
     metrics.write_bytes(whole + rubbish)
     expected = [json.loads(line) for line in whole.split(b"\n")[:-1]]
     assert Run.read(path).metrics() == expected  # a reader skips it
-    assert metrics.read_bytes() == whole + rubbish  # and repairs nothing
+    assert metrics.read_bytes() == whole + rubbish  # and changes nothing
     with Run.create_or_resume(path, RECIPE, resume=True) as run:
         run.log("tokenizer", 9)
         assert [record["step"] for record in run.metrics()] == [*(old["step"] for old in expected), 9]
 
 
-def test_damage_in_the_middle_is_not_taken_for_a_torn_tail(tmp_path: Path) -> None:
+def test_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
     with Run.create_or_resume(tmp_path, RECIPE) as run:
         run.log("tokenizer", 0)
     metrics = tmp_path / "metrics.jsonl"
@@ -272,7 +272,7 @@ def test_damage_in_the_middle_is_not_taken_for_a_torn_tail(tmp_path: Path) -> No
 # --- metrics and state
 
 
-def test_metrics_hold_plain_numbers_whatever_was_logged(tmp_path: Path) -> None:
+def test_logged_values_become_plain_json(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     with Run.create_or_resume(tmp_path, RECIPE) as run:
         run.log("tokenizer", 3, loss=numpy.float32(0.5), nan=float("nan"), top=float("-inf"), path=tmp_path)
@@ -286,7 +286,7 @@ def test_metrics_hold_plain_numbers_whatever_was_logged(tmp_path: Path) -> None:
     assert (record["nan"], record["top"], record["path"]) == ("NaN", "-Infinity", str(tmp_path))
 
 
-def test_rewinding_forgets_only_what_will_be_repeated(tmp_path: Path) -> None:
+def test_rewind_deletes_only_later_steps_of_the_stage(tmp_path: Path) -> None:
     with Run.create_or_resume(tmp_path, RECIPE) as run:
         for stage in ("init", "nll"):
             for step in range(3):
@@ -314,7 +314,7 @@ def test_facts_of_a_stage_add_up(tmp_path: Path) -> None:
 # --- artefacts
 
 
-def test_lineage_tells_what_an_artefact_was_made_from(tmp_path: Path) -> None:
+def test_lineage_records_the_parents_of_an_artefact(tmp_path: Path) -> None:
     outside = tmp_path / "corpus.txt"
     outside.write_text("text")
     with Run.create_or_resume(tmp_path / "run", RECIPE) as run:
@@ -384,8 +384,8 @@ def test_a_directorys_digest_is_what_sha256sum_says(tmp_path: Path) -> None:
     assert content_digest(tmp_path) == printed.stdout.split()[0]
 
 
-def test_a_disk_that_refuses_is_named_in_one_line(tmp_path: Path) -> None:
-    """A file-size limit stands in for a full disk: the kernel refuses the write half way."""
+def test_a_write_error_names_the_file(tmp_path: Path) -> None:
+    """A file-size limit stands in for a full disk: the kernel refuses the write half-way."""
     with Run.create_or_resume(tmp_path, RECIPE) as run:
         run.save_facts("tokenizer", step=1)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
