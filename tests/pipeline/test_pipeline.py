@@ -1,4 +1,4 @@
-"""A recipe carried out for real: the same result twice, and the same result when killed on the way."""
+"""Run a small recipe: the same result twice, and the same result when killed on the way."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path / "tiny.toml"
 
 
-def test_a_run_leaves_what_it_made_with_its_lineage(recipe: Path, tmp_path: Path) -> None:
+def test_a_run_records_its_artefacts_with_their_lineage(recipe: Path, tmp_path: Path) -> None:
     facts = run_recipe(load_recipe(recipe), tmp_path / "run")
     assert facts["tokenizer"]["files"] == 2
     run = Run.read(tmp_path / "run")
@@ -62,7 +62,7 @@ def test_a_run_leaves_what_it_made_with_its_lineage(recipe: Path, tmp_path: Path
     assert Run.read(tmp_path / "again").find("checkpoint").digest == made["init-0"].digest
 
 
-def test_a_run_killed_between_stages_goes_on_to_the_same_result(recipe: Path, tmp_path: Path) -> None:
+def test_a_run_killed_between_stages_resumes_to_the_same_result(recipe: Path, tmp_path: Path) -> None:
     whole = run_recipe(load_recipe(recipe), tmp_path / "whole")
     command = [sys.executable, "-m", "etude.cli", "run", str(recipe), "--out", str(tmp_path / "cut")]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
@@ -78,13 +78,13 @@ def test_a_run_killed_between_stages_goes_on_to_the_same_result(recipe: Path, tm
     )
 
 
-def test_a_config_no_family_knows_is_named_by_its_key(recipe: Path, tmp_path: Path) -> None:
+def test_an_unknown_model_type_is_named_by_its_key(recipe: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"init\.config: model_type is 'qwen33'; expected one of"):
         run_recipe(load_recipe(recipe, ["init.config.model_type=qwen33"]), tmp_path / "run")
 
 
-# Commands as from a shell, but in one process: starting one takes seconds.
-ONE_AFTER_ANOTHER = """
+# Run commands as from a shell, but in one process: starting one takes seconds.
+RUN_COMMANDS = """
 import contextlib, io, json, sys
 from etude.cli import main
 for words in map(json.loads, sys.argv[1:]):
@@ -99,7 +99,7 @@ for words in map(json.loads, sys.argv[1:]):
 """
 
 
-def test_the_model_verbs_work_on_what_a_run_made(recipe: Path, tmp_path: Path) -> None:
+def test_the_model_commands_work_on_a_checkpoint_of_a_run(recipe: Path, tmp_path: Path) -> None:
     run_recipe(load_recipe(recipe), tmp_path / "run")
     model = tmp_path / "run/checkpoints/init-0"
 
@@ -110,8 +110,8 @@ def test_the_model_verbs_work_on_what_a_run_made(recipe: Path, tmp_path: Path) -
 
     score = json.loads(etude("nll", model, tmp_path / "code", "--window", 32, "--stride", 16, "--json").stdout)
     assert score == pytest.approx(Run.read(tmp_path / "run").facts("nll"))
-    said = json.loads(etude("generate", model, "def", "--max-tokens", 4, "--json").stdout)
-    assert len(said["tokens"]) <= 4
+    generated = json.loads(etude("generate", model, "def", "--max-tokens", 4, "--json").stdout)
+    assert len(generated["tokens"]) <= 4
     shown = etude("describe", model, "--gpus", 8, "--cp", 2, "--sequence", 64)
     assert shown.returncode == 0, shown.stderr
     assert "grouped-query, 2 heads of 8" in shown.stdout
@@ -130,21 +130,21 @@ def test_the_model_verbs_work_on_what_a_run_made(recipe: Path, tmp_path: Path) -
         ("describe", "kimi-k2.5", "--ep", 8): "give --gpus too",
         ("describe", "kimi-k2.5", "--gpus", 8, "--ep", 0): "at least 1",
         ("nll", model, tmp_path / "code", "--window", 32, "--stride", 0): "stride 0",
-        ("generate", model, "x<|im_end|>y", "--chat"): "spells the control token <|im_end|>",
+        ("generate", model, "x<|im_end|>y", "--chat"): "contains the control token <|im_end|>",
         ("generate", model, "x", "--device", "meta"): "device meta",
         ("describe", "nonsense"): "neither a model directory",
         ("tokenizer", tmp_path / "code", "--out", tmp_path / "tok"): "already exists",
         ("import", "no-such-package", tmp_path / "x"): "no-such-package",
     }
     done = subprocess.run(
-        [sys.executable, "-c", ONE_AFTER_ANOTHER, *(json.dumps(["model", *map(str, words)]) for words in mistakes)],
+        [sys.executable, "-c", RUN_COMMANDS, *(json.dumps(["model", *map(str, words)]) for words in mistakes)],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    said = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(said) == len(mistakes), done.stderr
-    for (wrong, words), (code, error) in zip(mistakes.items(), said, strict=True):
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == len(mistakes), done.stderr
+    for (wrong, words), (code, error) in zip(mistakes.items(), results, strict=True):
         assert code == 2, (wrong, error)
         assert words in error.splitlines()[-1]
         assert "Traceback" not in error

@@ -1,7 +1,7 @@
-"""The demo, made small, killed once in every stage and run again: it ends as if nothing had happened.
+"""The demo, made small, is killed in every stage and resumed: it ends as if it had not been interrupted.
 
-Every stage before rl is a function of recipe and seed: what it leaves is compared, byte for byte, with that of a run
-nobody disturbed. Of rl, which depends on what came when: nothing is lost, trained on twice or left running.
+Every stage before rl is a function of recipe and seed, so its outputs are compared byte for byte with those of an
+uninterrupted run. rl depends on timing; there, nothing may be lost, trained on twice or left running.
 """
 
 import json
@@ -23,34 +23,35 @@ import pytest
 import tomli_w
 
 from etude.errors import InputError
+from etude.files import content_digest
 from etude.harness.trace_store import load_trace
 from etude.model import load
 from etude.recipe.recipe import load_recipe
-from etude.rollouts.queue import Slots
-from etude.runs.layout import Place
-from etude.runs.run import Run, content_digest
+from etude.rollouts.queue import RolloutQueue
+from etude.runs.layout import RunLayout
+from etude.runs.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("base", "tasks", "corpus", "pretrain", "mtp", "extend", "sft", "rl")
 STEPS = {"pretrain": 8, "mtp": 4, "extend": 2, "sft": 4, "rl": 2}
-MEASURED = ("pretrain", "mtp", "extend", "rl")  # before the first step and after the last
-ROOMS = ("kernels", "model", "tasks", "train", "weights")  # of our own source: a corpus of a second
+EVALUATED = ("pretrain", "mtp", "extend", "rl")  # before the first step and after the last
+PACKAGES = ("kernels", "model", "tasks", "train", "weights")  # of our own source: a corpus that is built in a second
 LIMIT_S = 300  # for one stage, on a busy machine
-SETTLE_S = 60  # for what a finished run started to be gone: the keeper of pods waits for half a minute
+SETTLE_S = 60  # until the processes of a finished run are gone: the zygote of pods waits for half a minute
 
 
 def small_demo(directory: Path, stages: tuple[str, ...] = STAGES) -> Path:
-    """recipes/nano.toml with smaller numbers: the same stages, the same sections."""
-    for room in ROOMS:
-        (directory / "code" / room).mkdir(parents=True, exist_ok=True)
-        for file in (ROOT / "etude" / room).glob("*.py"):
-            shutil.copy(file, directory / "code" / room)
+    """Return recipes/nano.toml with smaller numbers: the same stages, the same tables."""
+    for package in PACKAGES:
+        (directory / "code" / package).mkdir(parents=True, exist_ok=True)
+        for file in (ROOT / "etude" / package).glob("*.py"):
+            shutil.copy(file, directory / "code" / package)
     recipe = tomllib.loads((ROOT / "recipes/nano.toml").read_text(encoding="utf-8"))
-    assert tuple(recipe["stages"]) == STAGES, "the demo has other stages now: kill it in those"
+    assert tuple(recipe["stages"]) == STAGES, "the demo has other stages now: add kills for them"
     recipe["base"]["source"] = str(ROOT / "base/nano")
     for tasks, count in zip(recipe["tasks"]["build"], (12, 2, 2), strict=True):
         tasks["count"] = count
-    recipe["tasks"]["build"][0]["experts"] = 24
+    recipe["tasks"]["build"][0]["demonstrations"] = 24
     for corpus in recipe["corpus"]["build"][:2]:
         corpus["sources"] = ["./code"]
     short = {"max_tokens": 2048, "window": 512}
@@ -62,9 +63,9 @@ def small_demo(directory: Path, stages: tuple[str, ...] = STAGES) -> Path:
     recipe["extend"]["held_out"] |= {"max_tokens": 4096, "long_rows": 1}
     recipe["sft"] |= {"rows": 1, "tokens": STEPS["sft"] * recipe["sft"]["length"], "checkpoint_every": 2}
     recipe["rl"] |= {"steps": STEPS["rl"], "groups_per_step": 2, "group_size": 2, "in_flight": 4}
-    recipe["rl"] |= {"checkpoint_every": STEPS["rl"]}  # so that the step before is lost with whom is killed after it
-    recipe["rl"]["budget"] |= {"turns": 3, "answer": 64}
-    recipe["rl"]["evaluation"] |= {"most": 2, "samples": 1}
+    recipe["rl"] |= {"checkpoint_every": STEPS["rl"]}  # so that a kill after the first step loses it
+    recipe["rl"]["budget"] |= {"turns": 3, "max_turn_tokens": 64}
+    recipe["rl"]["evaluation"] |= {"max_tasks": 2, "samples": 1}
     recipe["stages"] = list(stages)
     wanted = {key: value for key, value in recipe.items() if key not in STAGES or key in stages}
     path = directory / f"{stages[-1]}.toml"
@@ -72,29 +73,29 @@ def small_demo(directory: Path, stages: tuple[str, ...] = STAGES) -> Path:
     return path
 
 
-# ------------------------------------------------------------------------------------------- the moments
+# ------------------------------------------------------------------------------------------- when to kill
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that somebody may be writing."""
+    """Return the complete lines of a file that may still be written."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def lineage(run: Path) -> str:
-    """The whole lines of what was made."""
+    """Return the complete lines of the lineage."""
     file = run / "lineage.jsonl"
     return "".join(line for line in file.read_text().splitlines(True) if line.endswith("\n")) if file.exists() else ""
 
 
 def done(run: Path) -> dict[str, Any]:
-    """The stages that are finished, with what was kept of them."""
+    """Return the finished stages, with their facts."""
     state = run / "state.json"
     stages = json.loads(state.read_text(encoding="utf-8"))["stages"] if state.exists() else {}
     return {stage: entry for stage, entry in stages.items() if entry["done"]}
 
 
-def there(name: str) -> Callable[[Path], bool]:
+def exists(name: str) -> Callable[[Path], bool]:
     return lambda run: (run / name).exists()
 
 
@@ -102,39 +103,40 @@ def stepped(stage: str, step: int) -> Callable[[Path], bool]:
     return lambda run: any(line["stage"] == stage and line["step"] >= step for line in lines(run / "metrics.jsonl"))
 
 
-def measuring(step: int) -> Callable[[Path], bool]:
-    """Some sessions of the measurement after a step are graded, others are not."""
+def evaluating(step: int) -> Callable[[Path], bool]:
+    """Return a check that some sessions of the evaluation after a step are scored, and others are not."""
 
     def now(run: Path) -> bool:
-        with suppress(InputError), closing(Slots.look(Place(run).evaluations)) as table:  # not yet made is an error
-            found = table.standings(f"{step:06d}/")
-            return 0 < sum(group.ready for group in found) < sum(group.size for group in found)
+        queue = RunLayout(run).evaluations
+        with suppress(InputError), closing(RolloutQueue.open_read_only(queue)) as table:  # InputError: not made yet
+            groups = table.progress(f"{step:06d}/")
+            return 0 < sum(group.ready for group in groups) < sum(group.size for group in groups)
         return False
 
     return now
 
 
-# In the middle of each stage: something of it is finished, and something is not.
+# In the middle of each stage: part of it is finished, part is not.
 KILLS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
-    ("base", there("recipe.toml")),
-    ("tasks", there("artefacts/tasks-train")),
-    ("corpus", there("artefacts/corpus-code")),
-    ("pretrain", stepped("pretrain", 6)),  # the checkpoint at half the way is its last
+    ("base", exists("recipe.toml")),
+    ("tasks", exists("artefacts/tasks-train")),
+    ("corpus", exists("artefacts/corpus-code")),
+    ("pretrain", stepped("pretrain", 6)),  # its last checkpoint is the one at half of the steps
     ("mtp", stepped("mtp", 3)),
-    ("extend", there("checkpoints/extend-1")),
+    ("extend", exists("checkpoints/extend-1")),
     ("sft", stepped("sft", 3)),
-    ("rl", measuring(0)),
+    ("rl", evaluating(0)),
     ("rl", stepped("rl", 1)),
-    ("rl", measuring(2)),
+    ("rl", evaluating(2)),
 )
 
 
-# ------------------------------------------------------------------------------------------- carrying it out
+# ------------------------------------------------------------------------------------------- running and killing
 
 
 @contextmanager
 def started(recipe: Path, run: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`etude run` as a user starts it; what it started knows by its environment whose it is."""
+    """Start `etude run` as a user would; its child processes inherit a variable that names the run."""
     command = [sys.executable, "-m", "etude.cli", "run", str(recipe), "--out", str(run), *more]
     with open(f"{run}.out", "ab") as out:
         process = subprocess.Popen(
@@ -150,29 +152,29 @@ def started(recipe: Path, run: Path, *more: str) -> Iterator[subprocess.Popen[by
 def finish(recipe: Path, run: Path, *more: str) -> None:
     with started(recipe, run, *more) as process:
         code = process.wait(LIMIT_S)
-    assert code == 0, said(run)
+    assert code == 0, output(run)
 
 
-def said(run: Path) -> str:
+def output(run: Path) -> str:
     return Path(f"{run}.out").read_text(encoding="utf-8", errors="replace")[-3000:]
 
 
 def kill_at(recipe: Path, run: Path, moment: Callable[[Path], bool], delay: float) -> None:
-    """Start the run, or go on with it, and kill it at that moment."""
+    """Start or resume the run, and kill it when `moment` is true."""
     deadline = time.monotonic() + LIMIT_S
     with started(recipe, run, "--resume") as process:
         while not moment(run):
-            assert process.poll() is None, said(run)
-            assert time.monotonic() < deadline, said(run)
+            assert process.poll() is None, output(run)
+            assert time.monotonic() < deadline, output(run)
             time.sleep(0.002)
         time.sleep(delay)
         assert process.pid in processes_of(run)
         process.kill()
-        assert process.wait() == -signal.SIGKILL, said(run)
+        assert process.wait() == -signal.SIGKILL, output(run)
 
 
 def processes_of(run: Path) -> dict[int, str]:
-    """Everything alive that this run started, or that works in its directory."""
+    """Return every process that this run started, or that works in its directory."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -185,101 +187,101 @@ def processes_of(run: Path) -> dict[int, str]:
     return found
 
 
-# ------------------------------------------------------------------------------------------- what must be true
+# ------------------------------------------------------------------------------------------- checks
 
 
 def check_metrics(run: Path) -> None:
-    """Every step once, and every measurement."""
+    """Check that every step and every evaluation is logged once."""
     records = lines(run / "metrics.jsonl")
     for stage, steps in STEPS.items():
         own = [record for record in records if record["stage"] == stage]
         assert [each["step"] for each in own if not each.get("evaluation")] == [*range(1, steps + 1)], stage
         measured = [each["step"] for each in own if each.get("evaluation")]
-        assert measured == ([0, steps] if stage in MEASURED else []), stage
+        assert measured == ([0, steps] if stage in EVALUATED else []), stage
 
 
-def check_same_up_to_rl(run: Path, undisturbed: Path) -> None:
-    """What was made is the same to the byte, and so is what was measured on the way."""
+def check_same_up_to_rl(run: Path, uninterrupted: Path) -> None:
+    """Check that artefacts are identical to the byte, and metrics equal."""
     made = {artefact.name: artefact for artefact in Run.read(run).artefacts() if artefact.stage != "rl"}
-    expected = {artefact.name: artefact for artefact in Run.read(undisturbed).artefacts()}
+    expected = {artefact.name: artefact for artefact in Run.read(uninterrupted).artefacts()}
     assert made.keys() == expected.keys()
-    # this corpus says where it was made from, which is in the run itself: its text is compared in the checkpoints
+    # The manifest of this corpus names its source, which is inside the run; checkpoints trained on it are compared.
     differing = [name for name in made if made[name].digest != expected[name].digest and name != "corpus-experts"]
     assert differing == []
 
     def measured(path: Path) -> list[dict[str, Any]]:
-        timely = ("time", "tokens_per_second")
+        timing = ("time", "tokens_per_second")
         records = [record for record in lines(path / "metrics.jsonl") if record["stage"] != "rl"]
-        return [{key: value for key, value in record.items() if key not in timely} for record in records]
+        return [{key: value for key, value in record.items() if key not in timing} for record in records]
 
-    assert measured(run) == measured(undisturbed)
+    assert measured(run) == measured(uninterrupted)
 
 
 def check_rl(run: Path) -> None:
-    """No prompt was trained on twice, no group is missing, and the metrics speak of the steps that count."""
-    place = Place(run)
+    """Check that no prompt was trained on twice, no group is missing, and the metrics are of the steps that count."""
+    layout = RunLayout(run)
     own = [record for record in lines(run / "metrics.jsonl") if record["stage"] == "rl"]
     records = {record["step"]: record for record in own if not record.get("evaluation")}
-    with closing(Slots.look(place.slots)) as table:
+    with closing(RolloutQueue.open_read_only(layout.slots)) as table:
         trained = table.trained()
         assert len({task for task, _ in trained}) == len(trained), "a prompt was trained on twice"
         assert Counter(step for _, step in trained) == dict.fromkeys(range(1, STEPS["rl"] + 1), 2)
         for step in range(1, STEPS["rl"] + 1):
-            told = json.loads((place.steps / f"{step:06d}.json").read_text(encoding="utf-8"))
-            groups = table.groups(told["groups"])
+            facts = json.loads((layout.steps / f"{step:06d}.json").read_text(encoding="utf-8"))
+            groups = table.groups(facts["groups"])
             assert {group.task for group in groups} == {task for task, at in trained if at == step}
-            assert records[step]["wall_s"] == told["wall_s"], "the metrics are of a step that was taken again"
+            assert records[step]["wall_s"] == facts["wall_s"], "the metrics are of a step that was taken again"
             for slot in (slot for group in groups for slot in group.slots):
-                assert load_trace(place.root / slot.trace).segments
+                assert load_trace(layout.root / slot.trace).segments
                 assert slot.reward is not None
-                assert slot.oldest is not None
-                assert 0 <= step - 1 - slot.oldest <= 2, "staler than allowed"
+                assert slot.oldest_step is not None
+                assert 0 <= step - 1 - slot.oldest_step <= 2, "staler than allowed"
     load(run / "checkpoints" / f"rl-{STEPS['rl']}")
 
 
 def check_nothing_left(run: Path) -> None:
-    """No process, no pod, no draft."""
+    """Check that no process, pod or draft is left."""
     deadline = time.monotonic() + SETTLE_S
     while (alive := processes_of(run)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert alive == {}
-    pods = Place(run).root / "pods"
+    pods = RunLayout(run).root / "pods"
     assert [*(pods / "pods").iterdir(), *(pods / "owners").iterdir(), *(pods / "memory").iterdir()] == []
     assert str(run) not in Path("/proc/self/mountinfo").read_text()
     drafts = [*run.glob(".*"), *run.glob("artefacts/.*"), *run.glob("checkpoints/.*"), *run.glob("rl/.*")]
     assert drafts == []
-    assert list(Place(run).partial.iterdir()) == []
+    assert list(RunLayout(run).partial.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_killed_in_every_stage_the_demo_goes_on_to_the_same_result(tmp_path: Path) -> None:
+def test_the_demo_killed_in_every_stage_ends_with_the_same_result(tmp_path: Path) -> None:
     seed = random.randrange(1 << 30)
     print("seed", seed)
-    chance = random.Random(seed)
-    undisturbed, run = tmp_path / "undisturbed", tmp_path / "killed"
-    finish(small_demo(tmp_path, STAGES[:-1]), undisturbed)
+    rng = random.Random(seed)
+    uninterrupted, run = tmp_path / "uninterrupted", tmp_path / "killed"
+    finish(small_demo(tmp_path, STAGES[:-1]), uninterrupted)
     recipe = small_demo(tmp_path)
     found: list[tuple[str, dict[str, Any]]] = []
     for stage, moment in KILLS:
-        kill_at(recipe, run, moment, chance.uniform(0, 0.2) if stage in STEPS else 0)
+        kill_at(recipe, run, moment, rng.uniform(0, 0.2) if stage in STEPS else 0)
         assert list(done(run)) == list(STAGES[: STAGES.index(stage)]), f"it was not in {stage} when it was killed"
         found.append((lineage(run), done(run)))
     finish(recipe, run, "--resume")
 
     assert list(done(run)) == list(STAGES)
-    for made, stages in found:  # what was finished when it was killed is as it was, and was not made again
+    for made, stages in found:  # what was finished at a kill is unchanged, and was not made again
         assert lineage(run).startswith(made)
         assert stages.items() <= done(run).items()
     names = [record["name"] for record in lines(run / "lineage.jsonl")]
     assert len(set(names)) == len(names)
     assert all(content_digest(each.path) == each.digest for each in Run.read(run).artefacts())
     check_metrics(run)
-    check_same_up_to_rl(run, undisturbed)
+    check_same_up_to_rl(run, uninterrupted)
     check_rl(run)
     check_nothing_left(run)
 
 
-def test_a_number_changed_anywhere_in_what_has_begun_is_named_and_refused(tmp_path: Path) -> None:
+def test_a_changed_key_of_a_stage_that_has_begun_is_named_and_refused(tmp_path: Path) -> None:
     recipe, run = load_recipe(small_demo(tmp_path)), tmp_path / "run"
     with Run.create_or_resume(run, recipe) as begun:
         for stage in STAGES[:-1]:

@@ -1,17 +1,20 @@
-"""A recipe either means exactly what it says or is refused in words that lead to the mistake."""
+"""A recipe is read strictly, or refused with errors that name the key and the mistake."""
 
 import os
 import re
 import string
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from etude.config import differing_keys, render_toml, settings_data, settings_keys
+from etude.config import Settings, differing_keys, render_toml, settings_data, settings_keys, table_of
+from etude.data.settings import CorpusSettings, TokenizerSettings
 from etude.errors import InputError
 from etude.recipe import Recipe, load_recipe
 
@@ -26,7 +29,7 @@ def written(directory: Path, text: str) -> Path:
 
 
 def problems(directory: Path, text: str, *overrides: str) -> list[str]:
-    """What is wrong with a recipe, line by line, without the prefix that names the file."""
+    """Return the problems of a recipe, one line each, without the prefix that names the file."""
     path = written(directory, text)
     with pytest.raises(InputError) as caught:
         load_recipe(path, overrides)
@@ -36,10 +39,10 @@ def problems(directory: Path, text: str, *overrides: str) -> list[str]:
     return [line.removeprefix(f"recipe {path}: ") for line in lines]
 
 
-# --- what is read
+# --- reading
 
 
-def test_a_recipe_names_its_stages_and_survives_rendering(tmp_path: Path) -> None:
+def test_a_recipe_loads_again_after_rendering(tmp_path: Path) -> None:
     recipe = load_recipe(SCRATCH)
     assert recipe.stages == ("tokenizer", "init", "corpus", "pretrain", "mtp", "extend", "sft", "nll")
     assert recipe.init is not None
@@ -54,7 +57,7 @@ def test_every_recipe_of_the_project_is_valid(path: Path, tmp_path: Path) -> Non
     assert load_recipe(written(tmp_path, render_toml(recipe))) == recipe
 
 
-def test_the_laptops_recipe_and_the_gpus_have_the_same_stages_and_tables() -> None:
+def test_the_cpu_and_the_gpu_recipe_have_the_same_stages_and_tables() -> None:
     names = "nano.toml", "smollm2-135m.toml"
     small, large = (tomllib.loads((SCRATCH.parent / name).read_text(encoding="utf-8")) for name in names)
     assert small["stages"] == large["stages"]
@@ -82,7 +85,7 @@ def test_the_recipe_in_the_documentation_is_valid(tmp_path: Path) -> None:
         ("rl.evaluation.tasks=train", 'evaluation.tasks has "train", which is trained on'),
     ],
 )
-def test_numbers_of_rl_that_cannot_work_together_are_refused(override: str, words: str) -> None:
+def test_contradictory_settings_of_rl_are_refused(override: str, words: str) -> None:
     with pytest.raises(InputError) as caught:
         load_recipe(SCRATCH.parent / "nano.toml", [override])
     assert words in str(caught.value)
@@ -100,7 +103,7 @@ def test_relative_paths_start_at_the_recipe_and_become_absolute(
     assert recipe.nll.model == tmp_path / "m"
 
 
-def test_a_path_typed_on_the_command_line_starts_at_the_working_directory(
+def test_a_path_on_the_command_line_starts_at_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -142,7 +145,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     if "tokenizer" in stages:
         data["tokenizer"] = {"sources": draw(sources), "vocab_size": draw(st.integers(300, 10**9))}
     if "init" in stages:
-        # `architectures` is a label for other tools: it may hold anything, and must come back as it was
+        # `architectures` is a label for other tools: it may hold anything, and must come back unchanged
         config = load_recipe(SCRATCH).init.config | {"architectures": draw(json_values)}  # type: ignore[union-attr]
         data["init"] = {"config": config, "dtype": draw(st.sampled_from(["float32", "bfloat16"]))}
         data["init"] |= {} if "tokenizer" in stages else {"tokenizer": Path(draw(paths))}
@@ -155,7 +158,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
 
 
 @given(recipe=recipes())
-def test_any_recipe_loads_from_what_it_renders(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
+def test_any_recipe_loads_again_after_rendering(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
     path = tmp_path_factory.getbasetemp() / "rendered.toml"
     path.write_text(render_toml(recipe), encoding="utf-8", newline="")
     loaded = load_recipe(path)
@@ -163,7 +166,7 @@ def test_any_recipe_loads_from_what_it_renders(tmp_path_factory: pytest.TempPath
     assert render_toml(loaded) == render_toml(recipe)
 
 
-# --- what is refused
+# --- errors
 
 
 KEYS = [key.name for key in settings_keys(Recipe) if "[]" not in key.name]
@@ -176,21 +179,65 @@ def test_a_misspelt_key_is_named_with_the_nearest_valid_one(
 ) -> None:
     section, _, name = key.rpartition(".")
     at %= len(name)
-    wrong = name[:at] + letter + name[at:]  # one letter too many, anywhere
+    wrong = name[:at] + letter + name[at:]  # one extra letter
     dotted = f"{section}.{wrong}" if section else wrong
     text = f'{dotted} = 1\nname = "n"\nstages = ["tokenizer"]\n' if not section else f"{dotted} = 1\n"
     lines = problems(tmp_path_factory.getbasetemp(), text)
-    place = f"[{section}]" if section else "the recipe"
-    assert f"{dotted} is not a key of {place}; did you mean {name}?" in lines
+    table = f"[{section}]" if section else "the recipe"
+    assert f"{dotted} is not a key of {table}; did you mean {name}?" in lines
 
 
-def test_a_misspelt_key_in_a_list_of_tables_is_named_with_its_place(tmp_path: Path) -> None:
+def renamed_keys(
+    root: type[Settings] = Recipe, table: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Yield the table, the old and the new name of every renamed key of a settings class and of the tables in it."""
+    for old, new in root.renamed_keys.items():
+        assert old not in root.model_fields
+        assert new in root.model_fields
+        yield table, old, new
+    for name, field in root.model_fields.items():
+        if inner := table_of(field):
+            yield from renamed_keys(inner, (*table, name))
+
+
+RENAMED = list(renamed_keys())
+
+
+def test_all_tables_with_renamed_keys_are_found() -> None:
+    training = {(stage, old) for stage in ("pretrain", "mtp", "extend", "sft") for old in ("final", "clip")}
+    rl = {("rl", old) for old in ("ahead", "attempts", "clip", "environment")}
+    rl |= {("rl.sampler", old) for old in ("tokens", "max_streams", "budget")}
+    rl |= {("rl.tool_set", "naming"), ("rl.tool_set", "brief"), ("rl.budget", "answer"), ("rl.summaries", "attempts")}
+    rl |= {("rl.summaries", "most"), ("rl.estimator", "correction"), ("rl.evaluation", "most")}
+    expected = training | rl | {("", "track"), ("tasks.build", "experts")}
+    assert {(".".join(table), old) for table, old, _ in RENAMED} == expected
+
+
+@pytest.mark.parametrize(
+    ("table", "old", "new"), RENAMED, ids=lambda value: value if isinstance(value, str) else ".".join(value)
+)
+def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_key(
+    tmp_path: Path, table: tuple[str, ...], old: str, new: str
+) -> None:
+    recipe = tomllib.loads((SCRATCH.parent / "nano.toml").read_text(encoding="utf-8"))
+    dotted, inner = "", recipe
+    for name in table:
+        inner, dotted = inner.setdefault(name, {}), f"{dotted}{name}"
+        if isinstance(inner, list):
+            inner, dotted = inner[0], f"{dotted}[0]"
+        dotted += "."
+    inner[old] = inner.pop(new, 1)
+    lines = problems(tmp_path, tomli_w.dumps(recipe))
+    assert f"{dotted}{old} is now called {dotted}{new}; rename it" in lines
+
+
+def test_a_misspelt_key_in_a_list_of_tables_is_named_with_its_index(tmp_path: Path) -> None:
     text = 'name = "n"\nstages = ["corpus"]\n[corpus]\ntokenizer = "t"\n'
     wrong = (
         text + '[[corpus.build]]\nname = "c"\nsources = ["stdlib"]\n[[corpus.build]]\nnme = "d"\nsources = ["stdlib"]\n'
     )
     assert problems(tmp_path, wrong) == [
-        "corpus.build[1].name is missing: what mixtures call it",
+        f"corpus.build[1].name is missing: {CorpusSettings.model_fields['name'].description}",
         "corpus.build[1].nme is not a key of [corpus.build[1]]; did you mean name?",
     ]
 
@@ -200,13 +247,13 @@ def test_a_misspelt_key_in_a_list_of_tables_is_named_with_its_place(tmp_path: Pa
     [
         ("init.config.rope_tetha=5", "init.config.rope_tetha would not be used: a qwen3 model has no such key"),
         ("init.config.num_hidden_layers=-3", "num_hidden_layers is -3; expected an integer of at least 1"),
-        ("init.config.head_dim=7", "head_dim is 7; rotary positions turn pairs"),
+        ("init.config.head_dim=7", "head_dim is 7; rotary positions rotate pairs"),
         ("init.config={}", "model_type is None"),
         ('pretrain.mix=[{corpus="stdlub"}]', 'pretrain.mix names the corpus "stdlub"'),
         ("pretrain.evaluate_every=-1", "pretrain.evaluate_every must be at least 0"),
     ],
 )
-def test_a_model_or_mixture_that_cannot_be_is_refused_before_anything_runs(override: str, words: str) -> None:
+def test_an_impossible_model_or_mixture_is_refused_when_the_recipe_is_read(override: str, words: str) -> None:
     with pytest.raises(InputError) as caught:
         load_recipe(SCRATCH, [override])
     assert words in str(caught.value)
@@ -218,7 +265,7 @@ def test_strange_overrides_are_errors_not_crashes(override: str) -> None:
         load_recipe(SCRATCH, [override])
 
 
-def test_a_key_below_the_wrong_header_is_sent_to_the_right_one(tmp_path: Path) -> None:
+def test_a_key_below_the_wrong_header_is_named_with_the_right_one(tmp_path: Path) -> None:
     assert problems(tmp_path, TOKENIZER + "seed = 3\nstride = 8\n") == [
         "tokenizer.seed is not a key of [tokenizer]; did you mean seed?",
         "tokenizer.stride is not a key of [tokenizer]; did you mean nll.stride?",
@@ -228,7 +275,7 @@ def test_a_key_below_the_wrong_header_is_sent_to_the_right_one(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("value", "shown"), [('"512"', '"512"'), ("512.0", "512.0"), ("true", "true"), ("[512]", "[512]")]
 )
-def test_nothing_but_an_integer_is_an_integer(tmp_path: Path, value: str, shown: str) -> None:
+def test_only_an_integer_is_an_integer(tmp_path: Path, value: str, shown: str) -> None:
     assert problems(tmp_path, TOKENIZER + f"vocab_size = {value}\n") == [
         f"tokenizer.vocab_size must be an integer, not {shown}"
     ]
@@ -267,22 +314,22 @@ def test_stages_are_known_distinct_and_in_order(tmp_path: Path, stages: str, com
     assert complaint in problems(tmp_path, f'name = "n"\nstages = {stages}\n')
 
 
-def test_a_stage_without_its_section_is_told_what_it_lacks(tmp_path: Path) -> None:
+def test_a_stage_without_its_table_is_an_error_that_names_the_missing_key(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, 'name = "n"\nstages = ["tokenizer"]\n')
-    assert line.startswith("tokenizer.sources is missing: text to learn from")
+    assert line == f"tokenizer.sources is missing: {TokenizerSettings.model_fields['sources'].description}"
 
 
-def test_a_stride_longer_than_its_window_would_skip_tokens(tmp_path: Path) -> None:
+def test_a_stride_longer_than_its_window_is_refused(tmp_path: Path) -> None:
     text = 'name = "n"\nstages = ["nll"]\n[nll]\nsources = ["a"]\nmodel = "m"\nwindow = 8\nstride = 9\n'
     assert problems(tmp_path, text) == ["nll.stride must be at most window = 8, not 9"]
 
 
-def test_the_vocabulary_size_is_the_tokenizers_to_decide() -> None:
+def test_the_vocabulary_size_of_the_config_is_refused() -> None:
     with pytest.raises(InputError, match=r"init\.config\.vocab_size would not be used"):
         load_recipe(SCRATCH, ["init.config.vocab_size=99"])
 
 
-def test_a_wrong_override_is_named_as_such(tmp_path: Path) -> None:
+def test_a_wrong_override_is_named(tmp_path: Path) -> None:
     overrides = ["tokenizer.vocab_sise=400", "tokenizer.vocab_size=many", "seed.x=1", "loose"]
     assert sorted(problems(tmp_path, f"seed = 0\n{TOKENIZER}", *overrides)) == [
         "--set loose: expected KEY=VALUE, such as tokenizer.vocab_size=2048",
@@ -298,7 +345,7 @@ def test_a_syntax_error_names_the_line(tmp_path: Path) -> None:
         load_recipe(path)
 
 
-def test_files_that_are_no_recipe_are_named(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'name = "caf\xe9"\n')
     for path, complaint in [("none.toml", "does not exist"), ("latin.toml", "not UTF-8"), (".", "directory")]:
         with pytest.raises(InputError, match=complaint):
