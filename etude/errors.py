@@ -2,31 +2,31 @@
 
 A message names the thing, what was expected and what to do; one line per problem, no traceback needed.
 
-    0 ok    1 failed    2 bad input, configuration or usage    3 busy: somebody holds it    130 interrupted
+    0 ok    1 failed    2 bad input, configuration or usage    3 busy: in use by another process    130 interrupted
 """
 
 from typing import ClassVar
 
 
 class EtudeError(Exception):
-    """Something failed that the user can read about in the message; anything else is a bug."""
+    """A failure that the message explains to the user; any other exception is a bug."""
 
     exit_code: ClassVar[int] = 1
 
 
 class InputError(EtudeError):
-    """What the user gave (a file, a key, a flag, a path) cannot be used as it is."""
+    """Input from the user (a file, a key, a flag, a path) cannot be used as it is."""
 
     exit_code: ClassVar[int] = 2
 
 
 class BusyError(EtudeError):
-    """Another process holds what was asked for; waiting or choosing another name helps."""
+    """Another process uses the resource; waiting or choosing another name helps."""
 
     exit_code: ClassVar[int] = 3
 
 
 class Interrupted(EtudeError):
-    """The user stopped the work; the message says how to continue it."""
+    """The user stopped the work; the message says how to continue."""
 
     exit_code: ClassVar[int] = 130

@@ -20,6 +20,8 @@ ORDER = (
 )
 NO_RL = ("bench", "viewer")  # further than the order demands
 PRODUCTS = ("etude", "etude_nano", "studies")
+# The text of a task, which models read, and the Unix user of that name.
+ALLOWED = {"etude/tasks/generators/devops.py": "Nobody can install", "etude/pods/images/host_image.py": "nobody"}
 
 
 def sources(*roots: str) -> Iterator[tuple[Path, ast.Module]]:
@@ -66,7 +68,7 @@ def test_every_package_is_in_the_order_and_in_dir() -> None:
     assert list(etude.__all__) == sorted(etude.__all__, key=ORDER.index)
 
 
-@pytest.mark.parametrize("package", [name for name in etude.__all__])
+@pytest.mark.parametrize("package", list(etude.__all__))
 def test_a_package_says_what_it_is_and_exports_its_names(package: str) -> None:
     module = importlib.import_module(f"etude.{package}")
     assert module.__doc__
@@ -104,9 +106,7 @@ def test_programs_are_not_spoken_of_as_persons() -> None:
     found = []
     for path in files:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if pattern.search(line) and str(path.relative_to(ROOT)) not in MODEL_TEXTS:
-                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+            name = str(path.relative_to(ROOT))
+            if pattern.search(line) and ALLOWED.get(name, line + ".") not in line:
+                found.append(f"{name}:{number}: {line.strip()}")
     assert not found, "\n".join(found)
-
-
-MODEL_TEXTS: frozenset[str] = frozenset()  # files whose text a model reads, and was trained on

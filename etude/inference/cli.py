@@ -58,7 +58,7 @@ def serve(
 
     token, torch_dtype = server.read_token(host, token_file), _dtype(dtype)
     options = EngineOptions(
-        cache_tokens=tokens,
+        kv_cache_tokens=tokens,
         page_size=page,
         max_sequences=max_streams,
         on_swap=on_swap,

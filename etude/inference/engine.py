@@ -43,10 +43,10 @@ logger = logging.getLogger(__name__)
 class EngineOptions:
     """Size of the KV cache and of a step, and how they are used."""
 
-    cache_tokens: int = 65_536  # of KV cache, over all sequences
+    kv_cache_tokens: int = 65_536  # of KV cache, over all sequences
     page_size: int = 16  # tokens of a page
     max_sequences: int = 64  # running at once
-    max_batched_tokens: int = 512  # of one step: decoding sequences first, then prefill chunks
+    max_step_tokens: int = 512  # of one step: decoding sequences first, then prefill chunks
     prefix_caching: bool = True  # sequences with the same prefix share pages
     on_swap: CachePolicy = "keep"  # what new weights do to keys and values of the old ones
     drafts: int = 0  # tokens drafted by the MTP layer for each verification; 0: no speculation
@@ -54,7 +54,7 @@ class EngineOptions:
     invariant: bool = False  # a sequence's numbers never depend on what else is in the batch; slower
 
     def __post_init__(self) -> None:
-        for name in ("cache_tokens", "page_size", "max_sequences", "max_batched_tokens", "burst"):
+        for name in ("kv_cache_tokens", "page_size", "max_sequences", "max_step_tokens", "burst"):
             if (value := getattr(self, name)) < 1:
                 raise InputError(f"engine: {name} is {value}; expected at least 1")
         if self.drafts < 0:
@@ -82,12 +82,12 @@ class Engine:
         # The draft state at the end of a shared prefix belongs to the sequence that computed it: with sharing, drafts
         # (and so the tokens, though never their distribution) may depend on other sequences.
         prefix_caching = o.prefix_caching and not (o.invariant and o.drafts)
-        self.pool = PagePool(o.cache_tokens // o.page_size, o.page_size, prefix_caching)
+        self.pool = PagePool(o.kv_cache_tokens // o.page_size, o.page_size, prefix_caching)
         captured = can_capture(model) and o.burst > 1 and not o.drafts
         self.scheduler = Scheduler(
             self.pool,
             max_sequences=o.max_sequences,
-            max_batched_tokens=o.max_batched_tokens,
+            max_step_tokens=o.max_step_tokens,
             lookahead=o.burst if captured else 1 + o.drafts,
             fixed_chunk=-(-INVARIANT_CHUNK // o.page_size) * o.page_size if o.invariant else 0,
         )
@@ -124,7 +124,7 @@ class Engine:
     def warm_up(self) -> Iterator[bool]:
         """Capture the graphs that later steps need, one for each item the caller takes."""
         if self.graph_runner is not None:
-            yield from self.graph_runner.warm_up(self.options.max_batched_tokens)
+            yield from self.graph_runner.warm_up(self.options.max_step_tokens)
 
     # ------------------------------------------------------------------------------------------- requests
 

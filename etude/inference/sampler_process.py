@@ -67,9 +67,9 @@ def process_settings(layout: RunLayout, settings: SamplerRunSettings) -> Sampler
     """Return what the recipe of a run tells its samplers."""
     sampler = settings.sampler
     options = EngineOptions(
-        cache_tokens=sampler.kv_cache_tokens,
+        kv_cache_tokens=sampler.kv_cache_tokens,
         max_sequences=sampler.max_sequences,
-        max_batched_tokens=sampler.max_step_tokens,
+        max_step_tokens=sampler.max_step_tokens,
         on_swap=sampler.on_swap,
     )
     return SamplerProcessSettings(

@@ -54,15 +54,15 @@ class Scheduler:
     """Waiting and running sequences. `lookahead` is how many tokens a decoding sequence may add in one step."""
 
     def __init__(
-        self, pool: PagePool, *, max_sequences: int, max_batched_tokens: int, lookahead: int = 1, fixed_chunk: int = 0
+        self, pool: PagePool, *, max_sequences: int, max_step_tokens: int, lookahead: int = 1, fixed_chunk: int = 0
     ) -> None:
         if fixed_chunk % pool.size:
             raise InputError(f"prefill chunks of {fixed_chunk} tokens are not whole pages of {pool.size}")
-        if max_sequences < 1 or max_batched_tokens < 1:
+        if max_sequences < 1 or max_step_tokens < 1:
             raise InputError(
-                f"max_sequences is {max_sequences} and max_batched_tokens {max_batched_tokens}; expected at least 1"
+                f"max_sequences is {max_sequences} and max_step_tokens {max_step_tokens}; expected at least 1"
             )
-        self.pool, self.max_sequences, self.max_batched_tokens = pool, max_sequences, max_batched_tokens
+        self.pool, self.max_sequences, self.max_step_tokens = pool, max_sequences, max_step_tokens
         self.lookahead, self.fixed_chunk = lookahead, fixed_chunk
         self.waiting: deque[SequenceState] = deque()  # oldest first
         self.running: list[SequenceState] = []  # oldest first; only these hold pages
@@ -92,7 +92,7 @@ class Scheduler:
         if decoding and not prefill:
             return ScheduledStep(decoding, [], cancelled)
         self._admit()
-        budget = self.max_batched_tokens - len(decoding)
+        budget = self.max_step_tokens - len(decoding)
         chunks: list[PrefillChunk] = []
         for sequence in self.running:
             if budget <= 0:

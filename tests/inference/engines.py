@@ -22,7 +22,7 @@ from etude.model.transformer import Transformer, draw_weights
 
 __all__ = ["FAMILIES", "GREEDY"]
 GREEDY = Sampling(max_tokens=20, temperature=0.0)
-SIZES = {"cache_tokens": 2048, "page_size": 8, "max_sequences": 8}
+SIZES = {"kv_cache_tokens": 2048, "page_size": 8, "max_sequences": 8}
 
 
 @functools.cache

@@ -57,7 +57,7 @@ def tiny_model(family: str = "llama", seed: int = 0) -> Transformer:
 
 
 def tiny_engine(family: str = "llama", *, tokenizer: bool = True, seed: int = 0, **options: Any) -> Engine:
-    sizes = {"cache_tokens": 8192, "page_size": 8, "max_sequences": 16, **options}
+    sizes = {"kv_cache_tokens": 8192, "page_size": 8, "max_sequences": 16, **options}
     return Engine(tiny_model(family, seed), EngineOptions(**sizes), tokenizer=tiny_tokenizer() if tokenizer else None)
 
 
@@ -69,7 +69,7 @@ def parrot(*parts: str | int, end: bool = True, **options: Any) -> Engine:
     assert stop is not None
     begin = tokenizer.encode(tokenizer.render([{"role": "user", "content": "x"}]), special=True)[-1]
     chain = [begin, *tokens, *([stop] if end else [tokens[0]])]
-    sizes = {"cache_tokens": 8192, "page_size": 8, "max_sequences": 16, **options}
+    sizes = {"kv_cache_tokens": 8192, "page_size": 8, "max_sequences": 16, **options}
     return Engine(follow(chain), EngineOptions(**sizes), tokenizer=tokenizer)
 
 

@@ -59,8 +59,8 @@ def test_sequences_are_those_of_single_steps(
     family: str, every: int, tokens: int, read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "MAX_GRAPH_TOKENS", read)
-    plain = play(engine_of(family, cache_tokens=tokens, max_batched_tokens=64), every)
-    burst = play(engine := bursting(family, 4, cache_tokens=tokens, max_batched_tokens=64), every)
+    plain = play(engine_of(family, kv_cache_tokens=tokens, max_step_tokens=64), every)
+    burst = play(engine := bursting(family, 4, kv_cache_tokens=tokens, max_step_tokens=64), every)
     assert [sequence.output for sequence in burst] == [sequence.output for sequence in plain]
     for one, other in zip(burst, plain, strict=True):
         assert one.raw_logprobs == pytest.approx(other.raw_logprobs, abs=1e-4)
@@ -69,8 +69,8 @@ def test_sequences_are_those_of_single_steps(
 
 
 def test_a_warmed_up_engine_captures_nothing_while_it_works() -> None:
-    plain = play(engine_of("llama", cache_tokens=4096, max_batched_tokens=200), 1)
-    engine = bursting("llama", 4, cache_tokens=4096, max_batched_tokens=200)
+    plain = play(engine_of("llama", kv_cache_tokens=4096, max_step_tokens=200), 1)
+    engine = bursting("llama", 4, kv_cache_tokens=4096, max_step_tokens=200)
     runner = engine.graph_runner
     assert runner is not None
     steps = sum(1 for _ in engine.warm_up())
@@ -82,7 +82,7 @@ def test_a_warmed_up_engine_captures_nothing_while_it_works() -> None:
 
 
 def test_a_burst_follows_every_step_with_prefill_unless_prompts_pile_up() -> None:
-    engine = bursting("llama", 4, cache_tokens=4096, max_batched_tokens=48)
+    engine = bursting("llama", 4, kv_cache_tokens=4096, max_step_tokens=48)
     first = engine.submit(PROMPTS[1], Sampling(max_tokens=64, seed=1))[0]
 
     def grown() -> int:

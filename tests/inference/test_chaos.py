@@ -30,10 +30,10 @@ class Chaos:
         invariant = rng.random() < 0.15
         drafts = rng.choice((0, 0, 2))
         options = EngineOptions(
-            cache_tokens=4 * rng.randint(14, 40),
+            kv_cache_tokens=4 * rng.randint(14, 40),
             page_size=4,
             max_sequences=rng.randint(1, 9),
-            max_batched_tokens=rng.choice((1, 7, 32)),
+            max_step_tokens=rng.choice((1, 7, 32)),
             prefix_caching=rng.random() < 0.8,
             on_swap=rng.choice(("keep", "recompute")),
             drafts=drafts,

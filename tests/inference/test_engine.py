@@ -29,8 +29,8 @@ from etude.model.cache import KVCache
 PROMPTS = prompts_of((3, 17, 40, 64, 1, 33))
 SITUATIONS = {
     "plain": {},
-    "chunks": {"max_batched_tokens": 16, "prefix_caching": False},
-    "short of pages": {"cache_tokens": 200, "max_batched_tokens": 32},
+    "chunks": {"max_step_tokens": 16, "prefix_caching": False},
+    "short of pages": {"kv_cache_tokens": 200, "max_step_tokens": 32},
     "invariant": {"invariant": True},
 }
 EXPERTS = ("qwen3_moe", "deepseek_v3")
@@ -53,7 +53,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_the_plain_forward(family: str, 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sharing", [True, False])
 def test_samples_of_one_prompt_share_it_and_match_the_plain_forward(family: str, sharing: bool) -> None:
-    engine = engine_of(family, prefix_caching=sharing, cache_tokens=512)
+    engine = engine_of(family, prefix_caching=sharing, kv_cache_tokens=512)
     sequences = engine.submit(PROMPTS[2], Sampling(max_tokens=12, samples=6, seed=5))
     again = engine.submit(PROMPTS[2] + [7], Sampling(max_tokens=12, seed=5))
     finish(engine)
@@ -92,7 +92,7 @@ def test_experts_returned_are_those_of_the_plain_forward(family: str, situation:
 
 def test_many_experts_need_a_wider_type() -> None:
     changes = {"num_experts": 300, "num_experts_per_tok": 3, "num_hidden_layers": 1}
-    engine = Engine(weights_of("qwen3_moe", 0, **changes), EngineOptions(cache_tokens=128))
+    engine = Engine(weights_of("qwen3_moe", 0, **changes), EngineOptions(kv_cache_tokens=128))
     (sequence,) = engine.submit([1, 2, 3], Sampling(max_tokens=3))
     finish(engine)
     routing = sequence.result().routing
@@ -118,7 +118,7 @@ def swapped(family: str, policy: str, steps: int, **options: object) -> tuple[En
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "options", [{}, {"cache_tokens": 200, "max_batched_tokens": 32}], ids=["roomy", "short of pages"]
+    "options", [{}, {"kv_cache_tokens": 200, "max_step_tokens": 32}], ids=["roomy", "short of pages"]
 )
 def test_after_a_swap_with_recompute_the_new_weights_have_computed_everything(family: str, options: dict) -> None:
     _, sequences = swapped(family, "recompute", 9, **options)
@@ -313,7 +313,7 @@ def test_samples_of_one_prompt_each_stop_by_themselves() -> None:
 
 
 def test_bad_requests_are_refused_before_they_are_queued() -> None:
-    engine = engine_of("llama", cache_tokens=64)
+    engine = engine_of("llama", kv_cache_tokens=64)
     bad = [
         ([], Sampling(), "empty"),
         ([61], Sampling(), "token id 61"),
@@ -333,10 +333,10 @@ def test_bad_requests_are_refused_before_they_are_queued() -> None:
 
 def test_engine_options_that_could_never_run_are_refused() -> None:
     for wrong in (
-        {"max_batched_tokens": 0},
+        {"max_step_tokens": 0},
         {"max_sequences": 0},
         {"page_size": 0},
-        {"cache_tokens": 0},
+        {"kv_cache_tokens": 0},
         {"drafts": -1},
         {"burst": 0},
     ):
@@ -345,7 +345,7 @@ def test_engine_options_that_could_never_run_are_refused() -> None:
 
 
 def test_pages_longer_than_a_prefill_chunk_do_not_switch_invariance_off() -> None:
-    engine = engine_of("llama", page_size=512, cache_tokens=4096, invariant=True)
+    engine = engine_of("llama", page_size=512, kv_cache_tokens=4096, invariant=True)
     assert engine.scheduler.fixed_chunk == 512
 
 
@@ -393,7 +393,7 @@ def test_a_listener_may_cancel_from_inside_a_step() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_when_the_leader_is_cancelled_another_sequence_prefills_the_prompt_once(steps: int) -> None:
-    engine = engine_of("llama", max_batched_tokens=16)
+    engine = engine_of("llama", max_step_tokens=16)
     sequences = engine.submit(PROMPTS[3], Sampling(max_tokens=6, samples=5, seed=2))
     for _ in range(steps):
         engine.step()

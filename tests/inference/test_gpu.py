@@ -103,7 +103,7 @@ def test_the_engine_agrees_with_the_models_own_forward(
 ) -> None:
     monkeypatch.setattr(graphs, "MAX_GRAPH_TOKENS", read)
     model = model_of(family, dtype, max_position_embeddings=512)
-    options = EngineOptions(cache_tokens=2048, page_size=8, max_sequences=16, max_batched_tokens=budget, burst=4)
+    options = EngineOptions(kv_cache_tokens=2048, page_size=8, max_sequences=16, max_step_tokens=budget, burst=4)
     engine = Engine(model, options)
     warmed_up = 0
     if budget == 512:  # all graphs are captured before the weights come
@@ -137,7 +137,7 @@ def test_alone_or_in_a_batch_a_sequence_is_the_same_to_the_last_bit(family: str)
 
     def play(chosen: list[int]) -> dict[int, tuple[list[int], list[float], list[float]]]:
         options = EngineOptions(
-            cache_tokens=8192, page_size=16, max_sequences=8, max_batched_tokens=512, burst=4, invariant=True
+            kv_cache_tokens=8192, page_size=16, max_sequences=8, max_step_tokens=512, burst=4, invariant=True
         )
         engine = Engine(model, options)
         sequences = {i: engine.submit(prompts[i], Sampling(max_tokens=24, seed=i))[0] for i in chosen}

@@ -22,10 +22,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine_of(family: str, tokens: int, drafts: int, prefix_caching: bool = True) -> Engine:
     model = weights_of(family)
     options = EngineOptions(
-        cache_tokens=tokens,
+        kv_cache_tokens=tokens,
         page_size=8,
         max_sequences=12,
-        max_batched_tokens=64,
+        max_step_tokens=64,
         invariant=True,
         drafts=drafts,
         prefix_caching=prefix_caching,

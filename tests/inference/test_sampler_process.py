@@ -17,13 +17,15 @@ import torch
 from samplers import config_of, tiny_model, tiny_tokenizer
 from torch import Tensor
 
-from etude.inference.policy import Sample
+from etude.inference.policy import Completion
 from etude.inference.sampling import Sampling
 from etude.model.checkpoint import save
 from etude.model.transformer import Transformer
-from etude.rollouts.sampler_pool import SamplersLost, open_samplers
-from etude.runs.layout import Place, place_and_section, read_status
-from etude.weights.bucket import Bucket
+from etude.rl.settings import open_rl_run
+from etude.rollouts.sampler_pool import SamplersUnavailable, open_sampler_pool
+from etude.runs.layout import RunLayout
+from etude.runs.service_status import read_status
+from etude.weights.object_store import ObjectStore
 from etude.weights.publisher import Publisher
 
 FAMILY = "qwen3_moe"
@@ -37,8 +39,8 @@ steps = 1
 stall_s = {stall_s}
 [rl.sampler]
 device = "cpu"
-tokens = 8192
-max_streams = 16
+kv_cache_tokens = 8192
+max_sequences = 16
 threads = 1
 [rl.weights]
 poll_s = 0.02
@@ -46,11 +48,11 @@ poll_s = 0.02
 State = dict[str, Tensor]
 
 
-def make_run(path: Path, stall_s: float = 60.0) -> Place:
+def make_run(path: Path, stall_s: float = 60.0) -> RunLayout:
     """A run as its orchestrator leaves it to a sampler."""
     path.mkdir(exist_ok=True)
     (path / "recipe.toml").write_text(RECIPE.format(stall_s=stall_s))
-    place, _, _ = place_and_section(path)
+    place, _ = open_rl_run(path)
     place.make()
     save(tiny_model(FAMILY), place.model)
     tiny_tokenizer().save(place.model)
@@ -69,12 +71,12 @@ def stepped(state: State, seed: int) -> State:
     return {name: torch.where(mask[name], tensor * 1.02, tensor) for name, tensor in state.items()}
 
 
-def command(place: Place, name: str) -> list[str]:
+def command(place: RunLayout, name: str) -> list[str]:
     return [sys.executable, "-m", "etude.inference.sampler_process", str(place.run), "--name", name]
 
 
 @contextlib.contextmanager
-def started(place: Place, name: str = "sampler-0") -> Iterator[subprocess.Popen[str]]:
+def started(place: RunLayout, name: str = "sampler-0") -> Iterator[subprocess.Popen[str]]:
     """A sampler, from before it says anything until it is killed."""
     with subprocess.Popen(command(place, name), stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -84,7 +86,7 @@ def started(place: Place, name: str = "sampler-0") -> Iterator[subprocess.Popen[
             process.kill()
 
 
-def until(place: Place, true: Callable[[dict[str, Any]], bool], process: subprocess.Popen[str]) -> dict[str, Any]:
+def until(place: RunLayout, true: Callable[[dict[str, Any]], bool], process: subprocess.Popen[str]) -> dict[str, Any]:
     """The status of a sampler, once it is as wanted."""
     deadline = time.monotonic() + 40
     status: dict[str, Any] = {}
@@ -108,7 +110,7 @@ def network(state: State) -> Transformer:
     return model
 
 
-def assert_made_by(sample: Sample, prompt: list[int], state: State) -> None:
+def assert_made_by(sample: Completion, prompt: list[int], state: State) -> None:
     """The sampler's numbers are those of the trainer's weights."""
     tokens = [*prompt, *sample.tokens]
     with torch.no_grad():
@@ -117,12 +119,12 @@ def assert_made_by(sample: Sample, prompt: list[int], state: State) -> None:
     assert sample.raw_logprobs == pytest.approx(wanted, abs=2e-3)
 
 
-async def sampled(place: Place, prompt: list[int], count: int, **options: Any) -> Sample:
-    async with open_samplers(place, deadline_s=60) as policy:
-        return await policy.sample(prompt, Sampling(max_tokens=count, **options), session="s")
+async def sampled(place: RunLayout, prompt: list[int], count: int, **options: Any) -> Completion:
+    async with open_sampler_pool(place, deadline_s=60) as policy:
+        return await policy.complete(prompt, Sampling(max_tokens=count, **options), session="s")
 
 
-async def long_sample(place: Place, url: str, count: int, meanwhile: Callable[[], None]) -> Sample:
+async def long_sample(place: RunLayout, url: str, count: int, meanwhile: Callable[[], None]) -> Completion:
     """A sample of a second or more, and something that happens when the sampler is at work on it."""
     sampling = asyncio.create_task(sampled(place, [5, 6, 7], count, seed=1))
     async with asyncio.timeout(30), httpx.AsyncClient() as client:
@@ -134,7 +136,7 @@ async def long_sample(place: Place, url: str, count: int, meanwhile: Callable[[]
 
 def test_a_sampler_follows_the_chain_in_the_middle_of_samples_over_broken_links_and_bad_numbers(tmp_path: Path) -> None:
     place = make_run(tmp_path / "run")
-    bucket = Bucket(place.store)
+    bucket = ObjectStore(place.store)
     with started(place) as process, Publisher(bucket, full_every=100) as publisher:
         status = until(place, lambda status: status["state"] == "waiting", process)
         assert status["waiting_for"] == f"a first version in {place.store}"
@@ -202,7 +204,7 @@ def test_a_sampler_follows_the_chain_in_the_middle_of_samples_over_broken_links_
 
 def test_a_sample_outlives_the_sampler_that_was_killed_at_work_on_it(tmp_path: Path) -> None:
     place, state = make_run(tmp_path / "run"), weights(0)
-    with Publisher(Bucket(place.store)) as publisher:
+    with Publisher(ObjectStore(place.store)) as publisher:
         publisher.publish_soon(1, state)
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(started(place))
@@ -211,13 +213,13 @@ def test_a_sample_outlives_the_sampler_that_was_killed_at_work_on_it(tmp_path: P
         def kill() -> None:
             first.kill()
             first.wait()
-            with pytest.raises(SamplersLost, match="no connection: Connection refused"):
+            with pytest.raises(SamplersUnavailable, match="no connection: Connection refused"):
                 asyncio.run(hurried())
             until(place, ready, stack.enter_context(started(place)))
 
         async def hurried() -> None:
-            async with open_samplers(place, deadline_s=0.5) as policy:
-                await policy.sample([1], Sampling(max_tokens=1))
+            async with open_sampler_pool(place, deadline_s=0.5) as policy:
+                await policy.complete([1], Sampling(max_tokens=1))
 
         sample = asyncio.run(long_sample(place, url, 400, kill))
         assert len(sample.tokens) == 400
@@ -229,7 +231,7 @@ def test_a_sample_outlives_the_sampler_that_was_killed_at_work_on_it(tmp_path: P
 
 def test_sigterm_ends_it_at_once_and_a_wait_for_weights_has_a_deadline(tmp_path: Path) -> None:
     place, late = make_run(tmp_path / "run"), make_run(tmp_path / "late", stall_s=0.5)
-    with Publisher(Bucket(place.store)) as publisher:
+    with Publisher(ObjectStore(place.store)) as publisher:
         publisher.publish_soon(1, weights(0))
     with started(late) as waiting, started(place) as process:
         until(place, ready, process)
@@ -244,11 +246,11 @@ def test_sigterm_ends_it_at_once_and_a_wait_for_weights_has_a_deadline(tmp_path:
             assert (status["state"], status["url"]) == ("ended", "")
 
         async def work() -> None:
-            async with open_samplers(place, deadline_s=0.5) as policy:
-                sampling = asyncio.create_task(policy.sample([1], Sampling(max_tokens=1900)))
+            async with open_sampler_pool(place, deadline_s=0.5) as policy:
+                sampling = asyncio.create_task(policy.complete([1], Sampling(max_tokens=1900)))
                 await asyncio.sleep(0.3)
                 await asyncio.to_thread(stop)
-                with pytest.raises(SamplersLost, match="sampler-0: ended"):
+                with pytest.raises(SamplersUnavailable, match="sampler-0: ended"):
                     await asyncio.wait_for(sampling, 20)
 
         asyncio.run(work())
@@ -261,13 +263,13 @@ FAULTY = """
 import dataclasses, os, sys, time
 from etude.inference.engine import Engine
 from etude.inference import sampler_process
-step, settings_of = Engine.step, sampler_process.settings_of
+step, process_settings = Engine.step, sampler_process.process_settings
 def fail(engine):
     if engine.steps >= 20:
         {fault}
     return step(engine)
 Engine.step = fail
-sampler_process.settings_of = lambda *given: dataclasses.replace(settings_of(*given), stuck_s=1.0)
+sampler_process.process_settings = lambda *given: dataclasses.replace(process_settings(*given), stuck_s=1.0)
 os._exit(sampler_process.main(sys.argv[1:]))
 """
 PARENT = "import subprocess, sys; subprocess.run(sys.argv[1:])"
@@ -284,16 +286,16 @@ PARENT = "import subprocess, sys; subprocess.run(sys.argv[1:])"
 )
 def test_an_engine_that_breaks_or_hangs_ends_the_process_with_an_error(tmp_path: Path, fault: str, said: str) -> None:
     place = make_run(tmp_path / "run")
-    with Publisher(Bucket(place.store)) as publisher:
+    with Publisher(ObjectStore(place.store)) as publisher:
         publisher.publish_soon(1, weights(0))
     line = [sys.executable, "-c", FAULTY.format(fault=fault), str(place.run), "--name", "sampler-0"]
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
         until(place, ready, process)
 
         async def work() -> None:
-            async with open_samplers(place, deadline_s=2) as policy:
-                with pytest.raises(SamplersLost, match=said):
-                    await policy.sample([1], Sampling(max_tokens=100))
+            async with open_sampler_pool(place, deadline_s=2) as policy:
+                with pytest.raises(SamplersUnavailable, match=said):
+                    await policy.complete([1], Sampling(max_tokens=100))
 
         asyncio.run(work())
         assert process.wait(20) == 1

@@ -17,7 +17,7 @@ from etude.inference.scheduler import ScheduledStep, Scheduler
 
 
 def scheduler_of(pages: int = 20, size: int = 4, prefix_caching: bool = True, **options: Any) -> Scheduler:
-    return Scheduler(PagePool(pages, size, prefix_caching), **{"max_sequences": 4, "max_batched_tokens": 12, **options})
+    return Scheduler(PagePool(pages, size, prefix_caching), **{"max_sequences": 4, "max_step_tokens": 12, **options})
 
 
 def add(
@@ -74,7 +74,7 @@ def check_step(scheduler: Scheduler, step: ScheduledStep, before: dict[SequenceS
     assert all(sequence.decoding and sequence in running for sequence in step.decoding)
     planned = [chunk.sequence for chunk in step.prefill]
     assert len(set(planned)) == len(planned)
-    left = max(0, scheduler.max_batched_tokens - len(step.decoding))
+    left = max(0, scheduler.max_step_tokens - len(step.decoding))
     spent = sum(chunk.end - chunk.start for chunk in step.prefill)
     assert spent <= left or (scheduler.fixed_chunk and spent - (step.prefill[-1].end - step.prefill[-1].start) < left)
     for chunk in step.prefill:
@@ -102,7 +102,7 @@ def check_step(scheduler: Scheduler, step: ScheduledStep, before: dict[SequenceS
     options=st.fixed_dictionaries(
         {
             "prefix_caching": st.booleans(),
-            "max_batched_tokens": st.integers(1, 20),
+            "max_step_tokens": st.integers(1, 20),
             "max_sequences": st.integers(1, 6),
             "lookahead": st.integers(1, 4),
             "fixed_chunk": st.sampled_from([0, 8]),
@@ -150,7 +150,7 @@ def test_a_sequence_that_could_never_fit_is_an_error_at_once() -> None:
 
 
 def test_siblings_wait_until_the_leader_is_prefilled_and_then_share_its_pages() -> None:
-    scheduler = scheduler_of(pages=40, max_batched_tokens=4, max_sequences=8)
+    scheduler = scheduler_of(pages=40, max_step_tokens=4, max_sequences=8)
     leader, *others = add(scheduler, list(range(13)), samples=4)
     for _ in range(4):
         step = scheduler.schedule()
@@ -163,7 +163,7 @@ def test_siblings_wait_until_the_leader_is_prefilled_and_then_share_its_pages() 
 
 
 def test_others_overtake_siblings_that_wait_for_their_leader() -> None:
-    scheduler = scheduler_of(pages=40, max_batched_tokens=8)
+    scheduler = scheduler_of(pages=40, max_step_tokens=8)
     leader, _sibling = add(scheduler, list(range(20)), samples=2)
     (other,) = add(scheduler, [1, 2])
     scheduler.schedule()
@@ -182,7 +182,7 @@ def test_a_huge_prompt_gets_its_turn_while_small_ones_keep_coming() -> None:
 
 
 def test_decoding_sequences_run_in_every_step_while_a_long_prompt_is_prefilled() -> None:
-    scheduler = scheduler_of(pages=100, size=4, max_batched_tokens=5, prefix_caching=False)
+    scheduler = scheduler_of(pages=100, size=4, max_step_tokens=5, prefix_caching=False)
     (talker,) = add(scheduler, [1], 30)
     pretend(scheduler, scheduler.schedule())
     add(scheduler, [2] * 80, 2)
@@ -194,7 +194,7 @@ def test_decoding_sequences_run_in_every_step_while_a_long_prompt_is_prefilled()
 
 
 def test_sequences_admitted_together_never_count_on_the_same_pages() -> None:
-    scheduler = scheduler_of(pages=6, size=4, max_batched_tokens=100, prefix_caching=False)
+    scheduler = scheduler_of(pages=6, size=4, max_step_tokens=100, prefix_caching=False)
     for _ in range(4):
         add(scheduler, [1] * 10, 1)  # three pages each
     pretend(scheduler, scheduler.schedule())
@@ -204,7 +204,7 @@ def test_sequences_admitted_together_never_count_on_the_same_pages() -> None:
 
 
 def test_a_cancelled_leader_leaves_the_prompt_to_one_sibling_not_to_all() -> None:
-    scheduler = scheduler_of(pages=60, max_batched_tokens=4, max_sequences=8)
+    scheduler = scheduler_of(pages=60, max_step_tokens=4, max_sequences=8)
     leader, *others = add(scheduler, list(range(17)), samples=4)
     pretend(scheduler, scheduler.schedule())
     scheduler.cancel(leader)
@@ -216,7 +216,7 @@ def test_a_cancelled_leader_leaves_the_prompt_to_one_sibling_not_to_all() -> Non
 
 
 def test_a_preempted_leader_is_recomputed_and_its_siblings_still_start() -> None:
-    scheduler = scheduler_of(pages=60, max_batched_tokens=4, max_sequences=8)
+    scheduler = scheduler_of(pages=60, max_step_tokens=4, max_sequences=8)
     leader, *others = add(scheduler, list(range(17)), samples=4)
     pretend(scheduler, scheduler.schedule())
     scheduler.preempt(leader)
@@ -272,7 +272,7 @@ def test_a_sequence_preempted_after_new_weights_is_recomputed_with_them() -> Non
 
 
 def test_sequences_follow_no_leader_whose_pages_are_of_older_weights() -> None:
-    scheduler = scheduler_of(pages=60, max_batched_tokens=4)
+    scheduler = scheduler_of(pages=60, max_step_tokens=4)
     roots = rooted(scheduler)
     leader, *others = add(scheduler, list(range(16)), 3, samples=3)
     pretend(scheduler, scheduler.schedule())
@@ -284,7 +284,7 @@ def test_sequences_follow_no_leader_whose_pages_are_of_older_weights() -> None:
 
 def test_scheduling_many_sequences_costs_no_more_for_each() -> None:
     def seconds(count: int) -> float:
-        scheduler = scheduler_of(pages=count * 4, size=16, max_sequences=count, max_batched_tokens=count * 16)
+        scheduler = scheduler_of(pages=count * 4, size=16, max_sequences=count, max_step_tokens=count * 16)
         for number in range(count):
             add(scheduler, [number] * 8, 50)
         pretend(scheduler, scheduler.schedule())

@@ -224,7 +224,7 @@ def test_metrics_are_in_prometheus_format(random_server: tuple[str, EngineServic
 
 def test_metrics_have_latency_histograms_and_drafts_with_speculation() -> None:
     model = tiny_model()
-    options = EngineOptions(cache_tokens=8192, page_size=8, max_sequences=4, drafts=2)
+    options = EngineOptions(kv_cache_tokens=8192, page_size=8, max_sequences=4, drafts=2)
     engine = Engine(model, options, mtp=initialize_mtp(model.config, 1, 1, torch.float32))
     with served(engine) as (url, _):
         httpx.post(f"{url}/generate", json={"tokens": [1, 2], "sampling": {"max_tokens": 12, "samples": 3}})

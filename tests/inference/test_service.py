@@ -300,7 +300,7 @@ def test_a_checkpoint_directory_replaces_mtp_layers_if_it_has_any(brings: bool, 
     if brings:
         save_mtp(layers, tmp_path / "other")
     mtp = initialize_mtp(other.config, 1, 1, torch.float32)
-    options = EngineOptions(cache_tokens=8192, page_size=8, max_sequences=16, drafts=2)
+    options = EngineOptions(kv_cache_tokens=8192, page_size=8, max_sequences=16, drafts=2)
     greedy = Sampling(max_tokens=30, temperature=0.0)
 
     async def work(service: EngineService) -> None:
@@ -465,7 +465,7 @@ def test_many_event_loops_may_submit_and_one_that_closes_leaves_nothing() -> Non
 @pytest.mark.parametrize("seed", range(3))
 def test_chaos_ends_every_request_once_and_leaks_no_page(seed: int) -> None:
     rng = random.Random(seed)
-    engine = tiny_engine("qwen3_moe", cache_tokens=512, max_sequences=6, on_swap=rng.choice(("keep", "recompute")))
+    engine = tiny_engine("qwen3_moe", kv_cache_tokens=512, max_sequences=6, on_swap=rng.choice(("keep", "recompute")))
     weights = [dict(tiny_model("qwen3_moe", seed=n).state_dict()) for n in range(2)]
     ended = 0
 

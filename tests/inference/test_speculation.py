@@ -32,7 +32,7 @@ PROMPTS = prompts_of((3, 17, 40, 64, 2, 33))
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "options", [{}, {"cache_tokens": 200, "max_batched_tokens": 32}], ids=["roomy", "short of pages"]
+    "options", [{}, {"kv_cache_tokens": 200, "max_step_tokens": 32}], ids=["roomy", "short of pages"]
 )
 def test_greedy_tokens_with_drafts_are_those_without(family: str, options: dict) -> None:
     engine = engine_of(family, drafts=3, **options)
@@ -54,7 +54,7 @@ def test_three_sampled_tokens_have_the_joint_distribution_of_the_model(sampling:
     vocabulary, prompt, count = 6, [1, 4, 2, 2, 5], 2560
     model = weights_of("llama", 2, vocabulary, num_hidden_layers=1, tie_word_embeddings=False)
     engine = engine_of(
-        "llama", drafts=2, model=model, max_sequences=256, cache_tokens=8192, page_size=4, max_batched_tokens=2048
+        "llama", drafts=2, model=model, max_sequences=256, kv_cache_tokens=8192, page_size=4, max_step_tokens=2048
     )
     groups = [engine.submit(prompt, Sampling(3, seed=10**6 * i, samples=512, **sampling)) for i in range(5)]
     sequences = list(itertools.chain(*groups))
@@ -114,7 +114,7 @@ def test_max_tokens_and_stop_tokens_hold_inside_a_verified_run() -> None:
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 def test_a_swap_in_the_middle_of_speculation_loses_nothing(policy: str) -> None:
-    engine = engine_of("llama", drafts=2, on_swap=policy, cache_tokens=200, max_batched_tokens=32)
+    engine = engine_of("llama", drafts=2, on_swap=policy, kv_cache_tokens=200, max_step_tokens=32)
     sequences = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
     for _ in range(8):
         engine.step()

@@ -20,7 +20,7 @@ from tests.pods import conformance
 from tests.pods.conformance import CHECKS, NOTHING_LEFT, UNAVAILABLE
 
 ROOT = Path(__file__).resolve().parents[2]
-NOBODY = 65534
+OVERFLOW_ID = 65534
 SUITE_S = 600
 TRY = "import subprocess, sys, etude.pods.fleet; subprocess.run([sys.executable, '-I', '-S', '-c', ''], check=True)"
 
@@ -110,7 +110,7 @@ def run_suite(variant: Variant, names: list[str]) -> dict[str, dict[str, str]]:
         return {UNAVAILABLE: {"outcome": "skipped", "text": reason}}
     with tempfile.TemporaryDirectory(prefix="etude-conformance-") as directory:
         if variant.user == "nobody":
-            os.chown(directory, NOBODY, NOBODY)
+            os.chown(directory, OVERFLOW_ID, OVERFLOW_ID)
         script = str(ROOT / "tests/pods/conformance.py")
         command = [*prefix, script, variant.backend, f"{directory}/state", *names, *["--compiled"] * variant.compiled]
         done = subprocess.run(
@@ -137,7 +137,7 @@ def command_of(user: str) -> tuple[list[str], dict[str, str], str]:
         return [sys.executable], environment, ""
     if shutil.which("setpriv") is None:
         return [], {}, "needs setpriv (util-linux) to run as another user"
-    become = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--inh-caps=-all"]
+    become = ["setpriv", f"--reuid={OVERFLOW_ID}", f"--regid={OVERFLOW_ID}", "--clear-groups", "--inh-caps=-all"]
     # Our interpreter may be in a home directory closed to other users; a system interpreter can use our packages.
     packages = [str(ROOT), *(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))]
     environment = {**environment, "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(packages)}

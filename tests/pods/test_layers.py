@@ -236,7 +236,7 @@ def test_ids_lose_their_shift(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     merge([LayerDir(str(low), 100_000)], (), tmp_path / "out")
     owners = {name: (tmp_path / "out" / name).stat().st_uid for name in ("mine", "other", "d")}
-    assert owners == {"mine": 7, "other": trees.NOBODY, "d": 0}
+    assert owners == {"mine": 7, "other": trees.OVERFLOW_ID, "d": 0}
 
 
 def test_a_tree_too_deep_to_walk_is_an_error_not_a_crash(tmp_path: Path) -> None:

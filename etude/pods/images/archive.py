@@ -26,7 +26,7 @@ import zstandard
 from etude.errors import InputError
 from etude.pods.images.trees import (
     MAX_ID,
-    NOBODY,
+    OVERFLOW_ID,
     can_chown,
     check_depth,
     components,
@@ -492,7 +492,7 @@ class _Unpacker:
             for key, value in member.pax_headers.items()
             if key.startswith(XATTR) and is_portable_xattr(key[len(XATTR) :])
         }
-        uid, gid = (owner if 0 <= owner <= MAX_ID else NOBODY for owner in (member.uid, member.gid))
+        uid, gid = (owner if 0 <= owner <= MAX_ID else OVERFLOW_ID for owner in (member.uid, member.gid))
         time = float(member.mtime)
         if not math.isfinite(time) or not 0 <= time < 1 << 33:
             time = 0.0

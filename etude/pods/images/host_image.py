@@ -16,7 +16,7 @@ from pathlib import Path
 from etude.errors import InputError
 from etude.pods.images.records import SYSTEM_BINDS, Image
 from etude.pods.images.store import Store
-from etude.pods.images.trees import NOBODY, check_depth, digest
+from etude.pods.images.trees import OVERFLOW_ID, check_depth, digest
 from etude.pods.pod import PodError
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -203,9 +203,9 @@ def _accounts(file: Path, width: int) -> list[list[str]]:
     found: dict[int, list[str]] = {}
     for line in lines:
         fields = line.split(":")
-        if len(fields) == width and fields[2].isdecimal() and (int(fields[2]) < 1000 or int(fields[2]) == NOBODY):
+        if len(fields) == width and fields[2].isdecimal() and (int(fields[2]) < 1000 or int(fields[2]) == OVERFLOW_ID):
             found.setdefault(int(fields[2]), fields)
-    for id, name in ((0, "root"), (NOBODY, "nobody" if width == 7 else "nogroup")):
+    for id, name in ((0, "root"), (OVERFLOW_ID, "nobody" if width == 7 else "nogroup")):
         rest = [str(id), "", "/root" if id == 0 else "/nonexistent", "/bin/sh"] if width == 7 else [""]
         found.setdefault(id, [name, "x", str(id), *rest])
     return [found[id] for id in sorted(found)]

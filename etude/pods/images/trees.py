@@ -23,8 +23,8 @@ from etude.pods.pod import PodError
 T = TypeVar("T")
 
 OPAQUE = "user.overlay.opaque"
-MAX_ID = 65535  # largest uid or gid in a pod; any other is shown as NOBODY
-NOBODY = 65534
+MAX_ID = 65535  # largest uid or gid in a pod; any other is shown as OVERFLOW_ID
+OVERFLOW_ID = 65534
 MAX_DEPTH = 200  # nested directories; real trees stay under 100, and every level takes a stack frame
 
 _HOIST_DEPTH = 32  # deletion moves deeper directories to the top, so depth costs neither frames nor descriptors
@@ -259,7 +259,7 @@ def _plain_capability(value: bytes) -> bytes:
 
 def unshift_id(owner: int, shift: int) -> int:
     """Return the uid or gid a pod sees for one on disk in a layer whose ids start at `shift`."""
-    return owner - shift if 0 <= owner - shift <= MAX_ID else NOBODY
+    return owner - shift if 0 <= owner - shift <= MAX_ID else OVERFLOW_ID
 
 
 # -- copying one file
