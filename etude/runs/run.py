@@ -409,8 +409,9 @@ def _artefact_from(record: dict[str, Any], run: Path) -> Artefact:
         parents = tuple(Parent(**parent) for parent in record["parents"])
         return Artefact(**{**fields, "path": run / record["path"], "parents": parents})
     except (KeyError, TypeError) as error:
+        file = run / "lineage.jsonl"
         raise EtudeError(
-            f"{run / 'lineage.jsonl'} has a line that is not an artefact ({error}); another program has changed the file"
+            f"{file} has a line that is not an artefact ({error}); another program has changed the file"
         ) from None
 
 

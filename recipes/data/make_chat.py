@@ -1,8 +1,8 @@
-"""Writes nano-chat.jsonl: short conversations in the tool-calling format, from docstrings and made-up files.
+"""Write nano-chat.jsonl: short conversations in the tool-calling format, from docstrings and invented files.
 
     python recipes/data/make_chat.py > recipes/data/nano-chat.jsonl
 
-Small on purpose: it shows a tiny model how a conversation with tools is spelt, not how to program.
+It is small on purpose: it teaches a tiny model the format of a conversation with tools, not how to program.
 """
 
 import builtins
@@ -28,7 +28,8 @@ READ_FILE = {
 MODULES = (builtins, heapq, itertools, math, os.path, statistics, string, textwrap)
 
 
-def questions() -> list[dict[str, object]]:
+def docstring_questions() -> list[dict[str, object]]:
+    """Return questions about functions of the standard library, answered by their docstrings."""
     rows = []
     for module in MODULES:
         for name, thing in sorted(vars(module).items()):
@@ -37,34 +38,35 @@ def questions() -> list[dict[str, object]]:
                 continue
             line = doc.split("\n\n")[0].replace("\n", " ").strip()
             if 20 <= len(line) <= 160:
-                asked = {"role": "user", "content": f"What does {module.__name__}.{name} do?"}
-                rows.append({"messages": [asked, {"role": "assistant", "content": line}]})
+                question = {"role": "user", "content": f"What does {module.__name__}.{name} do?"}
+                rows.append({"messages": [question, {"role": "assistant", "content": line}]})
     return rows
 
 
-def look_ups(count: int, chance: random.Random) -> list[dict[str, object]]:
+def file_lookups(count: int, rng: random.Random) -> list[dict[str, object]]:
+    """Return conversations that read a value from a file with one tool call."""
     rows = []
     for _ in range(count):
-        path = f"{chance.choice(['src', 'lib', 'app'])}/{chance.choice(['config', 'main', 'util', 'model'])}.py"
-        names = chance.sample(["width", "height", "limit", "port", "retries", "depth"], 3)
-        values = {name: chance.randrange(100) for name in names}
+        path = f"{rng.choice(['src', 'lib', 'app'])}/{rng.choice(['config', 'main', 'util', 'model'])}.py"
+        names = rng.sample(["width", "height", "limit", "port", "retries", "depth"], 3)
+        values = {name: rng.randrange(100) for name in names}
         text = "".join(f"{name} = {value}\n" for name, value in values.items())
-        asked = chance.choice(names)
+        wanted = rng.choice(names)
         call = {"type": "function", "function": {"name": "read_file", "arguments": {"path": path}}}
         messages = [
-            {"role": "user", "content": f"What is {asked} in {path}?"},
+            {"role": "user", "content": f"What is {wanted} in {path}?"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": text},
-            {"role": "assistant", "content": f"{asked} is {values[asked]}."},
+            {"role": "assistant", "content": f"{wanted} is {values[wanted]}."},
         ]
         rows.append({"messages": messages, "tools": [READ_FILE]})
     return rows
 
 
 def main() -> None:
-    chance = random.Random(0)
-    rows = questions() + look_ups(150, chance)
-    chance.shuffle(rows)
+    rng = random.Random(0)
+    rows = docstring_questions() + file_lookups(150, rng)
+    rng.shuffle(rows)
     for row in rows:
         print(json.dumps(row))
 
