@@ -1,7 +1,7 @@
-"""Compile C where there is a compiler, once, into a cache; say in words why when it cannot be had.
+"""Compile C programs once into a cache, or return the reason why that is not possible.
 
-The name of a result is a digest of everything it is made from, so a change of sources, compiler or processor makes a
-new one, and processes that build at the same time replace each other's file by the same. Nothing is used untried.
+The file name of a result contains a digest of its sources, compiler and processor, so a change of any of them makes a
+new file, and concurrent builds replace each other's file with the same content. Every result is tested before use.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from pathlib import Path
 
 COMPILE_S = 120.0
 
-Compile = Callable[[str, str], None]  # (compiler, target): make the target or raise
-Try = Callable[[Path], None]  # raise when the result does not work here
+Compile = Callable[[str, str], None]  # (compiler, target): write the target or raise
+SmokeTest = Callable[[Path], None]  # raise when the result does not work on this machine
 
 
 def find_compiled(
@@ -25,36 +25,36 @@ def find_compiled(
     sources: Sequence[Path],
     compilers: Sequence[str],
     compile: Compile,
-    try_: Try,
+    smoke_test: SmokeTest,
     cache: Path,
     key: str = "",
 ) -> tuple[Path | None, str]:
-    """The compiled `name`, built if need be, and ""; or None and why there is none. `key`: what else it depends on."""
-    found = [path for compiler in compilers if (path := shutil.which(compiler))]
-    if not found:
+    """Return the path of the compiled program and "", or None and the reason. `key` is added to the digest."""
+    installed = [path for compiler in compilers if (path := shutil.which(compiler))]
+    if not installed:
         return None, f"no C compiler ({', '.join(compilers)})"
     reasons = []
-    for compiler in found:
+    for compiler in installed:
         try:
             target = cache / f"{name}-{_digest(compiler, sources, key)[:16]}"
             if target.exists():
-                try_(target)
+                smoke_test(target)
             else:
-                _build(target, compiler, compile, try_)
+                _build(target, compiler, compile, smoke_test)
             return target, ""
         except (OSError, subprocess.SubprocessError) as error:
             reasons.append(f"{Path(compiler).name}: {_first_line(error)}")
     return None, reasons[0]
 
 
-def _build(target: Path, compiler: str, compile: Compile, try_: Try) -> None:
+def _build(target: Path, compiler: str, compile: Compile, smoke_test: SmokeTest) -> None:
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     os.close(descriptor)
     try:
         compile(compiler, name)
         os.chmod(name, 0o755)
-        try_(Path(name))
+        smoke_test(Path(name))
         os.replace(name, target)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -62,18 +62,18 @@ def _build(target: Path, compiler: str, compile: Compile, try_: Try) -> None:
 
 
 def run(command: Sequence[str], seconds: float, cwd: Path | None = None) -> None:
-    """Run a compiler, or what it made; SubprocessError when it fails."""
+    """Run a compiler or its result; raise SubprocessError when it fails."""
     subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=True)
 
 
 def cache_directory() -> Path:
-    """Where compiled programs of this user are kept."""
+    """Return the cache directory of this user's compiled programs."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "etude"
 
 
 def _digest(compiler: str, sources: Sequence[Path], key: str) -> str:
-    """The compiler is known by its file, which is faster than asking for its version."""
+    """Return the digest of sources and compiler, identified by its file: faster than asking for its version."""
     found = os.stat(compiler)
     identity = f"{os.path.realpath(compiler)} {found.st_size} {found.st_mtime_ns} {platform.machine()} {key}"
     digest = hashlib.sha256(identity.encode())
@@ -84,7 +84,7 @@ def _digest(compiler: str, sources: Sequence[Path], key: str) -> str:
 
 
 def _first_line(error: OSError | subprocess.SubprocessError) -> str:
-    """The compiler's own first words about an error, if it had any."""
-    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
-    lines = [line for line in (said or b"").decode("utf-8", "replace").splitlines() if line.strip()]
+    """Return the first line of the compiler's message that mentions an error, else its first line."""
+    stderr = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
+    lines = [line for line in (stderr or b"").decode("utf-8", "replace").splitlines() if line.strip()]
     return next((line for line in lines if "error" in line), lines[0] if lines else str(error))

@@ -1,33 +1,33 @@
-"""How many cores there are for us: those we may run on, and what the control groups we live in leave of them."""
+"""Number of usable cores: CPU affinity, limited by the CPU quotas of the enclosing control groups."""
 
 import os
 from collections.abc import Iterable, Iterator
 
 
 def usable_cores() -> int:
-    """Whole cores, at least one: a container often sees all of a large machine and has a share of it."""
+    """Return the number of whole usable cores, at least one: a container often sees more cores than its quota."""
     return max(1, round(core_limit(own_cgroups())))
 
 
-def core_limit(groups: Iterable[str]) -> float:
-    """Cores we may use, as far as these groups bind: 0.5 is half of one."""
+def core_limit(cgroups: Iterable[str]) -> float:
+    """Return the usable cores under the quotas of these control groups; may be fractional."""
     cores = float(len(os.sched_getaffinity(0)))
-    for directory in groups:
+    for directory in cgroups:
         quota, period = "", ""
         if text := read_kernel_file(f"{directory}/cpu.max"):
             quota, period = text.split()[:2]
         elif text := read_kernel_file(f"{directory}/cpu.cfs_quota_us"):
             quota, period = text.strip(), (read_kernel_file(f"{directory}/cpu.cfs_period_us") or "").strip()
-        if quota.isdigit() and period.isdigit() and int(quota) and int(period):  # "max" and -1 do not bind
+        if quota.isdigit() and period.isdigit() and int(quota) and int(period):  # "max" and -1 mean no limit
             cores = min(cores, int(quota) / int(period))
     return cores
 
 
 def own_cgroups(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> Iterator[str]:
-    """The directories of every control group above us that can bind memory or cores, innermost first.
+    """Yield the directories of this process's control groups that can limit memory or cores, innermost first.
 
-    A container sees its own group either under the full path or, with a view of its own, as the root of the mount:
-    walking up to that root meets it in both cases. What is not visible is skipped.
+    A container sees its own group either under the full path or, in a cgroup namespace, as the root of the mount:
+    walking up to that root finds it in both cases. Readers skip directories that do not exist.
     """
     for line in (read_kernel_file(f"{proc}/self/cgroup") or "").splitlines():
         number, controllers, path = line.split(":", 2)
@@ -42,7 +42,7 @@ def own_cgroups(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> Iterator
 
 
 def read_kernel_file(path: str) -> str | None:
-    """A kernel file's text; None where it is not there or not measured (PSI that is switched off fails on read)."""
+    """Return the text of a kernel file, or None if it is missing or unreadable (reading fails when PSI is disabled)."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

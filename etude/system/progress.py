@@ -1,4 +1,4 @@
-"""How long work shows itself: one line a task on standard error, so that standard output stays for results."""
+"""Progress of long tasks: one line per task on standard error; standard output is for results."""
 
 import time
 from collections.abc import Iterator
@@ -20,19 +20,21 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-LOG_INTERVAL_S = 30.0  # between lines where there is no terminal
-WIDE_TERMINAL_COLUMNS = 110  # columns of a terminal with room for a long bar
+LOG_INTERVAL_S = 30.0  # between progress lines without a terminal
+WIDE_TERMINAL_COLUMNS = 110  # from this width on the bar is long
 
 
 class ProgressCallback(Protocol):
+    """Reports how much of a task is done; `total` 0 means unknown."""
+
     def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
 
 class NoteColumn(ProgressColumn):
-    """What is left of the line. Where that is too little the note loses its end, and no other column anything."""
+    """The note, in the rest of the line; in a narrow terminal only this column is truncated."""
 
     def __init__(self) -> None:
-        super().__init__(Column(no_wrap=False))  # of a row that is too long only columns that may wrap are narrowed
+        super().__init__(Column(no_wrap=False))  # rich narrows only columns that may wrap
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["note"], no_wrap=True, overflow="ellipsis")
@@ -54,23 +56,23 @@ def progress_bars() -> Progress:
 
 @contextmanager
 def progress_line(name: str, progress: Progress | None = None) -> Iterator[ProgressCallback]:
-    """One task's line; on its own, or under others when they share `progress`."""
+    """Show one task as a line and yield its callback; several tasks can share `progress`."""
     if progress is None:
-        with progress_bars() as alone, progress_line(name, alone) as report:
+        with progress_bars() as own, progress_line(name, own) as report:
             yield report
         return
     task = progress.add_task(name, total=None, note="")
 
-    said = time.monotonic()
+    last_logged = time.monotonic()
 
-    def show(done: int, total: int, note: str = "") -> None:
-        nonlocal said
+    def update(done: int, total: int, note: str = "") -> None:
+        nonlocal last_logged
         progress.update(task, completed=done, total=total, note=note)
-        # into a file a bar is drawn once, at its end; whoever reads the file wants to know how far it is
-        if not progress.console.is_terminal and (now := time.monotonic()) - said >= LOG_INTERVAL_S:
-            said = now
+        # Without a terminal rich draws the bar only once, at the end.
+        if not progress.console.is_terminal and (now := time.monotonic()) - last_logged >= LOG_INTERVAL_S:
+            last_logged = now
             progress.console.print(f"{name} {done}/{total or '?'} {note}".rstrip(), markup=False, soft_wrap=True)
 
-    yield show
-    total = progress.tasks[task].total or 1  # a task that reported nothing was one piece of work
+    yield update
+    total = progress.tasks[task].total or 1  # a task that never reported counts as one step
     progress.update(task, completed=total, total=total)

@@ -1,4 +1,4 @@
-"""The lines that show how long work goes: whole where a terminal is narrow, except for the note at the end."""
+"""Progress lines: in a narrow terminal only the note at the end is truncated."""
 
 import io
 import re
@@ -13,7 +13,7 @@ NOTE = "24 in flight, 0 ready  reward 0.500  solved 50%  best 50%  [stale 1]  mi
 
 
 @pytest.mark.parametrize("width", [60, 80, 132, 240])
-def test_only_the_note_is_cut_where_a_terminal_is_narrow(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_note_is_truncated_in_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     with progress_bars() as progress:
         with progress_line("pretrain", progress) as report:
@@ -31,10 +31,10 @@ def test_only_the_note_is_cut_where_a_terminal_is_narrow(width: int, monkeypatch
     assert shown == NOTE if width > 200 else NOTE.startswith(shown.removesuffix("…")) and shown.endswith("…")
 
 
-def test_into_a_file_a_line_is_written_now_and_then(
+def test_without_a_terminal_lines_are_logged_at_intervals(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(etude.system.progress, "SAY_S", 0.0)
+    monkeypatch.setattr(etude.system.progress, "LOG_INTERVAL_S", 0.0)
     with progress_bars() as progress, progress_line("rl", progress) as report:
         report(0, 0)
         report(3, 12, NOTE)
