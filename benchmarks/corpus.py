@@ -1,11 +1,12 @@
-"""How long a corpus takes on one core, on two, on all, and what it holds in memory; beside it, no worker processes.
+"""Time and memory of building a corpus on one core, two cores and all cores, and without worker processes.
 
     python benchmarks/corpus.py --tokenizer runs/smollm2-135m                 # the standard library, under a minute
     python benchmarks/corpus.py site-packages --suffix .py --held-out sympy --tokenizer T --cores 1 4 16
 
-Each build is a process of its own that may run on so many cores. In the row "alone" that process does everything, with
-the threads of the `tokenizers` library on the same cores. Memory is the largest sum over all processes of a build, with
-shared pages counted once. All builds must give the same bytes, and find the files in the page cache.
+Each build runs in a process of its own, restricted to that many cores. In the row "no workers" that process does
+everything, with the threads of the `tokenizers` library on the same cores. Memory is the peak of the sum over all
+processes of a build, with shared pages counted once. The files are read into the page cache first, and all builds must
+give the same bytes.
 """
 
 import argparse
@@ -24,11 +25,11 @@ from rich.table import Table
 
 from etude.chat.tokenizer import Tokenizer
 from etude.data import worker_pool
-from etude.data.corpus import CorpusOptions, Size, build_corpus
+from etude.data.corpus import CorpusOptions, CorpusSize, build_corpus
 from etude.data.documents import read_source
 from etude.data.filters import Filters
 
-STEPS = ("collect", "decide", "encode")
+STEPS = ("ingest", "decide", "encode")
 
 
 def main() -> None:
@@ -41,60 +42,60 @@ def main() -> None:
     parser.add_argument(
         "--build", type=int, metavar="CORES", help=argparse.SUPPRESS
     )  # one row, in a process of its own
-    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.build:
-        print(json.dumps(build(asked)))
+    parser.add_argument("--no-workers", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.build:
+        print(json.dumps(build(args)))
         return
-    for file in read_source(asked.source):
+    for file in read_source(args.source):
         if file.size <= Filters().max_bytes:
             file.read()
-    most = max(asked.cores)
-    rows = {f"{cores} cores": measure(cores) for cores in asked.cores}
-    rows[f"{most} cores, alone"] = measure(most, "--alone")
-    slowest = rows[f"{most} cores, alone"]["seconds"]
+    max_cores = max(args.cores)
+    rows = {f"{cores} cores": measure(cores) for cores in args.cores}
+    rows[f"{max_cores} cores, no workers"] = measure(max_cores, "--no-workers")
+    slowest = rows[f"{max_cores} cores, no workers"]["seconds"]
     Console().print(table_of(rows, slowest))
     same = len({row["digest"] for row in rows.values()}) == 1
     found = next(iter(rows.values()))
     print(
-        f"{asked.source}: {found['bytes'] / 1e6:.0f} MB of text in {found['documents']:,} documents become "
+        f"{args.source}: {found['bytes'] / 1e6:.0f} MB of text in {found['documents']:,} documents become "
         f"{found['tokens'] / 1e6:.1f} million tokens; "
         f"{'every build gave the same bytes' if same else 'THE BUILDS DIFFER'}."
     )
 
 
 def measure(cores: int, *more: str) -> dict[str, Any]:
-    """One build in a new process, and the most memory that it and its workers had."""
+    """Run one build in a new process; return its results and the peak memory of it and its workers."""
     command = [sys.executable, __file__, *sys.argv[1:], "--build", str(cores), *more]
     peak = 0
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         while process.poll() is None:
-            peak = max(peak, sum(map(memory_of, family(process.pid))))
+            peak = max(peak, sum(map(memory_of, process_tree(process.pid))))
             time.sleep(0.2)
         assert process.stdout is not None
-        told: dict[str, Any] = json.loads(process.stdout.read())
-    return {**told, "memory": peak}
+        result: dict[str, Any] = json.loads(process.stdout.read())
+    return {**result, "memory": peak}
 
 
-def build(asked: argparse.Namespace) -> dict[str, Any]:
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: asked.build])
-    worker_pool.MOST = 0 if asked.alone else worker_pool.MOST
-    options = CorpusOptions(suffixes=tuple(asked.suffix), held_out=tuple(asked.held_out))
-    tokenizer = Tokenizer.load(asked.tokenizer)
+def build(args: argparse.Namespace) -> dict[str, Any]:
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.build])
+    worker_pool.MAX_WORKERS = 0 if args.no_workers else worker_pool.MAX_WORKERS
+    options = CorpusOptions(suffixes=tuple(args.suffix), held_out=tuple(args.held_out))
+    tokenizer = Tokenizer.load(args.tokenizer)
     started: dict[str, float] = {}
 
-    def hear(done: int, total: int, note: str = "") -> None:
+    def record_start(done: int, total: int, note: str = "") -> None:
         started.setdefault(note, time.perf_counter())
 
-    with tempfile.TemporaryDirectory(dir=".") as place:
+    with tempfile.TemporaryDirectory(dir=".") as directory:
         begun = time.perf_counter()
-        report = build_corpus([asked.source], tokenizer, Path(place) / "corpus", options, hear)
+        report = build_corpus([args.source], tokenizer, Path(directory) / "corpus", options, record_start)
         ended = time.perf_counter()
-        files = sorted(path for path in (Path(place) / "corpus").rglob("*") if path.is_file())
+        files = sorted(path for path in (Path(directory) / "corpus").rglob("*") if path.is_file())
         digest = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
-    # A step is first heard of when part of it is done: its beginning is counted with the one before.
+    # A step reports first when part of it is done, so its beginning is counted with the step before.
     edges = [begun, *(started.get(step, ended) for step in STEPS[1:]), ended]
-    total = sum(report.splits.values(), start=Size())
+    total = sum(report.splits.values(), start=CorpusSize())
     return {
         "seconds": ended - begun,
         **{step: edges[at + 1] - edges[at] for at, step in enumerate(STEPS)},
@@ -105,17 +106,18 @@ def build(asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def family(process: int) -> set[int]:
+def process_tree(process: int) -> set[int]:
+    """Return the pids of a process and all its descendants."""
     try:
         found = [task.read_text().split() for task in Path(f"/proc/{process}/task").glob("*/children")]
     except OSError:
         return set()
     children = {int(child) for line in found for child in line}
-    return {process}.union(*map(family, children))
+    return {process}.union(*map(process_tree, children))
 
 
 def memory_of(process: int) -> int:
-    """Proportional set size: a page that n processes share counts 1/n for each."""
+    """Return the proportional set size: a page that n processes share counts 1/n for each."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -124,7 +126,7 @@ def memory_of(process: int) -> int:
 
 
 def table_of(rows: dict[str, dict[str, Any]], slowest: float) -> Table:
-    table = Table("on", title="building a corpus, wall-clock seconds")
+    table = Table("run", title="building a corpus, wall-clock seconds")
     for column in (*STEPS, "total", "MB/s", "ratio", "memory"):
         table.add_column(column, justify="right")
     for name, row in rows.items():

@@ -1,4 +1,4 @@
-"""`etude data ...`: one short function per verb. Results on standard output, progress and errors on standard error."""
+"""`etude data ...`: one function per command. Results go to standard output, progress and errors to standard error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from etude.data.corpus import TOKENIZER, CorpusOptions, CorpusReport, Size, build_corpus, read_report
+from etude.data.corpus import TOKENIZER, CorpusOptions, CorpusReport, CorpusSize, build_corpus, read_report
 from etude.data.filters import REASONS
 from etude.data.shards import Shards, read_manifest
 from etude.errors import InputError, Interrupted
@@ -22,7 +22,7 @@ from etude.system.progress import progress_line
 app = typer.Typer(no_args_is_help=True)
 
 DEFAULTS = CorpusOptions()
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text for people.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 CorpusDir = Annotated[
     Path, typer.Argument(metavar="CORPUS", help="A directory made by `etude data build`.", show_default=False)
 ]
@@ -45,37 +45,41 @@ def build(
     out: Annotated[Path, typer.Option(help="The new corpus directory.", show_default=False)],
     held_out: Annotated[
         list[str] | None,
-        typer.Option(help="A repository, or a glob of them, never to train on; repeatable.", show_default=False),
+        typer.Option(help="Repository name or glob that is never trained on; repeatable.", show_default=False),
     ] = None,
-    validation: Annotated[float, typer.Option(help="Share of the repositories for validation.")] = DEFAULTS.validation,
+    validation: Annotated[
+        float, typer.Option(help="Share of the repositories in the validation split.")
+    ] = DEFAULTS.validation,
     against: Annotated[
         list[str] | None,
-        typer.Option(help="Protected text: remove what shares passages with this source; repeatable."),
+        typer.Option(help="Source of protected text: remove documents that share passages with it; repeatable."),
     ] = None,
-    layout: Annotated[str, typer.Option(help="What one document is: file or repository.")] = DEFAULTS.layout,
+    layout: Annotated[str, typer.Option(help="One document per file or per repository.")] = DEFAULTS.layout,
     fim: Annotated[float, typer.Option(help="Share of files rearranged for fill-in-the-middle.")] = DEFAULTS.fim,
     suffix: Annotated[
-        list[str] | None, typer.Option(help="File endings to read instead of the usual ones.", show_default=False)
+        list[str] | None, typer.Option(help="File suffixes to read instead of the defaults.", show_default=False)
     ] = None,
-    max_bytes: Annotated[int, typer.Option(help="Leave out larger files.")] = DEFAULTS.max_bytes,
+    max_bytes: Annotated[int, typer.Option(help="Skip larger files.")] = DEFAULTS.max_bytes,
     near: Annotated[
-        float, typer.Option(help="Similarity that makes a near duplicate; 1 for exact ones only.")
+        float, typer.Option(help="Similarity of near duplicates; 1 removes exact ones only.")
     ] = DEFAULTS.near,
     shingle: Annotated[int, typer.Option(help="Words of a shingle, for near duplicates.")] = DEFAULTS.shingle,
-    ngram: Annotated[int, typer.Option(help="Words in common that make a leak.")] = DEFAULTS.ngram,
-    leak: Annotated[float, typer.Option(help="Share of a document's n-grams that may be protected.")] = DEFAULTS.leak,
+    ngram: Annotated[int, typer.Option(help="Words of an n-gram; a common n-gram is a leak.")] = DEFAULTS.ngram,
+    leak: Annotated[float, typer.Option(help="Tolerated share of protected n-grams in a document.")] = DEFAULTS.leak,
     boilerplate: Annotated[
-        int, typer.Option(help="An n-gram in more repositories than this is nobody's.")
+        int, typer.Option(help="Ignore n-grams that occur in more repositories than this.")
     ] = DEFAULTS.boilerplate,
-    chat: Annotated[bool, typer.Option("--chat", help="Rows of messages; only the assistant's are trained.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the validation split and fill-in-the-middle.")] = DEFAULTS.seed,
-    shard_mib: Annotated[int, typer.Option(help="Size of a shard.")] = DEFAULTS.shard_bytes >> 20,
-    restart: Annotated[bool, typer.Option("--restart", help="Forget what an interrupted build has done.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Sources are rows of messages; the loss is on assistant turns only.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the validation split and fill-in-the-middle.")] = DEFAULTS.seed,
+    shard_mib: Annotated[int, typer.Option(help="CorpusSize of a shard.")] = DEFAULTS.shard_bytes >> 20,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard an interrupted build and start again.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Turn code, text or chats into token shards: filtered, without duplicates or leaks, split by repository.
+    """Turn code, text or chats into token shards: filtered, deduplicated, decontaminated, split by repository.
 
-    Interrupted, the same command goes on where it was."""
+    An interrupted build resumes with the same command."""
     from etude.chat.tokenizer import Tokenizer
 
     options = CorpusOptions(
@@ -97,15 +101,15 @@ def build(
     )
     try:
         with progress_line("build") as report:
-            made = build_corpus(sources, Tokenizer.load(tokenizer), out, options, report, restart=restart)
+            built = build_corpus(sources, Tokenizer.load(tokenizer), out, options, report, restart=restart)
     except KeyboardInterrupt:
-        raise Interrupted("stopped; the same command goes on") from None
-    _print_report(made, as_json)
+        raise Interrupted("stopped; run the same command again to resume") from None
+    _print_report(built, as_json)
 
 
 @app.command(epilog="Example:  etude data show runs/corpus")
 def show(corpus: CorpusDir, as_json: AsJson = False) -> None:
-    """Print what a corpus holds, what was removed and why, and under which licences its repositories are."""
+    """Print the size of a corpus, the removed documents by reason, and the licences of its repositories."""
     read_manifest(corpus)
     _print_report(read_report(corpus), as_json)
 
@@ -114,10 +118,10 @@ def show(corpus: CorpusDir, as_json: AsJson = False) -> None:
 def peek(
     corpus: CorpusDir,
     split: Annotated[str, typer.Option(help="train, validation or held_out.")] = "train",
-    document: Annotated[int, typer.Option(help="Which one, from 0.")] = 0,
+    document: Annotated[int, typer.Option(help="Number of the document, from 0.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Print one document as the model sees it; in a corpus of chats, what is trained on is green."""
+    """Print one document as the model reads it; in a corpus of chats, tokens in the loss are green."""
     from etude.chat.tokenizer import Tokenizer
 
     shards = Shards.open(corpus, split, verify=False)
@@ -126,8 +130,7 @@ def peek(
     tokenizer = Tokenizer.load(corpus / TOKENIZER)
     ids, mask = shards.read(document).tolist(), shards.mask(document).tolist()
     if as_json:
-        told = {"name": shards.name(document), "tokens": ids, "mask": mask, "text": tokenizer.decode(ids)}
-        print(json.dumps(told))
+        print(json.dumps({"name": shards.name(document), "tokens": ids, "mask": mask, "text": tokenizer.decode(ids)}))
         return
     console = Console()
     console.print(
@@ -137,13 +140,13 @@ def peek(
 
 
 def _coloured(tokenizer: Any, ids: list[int], mask: list[bool]) -> Text:
-    shown = Text()
+    text = Text()
     start = 0
     for at in range(1, len(ids) + 1):
         if at == len(ids) or mask[at] != mask[start]:
-            shown.append(tokenizer.decode(ids[start:at]), style="green" if mask[start] else "dim")
+            text.append(tokenizer.decode(ids[start:at]), style="green" if mask[start] else "dim")
             start = at
-    return shown
+    return text
 
 
 def _print_report(report: CorpusReport, as_json: bool) -> None:
@@ -151,8 +154,8 @@ def _print_report(report: CorpusReport, as_json: bool) -> None:
         sizes = {reason: asdict(size) for reason, size in report.removed.items()}
         splits = {split: asdict(size) for split, size in report.splits.items()}
         licences = report.details["licences"]
-        told = {"corpus": str(report.path), "read": asdict(report.read), "removed": sizes, "splits": splits}
-        print(json.dumps({**told, "licences": licences}))
+        summary = {"corpus": str(report.path), "read": asdict(report.read), "removed": sizes, "splits": splits}
+        print(json.dumps({**summary, "licences": licences}))
         return
     console = Console()
     console.print(f"corpus: {escape(str(report.path))}", highlight=False)
@@ -163,7 +166,7 @@ def _print_report(report: CorpusReport, as_json: bool) -> None:
     console.print(f"licences of repositories: {escape(counts)}", highlight=False)
 
 
-def _split_table(splits: dict[str, Size]) -> Table:
+def _split_table(splits: dict[str, CorpusSize]) -> Table:
     table = Table("split", box=None, header_style="bold")
     for column in ("documents", "tokens", "bytes", "bytes/token"):
         table.add_column(column, justify="right")
@@ -173,7 +176,7 @@ def _split_table(splits: dict[str, Size]) -> Table:
     return table
 
 
-def _removed_table(read: Size, removed: dict[str, Size]) -> Table:
+def _removed_table(read: CorpusSize, removed: dict[str, CorpusSize]) -> Table:
     table = Table("removed", box=None, header_style="bold")
     for column in ("documents", "bytes"):
         table.add_column(column, justify="right")

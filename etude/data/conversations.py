@@ -1,8 +1,8 @@
-"""Chats as training documents: the text a template renders, cut where the assistant starts and stops writing.
+"""Conversations as training documents: the rendered text, split into segments inside and outside of the loss.
 
-The cuts come from rendering, never from searching text for roles: the chat up to an assistant's turn, with the
-generation prompt, is what the model would have seen; what the same chat with the turn has more is what it wrote, up to
-and with the token that closed it. A row for which that does not hold is dropped with a reason, never guessed at.
+The splits come from rendering, never from searching the text for roles. The chat before an assistant turn, rendered
+with the generation prompt, is the model's input; the text that the same chat with the turn has beyond it, up to and
+including the token that closes the turn, is in the loss. A row for which that does not hold is removed with a reason.
 """
 
 import json
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.data.document_format import Piece
-from etude.data.documents import ROWS, Limits
-from etude.data.rows import read_rows, row_place, strings_of
+from etude.data.document_format import DocumentPart
+from etude.data.documents import READ_LIMITS, ROWS, ReadLimits
+from etude.data.rows import iter_strings, locate_row, read_rows
 from etude.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chat:
-    """One row: its place, and what was said; `messages` is None when the row was too large to read."""
+    """One row: its name and messages; `messages` is None when the row was too large to read."""
 
     repository: str
     path: str
@@ -32,24 +32,25 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Rendered text that one side wrote: the assistant when `written`, everybody else otherwise."""
+class ConversationSegment:
+    """Rendered text that is in the loss (an assistant turn) or not (everything else)."""
 
     text: str
-    written: bool
+    in_loss: bool
 
 
-def read_chats(source: str, limits: Limits) -> Iterator[Chat]:
+def read_conversations(source: str, limits: ReadLimits = READ_LIMITS) -> Iterator[Chat]:
+    """Yield the conversations of a file of rows (.jsonl or .parquet)."""
     path = Path(source)
     if not path.is_file() or not path.name.endswith(ROWS):
         raise InputError(f"source {source}: chats are read from files of rows ({', '.join(ROWS)})")
     for number, row, size in read_rows(path, limits):
-        repository, inside, _ = row_place(path, number, row)
+        repository, inside, _ = locate_row(path, number, row)
         if row is None:
             yield Chat(repository, inside, None, None, size)
             continue
         messages, tools = row.get("messages"), row.get("tools")
-        if isinstance(tools, str):  # some tables hold a column of JSON text
+        if isinstance(tools, str):  # some tables store this column as JSON text
             tools = _parse_tools(path, number, tools)
         if not _are_objects(messages) or not messages:
             raise InputError(f"{path}: row {number} has no list of objects under messages")
@@ -59,76 +60,81 @@ def read_chats(source: str, limits: Limits) -> Iterator[Chat]:
 
 
 class ChatFormat:
-    """How one tokenizer writes chats: its template, and the tokens that close a turn."""
+    """Splits conversations for one tokenizer: its chat template and the tokens that close a turn."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
-        self._closers = [tokenizer.decode([token]) for token in sorted(tokenizer.stop_ids)]
+        self._end_tokens = [tokenizer.decode([token]) for token in sorted(tokenizer.stop_ids)]
 
-    def segments(self, chat: Chat) -> tuple[Segment, ...] | str:
-        """The rendered chat in segments, or the code of the reason to drop it."""
+    def segments(self, chat: Chat) -> tuple[ConversationSegment, ...] | str:
+        """Return the rendered chat in segments, or the code of the reason to remove it."""
         if chat.messages is None:
             return "too_large"
-        if any(map(self._tokenizer.find_control_token, strings_of([chat.messages, chat.tools]))):
+        if any(map(self._tokenizer.find_control_token, iter_strings([chat.messages, chat.tools]))):
             return "control_token"
         if not any(message.get("role") == "assistant" and message.get("weight") != 0 for message in chat.messages):
             return "no_assistant"
         try:
-            segments = self._cut(chat.messages, chat.tools)
-            "".join(segments if isinstance(segments, str) else (part.text for part in segments)).encode()
+            segments = self._split(chat.messages, chat.tools)
+            "".join(segments if isinstance(segments, str) else (segment.text for segment in segments)).encode()
         except InputError:
             return "template"
-        except UnicodeEncodeError:  # JSON can spell half of a character
+        except UnicodeEncodeError:  # JSON can contain a lone surrogate
             return "not_utf8"
         return segments
 
-    def _cut(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> tuple[Segment, ...] | str:
-        segments: list[Segment] = []
-        rendered = ""  # all text that is in a segment
+    def _split(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> tuple[ConversationSegment, ...] | str:
+        segments: list[ConversationSegment] = []
+        rendered = ""  # the text of all segments so far
         for turn, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            seen = self._tokenizer.render(messages[:turn], tools, add_generation_prompt=True)
-            whole = self._tokenizer.render(messages[: turn + 1], tools, add_generation_prompt=False)
-            if not seen.startswith(rendered) or not whole.startswith(seen):
+            prompt = self._tokenizer.render(messages[:turn], tools, add_generation_prompt=True)
+            full = self._tokenizer.render(messages[: turn + 1], tools, add_generation_prompt=False)
+            if not prompt.startswith(rendered) or not full.startswith(prompt):
                 return "not_append_only"
-            if (end := self._closed_at(whole, len(seen))) is None:
+            if (end := self._turn_end(full, len(prompt))) is None:
                 return "open_turn"
-            # weight 0: part of the conversation, but not to be learned, as a mistake that is corrected later
-            taught = message.get("weight") != 0
-            segments += [Segment(seen[len(rendered) :], False), Segment(whole[len(seen) : end], taught)]
-            rendered = whole[:end]
+            # Weight 0 keeps a turn in the conversation but out of the loss, such as a mistake that is corrected later.
+            in_loss = message.get("weight") != 0
+            segments.append(ConversationSegment(prompt[len(rendered) :], False))
+            segments.append(ConversationSegment(full[len(prompt) : end], in_loss))
+            rendered = full[:end]
         complete = self._tokenizer.render(messages, tools, add_generation_prompt=False)
         if not complete.startswith(rendered):
             return "not_append_only"
-        return tuple(segment for segment in (*segments, Segment(complete[len(rendered) :], False)) if segment.text)
+        return tuple(
+            segment for segment in (*segments, ConversationSegment(complete[len(rendered) :], False)) if segment.text
+        )
 
-    def _closed_at(self, text: str, start: int) -> int | None:
-        """Where the token that closes the turn ends; what a template adds behind it, the model did not write."""
-        ends = [place + len(token) for token in self._closers if (place := text.rfind(token, start)) >= 0]
+    def _turn_end(self, text: str, start: int) -> int | None:
+        """Return the end of the token that closes the turn; text that the template adds after it is not the model's."""
+        ends = [at + len(token) for token in self._end_tokens if (at := text.rfind(token, start)) >= 0]
         return max(ends, default=None)
 
 
-def chat_pieces(segments: Sequence[Segment], end_of_text: int) -> Iterator[Piece]:
-    """Each segment is encoded by itself: a token never spans what the model saw and what it wrote."""
+def chat_parts(segments: Sequence[ConversationSegment], end_of_text: int) -> Iterator[DocumentPart]:
+    """Yield the parts of a chat. Segments are encoded separately: no token spans input and output of the model."""
     for segment in segments:
-        yield Piece(text=segment.text, written=segment.written, special=True)
-    yield Piece(token=end_of_text, written=False)
+        yield DocumentPart(text=segment.text, in_loss=segment.in_loss, special=True)
+    yield DocumentPart(token=end_of_text, in_loss=False)
 
 
 def plain_text(chat: Chat) -> str:
-    """What was said, without the system's part, which many chats share: the text that tells chats apart."""
-    said = [message for message in chat.messages or () if message.get("role") != "system"]
-    return "\n".join(strings_of([{**message, "role": None} for message in said]))
+    """Return the text that tells chats apart: all messages but the system prompt, which many chats share."""
+    messages = [message for message in chat.messages or () if message.get("role") != "system"]
+    return "\n".join(iter_strings([{**message, "role": None} for message in messages]))
 
 
-def dump_chat(plain: str, segments: Sequence[Segment]) -> str:
-    return json.dumps({"plain": plain, "segments": [[part.text, part.written] for part in segments]})
+def dump_chat(plain: str, segments: Sequence[ConversationSegment]) -> str:
+    return json.dumps({"plain": plain, "segments": [[segment.text, segment.in_loss] for segment in segments]})
 
 
-def load_chat(text: str) -> tuple[str, tuple[Segment, ...]]:
+def load_chat(text: str) -> tuple[str, tuple[ConversationSegment, ...]]:
     value = json.loads(text)
-    return value["plain"], tuple(Segment(*part) for part in value["segments"])
+    return value["plain"], tuple(ConversationSegment(*segment) for segment in value["segments"])
 
 
 def _parse_tools(path: Path, number: int, text: str) -> Any:

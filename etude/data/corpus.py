@@ -1,11 +1,11 @@
-"""From sources to a corpus of token shards: collect, split, decide, encode; the same inputs give the same bytes.
+"""Build a corpus of token shards from sources. The same inputs give the same bytes.
 
-    collect    read and filter every file; texts that pass go to disk, so memory holds names and never the texts
-    decide     which split each repository is in, which documents repeat or leak others
-    encode     the documents that are left, into shards; a killed build goes on after the last whole one
+    ingest     read and filter every file; texts that pass are staged on disk, so memory holds only names
+    decide     assign each repository to a split; find duplicates and documents that leak protected text
+    encode     encode the remaining documents into shards; a killed build resumes after the last finished shard
 
-A repository is in one split. Held-out documents take precedence: what repeats one is removed from training, and the
-held-out split is itself protected text. Nothing is removed without a line in report.json.
+A repository is in exactly one split. Held-out documents take precedence: duplicates of them are removed from training,
+and the held-out split is itself protected text. Every removed document has an entry in report.json.
 """
 
 import hashlib
@@ -18,53 +18,55 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.data.conversations import chat_pieces, load_chat
-from etude.data.decontaminate import Protected, find_contaminated
-from etude.data.dedup import find_exact, find_near
+from etude.data.conversations import chat_parts, load_chat
+from etude.data.decontaminate import ProtectedNgrams, find_contaminated
+from etude.data.dedup import find_exact_duplicates, find_near_duplicates
 from etude.data.document_format import (
     LAYOUTS,
+    DocumentPart,
     Markers,
-    Piece,
     encode_documents,
-    file_pieces,
+    file_parts,
     reading_order,
-    repository_pieces,
+    repository_parts,
 )
 from etude.data.documents import Document, document_name, source_digest
 from etude.data.filters import Filters
-from etude.data.ingest import Found, collect, read_files, read_protected, read_rendered_chats
+from etude.data.ingest import IngestResult, ingest, read_files, read_protected, read_rendered_chats
 from etude.data.shards import FORMAT, MANIFEST, SPLITS, ShardWriter
-from etude.data.staging import Entry, Workspace, open_workspace, write_whole
-from etude.data.worker_pool import Crew
+from etude.data.staging import StagedDocument, StagingArea, open_staging_area, write_atomic
+from etude.data.worker_pool import WorkerPool
 from etude.errors import InputError
-from etude.system.progress import Report
+from etude.system.progress import ProgressCallback
 
-if TYPE_CHECKING:  # the model room loads torch
+if TYPE_CHECKING:
     from etude.chat.tokenizer import Tokenizer
 
 REPORT = "report.json"
-TOKENIZER = "tokenizer"  # a copy: a corpus can be read without asking what it was made with
+TOKENIZER = "tokenizer"  # a copy of the tokenizer, so that a corpus can be read on its own
+# Names of the stage results in the staging directory.
+INGESTED, DECIDED = "collected", "decided"
 
 
 @dataclass(frozen=True)
 class CorpusOptions:
-    """What `build_corpus` does beside reading; a default is right for a few repositories of code."""
+    """Options of `build_corpus`; the defaults suit a few repositories of code. The names are stored in corpus.json."""
 
-    layout: str = "file"  # "file": each file a document; "repository": each repository one
+    layout: str = "file"  # "file": one document per file; "repository": one per repository
     chat: bool = False  # sources are rows of messages; documents get a loss mask
     fim: float = 0.0  # share of the files that are rearranged for fill-in-the-middle
-    suffixes: tuple[str, ...] = ()  # of the files to read; () is filters.DEFAULT_SUFFIXES
-    max_bytes: int = 1 << 20  # of one file; larger ones are data
+    suffixes: tuple[str, ...] = ()  # of the files to read; () means filters.DEFAULT_SUFFIXES
+    max_bytes: int = 1 << 20  # size limit of a file; larger ones are data
     validation: float = 0.0  # share of the repositories, chosen by a hash of their names
-    held_out: tuple[str, ...] = ()  # names of repositories, or globs, that training must not see
+    held_out: tuple[str, ...] = ()  # names or globs of repositories that are never trained on
     against: tuple[str, ...] = ()  # sources of protected text: benchmarks, repositories kept for evaluation
-    near: float = 0.8  # Jaccard similarity from which a document is a near duplicate; 1.0 keeps all but exact ones
+    near: float = 0.8  # Jaccard similarity from which a document is a near duplicate; 1.0 removes exact ones only
     shingle: int = 5  # words of a shingle
-    ngram: int = 13  # words in common that make a leak
-    leak: float = 0.0  # share of a document's n-grams that may be protected
-    boilerplate: int = 10  # an n-gram in more repositories than this is common property
+    ngram: int = 13  # words of an n-gram; a common n-gram is a leak
+    leak: float = 0.0  # tolerated share of protected n-grams in a document
+    boilerplate: int = 10  # n-grams in more repositories than this are ignored
     seed: int = 0  # of the validation split and fill-in-the-middle
-    shard_bytes: int = 256 << 20  # of tokens in one shard; a larger document gets a shard of its own
+    shard_bytes: int = 256 << 20  # bytes of tokens in one shard; a larger document gets a shard of its own
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -73,9 +75,9 @@ class CorpusOptions:
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} = {getattr(self, name)} is not between 0 and 1")
         if bare := [suffix for suffix in self.suffixes if not suffix.startswith(".")]:
-            raise InputError(f"suffix {bare[0]} has no dot; say .{bare[0]}")
+            raise InputError(f"suffix {bare[0]} has no dot; write .{bare[0]}")
         if self.chat and (self.fim or self.suffixes or self.layout != "file"):
-            raise InputError("chat: a chat is a document as it is; layout, fim and suffix do not apply")
+            raise InputError("chat: layout, fim and suffixes do not apply to chats; remove them")
         for name in ("shingle", "ngram", "max_bytes", "shard_bytes"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} = {getattr(self, name)} is less than 1")
@@ -91,25 +93,25 @@ class CorpusOptions:
 
 
 @dataclass(frozen=True)
-class Size:
-    """How much there is of something."""
+class CorpusSize:
+    """Numbers of documents, bytes and tokens."""
 
     documents: int = 0
     bytes: int = 0
     tokens: int = 0
 
-    def __add__(self, other: "Size") -> "Size":
-        return Size(self.documents + other.documents, self.bytes + other.bytes, self.tokens + other.tokens)
+    def __add__(self, other: "CorpusSize") -> "CorpusSize":
+        return CorpusSize(self.documents + other.documents, self.bytes + other.bytes, self.tokens + other.tokens)
 
 
 @dataclass(frozen=True)
 class CorpusReport:
-    """What was read, removed and made; `details` is the content of report.json."""
+    """Documents read, removed and written; `details` is the content of report.json."""
 
     path: Path
-    read: Size
-    removed: dict[str, Size]
-    splits: dict[str, Size]
+    read: CorpusSize
+    removed: dict[str, CorpusSize]
+    splits: dict[str, CorpusSize]
     details: dict[str, Any] = field(repr=False)
 
 
@@ -118,35 +120,35 @@ def build_corpus(
     tokenizer: "Tokenizer",
     out: Path,
     options: CorpusOptions = CorpusOptions(),  # noqa: B008  frozen
-    progress: Report | None = None,
+    progress: ProgressCallback | None = None,
     *,
     restart: bool = False,
 ) -> CorpusReport:
-    """Build the corpus at `out`, or go on with the one that was being built there with the same arguments."""
+    """Build the corpus at `out`, or resume an interrupted build with the same arguments."""
     markers = Markers.find(tokenizer, fim=options.fim > 0)
     plan = _plan(sources, tokenizer, options)
-    with open_workspace(out, plan, restart=restart) as work, Crew(work.path / "crew") as crew:
-        report = progress or _silent
-        if work.stage("collected") is None:
+    with open_staging_area(out, plan, restart=restart) as staging, WorkerPool(staging.path / "workers") as pool:
+        report = progress or _ignore_progress
+        if staging.stage_result(INGESTED) is None:
 
-            def read(source: str) -> Iterator[Found]:
+            def read(source: str) -> Iterator[IngestResult]:
                 if options.chat:
-                    return read_rendered_chats(source, tokenizer, crew)
-                return read_files(source, options.filters, crew)
+                    return read_rendered_chats(source, tokenizer, pool)
+                return read_files(source, options.filters, pool)
 
-            found = collect(work, sources, read, lambda count: report(count, 3 * count, "collect"))
-            work.finish_stage("collected", found)
-        build = _Build(work, options, tokenizer, markers, report, crew)
-        if work.stage("decided") is None:
-            work.finish_stage("decided", build.decide())
-        build.encode(work.stage("decided"))
-        details = build.describe(list(sources))
-        work.publish(out)
+            found = ingest(staging, sources, read, lambda count: report(count, 3 * count, "ingest"))
+            staging.finish_stage(INGESTED, found)
+        builder = _CorpusBuilder(staging, options, tokenizer, markers, report, pool)
+        if staging.stage_result(DECIDED) is None:
+            staging.finish_stage(DECIDED, builder.decide())
+        builder.encode(staging.stage_result(DECIDED))
+        details = builder.write_manifest(list(sources))
+        staging.publish(out)
     return _as_report(out, details)
 
 
 def read_report(corpus: Path) -> CorpusReport:
-    """The report of a finished corpus."""
+    """Return the report of a finished corpus."""
     try:
         return _as_report(corpus, json.loads((corpus / REPORT).read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -156,7 +158,7 @@ def read_report(corpus: Path) -> CorpusReport:
 
 
 def choose_split(repository: str, options: CorpusOptions) -> str:
-    """By its name alone, so that a repository is in the same split in every corpus of the same seed."""
+    """Return the split of a repository. It depends on seed and name only, so it is the same in every corpus."""
     if any(fnmatchcase(repository, pattern) for pattern in options.held_out):
         return "held_out"
     digest = hashlib.blake2b(f"{options.seed}\0{repository}".encode(), digest_size=8).digest()
@@ -164,7 +166,7 @@ def choose_split(repository: str, options: CorpusOptions) -> str:
 
 
 def _plan(sources: Sequence[str], tokenizer: "Tokenizer", options: CorpusOptions) -> dict[str, Any]:
-    """All that decides the bytes of a corpus; two builds with equal plans are the same build."""
+    """Return everything that determines the bytes of a corpus; a build resumes only with an equal plan."""
     if not sources:
         raise InputError("no source was given; name a directory, a repository, an archive or a file of rows")
     template = hashlib.sha256((tokenizer.chat_template or "").encode()).hexdigest() if options.chat else None
@@ -181,33 +183,33 @@ def _plan(sources: Sequence[str], tokenizer: "Tokenizer", options: CorpusOptions
 # ------------------------------------------------------------------------------------------ decide and encode
 
 
-class _Build:
-    """The collected documents on their way into shards. A document is its position in `entries`."""
+class _CorpusBuilder:
+    """Decides about the staged documents and encodes them. A document is its position in `documents`."""
 
     def __init__(
         self,
-        work: Workspace,
+        staging: StagingArea,
         options: CorpusOptions,
         tokenizer: "Tokenizer",
         markers: Markers,
-        report: Report,
-        crew: Crew,
+        report: ProgressCallback,
+        pool: WorkerPool,
     ) -> None:
-        self.work, self.options, self.tokenizer, self.markers = work, options, tokenizer, markers
-        self.report, self.crew = report, crew
-        self.collected = work.stage("collected")
-        self.entries = [Entry(*entry) for entry in self.collected["entries"]]
-        repositories = dict.fromkeys(entry.repository for entry in self.entries)
+        self.staging, self.options, self.tokenizer, self.markers = staging, options, tokenizer, markers
+        self.report, self.pool = report, pool
+        self.ingested = staging.stage_result(INGESTED)
+        self.documents = [StagedDocument(*fields) for fields in self.ingested["entries"]]
+        repositories = dict.fromkeys(document.repository for document in self.documents)
         self.split_of = {repository: choose_split(repository, options) for repository in repositories}
         for pattern in options.held_out:
             if not any(fnmatchcase(repository, pattern) for repository in repositories):
                 some = ", ".join(sorted(repositories)[:5])
-                raise InputError(f"held out {pattern} is the name of no repository here; there are {some} ...")
+                raise InputError(f"held_out {pattern} matches no repository; there are {some} ...")
 
     def decide(self) -> list[dict[str, Any]]:
-        """The documents to remove, in order, each with its reason and the text it repeats."""
-        by_precedence = sorted(range(len(self.entries)), key=lambda at: -SPLITS.index(self._split(at)))
-        exact = find_exact([self.entries[at].digest for at in by_precedence])
+        """Return the documents to remove, in order, each with its reason and the text it repeats."""
+        by_precedence = sorted(range(len(self.documents)), key=lambda at: -SPLITS.index(self._split(at)))
+        exact = find_exact_duplicates([self.documents[at].digest for at in by_precedence])
         removed = {
             by_precedence[one.document]: {"reason": one.kind, "of": self._name(by_precedence[one.kept])}
             for one in exact
@@ -215,46 +217,48 @@ class _Build:
         left = [at for at in by_precedence if at not in removed]
         near: list[Any] = []
         if self.options.near < 1:
-            near = find_near(
+            near = find_near_duplicates(
                 left,
-                self._plain,
+                self._plain_text,
                 threshold=self.options.near,
                 shingle=self.options.shingle,
-                progress=self._second(2),
-                crew=self.crew,
+                progress=self._decide_progress(),
+                pool=self.pool,
             )
         for one in near:
             similarity = round(one.similarity, 4)
             removed[one.document] = {"reason": one.kind, "of": self._name(one.kept), "similarity": similarity}
-        removed |= self._contaminated([at for at in left if at not in removed])
+        removed |= self._find_contaminated([at for at in left if at not in removed])
         return [
-            {"at": at, "document": self._name(at), "bytes": self.entries[at].size, **removed[at]}
+            {"at": at, "document": self._name(at), "bytes": self.documents[at].size, **removed[at]}
             for at in sorted(removed)
         ]
 
-    def _contaminated(self, left: Sequence[int]) -> dict[int, dict[str, Any]]:
+    def _find_contaminated(self, left: Sequence[int]) -> dict[int, dict[str, Any]]:
         options = self.options
         held_out = [at for at in left if self._split(at) == "held_out"]
 
         def texts() -> Iterator[tuple[str, str]]:
             yield from read_protected(options.against, options.filters)
-            yield from ((f"held_out: {self._name(at)}", self._plain(at)) for at in held_out)
+            yield from ((f"held_out: {self._name(at)}", self._plain_text(at)) for at in held_out)
 
-        protected = Protected(texts(), options.ngram, self.crew)
+        protected = ProtectedNgrams(texts(), options.ngram, self.pool)
         if options.against and not len(protected):
             named = ", ".join(options.against)
-            raise InputError(f"against {named}: no text of {options.ngram} words or more; nothing would be protected")
+            raise InputError(
+                f"against {named}: no text has {options.ngram} words or more, so nothing would be protected"
+            )
         if not len(protected):
             return {}
-        checked = [(at, self.entries[at].repository) for at in left if self._split(at) != "held_out"]
+        checked = [(at, self.documents[at].repository) for at in left if self._split(at) != "held_out"]
         found = find_contaminated(
             protected,
             checked,
-            self._plain,
-            share=options.leak,
+            self._plain_text,
+            max_share=options.leak,
             boilerplate=options.boilerplate,
-            progress=self._second(2, len(self.entries) // 2),
-            crew=self.crew,
+            progress=self._decide_progress(len(self.documents) // 2),
+            pool=self.pool,
         )
         return {
             one.document: {
@@ -268,37 +272,39 @@ class _Build:
         }
 
     def encode(self, removed: list[dict[str, Any]]) -> None:
-        """Write the shards that are not yet written, split by split."""
-        gone = {one["at"] for one in removed}
-        finished = self.work.finished_shards()
+        """Write the shards that are not finished yet, split by split."""
+        removed_positions = {one["at"] for one in removed}
+        finished = self.staging.finished_shards()
         done = 0
         for split in SPLITS:
-            units = self._units([at for at in range(len(self.entries)) if at not in gone and self._split(at) == split])
-            whole = [shard for shard in finished if shard["split"] == split]
-            skipped = sum(shard["documents"] for shard in whole)
+            units = self._units(
+                [at for at in range(len(self.documents)) if at not in removed_positions and self._split(at) == split]
+            )
+            done_shards = [shard for shard in finished if shard["split"] == split]
+            skipped = sum(shard["documents"] for shard in done_shards)
             writer = ShardWriter(
-                self.work.corpus / split,
+                self.staging.corpus / split,
                 len(self.tokenizer),
                 mask=self.options.chat,
                 limit=self.options.shard_bytes,
-                first=len(whole),
-                finished=partial(self._keep_shard, split),
+                first=len(done_shards),
+                finished=partial(self._record_shard, split),
             )
             done += sum(map(len, units[:skipped]))
-            planned = ((self._unit_name(unit), self._pieces(unit)) for unit in units[skipped:])
+            planned = ((self._unit_name(unit), self._parts(unit)) for unit in units[skipped:])
             with writer:
-                made = encode_documents(planned, self.tokenizer, self.crew)
-                for unit, encoded in zip(units[skipped:], made, strict=True):
-                    writer.add(encoded.name, encoded.tokens, encoded.written, encoded.bytes)
+                documents = encode_documents(planned, self.tokenizer, self.pool)
+                for unit, encoded in zip(units[skipped:], documents, strict=True):
+                    writer.add(encoded.name, encoded.tokens, encoded.loss_mask, encoded.bytes)
                     done += len(unit)
-                    self.report(2 * len(self.entries) + done, 3 * len(self.entries), "encode")
+                    self.report(2 * len(self.documents) + done, 3 * len(self.documents), "encode")
 
-    def _keep_shard(self, split: str, entry: dict[str, Any]) -> None:
-        self.work.add_shard({"split": split, **entry})
+    def _record_shard(self, split: str, shard: dict[str, Any]) -> None:
+        self.staging.add_shard({"split": split, **shard})
 
-    def describe(self, sources: list[str]) -> dict[str, Any]:
-        """Write corpus.json and report.json; nothing in them depends on when or where they were made."""
-        shards = self.work.finished_shards()
+    def write_manifest(self, sources: list[str]) -> dict[str, Any]:
+        """Write corpus.json and report.json, which do not depend on time or machine; return the report."""
+        shards = self.staging.finished_shards()
         splits: dict[str, Any] = {}
         for split in SPLITS:
             own = [{key: shard[key] for key in shard if key != "split"} for shard in shards if shard["split"] == split]
@@ -313,25 +319,27 @@ class _Build:
             "mask": self.options.chat,
             "splits": splits,
             "repositories": {
-                name: {"split": split, "licences": self.collected["licences"].get(name, {})}
+                name: {"split": split, "licences": self.ingested["licences"].get(name, {})}
                 for name, split in self.split_of.items()
             },
         }
         details = self._details(splits)
-        self.tokenizer.save(self.work.corpus / TOKENIZER)
-        write_whole(self.work.corpus / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-        write_whole(self.work.corpus / REPORT, json.dumps(details, indent=1) + "\n")
+        self.tokenizer.save(self.staging.corpus / TOKENIZER)
+        write_atomic(self.staging.corpus / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        write_atomic(self.staging.corpus / REPORT, json.dumps(details, indent=1) + "\n")
         return details
 
     def _details(self, splits: dict[str, Any]) -> dict[str, Any]:
-        decided = [{key: one[key] for key in one if key != "at"} for one in self.work.stage("decided")]
-        removed = [*self.collected["removed"], *decided]
-        sizes: dict[str, Size] = {}
+        decided = [{key: one[key] for key in one if key != "at"} for one in self.staging.stage_result(DECIDED)]
+        removed = [*self.ingested["removed"], *decided]
+        sizes: dict[str, CorpusSize] = {}
         for one in removed:
-            sizes[one["reason"]] = sizes.get(one["reason"], Size()) + Size(1, one["bytes"])
-        everything = sum(sizes.values(), Size()) + sum((Size(1, entry.size) for entry in self.entries), Size())
-        again = sum((Size(1, one["bytes"]) for one in decided), Size())  # counted as read and as removed
-        read = Size(everything.documents - again.documents, everything.bytes - again.bytes)
+            sizes[one["reason"]] = sizes.get(one["reason"], CorpusSize()) + CorpusSize(1, one["bytes"])
+        everything = sum(sizes.values(), CorpusSize()) + sum(
+            (CorpusSize(1, document.size) for document in self.documents), CorpusSize()
+        )
+        counted_twice = sum((CorpusSize(1, one["bytes"]) for one in decided), CorpusSize())  # as read and as removed
+        read = CorpusSize(everything.documents - counted_twice.documents, everything.bytes - counted_twice.bytes)
         return {
             "format": FORMAT,
             "read": _plain_size(read),
@@ -344,68 +352,70 @@ class _Build:
         }
 
     def _licences(self) -> dict[str, int]:
-        """How many repositories there are of each licence."""
+        """Return the number of repositories of each licence."""
         counts: Counter[str] = Counter()
         for name in self.split_of:
-            found = sorted(set(self.collected["licences"].get(name, {}).values()))
+            found = sorted(set(self.ingested["licences"].get(name, {}).values()))
             counts[" + ".join(found) or "none found"] += 1
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
     def _units(self, documents: Sequence[int]) -> list[list[int]]:
-        """What becomes one document each: a file, or the files of a repository in reading order."""
+        """Group documents into training documents: one file each, or the files of a repository in reading order."""
         if self.options.layout == "file":
             return [[at] for at in documents]
         groups: dict[str, list[int]] = {}
         for at in documents:
-            groups.setdefault(self.entries[at].repository, []).append(at)
-        return [[group[i] for i in reading_order([self.entries[at].path for at in group])] for group in groups.values()]
+            groups.setdefault(self.documents[at].repository, []).append(at)
+        return [
+            [group[i] for i in reading_order([self.documents[at].path for at in group])] for group in groups.values()
+        ]
 
     def _unit_name(self, unit: Sequence[int]) -> str:
-        return self._name(unit[0]) if self.options.layout == "file" else self.entries[unit[0]].repository
+        return self._name(unit[0]) if self.options.layout == "file" else self.documents[unit[0]].repository
 
-    def _pieces(self, unit: Sequence[int]) -> Iterator[Piece]:
+    def _parts(self, unit: Sequence[int]) -> Iterator[DocumentPart]:
         options = self.options
         if options.chat:
-            _, segments = load_chat(self.work.text(self.entries[unit[0]]))
-            return chat_pieces(segments, self.markers.end_of_text)
+            _, segments = load_chat(self.staging.text(self.documents[unit[0]]))
+            return chat_parts(segments, self.markers.end_of_text)
         if options.layout == "file":
-            return file_pieces(self._document(unit[0]), self.markers, options.fim, options.seed)
-        repository = self.entries[unit[0]].repository
-        return repository_pieces(repository, map(self._document, unit), self.markers, options.fim, options.seed)
+            return file_parts(self._document(unit[0]), self.markers, options.fim, options.seed)
+        repository = self.documents[unit[0]].repository
+        return repository_parts(repository, map(self._document, unit), self.markers, options.fim, options.seed)
 
     def _document(self, at: int) -> Document:
-        entry = self.entries[at]
-        return Document(entry.repository, entry.path, self.work.text(entry))
+        document = self.documents[at]
+        return Document(document.repository, document.path, self.staging.text(document))
 
-    def _plain(self, at: int) -> str:
-        text = self.work.text(self.entries[at])
+    def _plain_text(self, at: int) -> str:
+        text = self.staging.text(self.documents[at])
         return load_chat(text)[0] if self.options.chat else text
 
     def _name(self, at: int) -> str:
-        return document_name(self.entries[at].repository, self.entries[at].path)
+        return document_name(self.documents[at].repository, self.documents[at].path)
 
     def _split(self, at: int) -> str:
-        return self.split_of[self.entries[at].repository]
+        return self.split_of[self.documents[at].repository]
 
-    def _second(self, parts: int, start: int = 0) -> Callable[[int], None]:
-        """Progress of one of the `parts` of deciding, as part of the whole build."""
-        count = len(self.entries)
-        return lambda done: self.report(count + start + done // parts, 3 * count, "decide")
-
-
-def _silent(done: int, total: int, note: str = "") -> None:
-    """No one is watching."""
+    def _decide_progress(self, start: int = 0) -> Callable[[int], None]:
+        """Return a progress callback for one of the two passes of `decide`."""
+        count = len(self.documents)
+        return lambda done: self.report(count + start + done // 2, 3 * count, "decide")
 
 
-def _plain_size(size: Size) -> dict[str, int]:
+def _ignore_progress(done: int, total: int, note: str = "") -> None:
+    """Default progress callback: does nothing."""
+
+
+def _plain_size(size: CorpusSize) -> dict[str, int]:
     return {"documents": size.documents, "bytes": size.bytes}
 
 
 def _as_report(path: Path, details: dict[str, Any]) -> CorpusReport:
     return CorpusReport(
         path=path,
-        read=Size(**details["read"]),
-        removed={reason: Size(**size) for reason, size in details["removed"].items()},
-        splits={split: Size(**size) for split, size in details["splits"].items()},
+        read=CorpusSize(**details["read"]),
+        removed={reason: CorpusSize(**size) for reason, size in details["removed"].items()},
+        splits={split: CorpusSize(**size) for split, size in details["splits"].items()},
         details=details,
     )

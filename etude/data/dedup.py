@@ -1,10 +1,10 @@
-"""Documents that say the same thing twice: the first in order is kept, each later one names the kept one it repeats.
+"""Find duplicate documents: the first in order is kept, each later one names the kept one that it repeats.
 
-Exact: equal once white space is normalised. Near: MinHash signatures of word shingles, banded into candidates, and
-every candidate decided by the true Jaccard similarity of the two, so LSH can miss a pair but never invent one.
-Signatures come from rensa: 11 ns a shingle, measured on 600 files of the standard library, where datasketch takes
-870 ns (it calls Python for each), and it needs no scipy. Banding is ours: fed prehashed shingles in bulk, rensa's index
-flags a row but does not name the one it matched.
+Exact: equal after normalising white space. Near: MinHash signatures of word shingles, banded into candidates, and every
+candidate pair decided by its true Jaccard similarity, so LSH can miss a pair but never invents one. Signatures come
+from rensa: 11 ns per shingle, measured on 600 files of the standard library, where datasketch takes 870 ns (it calls
+Python for each) and needs scipy. Banding is our own: rensa's index, fed with prehashed shingles in bulk, flags a row
+but does not name the row it matched.
 """
 
 import hashlib
@@ -19,16 +19,16 @@ import numpy.typing as npt
 import rensa
 
 from etude.data.text_hash import Hashes, hash_ngrams, split_words
-from etude.data.worker_pool import ALONE, Crew
+from etude.data.worker_pool import IN_PROCESS, WorkerPool
 
-PERMUTATIONS = 128  # of a signature; the standard deviation of its estimate at 0.8 is 0.035
-MISSED = 1e-3  # the chance that a pair exactly at the threshold shares no band
-_CACHED = 256  # shingle sets held for comparison; a family of near duplicates meets the same few again
+PERMUTATIONS = 128  # length of a signature; the standard deviation of its estimate at 0.8 is 0.035
+MAX_MISS_PROBABILITY = 1e-3  # probability that a pair exactly at the threshold shares no band
+_CACHED_SETS = 256  # shingle sets kept for comparison; a cluster of near duplicates compares with the same few
 
 
 @dataclass(frozen=True)
 class Duplicate:
-    """`document` repeats `kept`, both positions in the order that was given; similarity is 1.0 for exact ones."""
+    """`document` repeats `kept`, both positions in the given order; similarity is 1.0 for exact duplicates."""
 
     document: int
     kept: int
@@ -37,11 +37,11 @@ class Duplicate:
 
 
 def text_digest(text: str) -> str:
-    """Equal for texts that differ in white space only."""
+    """Return a digest that is equal for texts that differ only in white space."""
     return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()
 
 
-def find_exact(digests: Sequence[str]) -> list[Duplicate]:
+def find_exact_duplicates(digests: Sequence[str]) -> list[Duplicate]:
     first: dict[str, int] = {}
     found = []
     for document, digest in enumerate(digests):
@@ -51,57 +51,57 @@ def find_exact(digests: Sequence[str]) -> list[Duplicate]:
     return found
 
 
-def find_near(
+def find_near_duplicates(
     documents: Sequence[int],
     text_of: Callable[[int], str],
     *,
     threshold: float = 0.8,
     shingle: int = 5,
     progress: Callable[[int], None] = lambda done: None,
-    crew: Crew = ALONE,
+    pool: WorkerPool = IN_PROCESS,
 ) -> list[Duplicate]:
-    """Near duplicates among `documents` (any numbers, in order of precedence); `text_of` may be called again."""
+    """Return the near duplicates among `documents`, numbers in order of precedence; `text_of` may be called twice."""
     signatures = np.empty((len(documents), PERMUTATIONS), dtype=np.uint32)
     texts = ((document, text_of(document)) for document in documents)
     done = 0
-    for rows in crew.map(partial(sign, shingle), texts, size=lambda one: len(one[1])):
+    for rows in pool.map(partial(minhash_signatures, shingle), texts, size=lambda one: len(one[1])):
         signatures[done : done + len(rows)] = rows
         done += len(rows)
         progress(done)
 
-    @lru_cache(maxsize=_CACHED)
+    @lru_cache(maxsize=_CACHED_SETS)
     def shingles_of(document: int) -> Hashes:
         return shingles(text_of(document), shingle)
 
-    groups = _shared_bands(signatures, threshold)
+    shared_bands = _shared_bands(signatures, threshold)
     kept_in: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     found = []
     for position, document in enumerate(documents):
-        shared = groups.get(position, ())
-        candidates = sorted({kept for group in shared for kept in kept_in[group]})
+        bands = shared_bands.get(position, ())
+        candidates = sorted({kept for band in bands for kept in kept_in[band]})
         for other in candidates:
             similarity = jaccard(shingles_of(document), shingles_of(documents[other]))
             if similarity >= threshold:
                 found.append(Duplicate(document, documents[other], "near_duplicate", similarity))
                 break
         else:
-            for group in shared:
-                kept_in[group].append(position)
+            for band in bands:
+                kept_in[band].append(position)
     return found
 
 
 def shingles(text: str, size: int) -> Hashes:
-    """The set of runs of `size` words, as sorted hashes; a shorter text is one shingle of all its words."""
+    """Return the set of `size`-word shingles as sorted hashes; a shorter text is one shingle of all its words."""
     return np.unique(_all_shingles(text, size))
 
 
-def sign(shingle: int, documents: Sequence[tuple[int, str]]) -> npt.NDArray[np.uint32]:
-    """MinHash signatures, a row for each (number, text); a text without words gets a row that is no one else's."""
-    # A shingle that occurs twice changes no minimum: the set would be the slowest part of this.
+def minhash_signatures(shingle: int, documents: Sequence[tuple[int, str]]) -> npt.NDArray[np.uint32]:
+    """Return MinHash signatures, one row per (number, text); a text without words gets a row of its own."""
+    # Repeated shingles do not change the minimum; making a set would be the slowest step.
     found = [_all_shingles(text, shingle) for _, text in documents]
-    for place, (number, _) in enumerate(documents):
-        if not len(found[place]):
-            found[place] = np.array([number], dtype=np.uint64)
+    for row, (number, _) in enumerate(documents):
+        if not len(found[row]):
+            found[row] = np.array([number], dtype=np.uint64)
     offsets = np.cumsum([0, *map(len, found)]).astype(np.uint64)
     matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(np.concatenate(found), offsets, PERMUTATIONS, 0)
     return np.array(matrix.to_rows(), dtype=np.uint32)
@@ -115,21 +115,21 @@ def _all_shingles(text: str, size: int) -> Hashes:
 def jaccard(first: Hashes, second: Hashes) -> float:
     common = len(np.intersect1d(first, second, assume_unique=True))
     union = len(first) + len(second) - common
-    return common / union if union else 0.0  # texts without words are alike only when they are equal
+    return common / union if union else 0.0  # texts without words are duplicates only when they are equal
 
 
-def bands_for(threshold: float, permutations: int = PERMUTATIONS) -> int:
-    """The fewest bands, hence the fewest false candidates, that keep the chance of a miss under MISSED."""
+def choose_bands(threshold: float, permutations: int = PERMUTATIONS) -> int:
+    """Return the fewest bands, hence the fewest false candidates, within MAX_MISS_PROBABILITY."""
     for bands in range(1, permutations):
-        shared = min(threshold ** (permutations // bands), 1 - 1e-12)  # the chance that one band is equal
-        if bands * math.log1p(-shared) <= math.log(MISSED):
+        shared = min(threshold ** (permutations // bands), 1 - 1e-12)  # probability that one band is equal
+        if bands * math.log1p(-shared) <= math.log(MAX_MISS_PROBABILITY):
             return bands
     return permutations
 
 
 def _shared_bands(signatures: npt.NDArray[np.uint32], threshold: float) -> dict[int, list[tuple[int, int]]]:
-    """For each row that shares a band with another: its (band, first row with that band) pairs."""
-    bands = bands_for(threshold)
+    """Return, for each row that shares a band with another, its (band, first row with that band) pairs."""
+    bands = choose_bands(threshold)
     rows = PERMUTATIONS // bands
     shared: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for band in range(bands):

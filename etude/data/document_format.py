@@ -1,8 +1,8 @@
-"""From texts to token ids: what surrounds a file or a repository, fill-in-the-middle, and encoding in batches.
+"""The format of training documents: files, repositories and fill-in-the-middle, and their encoding in batches.
 
-A document is a stream of pieces: text, encoded as untrusted unless it says otherwise, and single control tokens, named
-by id. A file is its text; a repository is its files in reading order behind the markers that the vocabulary was trained
-with. Every document ends with the end of text. What is random is decided by a hash of the seed and the name.
+A document is a stream of parts: text, encoded without control tokens unless `special` is set, and single control
+tokens, given by id. A file is its text; a repository is its files in reading order, each after the marker that the
+vocabulary was trained with. Every document ends with the end-of-text token. Random choices are hashes of seed and name.
 """
 
 import hashlib
@@ -18,56 +18,56 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.data.documents import Document
-from etude.data.worker_pool import ALONE, Crew
+from etude.data.worker_pool import IN_PROCESS, WorkerPool
 from etude.errors import InputError
 
-if TYPE_CHECKING:  # the model room loads torch
+if TYPE_CHECKING:
     from etude.chat.tokenizer import Tokenizer
 
 LAYOUTS = ("file", "repository")
-# (repository, file) and (prefix, suffix, middle) in the spellings of Qwen, of StarCoder 2 with SmolLM2, of StarCoder.
+# (repository, file) and (prefix, suffix, middle) tokens of Qwen, of StarCoder 2 and SmolLM2, and of StarCoder.
 REPOSITORY_MARKERS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"), ("<reponame>", "<filename>"))
 FIM_MARKERS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
 )
-_BATCH_CHARACTERS = 1 << 20  # of text that is encoded in one call
+_BATCH_CHARACTERS = 1 << 20  # characters encoded in one call
 
 _SLASHES = (".js", ".jsx", ".ts", ".tsx", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cs", ".java", ".kt", ".go", ".rs")
 _ANGLES = (".md", ".html", ".xml", ".vue", ".svelte")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Part of a document: a text, or a control token when `token` is set. `written` is what a loss may count."""
+class DocumentPart:
+    """Part of a document: a text, or a control token when `token` is set."""
 
     text: str = ""
     token: int | None = None
-    written: bool = True
-    special: bool = False  # control tokens in the text are meant: it was rendered by a chat template
+    in_loss: bool = True
+    special: bool = False  # the text contains control tokens: it was rendered by a chat template
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """A finished document: ids, what the loss counts, and the bytes of text it was made from."""
+class EncodedDocument:
+    """Token ids and loss mask of a document, and the number of bytes of its text."""
 
     name: str
     tokens: npt.NDArray[np.uint32]
-    written: npt.NDArray[np.bool_]
+    loss_mask: npt.NDArray[np.bool_]
     bytes: int
 
 
-class _Part(NamedTuple):
-    """An encoded piece: its text is no longer needed."""
+class _EncodedPart(NamedTuple):
+    """An encoded part, without its text."""
 
     tokens: npt.NDArray[np.uint32]
-    written: bool
+    in_loss: bool
     bytes: int
 
 
 @dataclass(frozen=True)
 class Markers:
-    """The control tokens of one vocabulary; None where it has none."""
+    """Control tokens of one vocabulary; None where it has none."""
 
     end_of_text: int
     repository: tuple[int, ...] | None
@@ -75,134 +75,138 @@ class Markers:
 
     @classmethod
     def find(cls, tokenizer: "Tokenizer", *, fim: bool) -> "Markers":
-        found = cls(tokenizer.end_of_text, _ids(tokenizer, REPOSITORY_MARKERS), _ids(tokenizer, FIM_MARKERS))
-        if fim and found.fim is None:
-            wanted = " or ".join(spelling[0] for spelling in FIM_MARKERS)
-            raise InputError(f"--fim needs a vocabulary with fill-in-the-middle tokens ({wanted}); this one has none")
-        return found
+        markers = cls(tokenizer.end_of_text, _ids(tokenizer, REPOSITORY_MARKERS), _ids(tokenizer, FIM_MARKERS))
+        if fim and markers.fim is None:
+            expected = " or ".join(spelling[0] for spelling in FIM_MARKERS)
+            raise InputError(f"--fim needs a vocabulary with fill-in-the-middle tokens ({expected}); this one has none")
+        return markers
 
 
-def file_pieces(document: Document, markers: Markers, fim: float, seed: int) -> Iterator[Piece]:
+def file_parts(document: Document, markers: Markers, fim: float, seed: int) -> Iterator[DocumentPart]:
     yield from _body(document, markers, fim, seed)
-    yield Piece(token=markers.end_of_text)
+    yield DocumentPart(token=markers.end_of_text)
 
 
-def repository_pieces(
+def repository_parts(
     repository: str, documents: Iterable[Document], markers: Markers, fim: float, seed: int
-) -> Iterator[Piece]:
-    """Files one after another, each behind its path; a vocabulary without markers gets a comment line."""
+) -> Iterator[DocumentPart]:
+    """Yield the files one after another, each after its path; a vocabulary without markers gets a comment line."""
     if markers.repository is not None:
-        yield Piece(token=markers.repository[0])
-        yield Piece(text=f"{repository}\n")
+        yield DocumentPart(token=markers.repository[0])
+        yield DocumentPart(text=f"{repository}\n")
     for document in documents:
         if markers.repository is not None:
-            yield Piece(token=markers.repository[1])
-            yield Piece(text=f"{document.path}\n")
+            yield DocumentPart(token=markers.repository[1])
+            yield DocumentPart(text=f"{document.path}\n")
         else:
-            yield Piece(text=_comment(document.path))
+            yield DocumentPart(text=_comment(document.path))
         yield from _body(document, markers, fim, seed)
         if not document.text.endswith("\n"):
-            yield Piece(text="\n")
-    yield Piece(token=markers.end_of_text)
+            yield DocumentPart(text="\n")
+    yield DocumentPart(token=markers.end_of_text)
 
 
 def reading_order(paths: Sequence[str]) -> list[int]:
-    """Positions of the paths as one would read them: the README, then by path, a package before its modules."""
+    """Return the positions of the paths in reading order: the README, then by path, a package before its modules."""
     parts = [PurePosixPath(path).parts for path in paths]
     readmes = [len(part) for part in parts if part[-1].lower().startswith("readme")]
-    top = min(readmes, default=0)
+    top_depth = min(readmes, default=0)
 
     def key(position: int) -> tuple[bool, tuple[str, ...], int]:
         *folders, name = parts[position]
-        is_readme = len(parts[position]) == top and name.lower().startswith("readme")
+        is_readme = len(parts[position]) == top_depth and name.lower().startswith("readme")
         return not is_readme, (*folders, "" if name == "__init__.py" else name), position
 
     return sorted(range(len(paths)), key=key)
 
 
 def split_for_fim(document: Document, rate: float, seed: int) -> tuple[str, str, str] | None:
-    """Prefix, middle and suffix at two random characters, or None when this document stays as it is."""
+    """Return prefix, middle and suffix, split at two random characters, or None if the document is not rearranged."""
     digest = hashlib.blake2b(f"{seed}\0{document.repository}\0{document.path}".encode(), digest_size=24).digest()
     draw, first, second = (int.from_bytes(digest[at : at + 8], "little") for at in (0, 8, 16))
     if draw >= rate * 2**64:
         return None
-    places = len(document.text) + 1
-    start, stop = sorted((first % places, second % places))
+    positions = len(document.text) + 1
+    start, stop = sorted((first % positions, second % positions))
     return document.text[:start], document.text[start:stop], document.text[stop:]
 
 
 def encode_documents(
-    documents: Iterable[tuple[str, Iterable[Piece]]], tokenizer: "Tokenizer", crew: Crew = ALONE
-) -> Iterator[Encoded]:
-    """Token ids of each document, in order. Holds a few batches of text and the ids of the documents in them."""
+    documents: Iterable[tuple[str, Iterable[DocumentPart]]], tokenizer: "Tokenizer", pool: WorkerPool = IN_PROCESS
+) -> Iterator[EncodedDocument]:
+    """Encode the documents, in order. Memory holds a few batches of text and the ids of the documents in them."""
 
-    def with_the_tokenizer() -> Callable[[list[Piece]], list[_Part]]:
-        tokenizer.save(crew.directory / "tokenizer")
-        return partial(_encode_elsewhere, str(crew.directory / "tokenizer"))
+    def make_worker_function() -> Callable[[list[DocumentPart]], list[_EncodedPart]]:
+        tokenizer.save(pool.directory / "tokenizer")
+        return partial(_encode_in_worker, str(pool.directory / "tokenizer"))
 
-    ended: deque[str | None] = deque()  # for each piece under way: the document that it is the last of
+    ends: deque[str | None] = deque()  # for each part in flight: the name of the document that it completes
 
-    def pieces() -> Iterator[Piece]:
-        for name, own in documents:
+    def all_parts() -> Iterator[DocumentPart]:
+        for name, parts in documents:
             last = None
-            for piece in own:
+            for part in parts:
                 if last is not None:
-                    ended.append(None)
+                    ends.append(None)
                     yield last
-                last = piece
+                last = part
             assert last is not None, name
-            ended.append(name)
+            ends.append(name)
             yield last
 
-    here = partial(_encode, tokenizer.encode_batch)
-    batches = crew.map(
-        here, pieces(), lambda piece: len(piece.text), batch=_BATCH_CHARACTERS, elsewhere=with_the_tokenizer
+    encode = partial(_encode, tokenizer.encode_batch)
+    batches = pool.map(
+        encode,
+        all_parts(),
+        lambda part: len(part.text),
+        batch=_BATCH_CHARACTERS,
+        make_worker_function=make_worker_function,
     )
-    parts: list[_Part] = []
-    for part in chain.from_iterable(batches):
-        parts.append(part)
-        if (name := ended.popleft()) is not None:
-            yield _assemble(name, parts)
-            parts = []
+    encoded: list[_EncodedPart] = []
+    for encoded_part in chain.from_iterable(batches):
+        encoded.append(encoded_part)
+        if (name := ends.popleft()) is not None:
+            yield _assemble(name, encoded)
+            encoded = []
 
 
-def _encode(encode_batch: Callable[..., Sequence[Any]], pieces: Sequence[Piece]) -> list[_Part]:
+def _encode(encode_batch: Callable[..., Sequence[Any]], parts: Sequence[DocumentPart]) -> list[_EncodedPart]:
     ids: dict[int, Any] = {}
     for special in (False, True):
-        places = [at for at, piece in enumerate(pieces) if piece.token is None and piece.special == special]
-        found = encode_batch([pieces[at].text for at in places], special=special) if places else []
-        ids.update(zip(places, found, strict=True))
+        positions = [at for at, part in enumerate(parts) if part.token is None and part.special == special]
+        encoded = encode_batch([parts[at].text for at in positions], special=special) if positions else []
+        ids.update(zip(positions, encoded, strict=True))
     return [
-        _Part(
-            np.asarray(ids[at] if piece.token is None else [piece.token], dtype=np.uint32),
-            piece.written,
-            len(piece.text.encode()),
+        _EncodedPart(
+            np.asarray(ids[at] if part.token is None else [part.token], dtype=np.uint32),
+            part.in_loss,
+            len(part.text.encode()),
         )
-        for at, piece in enumerate(pieces)
+        for at, part in enumerate(parts)
     ]
 
 
-def _encode_elsewhere(directory: str, pieces: Sequence[Piece]) -> list[_Part]:
+def _encode_in_worker(directory: str, parts: Sequence[DocumentPart]) -> list[_EncodedPart]:
     from etude.data.encoder import open_encoder
 
-    return _encode(open_encoder(directory).encode_batch, pieces)
+    return _encode(open_encoder(directory).encode_batch, parts)
 
 
-def _assemble(name: str, parts: list[_Part]) -> Encoded:
+def _assemble(name: str, parts: list[_EncodedPart]) -> EncodedDocument:
     tokens = np.concatenate([part.tokens for part in parts])
-    written = np.repeat([part.written for part in parts], [len(part.tokens) for part in parts])
-    return Encoded(name, tokens, written, sum(part.bytes for part in parts))
+    loss_mask = np.repeat([part.in_loss for part in parts], [len(part.tokens) for part in parts])
+    return EncodedDocument(name, tokens, loss_mask, sum(part.bytes for part in parts))
 
 
-def _body(document: Document, markers: Markers, fim: float, seed: int) -> Iterator[Piece]:
+def _body(document: Document, markers: Markers, fim: float, seed: int) -> Iterator[DocumentPart]:
     split = split_for_fim(document, fim, seed) if fim else None
     if split is None or markers.fim is None:
-        yield Piece(text=document.text)
+        yield DocumentPart(text=document.text)
         return
     before, middle, after = split
     for token, text in zip(markers.fim, (before, after, middle), strict=True):  # prefix, suffix, middle
-        yield Piece(token=token)
-        yield Piece(text=text)
+        yield DocumentPart(token=token)
+        yield DocumentPart(text=text)
 
 
 def _comment(path: str) -> str:

@@ -1,9 +1,9 @@
-"""What a user has, as files one by one: directories, git repositories, archives, rows, the standard library.
+"""Read sources file by file: directories, git repositories, archives, rows, the standard library.
 
-`read_source` chooses the reader by what the source is; each reader is a generator of `File`s whose bytes are read only
-when asked for, so that a filter on names costs no reading. A repository is a directory with `.git` or a project file;
-in any other directory each sub-directory and each loose file is one; an archive is one; rows name theirs.
-Nothing is extracted to disk, no link is followed, and nothing that a repository configures is executed.
+`read_source` chooses the reader; each reader yields `File`s whose bytes are read on demand, so that a filter on names
+costs no reading. A repository is a directory with `.git` or a project file; in any other directory each sub-directory
+and each loose file is one; an archive is one; rows name theirs. Nothing is extracted to disk, no link is followed, and
+nothing that a repository configures is executed.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ from functools import partial
 from pathlib import Path
 
 from etude.data.licences import is_licence
-from etude.data.sources import SKIPPED_FOLDERS, WORDS, locate
+from etude.data.sources import NAMED_SOURCES, SKIPPED_FOLDERS, locate_source
 from etude.errors import InputError
 
 PROJECT_FILES = ("pyproject.toml", "setup.py", "package.json", "Cargo.toml", "go.mod")
 ARCHIVES = (".zip", ".whl", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 ROWS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
-# A configured monitor is a program that git would start; the repository may be a stranger's.
+# git would start the fsmonitor program that a repository configures, and the repository may be untrusted.
 GIT = ("git", "-c", "core.fsmonitor=false", "--no-optional-locks")
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text with its place: what every later step works on."""
+    """The text of a file or row, with its repository and path."""
 
     repository: str
     path: str
@@ -43,30 +43,30 @@ class Document:
 
 @dataclass(frozen=True)
 class File:
-    """A document before anybody has looked inside. `read` may be called until the next file is asked for."""
+    """A file or row before it is read. `read` may be called until the next file is requested."""
 
     repository: str
     path: str
     size: int
     read: Callable[[], bytes]
-    chosen: bool = False  # named by the user, or a row without a path: its suffix decides nothing
-    stamp: int = 0  # of last change, where there is one
-    anywhere: bool = False  # `read` may be called at any time and in another process
+    explicit: bool = False  # named by the user, or a row without a path: not filtered by suffix
+    mtime_ns: int = 0  # time of the last change, if known
+    reopenable: bool = False  # `read` may be called at any time and in another process
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How much one source may make us read; what is larger is not a source of text but an accident or an attack."""
+class ReadLimits:
+    """Limits on the bytes read from one source; anything larger is an accident or an attack, not text."""
 
-    member: int = 64 << 20  # bytes of one member or row: larger ones are reported, never held in memory
-    total: int = 8 << 30  # bytes that one archive may unpack to
+    max_item_bytes: int = 64 << 20  # one archive member or row; larger ones are reported, never held in memory
+    max_archive_bytes: int = 8 << 30  # unpacked size of one archive
 
 
-LIMITS = Limits()
+READ_LIMITS = ReadLimits()
 
 
 def clean_name(name: str) -> str:
-    """Names on disk and in archives are bytes; those that are not UTF-8 could be written to no report."""
+    """Replace what is not UTF-8: names on disk and in archives are bytes, and reports are UTF-8."""
     return name.encode(errors="replace").decode()
 
 
@@ -74,9 +74,9 @@ def document_name(repository: str, path: str) -> str:
     return path if path == repository else f"{repository}/{path}"
 
 
-def read_source(source: str, limits: Limits = LIMITS) -> Iterator[File]:
-    """The files of one source, in an order that depends on nothing but their content and names."""
-    root = locate(source)
+def read_source(source: str, limits: ReadLimits = READ_LIMITS) -> Iterator[File]:
+    """Yield the files of one source, in an order that depends only on their content and names."""
+    root = locate_source(source)
     if root.is_dir():
         yield from _read_directory(root, source)
     elif root.is_file() and root.name.endswith(ARCHIVES):
@@ -88,28 +88,28 @@ def read_source(source: str, limits: Limits = LIMITS) -> Iterator[File]:
 
         yield from read_text_rows(root, limits)
     elif root.is_file():
-        yield _file_on_disk(str(root), root.name, root.name, chosen=True)
+        yield _file_on_disk(str(root), root.name, root.name, explicit=True)
     elif (parts := _split_revision(source)) is not None:
         yield from _read_revision(*parts)
     else:
-        kinds = f"a directory, a file, PATH@REVISION, or {' or '.join(WORDS)}"
-        raise InputError(f"source {source} does not exist; name {kinds}")
+        expected = f"a directory, a file, PATH@REVISION, or {' or '.join(NAMED_SOURCES)}"
+        raise InputError(f"source {source} does not exist; name {expected}")
 
 
 def source_digest(source: str) -> str:
-    """Changes when what `read_source` would give changes, without reading it: names, sizes, times, revisions."""
+    """Return a digest that changes with the source, without reading it: of names, sizes, times or the revision."""
     path = Path(source)
-    seen = hashlib.sha256()
+    digest = hashlib.sha256()
     if path.is_file():
         found = path.stat()
-        seen.update(f"{found.st_size} {found.st_mtime_ns}".encode())
+        digest.update(f"{found.st_size} {found.st_mtime_ns}".encode())
     elif not path.is_dir() and (parts := _split_revision(source)) is not None:
-        seen.update(_git(parts[0], "rev-parse", "--verify", f"{parts[1]}^{{commit}}"))
+        digest.update(_git(parts[0], "rev-parse", "--verify", f"{parts[1]}^{{commit}}"))
     else:
         for file in read_source(source):
-            line = f"{file.repository}\0{file.path}\0{file.size}\0{file.stamp}\n"
-            seen.update(line.encode(errors="surrogateescape"))
-    return seen.hexdigest()
+            line = f"{file.repository}\0{file.path}\0{file.size}\0{file.mtime_ns}\n"
+            digest.update(line.encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------ directories
@@ -129,12 +129,12 @@ def is_repository(directory: Path) -> bool:
 
 
 def is_bare(directory: Path) -> bool:
-    """A git repository without a working tree is its own .git directory."""
+    """Return whether this is a git repository without a working tree, which has the content of a .git directory."""
     return (directory / "HEAD").is_file() and (directory / "objects").is_dir() and (directory / "refs").is_dir()
 
 
 def _read_folder_of_repositories(root: Path, source: str) -> Iterator[File]:
-    """Each sub-directory and each loose file by itself; a licence beside them is a licence of all of them."""
+    """Read each sub-directory and each loose file as a repository; a licence file next to them applies to all."""
     try:
         entries = sorted(os.scandir(root), key=lambda entry: entry.name)
     except OSError as error:
@@ -156,14 +156,14 @@ def _read_folder_of_repositories(root: Path, source: str) -> Iterator[File]:
 def _read_repository(root: Path, name: str) -> Iterator[File]:
     paths = _git_files(root) if (root / ".git").exists() else _walk(root, "")
     for path in sorted(paths):
-        # One call to the system for a file, and no Path: the list of files is made by one process, twice.
-        place = os.path.join(root, path)
+        # One system call per file, and no Path: the files are listed by one process, twice.
+        full_path = os.path.join(root, path)
         try:
-            found = os.lstat(place)
-        except (FileNotFoundError, NotADirectoryError):  # git still knows what has been deleted
+            found = os.lstat(full_path)
+        except (FileNotFoundError, NotADirectoryError):  # deleted, but still tracked by git
             continue
         if stat.S_ISREG(found.st_mode):
-            yield _file_on_disk(place, name, path, found)
+            yield _file_on_disk(full_path, name, path, found)
 
 
 def _walk(root: Path, prefix: str) -> Iterator[str]:
@@ -187,7 +187,7 @@ def _is_plain(entry: "os.DirEntry[str]") -> bool:
 
 
 def _file_on_disk(
-    path: str, repository: str, name: str, found: os.stat_result | None = None, *, chosen: bool = False
+    path: str, repository: str, name: str, found: os.stat_result | None = None, *, explicit: bool = False
 ) -> File:
     found = found or os.stat(path)
     return File(
@@ -195,9 +195,9 @@ def _file_on_disk(
         clean_name(name),
         found.st_size,
         partial(_read_bytes, path),
-        chosen,
+        explicit,
         found.st_mtime_ns,
-        anywhere=True,
+        reopenable=True,
     )
 
 
@@ -213,7 +213,7 @@ def _read_bytes(path: str) -> bytes:
 
 
 def _git_files(root: Path) -> list[str]:
-    """Tracked files and new ones; what .gitignore names is left out."""
+    """Return tracked and untracked files, without those that .gitignore excludes."""
     listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--exclude=.*.partial/")
     return sorted({os.fsdecode(path) for path in listed.split(b"\0") if path})
 
@@ -226,7 +226,7 @@ def _split_revision(source: str) -> tuple[Path, str] | None:
 
 
 def _read_revision(root: Path, revision: str) -> Iterator[File]:
-    """The files of one commit, straight from git's objects: no checkout, no filter programs, no attributes."""
+    """Read the files of one commit from git's object store: no checkout, no filter programs, no attributes."""
     name = root.resolve().name.removesuffix(".git")
     commit = _git(root, "rev-parse", "--verify", f"{revision}^{{commit}}").decode().strip()
     listed = _git(root, "ls-tree", "-r", "-l", "-z", "--full-tree", commit)
@@ -234,9 +234,9 @@ def _read_revision(root: Path, revision: str) -> Iterator[File]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_git_environment()) as objects:
         try:
             for line in listed.split(b"\0"):
-                about, _, path = line.partition(b"\t")
-                mode, kind, digest, size = about.split() if line else (b"", b"", b"", b"")
-                if kind == b"blob" and mode != b"120000":  # a submodule is a commit, 120000 is a link
+                header, _, path = line.partition(b"\t")
+                mode, kind, digest, size = header.split() if line else (b"", b"", b"", b"")
+                if kind == b"blob" and mode != b"120000":  # a submodule has kind commit; mode 120000 is a symbolic link
                     read = partial(_read_object, objects, digest)
                     yield File(name, path.decode(errors="replace"), int(size), read)
         finally:
@@ -254,7 +254,7 @@ def _read_object(objects: "subprocess.Popen[bytes]", digest: bytes) -> bytes:
 
 
 def _git_environment() -> dict[str, str]:
-    """Ours without GIT_DIR and its like, which a hook sets and which win over -C."""
+    """Return the environment without GIT_* variables: a hook sets GIT_DIR and others, which override -C."""
     return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
 
@@ -264,7 +264,7 @@ def _git(root: Path, *arguments: str) -> bytes:
             [*GIT, "-C", str(root), *arguments], capture_output=True, check=False, env=_git_environment()
         )
     except FileNotFoundError:
-        raise InputError(f"source {root} is a git repository, but the program git is not installed") from None
+        raise InputError(f"source {root} is a git repository, but git is not installed") from None
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
         raise InputError(f"source {root}: git {arguments[0]} failed: {reason[0]}")

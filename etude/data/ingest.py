@@ -1,7 +1,7 @@
-"""The first pass of a corpus: every file or chat of the sources, as a text that passed the filters or a reason why not.
+"""The first pass of a corpus build: read every file or chat of the sources and filter it.
 
-`collect` spools the texts and keeps their places, in the order everything later follows: sources as given, then
-repositories and files by name. `read_protected` reads the same kinds of source for text that must not be trained on.
+`ingest` writes the texts that pass to the staging area and returns their order, which all later stages follow: sources
+as given, then repositories and files by name. `read_protected` reads the same kinds of source as protected text.
 """
 
 from collections import Counter
@@ -13,26 +13,26 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.data.conversations import Chat, ChatFormat, dump_chat, plain_text, read_chats
+from etude.data.conversations import Chat, ChatFormat, dump_chat, plain_text, read_conversations
 from etude.data.dedup import text_digest
-from etude.data.documents import LIMITS, ROWS, Document, File, document_name, read_source
-from etude.data.filters import LICENCE, Filters, examine, too_large, vendored, wrong_suffix
+from etude.data.documents import READ_LIMITS, ROWS, Document, File, document_name, read_source
+from etude.data.filters import LICENCE, Filters, filter_file, too_large, vendored, wrong_suffix
 from etude.data.licences import UNKNOWN, guess_licence, is_licence
 from etude.data.rows import read_protected_rows
-from etude.data.staging import TEXTS, Entry, Workspace
-from etude.data.worker_pool import ALONE, Crew
+from etude.data.staging import TEXTS, StagedDocument, StagingArea
+from etude.data.worker_pool import IN_PROCESS, WorkerPool
 from etude.errors import InputError
 
-if TYPE_CHECKING:  # the model room loads torch
+if TYPE_CHECKING:
     from etude.chat.tokenizer import Tokenizer
 
 
-_CHAT_WEIGHT = 32  # a byte of a chat is rendered in the time of this many bytes that are filtered
+_CHAT_WEIGHT = 32  # rendering a byte of chat takes as long as filtering this many bytes
 
 
 @dataclass(frozen=True)
-class Found:
-    """A file or a row after the filters: a text, a licence, or a reason."""
+class IngestResult:
+    """A file or row after the filters: a text, a licence, or the reason of its removal."""
 
     repository: str
     path: str
@@ -43,125 +43,128 @@ class Found:
     licence: str | None = None
 
 
-def collect(
-    work: Workspace,
+def ingest(
+    staging: StagingArea,
     sources: Sequence[str],
-    read: Callable[[str], Iterable[Found]],
-    progress: Callable[[int], None] = lambda found: None,
+    read: Callable[[str], Iterable[IngestResult]],
+    progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
-    """Spool every document that passes; return their places, the reasons of the rest, and licences."""
-    entries: list[Entry] = []
+    """Stage every document that passes the filters; return the staged documents, the removed ones and the licences."""
+    documents: list[StagedDocument] = []
     removed: list[dict[str, Any]] = []
     licences: dict[str, dict[str, str]] = {}
-    order: dict[str, int] = {}  # of a repository: the place of the first source that has it
-    with (work.path / TEXTS).open("wb") as texts:
-        for place, source in enumerate(sources):
-            found = None
-            for found in read(source):
-                order.setdefault(found.repository, place)
-                if found.licence is not None:
-                    licences.setdefault(found.repository, {})[found.path] = found.licence
-                elif found.text is None:
-                    name = document_name(found.repository, found.path)
-                    removed.append({"document": name, "reason": found.reason, "bytes": found.size})
+    order: dict[str, int] = {}  # repository -> number of the first source that has it
+    with (staging.path / TEXTS).open("wb") as texts:
+        for number, source in enumerate(sources):
+            item = None
+            for item in read(source):
+                order.setdefault(item.repository, number)
+                if item.licence is not None:
+                    licences.setdefault(item.repository, {})[item.path] = item.licence
+                elif item.text is None:
+                    name = document_name(item.repository, item.path)
+                    removed.append({"document": name, "reason": item.reason, "bytes": item.size})
                 else:
-                    data = found.text.encode()
-                    entries.append(Entry(found.repository, found.path, texts.tell(), len(data), found.digest))
+                    data = item.text.encode()
+                    documents.append(StagedDocument(item.repository, item.path, texts.tell(), len(data), item.digest))
                     texts.write(data)
-                    progress(len(entries))
-            if found is None:
+                    progress(len(documents))
+            if item is None:
                 raise InputError(f"source {source} holds no file; name one that does")
-    if not entries:
+    if not documents:
         reasons = Counter(str(one["reason"]) for one in removed)
-        told = ", ".join(f"{count:,} for {reason}" for reason, count in sorted(reasons.items()))
-        raise InputError(f"no document is left to train on; removed: {told or 'none'}")
-    entries.sort(key=lambda entry: (order[entry.repository], entry.repository, entry.path, entry.offset))
+        counts = ", ".join(f"{count:,} for {reason}" for reason, count in sorted(reasons.items()))
+        raise InputError(f"no document is left to train on; removed: {counts or 'none'}")
+    documents.sort(key=lambda one: (order[one.repository], one.repository, one.path, one.offset))
     return {
-        "entries": [list(vars(entry).values()) for entry in entries],
+        "entries": [list(vars(document).values()) for document in documents],
         "removed": sorted(removed, key=lambda one: str(one["document"])),
         "licences": {repository: licences[repository] for repository in sorted(licences)},
     }
 
 
-def read_files(source: str, filters: Filters, crew: Crew = ALONE) -> Iterator[Found]:
-    """What lies on disk is read by the crew; archives and git's objects come through one reader, here."""
-    for anywhere, files in groupby(read_source(source), key=attrgetter("anywhere")):
-        if anywhere:
+def read_files(source: str, filters: Filters, pool: WorkerPool = IN_PROCESS) -> Iterator[IngestResult]:
+    """Read and filter the files of a source. Workers read files on disk; archives and git objects are read here."""
+    for reopenable, files in groupby(read_source(source), key=attrgetter("reopenable")):
+        if reopenable:
             size = partial(_bytes_to_read, filters)
-            for found in crew.map(partial(look_at, filters), files, size):
-                yield from found
+            for results in pool.map(partial(filter_files, filters), files, size):
+                yield from results
         else:
             for file in files:
-                yield from look_at(filters, [file])
+                yield from filter_files(filters, [file])
 
 
-def look_at(filters: Filters, files: Sequence[File]) -> list[Found]:
-    """Read the files that their names do not rule out, and filter what they hold."""
-    found = []
+def filter_files(filters: Filters, files: Sequence[File]) -> list[IngestResult]:
+    """Filter files by name, read the remaining ones and filter them by content."""
+    results = []
     for file in files:
-        examined = examine(file, filters)
-        place = (file.repository, file.path, file.size)
-        if isinstance(examined, Document):
-            found.append(Found(*place, text=examined.text, digest=text_digest(examined.text)))
-        elif examined == LICENCE:
+        filtered = filter_file(file, filters)
+        name = (file.repository, file.path, file.size)
+        if isinstance(filtered, Document):
+            results.append(IngestResult(*name, text=filtered.text, digest=text_digest(filtered.text)))
+        elif filtered == LICENCE:
             readable = file.size <= filters.max_bytes
             licence = guess_licence(file.read().decode(errors="replace")) if readable else UNKNOWN
-            found.append(Found(*place, licence=licence))
+            results.append(IngestResult(*name, licence=licence))
         else:
-            found.append(Found(*place, reason=examined))
-    return found
+            results.append(IngestResult(*name, reason=filtered))
+    return results
 
 
 def _bytes_to_read(filters: Filters, file: File) -> int:
     return file.size if file.size <= filters.max_bytes else 0
 
 
-def read_rendered_chats(source: str, tokenizer: "Tokenizer", crew: Crew = ALONE) -> Iterator[Found]:
-    def with_the_tokenizer() -> Callable[[list[Chat]], list[Found]]:
-        tokenizer.save(crew.directory / "tokenizer")
-        return partial(_render_elsewhere, str(crew.directory / "tokenizer"))
+def read_rendered_chats(source: str, tokenizer: "Tokenizer", pool: WorkerPool = IN_PROCESS) -> Iterator[IngestResult]:
+    """Read the chats of a file of rows, render them and split them into segments."""
 
-    chats = read_chats(source, LIMITS)
-    here = partial(_render, ChatFormat(tokenizer))
-    for found in crew.map(here, chats, _weight, elsewhere=with_the_tokenizer):
-        yield from found
+    def make_worker_function() -> Callable[[list[Chat]], list[IngestResult]]:
+        tokenizer.save(pool.directory / "tokenizer")
+        return partial(_render_in_worker, str(pool.directory / "tokenizer"))
+
+    render = partial(_render, ChatFormat(tokenizer))
+    chats = read_conversations(source, READ_LIMITS)
+    for results in pool.map(render, chats, _weight, make_worker_function=make_worker_function):
+        yield from results
 
 
 def _weight(chat: Chat) -> int:
-    return _CHAT_WEIGHT * max(1000, chat.size)  # a row of Parquet has no size
+    return _CHAT_WEIGHT * max(1000, chat.size)  # the size of a Parquet row is unknown
 
 
-def _render(form: ChatFormat, chats: Sequence[Chat]) -> list[Found]:
-    found = []
+def _render(chat_format: ChatFormat, chats: Sequence[Chat]) -> list[IngestResult]:
+    results = []
     for chat in chats:
-        segments = form.segments(chat)
-        place = (chat.repository, chat.path, chat.size)
+        segments = chat_format.segments(chat)
+        name = (chat.repository, chat.path, chat.size)
         if isinstance(segments, str):
-            found.append(Found(*place, reason=segments))
+            results.append(IngestResult(*name, reason=segments))
         else:
-            whole = "".join(segment.text for segment in segments)
-            found.append(Found(*place, text=dump_chat(plain_text(chat), segments), digest=text_digest(whole)))
-    return found
+            rendered = "".join(segment.text for segment in segments)
+            text = dump_chat(plain_text(chat), segments)
+            results.append(IngestResult(*name, text=text, digest=text_digest(rendered)))
+    return results
 
 
-def _render_elsewhere(directory: str, chats: Sequence[Chat]) -> list[Found]:
-    return _render(_open_form(directory), chats)
+def _render_in_worker(directory: str, chats: Sequence[Chat]) -> list[IngestResult]:
+    return _render(_open_chat_format(directory), chats)
 
 
 @lru_cache(maxsize=1)
-def _open_form(directory: str) -> ChatFormat:
+def _open_chat_format(directory: str) -> ChatFormat:
     from etude.data.encoder import open_tokenizer
 
     return ChatFormat(open_tokenizer(directory))
 
 
 def read_protected(sources: Sequence[str], filters: Filters) -> Iterator[tuple[str, str]]:
-    """Names and texts to protect. Every string of a row counts; of files, all that could be in a corpus."""
+    """Yield names and texts to protect: every string of a row; of files, those that a corpus would read."""
     for source in sources:
         path = Path(source)
         rows = path.is_file() and path.name.endswith(ROWS)
-        for file in read_protected_rows(path, LIMITS) if rows else read_source(source):
-            # A row has no suffix and may be large; another project's code or licence is nobody's secret.
+        for file in read_protected_rows(path, READ_LIMITS) if rows else read_source(source):
+            # A row has no suffix and may be large. Vendored code and licences occur everywhere and are not protected.
             if rows or not (
                 is_licence(file.path) or any(f(file, filters) for f in (wrong_suffix, vendored, too_large))
             ):

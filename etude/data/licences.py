@@ -1,7 +1,7 @@
-"""Which files are licences, and which licence: file names, and the well-known phrases of the common ones.
+"""Recognise licence files by name, and guess the licence by well-known phrases.
 
-Licences are facts about a repository, not text to train on. A guess is an SPDX identifier or "unknown"; it is made
-for reports, by phrases alone, and is no legal advice.
+Licences are recorded per repository and not trained on. A guess is an SPDX identifier or "unknown"; it is for reports
+only and not legal advice.
 """
 
 import re
@@ -11,10 +11,10 @@ UNKNOWN = "unknown"
 _NAME = re.compile(r"(?:un)?licen[cs]e|copying|copyright|notice", re.IGNORECASE)
 _PROSE = frozenset({"", ".txt", ".md", ".rst", ".html"})
 
-_TITLE = 1000  # characters in which a licence says its name; later ones mention others, for compatibility or history
+_TITLE = 1000  # characters in which a licence names itself; later text mentions others, for compatibility or history
 
-# All phrases of a line must occur, in lower case with single spaces; the first line that fits is the answer, so a
-# licence that extends another stands before it.
+# All phrases of an entry must occur, in lower case with single spaces. The first match wins, so a licence that extends
+# another stands before it.
 _TITLES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Apache-2.0", ("apache license", "version 2.0")),
     ("AGPL-3.0-only", ("gnu affero general public license", "version 3")),
@@ -40,7 +40,7 @@ _PHRASES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def is_licence(path: str) -> bool:
-    """LICENSE, COPYING.LESSER, LICENSE-MIT, licences/foo.txt; not licence.py, which is code about licences."""
+    """Return True for LICENSE, COPYING.LESSER, LICENSE-MIT, licences/foo.txt; not for licence.py, which is code."""
     name = PurePosixPath(path)
     folders = {part.lower() for part in name.parts[:-1]}
     if name.suffix.lower() in _PROSE and folders & {"licenses", "licences"}:
@@ -53,6 +53,7 @@ def is_licence(path: str) -> bool:
 
 
 def guess_licence(text: str) -> str:
+    """Return an SPDX identifier or UNKNOWN."""
     if declared := re.search(r"SPDX-License-Identifier:\s*([A-Za-z0-9.+-]+)", text):
         return declared[1]
     flat = " ".join(text.lower().split())

@@ -1,8 +1,8 @@
-"""Rows of JSON lines (plain, .gz, .zst) and Parquet: one document or one chat a row, never the whole file in memory.
+"""Read rows of JSON lines (plain, .gz, .zst) and Parquet, one document or one chat per row, as a stream.
 
-A row of text has `text` or `content`, and may name its `repository` (or `repo_name`) and `path`; a row of chat has
-`messages` and may have `tools`. A row that is none of these is an error that names its line: a file of the wrong
-kind must not become an empty corpus.
+A text row has `text` or `content`, and may name its `repository` (or `repo_name`) and `path`; a chat row has `messages`
+and may have `tools`. Any other row is an error that names its number: a file of the wrong kind must not become an empty
+corpus.
 """
 
 import gzip
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
-from etude.data.documents import ROWS, File, Limits, clean_name
+from etude.data.documents import ROWS, File, ReadLimits, clean_name
 from etude.errors import InputError
 
 TEXT_KEYS = ("text", "content")
@@ -23,27 +23,27 @@ REPOSITORY_KEYS = ("repository", "repo_name")
 KNOWN_KEYS = (*TEXT_KEYS, *REPOSITORY_KEYS, "path", "messages", "tools")
 
 
-def read_text_rows(path: Path, limits: Limits) -> Iterator[File]:
+def read_text_rows(path: Path, limits: ReadLimits) -> Iterator[File]:
     for number, row, size in read_rows(path, limits):
         text = _first(row, TEXT_KEYS)
         if row is not None and not isinstance(text, str):
-            hint = "; this looks like chat: say --chat" if "messages" in row else ""
+            hint = "; this looks like chat: add --chat" if "messages" in row else ""
             raise InputError(f"{path}: row {number} has no string under text or content{hint}")
-        repository, inside, chosen = row_place(path, number, row)
+        repository, inside, unnamed = locate_row(path, number, row)
         data = (text or "").encode(errors="surrogatepass") if isinstance(text, str) else b""
-        yield File(repository, inside, size if row is None else len(data), partial(bytes, data), chosen)
+        yield File(repository, inside, size if row is None else len(data), partial(bytes, data), explicit=unnamed)
 
 
-def read_protected_rows(path: Path, limits: Limits) -> Iterator[File]:
-    """Rows of a benchmark: every string in them counts, whatever it is called (prompt, solution, tests)."""
+def read_protected_rows(path: Path, limits: ReadLimits) -> Iterator[File]:
+    """Yield the rows of a benchmark as files of all their strings, whatever the keys (prompt, solution, tests)."""
     for number, row, _ in read_rows(path, limits, columns=None):
-        data = "\n".join(strings_of(row)).encode(errors="surrogatepass")
-        repository, inside, _ = row_place(path, number, row)
-        yield File(repository, inside, len(data), partial(bytes, data), chosen=True)
+        data = "\n".join(iter_strings(row)).encode(errors="surrogatepass")
+        repository, inside, _ = locate_row(path, number, row)
+        yield File(repository, inside, len(data), partial(bytes, data), explicit=True)
 
 
-def row_place(path: Path, number: int, row: Mapping[str, Any] | None) -> tuple[str, str, bool]:
-    """Repository and path of a row, and whether the path is ours: then it says nothing about the text."""
+def locate_row(path: Path, number: int, row: Mapping[str, Any] | None) -> tuple[str, str, bool]:
+    """Return repository and path of a row, and whether the row has no path of its own and got a generated one."""
     repository, inside = _first(row, REPOSITORY_KEYS), _first(row, ("path",))
     suffix = max((suffix for suffix in ROWS if path.name.endswith(suffix)), key=len)
     named = isinstance(inside, str) and bool(inside)
@@ -54,33 +54,33 @@ def row_place(path: Path, number: int, row: Mapping[str, Any] | None) -> tuple[s
     )
 
 
-def strings_of(value: object) -> Iterator[str]:
-    """Every string inside a JSON value, keys not included."""
+def iter_strings(value: object) -> Iterator[str]:
+    """Yield every string inside a JSON value, without keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from strings_of(item)
+            yield from iter_strings(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from strings_of(item)
+            yield from iter_strings(item)
 
 
 def read_rows(
-    path: Path, limits: Limits, columns: tuple[str, ...] | None = KNOWN_KEYS
+    path: Path, limits: ReadLimits, columns: tuple[str, ...] | None = KNOWN_KEYS
 ) -> Iterator[tuple[int, dict[str, Any] | None, int]]:
-    """Number from 1, row, size in bytes; the row is None when it is larger than a row may be."""
+    """Yield number (from 1), row and size in bytes; the row is None when it exceeds the limit."""
     if path.name.endswith(".parquet"):
         yield from _read_parquet(path, columns)
         return
     with _open(path) as lines:
         number = 0
-        while line := lines.readline(limits.member):
+        while line := lines.readline(limits.max_item_bytes):
             number, size = number + 1, len(line)
-            while len(line) == limits.member and not line.endswith(b"\n"):
-                line = lines.readline(limits.member)
+            while len(line) == limits.max_item_bytes and not line.endswith(b"\n"):
+                line = lines.readline(limits.max_item_bytes)
                 size += len(line)
-            if size >= limits.member:
+            if size >= limits.max_item_bytes:
                 yield number, None, size
             elif line.strip():
                 yield number, _parse(path, number, line), size
@@ -103,7 +103,9 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
     try:
         if path.name.endswith(".zst"):
             with zstandard.open(path, "rb") as opened:
-                yield io.BufferedReader(cast(io.RawIOBase, opened), 1 << 20)  # its own readline is one byte at a time
+                yield io.BufferedReader(
+                    cast(io.RawIOBase, opened), 1 << 20
+                )  # zstandard's own readline reads one byte at a time
         else:
             with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as plain:
                 yield cast(IO[bytes], plain)
@@ -111,21 +113,21 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
         raise InputError(f"{path} cannot be read: {error}; copy or download it again") from None
 
 
-def _read_parquet(path: Path, wanted: tuple[str, ...] | None) -> Iterator[tuple[int, dict[str, Any], int]]:
+def _read_parquet(path: Path, known: tuple[str, ...] | None) -> Iterator[tuple[int, dict[str, Any], int]]:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError:
         raise InputError(f"{path}: reading Parquet needs pyarrow; pip install etude[parquet]") from None
     try:
         opened = parquet.ParquetFile(path)
-        columns = [name for name in opened.schema_arrow.names if wanted is None or name in wanted]
+        columns = [name for name in opened.schema_arrow.names if known is None or name in known]
         number = 0
         for batch in opened.iter_batches(batch_size=64, columns=columns):
             for row in batch.to_pylist():
                 number += 1
                 yield number, row, 0
-    except (OSError, ValueError) as error:  # pyarrow's own errors are one or the other
-        raise InputError(f"{path}: not a whole Parquet file ({error}); copy or download it again") from None
+    except (OSError, ValueError) as error:  # pyarrow's exceptions derive from one of these
+        raise InputError(f"{path}: not a complete Parquet file ({error}); copy or download it again") from None
 
 
 def _first(row: Mapping[str, Any] | None, keys: tuple[str, ...]) -> object:

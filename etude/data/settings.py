@@ -1,4 +1,4 @@
-"""Settings of corpora and of the tokenizer that is trained from text."""
+"""Settings of the corpus and tokenizer stages."""
 
 from typing import Annotated, Literal, Self
 
@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from etude.config import AbsolutePath, Settings, StageSettings, made_by, resolve_path
 from etude.data.sources import is_named_source
 
-DEMONSTRATIONS = "demonstrations:"  # prefix of a source: the demonstrations made beside a task set of this run
+DEMONSTRATIONS = "demonstrations:"  # prefix of a source: the demonstrations of a task set of this run
 
 
 def _resolve_source(value: object, info: ValidationInfo) -> object:
@@ -27,30 +27,40 @@ CorpusSource = Annotated[str, BeforeValidator(_resolve_corpus_source)]
 class TokenizerSettings(StageSettings):
     """Train a byte-level BPE tokenizer."""
 
-    sources: TextSources = Field(description='text to learn from: directories, files, "stdlib" or "site-packages"')
-    vocab_size: int = Field(default=1024, ge=300, description="entries, single bytes and special tokens included")
+    sources: TextSources = Field(description='text to train on: directories, files, "stdlib" or "site-packages"')
+    vocab_size: int = Field(
+        default=1024, ge=300, description="vocabulary size, including single bytes and special tokens"
+    )
 
 
 class CorpusSettings(Settings):
     """One corpus of this run."""
 
-    name: str = Field(min_length=1, description="what mixtures call it", pattern=r"^[A-Za-z0-9_-]+$")
+    name: str = Field(min_length=1, description="name that mixtures use", pattern=r"^[A-Za-z0-9_-]+$")
     sources: tuple[CorpusSource, ...] = Field(
         strict=False,
         min_length=1,
         description="directories, repositories, archives, .jsonl, .parquet, "
         '"stdlib", "site-packages", "demonstrations:SET"',
     )
-    chat: bool = Field(default=False, description="rows are conversations; learn only what the assistant wrote")
-    layout: Literal["file", "repository"] = Field(default="file", description="what one document is")
-    suffixes: tuple[str, ...] | None = Field(default=None, strict=False, description="file endings to read")
-    fim: float = Field(default=0.0, ge=0, le=1, description="share of documents in fill-in-the-middle form")
-    validation: float = Field(default=0.0, ge=0, lt=1, description="share of repositories set aside by hash")
-    held_out: tuple[str, ...] = Field(default=(), strict=False, description="repositories set aside, names or globs")
+    chat: bool = Field(
+        default=False, description="sources are rows of conversations; the loss is on assistant turns only"
+    )
+    layout: Literal["file", "repository"] = Field(default="file", description="one document per file or per repository")
+    suffixes: tuple[str, ...] | None = Field(
+        default=None, strict=False, description="file suffixes to read; default: code and prose"
+    )
+    fim: float = Field(default=0.0, ge=0, le=1, description="share of files rearranged for fill-in-the-middle")
+    validation: float = Field(
+        default=0.0, ge=0, lt=1, description="share of repositories in the validation split, chosen by hash"
+    )
+    held_out: tuple[str, ...] = Field(
+        default=(), strict=False, description="names or globs of repositories that are never trained on"
+    )
     against: tuple[TextSource, ...] = Field(default=(), strict=False, description="sources to decontaminate against")
 
     @model_validator(mode="after")
-    def _demonstrations_are_conversations(self) -> Self:
+    def _demonstrations_need_chat(self) -> Self:
         if not self.chat and any(source.startswith(DEMONSTRATIONS) for source in self.sources):
             raise ValueError(f"sources names {DEMONSTRATIONS}..., which are conversations: set chat = true")
         return self
@@ -60,9 +70,7 @@ class CorporaSettings(StageSettings):
     """Build corpora: filter, deduplicate, decontaminate, split, tokenize."""
 
     build: tuple[CorpusSettings, ...] = Field(strict=False, min_length=1, description="one table per corpus")
-    tokenizer: AbsolutePath | None = made_by(
-        "tokenizer", "base", doc="directory of a tokenizer, when no stage makes one"
-    )
+    tokenizer: AbsolutePath | None = made_by("tokenizer", "base", doc="tokenizer directory, when no stage makes one")
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:

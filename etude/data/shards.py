@@ -1,12 +1,12 @@
-"""Token shards on disk: what the corpus builder writes and the trainer maps into memory.
+"""Token shards on disk: written by the corpus builder, memory-mapped by the trainer.
 
     corpus.json                    format, options, tokenizer digest; per split its shards with sizes and sha256
     SPLIT/shard-00000.tokens       ids, little-endian uint16 when the vocabulary fits, else uint32
-    SPLIT/shard-00000.mask         uint8, 1 where the loss counts; only when the corpus has masks
+    SPLIT/shard-00000.mask         uint8 loss mask; only when the corpus has masks
     SPLIT/shard-00000.documents    int64 offsets into the tokens, one more than there are documents
-    SPLIT/shard-00000.names        one JSON string a line: repository/path
+    SPLIT/shard-00000.names        one JSON string per line: repository/path
 
-Plain arrays and JSON, nothing that executes. Reading never copies: `read` is a view of the memory map.
+Plain arrays and JSON, nothing that executes code. Reading never copies: `read` is a view of the memory map.
 """
 
 import hashlib
@@ -48,11 +48,11 @@ class Shards:
         dtype = token_dtype(self.vocab_size)
         self._tokens, self._masks, self._offsets = [], [], []
         for number in range(len(entry["shards"])):
-            place = self._directory / shard_name(number)
-            self._tokens.append(np.memmap(place.with_suffix(".tokens"), dtype=dtype, mode="r"))
+            path = self._directory / shard_name(number)
+            self._tokens.append(np.memmap(path.with_suffix(".tokens"), dtype=dtype, mode="r"))
             if self.has_mask:
-                self._masks.append(np.memmap(place.with_suffix(".mask"), dtype=np.uint8, mode="r"))
-            self._offsets.append(np.fromfile(place.with_suffix(".documents"), dtype="<i8").astype(np.int64))
+                self._masks.append(np.memmap(path.with_suffix(".mask"), dtype=np.uint8, mode="r"))
+            self._offsets.append(np.fromfile(path.with_suffix(".documents"), dtype="<i8").astype(np.int64))
         self.lengths: npt.NDArray[np.int64] = np.concatenate([np.diff(offsets) for offsets in self._offsets])
         self.tokens = int(self.lengths.sum())
         self._first = np.cumsum([0, *(len(offsets) - 1 for offsets in self._offsets)])
@@ -60,13 +60,13 @@ class Shards:
 
     @classmethod
     def open(cls, corpus: Path | str, split: str = "train", *, verify: bool = True) -> "Shards":
-        """Check sizes, and with `verify` every byte, before the first token is read; name what is broken."""
+        """Open a split after checking the size, and with `verify` the digest, of every file."""
         corpus = Path(corpus)
         manifest = read_manifest(corpus)
         entry = manifest["splits"].get(split)
         if entry is None or not entry["shards"]:
-            there = ", ".join(name for name, found in manifest["splits"].items() if found["shards"])
-            raise InputError(f"corpus {corpus} has no documents in split {split}; it has {there}")
+            present = ", ".join(name for name, found in manifest["splits"].items() if found["shards"])
+            raise InputError(f"corpus {corpus} has no documents in split {split}; it has {present}")
         for number, shard in enumerate(entry["shards"]):
             for kind, recorded in shard["files"].items():
                 _check_file(corpus / split / f"{shard_name(number)}.{kind}", recorded, verify)
@@ -76,12 +76,12 @@ class Shards:
         return len(self.lengths)
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> npt.NDArray[np.integer[Any]]:
-        """Ids of a document, or of part of it, with the meaning of a slice; a view of the memory map."""
+        """Return the ids of a document, or of a slice of it, as a view of the memory map."""
         shard, begin, end = self._find(document)
         return self._tokens[shard][begin:end][start:stop]
 
     def mask(self, document: int, start: int = 0, stop: int | None = None) -> npt.NDArray[np.bool_]:
-        """True where the loss counts; everywhere when the corpus has no masks."""
+        """Return the loss mask of a document, or of a slice of it; all True when the corpus has no masks."""
         shard, begin, end = self._find(document)
         if not self.has_mask:
             return np.ones(len(range(end - begin)[start:stop]), dtype=np.bool_)
@@ -99,15 +99,15 @@ class Shards:
             raise IndexError(f"document {document} of {len(self.lengths)}")
         shard = int(np.searchsorted(self._first, document, side="right")) - 1
         offsets = self._offsets[shard]
-        place = document - int(self._first[shard])
-        return shard, int(offsets[place]), int(offsets[place + 1])
+        index = document - int(self._first[shard])
+        return shard, int(offsets[index]), int(offsets[index + 1])
 
 
 class ShardWriter:
-    """Fills shards of one split one after another; `finished` hears of each when it is whole and on disk.
+    """Writes the shards of one split one after another; calls `finished` with each when it is complete and on disk.
 
-    As a context manager it finishes the last shard if the block succeeds. A shard that was not finished leaves
-    files that the next writer of the same number overwrites.
+    As a context manager it finishes the last shard if the block succeeds. An unfinished shard leaves files that the
+    next writer of the same number overwrites.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class ShardWriter:
         self._offsets = [0]
         self._bytes = 0
 
-    def add(self, name: str, tokens: npt.NDArray[np.integer[Any]], written: npt.NDArray[np.bool_], size: int) -> None:
+    def add(self, name: str, tokens: npt.NDArray[np.integer[Any]], loss_mask: npt.NDArray[np.bool_], size: int) -> None:
         if self._open and (self._offsets[-1] + len(tokens)) * self._dtype.itemsize > self._limit:
             self.close()
         if not self._open:
@@ -130,12 +130,12 @@ class ShardWriter:
         self._open["tokens"].write(tokens.astype(self._dtype).tobytes())
         self._open["names"].write(json.dumps(name).encode() + b"\n")
         if self._mask:
-            self._open["mask"].write(written.astype(np.uint8).tobytes())
+            self._open["mask"].write(loss_mask.astype(np.uint8).tobytes())
         self._offsets.append(self._offsets[-1] + len(tokens))
         self._bytes += size
 
     def close(self) -> None:
-        """Finish the shard that is open, if one is."""
+        """Finish the open shard, if there is one."""
         if not self._open:
             return
         self._open["documents"] = _HashedFile(self._path("documents"))
@@ -166,7 +166,7 @@ class ShardWriter:
 
 
 class _HashedFile:
-    """A file that knows its digest when the last byte is written."""
+    """A file that computes size and digest while it is written."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -194,12 +194,14 @@ def read_manifest(corpus: Path) -> dict[str, Any]:
         version = manifest["format"]
         shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
         kinds = {"tokens", "names", "documents"} | ({"mask"} if manifest["mask"] else set())
-        whole = all(set(shard["files"]) == kinds for shard in shards)
-        whole = whole and isinstance(manifest["tokenizer"], str) and isinstance(manifest["vocab_size"], int)
+        complete = all(set(shard["files"]) == kinds for shard in shards)
+        complete = complete and isinstance(manifest["tokenizer"], str) and isinstance(manifest["vocab_size"], int)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not the manifest of a corpus ({type(error).__name__}: {error})") from None
-    if version != FORMAT or not whole:
-        raise InputError(f"{path}: format {version!r} is not one this version reads ({FORMAT}); build the corpus again")
+    if version != FORMAT or not complete:
+        raise InputError(
+            f"{path}: format {version!r} is not the one this version reads ({FORMAT}); build the corpus again"
+        )
     assert isinstance(manifest, dict)
     return manifest
 

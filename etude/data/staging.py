@@ -1,13 +1,11 @@
-"""The work directory of a corpus that is being built: one writer, stages that are done or not, texts on disk.
+"""The staging directory of a corpus build. A build killed at any moment can be resumed from it.
 
-    lock               held while a process builds; another one is told who holds it
-    plan.json          arguments and inputs; a build goes on only under the same ones
-    texts              every document that passed the filters, back to back
-    STAGE.json         what a finished stage found; written whole or not at all
-    shards.jsonl       one line for each finished shard
-    corpus/            what becomes the corpus
-
-Killed at any moment it is in one of few states, and each is where a build can go on from.
+lock               held by the one process that builds
+plan.json          arguments and inputs; only a build with the same ones may resume
+texts              every document that passed the filters, concatenated
+STAGE.json         result of a finished stage (collected, decided); written atomically
+shards.jsonl       one line per finished shard
+corpus/            the corpus itself, renamed to its final path at the end
 """
 
 import json
@@ -27,8 +25,8 @@ SHARDS = "shards.jsonl"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One spooled document: its place, and where its text lies."""
+class StagedDocument:
+    """A document that passed the filters: its name, the span of its text in `texts`, and its digest."""
 
     repository: str
     path: str
@@ -37,8 +35,8 @@ class Entry:
     digest: str
 
 
-class Workspace:
-    """The directory, open for the one process that builds in it."""
+class StagingArea:
+    """The staging directory, open in the one process that builds in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,36 +46,36 @@ class Workspace:
     def corpus(self) -> Path:
         return self.path / "corpus"
 
-    def stage(self, name: str) -> Any:
-        """What a finished stage found, None when it has not finished."""
+    def stage_result(self, name: str) -> Any:
+        """Return the result of a finished stage, or None if it has not finished."""
         path = self.path / f"{name}.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
-    def finish_stage(self, name: str, found: object) -> None:
-        write_whole(self.path / f"{name}.json", json.dumps(found))
+    def finish_stage(self, name: str, result: object) -> None:
+        write_atomic(self.path / f"{name}.json", json.dumps(result))
 
-    def text(self, entry: Entry) -> str:
+    def text(self, document: StagedDocument) -> str:
         if self._texts is None:
             self._texts = os.open(self.path / TEXTS, os.O_RDONLY | os.O_CLOEXEC)
-        return os.pread(self._texts, entry.size, entry.offset).decode()
+        return os.pread(self._texts, document.size, document.offset).decode()
 
     def finished_shards(self) -> list[dict[str, Any]]:
-        """The shards that are whole; the line that a kill tore is dropped, and its shard is made again."""
+        """Return the finished shards. A line torn by a kill is dropped, and its shard is written again."""
         path = self.path / SHARDS
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        whole = [line for line in lines if line.endswith(b"\n")]
-        if len(whole) < len(lines):
-            path.write_bytes(b"".join(whole))
-        return [json.loads(line) for line in whole]
+        complete = [line for line in lines if line.endswith(b"\n")]
+        if len(complete) < len(lines):
+            path.write_bytes(b"".join(complete))
+        return [json.loads(line) for line in complete]
 
-    def add_shard(self, entry: dict[str, Any]) -> None:
+    def add_shard(self, shard: dict[str, Any]) -> None:
         with (self.path / SHARDS).open("ab", buffering=0) as file:
-            file.write(json.dumps(entry).encode() + b"\n")
+            file.write(json.dumps(shard).encode() + b"\n")
             os.fsync(file.fileno())
 
     def publish(self, out: Path) -> None:
-        """The corpus gets its name, complete; the rest of the work directory goes."""
-        # Without a plan what is left here counts for nothing: a kill after the move must not look like half a build.
+        """Move the complete corpus to `out` and delete the staging directory."""
+        # Without a plan the directory is ignored: a kill after the move must not leave something that can be resumed.
         (self.path / "plan.json").unlink()
         self.corpus.replace(out)
         self.close()
@@ -90,26 +88,26 @@ class Workspace:
 
 
 @contextmanager
-def open_workspace(out: Path, plan: dict[str, Any], *, restart: bool) -> Iterator[Workspace]:
-    """The work directory beside `out`, new or left by a build that was killed; it stays when this one fails."""
+def open_staging_area(out: Path, plan: dict[str, Any], *, restart: bool) -> Iterator[StagingArea]:
+    """Open the staging directory next to `out`, new or left by a killed build; it is kept when this build fails."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out}: already exists and is not empty; choose another name or remove it")
     path = out.with_name(f".{out.name}.partial")
     path.mkdir(parents=True, exist_ok=True)
     lock = take_lock(path / "lock", str(path))
-    work = Workspace(path)
+    staging = StagingArea(path)
     try:
         if restart:
             _clear(path)
         _check_plan(path, plan)
-        yield work
+        yield staging
     finally:
-        work.close()
+        staging.close()
         os.close(lock)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file so that a reader, or a kill, meets the old content or the new."""
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file atomically: a reader sees the old content or the new, also after a kill."""
     draft = path.with_name(f"{path.name}.draft")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -119,19 +117,19 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _check_plan(path: Path, plan: dict[str, Any]) -> None:
-    place = path / "plan.json"
-    if not place.exists():
-        _clear(path)  # a build killed before it had a plan has nothing worth keeping
-        write_whole(place, json.dumps(plan))
+    plan_file = path / "plan.json"
+    if not plan_file.exists():
+        _clear(path)  # a build killed before it wrote a plan left nothing worth keeping
+        write_atomic(plan_file, json.dumps(plan))
         return
-    recorded = json.loads(place.read_text(encoding="utf-8"))
-    asked = json.loads(json.dumps(plan))
-    differing = [key for key in {**recorded, **asked} if recorded.get(key) != asked.get(key)]
+    recorded = json.loads(plan_file.read_text(encoding="utf-8"))
+    requested = json.loads(json.dumps(plan))
+    differing = [key for key in {**recorded, **requested} if recorded.get(key) != requested.get(key)]
     if not differing:
         return
-    lines = [f"{path} holds a half-built corpus of other arguments or inputs; repeat those, or add --restart"]
+    lines = [f"{path} holds a half-built corpus with other arguments or inputs; repeat those, or add --restart"]
     for key in differing:
-        before, now = recorded.get(key), asked.get(key)
+        before, now = recorded.get(key), requested.get(key)
         changed = f"    {key}: it has changed" if key.startswith("content of ") else f"    {key}: {before} -> {now}"
         lines.append(changed)
     raise InputError("\n".join(lines))

@@ -1,8 +1,8 @@
-"""Words of a text as 64-bit hashes, and hashes of runs of n of them: what duplicates and overlaps are found by.
+"""64-bit hashes of the words of a text and of n-grams of words, for deduplication and decontamination.
 
-A word is a run of letters (with _ and everything outside ASCII) or a run of digits, in lower case; white space and
-punctuation only separate. Our own, in numpy on the bytes, because a loop over words in Python is ten times slower
-and both users need the same words. The hashes are fixed for good: nothing depends on the process or the machine.
+A word is a run of letters (including _ and everything outside ASCII) or a run of digits, in lower case; white space
+and punctuation only separate. Implemented in numpy on the bytes, because a Python loop over words is ten times slower.
+The hashes never change: they depend on neither the process nor the machine.
 """
 
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ import numpy.typing as npt
 
 Hashes = npt.NDArray[np.uint64]
 
-_POSITIONS = 64  # of a byte in its word that hash differently; longer words wrap around
+_POSITIONS = 64  # byte positions within a word that hash differently; longer words wrap around
 
 
 def _mix(values: Hashes) -> Hashes:
-    """The finaliser of splitmix64: every bit of the result depends on every bit of the input."""
+    """Apply the finaliser of splitmix64: every output bit depends on every input bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def _numbers(count: int, stream: int) -> Hashes:
-    """The splitmix64 sequence: fixed random numbers that do not depend on a numpy version."""
+    """Return the splitmix64 sequence: random numbers that do not depend on the numpy version."""
     start = np.arange(1, count + 1, dtype=np.uint64) + np.uint64(stream << 32)
     return _mix(start * np.uint64(0x9E3779B97F4A7C15))
 
 
-# Tabulation hashing: a word is the sum of one random number per (position, byte).
+# Tabulation hashing: a word's hash is the sum of one random number per (position, byte).
 _TABLE = _numbers(_POSITIONS * 256, stream=1)
 _STEPS = _numbers(256, stream=2) | np.uint64(1)
 
@@ -42,8 +42,8 @@ for _byte in b"0123456789":
 
 
 @dataclass(frozen=True)
-class Words:
-    """The words of one text: their hashes, and where each lies in `data`, the text in lower case."""
+class HashedWords:
+    """Hashes of the words of one text, and the span of each word in `data`, the lower-case text."""
 
     data: bytes
     hashes: Hashes
@@ -53,18 +53,18 @@ class Words:
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def spell(self, first: int, count: int) -> str:
-        """The words themselves, for people."""
+    def join(self, first: int, count: int) -> str:
+        """Return `count` words from number `first` on, separated by spaces."""
         spans = zip(self.starts[first : first + count], self.ends[first : first + count], strict=True)
         return " ".join(self.data[start:end].decode(errors="replace") for start, end in spans)
 
 
-def split_words(text: str | bytes) -> Words:
-    """`text` as str, or as bytes that are in lower case already."""
+def split_words(text: str | bytes) -> HashedWords:
+    """Hash the words of `text`: a str, or bytes that are already in lower case."""
     data = text.lower().encode() if isinstance(text, str) else text
     if not data:
-        nothing = np.empty(0, dtype=np.int64)
-        return Words(data, np.empty(0, dtype=np.uint64), nothing, nothing)
+        no_offsets = np.empty(0, dtype=np.int64)
+        return HashedWords(data, np.empty(0, dtype=np.uint64), no_offsets, no_offsets)
     letters = np.frombuffer(data, dtype=np.uint8)
     kinds = _KIND[letters]
     edges = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
@@ -72,16 +72,16 @@ def split_words(text: str | bytes) -> Words:
     ends = np.concatenate((edges, [len(letters)]))
     inside = kinds[starts] != _SEPARATOR
     # Offset of each byte in its run: the distance to the run's start, repeated over the run.
-    places = np.arange(len(letters), dtype=np.int32) - np.repeat(starts.astype(np.int32), ends - starts)
-    places &= _POSITIONS - 1
-    places <<= 8
-    places |= letters
-    sums = np.add.reduceat(_TABLE.take(places), starts)
-    return Words(data, sums[inside], starts[inside], ends[inside])
+    slots = np.arange(len(letters), dtype=np.int32) - np.repeat(starts.astype(np.int32), ends - starts)
+    slots &= _POSITIONS - 1
+    slots <<= 8
+    slots |= letters
+    sums = np.add.reduceat(_TABLE.take(slots), starts)
+    return HashedWords(data, sums[inside], starts[inside], ends[inside])
 
 
 def hash_ngrams(hashes: Hashes, n: int) -> Hashes:
-    """One hash for each run of n words, in order; none when there are fewer words."""
+    """Return one hash per n-gram of words, in order; empty when there are fewer than n words."""
     count = len(hashes) - n + 1
     if count < 1:
         return np.empty(0, dtype=np.uint64)

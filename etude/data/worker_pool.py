@@ -1,9 +1,9 @@
-"""Worker processes for the passes over a corpus: batches of items out, what became of them back, in the same order.
+"""Worker processes for the passes over a corpus: batches of items out, results back in the same order.
 
-Fresh interpreters that speak pickle over pipes, not multiprocessing: its children import the caller's main module again
-or are forked from a process that may have threads and a GPU. They hold nothing that has to be saved and end when their
-standard input does, however the builder ends. Starting them costs a third of a second of each core, so the first
-megabytes are done in this process, and a small corpus needs no other.
+Workers are fresh interpreters that exchange pickles over pipes. multiprocessing is not used: its children import the
+caller's main module again, or are forked from a process that may have threads and a GPU. Workers hold no state that
+must be saved and exit when their standard input closes, however the builder ends. Starting them costs a third of a
+second per core, so the first megabytes are processed in this process, and a small corpus starts no worker.
 """
 
 import contextlib
@@ -28,20 +28,20 @@ from etude.system.cores import usable_cores
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-BATCH = 1 << 20  # bytes of text in one task: long against a message, short against a pass
-_ITEMS = 256  # of one task at most: tiny files are work too
-FIRST = 8 << 20  # bytes that are done here before processes are started
-_AHEAD = 2  # tasks under way for each process, so that none waits for the next; what bounds memory
-MOST = 32  # processes; one holds about 150 MB, and this process has to feed them all
+BATCH_BYTES = 1 << 20  # bytes of text in one task: large against the cost of a message, small against a pass
+_MAX_BATCH_ITEMS = 256  # items of one task: many tiny files are work too
+IN_PROCESS_BYTES = 8 << 20  # bytes processed in this process before workers are started
+_TASKS_PER_WORKER = 2  # tasks in flight per worker, so that none idles; this bounds memory
+MAX_WORKERS = 32  # one worker takes about 150 MB, and this process has to feed all of them
 _PROGRAM = "from etude.data.worker_pool import serve; serve()"
 
 
-class Crew:
-    """As many processes as there are cores, started when they are worth it; `directory` is for what they share."""
+class WorkerPool:
+    """One worker process per usable core, started on demand; `directory` holds the files that workers share."""
 
     def __init__(self, directory: Path, processes: int | None = None) -> None:
         self.directory = directory
-        self.processes = min(MOST, usable_cores()) if processes is None else processes
+        self.processes = min(MAX_WORKERS, usable_cores()) if processes is None else processes
         self._workers: list[_Worker] = []
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None
@@ -52,45 +52,46 @@ class Crew:
         items: Iterable[Item],
         size: Callable[[Item], int],
         *,
-        batch: int = BATCH,
-        elsewhere: Callable[[], Callable[[list[Item]], Result]] | None = None,
+        batch: int = BATCH_BYTES,
+        make_worker_function: Callable[[], Callable[[list[Item]], Result]] | None = None,
     ) -> Iterator[Result]:
-        """`function` of batches of the items, in order; it reads ahead in `items` by a few batches.
+        """Yield `function` of batches of the items, in order; reads ahead in `items` by a few batches.
 
-        `size` is about the bytes of an item. A function that cannot be pickled, or holds much, has a stand-in that
-        finds its state on disk: `elsewhere` makes it, and is called when processes are needed.
+        `size` is the approximate number of bytes of an item. If `function` cannot be pickled or holds large state,
+        `make_worker_function` returns the one that workers run, which loads its state from disk; it is called only
+        when workers are started.
         """
         batches = _batches(items, size, batch)
         if self._threads is None:
             done = 0
             for weight, task in batches:
-                if done >= FIRST and self.processes:
+                if done >= IN_PROCESS_BYTES and self.processes:
                     batches = chain([(weight, task)], batches)
                     self._threads = self._start()
                     break
                 done += weight
                 yield function(task)
         if self._threads is not None:
-            there = elsewhere() if elsewhere else function
-            yield from self._map(self._threads, there, (task for _, task in batches))
+            worker_function = make_worker_function() if make_worker_function else function
+            yield from self._map(self._threads, worker_function, (task for _, task in batches))
 
     def _map(
         self, threads: ThreadPoolExecutor, function: Callable[[list[Item]], Result], tasks: Iterable[list[Item]]
     ) -> Iterator[Result]:
-        under_way: deque[Future[Result]] = deque()
+        in_flight: deque[Future[Result]] = deque()
         for task in tasks:
-            under_way.append(threads.submit(self._run, function, task))
-            if len(under_way) > _AHEAD * self.processes:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
+            in_flight.append(threads.submit(self._run, function, task))
+            if len(in_flight) > _TASKS_PER_WORKER * self.processes:
+                yield in_flight.popleft().result()
+        while in_flight:
+            yield in_flight.popleft().result()
 
     def _start(self) -> ThreadPoolExecutor:
         self.directory.mkdir(parents=True, exist_ok=True)
         for _ in range(self.processes):
             self._workers.append(_Worker())
             self._idle.put(self._workers[-1])
-        return ThreadPoolExecutor(self.processes, thread_name_prefix="crew")
+        return ThreadPoolExecutor(self.processes, thread_name_prefix="corpus-worker")
 
     def _run(self, function: Callable[[list[Item]], Result], task: list[Item]) -> Result:
         worker = self._idle.get()
@@ -106,7 +107,7 @@ class Crew:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End all of them, also in the middle of a task: what it found is asked for by nobody."""
+        """Kill all workers, also in the middle of a task: its result is no longer needed."""
         for worker in self._workers:
             worker.kill()
         if self._threads is not None:
@@ -116,17 +117,17 @@ class Crew:
         self._workers, self._threads, self._idle = [], None, SimpleQueue()
 
 
-ALONE = Crew(Path(), processes=0)  # everything in this process
+IN_PROCESS = WorkerPool(Path(), processes=0)  # runs everything in this process
 
 
 class _Worker:
-    """One process, and the two pipes to it; one thread calls it at a time."""
+    """One process and the two pipes to it; called by one thread at a time."""
 
     def __init__(self) -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            # One process for each core: a library that starts threads for all of them slows down the others.
+            # There is one process per core, so a library that starts a thread per core slows down the others.
             **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
             "TOKENIZERS_PARALLELISM": "false",
         }
@@ -135,7 +136,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
-            start_new_session=True,  # an interrupt from the keyboard is for the builder, which ends us
+            start_new_session=True,  # a keyboard interrupt goes to the builder only, which kills its workers
         )
 
     def call(self, function: Callable[[list[Item]], Result], task: list[Item]) -> Any:
@@ -147,16 +148,16 @@ class _Worker:
             tasks.flush()
             result, failure = pickle.load(results)
         except (BrokenPipeError, EOFError, pickle.UnpicklingError):
-            raise EtudeError(self._obituary()) from None
+            raise EtudeError(self._exit_message()) from None
         if failure is not None:
             raise failure
         return result
 
-    def _obituary(self) -> str:
+    def _exit_message(self) -> str:
         code = self._process.wait()
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         hint = "; the machine may be short of memory" if code == -signal.SIGKILL else ""
-        return f"a worker process of the corpus ended {how}{hint}; the same command goes on where it was"
+        return f"a worker process of the corpus build ended {how}{hint}; run the same command again to resume"
 
     def kill(self) -> None:
         self._process.kill()
@@ -170,10 +171,10 @@ class _Worker:
 
 
 def serve() -> None:
-    """The life of a worker: tasks on standard input, answers on standard output, until there is no more input."""
+    """Main loop of a worker: read tasks from standard input and write results to standard output until EOF."""
     tasks = sys.stdin.buffer
     results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not get between the answers
+    os.dup2(2, 1)  # output that a library prints must not mix with the results
     while True:
         try:
             function, task = pickle.load(tasks)
@@ -184,8 +185,8 @@ def serve() -> None:
             answer = function(task), None
         except EtudeError as error:
             answer = None, error
-        except Exception:  # a bug: its traceback is here, and has to be seen there
-            answer = None, RuntimeError(f"in a worker process of the corpus:\n{traceback.format_exc()}")
+        except Exception:  # a bug: pass its traceback on to the builder
+            answer = None, RuntimeError(f"in a worker process of the corpus build:\n{traceback.format_exc()}")
         try:
             pickle.dump(answer, results, protocol=5)
             results.flush()
@@ -199,7 +200,7 @@ def _batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> 
     for item in items:
         batch.append(item)
         weight += size(item)
-        if weight >= limit or len(batch) == _ITEMS:
+        if weight >= limit or len(batch) == _MAX_BATCH_ITEMS:
             yield weight, batch
             batch, weight = [], 0
     if batch:

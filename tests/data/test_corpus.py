@@ -133,8 +133,8 @@ class TestBuild:
             CorpusOptions(**wrong)
 
 
-class TestCrew:
-    """The same corpus again, with every batch in another process."""
+class TestWorkers:
+    """The same corpus again, with every batch in a worker process."""
 
     @pytest.mark.parametrize(
         "options",
@@ -144,7 +144,7 @@ class TestCrew:
             CorpusOptions(chat=True),
         ],
     )
-    def test_processes_make_the_bytes_of_one_alone(
+    def test_workers_give_the_same_bytes_as_one_process(
         self,
         code: Path,
         tokenizer: Tokenizer,
@@ -158,18 +158,18 @@ class TestCrew:
         chats.write_text("".join(json.dumps({**row, "path": f"{at}"}) + "\n" for at, row in enumerate(CHATS * 5)))
         monkeypatch.chdir(tmp_path)
         sources = [str(chats)] if options.chat else [str(code)]
-        report = build_corpus(sources, tokenizer, tmp_path / "alone", options)
+        report = build_corpus(sources, tokenizer, tmp_path / "one", options)
         assert ("contaminated" in report.removed) == bool(options.against)
-        monkeypatch.setattr("etude.data.worker_pool.FIRST", 0)
+        monkeypatch.setattr("etude.data.worker_pool.IN_PROCESS_BYTES", 0)
         seen: set[str] = set()
 
         def look(done: int, total: int, note: str = "") -> None:
             for task in Path("/proc/self/task").glob("*/children"):
                 seen.update(task.read_text().split())
 
-        build_corpus(sources, tokenizer, tmp_path / "crew", options, look)
+        build_corpus(sources, tokenizer, tmp_path / "workers", options, look)
         assert seen
-        assert content(tmp_path / "crew") == content(tmp_path / "alone")
+        assert content(tmp_path / "workers") == content(tmp_path / "one")
 
 
 class TestResume:
@@ -179,9 +179,9 @@ class TestResume:
 
     def start(self, code: Path, tokenizer_dir: Path, out: Path, slow: float) -> "subprocess.Popen[bytes]":
         program = (
-            "import sys, time\nfrom pathlib import Path\nfrom etude.data import corpus, layout\n"
+            "import sys, time\nfrom pathlib import Path\nfrom etude.data import corpus, document_format\n"
             "from etude.chat.tokenizer import Tokenizer\n"
-            f"layout._BATCH_CHARACTERS = 2000\nencode = Tokenizer.encode_batch\n"
+            f"document_format._BATCH_CHARACTERS = 2000\nencode = Tokenizer.encode_batch\n"
             f"Tokenizer.encode_batch = lambda *a, **k: (time.sleep({slow}), encode(*a, **k))[1]\n"
             f"options = corpus.CorpusOptions(validation=0.3, shard_bytes=6000)\n"
             f"tokenizer = Tokenizer.load({str(tokenizer_dir)!r})\n"
@@ -191,7 +191,7 @@ class TestResume:
         return subprocess.Popen([sys.executable, "-c", program], env=environment, start_new_session=True)
 
     @pytest.mark.parametrize("after", ["plan.json", "shards.jsonl"])
-    def test_a_killed_build_goes_on_to_the_same_bytes(
+    def test_a_killed_build_resumes_to_the_same_bytes(
         self, code: Path, tokenizer: Tokenizer, tokenizer_dir: Path, tmp_path: Path, after: str
     ) -> None:
         whole = tmp_path / "whole"
@@ -209,7 +209,7 @@ class TestResume:
         build_corpus([str(code)], tokenizer, out, self.OPTIONS)
         assert content(out) == content(whole)
 
-    def test_finished_shards_are_not_made_again(
+    def test_finished_shards_are_not_written_again(
         self, code: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Encoding fails half way, by a count; what was encoded into whole shards is not encoded twice."""
@@ -257,7 +257,7 @@ class TestResume:
         build_corpus([str(code)], tokenizer, out, restart=True)
         assert "pkg00/new.py" in names(out)
 
-    def test_a_second_builder_is_told_who_is_first(self, code: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def test_a_second_builder_is_refused(self, code: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
         def nested(done: int, total: int, note: str = "") -> None:
             with pytest.raises(BusyError, match=f"in use by pid {os.getpid()}"):
                 build_corpus([str(code)], tokenizer, tmp_path / "c")
@@ -305,7 +305,7 @@ class TestSplits:
         assert 0 < found["share"] < 1
 
     def test_a_name_that_matches_nothing_is_an_error(self, code: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match="held out nothing-like-it is the name of no repository"):
+        with pytest.raises(InputError, match="held_out nothing-like-it matches no repository"):
             build_corpus([str(code)], tokenizer, tmp_path / "c", CorpusOptions(held_out=("nothing-like-it",)))
 
 
@@ -322,7 +322,7 @@ def test_benchmarks_are_protected_by_every_string_of_their_rows(
     assert len(removed(report)["pkg07/mod3.py"]["ngram"].split()) == 13
 
 
-class TestLayout:
+class TestDocumentFormat:
     def test_a_repository_is_read_readme_first_packages_before_modules(self) -> None:
         paths = ["b/z.py", "a.py", "b/__init__.py", "README.md", "b/a.py", "b/README.md", "b/c/x.py"]
         ordered = [paths[at] for at in reading_order(paths)]
@@ -420,7 +420,7 @@ class TestChat:
         source.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return build_corpus([str(source)], tokenizer, out, CorpusOptions(chat=True))
 
-    def test_a_turn_of_weight_nothing_is_shown_and_not_learned(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def test_a_turn_of_weight_0_is_kept_out_of_the_loss(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         user = {"role": "user", "content": "Hi"}
         slip, good = ({"role": "assistant", "content": text} for text in ("Oops.", "Hello."))
         self.build([{"messages": [user, {**slip, "weight": 0}, user, good]}], tokenizer, tmp_path / "c")
@@ -428,7 +428,7 @@ class TestChat:
         ids, mask = shards.read(0).tolist(), shards.mask(0).tolist()
         assert "Oops." in tokenizer.decode(ids)
         assert (
-            tokenizer.decode([token for token, taught in zip(ids, mask, strict=True) if taught]) == "Hello.<|im_end|>"
+            tokenizer.decode([token for token, in_loss in zip(ids, mask, strict=True) if in_loss]) == "Hello.<|im_end|>"
         )
 
     def test_the_mask_is_exactly_what_the_assistant_wrote(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -528,12 +528,12 @@ class TestCommand:
     def test_build_show_and_peek(self, code: Path, tokenizer_dir: Path, tmp_path: Path) -> None:
         out = tmp_path / "c"
         options = ("--tokenizer", tokenizer_dir, "--out", out, "--held-out", "pkg03", "--json")
-        told = json.loads(self.command("build", code, *options))
-        assert told["splits"]["held_out"]["documents"] == 7
+        built = json.loads(self.command("build", code, *options))
+        assert built["splits"]["held_out"]["documents"] == 7
         shown = self.command("show", out)
         assert "exact_duplicate" in shown
         assert "MIT 12" in shown
-        assert json.loads(self.command("show", out, "--json")) == told
+        assert json.loads(self.command("show", out, "--json")) == built
         seen = self.command("peek", out, "--split", "held_out", "--document", 1)
         assert seen.startswith("pkg03/__init__.py: document 1 of 7")
         assert "VERSION = 3\n" in seen

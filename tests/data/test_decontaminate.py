@@ -1,14 +1,14 @@
-"""Leaks against a naive scan: planted passages are found, clean documents stay, boilerplate removes nothing."""
+"""Decontamination against a naive scan: planted passages are found, clean documents and boilerplate stay."""
 
 import random
 import re
 
 import pytest
 
-from etude.data.decontaminate import Contamination, Protected, find_contaminated, informative_words
+from etude.data.decontaminate import Contamination, ProtectedNgrams, find_contaminated, informative_words
 
 N = 13
-LICENCE = """# Copyright 2024 Somebody and others. All rights reserved.
+LICENCE = """# Copyright 2024 The Example Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0 (the "License"); you may not use this file except in
 # compliance with the License. You may obtain a copy of the License at the usual address.
 
@@ -26,7 +26,7 @@ def sentence(rng: random.Random, words: int) -> str:
 
 
 def find(protected: list[str], texts: list[str], **options: float) -> list[Contamination]:
-    index = Protected(((f"bench {i}", text) for i, text in enumerate(protected)), N)
+    index = ProtectedNgrams(((f"bench {i}", text) for i, text in enumerate(protected)), N)
     documents = [(at, f"repo{at}") for at in range(len(texts))]
     return find_contaminated(index, documents, texts.__getitem__, **options)  # type: ignore[arg-type]
 
@@ -87,7 +87,7 @@ def test_boilerplate_counts_repositories_not_documents() -> None:
     rng = random.Random(9)
     common = sentence(rng, 30)
     texts = [f"{sentence(rng, 20)}\n{common}" for _ in range(12)]
-    index = Protected([("bench", common)], N)
+    index = ProtectedNgrams([("bench", common)], N)
     found = find_contaminated(index, [(at, "one") for at in range(12)], texts.__getitem__, boilerplate=10)
     assert len(found) == 12
 
@@ -96,11 +96,11 @@ def test_a_share_lets_small_overlaps_pass() -> None:
     rng = random.Random(10)
     secret = sentence(rng, 20)
     texts = [secret + " " + sentence(rng, 1000), secret + " " + sentence(rng, 10)]
-    assert [one.document for one in find([secret], texts, share=0.1)] == [1]
+    assert [one.document for one in find([secret], texts, max_share=0.1)] == [1]
 
 
 def test_short_texts_protect_nothing_and_are_counted() -> None:
-    index = Protected([("a", "two words"), ("b", sentence(random.Random(1), 13))], N)
+    index = ProtectedNgrams([("a", "two words"), ("b", sentence(random.Random(1), 13))], N)
     assert (index.too_short, len(index)) == (1, 1)
     assert find([], ["anything at all"]) == []
 

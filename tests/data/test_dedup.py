@@ -1,4 +1,4 @@
-"""Near duplicates against the brute force they stand for: sets of shingles compared pair by pair, in plain Python."""
+"""Near duplicates against brute force: sets of shingles compared pair by pair, in plain Python."""
 
 import random
 import re
@@ -7,14 +7,23 @@ import numpy as np
 import pytest
 import rensa
 
-from etude.data.dedup import PERMUTATIONS, bands_for, find_exact, find_near, jaccard, shingles, sign, text_digest
+from etude.data.dedup import (
+    PERMUTATIONS,
+    choose_bands,
+    find_exact_duplicates,
+    find_near_duplicates,
+    jaccard,
+    minhash_signatures,
+    shingles,
+    text_digest,
+)
 from etude.data.text_hash import hash_ngrams, split_words
 
 THRESHOLD, SHINGLE = 0.7, 5
 
 
 def words_of(text: str) -> list[str]:
-    """The words as words.py promises them, by a regular expression."""
+    """Return the words as text_hash.py defines them, by a regular expression."""
     return re.findall(r"[a-z_\x80-\U0010ffff]+|[0-9]+", text.lower())
 
 
@@ -47,7 +56,7 @@ def variants(seed: int, families: int = 25, size: int = 6) -> list[str]:
 def test_words_and_ngrams_are_those_of_a_plain_reading() -> None:
     text = "Class Foo_Bar2(x): # naïve 東京\n\treturn x**10+FOO_bar 2"
     words = split_words(text)
-    assert [words.spell(i, 1) for i in range(len(words))] == words_of(text)
+    assert [words.join(i, 1) for i in range(len(words))] == words_of(text)
     by_word: dict[str, int] = {}
     for word, value in zip(words_of(text), words.hashes.tolist(), strict=True):
         assert by_word.setdefault(word, value) == value
@@ -58,7 +67,7 @@ def test_words_and_ngrams_are_those_of_a_plain_reading() -> None:
 
 
 def plain_ngram_hash(words: list[str]) -> int:
-    """words.py in the integers of Python: splitmix64 numbers, a sum over bytes, a weighted sum over words."""
+    """text_hash.py in Python integers: splitmix64 numbers, a sum over bytes, a weighted sum over words."""
     top = 2**64 - 1
 
     def mix(value: int) -> int:
@@ -90,9 +99,9 @@ def test_similarity_is_the_true_one() -> None:
             assert ours == pytest.approx(true_jaccard(first, second), abs=1e-12)
 
 
-def test_a_signature_is_that_of_the_set_whatever_is_signed_beside_it() -> None:
+def test_a_signature_is_that_of_the_set_whatever_else_is_in_the_batch() -> None:
     texts = [*variants(2, families=2), "one two", "", "a b c d e f g " * 50]
-    together = sign(SHINGLE, list(enumerate(texts)))
+    together = minhash_signatures(SHINGLE, list(enumerate(texts)))
     for at, text in enumerate(texts):
         members = shingles(text, SHINGLE) if words_of(text) else np.array([at], dtype=np.uint64)
         matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(
@@ -104,7 +113,7 @@ def test_a_signature_is_that_of_the_set_whatever_is_signed_beside_it() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_near_duplicates_are_those_of_brute_force(seed: int) -> None:
     texts = variants(seed)
-    found = find_near(range(len(texts)), texts.__getitem__, threshold=THRESHOLD, shingle=SHINGLE)
+    found = find_near_duplicates(range(len(texts)), texts.__getitem__, threshold=THRESHOLD, shingle=SHINGLE)
     expected: dict[int, int] = {}
     for at, text in enumerate(texts):
         kept = [k for k in range(at) if k not in expected and true_jaccard(text, texts[k]) >= THRESHOLD]
@@ -115,26 +124,26 @@ def test_near_duplicates_are_those_of_brute_force(seed: int) -> None:
     assert all(one.similarity == pytest.approx(true_jaccard(texts[one.document], texts[one.kept])) for one in found)
 
 
-def test_the_order_decides_who_is_kept() -> None:
+def test_the_order_decides_which_one_is_kept() -> None:
     texts = variants(3, families=3)
-    forward = find_near(range(len(texts)), texts.__getitem__, threshold=THRESHOLD)
-    backward = find_near(range(len(texts) - 1, -1, -1), texts.__getitem__, threshold=THRESHOLD)
+    forward = find_near_duplicates(range(len(texts)), texts.__getitem__, threshold=THRESHOLD)
+    backward = find_near_duplicates(range(len(texts) - 1, -1, -1), texts.__getitem__, threshold=THRESHOLD)
     assert all(one.kept < one.document for one in forward)
     assert all(one.kept > one.document for one in backward)
 
 
 def test_texts_without_words_are_not_near_anything() -> None:
-    assert find_near(range(3), ["", "+ - *", "(((("].__getitem__) == []
-    assert find_near([], str) == []
+    assert find_near_duplicates(range(3), ["", "+ - *", "(((("].__getitem__) == []
+    assert find_near_duplicates([], str) == []
 
 
 def test_exact_duplicates_ignore_white_space_only() -> None:
     digests = [text_digest(text) for text in ("a b\n", "a  b", "A b", "a\tb ")]
-    assert [(one.document, one.kept) for one in find_exact(digests)] == [(1, 0), (3, 0)]
+    assert [(one.document, one.kept) for one in find_exact_duplicates(digests)] == [(1, 0), (3, 0)]
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7, 0.8, 0.9, 0.95])
 def test_bands_miss_less_than_one_pair_in_a_thousand_at_the_threshold(threshold: float) -> None:
-    bands = bands_for(threshold)
+    bands = choose_bands(threshold)
     assert (1 - threshold ** (PERMUTATIONS // bands)) ** bands <= 1e-3 or bands == PERMUTATIONS
     assert np.floor(PERMUTATIONS / bands) >= 1

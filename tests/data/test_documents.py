@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from etude.data.documents import File, Limits, read_source, source_digest
+from etude.data.documents import File, ReadLimits, read_source, source_digest
 from etude.errors import InputError
 
 FILES = {"README.md": "read\n", "pkg/__init__.py": "", "pkg/a.py": "a = 1\n", "pkg/deep/b.py": "b = 2\n"}
@@ -30,7 +30,7 @@ def git(root: Path, *arguments: str) -> None:
     subprocess.run(["git", *author, "-C", str(root), *arguments], check=True, capture_output=True)
 
 
-def texts(source: object, limits: Limits = Limits()) -> dict[tuple[str, str], str]:  # noqa: B008
+def texts(source: object, limits: ReadLimits = ReadLimits()) -> dict[tuple[str, str], str]:  # noqa: B008
     return {(file.repository, file.path): file.read().decode() for file in read_source(str(source), limits)}
 
 
@@ -43,7 +43,7 @@ def test_a_project_is_one_repository(tmp_path: Path) -> None:
     assert paths(root) == [f"proj:{path}" for path in sorted([*FILES, "setup.py"])]
 
 
-def test_any_other_directory_falls_into_its_parts(tmp_path: Path) -> None:
+def test_any_other_directory_is_one_repository_per_entry(tmp_path: Path) -> None:
     root = plant(tmp_path, {"b/x.py": "x", "a/y.py": "y", "loose.py": "z", "LICENSE": "MIT"})
     expected = ["a:y.py", "a:../LICENSE", "b:x.py", "b:../LICENSE", "loose.py:loose.py", "loose.py:../LICENSE"]
     assert paths(root) == expected
@@ -97,7 +97,7 @@ def test_archives_hold_the_same_files(tmp_path: Path, suffix: str) -> None:
     assert texts(path) == {("thing-1.0", name): text for name, text in FILES.items()}
 
 
-def test_members_that_leave_the_archive_are_passed_over(tmp_path: Path) -> None:
+def test_members_outside_the_archive_are_skipped(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
         for name in ("ok.py", "../evil.py", "/abs.py", "a/../../up.py", "..\\windows.py"):
             archive.writestr(name, "x")
@@ -114,7 +114,7 @@ def test_members_that_leave_the_archive_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_bomb_is_refused_while_it_unpacks(tmp_path: Path) -> None:
-    limits = Limits(member=1 << 20, total=4 << 20)
+    limits = ReadLimits(max_item_bytes=1 << 20, max_archive_bytes=4 << 20)
     with zipfile.ZipFile(tmp_path / "z.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("zeros.py", b"\0" * (8 << 20))
     with tarfile.open(tmp_path / "t.tar.gz", "w:gz") as tar:
@@ -124,7 +124,7 @@ def test_a_bomb_is_refused_while_it_unpacks(tmp_path: Path) -> None:
     for name in ("z.zip", "t.tar.gz"):
         with pytest.raises(InputError, match=f"{name} unpacks to more than"):
             list(read_source(str(tmp_path / name), limits))
-    (only,) = read_source(str(tmp_path / "z.zip"), Limits(member=1 << 20))
+    (only,) = read_source(str(tmp_path / "z.zip"), ReadLimits(max_item_bytes=1 << 20))
     with pytest.raises(InputError, match=r"zeros\.py unpacks to 8,388,608 bytes"):
         only.read()
 
@@ -171,7 +171,7 @@ def test_rows_name_their_repository_and_path_or_get_one(tmp_path: Path, suffix: 
     assert found == {("r", "a.py"): "one", ("data", "row-00000002"): "zwei 東京"}
 
 
-def test_rows_spelt_the_other_way(tmp_path: Path) -> None:
+def test_rows_with_the_alternative_keys(tmp_path: Path) -> None:
     path = rows_file(tmp_path / "d.jsonl", [{"content": "c", "repo_name": "o/r", "path": "x.py"}])
     assert texts(path) == {("o/r", "x.py"): "c"}
 
@@ -186,7 +186,7 @@ def test_a_row_of_the_wrong_kind_is_named(tmp_path: Path) -> None:
 
 def test_a_row_too_large_to_hold_is_reported_by_its_size(tmp_path: Path) -> None:
     path = rows_file(tmp_path / "a.jsonl", [{"text": "x" * 5000}, {"text": "small"}])
-    large, small = read_source(str(path), Limits(member=1000))
+    large, small = read_source(str(path), ReadLimits(max_item_bytes=1000))
     assert (large.size, large.read()) == (5000 + len('{"text": ""}\n'), b"")
     assert small.read() == b"small"
 

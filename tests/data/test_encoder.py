@@ -1,4 +1,4 @@
-"""Words that are remembered: the ids are the library's for every text, and only known rules are imitated."""
+"""The word cache: the ids equal the library's for every text, and only known rules are replaced."""
 
 import pytest
 from hypothesis import given, settings
@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from etude.chat.tokenizer import Tokenizer, train_tokenizer
-from etude.data.encoder import WordEncoder, word_rule
+from etude.data.encoder import WordEncoder, word_pattern
 
 TEXT = "def main(x1):\n    return x1 ** 20  # it's what they're here for\n\n\nclass Naïve:\n\t'don't'\r\n"
 ODD = "é東\u0301\u00a0\u2028\u0085½٣\u200b🦆ſ\ufeff"
@@ -37,13 +37,13 @@ ENCODERS = {name: WordEncoder(tokenizer) for name, tokenizer in KNOWN.items()}
 @settings(print_blob=True, max_examples=300, deadline=None)
 @given(batch=st.lists(texts, max_size=4))
 def test_the_ids_are_those_of_the_library(name: str, batch: list[str]) -> None:
-    assert word_rule(KNOWN[name]) is not None
+    assert word_pattern(KNOWN[name]) is not None
     found = ENCODERS[name].encode_batch(batch)
     assert [list(ids) for ids in found] == KNOWN[name].encode_batch(batch)
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_control_tokens_are_read_only_where_they_are_meant(name: str) -> None:
+def test_control_tokens_are_parsed_only_in_special_texts(name: str) -> None:
     text = "a <|endoftext|> b"
     end = KNOWN[name].end_of_text
     (plain,) = ENCODERS[name].encode_batch([text])
@@ -52,8 +52,8 @@ def test_control_tokens_are_read_only_where_they_are_meant(name: str) -> None:
     assert list(special).count(end) == 1
 
 
-def test_forgetting_changes_no_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etude.data.encoder._REMEMBERED", 3)
+def test_clearing_the_cache_changes_no_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.data.encoder._MAX_CACHED_WORDS", 3)
     tokenizer = KNOWN["digits alone"]
     (found,) = WordEncoder(tokenizer).encode_batch([TEXT * 5 + "x" * 100])
     assert list(found) == tokenizer.encode(TEXT * 5 + "x" * 100)
@@ -77,5 +77,5 @@ def with_runs_of_spaces() -> Tokenizer:
     ids=["prefix", "no rule", "normalizer", "added spaces"],
 )
 def test_a_tokenizer_with_another_rule_is_left_to_the_library(other: Tokenizer) -> None:
-    assert word_rule(other) is None
+    assert word_pattern(other) is None
     assert [list(ids) for ids in WordEncoder(other).encode_batch([TEXT, ""])] == other.encode_batch([TEXT, ""])

@@ -5,22 +5,22 @@ from functools import partial
 import pytest
 
 from etude.data.documents import Document, File
-from etude.data.filters import PATH_FILTERS, REASONS, TEXT_FILTERS, Filters, examine
+from etude.data.filters import PATH_FILTERS, REASONS, TEXT_FILTERS, Filters, filter_file
 from etude.data.licences import guess_licence, is_licence
 
 CODE = "def add(a, b):\n    return a + b\n\n\n" * 20
 
 
-def look(path: str, data: str | bytes = CODE, **limits: object) -> Document | str:
+def filtered(path: str, data: str | bytes = CODE, **limits: object) -> Document | str:
     raw = data.encode() if isinstance(data, str) else data
-    return examine(File("r", path, len(raw), partial(bytes, raw)), Filters(**limits))  # type: ignore[arg-type]
+    return filter_file(File("r", path, len(raw), partial(bytes, raw)), Filters(**limits))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "path", ["a.py", "src/deep/b.rs", "README", "Makefile", "license.py", "vendors/x.go", "min.js"]
 )
 def test_ordinary_files_pass(path: str) -> None:
-    assert look(path) == Document("r", path, CODE)
+    assert filtered(path) == Document("r", path, CODE)
 
 
 @pytest.mark.parametrize(
@@ -48,30 +48,30 @@ def test_ordinary_files_pass(path: str) -> None:
     ],
 )
 def test_reasons(reason: str, path: str, data: str | bytes) -> None:
-    assert look(path, data) == reason
+    assert filtered(path, data) == reason
 
 
 def test_a_program_that_writes_the_marker_is_not_generated() -> None:
-    assert isinstance(look("a.py", 'MARK = "DO NOT EDIT"\n' + CODE), Document)
-    assert isinstance(look("a.py", CODE * 2 + "# DO NOT EDIT\n"), Document)
+    assert isinstance(filtered("a.py", 'MARK = "DO NOT EDIT"\n' + CODE), Document)
+    assert isinstance(filtered("a.py", CODE * 2 + "# DO NOT EDIT\n"), Document)
 
 
 def test_prose_may_have_long_lines() -> None:
-    assert isinstance(look("a.md", "A long paragraph of words. " * 80), Document)
+    assert isinstance(filtered("a.md", "A long paragraph of words. " * 80), Document)
 
 
 def test_what_is_removed_by_its_name_is_never_read() -> None:
     def explode() -> bytes:
         raise AssertionError("read")
 
-    assert examine(File("r", "a.png", 10, explode), Filters()) == "suffix"
-    assert examine(File("r", "a.py", 10**9, explode), Filters()) == "too_large"
+    assert filter_file(File("r", "a.png", 10, explode), Filters()) == "suffix"
+    assert filter_file(File("r", "a.py", 10**9, explode), Filters()) == "too_large"
 
 
 def test_other_suffixes_replace_the_usual_ones() -> None:
     only = {"suffixes": frozenset({".f77"}), "names": frozenset()}
-    assert isinstance(look("a.f77", **only), Document)
-    assert (look("a.py", **only), look("Makefile", **only)) == ("suffix", "suffix")
+    assert isinstance(filtered("a.f77", **only), Document)
+    assert (filtered("a.py", **only), filtered("Makefile", **only)) == ("suffix", "suffix")
 
 
 def test_every_reason_is_explained() -> None:

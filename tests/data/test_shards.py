@@ -1,4 +1,4 @@
-"""What the writer is given is what the reader maps, whatever the sizes; what is broken is named before it is read."""
+"""Shards read back what was written, for all sizes; damaged files are named before anything is read."""
 
 import json
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ Documents = list[tuple[str, list[int], list[bool]]]
 def write(path: Path, documents: Documents, *, vocab_size: int = 1000, mask: bool = True, limit: int = 64) -> None:
     entries: list[Any] = []
     writer = ShardWriter(path / "train", vocab_size, mask=mask, limit=limit, first=0, finished=entries.append)
-    for name, tokens, written in documents:
-        writer.add(name, np.array(tokens), np.array(written, dtype=np.bool_), 1)
+    for name, tokens, loss_mask in documents:
+        writer.add(name, np.array(tokens), np.array(loss_mask, dtype=np.bool_), 1)
     writer.close()
     splits = {"train": {"shards": entries}, "validation": {"shards": []}}
     manifest = {"format": 1, "tokenizer": "abc", "vocab_size": vocab_size, "mask": mask, "splits": splits}
@@ -53,10 +53,10 @@ def test_round_trip(data: st.DataObject, vocab_size: int, mask: bool) -> None:
         assert len(shards) == len(documents)
         assert shards.lengths.tolist() == [len(tokens) for _, tokens, _ in documents]
         assert shards.tokens == sum(shards.lengths)
-        for at, (name, tokens, written) in enumerate(documents):
+        for at, (name, tokens, loss_mask) in enumerate(documents):
             assert shards.name(at) == name
             assert shards.read(at, start, stop).tolist() == tokens[start:stop]
-            expected = written if mask else [True] * len(tokens)
+            expected = loss_mask if mask else [True] * len(tokens)
             assert shards.mask(at, start, stop).tolist() == expected[start:stop]
             assert shards.mask(at).dtype == np.bool_
         assert shards.read(0).dtype == np.dtype("<u2" if vocab_size <= 65536 else "<u4")
@@ -75,7 +75,7 @@ def test_shards_are_bounded_and_reading_is_a_view(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tokens", "mask", "documents", "names"])
-def test_what_is_broken_is_named(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
     write(tmp_path, TWENTY)
     broken = tmp_path / "train" / f"shard-00002.{kind}"
     whole = broken.read_bytes()
@@ -106,7 +106,7 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
     write(tmp_path, TWENTY)
     manifest = json.loads((tmp_path / MANIFEST).read_text())
     (tmp_path / MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
-    with pytest.raises(InputError, match="format 2 is not one this version reads"):
+    with pytest.raises(InputError, match="format 2 is not the one this version reads"):
         Shards.open(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Worker processes: nobody can tell from what comes back who did the work, and nothing of them stays."""
+"""Worker processes: the results are those of a single process, and no process is left behind."""
 
 import math
 import os
@@ -14,18 +14,18 @@ import pytest
 
 from etude.data.documents import read_source
 from etude.data.filters import Filters
-from etude.data.ingest import look_at
-from etude.data.worker_pool import ALONE, Crew
+from etude.data.ingest import filter_files
+from etude.data.worker_pool import IN_PROCESS, WorkerPool
 from etude.errors import EtudeError, InputError
 
 ITEMS = [bytes([at % 256]) * (at % 977) for at in range(3000)]
 
 
 @pytest.fixture
-def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
-    """Two processes from the first byte on."""
-    monkeypatch.setattr("etude.data.worker_pool.FIRST", 0)
-    with Crew(tmp_path / "crew", processes=2) as two:
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPool]:
+    """Two workers, started for the first byte."""
+    monkeypatch.setattr("etude.data.worker_pool.IN_PROCESS_BYTES", 0)
+    with WorkerPool(tmp_path / "workers", processes=2) as two:
         yield two
 
 
@@ -42,28 +42,28 @@ def is_alive(process: int) -> bool:
 
 
 @pytest.mark.parametrize("batch", [1, 5000, 1 << 20])
-def test_results_come_in_order_and_are_those_of_one_process(crew: Crew, batch: int) -> None:
-    alone = list(ALONE.map(b"".join, ITEMS, len, batch=batch))
-    assert list(crew.map(b"".join, ITEMS, len, batch=batch)) == alone
-    assert b"".join(alone) == b"".join(ITEMS)
-    assert len(alone) > 3000 // 257
+def test_results_come_in_order_and_are_those_of_one_process(pool: WorkerPool, batch: int) -> None:
+    expected = list(IN_PROCESS.map(b"".join, ITEMS, len, batch=batch))
+    assert list(pool.map(b"".join, ITEMS, len, batch=batch)) == expected
+    assert b"".join(expected) == b"".join(ITEMS)
+    assert len(expected) > 3000 // 257
 
 
 def test_a_small_input_starts_no_process(tmp_path: Path) -> None:
     before = children(os.getpid())
-    with Crew(tmp_path / "crew") as crew:
-        assert b"".join(crew.map(b"".join, ITEMS, len)) == b"".join(ITEMS)
+    with WorkerPool(tmp_path / "workers") as pool:
+        assert b"".join(pool.map(b"".join, ITEMS, len)) == b"".join(ITEMS)
         assert children(os.getpid()) == before
-    assert not (tmp_path / "crew").exists()
+    assert not (tmp_path / "workers").exists()
 
 
-def test_a_stand_in_is_made_only_for_other_processes(crew: Crew) -> None:
-    here, there = partial(sorted, reverse=True), partial(sorted, reverse=False)
-    assert list(ALONE.map(here, [1, 2, 3], int, elsewhere=lambda: there)) == [[3, 2, 1]]
-    assert list(crew.map(here, [1, 2, 3], int, elsewhere=lambda: there)) == [[1, 2, 3]]
+def test_a_worker_function_is_made_only_for_worker_processes(pool: WorkerPool) -> None:
+    function, worker_function = partial(sorted, reverse=True), partial(sorted, reverse=False)
+    assert list(IN_PROCESS.map(function, [1, 2, 3], int, make_worker_function=lambda: worker_function)) == [[3, 2, 1]]
+    assert list(pool.map(function, [1, 2, 3], int, make_worker_function=lambda: worker_function)) == [[1, 2, 3]]
 
 
-def test_it_reads_a_few_batches_ahead_and_no_more(crew: Crew) -> None:
+def test_it_reads_a_few_batches_ahead_and_no_more(pool: WorkerPool) -> None:
     read = 0
 
     def counted() -> Iterator[bytes]:
@@ -72,36 +72,39 @@ def test_it_reads_a_few_batches_ahead_and_no_more(crew: Crew) -> None:
             read += 1
             yield item
 
-    next(crew.map(b"".join, counted(), len, batch=1))
+    next(pool.map(b"".join, counted(), len, batch=1))
     assert read < 20
 
 
-def test_bad_input_and_bugs_are_raised_where_the_work_was_asked_for(crew: Crew, tmp_path: Path) -> None:
+def test_bad_input_and_bugs_are_raised_in_the_calling_process(pool: WorkerPool, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "gone.py").write_text("text = 1\n")
     files = list(read_source(str(tmp_path / "source")))
     (tmp_path / "source" / "gone.py").unlink()
     with pytest.raises(InputError, match=r"source file .*gone\.py cannot be read: No such file"):
-        list(crew.map(partial(look_at, Filters()), files, lambda file: file.size))
+        list(pool.map(partial(filter_files, Filters()), files, lambda file: file.size))
     with pytest.raises(RuntimeError, match=r"in a worker process(?s:.*)TypeError: must be real number, not list"):
-        list(crew.map(math.sqrt, [4], int))  # type: ignore[arg-type]
-    assert list(crew.map(sum, [4, 5], lambda _: 0)) == [9]  # the processes go on
+        list(pool.map(math.sqrt, [4], int))  # type: ignore[arg-type]
+    assert list(pool.map(sum, [4, 5], lambda _: 0)) == [9]  # the workers still run
 
 
-def test_a_worker_that_is_killed_is_reported(crew: Crew) -> None:
+def test_a_worker_that_is_killed_is_reported(pool: WorkerPool) -> None:
     before = children(os.getpid())
-    results = crew.map(b"".join, ITEMS * 20, len, batch=2000)
+    results = pool.map(b"".join, ITEMS * 20, len, batch=2000)
     next(results)
     for process in children(os.getpid()) - before:
         os.kill(process, signal.SIGKILL)
-    with pytest.raises(EtudeError, match=r"ended by SIGKILL; the machine may be short of memory; the same command"):
+    with pytest.raises(
+        EtudeError, match=r"ended by SIGKILL; the machine may be short of memory; run the same command again"
+    ):
         list(results)
 
 
-def test_they_end_with_the_builder_however_it_ends(tmp_path: Path) -> None:
+def test_workers_end_with_the_builder_however_it_ends(tmp_path: Path) -> None:
     program = (
-        "import time\nfrom pathlib import Path\nfrom etude.data import crew\ncrew.FIRST = 0\n"
-        f"results = crew.Crew(Path({str(tmp_path)!r}), processes=2).map(b''.join, [b'x'] * 9, len, batch=1)\n"
+        "import time\nfrom pathlib import Path\nfrom etude.data import worker_pool\nworker_pool.IN_PROCESS_BYTES = 0\n"
+        f"pool = worker_pool.WorkerPool(Path({str(tmp_path)!r}), processes=2)\n"
+        "results = pool.map(b''.join, [b'x'] * 9, len, batch=1)\n"
         "next(results)\nprint('ready', flush=True)\ntime.sleep(60)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -118,7 +121,7 @@ def test_they_end_with_the_builder_however_it_ends(tmp_path: Path) -> None:
 
 
 def test_a_worker_never_loads_torch() -> None:
-    """It would take seconds and hundreds of megabytes, in each of them."""
+    """torch would take seconds and hundreds of megabytes in each worker."""
     program = (
         "import sys, etude.data.ingest, etude.data.decontaminate, etude.data.encoder, etude.data.document_format\n"
         "sys.exit('torch' in sys.modules)"
