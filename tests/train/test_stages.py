@@ -178,9 +178,9 @@ def test_a_given_models_own_mtp_layers_give_way_to_this_runs(place: Path, whole:
         ("pretrain.held_out.window=64", "pretrain.held_out.window 64 exceeds"),
         ("extend.rope_scaling={orignal=3}", "rope_scaling.orignal would not be used"),
         ("pretrain.betas=[1.0, 0.9]", "betas must be"),
-        ("pretrain.decay='constant'\x00pretrain.final=0.5", "final would not be used"),
+        ("pretrain.decay='constant'\x00pretrain.final_lr_fraction=0.5", "final_lr_fraction would not be used"),
         ("pretrain.held_out.long_rows=3", "long_rows would not be used"),
-        ("sft.length=8", "nothing to learn lies within"),
+        ("sft.length=8", "no loss token within the first 8 tokens"),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error(
@@ -236,13 +236,13 @@ def resumable(place: Path, tmp_path: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         from etude.train import phase
 
-        written = phase.write_checkpoint
+        save_checkpoint = phase.save_checkpoint
 
         def stop(run: Run, work: Any) -> None:
-            written(run, work)
+            save_checkpoint(run, work)
             raise Enough
 
-        patch.setattr(phase, "write_checkpoint", stop)
+        patch.setattr(phase, "save_checkpoint", stop)
         with pytest.raises(Enough):
             run_recipe(recipe, out)
     return out
@@ -297,7 +297,7 @@ def test_a_corpus_changed_under_a_resumed_run_is_refused(place: Path, tmp_path: 
 
 
 def test_a_diverging_run_stops_with_its_batch(place: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(place / "tiny.toml", ["pretrain.learning_rate=1e30", "pretrain.clip=0.0"])
+    recipe = load_recipe(place / "tiny.toml", ["pretrain.learning_rate=1e30", "pretrain.max_grad_norm=0.0"])
     with pytest.raises(EtudeError, match="training stopped: loss"):
         run_recipe(recipe, tmp_path / "run")
     (kept,) = (tmp_path / "run/failures/pretrain").iterdir()

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stores import Memory
 
-from etude.data.mixture import Mixture, Source
+from etude.data.mixture import Mixture, MixtureSource
 from etude.data.packing import Batch, next_batch
 from etude.errors import EtudeError, InputError
 from etude.model import ModelConfig, Transformer, initialize
 from etude.model.mtp import initialize_mtp
-from etude.train.guard import Guard
+from etude.train.guard import LossSpikeGuard
 from etude.train.objectives import next_token, with_mtp
-from etude.train.optim import AdamSettings, MasterAdamW, Schedule
+from etude.train.optim import AdamSettings, LRSchedule, MasterAdamW
 from etude.train.trainer import StepResult, Trainer
 
 
@@ -30,7 +30,7 @@ def fresh(family: str = "qwen3", dtype: torch.dtype = torch.float32) -> Transfor
 def batches(count: int, rows: int = 4, seed: int = 0) -> list[Batch]:
     generator = torch.Generator().manual_seed(seed)
     documents = [torch.randint(61, (n,), generator=generator).tolist() for n in (30, 7, 50, 19, 12, 25)]
-    mixture = Mixture([Source("s", Memory(documents), 1.0)], length=16, seed=seed)
+    mixture = Mixture([MixtureSource("s", Memory(documents), 1.0)], length=16, seed=seed)
     return [next_batch(mixture, rows, padding=0) for _ in range(count)]
 
 
@@ -38,7 +38,7 @@ def batches(count: int, rows: int = 4, seed: int = 0) -> list[Batch]:
 def test_steps_equal_torch_adamw_on_the_plain_loss(family: str) -> None:
     ours, theirs = fresh(family), fresh(family)
     # A large eps: without it Adam turns the last bit of a vanishing gradient into a whole step.
-    settings = AdamSettings(learning_rate=1e-2, weight_decay=0.1, clip=0.7, eps=1e-3)
+    settings = AdamSettings(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.7, eps=1e-3)
     trainer = Trainer(ours, settings)
     matrices = [p for p in theirs.parameters() if p.dim() > 1]
     vectors = [p for p in theirs.parameters() if p.dim() <= 1]
@@ -52,23 +52,23 @@ def test_steps_equal_torch_adamw_on_the_plain_loss(family: str) -> None:
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.7)
         plain.step()
         plain.zero_grad()
-        assert result.values["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert result.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert result.gradient_norms["model"] == pytest.approx(norm.item(), rel=1e-4)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
 def test_micro_batches_of_unequal_weight_count_token_by_token() -> None:
-    whole, pieces = fresh(), fresh()
+    one_batch, three_batches = fresh(), fresh()
     (batch,) = batches(1, rows=6)
     parts = [
         Batch(batch.tokens[a:b], batch.targets[a:b], batch.lengths[a:b], (), int((batch.targets[a:b] >= 0).sum()))
         for a, b in ((0, 1), (1, 4), (4, 6))
     ]
     settings = AdamSettings(learning_rate=1e-2)
-    one = Trainer(whole, settings).step([batch], next_token)
-    three = Trainer(pieces, settings).step(parts, next_token)
-    assert one.values["loss"] == pytest.approx(three.values["loss"], rel=1e-6)
+    one = Trainer(one_batch, settings).step([batch], next_token)
+    three = Trainer(three_batches, settings).step(parts, next_token)
+    assert one.metrics["loss"] == pytest.approx(three.metrics["loss"], rel=1e-6)
     assert one.gradient_norms["model"] == pytest.approx(three.gradient_norms["model"], rel=1e-5)
 
 
@@ -78,7 +78,7 @@ def test_recomputing_activations_changes_no_gradient(family: str) -> None:
     saving.recompute = True
     (batch,) = batches(1)
     for model in (plain, saving):
-        next_token(model, batch).total.backward()
+        next_token(model, batch).loss.backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), saving.parameters(), strict=True))  # type: ignore[arg-type]
 
 
@@ -89,7 +89,7 @@ def test_masters_remember_steps_too_small_for_bfloat16() -> None:
     for _ in range(300):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-        optimizer.collect()
+        optimizer.accumulate_gradients()
         optimizer.step(1.0)
     name = "blocks.0.mlp_norm.weight"  # ones: a single step of 1e-5 vanishes in bfloat16, 300 of them do not
     assert before[name][0] > model.get_parameter(name)[0]
@@ -108,24 +108,24 @@ def test_a_restored_optimizer_goes_on_to_the_bit(dtype: torch.dtype) -> None:
         first.step([batch], next_token)
     second = Trainer(fresh(dtype=dtype), AdamSettings(learning_rate=1e-2))
     second.model.load_state_dict(first.model.state_dict())
-    second.optimizer.restore({name: value.clone() for name, value in first.optimizer.state().items()})
+    second.optimizer.load_state_dict({name: value.clone() for name, value in first.optimizer.state_dict().items()})
     for batch in some[3:]:
         second.step([batch], next_token)
     assert all(torch.equal(a, b) for a, b in zip(through.model.parameters(), second.model.parameters(), strict=True))
 
 
-def test_training_mtp_along_leaves_the_main_model_as_it_was() -> None:
+def test_training_mtp_jointly_does_not_change_the_main_model() -> None:
     config = fresh().config
-    alone = Trainer(fresh(), AdamSettings(learning_rate=1e-2, clip=0.5))
+    alone = Trainer(fresh(), AdamSettings(learning_rate=1e-2, max_grad_norm=0.5))
     mtp = initialize_mtp(config, 2, 1, torch.float32)
-    along = Trainer(fresh(), AdamSettings(learning_rate=1e-2, clip=0.5), {"mtp": mtp})
+    along = Trainer(fresh(), AdamSettings(learning_rate=1e-2, max_grad_norm=0.5), {"mtp": mtp})
     before = [p.detach().clone() for p in mtp.parameters()]
     for batch in batches(3):
         alone.step([batch], next_token)
         result = along.step([batch], with_mtp(mtp))
     assert all(torch.equal(a, b) for a, b in zip(alone.model.parameters(), along.model.parameters(), strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(before, mtp.parameters(), strict=True))
-    assert {"loss", "mtp_1_kl", "mtp_2_overlap", "mtp_1_agreement"} <= result.values.keys()
+    assert {"loss", "mtp_1_kl", "mtp_2_overlap", "mtp_1_agreement"} <= result.metrics.keys()
 
 
 @pytest.mark.parametrize("distance", ["kl", "tv"])
@@ -136,14 +136,14 @@ def test_distillation_alone_brings_the_draft_nearer(distance: str) -> None:
     trainer = Trainer(model, AdamSettings(learning_rate=3e-3), {"mtp": mtp})
     (batch,) = batches(1)
     overlaps = [
-        trainer.step([batch], with_mtp(mtp, distance=distance, joint=False)).values["mtp_1_overlap"] for _ in range(40)
+        trainer.step([batch], with_mtp(mtp, distance=distance, joint=False)).metrics["mtp_1_overlap"] for _ in range(40)
     ]
     assert overlaps[-1] > overlaps[0] + 0.1
 
 
 @given(steps=st.integers(1, 500), warmup=st.floats(0, 1), decay=st.sampled_from(["cosine", "linear", "constant"]))
 def test_the_schedule_goes_up_then_down_to_its_end(steps: int, warmup: float, decay: str) -> None:
-    schedule = Schedule(steps, round(warmup * steps), decay, final=0.1)  # type: ignore[arg-type]
+    schedule = LRSchedule(steps, round(warmup * steps), decay, final_fraction=0.1)  # type: ignore[arg-type]
     factors = [schedule.factor(step) for step in range(steps)]
     assert all(0 < factor <= 1 for factor in factors)
     up, down = factors[: schedule.warmup], factors[schedule.warmup :]
@@ -164,10 +164,10 @@ def test_a_bad_step_stops_and_keeps_its_batch(tmp_path: object) -> None:
 
     place = Path(str(tmp_path))
     some = batches(1)
-    guard = Guard(spike=2.0, directory=place)
+    guard = LossSpikeGuard(threshold=2.0, directory=place)
     for step in range(30):
         guard.check(step, result_of(3.0 + 0.1 * (step % 3)), some)
-    with pytest.raises(EtudeError, match="nats above the usual"):
+    with pytest.raises(EtudeError, match="nats above the recent median"):
         guard.check(31, result_of(5.3), some)
     with pytest.raises(EtudeError, match="loss nan"):
         guard.check(32, result_of(math.nan), some)
