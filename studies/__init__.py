@@ -1,1 +1,4 @@
-"""The choices of the algorithm, each put to the test on a laptop: one command, one plot, the numbers beside it."""
+"""Reproductions of the report's figures and ablations of the algorithm, run from a checkout.
+
+`python -m studies` lists them; `python -m studies.NAME --out DIR` runs one and writes NAME.json and NAME.svg.
+"""

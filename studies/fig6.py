@@ -1,6 +1,6 @@
 """The report's figure of the effort penalty: C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)) for several k and q.
 
-Given a run, its sessions are marked on the curve of its own recipe, and what their effort consists of stands beside.
+Given a run, its sessions are marked on the curve of its own recipe, and their effort is broken down by quantity.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +14,15 @@ import numpy as np
 from etude.errors import InputError
 from etude.evaluation.plot import Axis, Bars, Line, Mark, Panel
 from etude.harness.trace import Cost
-from etude.rewards.effort import EffortWeights, effort, units
-from etude.rl.settings import effort_of
-from etude.rollouts.queue import Slots
-from etude.runs.layout import place_and_section
-from etude.system.progress import Report
-from studies.study import Finding, study
+from etude.rewards.effort import EffortSettings, effort, effort_units
+from etude.rl.settings import open_rl_run
+from etude.rollouts.queue import RolloutQueue
+from etude.runs.run import Run
+from etude.system.progress import ProgressCallback
+from studies.study import StudyResult, study
 
-# What a session's effort is made of, in the words of the report. Text beside calls is message, summaries are thinking.
+# The quantities of a session's effort, as the report names them. Text next to calls counts as message, summaries as
+# thinking.
 QUANTITIES: Mapping[str, Callable[[Cost], int]] = {
     "thinking tokens": lambda cost: cost.thinking + cost.summary,
     "call tokens": lambda cost: cost.call,
@@ -37,113 +38,116 @@ FIELDS = (
     "final_token",
     "call",
     "turn",
-)  # of the weights, in that order
+)  # their weights in EffortSettings, in the same order
 DECILES = tuple(range(10, 100, 10))
 
 
 @dataclass(frozen=True)
-class Settings:
+class Fig6Settings:
     qs: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0)  # at the first of the ks
     ks: tuple[float, ...] = (1.0, 0.1, 10.0)  # at q = 1
-    longest: float = 8.0  # units of effort that are shown, or as many as the run has
+    max_units: float = 8.0  # end of the effort axis; a run with more extends it
     points: int = 81
 
 
 @dataclass(frozen=True)
-class Sessions:
+class TrainedSessions:
     """The rollouts that a run was trained on."""
 
     name: str
-    weights: EffortWeights
-    counts: bool  # whether the run's reward had the penalty in it
+    weights: EffortSettings
+    penalized: bool  # whether the run's reward included the penalty
     costs: Sequence[Cost]
     solved: Sequence[bool]
 
     @property
     def units(self) -> list[float]:
-        return [units(cost, self.weights) for cost in self.costs]
+        return [effort_units(cost, self.weights) for cost in self.costs]
 
     def deciles(self) -> list[float]:
         return [float(value) for value in np.percentile(self.units, DECILES)]
 
 
 @study("fig6")
-def fig6(seed: int, report: Report, settings: Settings | None = None, run: Path | None = None) -> Finding:
+def fig6(
+    seed: int, progress: ProgressCallback, settings: Fig6Settings | None = None, run: Path | None = None
+) -> StudyResult:
     """The effort penalty: how does it bend, and where on it do sessions lie?"""
-    s = settings or Settings()
-    sessions = sessions_of(run) if run is not None else None
-    report(1, 1)
-    longest = max(s.longest, max(sessions.units)) if sessions else s.longest
-    x: list[float] = np.linspace(0, longest, s.points).tolist()
+    s = settings or Fig6Settings()
+    sessions = read_sessions(run) if run is not None else None
+    progress(1, 1)
+    max_units = max(s.max_units, max(sessions.units)) if sessions else s.max_units
+    x: list[float] = np.linspace(0, max_units, s.points).tolist()
     pairs = dict.fromkeys([*((s.ks[0], q) for q in s.qs), *((k, 1.0) for k in s.ks)])
     curves = {pair: [effort(each, *pair) for each in x] for pair in pairs}
-    turn = (sessions.weights if sessions else EffortWeights()).turn
+    turn = (sessions.weights if sessions else EffortSettings()).turn
     data: dict[str, Any] = {
         "x": x,
         "curves": [{"k": k, "q": q, "penalty": values} for (k, q), values in curves.items()],
     }
-    return Finding(
+    return StudyResult(
         title="The effort penalty",
-        conclusion="; ".join([said_of_curves(s, turn), *([said_of_sessions(sessions)] if sessions else [])]) + ".",
+        conclusion="; ".join([describe_curves(s, turn), *([describe_sessions(sessions)] if sessions else [])]) + ".",
         columns=("k, q", "C(1)", "C(10)", "C(100)", *(f"one more turn after {x} units" for x in (1, 10, 100))),
         rows=[_row(k, q, turn) for k, q in curves],
         panels=panels(s, x, curves, turn, sessions),
-        data=data | (data_of(sessions) if sessions else {}),
+        data=data | (session_data(sessions) if sessions else {}),
         settings=s,
     )
 
 
-def sessions_of(run: Path) -> Sessions:
-    """What every rollout took that the run was trained on."""
-    place, section, recipe = place_and_section(run)
-    if not place.slots.exists():
-        raise InputError(f"{run}: there are no rollouts yet; name a run that has begun its stage rl")
-    with closing(Slots.look(place.slots)) as slots:
-        rewards = slots.trained_rewards(slots.last_step(), 1 << 40)
+def read_sessions(run: Path) -> TrainedSessions:
+    """Return the cost and outcome of every rollout that the run was trained on."""
+    layout, settings = open_rl_run(run)
+    if not layout.slots.exists():
+        raise InputError(f"{run}: there are no rollouts yet; name a run that has started its stage rl")
+    with closing(RolloutQueue.open_read_only(layout.slots)) as queue:
+        rewards = queue.trained_rewards(queue.last_step(), 1 << 40)
     if not rewards:
         raise InputError(f"{run}: no rollout has been trained on yet; wait for its first step")
     costs = [Cost(**reward["cost"]) for reward in rewards]
     solved = [bool(reward["solved"]) for reward in rewards]
-    return Sessions(recipe.name, effort_of(section), bool(section.rewards.get("effort_spent")), costs, solved)
+    penalized = bool(settings.rewards.get("effort_spent"))
+    return TrainedSessions(Run.read(run).settings.name, settings.effort, penalized, costs, solved)
 
 
-def price(x: float, k: float, q: float, more: float) -> float:
-    """What a little more effort costs a session that has taken x already."""
+def marginal_penalty(x: float, k: float, q: float, more: float) -> float:
+    """Return the penalty for `more` units after x units."""
     return effort(x + more, k, q) - effort(x, k, q)
 
 
-def said_of_curves(s: Settings, turn: float) -> str:
-    k, bent = s.ks[0], max(s.qs)
-    words = (
-        f"At k = {k:g} and q = 1, one more turn ({turn:g} units) costs {price(0, k, 1, turn):.3f} at the start, "
-        f"{price(1, k, 1, turn):.3f} after 1 unit and {price(100, k, 1, turn):.4f} after 100, where the straight line "
-        f"(q = 0) takes {turn:g} each time"
+def describe_curves(s: Fig6Settings, turn: float) -> str:
+    k, max_q = s.ks[0], max(s.qs)
+    text = (
+        f"At k = {k:g} and q = 1, one more turn ({turn:g} units) costs {marginal_penalty(0, k, 1, turn):.3f} at the "
+        f"start, {marginal_penalty(1, k, 1, turn):.3f} after 1 unit and {marginal_penalty(100, k, 1, turn):.4f} after "
+        f"100, where the linear penalty (q = 0) costs {turn:g} each time"
     )
-    return f"{words}, and q = {bent:g} takes no more than {1 / (k * (bent - 1)):g} in all" if bent > 1 else words
+    return f"{text}, and q = {max_q:g} costs at most {1 / (k * (max_q - 1)):g} in total" if max_q > 1 else text
 
 
-def said_of_sessions(sessions: Sessions) -> str:
-    low, middle, high = (sessions.deciles()[place] for place in (0, 4, 8))
+def describe_sessions(sessions: TrainedSessions) -> str:
+    low, median, high = (sessions.deciles()[index] for index in (0, 4, 8))
     k, q, turn = sessions.weights.k, sessions.weights.q, sessions.weights.turn
-    counted = "" if sessions.counts else ", though its reward did not count them"
+    unpenalized = "" if sessions.penalized else ", which its reward did not penalize"
     return (
-        f"the {len(sessions.costs):,} sessions of {sessions.name} took {middle:.2f} units in the middle and "
-        f"{low:.2f} to {high:.2f} without the outer tenths{counted}, and from there one more turn costs "
-        f"{price(low, k, q, turn):.3f} to {price(high, k, q, turn):.3f}"
+        f"the {len(sessions.costs):,} sessions of {sessions.name} took {median:.2f} units (median; 10th to 90th "
+        f"percentile {low:.2f} to {high:.2f}){unpenalized}, and one more turn at those percentiles costs "
+        f"{marginal_penalty(low, k, q, turn):.3f} to {marginal_penalty(high, k, q, turn):.3f}"
     )
 
 
-def consists_of(sessions: Sessions, solved: bool | None = None) -> dict[str, float]:
-    """Mean units of each quantity: over all sessions, or over those that solved their task, or that did not."""
+def mean_units(sessions: TrainedSessions, solved: bool | None = None) -> dict[str, float]:
+    """Return the mean units of each quantity over all sessions, or over those that solved their task or did not."""
     chosen = [cost for cost, right in zip(sessions.costs, sessions.solved, strict=True) if solved in (None, right)]
-    per_one = [getattr(sessions.weights, field) for field in FIELDS]
+    weights = [getattr(sessions.weights, field) for field in FIELDS]
     return {
         name: weight * float(np.mean([count(cost) for cost in chosen])) if chosen else 0.0
-        for weight, (name, count) in zip(per_one, QUANTITIES.items(), strict=True)
+        for weight, (name, count) in zip(weights, QUANTITIES.items(), strict=True)
     }
 
 
-def data_of(sessions: Sessions) -> dict[str, Any]:
+def session_data(sessions: TrainedSessions) -> dict[str, Any]:
     quantities = {
         name: dict(zip(("10%", "50%", "90%"), np.percentile(values, (10, 50, 90)).tolist(), strict=True))
         for name, values in ((name, [count(cost) for cost in sessions.costs]) for name, count in QUANTITIES.items())
@@ -151,13 +155,13 @@ def data_of(sessions: Sessions) -> dict[str, Any]:
     return {
         "run": {
             "name": sessions.name,
-            "penalty_counted": sessions.counts,
+            "penalty_counted": sessions.penalized,
             "weights": vars(sessions.weights),
             "sessions": len(sessions.costs),
             "quantities": quantities,
             "mean_units": {
-                "solved": consists_of(sessions, True),
-                "not_solved": consists_of(sessions, False),
+                "solved": mean_units(sessions, True),
+                "not_solved": mean_units(sessions, False),
             },
             "deciles_of_units": dict(zip(map(str, DECILES), sessions.deciles(), strict=True)),
             "units": sessions.units,
@@ -168,49 +172,55 @@ def data_of(sessions: Sessions) -> dict[str, Any]:
 
 def _row(k: float, q: float, turn: float) -> tuple[str, ...]:
     values = (f"{effort(x, k, q):.3f}" for x in (1, 10, 100))
-    return f"{k:g}, {q:g}", *values, *(f"{price(x, k, q, turn):.4f}" for x in (1, 10, 100))
+    return f"{k:g}, {q:g}", *values, *(f"{marginal_penalty(x, k, q, turn):.4f}" for x in (1, 10, 100))
 
 
-# ------------------------------------------------------------------------------------------------- the picture
+# ------------------------------------------------------------------------------------------------- plot
 
 
 def panels(
-    s: Settings,
+    s: Fig6Settings,
     x: Sequence[float],
     curves: Mapping[tuple[float, float], Sequence[float]],
     turn: float,
-    sessions: Sessions | None,
+    sessions: TrainedSessions | None,
 ) -> list[Panel]:
     axis, first = Axis("effort x, units"), s.ks[0]
     marks = [Mark(sessions.deciles()[4], "median session")] if sessions else []
     by_q = [Line(f"q = {q:g}", x, curves[first, q]) for q in s.qs]
     by_k = [Line(f"k = {k:g}", x, curves[k, 1.0]) for k in sorted(s.ks)]
     wide: list[float] = np.geomspace(0.1, 100, 49).tolist()
-    prices = [Line(f"q = {q:g}", wide, [price(each, first, q, turn) for each in wide]) for q in s.qs]
-    drawn = [on_its_curve(sessions)] if sessions else []
+    marginal = [Line(f"q = {q:g}", wide, [marginal_penalty(each, first, q, turn) for each in wide]) for q in s.qs]
+    deciles = [decile_points(sessions)] if sessions else []
     found = [
-        Panel(axis, Axis("penalty C(x)", low=0), [*by_q, *drawn], title=f"How much it bends (k = {first:g})"),
+        Panel(axis, Axis("penalty C(x)", low=0), [*by_q, *deciles], title=f"How much it bends (k = {first:g})"),
         Panel(axis, Axis("penalty C(x)", low=0), by_k, title="How soon it bends (q = 1)", marks=marks),
         Panel(
             Axis("effort so far, units", log=True),
             Axis("penalty for it", low=0),
-            prices,
+            marginal,
             title=f"One more turn ({turn:g} units, k = {first:g})",
             marks=marks,
         ),
     ]
-    return [*found, made_of(sessions)] if sessions else found
+    return [*found, breakdown(sessions)] if sessions else found
 
 
-def on_its_curve(sessions: Sessions) -> Line:
-    """Where each tenth of the sessions ends."""
+def decile_points(sessions: TrainedSessions) -> Line:
+    """Return the deciles of the sessions on the curve of their run."""
     k, q, deciles = sessions.weights.k, sessions.weights.q, sessions.deciles()
-    label = f"tenths of {sessions.name}, k = {k:g}, q = {q:g}"
+    label = f"deciles of {sessions.name}, k = {k:g}, q = {q:g}"
     return Line(label, deciles, [effort(each, k, q) for each in deciles], style="points", colour=6)
 
 
-def made_of(sessions: Sessions) -> Panel:
-    parts = consists_of(sessions)
-    words = [name.replace(" ", "\n") for name in parts]
+def breakdown(sessions: TrainedSessions) -> Panel:
+    parts = mean_units(sessions)
+    labels = [name.replace(" ", "\n") for name in parts]
     bars = [Bars("", list(parts.values()))]
-    return Panel(Axis(""), Axis("units of a session", low=0), bars, title="What effort consists of", categories=words)
+    return Panel(Axis(""), Axis("units of a session", low=0), bars, title="Effort by quantity", categories=labels)
+
+
+if __name__ == "__main__":
+    from studies.cli import main
+
+    main("fig6")

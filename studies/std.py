@@ -1,10 +1,10 @@
-"""Why advantages are not divided by the group's deviation: where all are right, the smallest difference becomes news.
+"""Advantages divided by the group's standard deviation, or not: the division amplifies the smallest reward differences.
 
-Every question is answered by three tokens: whether the work is checked, the answer, and a manner of saying it that
-nobody cares about. The fine-tuned policy knows the answers. Most tasks are plain and come out right whatever it does; a
-few have a catch, seen by nobody beforehand, and come out right far oftener when checked. Checking costs a little
-effort, a thousandth of what a solution is worth. So it pays to check, and it is a matter of weights whether that is
-learned: in a plain group only the effort differs, and dividing by the deviation makes as much of it as of a solution.
+An answer has three tokens: whether the work is checked, the answer, and a style token that no reward depends on. The
+fine-tuned policy knows the answers. Most tasks succeed whether or not the work is checked. A few are tricky, which no
+token shows, and succeed far more often when checked. Checking costs a little effort, about a thousandth of the reward
+for a solution, so it pays to check. In a group of easy tasks only the effort differs, and dividing by the standard
+deviation gives that difference as much weight as a solution.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,68 +18,71 @@ from etude.evaluation.plot import Axis, Line, Panel
 from etude.harness.trace import Segment
 from etude.model.transformer import Transformer, initialize
 from etude.rewards.effort import effort
-from etude.rl.advantages import advantages
 from etude.rl.objective import PolicyGradient
-from etude.system.progress import Report
+from etude.rollouts.group_advantages import group_advantages
+from etude.system.progress import ProgressCallback
 from etude.train.optim import AdamSettings
 from etude.train.trainer import Trainer
-from studies.study import Finding, Point, study
+from studies.study import Point, StudyResult, study
 from studies.toy_policy import (
     advantages_by_group,
-    continue_rows,
-    copy_of,
-    imitate,
-    reinforce,
-    segment_of,
-    tiny_config,
-    weigh,
+    copy_model,
+    make_segment,
+    rl_step,
+    sample_rows,
+    sft_step,
+    toy_config,
+    training_sequences,
 )
 
-QUESTIONS, ANSWERS, MANNERS = 8, 8, 8
-CHECK = QUESTIONS  # token ids: questions, then check and skip, then answers, then manners
+QUESTIONS, ANSWERS, STYLES = 8, 8, 8
+CHECK = QUESTIONS  # token ids: questions, then check and skip, then answers, then styles
 ANSWER = CHECK + 2
-MANNER = ANSWER + ANSWERS
-SPREADS = tuple(10.0**power for power in range(-6, 0))  # of rewards in a group where all are right
+STYLE = ANSWER + ANSWERS
+SPREADS = tuple(10.0**power for power in range(-6, 0))  # of the rewards in a group of solved rollouts
+OFF, ON = "reward - mean", "divided by std"
+ARMS = {OFF: False, ON: True}
 
 
 @dataclass(frozen=True)
-class Settings:
+class StdSettings:
     steps: int = 60
     replicas: int = 3
     groups: int = 16  # per step
     group_size: int = 16
     learning_rate: float = 5e-4
-    catch: float = 0.25  # share of tasks that have one
-    caught: float = 0.9  # how often those are right when checked
-    missed: float = 0.4  # and when not
+    tricky_share: float = 0.25  # of the tasks
+    tricky_checked: float = 0.9  # success rate of tricky tasks when the work is checked
+    tricky_unchecked: float = 0.4  # and when it is not
     effort_weight: float = 0.002
     fine_tuning_steps: int = 60
 
 
 @study("std")
-def std(seed: int, report: Report, settings: Settings | None = None) -> Finding:
+def std(seed: int, progress: ProgressCallback, settings: StdSettings | None = None) -> StudyResult:
     """Advantages divided by the group's standard deviation, or not: what happens where all rollouts are right?"""
-    s = settings or Settings()
-    blown = {name: [blow_up(spread, divide, seed) for spread in SPREADS] for name, divide in ARMS.items()}
+    s = settings or StdSettings()
+    largest = {name: [largest_advantage(spread, divide, seed) for spread in SPREADS] for name, divide in ARMS.items()}
     curves: dict[str, list[list[Point]]] = {name: [] for name in ARMS}
     for replica in range(s.replicas):
-        base = fine_tuned(s, 1000 * seed + replica)
+        base = fine_tune(s, 1000 * seed + replica)
         for name, divide in ARMS.items():
-            curves[name].append(learn(base, s, divide, 1000 * seed + replica))
-            report(sum(map(len, curves.values())), 2 * s.replicas)
-    ends = {name: {key: mean_of(runs, key)[-1] for key in runs[0][0]} for name, runs in curves.items()}
-    start = {key: mean_of(curves[OFF], key)[0] for key in ends[OFF]}
-    return Finding(
+            curves[name].append(train(base, s, divide, 1000 * seed + replica))
+            progress(sum(map(len, curves.values())), 2 * s.replicas)
+    ends = {name: {key: mean_over_runs(runs, key)[-1] for key in runs[0][0]} for name, runs in curves.items()}
+    start = {key: mean_over_runs(curves[OFF], key)[0] for key in ends[OFF]}
+    gain = s.tricky_share * (s.tricky_checked - s.tricky_unchecked)
+    return StudyResult(
         title="Dividing advantages by the group's standard deviation",
         conclusion=(
-            f"Among right rollouts whose rewards differ by {SPREADS[2]:g} the largest advantage is {blown[OFF][2]:.1g},"
-            f" and {blown[ON][2]:.1f} when divided by the deviation; so checking, which costs {cost_of_checking(s):.4f}"
-            f" and earns {s.catch * (s.caught - s.missed):.3f}, goes from {start['checked']:.0%} to"
-            f" {ends[OFF]['checked']:.0%} without and to {ends[ON]['checked']:.0%} with the division, and success from"
-            f" {start['success']:.1%} to {ends[OFF]['success']:.1%} and to {ends[ON]['success']:.1%}; manners that"
-            f" nobody is paid for drift by {ends[OFF]['drift']:.2f} and {ends[ON]['drift']:.2f} nats."
+            f"Among solved rollouts whose rewards differ by {SPREADS[2]:g} the largest advantage is"
+            f" {largest[OFF][2]:.1g}, and {largest[ON][2]:.1f} when divided by the standard deviation; so checking,"
+            f" which costs {cost_of_checking(s):.4f} and gains {gain:.3f}, goes from {start['checked']:.0%} to"
+            f" {ends[OFF]['checked']:.0%} without the division and to {ends[ON]['checked']:.0%} with it, and success"
+            f" from {start['success']:.1%} to {ends[OFF]['success']:.1%} and to {ends[ON]['success']:.1%}; the style"
+            f" token, which no reward depends on, drifts by {ends[OFF]['drift']:.2f} and {ends[ON]['drift']:.2f} nats."
         ),
-        columns=("advantages", "success", "checked", "drift of manners, nats"),
+        columns=("advantages", "success", "checked", "drift of the style, nats"),
         rows=[
             ("before", f"{start['success']:.1%}", f"{start['checked']:.1%}", f"{start['drift']:.3f}"),
             *(
@@ -87,111 +90,116 @@ def std(seed: int, report: Report, settings: Settings | None = None) -> Finding:
                 for name, end in ends.items()
             ),
         ],
-        panels=panels(blown, curves),
-        data={"spreads": list(SPREADS), "largest_advantage": blown, "curves": curves},
+        panels=panels(largest, curves),
+        data={"spreads": list(SPREADS), "largest_advantage": largest, "curves": curves},
         settings=s,
     )
 
 
-OFF, ON = "reward - mean", "divided by std"
-ARMS = {OFF: False, ON: True}
-
-
-def blow_up(spread: float, divide: bool, seed: int, groups: int = 256, size: int = 16) -> float:
-    """The mean largest advantage in groups of solved tasks whose rewards differ by `spread`."""
+def largest_advantage(spread: float, divide: bool, seed: int, groups: int = 256, size: int = 16) -> float:
+    """Return the mean largest advantage in groups of solved rollouts whose rewards differ by `spread`."""
     rewards = 1 - spread * np.random.default_rng(seed).random((groups, size))
-    return float(np.mean([max(map(abs, advantages(list(row), divide_by_std=divide))) for row in rewards]))
+    return float(np.mean([max(map(abs, group_advantages(list(row), divide_by_std=divide))) for row in rewards]))
 
 
-def cost_of_checking(s: Settings) -> float:
+def cost_of_checking(s: StdSettings) -> float:
     return s.effort_weight * (effort(2.0) - effort(1.0))
 
 
-# ------------------------------------------------------------------------------------------------- the policy
+# ------------------------------------------------------------------------------------------------- policy
 
 
-def fine_tuned(s: Settings, seed: int) -> Transformer:
-    """Knows the answers (question n has answer n); checks as often as not, in any manner."""
-    trainer = Trainer(initialize(tiny_config(MANNER + MANNERS), seed), AdamSettings(3e-3, weight_decay=0.0))
-    luck = np.random.default_rng(seed)
+def fine_tune(s: StdSettings, seed: int) -> Transformer:
+    """Return a policy that knows the answers (question n has answer n), checks half of the time, in any style."""
+    trainer = Trainer(initialize(toy_config(STYLE + STYLES), seed), AdamSettings(3e-3, weight_decay=0.0))
+    rng = np.random.default_rng(seed)
     for step in range(s.fine_tuning_steps):
-        asked = luck.integers(QUESTIONS, size=256)
-        said = (asked, CHECK + luck.integers(2, size=256), ANSWER + asked, MANNER + luck.integers(MANNERS, size=256))
-        rows = torch.from_numpy(np.stack(said, axis=1))
-        imitate(trainer, [segment_of(row, 1, torch.zeros(3)) for row in rows], 1 - step / s.fine_tuning_steps)
+        asked = rng.integers(QUESTIONS, size=256)
+        columns = (asked, CHECK + rng.integers(2, size=256), ANSWER + asked, STYLE + rng.integers(STYLES, size=256))
+        rows = torch.from_numpy(np.stack(columns, axis=1))
+        sft_step(trainer, [make_segment(row, 1, torch.zeros(3)) for row in rows], 1 - step / s.fine_tuning_steps)
     return trainer.model
 
 
-def learn(base: Transformer, s: Settings, divide: bool, seed: int) -> list[Point]:
-    """Train a copy; where it stands before the first step and after each."""
-    trainer = Trainer(copy_of(base), AdamSettings(s.learning_rate, weight_decay=0.0))
-    luck, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    curve: list[Point] = [{**standing(trainer.model, base, s), "gradient_norm": 0.0}]
+def train(base: Transformer, s: StdSettings, divide: bool, seed: int) -> list[Point]:
+    """Train a copy of the base; return its exact metrics before the first step and after each."""
+    trainer = Trainer(copy_model(base), AdamSettings(s.learning_rate, weight_decay=0.0))
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    curve: list[Point] = [{**exact_metrics(trainer.model, base, s), "gradient_norm": 0.0}]
     for _ in range(s.steps):
-        asked = luck.integers(QUESTIONS, size=s.groups)
+        asked = rng.integers(QUESTIONS, size=s.groups)
         prompts = torch.from_numpy(np.repeat(asked, s.group_size))[:, None]
-        segments = continue_rows(trainer.model, prompts, 3, generator)
-        catch = np.repeat(luck.random(s.groups) < s.catch, s.group_size)
-        found = advantages_by_group(paid(segments, catch, s, luck), s.group_size, divide_by_std=divide)
-        pieces = [piece for seg, advantage in zip(segments, found, strict=True) for piece in weigh([seg], advantage)]
-        result = reinforce(trainer, pieces, PolicyGradient())
-        curve.append({**standing(trainer.model, base, s), "gradient_norm": result.gradient_norms["model"]})
+        segments = sample_rows(trainer.model, prompts, 3, generator)
+        tricky = np.repeat(rng.random(s.groups) < s.tricky_share, s.group_size)
+        advantages = advantages_by_group(rewards_of(segments, tricky, s, rng), s.group_size, divide_by_std=divide)
+        sequences = [
+            sequence
+            for segment, advantage in zip(segments, advantages, strict=True)
+            for sequence in training_sequences([segment], advantage)
+        ]
+        result = rl_step(trainer, sequences, PolicyGradient())
+        curve.append({**exact_metrics(trainer.model, base, s), "gradient_norm": result.gradient_norms["model"]})
     return curve
 
 
-def paid(
-    segments: Sequence[Segment], catch: npt.NDArray[np.bool_], s: Settings, luck: np.random.Generator
+def rewards_of(
+    segments: Sequence[Segment], tricky: npt.NDArray[np.bool_], s: StdSettings, rng: np.random.Generator
 ) -> list[float]:
-    """One for a right outcome, less the effort: checking, and what nobody can help."""
+    """Return 1 for each success, less the effort: that of checking, and a random part that the policy cannot change."""
     asked, checked, answer, _ = np.stack([segment.tokens for segment in segments]).astype(np.int64).T
-    odds = np.where(catch, np.where(checked == CHECK, s.caught, s.missed), 1.0)
-    right = (answer == ANSWER + asked) & (luck.random(len(segments)) < odds)
-    work = 1.0 + (checked == CHECK) + 0.2 * luck.random(len(segments))
-    return [float(won) - s.effort_weight * effort(float(x)) for won, x in zip(right, work, strict=True)]
+    probability = np.where(tricky, np.where(checked == CHECK, s.tricky_checked, s.tricky_unchecked), 1.0)
+    solved = (answer == ANSWER + asked) & (rng.random(len(segments)) < probability)
+    units = 1.0 + (checked == CHECK) + 0.2 * rng.random(len(segments))
+    return [float(success) - s.effort_weight * effort(float(x)) for success, x in zip(solved, units, strict=True)]
 
 
-def standing(model: Transformer, base: Transformer, s: Settings) -> dict[str, float]:
-    """How often it checks and succeeds, computed and not sampled; and how far its manners are from the base's."""
+def exact_metrics(model: Transformer, base: Transformer, s: StdSettings) -> dict[str, float]:
+    """Return exact rates of success and checking, and the divergence of the style token from the base's."""
     asked = torch.arange(QUESTIONS)
     success, checked, drift = (torch.zeros(QUESTIONS) for _ in range(3))
-    for choice, odds in ((CHECK, s.caught), (CHECK + 1, s.missed)):
+    for choice, tricky_success in ((CHECK, s.tricky_checked), (CHECK + 1, s.tricky_unchecked)):
         rows = torch.stack((asked, torch.full_like(asked, choice), ANSWER + asked), dim=1)
         with torch.inference_mode():
-            mine, theirs = model(rows).log_softmax(-1), base(rows).log_softmax(-1)
-        share = mine[:, 0, choice].exp()
-        knows = mine[:, 1].gather(1, rows[:, 2:])[:, 0].exp()
-        success += share * knows * (1 - s.catch * (1 - odds))
+            logp, base_logp = model(rows).log_softmax(-1), base(rows).log_softmax(-1)
+        share = logp[:, 0, choice].exp()
+        right = logp[:, 1].gather(1, rows[:, 2:])[:, 0].exp()
+        success += share * right * (1 - s.tricky_share * (1 - tricky_success))
         checked += share * (choice == CHECK)
-        drift += share * (mine[:, 2].exp() * (mine[:, 2] - theirs[:, 2])).sum(-1)
+        drift += share * (logp[:, 2].exp() * (logp[:, 2] - base_logp[:, 2])).sum(-1)
     return {"success": float(success.mean()), "checked": float(checked.mean()), "drift": float(drift.mean())}
 
 
-# ------------------------------------------------------------------------------------------------- the picture
+# ------------------------------------------------------------------------------------------------- plot
 
 
-def mean_of(runs: Sequence[Sequence[Point]], key: str) -> list[float]:
+def mean_over_runs(runs: Sequence[Sequence[Point]], key: str) -> list[float]:
     return [float(np.mean([run[step][key] for run in runs])) for step in range(len(runs[0]))]
 
 
-def panels(blown: Mapping[str, list[float]], curves: Mapping[str, list[list[Point]]]) -> list[Panel]:
-    spread = [Line(name, SPREADS, values, style="both") for name, values in blown.items()]
+def panels(largest: Mapping[str, list[float]], curves: Mapping[str, list[list[Point]]]) -> list[Panel]:
     found = [
         Panel(
-            Axis("differences of reward among solved rollouts", log=True),
+            Axis("reward differences among solved rollouts", log=True),
             Axis("largest advantage", log=True),
-            spread,
-            title="One group, all right",
+            [Line(name, SPREADS, values, style="both") for name, values in largest.items()],
+            title="One group, all solved",
         )
     ]
     for key, title, axis in (
         ("success", "Success of the policy", Axis("tasks solved", percent=True)),
-        ("checked", "Work that is checked", Axis("rollouts", low=0, high=1, percent=True)),
-        ("drift", "Manners that nobody is paid for", Axis("divergence from the start, nats", low=0)),
+        ("checked", "Rollouts that check", Axis("rollouts", low=0, high=1, percent=True)),
+        ("drift", "Drift of the unrewarded style token", Axis("divergence from the start, nats", low=0)),
     ):
         lines = []
         for name, runs in curves.items():
             values = [[run[step][key] for run in runs] for step in range(len(runs[0]))]
             low, high = [min(each) for each in values], [max(each) for each in values]
-            lines.append(Line(name, range(len(values)), mean_of(runs, key), low, high))
+            lines.append(Line(name, range(len(values)), mean_over_runs(runs, key), low, high))
         found.append(Panel(Axis("step"), axis, lines, title=title))
     return found
+
+
+if __name__ == "__main__":
+    from studies.cli import main
+
+    main("std")

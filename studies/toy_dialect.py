@@ -1,8 +1,8 @@
-"""A dialect for policies of a hundred thousand parameters: what the harness always says is one token, the rest letters.
+"""A dialect for toy policies: every fixed text of the harness is one token, everything else is single characters.
 
-The session, the speaker and the summaries of a study are the real ones; only here a whole sentence that never changes
-costs one token, so that a session of ten turns is a hundred tokens long and a laptop trains on thousands of them. Any
-printable text can be read and written. A call is its mark and the name of a tool; there are no arguments.
+Session, model client and summaries of a study are the real ones. Because a sentence that never changes costs one
+token, a session of ten turns is a hundred tokens long, and a laptop trains on thousands of them. Any printable text can
+be encoded and decoded. A tool call is a control token and the name of a tool; there are no arguments.
 """
 
 import re
@@ -12,56 +12,61 @@ from itertools import pairwise
 from typing import cast
 
 from etude.chat.dialects.dialect import Dialect
-from etude.chat.messages import Call, Message, ParsedTurn, ToolSchema, tool_names
+from etude.chat.messages import Message, ParsedTurn, ToolCall, ToolSchema, tool_names
 from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
-from etude.harness.prompt import BRIEF
-from etude.harness.summary import ASK, ASK_AGAIN, COMPACT
+from etude.harness.prompt import SHORT_SYSTEM_PROMPT
+from etude.harness.summary import COMPACTION_PROMPT, SUMMARY_PROMPT, SUMMARY_RETRY_PROMPT
 
 CONTROL = ("<end>", "<system>", "<user>", "<assistant>", "<tool>", "<call>")
-# What the harness says around a summary, in the pieces that stay the same.
-SAID = (BRIEF, ASK, *ASK_AGAIN.split("{why}"), *COMPACT.split("{session}"))
+# The constant parts of the harness's texts: prompts, the recap of a summary, and the transcript for a compaction.
+PROMPTS = (
+    SHORT_SYSTEM_PROMPT,
+    SUMMARY_PROMPT,
+    *SUMMARY_RETRY_PROMPT.split("{why}"),
+    *COMPACTION_PROMPT.split("{session}"),
+)
 RECAP = (
     '\n\n<summary number="',
     '">\n',
     "\n</summary>\nWork done before the summary is in the workspace. Go on from there.",
 )
-WRITTEN = ("\n\n[user]\n", "\n\n[assistant]\n", "[system]\n", "[call ", "\n[result] ", "] ")
+TRANSCRIPT = ("\n\n[user]\n", "\n\n[assistant]\n", "[system]\n", "[call ", "\n[result] ", "] ")
 
 
-class Shorthand(Dialect):
-    """Control tokens, then phrases, then every printable character. `words` are the study's own phrases."""
+class ToyDialect(Dialect):
+    """Token ids are the control tokens, then phrases, then every printable character. `words` adds phrases."""
 
-    name = "shorthand"
+    name = "toy"
 
     def __init__(self, words: Sequence[str]) -> None:
-        phrases = dict.fromkeys((*words, *SAID, *RECAP, *WRITTEN))
+        phrases = dict.fromkeys((*words, *PROMPTS, *RECAP, *TRANSCRIPT))
         texts = [phrase for phrase in phrases if len(phrase) > 1] + [*string.printable[:95], "\n"]
-        self.tokenizer = cast(Tokenizer, None)  # there is none: a text is cut where a phrase is
-        self._texts = {text: len(CONTROL) + index for index, text in enumerate(texts)}
-        self._spelt = [*CONTROL, *texts]
+        self.tokenizer = cast(Tokenizer, None)  # a toy dialect has none: text is split at phrases
+        self._token_of = {text: len(CONTROL) + index for index, text in enumerate(texts)}
+        self._text_of = [*CONTROL, *texts]
         self._pattern = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
         self.end, _, _, self.assistant, _, self.call = range(len(CONTROL))
         self.stops = frozenset({self.end})
 
     def __len__(self) -> int:
-        return len(self._spelt)
+        return len(self._text_of)
 
     def encode(self, text: str) -> list[int]:
-        """The longest phrase first; no text becomes a control token."""
-        found = self._pattern.findall(text)
-        if sum(map(len, found)) != len(text):
-            raise InputError(f"shorthand: {text!r} has characters outside printable ASCII")
-        return [self._texts[part] for part in found]
+        """Return the tokens of a text, longest phrase first; no text becomes a control token."""
+        parts = self._pattern.findall(text)
+        if sum(map(len, parts)) != len(text):
+            raise InputError(f"toy dialect: {text!r} has characters outside printable ASCII")
+        return [self._token_of[part] for part in parts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return "".join(self._spelt[token] for token in tokens)
+        return "".join(self._text_of[token] for token in tokens)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = True
     ) -> list[int]:
-        """The messages. Tools are not shown: a policy this small knows them or does not."""
-        tokens = [token for message in messages for token in self._say(message)]
+        """Return the tokens of the messages. Tools are not described: a toy policy learns them from demonstrations."""
+        tokens = [token for message in messages for token in self._render(message)]
         return [*tokens, self.assistant] if add_generation_prompt else tokens
 
     def bridge(self, completion: Sequence[int], messages: Sequence[Message]) -> list[int]:
@@ -69,19 +74,19 @@ class Shorthand(Dialect):
         return [*closing, *self.render(messages)]
 
     def write(self, message: Message, *, first_call: int = 0) -> list[int]:
-        return self._say(message)[1:]
+        return self._render(message)[1:]
 
     def parse(self, tokens: Sequence[int], tools: Sequence[ToolSchema] = (), *, first_call: int = 0) -> ParsedTurn:
         closed = self.end in tokens
-        said = list(tokens[: tokens.index(self.end)] if closed else tokens)
-        starts = [at for at, token in enumerate(said) if token == self.call]
-        text = said[: starts[0]] if starts else said
+        content = list(tokens[: tokens.index(self.end)] if closed else tokens)
+        starts = [at for at, token in enumerate(content) if token == self.call]
+        text = content[: starts[0]] if starts else content
         calls = []
-        for number, (start, stop) in enumerate(pairwise([*starts, len(said)])):
-            name = self.decode(said[start + 1 : stop])
+        for number, (start, stop) in enumerate(pairwise([*starts, len(content)])):
+            name = self.decode(content[start + 1 : stop])
             known = name in tool_names(tools)
             calls.append(
-                Call(
+                ToolCall(
                     name,
                     {} if known else None,
                     f"call_{first_call + number}",
@@ -91,10 +96,10 @@ class Shorthand(Dialect):
                     "" if known else "no such tool",
                 )
             )
-        spent = len(said) - len(text)
-        return ParsedTurn("", self.decode(text), tuple(calls), closed, 0, spent, len(tokens) - spent)
+        call_tokens = len(content) - len(text)
+        return ParsedTurn("", self.decode(text), tuple(calls), closed, 0, call_tokens, len(tokens) - call_tokens)
 
-    def _say(self, message: Message) -> list[int]:
+    def _render(self, message: Message) -> list[int]:
         role = CONTROL.index(f"<{message.role}>")
         calls = [token for call in message.calls for token in (self.call, *self.encode(call.name))]
         return [role, *self.encode(message.content), *calls, self.end]

@@ -1,8 +1,8 @@
-"""Errands: tasks of a few tokens in the real harness. A note says what a thing is; one tool shows the next note.
+"""Tasks of a few tokens in the real harness. A note states the value of a thing; the only tool shows the next note.
 
-`Session`, `TokenSpeaker`, `Summaries` and the trace are those of every rollout; the tool runs in this process, where
-nothing that a model writes is ever executed. A policy for them first learns to look things up in what it has read
-(`taught_to_recall`): that is what takes a small model long, and has nothing to do with what is studied.
+Session, model client, summaries and trace are those of every rollout; the tool runs in this process, and nothing that a
+model writes is executed. A policy first learns to look up facts in its context (`pretrain_recall`): that takes a small
+model longest, and is not what is studied.
 """
 
 import asyncio
@@ -13,15 +13,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from etude.chat.messages import Call, Message, Role, ToolSchema
+from etude.chat.messages import Message, Role, ToolCall, ToolSchema
 from etude.data.packing import Batch
-from etude.harness.model_client import TokenSpeaker
-from etude.harness.prompt import Request
-from etude.harness.scripted_policy import Scripted
-from etude.harness.session import Budget, Session
-from etude.harness.summary import Summaries
+from etude.harness.budget import Budget
+from etude.harness.model_client import TokenModelClient
+from etude.harness.prompt import SessionRequest
+from etude.harness.scripted_policy import ScriptedPolicy
+from etude.harness.session import Session
+from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
-from etude.harness.tools.tool import Outcome
+from etude.harness.tools.tool import ToolOutcome
 from etude.harness.trace import Trace
 from etude.inference.policy import Policy
 from etude.inference.sampling import Sampling
@@ -30,15 +31,15 @@ from etude.model.transformer import Transformer, initialize
 from etude.train.objectives import next_token
 from etude.train.optim import AdamSettings
 from etude.train.trainer import Trainer
-from studies.toy_dialect import Shorthand
-from studies.toy_policy import tiny_config
+from studies.toy_dialect import ToyDialect
+from studies.toy_policy import toy_config
 
 THINGS, VALUES = "abcdef", 10
 UNKNOWN = "unknown"
 ROLES: tuple[Role, Role] = ("tool", "user")
 Integers = npt.NDArray[np.int64]
-LOOK: ToolSchema = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
-LOOKING = Message("assistant", calls=(Call("look", {}, "call"),))
+LOOK_TOOL: ToolSchema = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+LOOK_CALL = Message("assistant", calls=(ToolCall("look", {}, "call"),))
 
 
 def note(thing: str, value: int | str) -> str:
@@ -49,128 +50,135 @@ NOTES = tuple(tuple(note(thing, value) for value in range(VALUES)) for thing in 
 
 
 @dataclass(frozen=True)
-class Errand:
+class ToyTask:
     request: str
-    notes: Sequence[str]  # in the order they are shown; the last is shown for ever
+    notes: Sequence[str]  # in the order in which the tool shows them; the last one is repeated
     answer: str
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What every session of a study has in common."""
+class ToySessionSettings:
+    """The settings that all sessions of a study share."""
 
     budget: Budget
-    summaries: Summaries = field(default_factory=lambda: Summaries(mode="off"))
+    summaries: SummarySettings = field(default_factory=lambda: SummarySettings(mode="off"))
     window: int = 256
 
 
-class Drawer:
-    """The one tool there is."""
+class NoteTools:
+    """The tool `look`, which shows the next note."""
 
     root, plan, pod_seconds = "", "", 0.0
-    schemas: Sequence[ToolSchema] = (LOOK,)
+    schemas: Sequence[ToolSchema] = (LOOK_TOOL,)
 
     def __init__(self, notes: Sequence[str]) -> None:
-        self._notes, self._at = notes, 0
+        self._notes, self._next = notes, 0
 
     def interrupt(self) -> None:
-        """Nothing here takes time."""
+        """Do nothing: a call takes no time."""
 
-    async def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        return [self._look() if call.status == "ok" else Outcome(call.problem, "unknown_tool") for call in calls]
+    async def run(self, calls: Sequence[ToolCall]) -> list[ToolOutcome]:
+        return [self._look() if call.status == "ok" else ToolOutcome(call.problem, "unknown_tool") for call in calls]
 
-    def _look(self) -> Outcome:
-        shown = self._notes[min(self._at, len(self._notes) - 1)]
-        self._at += 1
-        return Outcome(shown)
+    def _look(self) -> ToolOutcome:
+        shown = self._notes[min(self._next, len(self._notes) - 1)]
+        self._next += 1
+        return ToolOutcome(shown)
 
 
-def errand_dialect(*words: str) -> Shorthand:
-    """A note is one token, and so are the words of a study."""
-    return Shorthand(["look", UNKNOWN, *(f"Find {thing}" for thing in THINGS), *sum(NOTES, ()), *words])
+def toy_task_dialect(*words: str) -> ToyDialect:
+    """Return a dialect in which every note is one token, and so is each of `words`."""
+    return ToyDialect(["look", UNKNOWN, *(f"Find {thing}" for thing in THINGS), *sum(NOTES, ()), *words])
 
 
 # ------------------------------------------------------------------------------------------------- sessions
 
 
-async def _play(errand: Errand, policy: Policy, dialect: Shorthand, rules: Rules, seed: int) -> Trace:
+async def _run_session(
+    task: ToyTask, policy: Policy, dialect: ToyDialect, settings: ToySessionSettings, seed: int
+) -> Trace:
     session = Session(
-        Request(errand.request),
-        TokenSpeaker(policy, dialect, Sampling(seed=seed), window=rules.window),
-        Drawer(errand.notes),
-        environment=ToolSet(brief=True),
-        budget=rules.budget,
-        summaries=rules.summaries,
+        SessionRequest(task.request),
+        TokenModelClient(policy, dialect, Sampling(seed=seed), window=settings.window),
+        NoteTools(task.notes),
+        tool_set=ToolSet(short_system_prompt=True),
+        budget=settings.budget,
+        summaries=settings.summaries,
         id=str(seed),
     )
     return await session.run()
 
 
-def play(errands: Sequence[Errand], policy: Policy, dialect: Shorthand, rules: Rules, first_seed: int) -> list[Trace]:
-    """All at the same time, each with luck of its own."""
-
-    async def all_of_them() -> list[Trace]:
-        games = (_play(errand, policy, dialect, rules, first_seed + n) for n, errand in enumerate(errands))
-        return await asyncio.gather(*games)
-
-    return asyncio.run(all_of_them())
-
-
-def demonstrate(
-    errands: Iterable[Errand], say: Callable[[Errand], Callable[[str], str]], dialect: Shorthand, rules: Rules
+def run_sessions(
+    tasks: Sequence[ToyTask], policy: Policy, dialect: ToyDialect, settings: ToySessionSettings, first_seed: int
 ) -> list[Trace]:
-    """Sessions of an expert, who reads what a model would and says words, or nothing: then it looks."""
+    """Run one session per task, all at once, with consecutive seeds."""
 
-    def script(errand: Errand) -> Scripted:
-        speak = say(errand)
+    async def run_all() -> list[Trace]:
+        sessions = (_run_session(task, policy, dialect, settings, first_seed + n) for n, task in enumerate(tasks))
+        return await asyncio.gather(*sessions)
 
-        def line(tokens: Sequence[int]) -> Message:
-            words = speak(dialect.decode(tokens))
-            return Message("assistant", words) if words else LOOKING
-
-        return Scripted(dialect, line)
-
-    async def all_of_them() -> list[Trace]:
-        return [await _play(errand, script(errand), dialect, rules, 0) for errand in errands]
-
-    return asyncio.run(all_of_them())
+    return asyncio.run(run_all())
 
 
-# ------------------------------------------------------------------------------------------------- what comes before
+def run_demonstrations(
+    tasks: Iterable[ToyTask],
+    demonstrator: Callable[[ToyTask], Callable[[str], str]],
+    dialect: ToyDialect,
+    settings: ToySessionSettings,
+) -> list[Trace]:
+    """Run sessions of a scripted demonstrator: it maps the context to a message, or to "" for a call of `look`."""
+
+    def scripted_policy(task: ToyTask) -> ScriptedPolicy:
+        respond = demonstrator(task)
+
+        def next_message(tokens: Sequence[int]) -> Message:
+            text = respond(dialect.decode(tokens))
+            return Message("assistant", text) if text else LOOK_CALL
+
+        return ScriptedPolicy(dialect, next_message)
+
+    async def run_all() -> list[Trace]:
+        return [await _run_session(task, scripted_policy(task), dialect, settings, 0) for task in tasks]
+
+    return asyncio.run(run_all())
 
 
-def taught_to_recall(dialect: Shorthand, seed: int, steps: int) -> Transformer:
-    """A fresh model that has learned one thing: asked for something after some notes, to say the note of it."""
-    trainer = Trainer(initialize(tiny_config(len(dialect)), seed), AdamSettings(3e-3, weight_decay=0.0))
-    luck = np.random.default_rng(seed)
+# ------------------------------------------------------------------------------------------------- pretraining
+
+
+def pretrain_recall(dialect: ToyDialect, seed: int, steps: int) -> Transformer:
+    """Train a new model on one skill: given some notes and a request for a thing, to repeat the note about it."""
+    trainer = Trainer(initialize(toy_config(len(dialect)), seed), AdamSettings(3e-3, weight_decay=0.0))
+    rng = np.random.default_rng(seed)
     for step in range(steps):
-        trainer.step([_lesson(dialect, luck, 64)], next_token, min(1.0, (step + 1) / 10))
+        trainer.step([_recall_batch(dialect, rng, 64)], next_token, min(1.0, (step + 1) / 10))
     return trainer.model
 
 
-def _lesson(dialect: Shorthand, luck: np.random.Generator, rows: int) -> Batch:
-    """Rows of all notes in any order, as a tool says them, then questions after each other, as a user asks them."""
+def _recall_batch(dialect: ToyDialect, rng: np.random.Generator, rows: int) -> Batch:
+    """Return rows of all notes in random order as tool messages, then requests as user messages with their answers."""
     tool, user = (dialect.render([Message(role)])[0] for role in ROLES)
     notes = np.array([[dialect.encode(text)[0] for text in of_thing] for of_thing in NOTES])
-    questions = np.array([dialect.encode(f"Find {thing}")[0] for thing in THINGS])
+    requests = np.array([dialect.encode(f"Find {thing}")[0] for thing in THINGS])
     things = len(THINGS)
-    values = luck.integers(VALUES, size=(rows, things))
-    order = np.argsort(luck.random((rows, things)), axis=1)
-    asked = luck.integers(things, size=(rows, things))
+    values = rng.integers(VALUES, size=(rows, things))
+    order = np.argsort(rng.random((rows, things)), axis=1)
+    requested = rng.integers(things, size=(rows, things))
 
-    def said(which: Integers) -> Integers:
+    def notes_about(which: Integers) -> Integers:
         found: Integers = notes[which, np.take_along_axis(values, which, axis=1)]
         return found
 
-    def beside(*parts: Integers | int) -> Integers:
+    def interleave(*parts: Integers | int) -> Integers:
         columns = [np.full((rows, things), part) if isinstance(part, int) else part for part in parts]
         return np.stack(columns, axis=-1).reshape(rows, -1)
 
-    told = beside(tool, said(order), dialect.end)
-    answered = beside(user, questions[asked], dialect.end, dialect.assistant, said(asked), dialect.end)
-    tokens = torch.from_numpy(np.concatenate((told, answered), axis=1))
+    shown = interleave(tool, notes_about(order), dialect.end)
+    turns = interleave(user, requests[requested], dialect.end, dialect.assistant, notes_about(requested), dialect.end)
+    tokens = torch.from_numpy(np.concatenate((shown, turns), axis=1))
     targets = torch.full_like(tokens, IGNORE)
-    first = told.shape[1] + 3  # the mark after which the first answer stands
-    for place in (first, first + 1):
-        targets[:, place:-1:6] = tokens[:, place + 1 :: 6]
+    first = shown.shape[1] + 3  # the assistant token before the first answer
+    for position in (first, first + 1):
+        targets[:, position:-1:6] = tokens[:, position + 1 :: 6]
     return Batch(tokens, targets, tuple((tokens.shape[1],) for _ in tokens), (), int((targets != IGNORE).sum()))

@@ -1,4 +1,4 @@
-"""The report's figures in miniature: what they say is what the numbers say, and every stage is the ordinary one."""
+"""The studies fig2, fig4, fig5 and fig6: conclusions follow from the numbers, and their runs are ordinary runs."""
 
 import asyncio
 import json
@@ -17,32 +17,34 @@ import torch
 from rl_runs import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
+from etude.config import differing_keys, settings_data
 from etude.errors import EtudeError, InputError
-from etude.evaluation import held_out
+from etude.evaluation import held_out, statistics
 from etude.harness.trace import Cost
-from etude.recipe.recipe import differing_keys, load_recipe, recipe_data
-from etude.rewards.effort import effort, units
-from etude.rl.settings import evaluation_plan, plan_of
-from etude.rollouts.queue import Slots
-from etude.runs.layout import Place
+from etude.recipe.recipe import load_recipe
+from etude.rewards.effort import effort, effort_units
+from etude.rl.settings import open_rl_run
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.settings import evaluation_queue
+from etude.runs.layout import RunLayout
 from etude.runs.run import Run
 from studies import fig2, fig4, fig5, fig6
-from studies.cli import app
-from studies.study import find_study, leave, run_study, settings_with
-from studies.subprocess_runs import Command, carry_out, last_line, recipe_file
+from studies.cli import study_app
+from studies.study import find_study, run_study, settings_with_overrides, write_result
+from studies.subprocess_runs import Command, last_metrics, recipe_file, run_commands
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def quietly(done: int, total: int, note: str = "") -> None:
-    """A report that nobody reads."""
+    """A progress callback that does nothing."""
 
 
-def left(name: str, finding: Any, out: Path) -> dict[str, Any]:
-    """The record that a finding leaves, and a look at its picture."""
-    leave(find_study(name), finding, out, 0, 1.0)
-    assert all(len(row) == len(finding.columns) for row in finding.rows)
-    assert ElementTree.fromstring((out / f"{name}.svg").read_text()).findtext(f"{SVG}title") == finding.title
+def written_record(name: str, result: Any, out: Path) -> dict[str, Any]:
+    """Write a result, check its plot, and return its record."""
+    write_result(find_study(name), result, out, 0, 1.0)
+    assert all(len(row) == len(result.columns) for row in result.rows)
+    assert ElementTree.fromstring((out / f"{name}.svg").read_text()).findtext(f"{SVG}title") == result.title
     record: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
     return record
 
@@ -50,12 +52,12 @@ def left(name: str, finding: Any, out: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- estimators
 
 
-def test_drawn_variances_are_the_exact_ones_and_only_k2_is_biased(tmp_path: Path) -> None:
-    record = left("fig4", fig4.fig4(0, quietly, fig4.Settings(batches=1024, divergences=8)), tmp_path)
+def test_sampled_variances_are_the_exact_ones_and_only_k2_is_biased(tmp_path: Path) -> None:
+    record = written_record("fig4", fig4.fig4(0, quietly, fig4.Fig4Settings(batches=1024, divergences=8)), tmp_path)
     points = {point["divergence"]: point for point in record["data"]["points"]}
     assert set(fig4.SHOWN) <= set(points)
     for kl, point in points.items():
-        for name in fig4.NAMES if kl <= 1 else ("k1", "k2"):  # beyond, the variance of k3 hangs on a few samples
+        for name in fig4.NAMES if kl <= 1 else ("k1", "k2"):  # above, the variance of k3 depends on a few samples
             assert point[f"{name}_variance"] == pytest.approx(point[f"{name}_exact"], rel=0.25), (kl, name, "seed 0")
         assert point["k1_mean"] == pytest.approx(kl, abs=0.02)
         assert point["k3_mean"] == pytest.approx(kl, abs=0.1)
@@ -65,68 +67,69 @@ def test_drawn_variances_are_the_exact_ones_and_only_k2_is_biased(tmp_path: Path
     assert len(record["table"]["rows"]) == len(fig4.SHOWN)
 
 
-# ------------------------------------------------------------------------------------------------- runs made up
+# ------------------------------------------------------------------------------------------------- synthetic runs
 
 
 def reward(solved: bool, **cost: int) -> dict[str, Any]:
-    made = Cost(**cost)
+    spent = Cost(**cost)
     return {
         "total": float(solved),
         "score": float(solved),
         "solved": solved,
         "category": "debugging",
         "ending": "final",
-        "made": made.made,
-        "cost": asdict(made),
+        "made": spent.sampled,
+        "cost": asdict(spent),
     }
 
 
 def begin_run(path: Path, **rl: Any) -> Run:
-    """A run of which only the recipe is there."""
+    """Start a run that has only its recipe."""
     table = {"model": "./model", "tasks": "./tasks", "steps": 4, "group_size": 2, "groups_per_step": 1, **rl}
     recipe = path.with_suffix(".toml")
     recipe.write_text(tomli_w.dumps({"name": "small", "stages": ["rl"], "rl": table}))
     run = Run.create_or_resume(path, load_recipe(recipe))
-    Place(path).make()
+    RunLayout(path).make()
     return run
 
 
-def answer_all(slots: Slots, rewards: Iterable[Mapping[str, Any]], version: int = 0) -> None:
-    said = iter(rewards)
-    while (slot := slots.claim("worker", 0.0)) is not None:
-        slots.finish(slot, dict(next(said)), f"traces/{slot.id}", (version, version))
+def finish_all(queue: RolloutQueue, rewards: Iterable[Mapping[str, Any]], version: int = 0) -> None:
+    remaining = iter(rewards)
+    while (slot := queue.claim("worker", 0.0)) is not None:
+        queue.finish(slot, dict(next(remaining)), f"traces/{slot.id}", (version, version))
 
 
-def trained_run(path: Path, said: Sequence[Mapping[str, Any]], **rl: Any) -> Path:
-    """A run that was trained on these rollouts, two to a step."""
-    with begin_run(path, **rl) as run:
-        assert run.recipe.rl is not None
-        with closing(Slots(Place(path).slots, plan_of(run.recipe.rl))) as slots:
-            for step in range(len(said) // 2):
-                slots.add([(f"task-{step}", 0.0)])
-                answer_all(slots, said[2 * step : 2 * step + 2], step)
-                slots.mark_trained(slots.ready(step), step + 1)
+def trained_run(path: Path, rollouts: Sequence[Mapping[str, Any]], **rl: Any) -> Path:
+    """Make a run that was trained on rollouts with these reward records, two per step."""
+    with begin_run(path, **rl), closing(RolloutQueue(RunLayout(path).slots, open_rl_run(path)[1])) as queue:
+        for step in range(len(rollouts) // 2):
+            queue.add([(f"task-{step}", 0.0)])
+            finish_all(queue, rollouts[2 * step : 2 * step + 2], step)
+            queue.mark_trained(queue.ready(step), step + 1)
     return path
 
 
-def measured_run(path: Path, solved: Mapping[int, Sequence[int]], samples: int = 4) -> Path:
-    """A run measured at these steps: how many samples of each held-out task were right."""
-    with begin_run(path, evaluation={"tasks": "./held-out", "samples": samples}) as run:
-        assert run.recipe.rl is not None
-        with closing(Slots(Place(path).evaluations, evaluation_plan(run.recipe.rl))) as slots:
-            for step, counts in solved.items():
-                held_out.begin(slots, step, [f"task-{number}" for number in range(len(counts))])
-                said = [reward(place < count, turns=2) for count in counts for place in range(samples)]
-                answer_all(slots, said, step)
-                run.log("rl", step, evaluation=True, **held_out.summarise(held_out.results(slots, step)))
+def open_evaluations(path: Path, samples: int) -> RolloutQueue:
+    return RolloutQueue(RunLayout(path).evaluations, evaluation_queue(open_rl_run(path)[1], samples))
+
+
+def evaluated_run(path: Path, solved: Mapping[int, Sequence[int]], samples: int = 4) -> Path:
+    """Make a run evaluated at these steps: `solved` has the number of solved samples of each held-out task."""
+    evaluation = {"tasks": "./held-out", "samples": samples}
+    with begin_run(path, evaluation=evaluation) as run, closing(open_evaluations(path, samples)) as queue:
+        for step, counts in solved.items():
+            held_out.start(queue, step, [f"task-{number}" for number in range(len(counts))])
+            rewards = [reward(index < count, turns=2) for count in counts for index in range(samples)]
+            finish_all(queue, rewards, step)
+            run.log("rl", step, evaluation=True, **statistics.summarise(held_out.results(queue, step)))
     return path
 
 
-# ------------------------------------------------------------------------------------------------- the penalty
+# ------------------------------------------------------------------------------------------------- effort penalty
 
 
 def test_penalty_curves_have_their_check_values(tmp_path: Path) -> None:
-    record = left("fig6", fig6.fig6(0, quietly), tmp_path)
+    record = written_record("fig6", fig6.fig6(0, quietly), tmp_path)
     rows = {row[0]: row[1:4] for row in record["table"]["rows"]}
     assert rows["1, 2"] == ["0.500", "0.909", "0.990"]
     assert rows["1, 0.5"] == ["0.828", "4.633", "18.100"]
@@ -134,7 +137,7 @@ def test_penalty_curves_have_their_check_values(tmp_path: Path) -> None:
     for curve in record["data"]["curves"]:
         x, penalty = np.array(record["data"]["x"]), np.array(curve["penalty"])
         assert (np.diff(penalty) > 0).all()
-        assert (np.diff(penalty, 2) < 1e-5).all()  # concave, to the digits that are kept
+        assert (np.diff(penalty, 2) < 1e-5).all()  # concave, up to the rounding of the record
         assert penalty[-1] == pytest.approx(effort(x[-1], curve["k"], curve["q"]), rel=1e-5)
     assert "run" not in record["data"]
 
@@ -145,15 +148,15 @@ def test_sessions_of_a_run_are_marked_by_its_own_weights(tmp_path: Path) -> None
         for number in range(8)
     ]
     run = trained_run(tmp_path / "run", rewards, rewards={"effort_spent": 0.1}, effort={"turn": 0.5, "k": 2.0})
-    record = left("fig6", fig6.fig6(0, quietly, run=run), tmp_path)
-    told = record["data"]["run"]
-    weights = fig6.sessions_of(run).weights
-    assert (weights.turn, weights.k, told["penalty_counted"]) == (0.5, 2.0, True)
-    wanted = [units(Cost(**each["cost"]), weights) for each in rewards]
-    assert told["units"] == pytest.approx(wanted)
-    assert told["deciles_of_units"]["50"] == pytest.approx(np.median(wanted))
-    for word, some in (("solved", wanted[::2]), ("not_solved", wanted[1::2])):
-        assert sum(told["mean_units"][word].values()) == pytest.approx(np.mean(some), rel=1e-5)
+    record = written_record("fig6", fig6.fig6(0, quietly, run=run), tmp_path)
+    described = record["data"]["run"]
+    weights = fig6.read_sessions(run).weights
+    assert (weights.turn, weights.k, described["penalty_counted"]) == (0.5, 2.0, True)
+    expected = [effort_units(Cost(**each["cost"]), weights) for each in rewards]
+    assert described["units"] == pytest.approx(expected)
+    assert described["deciles_of_units"]["50"] == pytest.approx(np.median(expected))
+    for word, some in (("solved", expected[::2]), ("not_solved", expected[1::2])):
+        assert sum(described["mean_units"][word].values()) == pytest.approx(np.mean(some), rel=1e-5)
     assert "8 sessions of small" in record["conclusion"]
 
 
@@ -171,70 +174,69 @@ def test_a_run_without_rollouts_has_nothing_to_mark(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- best of K
 
 
-def test_average_and_best_of_k_are_those_of_the_measurements(tmp_path: Path) -> None:
-    run = measured_run(tmp_path / "run", {0: [0, 1, 2, 0, 1, 0], 2: [1, 1, 2, 0, 1, 1], 4: [3, 3, 4, 2, 3, 2]})
-    record = left("fig5", fig5.fig5(0, quietly, run=run), tmp_path)
+def test_average_and_best_of_k_are_those_of_the_evaluations(tmp_path: Path) -> None:
+    run = evaluated_run(tmp_path / "run", {0: [0, 1, 2, 0, 1, 0], 2: [1, 1, 2, 0, 1, 1], 4: [3, 3, 4, 2, 3, 2]})
+    record = written_record("fig5", fig5.fig5(0, quietly, run=run), tmp_path)
     assert record["data"]["k"] == 4
-    measured = record["data"]["measurements"]
-    assert [line["step"] for line in measured] == [0, 2, 4]
-    assert [line["solved"] for line in measured] == pytest.approx([4 / 24, 6 / 24, 17 / 24], rel=1e-5)
-    assert [line["best/4"] for line in measured] == pytest.approx([3 / 6, 5 / 6, 1.0], rel=1e-5)
+    evaluations = record["data"]["measurements"]
+    assert [line["step"] for line in evaluations] == [0, 2, 4]
+    assert [line["solved"] for line in evaluations] == pytest.approx([4 / 24, 6 / 24, 17 / 24], rel=1e-5)
+    assert [line["best/4"] for line in evaluations] == pytest.approx([3 / 6, 5 / 6, 1.0], rel=1e-5)
     assert record["data"]["rise"]["solved"] == pytest.approx(13 / 24, rel=1e-5)
     assert record["conclusion"].startswith("Over 4 steps of small the average on 6 held-out tasks goes from 16.7% to")
     assert [row[0] for row in record["table"]["rows"]] == ["0", "2", "4"]
 
 
-def test_sets_of_tasks_are_told_one_by_one(tmp_path: Path) -> None:
+def test_task_sets_are_reported_separately(tmp_path: Path) -> None:
     path, counts = tmp_path / "run", {"fresh": {0: 1, 4: 4}, "unseen": {0: 0, 4: 1}}
-    with begin_run(path, evaluation={"tasks": ["./fresh", "./unseen"], "samples": 4}) as run:
-        assert run.recipe.rl is not None
-        with closing(Slots(Place(path).evaluations, evaluation_plan(run.recipe.rl))) as slots:
-            for step in (0, 4):
-                held_out.begin(slots, step, [f"{name}/task-{number}" for name in counts for number in range(3)])
-                said = [reward(n < counts[name][step], turns=1) for name in counts for _ in range(3) for n in range(4)]
-                answer_all(slots, said, step)
-                found = held_out.results(slots, step)
-                parts = {name: held_out.summarise(held_out.part(found, f"{name}/")) for name in counts}
-                line = {f"set/{name}/{key}": part[key] for name, part in parts.items() for key in ("solved", "best/4")}
-                run.log("rl", step, evaluation=True, **held_out.summarise(found), **line)
-    finding = fig5.fig5(0, quietly, run=path)
-    record = left("fig5", finding, tmp_path)
+    evaluation = {"tasks": ["./fresh", "./unseen"], "samples": 4}
+    with begin_run(path, evaluation=evaluation) as run, closing(open_evaluations(path, 4)) as queue:
+        for step in (0, 4):
+            held_out.start(queue, step, [f"{name}/task-{number}" for name in counts for number in range(3)])
+            solved = [n < counts[name][step] for name in counts for _ in range(3) for n in range(4)]
+            finish_all(queue, [reward(each, turns=1) for each in solved], step)
+            found = held_out.results(queue, step)
+            parts = {name: statistics.summarise(held_out.subset(found, f"{name}/")) for name in counts}
+            line = {f"set/{name}/{key}": part[key] for name, part in parts.items() for key in ("solved", "best/4")}
+            run.log("rl", step, evaluation=True, **statistics.summarise(found), **line)
+    result = fig5.fig5(0, quietly, run=path)
+    record = written_record("fig5", result, tmp_path)
     rises = {name: rise["solved"] for name, rise in record["data"]["rise_by_set"].items()}
     assert rises == {"fresh": 0.75, "unseen": 0.25}
-    assert [line.label for line in finding.panels[-1].series][::2] == ["fresh, average", "unseen, average"]
+    assert [line.label for line in result.panels[-1].series][::2] == ["fresh, average", "unseen, average"]
 
 
-def test_the_run_that_is_made_is_the_recipe_measured_more_often() -> None:
-    usual = load_recipe(recipe_file(fig5.RECIPE))
-    changed = load_recipe(recipe_file(fig5.RECIPE), fig5.changes(fig5.Settings(), 7))
-    assert {line.split(":")[0] for line in differing_keys(usual, changed)} <= {
+def test_fig5_runs_the_recipe_with_more_evaluations() -> None:
+    original = load_recipe(recipe_file(fig5.RECIPE))
+    changed = load_recipe(recipe_file(fig5.RECIPE), fig5.recipe_overrides(fig5.Fig5Settings(), 7))
+    assert {line.split(":")[0] for line in differing_keys(settings_data(original), settings_data(changed))} <= {
         "seed",
         "rl.steps",
         "rl.evaluation.every",
         "rl.evaluation.samples",
-        "rl.evaluation.most",
+        "rl.evaluation.max_tasks",
     }
     assert changed.rl is not None
     assert changed.rl.evaluation is not None
-    assert changed.rl.evaluation.every == fig5.Settings().every
+    assert changed.rl.evaluation.every == fig5.Fig5Settings().every
 
 
-def test_one_measurement_is_no_curve(tmp_path: Path) -> None:
-    run = measured_run(tmp_path / "run", {0: [1, 2]})
-    with pytest.raises(InputError, match=r"has 1 measurements.*with `every` set"):
+def test_one_evaluation_is_not_enough(tmp_path: Path) -> None:
+    run = evaluated_run(tmp_path / "run", {0: [1, 2]})
+    with pytest.raises(InputError, match=r"has 1 evaluations.*with `every` set"):
         fig5.fig5(0, quietly, run=run)
-    with pytest.raises(InputError, match="--set would not be used"):
-        fig5.fig5(0, quietly, fig5.Settings(steps=3), run=run)
-    with pytest.raises(InputError, match="a run to look at, or a place"):
+    with pytest.raises(InputError, match="--set would not be used; leave one of them out"):
+        fig5.fig5(0, quietly, fig5.Fig5Settings(steps=3), run=run)
+    with pytest.raises(InputError, match="a run to read, or a directory"):
         fig5.fig5(0, quietly)
 
 
-def test_one_task_has_no_interval_and_is_drawn_without(tmp_path: Path) -> None:
-    run = measured_run(tmp_path / "run", {0: [1], 4: [2]}, samples=2)
-    finding = fig5.fig5(0, quietly, run=run)
-    left("fig5", finding, tmp_path)
-    assert finding.rows[0][1] == "50.0%"
-    assert "neither has moved by more than its interval" in finding.conclusion
+def test_one_task_is_plotted_without_interval(tmp_path: Path) -> None:
+    run = evaluated_run(tmp_path / "run", {0: [1], 4: [2]}, samples=2)
+    result = fig5.fig5(0, quietly, run=run)
+    written_record("fig5", result, tmp_path)
+    assert result.rows[0][1] == "50.0%"
+    assert "neither has moved by more than its interval" in result.conclusion
 
 
 @pytest.mark.parametrize(
@@ -246,49 +248,49 @@ def test_one_task_has_no_interval_and_is_drawn_without(tmp_path: Path) -> None:
         ((0.1, 0.3), (-0.1, 0.1), "the average has risen, the best has moved by no more than its interval"),
     ],
 )
-def test_what_is_within_the_interval_is_not_called_a_rise(
+def test_a_change_within_the_interval_is_not_called_a_rise(
     average: tuple[float, float], best: tuple[float, float], words: str
 ) -> None:
     bounds = {"solved": average, "best/4": best}
-    rise = {
+    change = {
         f"{key}_{end}": bound for key, both in bounds.items() for end, bound in zip(("low", "high"), both, strict=True)
     }
-    assert fig5.verdict(rise, "best/4") == words
+    assert fig5.describe_change(change, "best/4") == words
 
 
 # ------------------------------------------------------------------------------------------------- loss and reward
 
 
-def origin_of(foundation: Mapping[str, Any]) -> fig2.Origin:
-    """What a run of this recipe would leave."""
+def foundation_artefacts(foundation: Mapping[str, Any]) -> fig2.FoundationArtefacts:
+    """Return the artefacts that a run of this recipe would make."""
     sets = [f"tasks-{each['name']}" for each in foundation["tasks"]["build"]]
     corpora = [f"corpus-{each['name']}" for each in foundation["corpus"]["build"]]
-    return fig2.Origin(Path("/made/model"), {name: Path("/made", name) for name in (*sets, *corpora)})
+    return fig2.FoundationArtefacts(Path("/made/model"), {name: Path("/made", name) for name in (*sets, *corpora)})
 
 
-def written(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def resolved(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
     path.write_text(tomli_w.dumps(table))
-    return recipe_data(load_recipe(path))
+    return settings_data(load_recipe(path))
 
 
-@pytest.mark.parametrize("s", [fig2.Settings(), fig2.TINY], ids=["usual", "tiny"])
-def test_budgets_are_recipes_that_differ_in_nothing_else(s: fig2.Settings, tmp_path: Path) -> None:
-    foundation = written(fig2.foundation_recipe(s, 3, tmp_path), tmp_path / "foundation.toml")
+@pytest.mark.parametrize("s", [fig2.Fig2Settings(), fig2.TINY], ids=["default", "tiny"])
+def test_budgets_are_recipes_that_differ_in_nothing_else(s: fig2.Fig2Settings, tmp_path: Path) -> None:
+    foundation = resolved(fig2.foundation_recipe(s, 3, tmp_path), tmp_path / "foundation.toml")
     assert foundation["pretrain"]["tokens"] == s.foundation
     assert foundation["tasks"]["build"][0]["count"] >= s.steps * s.groups
-    origin = origin_of(foundation)
-    recipes = [written(fig2.budget_recipe(s, 3, tmp_path, b, origin), tmp_path / "budget.toml") for b in s.budgets]
+    artefacts = foundation_artefacts(foundation)
+    recipes = [resolved(fig2.budget_recipe(s, 3, tmp_path, b, artefacts), tmp_path / "budget.toml") for b in s.budgets]
     for recipe, budget in zip(recipes, s.budgets, strict=True):
-        assert recipe.pop("name") == f"fig2-{fig2.name(budget)}"
+        assert recipe.pop("name") == f"fig2-{fig2.budget_name(budget)}"
         assert recipe["pretrain"].pop("tokens") == budget
     assert all(recipe == recipes[0] for recipe in recipes)
     assert recipes[0]["seed"] == 3
     assert recipes[0]["rl"]["curriculum"]["hard_weight"] == 0
 
 
-def point(tokens: int, loss: float, reward: float) -> fig2.Budget:
+def point(tokens: int, loss: float, reward: float) -> fig2.Fig2Budget:
     half = 0.05
-    return fig2.Budget(
+    return fig2.Fig2Budget(
         tokens, loss, loss, loss, 0.0, reward, reward - half, reward + half, 0.0, reward, 0.0, 1.0, {}, {"rl": 1.0}
     )
 
@@ -302,37 +304,37 @@ def point(tokens: int, loss: float, reward: float) -> fig2.Budget:
         ((0.0, 0.0, 0.0), "a lower loss goes with a higher reward in 0 of 2 steps between neighbours."),
     ],
 )
-def test_the_sentence_says_what_was_seen(rewards: tuple[float, ...], words: str, tmp_path: Path) -> None:
+def test_the_conclusion_follows_from_the_points(rewards: tuple[float, ...], words: str, tmp_path: Path) -> None:
     points = [point(10**n, 3.0 - n / 10, reward) for n, reward in zip((6, 7, 8), rewards, strict=True)]
-    record = left("fig2", fig2.finding(points, fig2.Settings(), {}), tmp_path)
+    record = written_record("fig2", fig2.build_result(points, fig2.Fig2Settings(), {}), tmp_path)
     assert record["conclusion"].endswith(words)
     assert [budget["reward"] for budget in record["data"]["budgets"]] == list(rewards)
 
 
-def test_the_loss_is_over_what_experts_wrote_and_nothing_else() -> None:
-    (session,) = asyncio.run(fig2.expert_sessions(tiny_tokenizer(), "train", 1))
+def test_the_loss_covers_exactly_the_loss_mask() -> None:
+    (session,) = asyncio.run(fig2.draw_demonstrations(tiny_tokenizer(), "train", 1))
     model = tiny_model()
     ids = torch.from_numpy(session.tokens.astype(np.int64))
     with torch.inference_mode():
         logprobs = model(ids[None])[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-    taught = torch.from_numpy(session.taught[1:])
-    assert 0 < int(taught.sum()) < len(taught)
-    assert fig2.session_loss(model, [session]) == pytest.approx(-logprobs[taught].mean().item(), rel=1e-4)
+    mask = torch.from_numpy(session.loss_mask[1:])
+    assert 0 < int(mask.sum()) < len(mask)
+    assert fig2.session_loss(model, [session]) == pytest.approx(-logprobs[mask].mean().item(), rel=1e-4)
 
 
-def test_rewards_are_those_of_whole_groups(tmp_path: Path) -> None:
+def test_rewards_are_means_of_groups(tmp_path: Path) -> None:
     run = trained_run(tmp_path / "run", [reward(bool(right)) for right in (0, 0, 1, 0, 1, 1)])
     assert {step: means.tolist() for step, means in fig2.rewards_by_step(run).items()} == {1: [0], 2: [0.5], 3: [1]}
 
 
-def test_budgets_must_grow_and_a_cpu_is_told_what_it_would_take(tmp_path: Path) -> None:
+def test_budgets_must_grow_and_the_default_needs_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="each larger than the one before"):
         fig2.fig2(0, quietly, replace(fig2.TINY, budgets=(8, 8)), tmp_path)
-    assert "budgets of 10M, 50M, 250M tokens" in fig2.expected(fig2.Settings())
-    assert fig2.name(512_000) == "512k"
+    assert "budgets of 10M, 50M, 250M tokens" in fig2.estimate_time(fig2.Fig2Settings())
+    assert fig2.budget_name(512_000) == "512k"
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="310M tokens in bfloat16, minutes on a GPU and days on this CPU"):
-            fig2.fig2(0, quietly, place=tmp_path)
+            fig2.fig2(0, quietly, directory=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -344,9 +346,9 @@ def test_data_of_other_amounts_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_three_budgets_go_through_every_stage_and_are_not_made_twice(tmp_path: Path) -> None:
-    finding = fig2.fig2(0, quietly, fig2.TINY, tmp_path / "runs")
-    record = left("fig2", finding, tmp_path)
+def test_three_budgets_run_every_stage_and_are_not_made_twice(tmp_path: Path) -> None:
+    result = fig2.fig2(0, quietly, fig2.TINY, tmp_path / "runs")
+    record = written_record("fig2", result, tmp_path)
     assert [budget["tokens"] for budget in record["data"]["budgets"]] == list(fig2.TINY.budgets)
     for budget in record["data"]["budgets"]:
         assert 0 < budget["sessions_loss"] < 20
@@ -355,7 +357,7 @@ def test_three_budgets_go_through_every_stage_and_are_not_made_twice(tmp_path: P
     assert len(record["data"]["seconds"]) == 5
     started = time.monotonic()
     again = fig2.fig2(0, quietly, fig2.TINY, tmp_path / "runs")
-    assert again.data["budgets"] == finding.data["budgets"]
+    assert again.data["budgets"] == result.data["budgets"]
     assert again.data["seconds"] == {}
     assert time.monotonic() - started < 60
     with pytest.raises(EtudeError, match="started with another recipe"):
@@ -365,52 +367,57 @@ def test_three_budgets_go_through_every_stage_and_are_not_made_twice(tmp_path: P
 # ------------------------------------------------------------------------------------------------- commands
 
 
-def test_commands_are_carried_out_and_their_words_kept(tmp_path: Path) -> None:
-    told: list[int] = []
+def test_commands_run_and_their_output_is_logged(tmp_path: Path) -> None:
+    reported: list[int] = []
     commands = {name: Command(["--version"], tmp_path / f"{name}.log") for name in ("one", "two")}
-    seconds = carry_out(commands, lambda done, note: told.append(done), at_once=2)
+    seconds = run_commands(commands, lambda done, note: reported.append(done), at_once=2)
     assert set(seconds) == {"one", "two"}
-    assert told[-1] == 2
+    assert reported[-1] == 2
     assert (tmp_path / "one.log").read_text().startswith("etude ")
 
 
-def test_a_command_that_fails_says_so_in_its_own_words(tmp_path: Path) -> None:
+def test_a_command_may_be_another_module(tmp_path: Path) -> None:
+    run_commands({"help": Command(["--help"], tmp_path / "log", module="etude_nano")})
+    assert "--exercises" in (tmp_path / "log").read_text()
+
+
+def test_a_failed_command_is_reported_with_its_log(tmp_path: Path) -> None:
     command = Command(["recipe", "show", str(tmp_path / "none.toml")], tmp_path / "log")
     with pytest.raises(EtudeError, match=r"(?s)show ended with exit code 2.*none.toml does not exist"):
-        carry_out({"show": command})
+        run_commands({"show": command})
 
 
-def test_the_last_line_of_metrics_is_a_whole_one(tmp_path: Path) -> None:
+def test_the_last_metrics_are_a_complete_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert last_line(path) is None
+    assert last_metrics(path) is None
     path.write_text('{"stage": "a", "step": 1}\n{"stage": "b", "step": 2}\n{"stage": "c", "st')
-    assert last_line(path) == {"stage": "b", "step": 2}
+    assert last_metrics(path) == {"stage": "b", "step": 2}
 
 
 # ------------------------------------------------------------------------------------------------- options
 
 
-def test_a_run_is_refused_by_studies_that_look_at_none(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"kl looks at no run.*those that do: fig5, fig6"):
+def test_a_run_is_refused_by_studies_that_read_none(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"kl reads no run.*those that do: fig5, fig6"):
         run_study(find_study("kl"), tmp_path, 0, quietly, run=tmp_path)
 
 
-def test_settings_are_changed_by_name_and_keep_their_kind() -> None:
+def test_settings_are_changed_by_name_and_keep_their_type() -> None:
     study = find_study("fig6")
-    changed = settings_with(study, ["qs=[0, 1.5]", "points=11", "longest=4"])
-    assert changed == fig6.Settings(qs=(0.0, 1.5), points=11, longest=4.0)
-    assert settings_with(find_study("fig2"), ["precision=float32", "compile=false"]).precision == "float32"
+    changed = settings_with_overrides(study, ["qs=[0, 1.5]", "points=11", "max_units=4"])
+    assert changed == fig6.Fig6Settings(qs=(0.0, 1.5), points=11, max_units=4.0)
+    assert settings_with_overrides(find_study("fig2"), ["precision=float32", "compile=false"]).precision == "float32"
     for wrong in ("point=3", "points", 'points="many"', "points=1.5", "qs=[]", 'qs=["a"]', "qs=1"):
         with pytest.raises(InputError, match="--set"):
-            settings_with(study, [wrong])
+            settings_with_overrides(study, [wrong])
 
 
-def test_the_command_takes_a_run_and_settings_and_writes_them_down(tmp_path: Path) -> None:
-    run = measured_run(tmp_path / "run", {0: [1, 2], 4: [2, 3]})
-    done = CliRunner().invoke(app, ["fig5", "--run", str(run), "--out", str(tmp_path)])
+def test_the_command_records_the_run_and_the_settings(tmp_path: Path) -> None:
+    run = evaluated_run(tmp_path / "run", {0: [1, 2], 4: [2, 3]})
+    done = CliRunner().invoke(study_app(find_study("fig5")), ["--run", str(run), "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "fig5.json").read_text())["command"].endswith("--seed 0 --out DIR --run RUN")
-    done = CliRunner().invoke(app, ["fig6", "--set", "points=5", "--out", str(tmp_path)])
+    done = CliRunner().invoke(study_app(find_study("fig6")), ["--set", "points=5", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     record = json.loads((tmp_path / "fig6.json").read_text())
     assert record["command"].endswith("--out DIR --set points=5")
