@@ -1,6 +1,9 @@
-"""The network and its checkpoints: `load`, `save`, and `model(tokens) -> logits`.
+"""The transformer and its Hugging Face checkpoints.
 
-Names are imported when they are first used, so that reading a config (`etude.model.config`) needs no torch.
+    model = etude.model.load(directory)  # Transformer: model(tokens) -> logits, model.hidden(tokens) -> hidden states
+    etude.model.save(model, directory)
+
+Names are imported on first use, so that reading a config (`etude.model.config`) needs no torch.
 """
 
 from importlib import import_module
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
     from etude.model.moe import Routing
     from etude.model.transformer import Transformer, compile_blocks, initialize
 
-_HOMES = {
+_MODULES = {  # imported when first used
     "Documents": "etude.kernels.attention",
     "KVCache": "etude.model.cache",
     "ModelConfig": "etude.model.config",
@@ -39,6 +42,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'etude.model' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,8 +1,8 @@
 """Grouped-query and multi-head latent attention, and the rotary positions both use.
 
-Without a cache, attention runs over the tokens given. With one, the new keys go into the cache and the cache answers
-for all it holds. Latent attention caches one latent per token and attends to it directly: the key up-projection is
-moved into the query and the value up-projection behind the sum, so expanded keys never exist while decoding.
+Without a cache, attention runs over the given tokens. With one, the new keys are added to the cache and attention runs
+over everything in it. Latent attention caches one latent per token and attends to it directly: the key up-projection is
+absorbed into the query and the value up-projection is applied after the sum, so decoding never expands keys.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from etude.model.layers import Linear, RMSNorm
 
 
 class Rotation(NamedTuple):
-    """cos and sin of every token's angles, [rows, tokens, 1, dim / 2], rounded where transformers and vLLM round."""
+    """cos and sin of every position's angles, [rows, tokens, 1, dim / 2], rounded where transformers and vLLM round."""
 
     cos: Tensor
     sin: Tensor
 
 
-class Cache(Protocol):
-    """Holds keys and values of earlier tokens. `v` is None for latent attention: the values are the first part of k."""
+class AttentionCache(Protocol):
+    """Keys and values of earlier tokens. `v` is None for latent attention, where the values are the first part of k."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, *, scale: float) -> Tensor: ...
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
-    """The angle each pair of dimensions turns by per position, with the long-context scaling applied."""
+    """Return the rotation per position of each pair of dimensions, with the long-context scaling applied."""
     plain = rope.theta ** -(torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
     if rope.kind == "default":
         return plain
@@ -44,7 +44,7 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
     if rope.kind == "llama3":
         turns = rope.original_length * plain / (2 * math.pi)
         keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    else:  # yarn: fast pairs keep their angle, slow ones are stretched, a ramp between
+    else:  # yarn: high frequencies are kept, low ones are interpolated, with a ramp in between
         low, high = (_yarn_bound(rope, turns) for turns in (rope.beta_fast, rope.beta_slow))
         if rope.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -56,7 +56,7 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def _yarn_bound(rope: RopeConfig, turns: float) -> float:
-    """The pair that makes `turns` full turns over the original context."""
+    """Return the (fractional) pair that makes `turns` full turns over the original context."""
     return rope.dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
@@ -69,7 +69,7 @@ class Rope(nn.Module):
         self.register_buffer("frequencies", inverse_frequencies(config), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rope:
-        """Follow the model to its device, never to its dtype: angles in bfloat16 would lose their position."""
+        """Follow the model's device but not its dtype: bfloat16 angles are too coarse to tell positions apart."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         with torch.device(self.frequencies.device):
             self.frequencies = inverse_frequencies(self.config)
@@ -93,7 +93,9 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = RMSNorm(self.dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rotation: Rotation, documents: Documents | None, cache: Cache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation, documents: Documents | None, cache: AttentionCache | None
+    ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.dim))
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         q, k = rotate(self.q_norm(q), *rotation), rotate(self.k_norm(k), *rotation)
@@ -111,7 +113,7 @@ class LatentAttention(nn.Module):
         self.interleaved = config.rope.interleaved
         self.scale = config.head_dim**-0.5 * config.rope.score_factor
         hidden, bias, width = config.hidden_size, config.attention_bias, config.heads * config.head_dim
-        # The two inner norms keep DeepSeek's own epsilon whatever the config says; so do all its implementations.
+        # The two inner norms use epsilon 1e-6 whatever the config says, as in all DeepSeek implementations.
         if latent.q_rank is None:
             self.q = Linear(hidden, width, False)
         else:
@@ -123,7 +125,9 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(latent.kv_rank, self.heads * (latent.nope_dim + latent.v_dim), False)
         self.out = Linear(self.heads * latent.v_dim, hidden, bias)
 
-    def forward(self, x: Tensor, rotation: Rotation, documents: Documents | None, cache: Cache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation, documents: Documents | None, cache: AttentionCache | None
+    ) -> Tensor:
         dims = self.latent
         q = self.q(x) if dims.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
         q_nope, q_rope = q.unflatten(-1, (self.heads, -1)).split((dims.nope_dim, dims.rope_dim), dim=-1)
@@ -140,7 +144,9 @@ class LatentAttention(nn.Module):
             y = self._attend_latents(q_nope, q_rope, latent, k_rope, cache)
         return linear(y.flatten(-2), self.out.weight, self.out.bias)
 
-    def _attend_latents(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, cache: Cache) -> Tensor:
+    def _attend_latents(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, cache: AttentionCache
+    ) -> Tensor:
         up = self.kv_up.weight.view(self.heads, -1, self.latent.kv_rank)
         k_up, v_up = up.split((self.latent.nope_dim, self.latent.v_dim), dim=1)
         q = torch.cat((torch.einsum("bthn,hnr->bthr", q_nope, k_up), q_rope), dim=-1)

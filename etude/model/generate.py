@@ -1,4 +1,4 @@
-"""One prompt continued token by token: to look at a model, not to serve it. The sampler of RL is another room."""
+"""Plain token-by-token generation for one prompt, to inspect a model. Serving is in `etude.inference`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def generate(
     seed: int = 0,
     stop: frozenset[int] = frozenset(),
 ) -> Iterator[int]:
-    """New token ids as they come, without the stop token; temperature 0 takes the likeliest one."""
+    """Yield new token ids, without the stop token; temperature 0 is greedy."""
     if not prompt:
         raise InputError("the prompt is empty; a model needs at least one token to continue")
     if max_tokens < 1:
@@ -50,14 +50,14 @@ def generate(
         yield token
 
 
-def as_text(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Text pieces of a stream of tokens; a character whose bytes have not all arrived is held back."""
-    seen: list[int] = []
-    shown = ""
+def stream_text(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the text of a token stream; an incomplete UTF-8 character is held back until its last byte."""
+    received: list[int] = []
+    emitted = ""
     for token in tokens:
-        seen.append(token)
-        text = tokenizer.decode(seen)
+        received.append(token)
+        text = tokenizer.decode(received)
         if not text.endswith("�"):
-            yield text[len(shown) :]
-            shown = text
-    yield tokenizer.decode(seen)[len(shown) :]
+            yield text[len(emitted) :]
+            emitted = text
+    yield tokenizer.decode(received)[len(emitted) :]

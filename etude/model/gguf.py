@@ -1,8 +1,8 @@
-"""GGUF in: a llama.cpp file becomes a Hugging Face directory (weights, config, tokenizer, chat template).
+"""Convert a GGUF file of llama.cpp into a Hugging Face directory (weights, config, tokenizer, chat template).
 
-Tensors are de-quantised one at a time, as the writer asks for them. What this file does not understand (an
-architecture, a tensor, a rope scaling, a pre-tokenizer) is an error, never a guess: a wrong guess would load
-and show only as a worse model. The directory appears whole or not at all.
+Tensors are dequantised one at a time, while they are written. An unsupported architecture, tensor, RoPE scaling or
+pre-tokenizer is an error, never a guess: a wrong guess would load and show only as a worse model. The directory gets
+its name only when it is complete.
 """
 
 import json
@@ -41,7 +41,7 @@ BLOCK_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 
-# By `tokenizer.ggml.pre`. Only those whose ids were compared with the original tokenizer belong here.
+# By `tokenizer.ggml.pre`. Only those whose ids have been compared with the original tokenizer.
 PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
     "smollm": split_digits_then_words,
@@ -52,49 +52,48 @@ CONTROL, USER_DEFINED = 3, 4
 
 
 def import_gguf(source: str | Path, out: Path, *, dtype: torch.dtype = torch.float32) -> None:
-    """Write `source`, a .gguf file or an installed package that carries one, as the new directory `out`."""
-    with new_directory(Path(out)) as place:
+    """Convert `source`, a .gguf file or an installed package that contains one, into the new directory `out`."""
+    with new_directory(Path(out)) as directory:
         file = GgufFile(_locate(source))
         config = _config(file, dtype)
         tokenizer = _tokenizer(file)
         check_vocabulary(tokenizer, config["vocab_size"], str(file.path))
-        (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        tokenizer.save(place)
-        write_tensors(place, _tensors(file, config, dtype))
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        tokenizer.save(directory)
+        write_tensors(directory, _tensors(file, config, dtype))
 
 
 def gguf_config(source: str | Path) -> ModelConfig:
-    """The network a GGUF file holds, without reading its weights."""
+    """Return the model config of a GGUF file, without reading its weights."""
     file = GgufFile(_locate(source))
     return ModelConfig.from_hugging_face(_config(file, torch.float32), where=str(file.path))
 
 
 class GgufFile:
-    """An opened GGUF file: metadata by key, tensors by name; whatever is wrong with it is an InputError."""
+    """An open GGUF file: metadata by key, tensors by name; every defect is an InputError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._gguf = _library()
         try:
             reader = self._gguf.GGUFReader(path)
-        # What the reader raises depends on where the file ends, down to the enum it was looking up.
-        except Exception as error:
+        except Exception as error:  # the type depends on where the file ends
             raise InputError(f"{path}: not a GGUF file, or cut short: {error}") from error
         self._fields = reader.fields
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
 
     def names(self) -> list[str]:
-        """The tensors, in the order of the file."""
+        """Return the tensor names, in file order."""
         return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape as torch writes it: rows first."""
+        """Return the shape in torch's order: rows first."""
         if name not in self._tensors:
             raise InputError(f"{self.path}: the tensor {name} is missing")
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        """One tensor, de-quantised; a copy, because the file is mapped read-only."""
+        """Return a dequantised copy of one tensor; the file itself is mapped read-only."""
         tensor = self._tensors[name]
         try:
             values = self._gguf.quants.dequantize(tensor.data, tensor.tensor_type)
@@ -103,17 +102,17 @@ class GgufFile:
         return np.array(values, dtype=np.float32).reshape(self.shape(name))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value, or `default` when the file does not have it."""
+        """Return a metadata value, or `default` if it is missing."""
         return self._fields[key].contents() if key in self._fields else default
 
     def need(self, key: str) -> Any:
-        """A metadata value that must be there."""
+        """Return a required metadata value."""
         if key not in self._fields:
             raise InputError(f"{self.path}: the metadata key {key} is missing")
         return self.get(key)
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A count, which must be there if it has no default; a list with one per layer is refused."""
+        """Return a positive integer, required if it has no default; a list with one per layer is an error."""
         value = self.need(key) if default is None else self.get(key, default)
         if not isinstance(value, int) or value <= 0:
             raise InputError(f"{self.path}: {key} is {value!r}; only one positive number is supported")
@@ -129,7 +128,7 @@ def _library() -> ModuleType:
 
 
 def _locate(source: str | Path) -> Path:
-    """A path as it is; any other word as the name of an installed distribution, which is not imported."""
+    """Return the path of a file, or of the .gguf file in an installed distribution, which is not imported."""
     path = Path(source)
     if path.is_file():
         return path
@@ -147,7 +146,7 @@ def _locate(source: str | Path) -> Path:
 
 
 def _config(file: GgufFile, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of a Llama; whatever the file says of the network that we could not honour is refused."""
+    """Return the config.json of a Llama model; unsupported features of the file are an error."""
     _refuse_unsupported(file)
     hidden = file.number("llama.embedding_length")
     heads = file.number("llama.attention.head_count")
@@ -188,12 +187,12 @@ def _refuse_unsupported(file: GgufFile) -> None:
 
 
 def _float32(value: float) -> float:
-    # GGUF stores float32: 1e-5 reads back as 9.999999747378752e-06; the shortest spelling is the one meant.
+    # GGUF stores float32: 1e-5 reads back as 9.999999747378752e-06; use the shortest decimal instead.
     return float(str(np.float32(value)))
 
 
 def _tensors(file: GgufFile, config: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor under its Hugging Face name, in the order of the file."""
+    """Yield every tensor under its Hugging Face name, in file order."""
     names = {name: _hugging_face_name(name, file.path) for name in file.names()}
     _check_complete(set(names.values()), config, file.path)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -210,7 +209,7 @@ def _hugging_face_name(name: str, path: Path) -> str:
         return WHOLE_TENSORS[name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
     if match is None or match[2] not in BLOCK_TENSORS:
-        raise InputError(f"{path}: the tensor {name} has no place in a llama model")
+        raise InputError(f"{path}: the tensor {name} does not belong to a llama model")
     return f"model.layers.{match[1]}.{BLOCK_TENSORS[match[2]]}.weight"
 
 
@@ -221,11 +220,11 @@ def _check_complete(found: set[str], config: dict[str, Any], path: Path) -> None
     if missing := sorted(expected - found):
         raise InputError(f"{path}: {len(missing)} tensors are missing, the first is {missing[0]}")
     if surplus := sorted(found - expected - {"lm_head.weight"}):
-        raise InputError(f"{path}: {surplus[0]} is beyond the {len(layers)} layers the metadata names")
+        raise InputError(f"{path}: {surplus[0]} is beyond the {len(layers)} layers of the metadata")
 
 
 def _halves_from_pairs(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """Undo llama.cpp's row order: it rotates neighbours (0, 1), Hugging Face rotates halves (0, d/2)."""
+    """Undo llama.cpp's row order: it rotates pairs (0, 1), Hugging Face rotates pairs (0, d/2)."""
     rows, columns = values.shape
     pairs = values.reshape(heads, rows // heads // 2, 2, columns)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, columns)
@@ -236,7 +235,7 @@ def _tokenizer(file: GgufFile) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in file.need("tokenizer.ggml.merges")]
     try:
         backend = Backend(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
-    except Exception as error:  # the library raises the bare class
+    except Exception as error:  # the library raises plain Exception
         raise InputError(f"{file.path}: tokenizer.ggml.merges do not fit the vocabulary: {error}") from error
     backend.pre_tokenizer = _pre_tokenizer(file)
     backend.decoder = decoders.ByteLevel()

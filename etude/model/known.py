@@ -1,4 +1,4 @@
-"""Published configs that can be described, initialised and benchmarked by name, without any weights at hand."""
+"""Published configs that can be described, initialised and benchmarked by name, without weights."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 @dataclass(frozen=True)
 class KnownModel:
     config: dict[str, Any]
-    published: str  # total / active parameters, in the words of the publisher
+    published: str  # total / active parameters, as published
     remark: str = ""
 
 
-KNOWN: dict[str, KnownModel] = {
+KNOWN_MODELS: dict[str, KnownModel] = {
     "smollm2-135m": KnownModel(
         published="135M",
         config={
@@ -63,7 +63,7 @@ KNOWN: dict[str, KnownModel] = {
     ),
     "kimi-k2.5": KnownModel(
         published="1.04T / 32B",
-        remark="the published total is met with one multi-token-prediction layer; the released weights are 1.03T",
+        remark="the published total matches the count with one multi-token-prediction layer; without it, 1.03T",
         config={
             "architectures": ["KimiK25ForConditionalGeneration"],
             "model_type": "kimi_k25",

@@ -1,4 +1,4 @@
-"""The small pieces every layer is made of. No weight is drawn here: they come from a checkpoint or `initialize`."""
+"""Building blocks of all layers. Their weights come from a checkpoint or from `initialize`, never from here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias)
 
     def reset_parameters(self) -> None:
-        """Nothing: torch would draw random weights only to have them overwritten."""
+        """Do nothing: torch would draw random weights that are overwritten anyway."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU, gate and up as one matrix product."""
+    """SwiGLU with gate and up projections as one matrix product."""
 
     def __init__(self, hidden: int, size: int, bias: bool = False) -> None:
         super().__init__()

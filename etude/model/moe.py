@@ -1,9 +1,9 @@
-"""Mixture of experts: a router, experts as one grouped product, a shared expert, and routing replay.
+"""Mixture of experts: a router, experts as one grouped matrix product, a shared expert, and routing replay.
 
-Replay overrides which experts run, never their weights: gate scores are always computed, so gradients reach the
-router. A replayed expert stays only if it is plausible to this router (see `Routing`); what falls out is refilled
-with the router's own candidates, best first. Chosen experts are kept in ascending order, which makes the result
-independent of the order in which choices arrive: replaying the router's own choice is bit-identical to no replay.
+Replay overrides which experts run, never their weights: gate scores are always computed, so gradients reach the router.
+A replayed expert is kept only if it is plausible to this router (see `Routing`); dropped ones are replaced by the
+router's own candidates, best first. Chosen experts are sorted, so the result does not depend on their order: replaying
+the router's own choice is bit-identical to no replay.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from etude.model.layers import MLP
 
 
 class Routing:
-    """The expert choices of one forward: replayed ones go in, `chosen` ones come out.
+    """Expert choices of one forward: `replay` is the input, `chosen` the output.
 
-    `replay` is [rows, tokens, moe layers, experts per token] of expert ids, in any integer type; -1 leaves a place to
-    the router. `plausibility` is a ratio: a replayed expert is kept if its gate score is at least that fraction of
-    the weakest score among the router's own choice. 0 keeps all; at 1 or below the router's own choice always stays.
+    `replay` holds expert ids, [rows, tokens, moe layers, experts per token], in any integer dtype; -1 leaves the choice
+    to the router. A replayed expert is kept if its gate score is at least `plausibility` times the lowest score among
+    the router's own choice: 0 keeps all, and up to 1 the router's own choice is always kept.
     """
 
     def __init__(self, replay: Tensor | None = None, plausibility: float = 0.0) -> None:
@@ -45,7 +45,7 @@ class Routing:
         want = (rows, tokens, len(config.moe.layers), config.moe.per_token)
         if tuple(self.replay.shape) != want:
             raise InputError(f"replayed experts have shape {list(self.replay.shape)}; this forward needs {list(want)}")
-        if not self.replay.is_cuda:  # on a GPU the look would stop the stream; there the choice filter ignores strays
+        if not self.replay.is_cuda:  # on a GPU this would synchronize; there `filter_replay` ignores invalid ids
             low, high = int(self.replay.min()), int(self.replay.max())
             if low < -1 or high >= config.moe.experts:
                 raise InputError(f"replayed expert ids span {low}..{high}; expected -1..{config.moe.experts - 1}")
@@ -62,7 +62,7 @@ class Router(nn.Module):
             self.register_buffer("bias", torch.zeros(config.experts, dtype=torch.float32))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """The correction bias stays float32 whatever the model's dtype: rounded, it would choose other experts."""
+        """Keep the correction bias in float32 whatever the model's dtype: rounding it would change expert choices."""
         before = self._buffers.get("bias")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if before is not None:
@@ -71,11 +71,11 @@ class Router(nn.Module):
         return self
 
     def forward(self, x: Tensor, replay: Tensor | None, plausibility: float) -> tuple[Tensor, Tensor]:
-        """Tokens [n, hidden] -> chosen experts [n, k] in ascending order, and their weights."""
+        """Return the chosen experts [n, k] of tokens [n, hidden], sorted, and their weights."""
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(dim=-1) if self.config.scoring == "softmax" else logits.sigmoid()
         with torch.no_grad():
-            own = self._own_choice(scores)
+            own = self._select_experts(scores)
             chosen = own if replay is None else filter_replay(scores, own, replay, plausibility)
             chosen = chosen.sort(dim=-1).values
         weights = scores.gather(1, chosen)
@@ -83,8 +83,8 @@ class Router(nn.Module):
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return chosen, weights * self.config.scale
 
-    def _own_choice(self, scores: Tensor) -> Tensor:
-        """The router's top k, best first; with groups, only experts of the best groups may be chosen."""
+    def _select_experts(self, scores: Tensor) -> Tensor:
+        """Return the top k experts, best first; with groups, only experts of the best groups."""
         c = self.config
         choice = scores + self.bias if c.scoring == "sigmoid" else scores
         if c.groups > c.groups_per_token:
@@ -97,19 +97,19 @@ class Router(nn.Module):
 
 
 def filter_replay(scores: Tensor, own: Tensor, replay: Tensor, plausibility: float) -> Tensor:
-    """Replayed experts that are plausible, then the router's own candidates in order until there are k. All [n, k]."""
+    """Return k experts: the plausible replayed ones, then the router's own candidates in order. All are [n, k]."""
     n, k = own.shape
     given = replay.to(torch.int64)
     threshold = plausibility * scores.gather(1, own).min(dim=-1, keepdim=True).values
     known = (given >= 0) & (given < scores.shape[1])
     plausible = known & (scores.gather(1, torch.where(known, given, 0)) >= threshold)
-    # One priority per expert: kept replays above the router's candidates, candidates in order, all others below.
+    # One priority per expert: kept replays first, then the router's candidates in order, then all others.
     priority = torch.zeros(n, scores.shape[1] + 1, dtype=torch.int32, device=scores.device)
     ranks = torch.arange(k, 0, -1, dtype=torch.int32, device=scores.device).expand(n, k)
     priority.scatter_(1, own, ranks)
-    nowhere = scores.shape[1]  # a spare column takes what is not kept, so that duplicates and strays harm nothing
-    priority.scatter_(1, torch.where(plausible, given, nowhere), k + 1)
-    return priority[:, :nowhere].topk(k, dim=-1).indices
+    discard = scores.shape[1]  # an extra column for ids that are not kept, so duplicates and invalid ids are harmless
+    priority.scatter_(1, torch.where(plausible, given, discard), k + 1)
+    return priority[:, :discard].topk(k, dim=-1).indices
 
 
 class Experts(nn.Module):
@@ -119,7 +119,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(config.experts, hidden, config.expert_size))
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Sort (token, expert) pairs by expert, two grouped products, and back; no expert is looped over."""
+        """Sort (token, expert) pairs by expert, run two grouped products and restore the order, without a loop."""
         n, k = chosen.shape
         by_expert, order = chosen.flatten().sort(stable=True)
         experts = torch.arange(self.gate_up.shape[0], device=x.device)
@@ -127,7 +127,7 @@ class Experts(nn.Module):
         rows = x[order // k]
         rows = grouped_matmul(swiglu(grouped_matmul(rows, self.gate_up, ends)), self.down, ends)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=x.device))
-        # A gather and a sum in fixed order, not index_add: the result does not depend on thread timing.
+        # A gather and a sum in fixed order instead of index_add, so that the result does not depend on thread timing.
         return (rows[back].view(n, k, x.shape[-1]).float() * weights[..., None]).sum(dim=1).to(x.dtype)
 
 

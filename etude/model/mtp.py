@@ -1,9 +1,9 @@
-"""Multi-token-prediction layers in DeepSeek-V3's design: each looks one token further than the one before it.
+"""Multi-token-prediction layers in DeepSeek-V3's design: each predicts one token further than the one before it.
 
-Layer k reads the last hidden state of position i and the embedding of token i + k, runs one transformer block and
-shares the main head: it predicts token i + k + 1, which the main head predicts at position i + k. That distribution is
-its target (self-distillation). Nothing flows back into the main model, so training it with or without these layers is
-the same to the last bit.
+Layer k reads the previous layer's hidden state of position i (the main model's for k = 1) and the embedding of token
+i + k, runs one transformer block and shares the main head: it predicts token i + k + 1, which the main head predicts at
+position i + k. That distribution is its target (self-distillation). No gradient reaches the main model, so training the
+main model with or without these layers is bit-identical.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etude.model.config import ModelConfig
 from etude.model.layers import Linear, RMSNorm
 from etude.model.transformer import Block, Transformer, draw_weights
 
-FILE = "mtp.safetensors"  # beside model.safetensors; transformers and vLLM leave it alone
+MTP_FILE = "mtp.safetensors"  # next to model.safetensors; transformers and vLLM ignore it
 
 
 class MTPLayer(nn.Module):
@@ -35,8 +35,8 @@ class MTPLayer(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.token_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.project = Linear(2 * config.hidden_size, config.hidden_size, False)
-        self.block = Block(config, config.layers - 1)  # of the kind the last layer is: dense or with experts
-        self.block.attention.layer = 0  # while decoding it has a cache of its own, with one layer
+        self.block = Block(config, config.layers - 1)  # same type as the last layer: dense or MoE
+        self.block.attention.layer = 0  # decoding uses a separate cache with one layer
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
@@ -53,11 +53,11 @@ class MTPLayer(nn.Module):
         return normed
 
 
-class Draft(NamedTuple):
-    """What one layer predicts, and from whom it should learn it; weights are 0 where there is nothing to learn."""
+class MtpDraft(NamedTuple):
+    """Prediction of one layer and its target; weights are 0 where there is no target."""
 
     hidden: Tensor  # [rows, tokens, width], of the draft
-    teacher: Tensor  # the main model's hidden state, `ahead` positions later
+    teacher: Tensor  # the main model's hidden state, `depth` positions later
     weights: Tensor  # [rows, tokens]
 
 
@@ -65,14 +65,14 @@ class MTP(nn.Module):
     def __init__(self, config: ModelConfig, layers: int = 1) -> None:
         super().__init__()
         if layers < 1:
-            raise InputError(f"a model has at least one multi-token-prediction layer, not {layers}")
+            raise InputError(f"the number of multi-token-prediction layers must be at least 1, not {layers}")
         self.config = config
         self.layers = nn.ModuleList(MTPLayer(config) for _ in range(layers))
 
     def drafts(
         self, model: Transformer, hidden: Tensor, tokens: Tensor, targets: Tensor, documents: Documents | None = None
-    ) -> Iterator[Draft]:
-        """One draft per layer for whole or packed rows; `hidden` are the main model's states of these tokens."""
+    ) -> Iterator[MtpDraft]:
+        """Yield one draft per layer for whole or packed rows; `hidden` is the main model's output for these tokens."""
         hidden = hidden.detach()
         if documents is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -82,22 +82,22 @@ class MTP(nn.Module):
             embedded = model.embed(tokens)
         rotation = model.rope(positions, hidden.dtype)
         state = hidden
-        for ahead, layer in enumerate(self.layers, start=1):
-            state = layer(state, shifted(embedded, ahead), rotation, documents)
-            # position i + ahead must belong to the document of position i: there, positions have grown by `ahead`
-            inside = shifted(positions, ahead) == positions + ahead
-            wanted = inside & (shifted(targets, ahead) != IGNORE)
-            yield Draft(state, shifted(hidden, ahead), wanted.float())
+        for depth, layer in enumerate(self.layers, start=1):
+            state = layer(state, shifted(embedded, depth), rotation, documents)
+            # Token i + depth must be in the document of token i: then its position is larger by exactly `depth`.
+            same_document = shifted(positions, depth) == positions + depth
+            has_target = same_document & (shifted(targets, depth) != IGNORE)
+            yield MtpDraft(state, shifted(hidden, depth), has_target.float())
 
 
-def shifted(values: Tensor, ahead: int) -> Tensor:
-    """What stands `ahead` tokens later in each row; zeros after its end."""
-    padding = [0, 0] * (values.dim() - 2) + [0, ahead]
-    return F.pad(values[:, ahead:], padding)
+def shifted(values: Tensor, offset: int) -> Tensor:
+    """Return the values `offset` tokens later in each row, zero-padded at its end."""
+    padding = [0, 0] * (values.dim() - 2) + [0, offset]
+    return F.pad(values[:, offset:], padding)
 
 
 def initialize_mtp(config: ModelConfig, layers: int, seed: int, dtype: torch.dtype) -> MTP:
-    """Fresh layers; same seed, same weights."""
+    """Return randomly initialised layers; the same seed gives the same weights."""
     mtp = MTP(config, layers)
     draw_weights(mtp, config.init_std, seed)
     return mtp.to(dtype)
@@ -105,20 +105,20 @@ def initialize_mtp(config: ModelConfig, layers: int, seed: int, dtype: torch.dty
 
 def save_mtp(mtp: MTP, directory: Path) -> None:
     tensors = {name: value.detach().cpu().contiguous() for name, value in mtp.state_dict().items()}
-    save_file(tensors, directory / FILE, metadata={"layers": str(len(mtp.layers))})
-    (directory / FILE).chmod(0o644)
+    save_file(tensors, directory / MTP_FILE, metadata={"layers": str(len(mtp.layers))})
+    (directory / MTP_FILE).chmod(0o644)
 
 
 def load_mtp(directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> MTP:
-    path = Path(directory) / FILE
+    path = Path(directory) / MTP_FILE
     try:
         tensors = load_file(path)
-    except Exception as problem:  # safetensors raises its own, and OSError
+    except Exception as problem:  # safetensors raises its own type, and OSError
         raise InputError(f"{path}: not readable as multi-token-prediction layers ({problem})") from None
     layers = 1 + max((int(name.split(".")[1]) for name in tensors if name.startswith("layers.")), default=-1)
     mtp = MTP(config, layers)
-    wanted = mtp.state_dict()
-    wrong = set(wanted) ^ set(tensors) or {n for n in wanted if wanted[n].shape != tensors[n].shape}
+    expected = mtp.state_dict()
+    wrong = set(expected) ^ set(tensors) or {n for n in expected if expected[n].shape != tensors[n].shape}
     if wrong:
         raise InputError(f"{path}: tensor {min(wrong)} does not fit a {config.family} model of this config")
     mtp.load_state_dict(tensors)

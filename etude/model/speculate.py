@@ -1,9 +1,9 @@
-"""Speculative decoding with the MTP layers, in its plainest exact form: the reference, and the measure of acceptance.
+"""Speculative decoding with the MTP layers, in its simplest exact form: a reference that measures acceptance.
 
-Each round drafts a few tokens with the first MTP layer, applied again to its own output, and verifies them in one
-forward of the main model. Greedy: a draft is accepted if it is the likeliest token. Sampled: accepted with probability
-min(1, p/q), else the token is drawn from what p has more than q. Either way the text is what the main model alone
-would have written; acceptance only changes how fast. Rows advance at their own pace.
+Each round drafts a few tokens with the first MTP layer, applied repeatedly to its own output, and verifies them in one
+forward of the main model. Greedy: a draft is accepted if it is the most likely token. Sampled: it is accepted with
+probability min(1, p/q), otherwise the token is drawn from the normalised max(p - q, 0). The output distribution is that
+of the main model alone. Rows advance independently.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from etude.model.transformer import Transformer
 
 
 @dataclass(frozen=True)
-class Speculation:
-    tokens: list[list[int]]  # new tokens of every row, at least as many as asked for
+class SpeculationResult:
+    tokens: list[list[int]]  # new tokens of every row, at least `new_tokens`
     rounds: int  # forwards of the main model, summed over rows
     accepted_by_depth: list[float]  # share of rounds in which draft 1, 2, ... was accepted
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens a forward of the main model yields: 1 without drafts."""
+        """Tokens per forward of the main model; 1 without drafts."""
         return 1 + sum(self.accepted_by_depth)
 
 
@@ -42,36 +42,36 @@ def speculate(
     drafts: int = 3,
     temperature: float = 0.0,
     seed: int = 0,
-) -> Speculation:
-    """Continue every prompt by at least `new_tokens`; stop tokens are not looked for, this is a measurement."""
+) -> SpeculationResult:
+    """Continue every prompt by at least `new_tokens` tokens. Stop tokens are ignored: this measures acceptance."""
     if not prompts or min(map(len, prompts)) < 2:
         raise InputError("speculation needs prompts of at least two tokens")
-    # All rows run until the slowest has enough: a row that accepts everything gets this far meanwhile.
-    room = (drafts + 1) * new_tokens
-    state = _Decoder(model, mtp, prompts, room, drafts, temperature, seed)
+    # All rows run until the slowest one is done: a row that accepts every draft reaches this length.
+    max_new_tokens = (drafts + 1) * new_tokens
+    decoder = _SpeculativeDecoder(model, mtp, prompts, max_new_tokens, drafts, temperature, seed)
     rows = range(len(prompts))
-    written = [[token] for token in state.pending.tolist()]
+    generated = [[token] for token in decoder.pending.tolist()]
     rounds, accepted = 0, torch.zeros(drafts)
-    while min(map(len, written)) < new_tokens:
-        counts, tokens = state.round()
+    while min(map(len, generated)) < new_tokens:
+        counts, tokens = decoder.round()
         for row in rows:
-            if len(written[row]) < new_tokens:
-                kept = int(counts[row])
-                written[row] += tokens[row, : kept + 1].tolist()
+            if len(generated[row]) < new_tokens:
+                count = int(counts[row])
+                generated[row] += tokens[row, : count + 1].tolist()
                 rounds += 1
-                accepted[:kept] += 1
-    return Speculation(written, rounds, (accepted / max(1, rounds)).tolist())
+                accepted[:count] += 1
+    return SpeculationResult(generated, rounds, (accepted / max(1, rounds)).tolist())
 
 
-class _Decoder:
-    """Both caches and what the next round starts from: the pending token and the states that led to it."""
+class _SpeculativeDecoder:
+    """Both KV caches and the start of the next round: the pending token and the hidden states before it."""
 
     def __init__(
         self,
         model: Transformer,
         mtp: MTP,
         prompts: Sequence[Sequence[int]],
-        room: int,
+        max_new_tokens: int,
         drafts: int,
         temperature: float,
         seed: int,
@@ -84,31 +84,32 @@ class _Decoder:
         self.generator = torch.Generator(head.device).manual_seed(seed)
         self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=head.device)
         longest, rows = int(self.lengths.max()), len(prompts)
-        self.main = KVCache(model.config, rows, longest + room + drafts, head.dtype, head.device)
-        self.side = KVCache(replace(model.config, layers=1), rows, longest + room + drafts, head.dtype, head.device)
+        length = longest + max_new_tokens + drafts
+        self.main_cache = KVCache(model.config, rows, length, head.dtype, head.device)
+        self.mtp_cache = KVCache(replace(model.config, layers=1), rows, length, head.dtype, head.device)
         padded = torch.zeros(rows, longest, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)] = torch.tensor(list(prompt))
         tokens = padded.to(head.device)
-        hidden = model.hidden(tokens, cache=self.main)
-        self.main.truncate(self.lengths)
+        hidden = model.hidden(tokens, cache=self.main_cache)
+        self.main_cache.truncate(self.lengths)
         last = hidden[torch.arange(rows), self.lengths - 1]
-        self.pending = self._pick(model.logits(last))
-        # What the MTP layer reads next: states of positions it has not seen, with the tokens that followed them.
+        self.pending = self._sample(self._probs(model.logits(last)))
+        # Next input of the MTP layer: hidden states of positions it has not read, with the tokens that follow them.
         following = tokens.roll(-1, dims=1)
         following[torch.arange(rows), self.lengths - 1] = self.pending
         self.states, self.following, self.unread = hidden, following, self.lengths.clone()
 
     def round(self) -> tuple[Tensor, Tensor]:
-        """One draft and one verification: how many drafts each row accepted, and its new tokens (that many + 1)."""
-        drafted, draft_odds = self._draft()
+        """Draft and verify once; return the number of accepted drafts of each row and its new tokens (one more)."""
+        drafted, draft_probs = self._draft()
         rows = torch.arange(len(self.pending), device=self.pending.device)
-        start = self.main.lengths.clone()
+        start = self.main_cache.lengths.clone()
         tokens = torch.cat((self.pending[:, None], drafted), dim=1)
-        hidden = self.model.hidden(tokens, cache=self.main)
-        odds = self._odds(self.model.logits(hidden))
-        counts, token = self._verify(drafted, draft_odds, odds)
-        self.main.truncate(start + 1 + counts)
+        hidden = self.model.hidden(tokens, cache=self.main_cache)
+        probs = self._probs(self.model.logits(hidden))
+        counts, token = self._verify(drafted, draft_probs, probs)
+        self.main_cache.truncate(start + 1 + counts)
         new = torch.cat((drafted, torch.zeros_like(token)[:, None]), dim=1)
         new[rows, counts] = token
         self.states, self.following, self.unread = hidden, new, counts + 1
@@ -117,47 +118,45 @@ class _Decoder:
 
     def _draft(self) -> tuple[Tensor, Tensor]:
         rows = torch.arange(len(self.pending), device=self.pending.device)
-        start = self.side.lengths.clone()
+        start = self.mtp_cache.lengths.clone()
         state = self._read(self.states, self.following)
-        self.side.truncate(start + self.unread)  # padding after a row's own tokens leaves no trace
+        self.mtp_cache.truncate(start + self.unread)  # drop the padding after a row's own tokens
         last = state[rows, self.unread - 1][:, None]
-        tokens, odds, kept = [], [], self.side.lengths.clone()
+        tokens, probs, lengths = [], [], self.mtp_cache.lengths.clone()
         for depth in range(self.drafts):
-            odds.append(self._odds(self.model.logits(last))[:, 0])
-            tokens.append(self._draw(odds[-1]))
+            probs.append(self._probs(self.model.logits(last))[:, 0])
+            tokens.append(self._sample(probs[-1]))
             if depth + 1 < self.drafts:
                 last = self._read(last, tokens[-1][:, None])
-        self.side.truncate(kept)  # drafts were read from drafted states; the true ones come with the next round
-        return torch.stack(tokens, dim=1), torch.stack(odds, dim=1)
+        self.mtp_cache.truncate(lengths)  # these entries come from drafted states; the next round adds the true ones
+        return torch.stack(tokens, dim=1), torch.stack(probs, dim=1)
 
     def _read(self, states: Tensor, tokens: Tensor) -> Tensor:
-        rotation = self.model.rope(self.side.positions(tokens.shape[1]), states.dtype)
-        out: Tensor = self.layer(states, self.model.embed(tokens), rotation, None, self.side)
-        self.side.advance(tokens.shape[1])
+        rotation = self.model.rope(self.mtp_cache.positions(tokens.shape[1]), states.dtype)
+        out: Tensor = self.layer(states, self.model.embed(tokens), rotation, None, self.mtp_cache)
+        self.mtp_cache.advance(tokens.shape[1])
         return out
 
-    def _verify(self, drafted: Tensor, draft_odds: Tensor, odds: Tensor) -> tuple[Tensor, Tensor]:
-        p = odds[:, :-1].gather(2, drafted[..., None])[..., 0]
-        q = draft_odds.gather(2, drafted[..., None])[..., 0]
-        luck = torch.rand(p.shape, generator=self.generator, device=p.device)
-        counts = (luck * q < p).long().cumprod(dim=1).sum(dim=1)
+    def _verify(self, drafted: Tensor, draft_probs: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the number of accepted drafts of each row, and its next token."""
+        p = probs[:, :-1].gather(2, drafted[..., None])[..., 0]
+        q = draft_probs.gather(2, drafted[..., None])[..., 0]
+        uniform = torch.rand(p.shape, generator=self.generator, device=p.device)
+        counts = (uniform * q < p).long().cumprod(dim=1).sum(dim=1)
         rows = torch.arange(len(counts), device=counts.device)
-        at = odds[rows, counts]
+        target = probs[rows, counts]
         rejected = counts < self.drafts
-        left = (at - draft_odds[rows, counts.clamp(max=self.drafts - 1)]).clamp(min=0)
-        remaining = torch.where(rejected[:, None] & (left.sum(dim=-1, keepdim=True) > 0), left, at)
-        return counts, self._draw(remaining / remaining.sum(dim=-1, keepdim=True))
+        residual = (target - draft_probs[rows, counts.clamp(max=self.drafts - 1)]).clamp(min=0)
+        final = torch.where(rejected[:, None] & (residual.sum(dim=-1, keepdim=True) > 0), residual, target)
+        return counts, self._sample(final / final.sum(dim=-1, keepdim=True))
 
-    def _odds(self, logits: Tensor) -> Tensor:
-        """The sampling distribution; greedy decoding is all weight on the likeliest token."""
+    def _probs(self, logits: Tensor) -> Tensor:
+        """Return the sampling distribution; for greedy decoding, one-hot at the most likely token."""
         if self.temperature:
             return (logits.float() / self.temperature).softmax(dim=-1)
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
 
-    def _draw(self, odds: Tensor) -> Tensor:
+    def _sample(self, probs: Tensor) -> Tensor:
         if not self.temperature:
-            return odds.argmax(dim=-1)
-        return torch.multinomial(odds, 1, generator=self.generator)[:, 0]
-
-    def _pick(self, logits: Tensor) -> Tensor:
-        return self._draw(self._odds(logits))
+            return probs.argmax(dim=-1)
+        return torch.multinomial(probs, 1, generator=self.generator)[:, 0]

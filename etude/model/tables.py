@@ -1,4 +1,4 @@
-"""`etude model describe` for people: sizes as one would say them."""
+"""The table of `etude model describe`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ def describe_table(config: ModelConfig, facts: dict[str, Any], known: KnownModel
     )
     table.add_row("layers", _layers(config))
     table.add_row("attention", _attention(config))
-    table.add_row("parameters", f"{in_words(counts['total'])} total, {in_words(counts['active'])} active per token")
-    if config.latent:  # the family whose design these layers are
-        with_mtp = in_words(counts["total"] + counts["mtp_layer"])
-        table.add_row("", f"{with_mtp} with one multi-token-prediction layer (+{in_words(counts['mtp_layer'])})")
+    table.add_row(
+        "parameters", f"{format_count(counts['total'])} total, {format_count(counts['active'])} active per token"
+    )
+    if config.latent:  # MTP layers are part of this family's design
+        with_mtp = format_count(counts["total"] + counts["mtp_layer"])
+        table.add_row("", f"{with_mtp} with one multi-token-prediction layer (+{format_count(counts['mtp_layer'])})")
     if known:
         table.add_row("published", known.published + (f"  ({known.remark})" if known.remark else ""))
-    table.add_row("weights", f"{in_bytes(sizes['weights'])} in bfloat16")
+    table.add_row("weights", f"{format_bytes(sizes['weights'])} in bfloat16")
     table.add_row(
-        "training state", f"{in_bytes(sizes['training_state'])}: weights, gradients, float32 master, two moments"
+        "training state", f"{format_bytes(sizes['training_state'])}: weights, gradients, float32 master, two moments"
     )
-    table.add_row("KV cache", f"{in_bytes(sizes['kv_cache_per_token'])} per token in bfloat16")
+    table.add_row("KV cache", f"{format_bytes(sizes['kv_cache_per_token'])} per token in bfloat16")
     if "mesh" in facts:
         mesh = facts["mesh"]
         table.add_row("", "")
@@ -39,7 +41,7 @@ def describe_table(config: ModelConfig, facts: dict[str, Any], known: KnownModel
             f"EP {mesh['ep']}, CP {mesh['cp']}, sequences of {mesh['sequence']:,} tokens; per GPU:",
         )
         for name, size in facts["bytes_per_gpu"].items():
-            table.add_row(f"  {name.replace('_', ' ')}", f"{in_bytes(size):>10}")
+            table.add_row(f"  {name.replace('_', ' ')}", f"{format_bytes(size):>10}")
     return table
 
 
@@ -62,7 +64,7 @@ def _attention(config: ModelConfig) -> str:
     return f"latent, {config.heads} heads, latents of {latent.kv_rank} + {latent.rope_dim} rotary"
 
 
-def in_words(count: int) -> str:
+def format_count(count: int) -> str:
     for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             value = count / size
@@ -70,7 +72,7 @@ def in_words(count: int) -> str:
     return str(count)
 
 
-def in_bytes(count: int) -> str:
+def format_bytes(count: int) -> str:
     for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= size:
             return f"{count / size:.1f} {unit}"

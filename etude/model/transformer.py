@@ -1,8 +1,8 @@
-"""The network, written once: the trainer and the sampler both run this forward, so they cannot disagree by design.
+"""The network. Trainer and sampler run the same forward, so they can differ only in numerics.
 
-Four uses, one code path, chosen by arguments: whole rows (none), packed documents (`documents`), incremental decoding
-(`cache`), routing replay and recording (`routing`). `hidden` stops before the output head so that a loss can be taken
-in chunks and full logits need never exist.
+Arguments choose between four uses of one code path: whole rows (none), packed documents (`documents`), incremental
+decoding (`cache`), routing replay and recording (`routing`). `hidden` stops before the output head, so that a loss can
+be computed in chunks without materialising all logits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from etude.errors import InputError
 from etude.kernels.attention import Documents
 from etude.kernels.linear import linear
-from etude.model.attention import Cache, GroupedQueryAttention, LatentAttention, Rope, Rotation
+from etude.model.attention import AttentionCache, GroupedQueryAttention, LatentAttention, Rope, Rotation
 from etude.model.cache import KVCache
 from etude.model.config import ModelConfig
 from etude.model.layers import MLP, Linear, RMSNorm
@@ -44,7 +44,7 @@ class Block(nn.Module):
         x: Tensor,
         rotation: Rotation,
         documents: Documents | None = None,
-        cache: Cache | None = None,
+        cache: AttentionCache | None = None,
         replay: Tensor | None = None,
         plausibility: float = 0.0,
     ) -> tuple[Tensor, Tensor | None]:
@@ -60,7 +60,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         shape = config.vocab_size, config.hidden_size
-        # given its weight, torch does not draw one only to have it overwritten
+        # with a given weight, torch skips its random initialisation
         self.embed = nn.Embedding(*shape, _weight=torch.empty(shape))
         self.rope = Rope(config.rope)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
@@ -76,7 +76,7 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         routing: Routing | None = None,
     ) -> Tensor:
-        """Tokens [rows, tokens] -> logits [rows, tokens, vocabulary]."""
+        """Return the logits [rows, tokens, vocabulary] of tokens [rows, tokens]."""
         return self.logits(self.hidden(tokens, documents=documents, cache=cache, routing=routing))
 
     def hidden(
@@ -87,7 +87,7 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         routing: Routing | None = None,
     ) -> Tensor:
-        """The last hidden states, normalised: what the head, and a multi-token-prediction layer, read."""
+        """Return the last hidden states after the final norm: the input of the head and of MTP layers."""
         positions = self._positions(tokens, documents, cache)
         layers = iter(self._replayed(tokens, routing))
         plausibility = routing.plausibility if routing else 0.0
@@ -106,7 +106,7 @@ class Transformer(nn.Module):
 
     def _run(self, block: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor | None]:
         if self.recompute and torch.is_grad_enabled():
-            # keeps only the block's input; the rest is computed again in the backward
+            # keeps only the block's input and recomputes the rest in the backward
             return cast(tuple[Tensor, Tensor | None], checkpoint(block, *inputs, use_reentrant=False))
         return cast(tuple[Tensor, Tensor | None], block(*inputs))
 
@@ -119,7 +119,7 @@ class Transformer(nn.Module):
 
     def _positions(self, tokens: Tensor, documents: Documents | None, cache: KVCache | None) -> Tensor:
         if documents is not None and cache is not None:
-            raise InputError("packed documents and a KV cache exclude each other: give a forward one of them")
+            raise InputError("packed documents and a KV cache cannot be combined; pass only one of them")
         if cache is not None:
             if len(cache.lengths) != len(tokens):
                 raise InputError(f"the KV cache has {len(cache.lengths)} rows; the tokens have {len(tokens)}")
@@ -139,13 +139,14 @@ class Transformer(nn.Module):
 
 
 def initialize(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:
-    """A fresh model: normal weights of the config's width, norms at one, biases at zero. Same seed, same weights."""
+    """Return a new model: normal weights with the config's standard deviation, norms 1, biases 0; same for a seed."""
     model = Transformer(config)
     draw_weights(model, config.init_std, seed)
     return model.to(dtype)
 
 
 def draw_weights(module: nn.Module, std: float, seed: int) -> None:
+    """Draw matrices from a normal distribution and zero the biases, in place."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -156,8 +157,8 @@ def draw_weights(module: nn.Module, std: float, seed: int) -> None:
 
 
 def compile_blocks(model: Transformer) -> Transformer:
-    """Compile one block and use it for all: the layers are alike, so it costs one compilation, not one per layer."""
-    # packed or whole rows, training or measuring, two lengths: more variants than dynamo's default of eight
+    """Compile each block in place. All layers have the same code, so they share one compilation."""
+    # packed or whole rows, training or evaluation, two lengths: more variants than dynamo's default of eight
     torch._dynamo.config.recompile_limit = 64
     for block in model.blocks:
         block.compile()

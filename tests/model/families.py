@@ -1,4 +1,4 @@
-"""Random tiny models of every family, as Hugging Face configs, and their transformers twins with lively weights."""
+"""Random tiny configs of every family, and transformers models of them with large random weights."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def small_config(family: str, **changes: Any) -> dict[str, Any]:
 
 
 def twin(config: dict[str, Any], seed: int, lively: bool = True) -> transformers.PreTrainedModel:
-    """transformers' model of this config. Lively weights are large, norms uneven: at the usual 0.02 every bug hides."""
+    """Return transformers' model of this config. With `lively`, weights are large and norms uneven: 0.02 hides bugs."""
     wanted = {k: v for k, v in config.items() if k != "model_type"}
     torch.manual_seed(seed)
     theirs = transformers.AutoModelForCausalLM.from_config(
@@ -176,7 +176,7 @@ def twin(config: dict[str, Any], seed: int, lively: bool = True) -> transformers
 
 
 def pair(config: dict[str, Any], seed: int, directory: Path) -> tuple[transformers.PreTrainedModel, Transformer]:
-    """Theirs, and ours loaded from what theirs saved."""
+    """Return a model of transformers, and ours loaded from its checkpoint."""
     theirs = twin(config, seed)
     theirs.save_pretrained(directory)
     return theirs, load(directory)

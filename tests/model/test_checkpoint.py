@@ -1,4 +1,4 @@
-"""Checkpoints: sharded or whole, read back equal; anything wrong with one is said in a line that names it."""
+"""Checkpoints: sharded or single, read back equal; every defect is one line that names it."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_a_routers_correction_bias_is_never_rounded(tmp_path: Path) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("router.bias"):
             buffer.normal_(generator=torch.Generator().manual_seed(0))
-    wanted = {name: value for name, value in model.named_buffers() if name.endswith("router.bias")}
+    expected = {name: value for name, value in model.named_buffers() if name.endswith("router.bias")}
     save(model, tmp_path / "m")
     for again in (load(tmp_path / "m"), load(tmp_path / "m", dtype=torch.float32).to(torch.bfloat16)):
-        for name, bias in wanted.items():
+        for name, bias in expected.items():
             assert torch.equal(again.get_buffer(name), bias)
 
 
-def test_a_tied_head_may_be_there_twice_but_not_in_two_versions(tmp_path: Path) -> None:
+def test_a_tied_head_may_be_stored_twice_if_both_are_equal(tmp_path: Path) -> None:
     save(initialize(ModelConfig.from_hugging_face(small_config("llama", tie_word_embeddings=True))), tmp_path / "m")
     tensors = load_file(tmp_path / "m/model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -86,7 +86,7 @@ def test_changes_reach_a_nested_config() -> None:
     assert find_config("kimi-k2.5").evolve(num_hidden_layers=2).layers == 2
 
 
-def test_two_writers_of_one_directory_do_not_meet(tmp_path: Path) -> None:
+def test_a_second_writer_of_a_directory_is_refused(tmp_path: Path) -> None:
     with new_directory(tmp_path / "m") as first:
         (first / "mine").write_text("1")
         with pytest.raises(BusyError, match=r"is in use by pid"), new_directory(tmp_path / "m"):
@@ -102,9 +102,9 @@ def test_two_writers_of_one_directory_do_not_meet(tmp_path: Path) -> None:
 
 def test_unknown_config_keys_survive_a_round_trip(saved: Path, tmp_path: Path) -> None:
     config = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps({**config, "somebody_elses_key": [1, 2]}))
+    (saved / "config.json").write_text(json.dumps({**config, "another_tools_key": [1, 2]}))
     save(load(saved), tmp_path / "again")
-    assert json.loads((tmp_path / "again/config.json").read_text())["somebody_elses_key"] == [1, 2]
+    assert json.loads((tmp_path / "again/config.json").read_text())["another_tools_key"] == [1, 2]
 
 
 Damage = Callable[[Path], None]
@@ -128,7 +128,7 @@ def change_tensors(edit: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
     return damage
 
 
-def cut(place: Path) -> None:
+def truncate(place: Path) -> None:
     os.truncate(place / "model.safetensors", 20_000)
 
 
@@ -138,9 +138,9 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (cut, r"model\.safetensors: not a whole safetensors file"),
+        (truncate, r"model\.safetensors: not a complete safetensors file"),
         (lambda p: (p / "model.safetensors").unlink(), r"model\.safetensors: not found"),
-        (lambda p: (p / "model.safetensors").write_bytes(b""), "not a whole safetensors file"),
+        (lambda p: (p / "model.safetensors").write_bytes(b""), "not a complete safetensors file"),
         (lambda p: (p / "config.json").unlink(), r"config\.json: not found"),
         (lambda p: (p / "config.json").write_text("{"), "not readable as JSON"),
         (lambda p: (p / "config.json").write_text("[]"), "expected a JSON object"),
@@ -166,10 +166,10 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
         (change_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "rope scaling 'dynamic'"),
         (change_config(rope_parameters={"rope_type": "yarn"}), "factor is missing"),
         (change_config(quantization_config={"bits": 4}), "the weights are quantised"),
-        (change_config(vocab_size=62), r"embed_tokens\.weight has shape \[61, 24\]; config.json asks for \[62, 24\]"),
-        (change_config(num_hidden_layers=2), r"tensor model\.layers\.2\.\S+ has no place"),
+        (change_config(vocab_size=62), r"embed_tokens\.weight has shape \[61, 24\]; config.json requires \[62, 24\]"),
+        (change_config(num_hidden_layers=2), r"tensor model\.layers\.2\.\S+ does not belong"),
         (change_tensors(lambda t: t.pop(EXPERT)), f"tensor {EXPERT} is missing"),
-        (change_tensors(lambda t: t.update(stray=torch.ones(2))), "tensor stray has no place"),
+        (change_tensors(lambda t: t.update(stray=torch.ones(2))), "tensor stray does not belong"),
         (
             change_tensors(lambda t: t.update({EXPERT: torch.ones(3, 24)})),
             r"experts\.3\.up_proj\.weight has shape \[3, 24\]",

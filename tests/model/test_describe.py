@@ -10,7 +10,7 @@ from families import FAMILIES, small_config, twin
 from etude.errors import InputError
 from etude.model import KVCache, ModelConfig
 from etude.model.describe import Mesh, count_parameters, find_config, kv_bytes_per_token, memory_per_gpu
-from etude.model.known import KNOWN
+from etude.model.known import KNOWN_MODELS
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -35,12 +35,14 @@ def test_known_models_have_their_published_sizes(name: str, total: int, active: 
 
 def test_the_published_figures_follow_from_the_counts() -> None:
     kimi, qwen = (count_parameters(find_config(name)) for name in ("kimi-k2.5", "qwen3-coder-30b-a3b"))
-    assert KNOWN["kimi-k2.5"].published == f"{(kimi.total + kimi.mtp_layer) / 1e12:.2f}T / {kimi.active // 10**9}B"
-    assert KNOWN["qwen3-coder-30b-a3b"].published == f"{qwen.total / 1e9:.1f}B / {qwen.active // 10**8 / 10}B"
+    assert (
+        KNOWN_MODELS["kimi-k2.5"].published == f"{(kimi.total + kimi.mtp_layer) / 1e12:.2f}T / {kimi.active // 10**9}B"
+    )
+    assert KNOWN_MODELS["qwen3-coder-30b-a3b"].published == f"{qwen.total / 1e9:.1f}B / {qwen.active // 10**8 / 10}B"
 
 
 def test_known_configs_are_what_transformers_calls_them() -> None:
-    for known in KNOWN.values():
+    for known in KNOWN_MODELS.values():
         text = dict(known.config.get("text_config", known.config))
         family = {"kimi_k2": "deepseek_v3"}.get(text.pop("model_type"), known.config["model_type"])
         config = transformers.AutoConfig.for_model(family, **text)

@@ -1,4 +1,4 @@
-"""One forward, four uses: packed equals separate, cached equals whole, and routing replay does what it says."""
+"""The four uses of one forward: packed equals separate, cached equals whole, replay follows its definition."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_latent_cache_holds_latents() -> None:
 @pytest.mark.parametrize("family", MOE)
 @settings(max_examples=10, deadline=None)
 @given(ratio=st.sampled_from([0.0, 0.5, 1.0]), shuffle=st.booleans(), seed=st.integers(0, 99))
-def test_replaying_the_own_choice_changes_no_bit(family: str, ratio: float, shuffle: bool, seed: int) -> None:
+def test_replaying_the_routers_choice_changes_no_bit(family: str, ratio: float, shuffle: bool, seed: int) -> None:
     model = fresh(family, seed)
     tokens = tokens_for(model, 2, 11, seed)
     recorded = Routing()
@@ -136,7 +136,7 @@ def test_replay_overrides_some_tokens_and_leaves_the_others(family: str) -> None
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_plausibility_filter_equals_its_definition(data: st.DataObject) -> None:
-    """A slow reading of the rule, expert by expert, is the oracle."""
+    """The reference applies the rule expert by expert."""
     experts, k = data.draw(st.integers(4, 9)), data.draw(st.integers(1, 4))
     ratio = data.draw(st.sampled_from([0.0, 0.3, 0.8, 1.0]))
     scores = torch.rand(5, experts, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 999))))
@@ -167,7 +167,7 @@ def test_gradients_reach_the_router_through_a_replay(family: str) -> None:
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in routers)
 
 
-def test_wrong_arguments_are_refused_in_words() -> None:
+def test_wrong_arguments_are_errors() -> None:
     dense, moe = fresh("llama"), fresh("qwen3_moe")
     tokens = tokens_for(moe, 1, 5)
     with pytest.raises(InputError, match="no routing"):
@@ -182,7 +182,7 @@ def test_wrong_arguments_are_refused_in_words() -> None:
         Routing(plausibility=1.5)
     with pytest.raises(InputError, match="do not fit"):
         dense(tokens, cache=KVCache(dense.config, 1, 4, torch.float32))
-    with pytest.raises(InputError, match="exclude each other"):
+    with pytest.raises(InputError, match="cannot be combined"):
         dense(tokens, documents=Documents.pack([[5]]), cache=KVCache(dense.config, 1, 9, torch.float32))
     with pytest.raises(InputError, match="fill rows"):
         dense(tokens, documents=Documents.pack([[4]]))
@@ -190,7 +190,7 @@ def test_wrong_arguments_are_refused_in_words() -> None:
         Documents.pack([[4], [5]])
 
 
-def test_a_cache_wants_its_own_number_of_rows() -> None:
+def test_a_cache_needs_as_many_rows_as_the_tokens() -> None:
     for family in FAMILIES:
         model = fresh(family)
         cache = KVCache(model.config, 2, 9, torch.float32)
@@ -207,7 +207,7 @@ def test_no_tokens_give_no_logits(family: str) -> None:
     assert model(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0, 61)
 
 
-def test_stray_replayed_ids_are_left_to_the_router() -> None:
+def test_invalid_replayed_ids_are_left_to_the_router() -> None:
     scores = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
     own = scores.topk(2).indices
     strays = torch.tensor([[9, -5], [6, 6], [-1, 99], [-2, 7]])

@@ -223,7 +223,7 @@ class TestBadInput:
         [
             ("blk.1.attn_q.weight", None, "missing, the first is model.layers.1.self_attn.q_proj.weight"),
             ("token_embd.weight", None, "the tensor token_embd.weight is missing"),
-            ("blk.1.attn_q.weight", "blk.1.attn_q.bias", "the tensor blk.1.attn_q.bias has no place"),
+            ("blk.1.attn_q.weight", "blk.1.attn_q.bias", "the tensor blk.1.attn_q.bias does not belong"),
             (
                 "output.weight",
                 "blk.7.attn_q.weight",

@@ -64,7 +64,7 @@ def test_compiled_blocks_train_like_plain_ones(family: str) -> None:
         assert (a.grad - b.grad).float().norm() <= 0.05 * a.grad.float().norm() + 1e-6, name
 
 
-def test_replaying_the_own_choice_changes_no_bit_on_a_gpu() -> None:
+def test_replaying_the_routers_choice_changes_no_bit_on_a_gpu() -> None:
     model = fresh("deepseek_v3", torch.bfloat16).cuda()
     tokens = random_tokens({"vocab_size": 128}, 2, 48).cuda()
     own = Routing()

@@ -1,4 +1,4 @@
-"""Multi-token-prediction layers: right targets, no way back into the main model, saved and loaded equal."""
+"""Multi-token-prediction layers: right targets, no gradient into the main model, equal after saving and loading."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_draft_sees_its_document_up_to_the_token_it_continues(family: str) -> 
     assert apart[7] > 1e-2  # it reads token 8 as the one just sampled
 
 
-def test_nothing_flows_back_and_ignored_targets_count_for_nothing() -> None:
+def test_no_gradient_reaches_the_main_model_and_ignored_targets_have_no_weight() -> None:
     _, model, mtp = lively("qwen3")
     tokens = random_tokens({"vocab_size": 61}, 1, 9)
     targets = tokens.roll(-1, 1)

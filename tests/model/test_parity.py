@@ -1,4 +1,4 @@
-"""transformers is the oracle: the same logits in float32, the same choices in bfloat16, in both directions."""
+"""transformers is the reference: the same logits in float32, the same top tokens in bfloat16, in both directions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from etude.model import ModelConfig, Transformer, initialize, load, save
 relaxed = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def farthest(theirs: transformers.PreTrainedModel, ours: Transformer, tokens: torch.Tensor) -> float:
+def max_difference(theirs: transformers.PreTrainedModel, ours: Transformer, tokens: torch.Tensor) -> float:
     with torch.no_grad():
         return (theirs(tokens).logits - ours(tokens)).abs().max().item()
 
@@ -36,18 +36,18 @@ def test_logits_equal_transformers_on_random_configs(family: str, data: st.DataO
     tokens = random_tokens(config, 2, 33, seed)
     with tempfile.TemporaryDirectory() as place:
         theirs, ours = pair(config, seed, Path(place) / "theirs")
-        assert farthest(theirs, ours, tokens) < 1e-4
+        assert max_difference(theirs, ours, tokens) < 1e-4
         save(ours, Path(place) / "ours")
         again = reload(Path(place) / "ours")
         note(f"seed {seed}")
-        assert farthest(again, ours, tokens) < 1e-4
+        assert max_difference(again, ours, tokens) < 1e-4
         assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), again.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_makes_the_same_choices(family: str, tied: bool, tmp_path: Path) -> None:
-    """And is no farther from float32 than transformers is: rounding, not a bug, is what is left."""
+    """The difference to float32 is no larger than that of transformers, so it is rounding."""
     same, our_error, their_error = [], 0.0, 0.0
     for seed in range(4):
         config = small_config(family, tie_word_embeddings=tied)
@@ -71,7 +71,7 @@ def test_a_fresh_model_is_one_that_transformers_loads(family: str, tmp_path: Pat
     ours = initialize(ModelConfig.from_hugging_face(config), seed=5)
     save(ours, tmp_path / "m")
     theirs = reload(tmp_path / "m")
-    assert farthest(theirs, ours, random_tokens(config, 2, 20)) < 1e-4
+    assert max_difference(theirs, ours, random_tokens(config, 2, 20)) < 1e-4
     again = initialize(ModelConfig.from_hugging_face(config), seed=5)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
 
@@ -95,7 +95,7 @@ def test_kimi_k25_is_the_text_model_under_another_name(tmp_path: Path) -> None:
     nested.mkdir()
     save_file({**tensors, "vision_tower.patch_embed.proj.weight": torch.ones(3, 3)}, nested / "model.safetensors")
     write_config(nested, {"model_type": "kimi_k25", "text_config": {**config, "model_type": "kimi_k2"}})
-    assert farthest(theirs, load(nested), random_tokens(config, 2, 20)) < 1e-4
+    assert max_difference(theirs, load(nested), random_tokens(config, 2, 20)) < 1e-4
 
 
 def write_config(directory: Path, config: dict[str, Any]) -> None:

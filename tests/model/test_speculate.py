@@ -1,4 +1,4 @@
-"""Speculative decoding changes the speed and nothing else: greedy text is equal, sampled text has the same odds."""
+"""Speculative decoding does not change the output: greedy text is equal, sampled text has the same distribution."""
 
 from __future__ import annotations
 
