@@ -1,10 +1,10 @@
-"""Forward and backward of SmolLM2-135M, ours beside transformers, in one run on one GPU.
+"""Forward and backward of SmolLM2-135M on one GPU, compared with transformers in the same run.
 
     python benchmarks/train_step.py                 # 16 rows of 2048 tokens, bfloat16
     python benchmarks/train_step.py --packed 8      # also with 8 documents packed into every row
 
-Prints one table: tokens/s, time, peak memory, MFU, and each line's ratio to compiled transformers. MFU counts the
-matrix products the model must do (causal attention once, no recomputation) against the H200's data-sheet 989 TFLOP/s.
+Prints one table: tokens/s, time, peak memory, MFU, and each row's ratio to compiled transformers. MFU counts the
+matrix products of the model (causal attention once, no recomputation) against the H200's data-sheet 989 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from torch import Tensor
 from etude.kernels.loss import linear_cross_entropy
 from etude.model import Documents, ModelConfig, Transformer, compile_blocks, initialize
 from etude.model.describe import training_flops_per_token
-from etude.model.known import KNOWN
+from etude.model.known import KNOWN_MODELS
 
 PEAK_FLOPS = 989e12
-SOURCE = KNOWN["smollm2-135m"].config
+SOURCE = KNOWN_MODELS["smollm2-135m"].config
 Step = Callable[[Tensor], Tensor]
 
 
 @dataclass
-class Result:
+class StepTiming:
     name: str
     tokens_per_second: float
     milliseconds: float
@@ -49,8 +49,8 @@ class Result:
 def transformers_step(compiled: bool) -> Step:
     import transformers
 
-    wanted = {k: v for k, v in SOURCE.items() if k not in ("model_type", "torch_dtype", "architectures")}
-    config = transformers.AutoConfig.for_model(SOURCE["model_type"], **wanted)
+    options = {k: v for k, v in SOURCE.items() if k not in ("model_type", "torch_dtype", "architectures")}
+    config = transformers.AutoConfig.for_model(SOURCE["model_type"], **options)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().train()
     run = torch.compile(model) if compiled else model
@@ -86,7 +86,7 @@ def next_token_loss(model: Transformer, tokens: Tensor, documents: Documents | N
     return loss / (targets.numel() - targets.shape[0])
 
 
-def measure(name: str, build: Callable[[], Step], batches: list[Tensor], steps: int) -> Result:
+def measure(name: str, build: Callable[[], Step], batches: list[Tensor], steps: int) -> StepTiming:
     gc.collect()
     torch.cuda.empty_cache()
     step = build()
@@ -110,7 +110,7 @@ def measure(name: str, build: Callable[[], Step], batches: list[Tensor], steps: 
     rate = tokens / ms * 1e3
     flops = training_flops_per_token(ModelConfig.from_hugging_face(SOURCE), batches[0].shape[1])
     peak = torch.cuda.max_memory_allocated() / 2**30
-    return Result(name, rate, ms, peak, rate * flops / PEAK_FLOPS, loss, first)
+    return StepTiming(name, rate, ms, peak, rate * flops / PEAK_FLOPS, loss, first)
 
 
 def main() -> None:
@@ -118,41 +118,41 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--packed", type=int, default=8, help="documents a row in the packed line; 0 leaves it out")
-    parser.add_argument("--compiled-only", action="store_true", help="leave out the eager lines")
+    parser.add_argument("--packed", type=int, default=8, help="documents per row in the packed case; 0 skips it")
+    parser.add_argument("--compiled-only", action="store_true", help="skip the eager cases")
     parser.add_argument("--json", type=Path, help="also write the results here")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("train_step: needs a CUDA GPU; on a CPU there is nothing to compare")
+        sys.exit("train_step: this benchmark needs a CUDA GPU")
     generator = torch.Generator().manual_seed(0)
     shape = (args.rows, args.tokens)
     batches = [torch.randint(SOURCE["vocab_size"], shape, generator=generator).cuda() for _ in range(4)]
-    lines: dict[str, Callable[[], Step]] = {
+    cases: dict[str, Callable[[], Step]] = {
         "transformers eager": lambda: transformers_step(False),
         "transformers compiled": lambda: transformers_step(True),
         "etude eager": lambda: our_step(False),
         "etude compiled": lambda: our_step(True),
     }
     if args.compiled_only:
-        lines = {name: build for name, build in lines.items() if "compiled" in name}
+        cases = {name: build for name, build in cases.items() if "compiled" in name}
     if args.packed:
         length = args.tokens // args.packed
         packing = [[length] * (args.packed - 1) + [args.tokens - length * (args.packed - 1)]] * args.rows
-        lines[f"etude compiled, {args.packed} packed"] = lambda: our_step(True, Documents.pack(packing, "cuda"))
-    results = [measure(name, build, batches, args.steps) for name, build in lines.items()]
+        cases[f"etude compiled, {args.packed} packed"] = lambda: our_step(True, Documents.pack(packing, "cuda"))
+    results = [measure(name, build, batches, args.steps) for name, build in cases.items()]
     report(results, args.rows, args.tokens)
     if args.json:
         args.json.write_text(json.dumps([asdict(r) for r in results], indent=2))
 
 
-def report(results: list[Result], rows: int, tokens: int) -> None:
-    peer = next(r for r in results if r.name == "transformers compiled")
+def report(results: list[StepTiming], rows: int, tokens: int) -> None:
+    baseline = next(r for r in results if r.name == "transformers compiled")
     titles = f"{'tok/s':>9}{'ms':>8}{'peak GiB':>10}{'MFU':>7}{'x compiled':>12}{'memory':>8}{'loss':>8}{'1st s':>7}"
     print(f"\n{'':28}{titles}")
     for r in results:
         print(
             f"{r.name:28}{r.tokens_per_second:9,.0f}{r.milliseconds:8.1f}{r.peak_gib:10.2f}{r.mfu:7.1%}"
-            f"{r.tokens_per_second / peer.tokens_per_second:11.2f}x{r.peak_gib / peer.peak_gib:7.2f}x"
+            f"{r.tokens_per_second / baseline.tokens_per_second:11.2f}x{r.peak_gib / baseline.peak_gib:7.2f}x"
             f"{r.loss:8.3f}{r.first_step_s:7.1f}"
         )
     device, versions = torch.cuda.get_device_name(), f"torch {torch.__version__}"
