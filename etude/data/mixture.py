@@ -58,12 +58,12 @@ class Cursor:
 
 def read_concatenated(documents: DocumentStore, limit: int | None) -> npt.NDArray[np.int64]:
     """Return the documents concatenated in order, at most `limit` tokens."""
-    found, room = [], int(documents.lengths.sum()) if limit is None else limit
+    found, remaining = [], int(documents.lengths.sum()) if limit is None else limit
     for document in range(len(documents.lengths)):
-        if room <= 0:
+        if remaining <= 0:
             break
-        found.append(documents.read(document, 0, room).astype(np.int64))
-        room -= len(found[-1])
+        found.append(documents.read(document, 0, remaining).astype(np.int64))
+        remaining -= len(found[-1])
     return np.concatenate(found)
 
 
@@ -121,30 +121,30 @@ class Mixture:
         return self._whole_documents(name) if self.keep_whole else self._split_documents(name)
 
     def _split_documents(self, name: str) -> list[DocumentSpan]:
-        cursor, store, room = self.cursors[name], self.sources[name].documents, self.length
+        cursor, store, remaining = self.cursors[name], self.sources[name].documents, self.length
         spans = []
-        while room:
+        while remaining:
             document = self._current_document(name, cursor)
-            take = min(room, int(store.lengths[document]) - cursor.offset)
+            take = min(remaining, int(store.lengths[document]) - cursor.offset)
             spans.append(DocumentSpan(name, document, cursor.offset, cursor.offset + take))
-            room, cursor.offset = room - take, cursor.offset + take
+            remaining, cursor.offset = remaining - take, cursor.offset + take
             if cursor.offset == store.lengths[document]:
                 cursor.index, cursor.offset = cursor.index + 1, 0
         return spans
 
     def _whole_documents(self, name: str) -> list[DocumentSpan]:
-        cursor, store, room = self.cursors[name], self.sources[name].documents, self.length
+        cursor, store, remaining = self.cursors[name], self.sources[name].documents, self.length
         spans: list[DocumentSpan] = []
         while True:
             while len(cursor.waiting) < self.LOOK_AHEAD:
                 cursor.waiting.append(self._current_document(name, cursor))
                 cursor.index += 1
             sizes = [min(int(store.lengths[d]), self.length) for d in cursor.waiting]
-            fitting = next((i for i, size in enumerate(sizes) if size <= room), None)
+            fitting = next((i for i, size in enumerate(sizes) if size <= remaining), None)
             if fitting is None:
                 return spans
             spans.append(DocumentSpan(name, cursor.waiting.pop(fitting), 0, sizes[fitting]))
-            room -= sizes[fitting]
+            remaining -= sizes[fitting]
 
     def _current_document(self, name: str, cursor: Cursor) -> int:
         usable = self._usable[name]

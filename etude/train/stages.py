@@ -289,7 +289,7 @@ def _mtp_directory(run: Run, stage: str, origin: Artefact | Path, own: list[tupl
     """Return the directory of the MTP layers to start from, or None.
 
     In order of preference: this stage's own checkpoint if it was interrupted, those trained along in extend, those of
-    this run's mtp stage, those beside the given model. pretrain drops them: they would not follow its updates.
+    this run's mtp stage, those stored with the given model. pretrain drops them: they would not follow its updates.
     """
     if stage == "pretrain":
         return None

@@ -1,4 +1,4 @@
-"""Each reason removes what it names and leaves ordinary code alone."""
+"""Each filter removes the files of its reason and keeps ordinary code."""
 
 from functools import partial
 

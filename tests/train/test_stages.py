@@ -1,4 +1,4 @@
-"""Whole stages on real corpora: a killed run ends where an unbroken one does, and every artefact is what it says."""
+"""Whole stages on real corpora: a killed run resumes to the same result, and every artefact is checked."""
 
 from __future__ import annotations
 
