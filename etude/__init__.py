@@ -10,29 +10,29 @@ from types import ModuleType as _ModuleType
 __version__ = "0.2.0"
 
 # In the order of the import contract: a package imports only packages listed before it.
-__all__ = [
-    "agent",
-    "bench",
-    "chat",
-    "cluster",
+__all__ = [  # noqa: RUF022
     "config",
-    "data",
-    "evaluation",
-    "harness",
-    "inference",
-    "kernels",
-    "model",
-    "pipeline",
-    "pods",
-    "recipe",
-    "rewards",
-    "rl",
-    "rollouts",
     "runs",
-    "tasks",
+    "kernels",
+    "chat",
+    "model",
+    "data",
     "train",
-    "viewer",
     "weights",
+    "inference",
+    "pods",
+    "harness",
+    "tasks",
+    "rewards",
+    "rollouts",
+    "evaluation",
+    "cluster",
+    "rl",
+    "bench",
+    "agent",
+    "viewer",
+    "recipe",
+    "pipeline",
 ]
 
 
