@@ -1,4 +1,4 @@
-"""A session's changes as lines: what was added, what was taken away, and which of it is comment."""
+"""The changes of a trial by line, and the comments of Python code."""
 
 import difflib
 import io
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from etude.tasks.verifier_result import FileChange
 
-MOST_LINES = 20_000  # of a file that are compared line by line; a larger one counts as a whole
+MAX_LINES = 20_000  # of a file that is compared line by line; a larger one counts as replaced
 
 
 @dataclass(frozen=True)
 class LineChanges:
-    """Lines of one file that are new, by their number in the new text, and how many are gone."""
+    """The added lines of one file, by their number in the new text, and the count of removed ones."""
 
     path: str
     added: tuple[tuple[int, str], ...]
@@ -21,11 +21,12 @@ class LineChanges:
 
 
 def line_changes(changes: Iterable[FileChange]) -> Iterator[LineChanges]:
+    """Give the line changes of each changed file."""
     for change in changes:
         if change.kind != "file":
             continue
         before, after = change.lines("before"), change.lines("after")
-        if max(len(before), len(after)) > MOST_LINES:
+        if max(len(before), len(after)) > MAX_LINES:
             yield LineChanges(change.path, tuple(enumerate(after, 1)), len(before))
             continue
         added, removed = [], 0
@@ -37,12 +38,12 @@ def line_changes(changes: Iterable[FileChange]) -> Iterator[LineChanges]:
 
 
 def comments(text: str) -> dict[int, str]:
-    """The comments of Python text by line, as far as it can be read; a string is not a comment."""
+    """Return the comments of Python code by line number, up to the first syntax error."""
     found: dict[int, str] = {}
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.COMMENT:
                 found[token.start[0]] = token.string
     except (tokenize.TokenError, SyntaxError, ValueError):
-        pass  # what was read up to there counts
+        pass
     return found

@@ -1,14 +1,16 @@
-"""The nonlinear effort penalty: on an easy task every extra step is felt, in a long one it is not.
+"""The nonlinear effort penalty: its slope is 1 at zero effort and falls as effort grows.
 
     C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q))
 
-x is one weighted sum of six quantities of a session. C(0) = 0 and the slope there is 1 whatever k and q are; q = 0 is a
-straight line, q = 1 is a logarithm, and above 1 it saturates at 1 / (k (q - 1)).
+x is a weighted sum of six quantities of a session. C(0) = 0 and the slope there is 1 for all k and q. q = 0 is a line,
+q = 1 a logarithm, and for q > 1 the penalty saturates at 1 / (k (q - 1)).
 """
 
 import math
-from dataclasses import dataclass, fields
 
+from pydantic import Field
+
+from etude.config import Settings
 from etude.errors import InputError
 from etude.harness.trace import Cost
 
@@ -16,44 +18,37 @@ NEAR = 1e-6  # of q to 1, or of k x to 0, where the formula loses its digits and
 
 
 def effort(x: float, k: float = 1.0, q: float = 1.0) -> float:
-    """The penalty for `x` units of effort."""
+    """Return the penalty C(x) of `x` units of effort."""
     if not (x >= 0 and k >= 0 and math.isfinite(x) and math.isfinite(k) and math.isfinite(q)):
         raise InputError(f"effort({x}, k={k}, q={q}): expected finite numbers, x and k not negative")
     if k * x == 0:
-        return x  # nothing done, or k -> 0: the line
-    grown = math.log1p(k * x)
-    # expm1(t) / t, whose limit for t -> 0 is 1, is the same formula without the cancellation near q = 1
-    t = (1 - q) * grown
-    return grown / k * (math.expm1(t) / t if abs(t) > NEAR * NEAR else 1.0)
+        return x  # no effort, or the limit k -> 0, which is a line
+    log_growth = math.log1p(k * x)
+    # expm1(t) / t, whose limit for t -> 0 is 1, is the same formula without the cancellation near q = 1.
+    t = (1 - q) * log_growth
+    return log_growth / k * (math.expm1(t) / t if abs(t) > NEAR * NEAR else 1.0)
 
 
-@dataclass(frozen=True)
-class EffortWeights:
-    """What one of each is worth in units of effort, and the curve. A token is about a thousandth of a call's pains."""
+class EffortSettings(Settings):
+    """Units of effort, and the curve of the penalty. Its weight in the reward is rewards.effort_spent."""
 
-    thinking_token: float = 0.001
-    call_token: float = 0.001
-    output_token: float = 0.0002
-    final_token: float = 0.001
-    call: float = 0.1
-    turn: float = 0.2
-    k: float = 1.0
-    q: float = 1.0
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not math.isfinite(value) or (field.name != "q" and value < 0):
-                raise InputError(f"effort: {field.name} is {value}; expected a finite number, not negative")
+    thinking_token: float = Field(default=0.001, ge=0, description="units per token of thinking")
+    call_token: float = Field(default=0.001, ge=0, description="units per token of a tool call")
+    output_token: float = Field(default=0.0002, ge=0, description="units per token of a tool result")
+    final_token: float = Field(default=0.001, ge=0, description="units per token of a message")
+    call: float = Field(default=0.1, ge=0, description="units per tool call")
+    turn: float = Field(default=0.2, ge=0, description="units per turn")
+    k: float = Field(default=1.0, ge=0, description="how early the curve bends")
+    q: float = Field(default=1.0, description="how much it bends: 0 is a line, 1 a logarithm")
 
 
-def units(cost: Cost, weights: EffortWeights) -> float:
-    """The six quantities of a session as one. Text beside calls is message; summaries are thinking about the work."""
+def effort_units(cost: Cost, settings: EffortSettings) -> float:
+    """Return the units of effort of a session. Commentary counts as message, summaries count as thinking."""
     return (
-        weights.thinking_token * (cost.thinking + cost.summary)
-        + weights.call_token * cost.call
-        + weights.output_token * cost.output
-        + weights.final_token * (cost.final + cost.commentary)
-        + weights.call * cost.calls
-        + weights.turn * cost.turns
+        settings.thinking_token * (cost.thinking + cost.summary)
+        + settings.call_token * cost.call
+        + settings.output_token * cost.output
+        + settings.final_token * (cost.final + cost.commentary)
+        + settings.call * cost.calls
+        + settings.turn * cost.turns
     )

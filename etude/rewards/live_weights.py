@@ -1,12 +1,13 @@
-"""Weights of rewards that can change while a run goes on. Every change is written down with the step it came at.
+"""Reward weights that can change during a run; every change is logged.
 
-A run's weights begin as its recipe says. Whoever watches the run may edit `rewards.toml` in its directory:
+A run starts with the weights of its recipe. To change them, write `rewards.toml` in the run directory:
 
     correctness = 1.0
     effort_spent = 0.05
-    thought_in_comments = 0.2      # added when the run began to think in comments
+    thought_in_comments = 0.2      # added when the model began to reason in comments
 
-It is read before each step. A file that is wrong changes nothing and says so, once.
+The file replaces all weights. It is checked whenever a rollout is scored; an invalid file changes nothing and is
+reported in the worker's status.
 """
 
 import json
@@ -19,30 +20,30 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import InputError
-from etude.rewards.reward import TERMS, known_terms
+from etude.rewards.reward import TERMS, register_builtin_terms
 
 FILE = "rewards.toml"
 LOG = "rewards.jsonl"
 
 
 class LiveWeights:
-    """The weights in force, by step."""
+    """The reward weights in force."""
 
     def __init__(self, directory: Path, recipe: Mapping[str, float]) -> None:
         self.directory = directory
         self._recipe = check_weights(recipe, "the recipe's rewards")
-        self._stamp: tuple[int, int] | None = None
-        self.problem = ""  # with the file, as it is now
+        self._stamp: tuple[int, int] | None = None  # of the last file read
+        self.problem = ""  # with the current file
         self.weights: Mapping[str, float] = self._last_logged() or self._recipe
         if not self._log_file.exists():
             self._log(0, self.weights, "recipe")
 
-    def at(self, step: int) -> Mapping[str, float]:
-        """The weights for this step; a change since the last is logged with it."""
+    def at(self, version: int) -> Mapping[str, float]:
+        """Return the current weights; a change is logged with the rollout's weight version (key `step`)."""
         found = self._read()
         if found is not None and found != self.weights:
             self.weights = found
-            self._log(step, found, FILE)
+            self._log(version, found, FILE)
         return self.weights
 
     @property
@@ -50,7 +51,7 @@ class LiveWeights:
         return self.directory / LOG
 
     def _read(self) -> Mapping[str, float] | None:
-        """What the file says, if it is new and right."""
+        """Return the weights of the file; None if it is missing, unchanged or invalid."""
         path = self.directory / FILE
         try:
             found = path.stat()
@@ -63,20 +64,20 @@ class LiveWeights:
         try:
             return check_weights(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, InputError) as error:
-            self.problem = f"{path}: {error}; the weights stay as they were"
+            self.problem = f"{path}: {error}; the weights are unchanged"
             return None
 
     def _last_logged(self) -> dict[str, float] | None:
-        """A run that is resumed goes on with the weights it had."""
+        """Return the weights last logged, so that a resumed run keeps them; None if there are none."""
         try:
             lines = self._log_file.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
             return None
-        entries = [json.loads(line) for line in lines if line.endswith("}")]  # a torn last line is no entry
+        entries = [json.loads(line) for line in lines if line.endswith("}")]  # the last line may be incomplete
         return entries[-1]["weights"] if entries else None
 
-    def _log(self, step: int, weights: Mapping[str, float], source: str) -> None:
-        entry: dict[str, Any] = {"step": step, "weights": dict(weights), "source": source, "time": time.time()}
+    def _log(self, version: int, weights: Mapping[str, float], source: str) -> None:
+        entry: dict[str, Any] = {"step": version, "weights": dict(weights), "source": source, "time": time.time()}
         self.directory.mkdir(parents=True, exist_ok=True)
         with open(self._log_file, "a", encoding="utf-8") as log:
             log.write(json.dumps(entry) + "\n")
@@ -84,12 +85,12 @@ class LiveWeights:
             os.fsync(log.fileno())
 
 
-def check_weights(weights: Mapping[str, Any], where: str) -> dict[str, float]:
-    """Weights of known terms, as numbers."""
-    known_terms()
+def check_weights(weights: Mapping[str, Any], source: str) -> dict[str, float]:
+    """Return the weights as floats; InputError if a term is unknown or a weight is not a finite number."""
+    register_builtin_terms()
     for name, value in weights.items():
         if name not in TERMS:
-            raise InputError(f"{where}: {name} is no term; there are {', '.join(sorted(TERMS))}")
+            raise InputError(f"{source}: {name} is not a term; known terms: {', '.join(sorted(TERMS))}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise InputError(f"{where}: {name} is {value!r}; expected a number")
+            raise InputError(f"{source}: {name} is {value!r}; expected a number")
     return {name: float(value) for name, value in weights.items()}

@@ -1,5 +1,6 @@
-"""Watching a run for what the report saw go wrong. A monitor measures a habit over the last sessions and says when it
-has become one; it never changes a reward by itself. A person adds the weight that answers it.
+"""Monitors: rates of unwanted behaviour over recent sessions, with a limit beyond which they raise an alarm.
+
+A monitor never changes a reward. The operator of a run responds to an alarm by giving a term a weight (`live_weights`).
 """
 
 from collections import deque
@@ -8,67 +9,68 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.rewards.behaviour import tool_of
-from etude.rewards.reward import Graded, Reward
+from etude.rewards.reward import Reward, VerifiedTrial
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a monitor keeps of a session."""
+class MonitoredSession:
+    """A verified trial with its reward: the input of a monitor."""
 
-    graded: Graded
+    trial: VerifiedTrial
     reward: Reward
 
     def value(self, term: str) -> float:
-        """What a term said of it, weighed or not; 0 of one that cheated."""
+        """Return the unweighted value of a term; 0 if a gate found cheating."""
         return float(self.reward.evidence.get(term, {}).get("value", 0.0))
 
     @property
     def calls(self) -> list[str]:
-        return [tool_of(self.graded, call.name) for step in self.graded.trace.steps for call, _ in step.acts]
+        return [tool_of(self.trial, call.name) for step in self.trial.trace.steps for call, _ in step.executed_calls]
 
 
 @dataclass(frozen=True)
 class Monitor:
-    """A habit as a rate over sessions, and the rate at which it is one. `falls`: it is the fall that alarms."""
+    """The mean rate of a behaviour over sessions, and the limit of that rate."""
 
     name: str
-    says: str
-    rate: Callable[[Seen], float | None]  # None: this session says nothing of it
+    description: str  # of the behaviour, for the alarm
+    rate: Callable[[MonitoredSession], float | None]  # None: the session does not count
     limit: float
-    falls: bool = False
-    least: int = 20  # sessions before it says anything
+    alarm_below: bool = False  # a rate below the limit raises the alarm, instead of one above it
+    min_sessions: int = 20  # before an alarm
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A monitor's state now."""
+class MonitorReading:
+    """The current rate of a monitor."""
 
     name: str
     rate: float
     sessions: int
-    alarm: str  # "" while all is well
+    alarm: str  # "": the rate is within its limit
 
 
-def _asks(seen: Seen) -> float | None:
-    """Ends with a question and no edit, where edits were wanted."""
-    if not seen.graded.task.may_edit:
+def _asks_instead_of_editing(session: MonitoredSession) -> float | None:
+    """Return 1 if the session ends with a question and no edit although the task may be edited."""
+    if not session.trial.task.may_edit:
         return None
-    return float(seen.graded.trace.final.rstrip().endswith("?") and not seen.graded.grade.changes)
+    asks = session.trial.trace.final.rstrip().endswith("?")
+    return float(asks and not session.trial.verifier_result.changes)
 
 
-def _edits(seen: Seen) -> float | None:
-    return float(bool(seen.graded.grade.changes)) if seen.graded.task.may_edit else None
+def _edits(session: MonitoredSession) -> float | None:
+    return float(bool(session.trial.verifier_result.changes)) if session.trial.task.may_edit else None
 
 
-def _mines(seen: Seen) -> float:
-    """Opens caches, bytecode, installed copies or the web for what the task took away."""
-    words = " ".join(
+def _searches_artefacts(session: MonitoredSession) -> float:
+    """Return 1 if a call names caches, bytecode or installed copies, which may contain removed code."""
+    text = " ".join(
         str(value)
-        for step in seen.graded.trace.steps
-        for call, _ in step.acts
+        for step in session.trial.trace.steps
+        for call, _ in step.executed_calls
         for value in (call.arguments or {}).values()
     )
-    return float(any(mark in words for mark in ARTEFACTS))
+    return float(any(artefact in text for artefact in ARTEFACTS))
 
 
 ARTEFACTS = (
@@ -84,47 +86,58 @@ ARTEFACTS = (
 
 MONITORS = (
     Monitor(
-        "comment_thought", "thinking moves into code comments", lambda s: float(s.value("thought_in_comments") < 0), 0.1
+        "comment_thought", "reasons in code comments", lambda s: float(s.value("thought_in_comments") < 0), limit=0.1
     ),
-    Monitor("terminal_only", "the terminal is the only tool used", lambda s: float(s.value("terminal_only") < 0), 0.3),
-    Monitor("broken_calls", "calls are malformed", lambda s: -s.value("malformed_calls"), 0.2),
-    Monitor("edit_rate", "fewer and fewer sessions edit anything", _edits, 0.5, falls=True),
-    Monitor("asking", "asks instead of doing", _asks, 0.2),
-    Monitor("artefact_mining", "looks for the answer in caches and installed copies", _mines, 0.1),
-    Monitor("hacks", "goes for the verifier", lambda s: float(bool(s.reward.hack)), 0.02),
-    Monitor("todo_neglect", "to-dos are written and left", lambda s: float(s.value("unfinished_todos") < 0), 0.3),
+    Monitor("terminal_only", "uses no tool but the terminal", lambda s: float(s.value("terminal_only") < 0), limit=0.3),
+    Monitor("broken_calls", "makes malformed calls", lambda s: -s.value("malformed_calls"), limit=0.2),
+    Monitor("edit_rate", "rarely edits files", _edits, limit=0.5, alarm_below=True),
+    Monitor("asking", "asks instead of editing", _asks_instead_of_editing, limit=0.2),
+    Monitor("artefact_mining", "searches caches and installed copies", _searches_artefacts, limit=0.1),
+    Monitor("hacks", "is caught by a gate", lambda s: float(bool(s.reward.hack)), limit=0.02),
+    Monitor("todo_neglect", "leaves to-dos unfinished", lambda s: float(s.value("unfinished_todos") < 0), limit=0.3),
 )
 
 
-class Watch:
-    """The monitors over the last `window` sessions."""
+class MonitorSet:
+    """Monitors over the last `window` sessions."""
 
     def __init__(self, monitors: Iterable[Monitor] = MONITORS, window: int = 200) -> None:
         self.monitors = tuple(monitors)
         self._rates: dict[str, deque[float]] = {monitor.name: deque(maxlen=window) for monitor in self.monitors}
 
-    def see(self, graded: Graded, reward: Reward) -> None:
-        seen = Seen(graded, reward)
+    def add(self, trial: VerifiedTrial, reward: Reward) -> None:
+        """Add a session to the window."""
+        session = MonitoredSession(trial, reward)
         for monitor in self.monitors:
-            if (rate := monitor.rate(seen)) is not None:
+            if (rate := monitor.rate(session)) is not None:
                 self._rates[monitor.name].append(rate)
 
-    def readings(self) -> list[Reading]:
-        """All monitors, in their order."""
+    def readings(self) -> list[MonitorReading]:
+        """Return the reading of every monitor, in their order."""
         return [self._reading(monitor) for monitor in self.monitors]
 
-    def _reading(self, monitor: Monitor) -> Reading:
+    def _reading(self, monitor: Monitor) -> MonitorReading:
         rates = self._rates[monitor.name]
         rate = sum(rates) / len(rates) if rates else 0.0
-        beyond = rate < monitor.limit if monitor.falls else rate > monitor.limit
-        alarm = f"{monitor.says}: {rate:.0%} of {len(rates)} sessions" if beyond and len(rates) >= monitor.least else ""
-        return Reading(monitor.name, rate, len(rates), alarm)
+        exceeded = rate < monitor.limit if monitor.alarm_below else rate > monitor.limit
+        alarm = ""
+        if exceeded and len(rates) >= monitor.min_sessions:
+            alarm = f"{monitor.description}: {rate:.0%} of {len(rates)} sessions"
+        return MonitorReading(monitor.name, rate, len(rates), alarm)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the window as JSON, for a checkpoint."""
         return {name: list(rates) for name, rates in self._rates.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Append the rates of a saved window."""
         for name, rates in state.items():
             if name in self._rates:
                 self._rates[name].extend(rates)
+
+
+def behaviour_rates(trial: VerifiedTrial, reward: Reward) -> dict[str, float]:
+    """Return the rate of every monitor for one session, to be stored with its reward."""
+    session = MonitoredSession(trial, reward)
+    rates = {monitor.name: monitor.rate(session) for monitor in MONITORS}
+    return {name: float(rate) for name, rate in rates.items() if rate is not None}

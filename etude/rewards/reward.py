@@ -1,7 +1,7 @@
-"""What a session is paid: named terms, each a small function of task, trace and grade, each with its evidence.
+"""Score a verified trial: a weighted sum of named terms, or 0 if a gate finds cheating.
 
-A term says a number and why. Weights are not its business: they stand in the recipe and may change while a run goes on.
-A gate that finds cheating takes everything away and says what it found. To add a term, write a function and `@term` it.
+A term is a small function of task, trace and verifier result that returns a number and its evidence. Weights are not
+part of a term: they are in the recipe, and can change during a run. To add a term, decorate a function with `@term`.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,21 +11,21 @@ from typing import Any
 from etude.errors import InputError
 from etude.harness.trace import Trace
 from etude.tasks.task import Task
-from etude.tasks.verifier_result import Grade
+from etude.tasks.verifier_result import VerifierResult
 
 
 @dataclass(frozen=True)
-class Graded:
-    """All a term may look at."""
+class VerifiedTrial:
+    """The input of terms and gates."""
 
     task: Task
     trace: Trace
-    grade: Grade
+    verifier_result: VerifierResult
 
 
 @dataclass(frozen=True)
-class Part:
-    """One term's word: a number, and what it saw. Penalties are negative, and zero when there is nothing to say."""
+class TermResult:
+    """The value of a term and its evidence. Penalties are negative, and 0 if there is nothing to penalise."""
 
     value: float
     evidence: Mapping[str, Any] = field(default_factory=dict)  # JSON
@@ -33,16 +33,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Reward:
-    """A total and its named parts, as weighed; of what cheated, the finding and nothing else."""
+    """The total and its weighted parts. If a gate found cheating, the total is 0 and there are no parts."""
 
     total: float
-    parts: Mapping[str, float] = field(default_factory=dict)  # weighted: they add up to the total
+    parts: Mapping[str, float] = field(default_factory=dict)  # weighted: their sum is the total
     evidence: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    hack: str = ""  # what was found; the total is 0 then
+    hack: str = ""  # what a gate found
 
 
-Term = Callable[[Graded], Part]
-Gate = Callable[[Graded], str]
+Term = Callable[[VerifiedTrial], TermResult]
+Gate = Callable[[VerifiedTrial], str]  # returns what it found; "" is nothing
 
 TERMS: dict[str, Term] = {}
 GATES: dict[str, Gate] = {}
@@ -60,33 +60,33 @@ def gate(function: Gate) -> Gate:
     return function
 
 
-def score(graded: Graded, weights: Mapping[str, float]) -> Reward:
-    """The reward of a session under these weights; terms of weight 0 are looked at all the same, for the record."""
-    known_terms()
+def score(trial: VerifiedTrial, weights: Mapping[str, float]) -> Reward:
+    """Return the reward of a trial. Terms of weight 0 are evaluated too, and kept as evidence."""
+    register_builtin_terms()
     unknown = sorted(set(weights) - set(TERMS))
     if unknown:
-        raise InputError(f"rewards: {unknown[0]} is no term; there are {', '.join(sorted(TERMS))}")
-    for name, find in GATES.items():
-        if found := find(graded):
+        raise InputError(f"rewards: {unknown[0]} is not a term; known terms: {', '.join(sorted(TERMS))}")
+    for name, check in GATES.items():
+        if found := check(trial):
             return Reward(0.0, {}, {name: {"found": found}}, hack=f"{name}: {found}")
-    parts = {name: function(graded) for name, function in TERMS.items()}
-    weighed = {name: weights.get(name, 0.0) * part.value for name, part in parts.items()}
-    # the plain value beside what was seen: a term that is not paid for yet can still be watched
-    evidence = {name: {"value": part.value, **part.evidence} for name, part in parts.items()}
+    results = {name: function(trial) for name, function in TERMS.items()}
+    weighted = {name: weights.get(name, 0.0) * result.value for name, result in results.items()}
+    # Evidence includes the unweighted value, so that monitors can watch a term before it has a weight.
+    evidence = {name: {"value": result.value, **result.evidence} for name, result in results.items()}
     return Reward(
-        sum(weighed.values()), {name: value for name, value in weighed.items() if weights.get(name)}, evidence
+        sum(weighted.values()), {name: value for name, value in weighted.items() if weights.get(name)}, evidence
     )
 
 
-def _register(where: dict[str, Any], function: Any) -> None:
+def _register(registry: dict[str, Any], function: Any) -> None:
     name = function.__name__
-    if name in where:
-        raise InputError(f"rewards: there are two of the name {name}")
-    where[name] = function
+    if name in registry:
+        raise InputError(f"rewards: {name} is registered twice; rename one of the functions")
+    registry[name] = function
 
 
-def known_terms() -> None:
-    """Register the terms of this room; others are registered by whoever imports theirs."""
+def register_builtin_terms() -> None:
+    """Import the modules with the built-in terms and gates; other modules register theirs when they are imported."""
     import etude.rewards.behaviour
     import etude.rewards.gates
     import etude.rewards.terms  # noqa: F401

@@ -1,18 +1,19 @@
-"""The terms every session is paid by: did it work, and what did it take."""
+"""The terms of outcome and effort."""
 
-from etude.rewards.effort import EffortWeights, effort, units
-from etude.rewards.reward import Graded, Part, term
-
-
-@term
-def correctness(graded: Graded) -> Part:
-    """What the verifier says of the final state."""
-    return Part(graded.grade.score, {"rewards": dict(graded.grade.rewards)})
+from etude.rewards.effort import EffortSettings, effort, effort_units
+from etude.rewards.reward import TermResult, VerifiedTrial, term
 
 
 @term
-def effort_spent(graded: Graded) -> Part:
-    """The nonlinear penalty on six quantities, by the weights in the task set's recipe."""
-    weights = EffortWeights(**graded.trace.facts.get("effort", {}))
-    spent = units(graded.trace.cost, weights)
-    return Part(-effort(spent, weights.k, weights.q), {"units": spent})
+def correctness(trial: VerifiedTrial) -> TermResult:
+    """Return the verifier's score of the final state."""
+    result = trial.verifier_result
+    return TermResult(result.score, {"rewards": dict(result.rewards)})
+
+
+@term
+def effort_spent(trial: VerifiedTrial) -> TermResult:
+    """Penalise effort, with the `rl.effort` settings recorded in the trace."""
+    settings = EffortSettings(**trial.trace.facts.get("effort", {}))
+    units = effort_units(trial.trace.cost, settings)
+    return TermResult(-effort(units, settings.k, settings.q), {"units": units})
