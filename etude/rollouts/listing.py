@@ -67,7 +67,9 @@ def list_rollouts(layout: RunLayout, prefix: str = "") -> list[StoredRollout]:
         with closing(RolloutQueue.open_read_only(database)) as queue:
             groups = {each.id: (each.task, each.step) for each in queue.progress()}
             for directory in sorted(traces.glob("[0-9]*")):
-                paths = [path for path in sorted(directory.glob(f"*{SUFFIX}")) if _name(layout, path).startswith(prefix)]
+                paths = [
+                    path for path in sorted(directory.glob(f"*{SUFFIX}")) if _name(layout, path).startswith(prefix)
+                ]
                 if paths and int(directory.name) in groups:
                     group = queue.group(int(directory.name))
                     found += [_stored(layout, path, group, *groups[group.id]) for path in paths]

@@ -42,7 +42,7 @@ CREATE TABLE IF NOT EXISTS slots (
     failures INTEGER NOT NULL DEFAULT 0,
     worker TEXT NOT NULL DEFAULT '',
     lease REAL NOT NULL DEFAULT 0,       -- when the claim expires
-    oldest INTEGER,                      -- policy steps of the weights that sampled its tokens; before that, a lower bound
+    oldest INTEGER,                      -- policy steps that sampled its tokens; before that, a lower bound
     newest INTEGER,
     reward TEXT,                         -- JSON
     trace TEXT NOT NULL DEFAULT '',
@@ -298,7 +298,7 @@ class RolloutQueue:
         self._report(slot, "resume=?, lease=?", (json.dumps(resume), now + self.settings.lease_s))
 
     def finish(self, slot: Slot, reward: dict[str, Any], trace: str, versions: tuple[int, int]) -> None:
-        """Store a scored rollout, and the oldest and newest weight version in it. Only the first report of a claim counts."""
+        """Store a scored rollout with its oldest and newest weight version. Only the first report of a claim counts."""
         step = "COALESCE((SELECT step FROM versions WHERE versions.number=?), ?)"
         # A rollout without a sampled token counts as the newest version: otherwise it would be resampled for ever.
         oldest, newest = versions if versions[0] >= 0 else (self.newest_version(),) * 2
@@ -315,7 +315,7 @@ class RolloutQueue:
         self._drop_failed_groups()
 
     def release(self, worker: str = "") -> int:
-        """Requeue the slots of a worker (or of all) that is known to have ended, without counting a failure; return how many."""
+        """Requeue the slots of a worker (or of all) that has ended, without counting a failure; return how many."""
         marks = ", ".join("?" * len(IN_FLIGHT))
         with self._transaction() as db:
             return db.execute(
@@ -331,12 +331,14 @@ class RolloutQueue:
                 (*values, slot.id, slot.attempt, *IN_FLIGHT),
             )
             if not found.rowcount:
-                raise StaleClaim(f"slot {slot.id} of {slot.task}: the claim of attempt {slot.attempt} is no longer valid")
+                raise StaleClaim(
+                    f"slot {slot.id} of {slot.task}: the claim of attempt {slot.attempt} is no longer valid"
+                )
 
     # ------------------------------------------------------------------------------------------ reconciling
 
     def reconcile(self, now: float, step: int) -> dict[str, int]:
-        """Requeue slots whose lease expired and rollouts too stale for the trainer at `step`; return how many of each."""
+        """Requeue slots whose lease expired, and rollouts too stale for the trainer at `step`; return the counts."""
         marks = ", ".join("?" * len(IN_FLIGHT))
         with self._transaction() as db:
             lost = db.execute(

@@ -4,9 +4,9 @@ The session, tools, environment and verifier are those of evaluation and of `etu
 (pod, host, samplers, verifier, time limit of the infrastructure) is RolloutFailed: there is no reward, and the slot is
 retried. Cancelling a rollout closes its pod.
 
-Between two turns a session is idle. There its pod is snapshotted and its trace saved at intervals; after a crash another
-worker continues from there to the same tokens. A snapshot contains files but no processes, so a session with a running
-background command is not checkpointed until the command has ended.
+Between two turns a session is idle. At intervals its pod is snapshotted there and its trace saved; after a crash,
+another worker continues from that checkpoint to the same tokens. A snapshot has files but no processes, so a session
+with a running background command is not checkpointed until the command has ended.
 """
 
 import asyncio
@@ -19,9 +19,10 @@ from typing import Any, Literal
 
 from etude.chat.dialects.dialect import Dialect
 from etude.errors import EtudeError, InputError
+from etude.harness.budget import Budget
 from etude.harness.model_client import SEED_LIMIT, ModelClient, TokenModelClient, turn_seed
 from etude.harness.search.searcher import CodebaseSearcher
-from etude.harness.session import Budget, Session
+from etude.harness.session import Session
 from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
 from etude.harness.tools.executor import ToolExecutor, exposed_tools

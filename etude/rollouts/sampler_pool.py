@@ -1,8 +1,8 @@
 """A policy over all samplers of a run, which may die, hang and be restarted elsewhere while requests are in flight.
 
 Samplers are discovered through their status files. A session stays with one sampler, which has its prefix cached; new
-sessions go to the sampler with the fewest requests. A request is only token ids, so a lost one is sent again, to another
-sampler or to the same after its restart, until a deadline: then SamplersUnavailable says what was waited for.
+sessions go to the sampler with the fewest requests. A request is only token ids, so a lost one is sent again, to the
+same or another sampler, until a deadline: then SamplersUnavailable says what was waited for.
 """
 
 import asyncio
@@ -151,7 +151,9 @@ class SamplerPool(PolicyBase):
             if processed:
                 losses, deadline = losses + 1, time.monotonic() + self.deadline_s
                 if losses >= MAX_LOSSES:
-                    raise SamplersUnavailable(f"samplers failed {losses} times while processing a request; last: {problem}")
+                    raise SamplersUnavailable(
+                        f"samplers failed {losses} times while processing a request; last: {problem}"
+                    )
 
     async def _send(self, endpoint: SamplerEndpoint, tokens: Sequence[int], sampling: Sampling) -> list[Completion]:
         """Return the completions of one sampler; ServerUnreachable if it is abandoned meanwhile."""

@@ -165,7 +165,9 @@ class RolloutQueueClient:
         def run() -> T:
             if not self._queues:  # a connection belongs to the thread that opened it
                 self._queues = {
-                    name: RolloutQueue(self.paths[name], self.settings[name]) for name in QUEUES if name in self.settings
+                    name: RolloutQueue(self.paths[name], self.settings[name])
+                    for name in QUEUES
+                    if name in self.settings
                 }
             return work()
 
@@ -361,7 +363,7 @@ class Worker:
         await self._remove_checkpoint(claim)
 
     async def _fail(self, claim: ClaimedSlot, error: RolloutFailed) -> None:
-        """Requeue the slot, with its checkpoint only if this attempt wrote it: no checkpoint is resumed in vain twice."""
+        """Requeue the slot. Its checkpoint is kept only if this attempt wrote it: none is resumed in vain twice."""
         reason = str(error)[:MAX_REASON]
         log.warning("slot %d of %s, attempt %d: %s", claim.slot.id, claim.slot.task, claim.slot.attempt, reason)
         self.counts["failed"] += 1

@@ -1,4 +1,4 @@
-"""Rollouts by heart, for tests: a task that pays for three lines in order, and who writes them: here, or by HTTP."""
+"""A task that rewards three lines in order, and a scripted policy that writes them, in process or behind HTTP."""
 
 import json
 import threading
@@ -23,13 +23,13 @@ from etude.runs.layout import RunLayout
 from etude.runs.service_status import write_status
 
 WINDOW = 20_000
-SETTINGS = RolloutOptions(
-    environment=ToolSet(tools=("read_file", "run_terminal_cmd"), short_system_prompt=True),
+OPTIONS = RolloutOptions(
+    tool_set=ToolSet(tools=("read_file", "run_terminal_cmd"), short_system_prompt=True),
     budget=Budget(turns=12, max_turn_tokens=500),
     summaries=SummarySettings(mode="off"),
 )
-OFTEN = replace(SETTINGS, checkpoint_s=0.001)
-# Pays for three lines in order: a command that was run twice is seen.
+CHECKPOINTING = replace(OPTIONS, checkpoint_s=0.001)
+# Rewards three lines in order, so it detects a command that was run twice.
 TEST = (
     '#!/bin/sh\n[ "$(cat /work/log.txt)" = "$(printf \'one\\ntwo\\nthree\')" ] && r=1 || r=0\n'
     "echo $r > /logs/verifier/reward.txt\n"
@@ -57,70 +57,70 @@ LINES = (
 
 
 def turn_of(tokens: Sequence[int]) -> int:
-    """How many answers a prompt has already."""
+    """Return the number of turns that a prompt already has."""
     return chatml().tokenizer.decode(list(tokens)).count("<|im_start|>assistant") - 1
 
 
-class Actor(PolicyBase):
-    """Says the line that its prompt is at, whoever asks and however often; `hook` hears of every answer before."""
+class LinesPolicy(PolicyBase):
+    """Returns the line for the turn that its prompt is at, however often it is requested. `hook` is called before."""
 
     def __init__(
         self, lines: Sequence[Message] = LINES, hook: Callable[[int], Awaitable[None]] | None = None, version: int = 0
     ) -> None:
-        self.lines, self.hook, self.at = lines, hook, version
-        self.asked: list[tuple[int, int]] = []  # turn and seed
+        self.lines, self.hook, self.weight_version = lines, hook, version
+        self.requests: list[tuple[int, int]] = []  # turn and seed
         self.since: list[int | None] = []
 
     async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
         turn = turn_of(tokens)
-        self.asked.append((turn, sampling.seed))
+        self.requests.append((turn, sampling.seed))
         self.since.append(sampling.since)
         if self.hook is not None:
             await self.hook(turn)
         sample = scripted_completion(chatml().write(self.lines[turn]), sampling)
-        return [replace(sample, versions=[self.at] * len(sample.tokens))]
+        return [replace(sample, versions=[self.weight_version] * len(sample.tokens))]
 
     async def load(self, weights: Weights, version: int) -> None:
-        self.at = version
+        self.weight_version = version
 
     async def version(self) -> int:
-        return self.at
+        return self.weight_version
 
     async def close(self) -> None:
         pass
 
 
-def voice(policy: PolicyBase) -> PolicyBinding:
+def bind(policy: PolicyBase) -> PolicyBinding:
     return PolicyBinding(policy, chatml(), WINDOW)  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------- by HTTP
+# ------------------------------------------------------------------------------------------- behind HTTP
 
 
 @contextmanager
-def stage(
-    place: RunLayout, hook: Callable[[int], None] = lambda turn: None, name: str = "sampler-0"
+def lines_sampler(
+    layout: RunLayout, hook: Callable[[int], None] = lambda turn: None, name: str = "sampler-0"
 ) -> Iterator[list[int]]:
-    """A server that says the lines, as a sampler does; the turns it was asked for. `hook` hears of them before."""
-    asked: list[int] = []
+    """Serve the lines as a sampler; give the list of requested turns. `hook` is called before each completion."""
+    requests: list[int] = []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self.answer({"version": 3})
+            self.respond({"version": 3})
 
         def do_POST(self) -> None:
             given = json.loads(self.rfile.read(int(self.headers["content-length"])))
             turn = turn_of(given["tokens"])
-            asked.append(turn)
+            requests.append(turn)
             hook(turn)
-            stop, most = frozenset(given["sampling"]["stop"]), given["sampling"]["max_tokens"]
-            sample = scripted_completion(chatml().write(LINES[turn]), Sampling(stop=stop, max_tokens=most))
+            stop, max_tokens = frozenset(given["sampling"]["stop"]), given["sampling"]["max_tokens"]
+            sample = scripted_completion(chatml().write(LINES[turn]), Sampling(stop=stop, max_tokens=max_tokens))
             sample = replace(sample, versions=[3] * len(sample.tokens))
-            self.answer({"samples": [completion_to_json(sample, False)]})
+            self.respond({"samples": [completion_to_json(sample, False)]})
 
-        def answer(self, body: object) -> None:
+        def respond(self, body: object) -> None:
             data = json.dumps(body).encode()
             self.send_response(200)
             self.send_header("content-type", "application/json")
@@ -135,18 +135,18 @@ def stage(
     server.daemon_threads = True
     ended = threading.Event()
 
-    def tell() -> None:
+    def report_status() -> None:
         url = f"http://127.0.0.1:{server.server_port}"
         while True:
-            write_status(place, name, kind="sampler", state="ready", url=url, version=3, model=str(place.model))
+            write_status(layout, name, kind="sampler", state="ready", url=url, version=3, model=str(layout.model))
             if ended.wait(1.0):
                 return
 
-    threads = [threading.Thread(target=work, daemon=True) for work in (server.serve_forever, tell)]
+    threads = [threading.Thread(target=work, daemon=True) for work in (server.serve_forever, report_status)]
     for thread in threads:
         thread.start()
     try:
-        yield asked
+        yield requests
     finally:
         ended.set()
         server.shutdown()

@@ -1,4 +1,4 @@
-"""Rollouts in real pods: graded or failed, never both; and after a death, on from where they were, token by token."""
+"""Rollouts in real pods: scored or failed, never both; after a crash they continue to the same tokens."""
 
 import asyncio
 import json
@@ -6,12 +6,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_lines import LINES, OFTEN, SETTINGS, TASK, TEST, Actor, voice, writes
+from scripted_lines import CHECKPOINTING, LINES, OPTIONS, TASK, TEST, LinesPolicy, bind, writes
 from session_helpers import call, says
 
 from etude.errors import EtudeError
@@ -46,7 +45,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def inside(state: Path, check: Callable[[Fleet], Awaitable[None]]) -> None:
-    """Run a check with a fleet, and see that it leaves no pod."""
+    """Run a check with a fleet; it must leave no pod."""
 
     async def main() -> None:
         async with asyncio.timeout(60), open_fleet(state=state) as fleet:
@@ -70,9 +69,9 @@ async def fails(work: Awaitable[Rollout]) -> str:
 # ------------------------------------------------------------------------------------------- one rollout
 
 
-def test_a_rollout_is_a_session_with_its_grade_and_reward(state: Path, task: Task) -> None:
+def test_a_rollout_has_trace_verifier_result_and_reward(state: Path, task: Task) -> None:
     async def check(fleet: Fleet) -> None:
-        heard: list[RolloutPhase] = []
+        phases: list[RolloutPhase] = []
         weights: list[int] = []
 
         def weigh(version: int) -> dict[str, float]:
@@ -80,7 +79,7 @@ def test_a_rollout_is_a_session_with_its_grade_and_reward(state: Path, task: Tas
             return {"correctness": 2.0, "effort_spent": 0.1}
 
         rollout = await run_rollout(
-            fleet, task, voice(Actor(version=7)), SETTINGS, seed=3, weights=weigh, on_doing=heard.append
+            fleet, task, bind(LinesPolicy(version=7)), OPTIONS, seed=3, weights=weigh, on_phase=phases.append
         )
         record = json.loads(json.dumps(rollout.record(task)))
         assert record["score"] == 1.0
@@ -95,53 +94,53 @@ def test_a_rollout_is_a_session_with_its_grade_and_reward(state: Path, task: Tas
         assert rollout.trace.facts["versions"] == [7, 7]
         assert rollout.trace.facts["effort"]["turn"] == 0.2
         assert weights == [7]
-        assert list(dict.fromkeys(heard)) == ["ground", "tools", "answer", "grading"]
+        assert list(dict.fromkeys(phases)) == ["environment", "tools", "answer", "grading"]
 
     inside(state, check)
 
 
-def test_a_session_that_does_wrong_is_paid_nothing_and_is_no_failure(state: Path, task: Task) -> None:
+def test_a_wrong_solution_has_reward_zero_and_is_not_a_failure(state: Path, task: Task) -> None:
     async def check(fleet: Fleet) -> None:
-        rollout = await run_rollout(fleet, task, voice(Actor([writes("four"), says("Done.")])), SETTINGS)
+        rollout = await run_rollout(fleet, task, bind(LinesPolicy([writes("four"), says("Done.")])), OPTIONS)
         assert rollout.reward.total == 0.0
 
     inside(state, check)
 
 
-def test_luck_depends_on_the_seed_and_the_turn(state: Path, task: Task) -> None:
+def test_sampling_depends_on_the_seed_and_the_turn(state: Path, task: Task) -> None:
     async def check(fleet: Fleet) -> None:
-        asked = []
+        requests = []
         for seed in (5, 5, 6):
-            actor = Actor()
-            await run_rollout(fleet, task, voice(actor), SETTINGS, seed=seed)
-            asked.append(actor.asked)
-        assert asked[0] == asked[1] != asked[2]
-        assert len({seed for turns in asked[1:] for _, seed in turns}) == 2 * len(LINES)
+            policy = LinesPolicy()
+            await run_rollout(fleet, task, bind(policy), OPTIONS, seed=seed)
+            requests.append(policy.requests)
+        assert requests[0] == requests[1] != requests[2]
+        assert len({seed for turns in requests[1:] for _, seed in turns}) == 2 * len(LINES)
 
     inside(state, check)
 
 
-def test_turns_may_use_what_was_read_with_the_weights_the_session_began_with(state: Path, task: Task) -> None:
+def test_turns_may_use_the_cache_of_the_weights_the_session_started_with(state: Path, task: Task) -> None:
     async def check(fleet: Fleet) -> None:
         async def changes(turn: int) -> None:
-            actor.at += 1
+            policy.weight_version += 1
 
-        actor = Actor(hook=changes, version=7)
-        await run_rollout(fleet, task, voice(actor), SETTINGS)
-        assert actor.since == [None] + [8] * (len(LINES) - 1)
+        policy = LinesPolicy(hook=changes, version=7)
+        await run_rollout(fleet, task, bind(policy), OPTIONS)
+        assert policy.since == [None] + [8] * (len(LINES) - 1)
 
     inside(state, check)
 
 
 @given(st.sets(st.tuples(*[st.integers(0, 5000)] * 3), min_size=2, max_size=50), st.integers(0, 2**62))
-def test_no_two_slots_have_the_same_luck(places: set[tuple[int, int, int]], seed: int) -> None:
-    assert len({rollout_seed(seed, *place) for place in places}) == len(places)
+def test_no_two_rollouts_have_the_same_seed(paths: set[tuple[int, int, int]], seed: int) -> None:
+    assert len({rollout_seed(seed, *path) for path in paths}) == len(paths)
 
 
-# ------------------------------------------------------------------------------------------- what is no reward
+# ------------------------------------------------------------------------------------------- failures
 
 
-def test_what_the_infrastructure_does_wrong_is_a_failure_and_no_reward(state: Path, tmp_path: Path, task: Task) -> None:
+def test_infrastructure_failures_have_no_reward(state: Path, tmp_path: Path, task: Task) -> None:
     silent = write_task(tmp_path / "silent", {**TASK, "tests/test.sh": "#!/bin/sh\nexit 3\n"})
     odd = write_task(tmp_path / "odd", {**TASK, "tests/test.sh": "#!/bin/sh\necho nan > /logs/verifier/reward.txt\n"})
 
@@ -156,26 +155,26 @@ def test_what_the_infrastructure_does_wrong_is_a_failure_and_no_reward(state: Pa
                 (pod,) = fleet.local.pods.values()  # type: ignore[union-attr]
                 await pod.close()
 
-        assert "no-reward" in await fails(run_rollout(fleet, silent, voice(Actor()), SETTINGS))
-        assert "bad-reward" in await fails(run_rollout(fleet, odd, voice(Actor()), SETTINGS))
-        assert "ServerUnreachable" in await fails(run_rollout(fleet, task, voice(Actor(hook=gone)), SETTINGS))
-        assert "sandbox" in await fails(run_rollout(fleet, task, voice(Actor(hook=kill)), SETTINGS))
-        small = replace(voice(Actor()), window=100)
-        assert "tokens" in await fails(run_rollout(fleet, task, small, SETTINGS))
+        assert "no-reward" in await fails(run_rollout(fleet, silent, bind(LinesPolicy()), OPTIONS))
+        assert "bad-reward" in await fails(run_rollout(fleet, odd, bind(LinesPolicy()), OPTIONS))
+        assert "ServerUnreachable" in await fails(run_rollout(fleet, task, bind(LinesPolicy(hook=gone)), OPTIONS))
+        assert "sandbox" in await fails(run_rollout(fleet, task, bind(LinesPolicy(hook=kill)), OPTIONS))
+        small = replace(bind(LinesPolicy()), window=100)
+        assert "tokens" in await fails(run_rollout(fleet, task, small, OPTIONS))
 
     inside(state, check)
 
 
-def test_a_session_whose_time_ran_out_while_nobody_answered_is_no_reward(state: Path, task: Task) -> None:
+def test_a_session_that_timed_out_waiting_for_a_completion_has_no_reward(state: Path, task: Task) -> None:
     async def slow(turn: int) -> None:
         await asyncio.sleep(30 if turn == 2 else 0)
 
     async def check(fleet: Fleet) -> None:
-        hurried = replace(SETTINGS, budget=Budget(turns=12, max_turn_tokens=500, seconds=1.0))
-        why = await fails(run_rollout(fleet, task, voice(Actor(hook=slow)), hurried))
-        assert "no answer for" in why
+        limited = replace(OPTIONS, budget=Budget(turns=12, max_turn_tokens=500, seconds=1.0))
+        why = await fails(run_rollout(fleet, task, bind(LinesPolicy(hook=slow)), limited))
+        assert "no completion for" in why
         busy = [says("", call("run_terminal_cmd", command="sleep 30")), says("Done.")]
-        rollout = await run_rollout(fleet, task, voice(Actor(busy)), hurried)  # that is the agent's own doing
+        rollout = await run_rollout(fleet, task, bind(LinesPolicy(busy)), limited)  # the agent itself took the time
         assert (rollout.trace.ending, rollout.reward.total) == ("time", 0.0)
 
     inside(state, check)
@@ -189,7 +188,7 @@ def test_cancelling_a_rollout_closes_its_pod(state: Path, task: Task) -> None:
             reached.set()
             await asyncio.sleep(60)
 
-        work = asyncio.create_task(run_rollout(fleet, task, voice(Actor(hook=hang)), SETTINGS))
+        work = asyncio.create_task(run_rollout(fleet, task, bind(LinesPolicy(hook=hang)), OPTIONS))
         await reached.wait()
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -202,40 +201,40 @@ def test_cancelling_a_rollout_closes_its_pod(state: Path, task: Task) -> None:
 
 
 @asynccontextmanager
-async def interrupted(fleet: Fleet, task: Task, at: int, path: Path, **more: Any) -> AsyncIterator[list[RolloutCheckpoint]]:
-    """A rollout that dies when it is to give an answer; the checkpoints up to then, the last of them a file too."""
+async def interrupted(fleet: Fleet, task: Task, at: int, path: Path) -> AsyncIterator[list[RolloutCheckpoint]]:
+    """Run a rollout that fails at a turn; give its checkpoints, the last of which is also a file."""
     kept: list[RolloutCheckpoint] = []
 
     async def keep(checkpoint: RolloutCheckpoint) -> None:
         save_checkpoint(checkpoint, path)
         for before in kept:
-            await remove_snapshot(fleet, before.origin.snapshot.id)
+            await remove_snapshot(fleet, before.environment.snapshot.id)
         kept.append(checkpoint)
 
     async def die(turn: int) -> None:
         if turn == at:
             raise EtudeError("died")
 
-    why = await fails(run_rollout(fleet, task, voice(Actor(hook=die)), OFTEN, seed=9, on_checkpoint=keep, **more))
+    why = await fails(run_rollout(fleet, task, bind(LinesPolicy(hook=die)), CHECKPOINTING, seed=9, on_checkpoint=keep))
     assert "died" in why
     try:
         yield kept
     finally:
         for left in kept[-1:]:
-            await remove_snapshot(fleet, left.origin.snapshot.id)
+            await remove_snapshot(fleet, left.environment.snapshot.id)
 
 
 @pytest.mark.parametrize("at", range(1, len(LINES)))
-def test_a_rollout_goes_on_where_it_was_to_the_same_tokens(state: Path, task: Task, tmp_path: Path, at: int) -> None:
+def test_a_resumed_rollout_continues_to_the_same_tokens(state: Path, task: Task, tmp_path: Path, at: int) -> None:
     async def check(fleet: Fleet) -> None:
-        whole = await run_rollout(fleet, task, voice(Actor()), SETTINGS, seed=9)
+        whole = await run_rollout(fleet, task, bind(LinesPolicy()), OPTIONS, seed=9)
         path = tmp_path / "partial.trace"
         async with interrupted(fleet, task, at, path):
-            actor = Actor()
-            rollout = await run_rollout(fleet, task, voice(actor), SETTINGS, seed=10, resume=load_checkpoint(path))
+            policy = LinesPolicy()
+            rollout = await run_rollout(fleet, task, bind(policy), OPTIONS, seed=10, resume=load_checkpoint(path))
         assert tokens_of(rollout.trace) == tokens_of(whole.trace)
-        assert [turn for turn, _ in actor.asked] == list(range(at, len(LINES)))
-        assert rollout.reward.total == 1.0  # no command before was run again
+        assert [turn for turn, _ in policy.requests] == list(range(at, len(LINES)))
+        assert rollout.reward.total == 1.0  # no earlier command was run again
         assert rollout.trace.facts["seed"] == 9
         assert rollout.trace.cost.turns == whole.trace.cost.turns
         assert not rollout.note
@@ -243,7 +242,7 @@ def test_a_rollout_goes_on_where_it_was_to_the_same_tokens(state: Path, task: Ta
     inside(state, check)
 
 
-def test_a_session_that_was_over_is_graded_from_its_checkpoint(state: Path, task: Task, tmp_path: Path) -> None:
+def test_a_finished_session_is_verified_from_its_checkpoint(state: Path, task: Task, tmp_path: Path) -> None:
     path = tmp_path / "partial.trace"
 
     async def check(fleet: Fleet) -> None:
@@ -253,37 +252,39 @@ def test_a_session_that_was_over_is_graded_from_its_checkpoint(state: Path, task
         async def keep(checkpoint: RolloutCheckpoint) -> None:
             save_checkpoint(checkpoint, path)
             for before in kept:
-                await remove_snapshot(fleet, before.origin.snapshot.id)
+                await remove_snapshot(fleet, before.environment.snapshot.id)
             kept.append(checkpoint)
 
-        assert "no-reward" in await fails(run_rollout(fleet, task, voice(Actor()), OFTEN, on_checkpoint=keep))
+        assert "no-reward" in await fails(
+            run_rollout(fleet, task, bind(LinesPolicy()), CHECKPOINTING, on_checkpoint=keep)
+        )
         (task.directory / "tests/test.sh").write_text(TEST)
         checkpoint = load_checkpoint(path)
-        assert checkpoint.over
-        actor = Actor()
-        rollout = await run_rollout(fleet, task, voice(actor), OFTEN, resume=checkpoint, on_checkpoint=keep)
-        assert not actor.asked
+        assert checkpoint.finished
+        policy = LinesPolicy()
+        rollout = await run_rollout(fleet, task, bind(policy), CHECKPOINTING, resume=checkpoint, on_checkpoint=keep)
+        assert not policy.requests
         assert rollout.reward.total == 1.0
-        await remove_snapshot(fleet, checkpoint.origin.snapshot.id)
+        await remove_snapshot(fleet, checkpoint.environment.snapshot.id)
 
     inside(state, check)
 
 
-def test_without_its_snapshot_a_rollout_begins_anew_and_says_so(state: Path, task: Task, tmp_path: Path) -> None:
+def test_without_its_snapshot_a_rollout_restarts_and_notes_it(state: Path, task: Task, tmp_path: Path) -> None:
     async def check(fleet: Fleet) -> None:
         async with interrupted(fleet, task, 2, tmp_path / "partial.trace") as kept:
             pass
-        actor = Actor()
-        rollout = await run_rollout(fleet, task, voice(actor), SETTINGS, seed=4, resume=kept[-1])
-        assert [turn for turn, _ in actor.asked] == list(range(len(LINES)))
+        policy = LinesPolicy()
+        rollout = await run_rollout(fleet, task, bind(policy), OPTIONS, seed=4, resume=kept[-1])
+        assert [turn for turn, _ in policy.requests] == list(range(len(LINES)))
         assert rollout.reward.total == 1.0
-        assert "begun anew" in rollout.note
+        assert "restarted from the beginning" in rollout.note
         assert rollout.trace.facts["seed"] == 4
 
     inside(state, check)
 
 
-def test_a_session_with_a_command_in_the_background_is_not_written_down(state: Path, task: Task) -> None:
+def test_a_session_with_a_running_background_command_is_not_checkpointed(state: Path, task: Task) -> None:
     starts = says("", call("run_terminal_cmd", command="sleep 50", is_background=True))
 
     async def check(fleet: Fleet) -> None:
@@ -292,9 +293,9 @@ def test_a_session_with_a_command_in_the_background_is_not_written_down(state: P
         async def keep(checkpoint: RolloutCheckpoint) -> None:
             kept.append(checkpoint)
 
-        await run_rollout(fleet, task, voice(Actor([starts, *LINES])), OFTEN, on_checkpoint=keep)
-        assert [(checkpoint.trace.cost.turns, checkpoint.over) for checkpoint in kept] == [(6, True)]
+        await run_rollout(fleet, task, bind(LinesPolicy([starts, *LINES])), CHECKPOINTING, on_checkpoint=keep)
+        assert [(checkpoint.trace.cost.turns, checkpoint.finished) for checkpoint in kept] == [(6, True)]
         for checkpoint in kept:
-            await remove_snapshot(fleet, checkpoint.origin.snapshot.id)
+            await remove_snapshot(fleet, checkpoint.environment.snapshot.id)
 
     inside(state, check)

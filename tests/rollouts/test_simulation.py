@@ -1,9 +1,9 @@
-"""The whole asynchronous system on a virtual clock, with faults drawn from a seed: hundreds of runs, each in a moment.
+"""A simulation of the asynchronous system on a virtual clock, with random faults: hundreds of runs in seconds.
 
-Workers take slots, sample over several versions, grade and report; the trainer takes groups, steps and publishes; all
-of them die, stall, say things twice and are restarted from checkpoints. Whatever happens: no slot is lost, no prompt is
-trained twice in the weights that survive, no group beyond the bound is trained, no more are under way than are planned,
-and the run reaches its step count; and where nothing goes wrong, nothing is sampled in vain.
+Workers claim slots, sample over several weight versions and report; the trainer takes groups and steps; all of them
+die, stall, report twice and restart from checkpoints. In every run: no slot is lost, no prompt is trained twice in the
+surviving weights, no group exceeds max_staleness, in_flight is respected, and the run reaches its step count. Without
+faults, nothing is resampled.
 """
 
 import heapq
@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from etude.rollouts.queue import IN_FLIGHT, Plan, ReadyGroup, Slot, Slots, StaleClaim
+from etude.rollouts.queue import IN_FLIGHT, ReadyGroup, RolloutQueue, Slot, StaleClaim
+from etude.rollouts.settings import QueueSettings
 
 STEPS = 6
 
@@ -27,149 +28,148 @@ class Event:
 
 
 class World:
-    """A run, seen from outside."""
+    """A simulated run."""
 
     def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
-        draw = self.chance
-        self.plan = Plan(
+        self.rng = draw = random.Random(seed)
+        self.settings = QueueSettings(
             group_size=draw.randint(1, 4),
             groups_per_step=draw.randint(1, 3),
             max_staleness=draw.randint(0, 3),
             in_flight=draw.randint(1, 12),
             lease_s=draw.choice([5.0, 20.0]),
-            attempts=50,
+            max_attempts=50,
         )
-        self.trouble = draw.choice([0.0, 0.05, 0.2])  # how often anything goes wrong
+        self.fault_rate = draw.choice([0.0, 0.05, 0.2])  # probability of a fault
         self.skew = draw.uniform(-1, 1)  # of the workers' clocks, in seconds
-        self.slots = Slots(":memory:", self.plan)
-        self.now, self.version, self.saved = (
-            0.0,
-            0,
-            0,
-        )  # version: steps in the trainer's weights; saved: in its checkpoint
+        self.queue = RolloutQueue(":memory:", self.settings)
+        self.now = 0.0
+        self.step = 0  # of the trainer's weights
+        self.saved = 0  # step of its checkpoint
         self.next_task = 0
         self.events: list[Event] = []
         self.order = 0
-        self.trained: dict[int, list[ReadyGroup]] = {}  # by step, in the weights that live now
+        self.trained: dict[int, list[ReadyGroup]] = {}  # by step, in the current weights
         self.lost_reports = Counter[str]()
 
     def later(self, delay: float, act: Callable[[], None]) -> None:
         self.order += 1
         heapq.heappush(self.events, Event(self.now + delay, self.order, act))
 
-    def bad_luck(self) -> bool:
-        return self.chance.random() < self.trouble
+    def fault(self) -> bool:
+        return self.rng.random() < self.fault_rate
 
-    # -- the actors
+    # -- processes
 
     def orchestrate(self) -> None:
-        found = self.slots.wanted(fresh=not self.bad_luck())
-        self.slots.add((f"task-{self.next_task + i}", self.chance.random()) for i in range(found))
+        found = self.queue.wanted(fresh=not self.fault())
+        self.queue.add((f"task-{self.next_task + i}", self.rng.random()) for i in range(found))
         self.next_task += found
-        self.slots.reconcile(self.now, self.version)
-        if not self.bad_luck():
-            self.slots.serve(self.version)
+        self.queue.reconcile(self.now, self.step)
+        if not self.fault():
+            self.queue.set_served_step(self.step)
         self.later(1.0, self.orchestrate)
 
     def work(self, name: str) -> None:
-        slot = None if self.bad_luck() else self.slots.claim(name, self.now + self.skew)
+        slot = None if self.fault() else self.queue.claim(name, self.now + self.skew)
         if slot is None:
-            self.later(self.chance.uniform(0.5, 2.0), lambda: self.work(name))
+            self.later(self.rng.uniform(0.5, 2.0), lambda: self.work(name))
             return
-        counts = self.slots.counts()
-        assert sum(counts.get(state, 0) for state in IN_FLIGHT) <= self.plan.in_flight
-        self.roll(name, slot, self.version, self.chance.randint(1, 6))
+        counts = self.queue.counts()
+        assert sum(counts.get(state, 0) for state in IN_FLIGHT) <= self.settings.in_flight
+        self.roll(name, slot, self.step, self.rng.randint(1, 6))
 
     def roll(self, name: str, slot: Slot, oldest: int, turns: int) -> None:
-        """One turn after another, each maybe the last."""
-        if self.bad_luck():  # the worker dies without a word; another takes its name later
-            self.later(self.chance.uniform(1, 30), lambda: self.work(name))
+        """Sample a turn; each may be the last."""
+        if self.fault():  # the worker dies; another of its name starts later
+            self.later(self.rng.uniform(1, 30), lambda: self.work(name))
             return
-        stalled = self.chance.uniform(5, 40) if self.bad_luck() else 0.0
-        self.later(self.chance.uniform(0.1, 2.0) + stalled, lambda: self.turn(name, slot, oldest, turns))
+        stalled = self.rng.uniform(5, 40) if self.fault() else 0.0
+        self.later(self.rng.uniform(0.1, 2.0) + stalled, lambda: self.turn(name, slot, oldest, turns))
 
     def turn(self, name: str, slot: Slot, oldest: int, turns: int) -> None:
         try:
-            if self.bad_luck():
-                self.slots.fail(slot, self.chance.choice(["pod died", "engine lost", "verifier crashed"]))
+            if self.fault():
+                self.queue.fail(slot, self.rng.choice(["pod died", "engine lost", "verifier crashed"]))
             elif turns > 1:
-                self.slots.beat(slot, self.now + self.skew)
+                self.queue.heartbeat(slot, self.now + self.skew)
                 self.roll(name, slot, oldest, turns - 1)
                 return
             else:
-                self.slots.beat(slot, self.now + self.skew, "grading")
-                reward = {"total": self.chance.random()}
-                self.slots.finish(slot, reward, f"{slot.id}/{slot.attempt}", (oldest, self.version))
-                if self.bad_luck():  # the network delivers it a second time
-                    self.slots.finish(slot, {"total": -1.0}, "twice", (oldest, self.version))
+                self.queue.heartbeat(slot, self.now + self.skew, "grading")
+                reward = {"total": self.rng.random()}
+                self.queue.finish(slot, reward, f"{slot.id}/{slot.attempt}", (oldest, self.step))
+                if self.fault():  # a duplicate report
+                    self.queue.finish(slot, {"total": -1.0}, "twice", (oldest, self.step))
         except StaleClaim:
             self.lost_reports[name] += 1
         self.later(0.1, lambda: self.work(name))
 
     def train(self) -> None:
-        groups = self.slots.take(self.version)
+        groups = self.queue.take(self.step)
         if groups is None:
             self.later(0.5, self.train)
             return
         for group in groups:
-            assert self.version - group.oldest <= self.plan.max_staleness
-            assert len(group.slots) == self.plan.group_size
+            assert self.step - group.oldest_step <= self.settings.max_staleness
+            assert len(group.slots) == self.settings.group_size
             assert all(slot.reward is not None and slot.reward["total"] >= 0 for slot in group.slots)
-        step = self.version + 1
-        if self.bad_luck():  # killed between taking and marking: nothing happened
+        step = self.step + 1
+        if self.fault():  # killed before the groups are marked
             self.later(5.0, self.restart)
             return
-        self.slots.mark_trained(groups, step)
+        self.queue.mark_trained(groups, step)
         self.trained[step] = groups
-        self.version = step
-        if self.bad_luck():  # killed after the step and before its checkpoint
+        self.step = step
+        if self.fault():  # killed before the checkpoint
             self.later(5.0, self.restart)
             return
-        if self.chance.random() < 0.5 or step >= STEPS:
+        if self.rng.random() < 0.5 or step >= STEPS:
             self.saved = step
         self.later(1.0, self.train)
 
     def restart(self) -> None:
-        """The trainer comes back with the weights of its checkpoint."""
-        back = self.slots.rewind(self.saved)
+        """Restart the trainer from its checkpoint."""
+        back = self.queue.rewind(self.saved)
         assert back == sum(len(groups) for step, groups in self.trained.items() if step > self.saved)
         self.trained = {step: groups for step, groups in self.trained.items() if step <= self.saved}
-        self.version = self.saved
+        self.step = self.saved
         self.train()
 
     def run(self) -> None:
         self.orchestrate()
         self.train()
-        for number in range(self.chance.randint(1, 6)):
+        for number in range(self.rng.randint(1, 6)):
             self.work(f"worker-{number}")
         while self.saved < STEPS:
             event = heapq.heappop(self.events)
             self.now = event.time
-            assert self.now < 20_000, f"no progress: version {self.version}, {self.slots.waiting_for(self.now)}"
+            assert self.now < 20_000, f"no progress: step {self.step}, {self.queue.waiting_for(self.now)}"
             event.act()
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_whatever_fails_nothing_is_lost_nothing_is_trained_twice_and_the_run_arrives(block: int) -> None:
+def test_with_random_faults_nothing_is_lost_or_trained_twice_and_the_run_finishes(block: int) -> None:
     for seed in range(block * 20, block * 20 + 20):
         world = World(seed)
         try:
             world.run()
         except Exception as problem:
             raise AssertionError(f"simulation seed {seed}: {problem!r}") from problem
-        ledger = world.slots.trained()
-        tasks = [task for task, _ in ledger]
+        trained = world.queue.trained()
+        tasks = [task for task, _ in trained]
         assert len(tasks) == len(set(tasks)), f"seed {seed}"
-        assert sorted(step for _, step in ledger) == sorted(
+        assert sorted(step for _, step in trained) == sorted(
             step for step, groups in world.trained.items() for _ in groups
         )
-        assert len(tasks) == STEPS * world.plan.groups_per_step, f"seed {seed}"
-        # every group that began is trained, or its slots are all somewhere
-        total = sum(world.slots.counts().values())
-        assert total % world.plan.group_size == 0, f"seed {seed}"
-        assert total == world.next_task * world.plan.group_size, f"seed {seed}"
-        # and only what failed again and again was given up
-        assert all(failures >= world.plan.attempts for failures in world.slots.given_up().values()), f"seed {seed}"
-        if not world.trouble:
-            assert not world.slots.troubles(), f"seed {seed}"
+        assert len(tasks) == STEPS * world.settings.groups_per_step, f"seed {seed}"
+        # no slot is missing
+        total = sum(world.queue.counts().values())
+        assert total % world.settings.group_size == 0, f"seed {seed}"
+        assert total == world.next_task * world.settings.group_size, f"seed {seed}"
+        # only groups that failed too often were dropped
+        assert all(failures >= world.settings.max_attempts for failures in world.queue.dropped().values()), (
+            f"seed {seed}"
+        )
+        if not world.fault_rate:
+            assert not world.queue.incidents(), f"seed {seed}"
