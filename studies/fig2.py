@@ -7,7 +7,7 @@
 
 The mix of mid-training is the one of the stage sft in `recipes/nano-base.toml`: five sixths of the tokens are agent
 sessions (half of all tokens exercises, a third demonstrations of training tasks), the rest drills and code. So this is
-not the report's continued pretraining on code. Each part is a directory made by `etude run` on a recipe written next to
+not the report's continued pretraining. Each part is a directory made by `etude run` on a recipe written next to
 it, with the numbers of `recipes/nano-base.toml` and `recipes/nano-rl.toml` except those in `Fig2Settings`; finished
 parts are not made again. The loss is taken after SFT, on demonstrations in shapes of code that no training task has and
 on standard library code that was not trained on; the reward is that of the last steps, on prompts used only once.

@@ -1,0 +1,49 @@
+"""Evaluation: held-out tasks and their statistics, codebase NLL, state tracking, plots.
+
+    held_out.start(queue, step, tasks); record = summarise(held_out.results(queue, step))
+
+Every mean over tasks comes with a bootstrap interval over tasks. Names are imported when first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etude.evaluation.codebase_nll import CodebaseNll
+    from etude.evaluation.held_out import Evaluation, EvaluationProgress
+    from etude.evaluation.settings import NllSettings
+    from etude.evaluation.state_tracking import StateScore, StateTask, track_state
+    from etude.evaluation.statistics import best_of, bootstrap_interval, compare, summarise
+
+_MODULES = {
+    "CodebaseNll": "etude.evaluation.codebase_nll",
+    "Evaluation": "etude.evaluation.held_out",
+    "EvaluationProgress": "etude.evaluation.held_out",
+    "NllSettings": "etude.evaluation.settings",
+    "StateScore": "etude.evaluation.state_tracking",
+    "StateTask": "etude.evaluation.state_tracking",
+    "best_of": "etude.evaluation.statistics",
+    "bootstrap_interval": "etude.evaluation.statistics",
+    "compare": "etude.evaluation.statistics",
+    "summarise": "etude.evaluation.statistics",
+    "track_state": "etude.evaluation.state_tracking",
+}
+__all__ = [
+    "CodebaseNll",
+    "Evaluation",
+    "EvaluationProgress",
+    "NllSettings",
+    "StateScore",
+    "StateTask",
+    "best_of",
+    "bootstrap_interval",
+    "compare",
+    "summarise",
+    "track_state",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'etude.evaluation' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

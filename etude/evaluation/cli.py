@@ -1,4 +1,4 @@
-"""`etude model ...`: the commands of `etude.model.cli`, and those that measure a model or read text sources."""
+"""`etude model ...`: adds the commands that evaluate a model or read text sources to those of `etude.model.cli`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def nll(
         int | None, typer.Option(help="Tokens scored per window; half a window by default.", show_default=False)
     ] = None,
     max_files: Annotated[
-        int | None, typer.Option(help="Score at most so many files, spread evenly.", show_default=False)
+        int | None, typer.Option(help="Score at most this many files, evenly spread.", show_default=False)
     ] = None,
     dtype: Dtype = None,
     device: Device = "cpu",
@@ -68,59 +68,65 @@ def evaluate(
     model: ModelDir,
     source: Annotated[
         str,
-        typer.Argument(metavar="DIR", help='Code to measure on; a git repository gives real histories, or "stdlib".'),
+        typer.Argument(
+            metavar="DIR",
+            help='Code to evaluate on: a git repository (real histories), a directory, or "stdlib".',
+        ),
     ],
     tasks: Annotated[int, typer.Option(min=1, help="State-tracking tasks.")] = 8,
-    changes: Annotated[int, typer.Option(min=1, help="Diffs of one task.")] = 6,
-    window: Annotated[int, typer.Option(help="Tokens the model sees at once for the codebase measure.")] = 1024,
+    changes: Annotated[int, typer.Option(min=1, help="Diffs per task.")] = 6,
+    window: Annotated[int, typer.Option(help="Tokens the model sees at once for the codebase NLL.")] = 1024,
     max_files: Annotated[
-        int | None, typer.Option(help="Score at most so many files, spread evenly.", show_default=False)
+        int | None, typer.Option(help="Score at most this many files, evenly spread.", show_default=False)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the edits, when there is no git history.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random edits, without a git history.")] = 0,
     dtype: Dtype = None,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Two measures of a base model: NLL of a codebase, and how well it follows a file through many diffs."""
+    """Evaluate a base model: NLL of a codebase, and reconstruction of files after many diffs (state tracking)."""
     from etude.data.sources import sample_evenly, source_files
     from etude.evaluation.codebase_nll import codebase_nll
     from etude.evaluation.state_tracking import tasks_from_files, tasks_from_git, track_state
 
     files = source_files([source])
     if (Path(source) / ".git").exists():
-        asked = tasks_from_git(Path(source), count=tasks, changes=changes)
+        tracked = tasks_from_git(Path(source), count=tasks, changes=changes)
     else:
-        asked = tasks_from_files(sample_evenly(files, 4 * tasks), count=tasks, changes=changes, seed=seed)
-    network, words = load_model(model, dtype, device)
+        tracked = tasks_from_files(sample_evenly(files, 4 * tasks), count=tasks, changes=changes, seed=seed)
+    network, vocabulary = load_model(model, dtype, device)
     with progress_line("nll") as report:
-        some = sample_evenly(files, max_files)
-        score = codebase_nll(network, words, some, window=window, stride=max(1, window // 2), progress=report)
+        scored = sample_evenly(files, max_files)
+        score = codebase_nll(network, vocabulary, scored, window=window, stride=max(1, window // 2), progress=report)
     with progress_line("state tracking") as report:
-        state = track_state(asked, _completer(network, words), report)
+        state = track_state(tracked, _completer(network, vocabulary), report)
     if as_json:
         print(json.dumps(to_plain({"nll": asdict(score), "state_tracking": asdict(state)})))
         return
     print(f"codebase NLL    {score.nats:,.1f} nats over {score.bytes:,} bytes, {score.bits_per_byte:.4f} bits per byte")
     print(
-        f"state tracking  {state.distance:,.1f} characters from the truth over {state.tasks} tasks of "
-        f"{state.changes:g} changes ({state.unchanged:,.1f} if nothing had been followed), {state.exact:.0%} exact"
+        f"state tracking  edit distance {state.distance:,.1f} over {state.tasks} tasks of {state.changes:g} changes "
+        f"({state.unchanged:,.1f} for the unchanged file), {state.exact:.0%} exact"
     )
 
 
-def _completer(network: Transformer, words: Tokenizer) -> Callable[[str, int], str]:
-    """Greedy continuation of a text, until the file's end is announced or the answer is long enough."""
+def _completer(network: Transformer, vocabulary: Tokenizer) -> Callable[[str, int], str]:
+    """Return a function that continues a text greedily, up to the end marker or a number of characters."""
     from etude.evaluation.state_tracking import END
     from etude.model.generate import generate as stream
     from etude.model.generate import stream_text
 
     def complete(prompt: str, characters: int) -> str:
-        ids = [*words.prefix, *words.encode(prompt)]
+        ids = [*vocabulary.prefix, *vocabulary.encode(prompt)]
         room = network.config.max_length - len(ids)
         if room < 1:
-            raise InputError(f"a task of {len(ids)} tokens does not fit the model's {network.config.max_length}")
+            raise InputError(
+                f"a task of {len(ids)} tokens does not fit the model's context of {network.config.max_length}"
+            )
         text = ""
-        for piece in stream_text(stream(network, ids, max_tokens=min(room, characters), stop=words.stop_ids), words):
-            text += piece
+        tokens = stream(network, ids, max_tokens=min(room, characters), stop=vocabulary.stop_ids)
+        for part in stream_text(tokens, vocabulary):
+            text += part
             if END in text or len(text) > characters:
                 break
         return text
@@ -134,19 +140,19 @@ def tokenizer(
         list[str],
         typer.Argument(metavar="DIR...", help='Directories or files of text, or "stdlib".', show_default=False),
     ],
-    out: Annotated[Path, typer.Option(help="The new tokenizer directory.", show_default=False)],
-    vocab_size: Annotated[int, typer.Option(help="Entries, single bytes and special tokens included.")] = 4096,
+    out: Annotated[Path, typer.Option(help="Directory to create.", show_default=False)],
+    vocab_size: Annotated[int, typer.Option(help="Entries, including single bytes and special tokens.")] = 4096,
     suffix: Annotated[
         list[str] | None, typer.Option(help="File endings to read; .py by default.", show_default=False)
     ] = None,
 ) -> None:
-    """Train a byte-level BPE tokenizer with the special tokens that a chat with tools needs."""
+    """Train a byte-level BPE tokenizer with the special tokens of a chat with tools."""
     from etude.chat.tokenizer import train_tokenizer
     from etude.data.sources import source_files
     from etude.model.checkpoint import new_directory
 
     files = source_files(sources, tuple(suffix or (".py",)))
-    with new_directory(out) as place:
+    with new_directory(out) as directory:
         trained = train_tokenizer((file.read_text(encoding="utf-8") for file in files), vocab_size)
-        trained.save(place)
+        trained.save(directory)
     print(f"tokenizer: {out}, {len(trained):,} entries from {len(files):,} files")

@@ -1,7 +1,7 @@
-"""How well a model knows a codebase: the summed negative log-likelihood of its files, in a rolling window.
+"""Negative log-likelihood (NLL) of a codebase under a model, in a rolling window.
 
-The report's measure: files in the order given (alphabetical), joined, every token scored exactly once. It is a sum
-and not a mean per token, because the bytes are the same for every model while the tokens are not.
+The files are joined in the given order (alphabetical) and every token is scored exactly once. The result is a sum and
+not a mean per token, because the bytes are the same for every model while the tokens are not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from etude.train.held_out_nll import stream_nll
 
 @dataclass(frozen=True)
 class CodebaseNll:
-    nats: float  # summed over all tokens: the figure to compare between models
+    """The NLL of a codebase, in several units."""
+
+    nats: float  # summed over all tokens: compare this between models
     bits_per_byte: float
     nats_per_token: float
     tokens: int
@@ -40,13 +42,13 @@ def codebase_nll(
     stride: int,
     progress: ProgressCallback | None = None,
 ) -> CodebaseNll:
-    """Score the files as one text; a token sees at least `window - stride` tokens before it, once there are so many."""
+    """Score the files as one text; each token sees the `window - stride` tokens before it, if there are that many."""
     if not files:
         raise InputError("there are no files to score")
     if not 1 <= stride <= window:
         raise InputError(f"stride {stride} must be between 1 and the window {window}")
     if window > model.config.max_length:
-        raise InputError(f"window {window} is longer than the {model.config.max_length} tokens this model can read")
+        raise InputError(f"window {window} is longer than the {model.config.max_length} tokens of the model's context")
     check_vocabulary(tokenizer, model.config.vocab_size, "the model")
     texts = [_read(file) for file in files]
     ids = np.fromiter(chain.from_iterable(tokenizer.encode_batch(texts)), dtype=np.int64)
@@ -60,6 +62,6 @@ def codebase_nll(
 
 def _read(file: Path) -> str:
     try:
-        return file.read_bytes().decode("utf-8")  # as it is: text mode would turn \r\n into one character
+        return file.read_bytes().decode("utf-8")  # not in text mode, which would turn \r\n into one character
     except (OSError, UnicodeDecodeError) as problem:
         raise InputError(f"{file}: cannot be read as UTF-8 text ({problem})") from None

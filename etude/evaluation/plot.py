@@ -1,9 +1,8 @@
-"""Plots as SVG text: lines with bands, points and bars, on linear or logarithmic axes. Needs nothing but this file.
+"""Plots as SVG text: lines with bands, points and bars, on linear or logarithmic axes. No dependencies.
 
-A plot is data: panels of series. Ink and colours are of middle lightness and the ground is transparent, so that it can
-be read on a light page and on a dark one; a page that shows it inline may set `color` on `.plot` instead. Each has a
-title and a description for those who cannot see it, and points tell their numbers when pointed at. The same data gives
-the same bytes.
+A plot is data: panels of series. Colours are of medium lightness and the background is transparent, so a plot is
+readable on light and dark pages; a page that shows it inline can set `color` on `.plot`. Every plot has a title and a
+description for screen readers, and points show their values in a tooltip. The same data gives the same bytes.
 """
 
 import hashlib
@@ -17,27 +16,29 @@ from etude.errors import InputError
 
 INK = "#768390"
 COLOURS = ("#2f81f7", "#e5793a", "#2da44e", "#a371f7", "#d4a72c", "#db61a2", "#8b949e")
-WIDTH, HEIGHT = 340, 210  # of what lies between a panel's axes
-LEFT, RIGHT, ABOVE, BELOW = 62, 18, 26, 46  # around it: numbers and labels
-HEADING, KEY = 30, 16  # the figure's title; one row of a legend
-TINY = 1e-290  # a difference that can no longer be divided into steps
-LETTER = 6.1  # width of one at 11 pixels, about
+WIDTH, HEIGHT = 340, 210  # of a panel's plotting area
+LEFT, RIGHT, ABOVE, BELOW = 62, 18, 26, 46  # margins for numbers and labels
+HEADING, KEY = 30, 16  # height of the figure's title, and of one row of a legend
+TINY = 1e-290  # smallest difference that can be divided into steps
+LETTER = 6.1  # approximate width at 11 pixels
 FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
 class Axis:
+    """The label, range and number format of an axis."""
+
     label: str
     log: bool = False
-    low: float | None = None  # where it begins; None: where the data does, rounded
+    low: float | None = None  # first value; None: that of the data, rounded
     high: float | None = None
-    percent: bool = False  # 0.5 is written 50%
+    percent: bool = False  # show 0.5 as 50%
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points in order. `low` and `high` make a band around them; a gap is a value that is not finite."""
+    """Points in order. `low` and `high` draw a band; a value that is not finite leaves a gap."""
 
     label: str
     x: Sequence[float]
@@ -45,12 +46,12 @@ class Line:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     style: Literal["line", "dashed", "points", "both"] = "line"
-    colour: int | None = None  # of COLOURS; None: the next
+    colour: int | None = None  # index into COLOURS; None: the next
 
 
 @dataclass(frozen=True)
 class Bars:
-    """One bar for each category of the panel, beside those of the other series; `low` and `high` make whiskers."""
+    """One bar for each category of the panel, grouped with those of other series; `low` and `high` draw whiskers."""
 
     label: str
     y: Sequence[float]
@@ -61,22 +62,24 @@ class Bars:
 
 @dataclass(frozen=True)
 class Mark:
-    """A thin line across a panel at a value of x or of y, with words beside it."""
+    """A thin line across a panel at a value of x or y, with a label."""
 
     at: float
     label: str = ""
     across: Literal["x", "y"] = "x"
-    below: bool = False  # where the words stand, if it is a value of y
+    below: bool = False  # label below the line, for a value of y
 
 
 @dataclass(frozen=True)
 class Panel:
+    """One coordinate system with its series."""
+
     x: Axis
     y: Axis
     series: Sequence[Line | Bars]
     title: str = ""
     marks: Sequence[Mark] = ()
-    categories: Sequence[str] = ()  # under groups of bars
+    categories: Sequence[str] = ()  # labels of the groups of bars
 
     def __post_init__(self) -> None:
         for each in self.series:
@@ -87,19 +90,19 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], *, title: str, description: str, columns: int = 0) -> str:
-    """The SVG of a figure, its panels side by side in `columns`; 0: up to three in one row."""
+    """Return the SVG of a figure with its panels in `columns` columns; 0: up to three panels in one row."""
     if not panels:
-        raise InputError("plot: a figure has at least one panel")
+        raise InputError("plot: a figure needs at least one panel")
     columns = columns or (len(panels) if len(panels) <= 3 else 2)
     rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
     drawn, y = [], float(HEADING)
     for row in rows:
         key = max(len(_key_rows(panel)) for panel in row) * KEY
-        for place, panel in enumerate(row):
-            drawn.append(_panel(panel, place * (LEFT + WIDTH + RIGHT) + LEFT, y + ABOVE + key, key))
+        for column, panel in enumerate(row):
+            drawn.append(_panel(panel, column * (LEFT + WIDTH + RIGHT) + LEFT, y + ABOVE + key, key))
         y += ABOVE + key + HEIGHT + BELOW
     width = columns * (LEFT + WIDTH + RIGHT)
-    name = hashlib.sha256("".join([title, *drawn]).encode()).hexdigest()[:8]  # of its own on a page with many
+    name = hashlib.sha256("".join([title, *drawn]).encode()).hexdigest()[:8]  # unique on a page with several figures
     clip = f'<clipPath id="c{name}"><rect x="-3" y="-3" width="{WIDTH + 6}" height="{HEIGHT + 6}"/></clipPath>'
     return "\n".join(
         [
@@ -155,32 +158,33 @@ def _line(line: Line, colour: str, x: "Scale", y: "Scale") -> Iterator[str]:
     if line.style in ("points", "both"):
         for a, b in zip(line.x, line.y, strict=True):
             if x.shows(a) and y.shows(b):
-                told = f"{line.label}: {x.word(a)}, {y.word(b)}"
+                tooltip = f"{line.label}: {x.format(a)}, {y.format(b)}"
                 yield (
                     f'<circle cx="{x.at(a):.1f}" cy="{y.at(b):.1f}" r="2.8" fill="{colour}">'
-                    f"<title>{escape(told)}</title></circle>"
+                    f"<title>{escape(tooltip)}</title></circle>"
                 )
 
 
-def _bars(bars: Bars, colour: str, y: "Scale", place: int, beside: int, categories: Sequence[str]) -> Iterator[str]:
+def _bars(bars: Bars, colour: str, y: "Scale", index: int, count: int, categories: Sequence[str]) -> Iterator[str]:
     group = WIDTH / max(1, len(categories))
-    width = 0.76 * group / beside
+    width = 0.76 * group / count
     floor = y.at(y.low if y.axis.log else min(max(0.0, y.low), y.high))
     for number, value in enumerate(bars.y):
         if not y.shows(value):
             continue
-        left, top = number * group + 0.12 * group + place * width, y.at(value)
-        told = escape(f"{bars.label}, {categories[number]}: {y.word(value)}")
+        left, top = number * group + 0.12 * group + index * width, y.at(value)
+        tooltip = escape(f"{bars.label}, {categories[number]}: {y.format(value)}")
         yield (
             f'<rect x="{left + 1:.1f}" y="{min(top, floor):.1f}" width="{width - 2:.1f}" '
-            f'height="{abs(floor - top):.1f}" rx="1.5" fill="{colour}" fill-opacity="0.85"><title>{told}</title></rect>'
+            f'height="{abs(floor - top):.1f}" rx="1.5" fill="{colour}" fill-opacity="0.85">'
+            f"<title>{tooltip}</title></rect>"
         )
         middle = left + width / 2
         if len(bars.low) and y.shows(bars.low[number]) and y.shows(bars.high[number]):
             ends = f'y1="{y.at(bars.low[number]):.1f}" y2="{y.at(bars.high[number]):.1f}"'
             yield f'<line x1="{middle:.1f}" x2="{middle:.1f}" {ends} stroke="currentColor" stroke-width="1.4"/>'
             top = min(top, y.at(bars.high[number]))
-        yield _text(middle, top - 4, y.word(value), anchor="middle", extra=' font-size="9"')
+        yield _text(middle, top - 4, y.format(value), anchor="middle", extra=' font-size="9"')
 
 
 def _mark(mark: Mark, x: "Scale", y: "Scale") -> Iterator[str]:
@@ -201,17 +205,17 @@ def _axes(panel: Panel, x: "Scale", y: "Scale") -> Iterator[str]:
     for tick in y.ticks():
         at = y.at(tick)
         yield f'<line x1="0" x2="{WIDTH}" y1="{at:.1f}" y2="{at:.1f}" {grid}/>'
-        yield _text(-7, at + 4, y.name(tick), anchor="end")
+        yield _text(-7, at + 4, y.tick_label(tick), anchor="end")
     if panel.categories:
         group = WIDTH / len(panel.categories)
         for number, name in enumerate(panel.categories):
-            for row, words in enumerate(name.split("\n")):
-                yield _text((number + 0.5) * group, HEIGHT + 15 + 12 * row, words, anchor="middle")
+            for row, label in enumerate(name.split("\n")):
+                yield _text((number + 0.5) * group, HEIGHT + 15 + 12 * row, label, anchor="middle")
     else:
         for tick in x.ticks():
             at = x.at(tick)
             yield f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{HEIGHT}" {grid}/>'
-            yield _text(at, HEIGHT + 15, x.name(tick), anchor="middle")
+            yield _text(at, HEIGHT + 15, x.tick_label(tick), anchor="middle")
     yield f'<path d="M0 0V{HEIGHT}H{WIDTH}" fill="none" stroke="currentColor" stroke-opacity="0.7"/>'
     yield _text(WIDTH / 2, HEIGHT + 36, panel.x.label, anchor="middle")
     turned = f' transform="rotate(-90 {-LEFT + 14} {HEIGHT / 2:g})"'
@@ -222,7 +226,7 @@ def _axes(panel: Panel, x: "Scale", y: "Scale") -> Iterator[str]:
 
 
 def _key_rows(panel: Panel) -> list[list[int]]:
-    """The series that stand in the legend, by row."""
+    """Return the indices of the series in the legend, by row."""
     rows: list[list[int]] = []
     room = 0.0
     for number, each in enumerate(panel.series):
@@ -271,12 +275,12 @@ def _colour(series: Line | Bars, number: int) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to pixels along one axis."""
+    """Maps values to pixels along one axis."""
 
     axis: Axis
     low: float
     high: float
-    start: float  # the pixel of `low`
+    start: float  # pixel of `low`
     end: float
 
     def shows(self, value: float) -> bool:
@@ -293,8 +297,8 @@ class Scale:
         first = math.ceil(self.low / step - 1e-9)
         return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
-    def name(self, tick: float) -> str:
-        """A tick's number, as short as its neighbours allow."""
+    def tick_label(self, tick: float) -> str:
+        """Return the label of a tick, with as few digits as the tick spacing needs."""
         if self.axis.percent:
             return f"{100 * tick:g}%" if abs(tick) > 1e-12 else "0%"
         if self.axis.log:
@@ -306,13 +310,13 @@ class Scale:
         step = nice_step((self.high - self.low) / 5)
         return f"{tick + 0.0:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
 
-    def word(self, value: float) -> str:
-        """A value's number, to three digits."""
+    def format(self, value: float) -> str:
+        """Return a value with three significant digits."""
         return f"{100 * value:.3g}%" if self.axis.percent else f"{value:,.3g}" if abs(value) < 1e3 else f"{value:,.0f}"
 
 
 def nice_step(raw: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """Return the smallest of 1, 2, 5 times a power of ten that is at least `raw`."""
     power = 10.0 ** math.floor(math.log10(raw))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
 
@@ -322,7 +326,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
     every = max(1, math.ceil((last - first) / 7))
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     found = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
-    slack = (high / low) ** 1e-9  # a part of the axis, however short it is
+    slack = (high / low) ** 1e-9  # relative to the length of the axis
     return [tick for tick in found if low / slack <= tick <= high * slack]
 
 
@@ -338,12 +342,14 @@ def _scales(panel: Panel) -> tuple[Scale, Scale]:
 
 
 def _ends(axis: Axis, values: Iterable[float], tight: bool = False) -> tuple[float, float]:
-    """Where an axis begins and ends: round numbers around the data, or with `tight` the data itself."""
-    seen = [value for value in values if math.isfinite(value) and (not axis.log or value > 0)]
-    seen += [end for end in (axis.low, axis.high) if end is not None]
-    if not seen:
-        raise InputError(f"plot: nothing to show along {axis.label!r}" + (", which is logarithmic" if axis.log else ""))
-    low, high = min(seen), max(seen)
+    """Return the ends of an axis: round numbers around the data, or with `tight` those of the data."""
+    shown = [value for value in values if math.isfinite(value) and (not axis.log or value > 0)]
+    shown += [end for end in (axis.low, axis.high) if end is not None]
+    if not shown:
+        raise InputError(
+            f"plot: no value to show on axis {axis.label!r}" + (", which is logarithmic" if axis.log else "")
+        )
+    low, high = min(shown), max(shown)
     if axis.log:
         low, high = (low / 2, high * 2) if low == high else (low, high)
         if not tight:
@@ -355,7 +361,7 @@ def _ends(axis: Axis, values: Iterable[float], tight: bool = False) -> tuple[flo
             low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
     low, high = low if axis.low is None else axis.low, high if axis.high is None else axis.high
     if not low < high:
-        raise InputError(f"plot: {axis.label!r} would go from {low:g} to {high:g}")
+        raise InputError(f"plot: axis {axis.label!r} would go from {low:g} to {high:g}")
     return low, high
 
 
@@ -371,7 +377,7 @@ def _round_log(value: float, *, down: bool) -> float:
 
 
 def _runs(x: Scale, y: Scale, values: Iterable[tuple[float, ...]]) -> list[list[tuple[float, ...]]]:
-    """Points in pixels, cut into runs where one cannot be shown."""
+    """Return points in pixels, split where a value cannot be shown."""
     runs: list[list[tuple[float, ...]]] = [[]]
     for a, *others in values:
         if x.shows(a) and all(map(y.shows, others)):
@@ -385,5 +391,5 @@ def _points(points: Iterable[tuple[float, ...]]) -> str:
     return "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 
-def _text(x: float, y: float, words: str, anchor: str = "start", extra: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{extra}>{escape(words)}</text>' if words else ""
+def _text(x: float, y: float, text: str, anchor: str = "start", extra: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{extra}>{escape(text)}</text>' if text else ""

@@ -9,14 +9,14 @@ from etude.data.settings import TextSources
 
 
 class NllSettings(StageSettings):
-    """Measure the model's negative log-likelihood on a codebase."""
+    """Evaluate the negative log-likelihood of a codebase."""
 
     sources: TextSources = Field(description='code to score: directories, files, "stdlib" or "site-packages"')
     window: int = Field(default=512, ge=2, description="tokens the model sees at once")
     stride: int = Field(default=256, ge=1, description="tokens scored per window, at most window")
-    max_files: int | None = Field(default=None, ge=1, description="score at most so many files, spread evenly")
+    max_files: int | None = Field(default=None, ge=1, description="score at most this many files, evenly spread")
     model: AbsolutePath | None = made_by(
-        "base", "init", "pretrain", "extend", "sft", "rl", doc="directory of a model, when no stage makes one"
+        "base", "init", "pretrain", "extend", "sft", "rl", doc="model directory, when no stage makes one"
     )
 
     @model_validator(mode="after")

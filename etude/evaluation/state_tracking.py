@@ -1,8 +1,8 @@
-"""Can a model follow a file through many edits? The report's second base-model measure, in the manner of LoCoDiff.
+"""State tracking: reconstruct a file after a series of diffs, similar to LoCoDiff.
 
 A task shows a file and then a series of diffs; the model must write the file as it is after the last one. The score is
-the character-level edit distance to the truth, averaged over tasks: exact match would punish a single slip like a
-page of nonsense. Histories come from a git repository, or are made from plain files with a seed.
+the mean character-level edit distance to the correct file: exact match would count a single wrong character like a page
+of nonsense. Histories come from a git repository, or are generated from plain files with a seed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from rapidfuzz.distance import Levenshtein
 from etude.errors import InputError
 
 END = "=== end of file ==="
-Complete = Callable[[str, int], str]  # prompt and a bound on the answer's characters -> the model's continuation
+Complete = Callable[[str, int], str]  # (prompt, maximum characters) -> the model's continuation
 
 
 @dataclass(frozen=True)
 class StateTask:
+    """A file and its versions after every change."""
+
     name: str
-    versions: tuple[str, ...]  # the file after every change, oldest first
+    versions: tuple[str, ...]  # oldest first
 
     @property
     def prompt(self) -> str:
-        """The first version whole, every later one as a diff, and an open heading for the last one whole."""
+        """The first version in full, every later one as a diff, and a heading for the last one in full."""
         parts = [
             f"The file {self.name}, and every change made to it.\n",
             heading("first version"),
@@ -38,17 +40,19 @@ class StateTask:
         ]
         for number, (before, after) in enumerate(zip(self.versions, self.versions[1:], strict=False), start=1):
             lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2)
-            parts += [heading(f"change {number}"), *list(lines)[2:]]  # the first two lines only name the files
+            parts += [heading(f"change {number}"), *list(lines)[2:]]  # without the two lines that name the files
         return "\n".join([*parts, heading(f"after all {len(self.versions) - 1} changes"), ""])
 
 
 @dataclass(frozen=True)
 class StateScore:
-    distance: float  # mean characters to change; lower is better
-    unchanged: float  # the same for a model that only repeats the first version
-    exact: float  # share of tasks answered without a slip
+    """Means over state-tracking tasks."""
+
+    distance: float  # mean edit distance in characters; lower is better
+    unchanged: float  # the same for the first version, repeated unchanged
+    exact: float  # share of tasks with distance 0
     tasks: int
-    changes: float  # mean number of diffs a task
+    changes: float  # mean number of diffs per task
 
 
 def heading(text: str) -> str:
@@ -56,15 +60,15 @@ def heading(text: str) -> str:
 
 
 def track_state(tasks: Sequence[StateTask], complete: Complete, progress: Callable[[int, int], None]) -> StateScore:
-    """Ask for every task's last version and measure how far the answers are."""
+    """Complete every task and return the mean distance from the correct file."""
     if not tasks:
         raise InputError("there are no state-tracking tasks; give files with some lines, or a git repository")
     distances, unchanged = [], []
     for done, task in enumerate(tasks, start=1):
-        truth = task.versions[-1].rstrip("\n")
-        answer = complete(task.prompt, len(truth) * 5 // 4 + 64).split(END)[0].rstrip("\n")
-        distances.append(Levenshtein.distance(answer, truth))
-        unchanged.append(Levenshtein.distance(task.versions[0].rstrip("\n"), truth))
+        correct = task.versions[-1].rstrip("\n")
+        answer = complete(task.prompt, len(correct) * 5 // 4 + 64).split(END)[0].rstrip("\n")
+        distances.append(Levenshtein.distance(answer, correct))
+        unchanged.append(Levenshtein.distance(task.versions[0].rstrip("\n"), correct))
         progress(done, len(tasks))
     count = len(tasks)
     exact = sum(distance == 0 for distance in distances) / count
@@ -75,8 +79,8 @@ def track_state(tasks: Sequence[StateTask], complete: Complete, progress: Callab
 def tasks_from_files(
     files: Sequence[Path], *, count: int, changes: int, max_lines: int = 40, seed: int = 0
 ) -> list[StateTask]:
-    """Files cut to a few dozen lines and edited by chance: lines dropped, doubled, swapped, words renamed."""
-    chance = random.Random(seed)
+    """Return tasks from files cut to `max_lines`, with random edits: lines dropped, doubled, swapped, words renamed."""
+    rng = random.Random(seed)
     tasks = []
     for file in files:
         lines = file.read_text(encoding="utf-8").splitlines()[:max_lines]
@@ -84,7 +88,7 @@ def tasks_from_files(
             continue
         versions = [lines]
         while len(versions) <= changes:
-            edited = _edit(versions[-1], chance)
+            edited = _edit(versions[-1], rng)
             if edited != versions[-1]:
                 versions.append(edited)
         tasks.append(StateTask(file.name, tuple("\n".join(version) + "\n" for version in versions)))
@@ -93,8 +97,8 @@ def tasks_from_files(
     return tasks
 
 
-def _edit(lines: list[str], chance: random.Random) -> list[str]:
-    at, kind = chance.randrange(len(lines)), chance.choice(("drop", "double", "swap", "rename"))
+def _edit(lines: list[str], rng: random.Random) -> list[str]:
+    at, kind = rng.randrange(len(lines)), rng.choice(("drop", "double", "swap", "rename"))
     if kind == "drop" and len(lines) > 6:
         return lines[:at] + lines[at + 1 :]
     if kind == "double":
@@ -104,12 +108,12 @@ def _edit(lines: list[str], chance: random.Random) -> list[str]:
     words = [word for word in lines[at].split() if word.isidentifier()]
     if not words:
         return lines
-    old = chance.choice(words)
-    return [line.replace(old, f"{old}_{chance.randrange(10)}") if i == at else line for i, line in enumerate(lines)]
+    old = rng.choice(words)
+    return [line.replace(old, f"{old}_{rng.randrange(10)}") if i == at else line for i, line in enumerate(lines)]
 
 
 def tasks_from_git(repository: Path, *, count: int, changes: int, max_characters: int = 4000) -> list[StateTask]:
-    """The last `changes` versions of small files that changed at least that often, most often changed first."""
+    """Return tasks from the last `changes` changes of small files, the most often changed files first."""
     try:
         log = _git(repository, "log", "--no-renames", "--name-only", "--format=%x00%H")
     except (subprocess.CalledProcessError, FileNotFoundError) as problem:

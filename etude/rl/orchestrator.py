@@ -21,7 +21,7 @@ from typing import Any
 
 from etude.cluster.local import LocalServices
 from etude.errors import EtudeError, InputError
-from etude.evaluation import held_out
+from etude.evaluation import held_out, statistics
 from etude.files import write_atomically
 from etude.rl import metrics
 from etude.rl.curriculum import Curriculum, kind_of
@@ -299,14 +299,14 @@ class Orchestrator:
                 continue
             if held_out.is_finished(self.evaluations, step):
                 results = held_out.results(self.evaluations, step)
-                self.run.log("rl", step, evaluation=True, **held_out.summarise(results), **self.by_set(results))
+                self.run.log("rl", step, evaluation=True, **statistics.summarise(results), **self.by_set(results))
                 self.logged_evaluations.add(step)
 
     def by_set(self, results: held_out.Evaluation) -> Facts:
         """Return the main figures of each task set, where there are several."""
         evaluation = self.settings.evaluation
         sets = [Path(name).name for name in evaluation.tasks] if evaluation and len(evaluation.tasks) > 1 else []
-        parts = {name: held_out.summarise(held_out.subset(results, f"{name}/")) for name in sets}
+        parts = {name: statistics.summarise(held_out.subset(results, f"{name}/")) for name in sets}
         best = f"best/{evaluation.samples if evaluation else 1}"
         kept = ("tasks", "solved", "solved_low", "solved_high", best)
         return {f"set/{name}/{key}": part[key] for name, part in parts.items() for key in kept if key in part}
@@ -391,8 +391,8 @@ class Orchestrator:
             self.report(step, step, "ended early")
         if {0, step} <= self.logged_evaluations and step:
             before, after = (held_out.results(self.evaluations, each) for each in (0, step))
-            facts["rise"] = held_out.compare(before, after)
+            facts["rise"] = statistics.compare(before, after)
             for name in dict.fromkeys(key.split("/")[1] for key in self.by_set(after)):
                 parts = (held_out.subset(results, f"{name}/") for results in (before, after))
-                facts[f"rise_{name}"] = held_out.compare(*parts)
+                facts[f"rise_{name}"] = statistics.compare(*parts)
         return facts

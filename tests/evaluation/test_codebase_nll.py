@@ -1,4 +1,4 @@
-"""The codebase measure against an independent computation, and generation against greedy decoding without a cache."""
+"""Codebase NLL against an independent computation, and generation against greedy decoding without a cache."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from etude.chat.tokenizer import Tokenizer, train_tokenizer
 from etude.errors import InputError
-from etude.evaluation.codebase_nll import codebase_nll, rolling_spans
+from etude.evaluation.codebase_nll import codebase_nll
 from etude.model import ModelConfig, initialize, load
-from etude.model.generate import as_text, generate
+from etude.model.generate import generate, stream_text
+from etude.train.held_out_nll import rolling_spans
 
 
 @given(total=st.integers(0, 200), window=st.integers(1, 50), data=st.data())
@@ -45,7 +46,7 @@ def test_codebase_nll_equals_a_plain_sum_over_transformers_logits(family: str, t
     for name in ("a.py", "b.py", "c.py"):
         ids += tokenizer.encode(code[name])
     want, at = 0.0, 1
-    while at < len(ids):  # token by token, each in the window that is due to score it
+    while at < len(ids):  # token by token, each in the window that scores it
         end = window + 1 if at <= window else min(len(ids), window + 1 + -(-(at - window) // stride) * stride)
         begin = max(0, end - 1 - window)
         with torch.no_grad():
@@ -56,7 +57,7 @@ def test_codebase_nll_equals_a_plain_sum_over_transformers_logits(family: str, t
     assert (got.tokens, got.files, got.bytes) == (len(ids) - 1, 3, sum(len(t.encode()) for t in code.values()))
 
 
-def test_smollm2_gives_the_logits_of_transformers(smollm2_dir: Path, smollm2_oracle: Any) -> None:
+def test_smollm2_matches_the_logits_of_transformers(smollm2_dir: Path, smollm2_oracle: Any) -> None:
     tokenizer = Tokenizer.load(smollm2_dir)
     text = Path(__file__).read_text()[:1500]
     tokens = torch.tensor([tokenizer.encode(text)])
@@ -65,14 +66,14 @@ def test_smollm2_gives_the_logits_of_transformers(smollm2_dir: Path, smollm2_ora
         want = smollm2_oracle(tokens).logits
         assert (ours(tokens) - want).abs().max() < 1e-3
     rolled = codebase_nll(ours, tokenizer, [Path(__file__)], window=256, stride=128)
-    assert 0.5 < rolled.bits_per_byte < 2.0  # a model that knows Python; noise would cost 8
+    assert 0.5 < rolled.bits_per_byte < 2.0  # a model that knows Python; a uniform one has 8
 
 
-def test_smollm2_answers(smollm2_dir: Path) -> None:
+def test_smollm2_answers_a_question(smollm2_dir: Path) -> None:
     tokenizer, model = Tokenizer.load(smollm2_dir), load(smollm2_dir)
     asked = tokenizer.render([{"role": "user", "content": "What is the capital of France?"}])
     tokens = generate(model, tokenizer.encode(asked, special=True), max_tokens=12, stop=tokenizer.stop_ids)
-    assert "Paris" in "".join(as_text(tokens, tokenizer))
+    assert "Paris" in "".join(stream_text(tokens, tokenizer))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
@@ -91,7 +92,7 @@ def test_generation_equals_greedy_decoding_without_a_cache(family: str) -> None:
     )
 
 
-def test_sampling_repeats_with_its_seed_and_follows_the_temperature() -> None:
+def test_sampling_is_deterministic_in_the_seed_and_greedy_at_low_temperature() -> None:
     model = initialize(ModelConfig.from_hugging_face(small_config("llama")), seed=0)
     runs = [list(generate(model, [3], max_tokens=16, temperature=1.0, seed=s)) for s in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
@@ -99,15 +100,15 @@ def test_sampling_repeats_with_its_seed_and_follows_the_temperature() -> None:
     assert cold == list(generate(model, [3], max_tokens=16))
 
 
-def test_text_holds_back_half_a_character() -> None:
+def test_streamed_text_holds_back_partial_characters() -> None:
     tokenizer = train_tokenizer(["plain"], 300)
     ids = tokenizer.encode("a€b")
-    pieces = list(as_text(iter(ids), tokenizer))
+    pieces = list(stream_text(iter(ids), tokenizer))
     assert "".join(pieces) == "a€b"
     assert not any("�" in piece for piece in pieces)
 
 
-def test_bytes_are_those_of_the_files(tmp_path: Path) -> None:
+def test_bytes_are_counted_in_the_files(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_bytes(b"x = 1\r\ny = 2\r\n")
     tokenizer = train_tokenizer(["x = 1\n"], 300)
     model = initialize(ModelConfig.from_hugging_face(small_config("llama", vocab_size=300)), seed=0)
@@ -117,7 +118,7 @@ def test_bytes_are_those_of_the_files(tmp_path: Path) -> None:
         codebase_nll(model, tokenizer, [tmp_path / "a.py"], window=8, stride=4)
 
 
-def test_bad_questions_are_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     model = initialize(ModelConfig.from_hugging_face(small_config("llama")), seed=0)
     tokenizer = train_tokenizer(["x"], 300)
     (tmp_path / "a.py").write_text("x")

@@ -1,4 +1,4 @@
-"""Tasks whose diffs really lead to the answer, and a score that a perfect and an idle model pin down."""
+"""State tracking: the diffs of a task lead to the expected file, and the score of perfect, idle and empty models."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def tasks(tmp_path: Path) -> list[StateTask]:
     return tasks_from_files(sorted(tmp_path.glob("*.py")), count=5, changes=6, seed=3)
 
 
-def test_the_diffs_of_a_prompt_lead_to_the_answer(tasks: list[StateTask], tmp_path: Path) -> None:
-    """git is the judge: it applies what the prompt shows to the first version."""
+def test_the_diffs_of_a_prompt_lead_to_the_last_version(tasks: list[StateTask], tmp_path: Path) -> None:
+    """`git apply` applies the diffs of the prompt to the first version."""
     assert [task.name for task in tasks] == ["a.py", "b.py"]
     for task in tasks:
-        place = tmp_path / "work"
-        place.write_text(task.versions[0])
-        pieces = task.prompt.split("=== change ")[1:]
-        assert len(pieces) == 6
-        for piece in pieces:
-            body = piece.split("\n", 1)[1].split("=== after all")[0]
+        file = tmp_path / "work"
+        file.write_text(task.versions[0])
+        changes = task.prompt.split("=== change ")[1:]
+        assert len(changes) == 6
+        for change in changes:
+            body = change.split("\n", 1)[1].split("=== after all")[0]
             diff = f"--- work\n+++ work\n{body.rstrip()}\n"
             subprocess.run(["git", "apply", "-p0", "-"], input=diff, text=True, check=True, cwd=tmp_path)
-        assert place.read_text() == task.versions[-1]
+        assert file.read_text() == task.versions[-1]
 
 
-def test_a_perfect_model_scores_zero_and_an_idle_one_what_it_missed(tasks: list[StateTask]) -> None:
+def test_a_perfect_model_has_distance_zero_and_an_idle_one_that_of_the_changes(tasks: list[StateTask]) -> None:
     answers = {task.prompt: task.versions[-1] for task in tasks}
     perfect = track_state(tasks, lambda prompt, _: answers[prompt] + END + "\nmore", quiet)
     assert (perfect.distance, perfect.exact, perfect.changes) == (0.0, 1.0, 6.0)
