@@ -1,10 +1,9 @@
-"""Which prompts come next, and how long they will take. One epoch: a prompt has one turn, and the slots' table knows
-which have had theirs.
+"""Curriculum: the order in which prompts are sampled, and their expected duration. Every prompt is used once.
 
-The order is a seeded shuffle. Late in training prompts of hard kinds come earlier than their place in it: a kind is
-what tasks share (category, family, difficulty), and it is hard when its rollouts took more turns and more thinking
-than the average one, and solved it sometimes. There is no state here: every choice is a function of the seed and the
-table, so a run that is restarted goes on as it would have.
+The order is a seeded shuffle. Late in training, prompts of hard kinds are moved forward: a kind is what tasks share
+(category, family, difficulty), and it is hard if its rollouts took more turns and more thinking than the average and
+solved it sometimes. There is no state here: every choice is a function of the seed and the rollout queue, so a
+restarted run continues as it would have.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from etude.errors import InputError
 from etude.rollouts.queue import GroupEffort, RolloutQueue
 from etude.tasks.task import Task
 
-LEAST = 8  # rollouts of a kind before anything is said of it
+MIN_ROLLOUTS = 8  # of a kind before its hardness is known
 
 
 def kind_of(task: Task) -> str:
-    """What a task has in common with others that are about as hard."""
+    """Return what a task shares with others that are about as hard: category, family and difficulty."""
     parts = (task.metadata.get(name) for name in ("category", "family", "difficulty"))
     return "/".join(str(part) for part in parts if part not in (None, "")) or "any"
 
 
 class CurriculumSettings(Settings):
-    """Which prompts are sampled when."""
+    """When prompts of hard kinds are preferred, and by how much."""
 
     hard_after: float = Field(
         default=0.6, ge=0, le=1, description="fraction of the steps after which hard kinds are sampled more often"
@@ -46,30 +45,30 @@ class CurriculumSettings(Settings):
 
 @dataclass(frozen=True)
 class KindStatistics:
-    """What rollouts of a kind took so far."""
+    """Mean effort and success of the rollouts of a kind so far."""
 
     rollouts: int
-    effort: float  # turns and thinking tokens, each against the mean of all rollouts
+    effort: float  # turns and thinking tokens, each relative to the mean of all rollouts
     solved: float
-    seconds: float | None  # of a group: its slowest rollout
+    seconds: float | None  # of the slowest rollout of a group
 
 
 @dataclass(frozen=True)
 class PromptDraw:
-    """Prompts to begin, each with its expected seconds, as `RolloutQueue.add` takes them."""
+    """Prompts with their expected seconds, as `RolloutQueue.add` takes them."""
 
     prompts: tuple[tuple[str, float], ...]
     wanted: int
 
     @property
     def missing(self) -> int:
-        """Prompts that were wanted and are not there: every task has had its turn."""
+        """How many of the wanted prompts do not exist: every task was used."""
         return self.wanted - len(self.prompts)
 
 
 @dataclass(frozen=True)
 class Curriculum:
-    """The order of prompts. `tasks` gives each its kind; `hard_after` is a share of the run's steps."""
+    """The order of prompts. `tasks` maps each to its kind."""
 
     tasks: Mapping[str, str]
     seed: int = 0
@@ -79,51 +78,51 @@ class Curriculum:
         if not self.tasks:
             raise InputError("curriculum: there are no tasks to train on")
 
-    def next(self, slots: RolloutQueue, count: int, done: float) -> PromptDraw:
-        """The next prompts, at most so many, when this share of the run's steps is done.
+    def next(self, queue: RolloutQueue, count: int, progress: float) -> PromptDraw:
+        """Return the next prompts, at most `count`. `progress` is the fraction of the run's steps taken.
 
-        With equal weights it is a shuffle: a kind by how many are left of it, then the first of that kind in the seed's
-        order.
+        A kind is drawn in proportion to its unused prompts times its weight, then its first unused prompt in the seed's
+        order. With equal weights this is a shuffle.
         """
-        left = self._left(set(slots.tasks()))
-        kinds = summarise_kinds(slots.efforts(), self.tasks)
-        late = self.settings.hard_weight > 0 and done >= self.settings.hard_after
+        left = self._unused(set(queue.tasks()))
+        kinds = summarise_kinds(queue.efforts(), self.tasks)
+        late = self.settings.hard_weight > 0 and progress >= self.settings.hard_after
         weights = hard_weights(kinds, self.settings.hard_weight) if late else {}
-        begun = len(self.tasks) - sum(map(len, left.values()))
+        used = len(self.tasks) - sum(map(len, left.values()))
         prompts = []
-        for number in range(begun, min(begun + count, len(self.tasks))):
-            kind = _pick({kind: len(tasks) * weights.get(kind, 1.0) for kind, tasks in left.items()}, self.seed, number)
+        for number in range(used, min(used + count, len(self.tasks))):
+            kind = _draw({kind: len(tasks) * weights.get(kind, 1.0) for kind, tasks in left.items()}, self.seed, number)
             prompts.append((left[kind].pop(), expected_seconds(kinds, kind)))
             if not left[kind]:
                 del left[kind]
         return PromptDraw(tuple(prompts), count)
 
-    def _left(self, used: set[str]) -> dict[str, list[str]]:
-        """Prompts that had no turn yet, by kind, the next one last."""
+    def _unused(self, used: set[str]) -> dict[str, list[str]]:
+        """Return the unused prompts by kind, the next one last."""
         left: defaultdict[str, list[str]] = defaultdict(list)
-        for name in sorted(self.tasks.keys() - used, key=lambda name: _place(self.seed, name), reverse=True):
+        for name in sorted(self.tasks.keys() - used, key=lambda name: _shuffle_key(self.seed, name), reverse=True):
             left[self.tasks[name]].append(name)
         return dict(sorted(left.items()))
 
-    def exhausted(self, slots: RolloutQueue) -> str:
-        """Why there can be no further step; nothing while there can."""
-        standings = slots.progress()
-        left = len(self.tasks.keys() - {standing.task for standing in standings})
-        going = sum(standing.step is None and not standing.dropped for standing in standings)
-        if left + going >= slots.settings.groups_per_step:
+    def exhausted(self, queue: RolloutQueue) -> str:
+        """Return why there can be no further step; "" while there can."""
+        groups = queue.progress()
+        unused = len(self.tasks.keys() - {group.task for group in groups})
+        left = unused + sum(group.step is None and not group.dropped for group in groups)
+        if left >= queue.settings.groups_per_step:
             return ""
-        fates = Counter("dropped" if s.dropped else "trained" for s in standings if s.dropped or s.step is not None)
+        ended = Counter("dropped" if g.dropped else "trained" for g in groups if g.dropped or g.step is not None)
         return (
-            f"the prompts have run out: of {len(self.tasks)} tasks {fates['trained']} were trained on, "
-            f"{fates['dropped']} dropped, and the {left + going} left make no step of {slots.settings.groups_per_step}"
+            f"the prompts are exhausted: of {len(self.tasks)} tasks {ended['trained']} were trained on and "
+            f"{ended['dropped']} dropped; the {left} left do not fill a step of {queue.settings.groups_per_step}"
         )
 
 
-# ------------------------------------------------------------------------------------------- what rollouts took
+# ------------------------------------------------------------------------------------------- statistics of kinds
 
 
 def summarise_kinds(efforts: Sequence[GroupEffort], tasks: Mapping[str, str]) -> dict[str, KindStatistics]:
-    """What is known of each kind; groups weigh by their rollouts."""
+    """Return the statistics of each kind; groups are weighted by their rollouts."""
     known = [effort for effort in efforts if effort.task in tasks and effort.turns is not None]
     of_kind: defaultdict[str, list[GroupEffort]] = defaultdict(list)
     for effort in known:
@@ -131,7 +130,7 @@ def summarise_kinds(efforts: Sequence[GroupEffort], tasks: Mapping[str, str]) ->
     turns, thinking = _mean(known, "turns"), _mean(known, "thinking")
     kinds = {}
     for name, found in of_kind.items():
-        # a model that never thinks has no mean to be measured against
+        # A model that never thinks has mean 0, and no relative effort.
         shares = [_mean(found, part) / whole for part, whole in (("turns", turns), ("thinking", thinking)) if whole]
         slowest = [effort.seconds for effort in found if effort.seconds is not None]
         kinds[name] = KindStatistics(
@@ -144,19 +143,19 @@ def summarise_kinds(efforts: Sequence[GroupEffort], tasks: Mapping[str, str]) ->
 
 
 def hard_weights(kinds: Mapping[str, KindStatistics], hard_weight: float) -> dict[str, float]:
-    """How much more often hard kinds come: up to 1 + `hard_weight` times, from the mean effort to twice that.
+    """Return the weights of hard kinds: from 1 at the mean effort to 1 + `hard_weight` at twice that or more.
 
-    A kind that is never solved teaches nothing yet, and one that always is nothing any more: both stay as they are.
+    A kind that is never or always solved has no gradient: its weight stays 1.
     """
     return {
         name: 1.0 + hard_weight * min(1.0, max(0.0, kind.effort - 1.0))
         for name, kind in kinds.items()
-        if kind.rollouts >= LEAST and 0 < kind.solved < 1
+        if kind.rollouts >= MIN_ROLLOUTS and 0 < kind.solved < 1
     }
 
 
 def expected_seconds(kinds: Mapping[str, KindStatistics], name: str) -> float:
-    """How long a group of this kind takes; of one never seen, as long as the others."""
+    """Return the expected seconds of a group of this kind; the mean of the others if the kind is unknown."""
     known = kinds.get(name)
     if known is not None and known.seconds is not None:
         return known.seconds
@@ -165,20 +164,20 @@ def expected_seconds(kinds: Mapping[str, KindStatistics], name: str) -> float:
 
 
 def _mean(efforts: Sequence[GroupEffort], part: str) -> float:
-    said = [(getattr(effort, part), effort.rollouts) for effort in efforts if getattr(effort, part) is not None]
-    return float(sum(value * rollouts for value, rollouts in said)) / max(1, sum(rollouts for _, rollouts in said))
+    known = [(getattr(effort, part), effort.rollouts) for effort in efforts if getattr(effort, part) is not None]
+    return float(sum(value * rollouts for value, rollouts in known)) / max(1, sum(rollouts for _, rollouts in known))
 
 
-# ------------------------------------------------------------------------------------------- chance
+# ------------------------------------------------------------------------------------------- random draws
 
 
-def _place(seed: int, name: str) -> bytes:
-    """A task's place in the shuffle; no other task has a part in it, so adding some moves none."""
+def _shuffle_key(seed: int, name: str) -> bytes:
+    """Return a task's sort key. It does not depend on other tasks, so adding some keeps the order of the rest."""
     return sha256(f"{seed}/task/{name}".encode()).digest()
 
 
-def _pick(weights: Mapping[str, float], seed: int, number: int) -> str:
-    """One of them by weight: always the same one after the same number of prompts."""
-    chance = int.from_bytes(sha256(f"{seed}/draw/{number}".encode()).digest()[:8], "big") / 2**64
+def _draw(weights: Mapping[str, float], seed: int, number: int) -> str:
+    """Draw a name in proportion to its weight. The draw is a function of the seed and the number of prompts used."""
+    uniform = int.from_bytes(sha256(f"{seed}/draw/{number}".encode()).digest()[:8], "big") / 2**64
     ends = list(accumulate(weights.values()))
-    return list(weights)[min(bisect_right(ends, chance * ends[-1]), len(ends) - 1)]
+    return list(weights)[min(bisect_right(ends, uniform * ends[-1]), len(ends) - 1)]

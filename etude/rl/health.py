@@ -1,4 +1,4 @@
-"""The state of a run's reinforcement learning: its services, its rollouts by state, and process deaths."""
+"""The health of an RL run: its services, its rollouts by state, and process deaths."""
 
 from __future__ import annotations
 
@@ -24,61 +24,60 @@ SILENT_S = 10.0  # services report every second; a busy machine is late
 
 @dataclass(frozen=True)
 class RlHealth:
-    """How the reinforcement learning of a run is, as data."""
+    """The health of an RL run as data."""
 
     services: list[Facts]  # name, state, silent_s, about
-    rollouts: dict[str, dict[str, int]]  # to train on and to measure with, by state
+    rollouts: dict[str, dict[str, int]]  # by state, of the training and the evaluation queue
     deaths: list[Facts]  # of processes, oldest first: time, name, why
 
 
 def rl_health(run: Path | str, now: float | None = None) -> RlHealth:
-    """Its services and what each waits for, its rollouts by state, and who has died."""
-    place, now = RunLayout(Path(run)), time.time() if now is None else now
-    if not place.root.is_dir():
-        raise InputError(f"{run}: there is no reinforcement learning here; name a run that has begun its stage rl")
+    """Return the services and what each waits for, the rollouts by state, and the process deaths."""
+    layout, now = RunLayout(Path(run)), time.time() if now is None else now
+    if not layout.root.is_dir():
+        raise InputError(f"{run} has no RL stage yet; name a run that has started its stage rl")
     services = []
-    for name, status in read_statuses(place).items():
-        silent = now - float(status.get("time", 0.0))
-        over = status.get("state") == "ended"
-        state = "silent" if silent > SILENT_S and not over else str(status.get("state", ""))
+    for name, status in read_statuses(layout).items():
+        silent_s = now - float(status.get("time", 0.0))
+        ended = status.get("state") == "ended"
+        state = "silent" if silent_s > SILENT_S and not ended else str(status.get("state", ""))
         about = str(status.get("waiting_for") or "") or _figures(status)
-        services.append({"name": name, "state": state, "silent_s": round(silent, 1), "about": about})
+        services.append({"name": name, "state": state, "silent_s": round(silent_s, 1), "about": about})
     rollouts = {}
-    for name, path in (("training", place.slots), ("evaluation", place.evaluations)):
+    for name, path in (("training", layout.slots), ("evaluation", layout.evaluations)):
         if path.exists():
-            with closing(RolloutQueue.open_read_only(path)) as slots:
-                rollouts[name] = slots.counts()
+            with closing(RolloutQueue.open_read_only(path)) as queue:
+                rollouts[name] = queue.counts()
     deaths: list[Facts] = []
-    log = place.logs / "deaths.jsonl"
+    log = layout.logs / "deaths.jsonl"
     for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
-        with suppress(ValueError):  # the last may be half written
+        with suppress(ValueError):  # the last line may be incomplete
             deaths.append(json.loads(line))
     return RlHealth(services, rollouts, deaths)
 
 
 def health_table(run: Path | str, now: float | None = None) -> Table:
-    """How a run is, for people."""
+    """Return the health of an RL run as a table for the terminal."""
     now = time.time() if now is None else now
-    found = rl_health(run, now)
-    shown = Table(box=None, header_style="bold")
-    for column in ("service", "state", "heard", "waits for, or does"):
-        shown.add_column(column, overflow="fold", no_wrap=column != "waits for, or does")
-    for each in found.services:
-        shown.add_row(
-            escape(each["name"]), escape(each["state"]), f"{each['silent_s']:.0f} s ago", escape(each["about"])
-        )
-    for name, states in found.rollouts.items():
+    health = rl_health(run, now)
+    table = Table(box=None, header_style="bold")
+    for column in ("service", "state", "last status", "waiting for, or figures"):
+        table.add_column(column, overflow="fold", no_wrap=column != "waiting for, or figures")
+    for service in health.services:
+        name, state, about = (escape(service[key]) for key in ("name", "state", "about"))
+        table.add_row(name, state, f"{service['silent_s']:.0f} s ago", about)
+    for name, states in health.rollouts.items():
         counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-        shown.add_row(name, "rollouts", "", counts or "none")
-    if found.deaths:
-        last = found.deaths[-1]
-        told = f"{len(found.deaths)}, the last: {last['name']} {last['why']}"
-        shown.add_row("deaths", "", f"{now - last['time']:.0f} s ago", escape(told))
-    return shown
+        table.add_row(name, "rollouts", "", counts or "none")
+    if health.deaths:
+        last = health.deaths[-1]
+        text = f"{len(health.deaths)}, the last: {last['name']} {last['why']}"
+        table.add_row("deaths", "", f"{now - last['time']:.0f} s ago", escape(text))
+    return table
 
 
 def _figures(status: Mapping[str, Any]) -> str:
-    known = {"step": "step", "version": "version", "running": "running", "waiting": "waiting", "tokens_s": "tokens/s"}
-    found = [f"{word} {status[name]}" for name, word in known.items() if isinstance(status.get(name), int | float)]
+    labels = {"step": "step", "version": "version", "running": "running", "waiting": "waiting", "tokens_s": "tokens/s"}
+    found = [f"{label} {status[name]}" for name, label in labels.items() if isinstance(status.get(name), int | float)]
     held = status.get("held")
     return ", ".join([*found, f"{len(held)} rollouts"] if isinstance(held, list | dict) else found)

@@ -1,4 +1,4 @@
-"""A run of reinforcement learning in miniature: a random model of a few thousand weights, nano tasks, a recipe."""
+"""Small RL runs: a random model of a few thousand weights, nano tasks, a recipe."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -15,8 +15,8 @@ from etude.harness.trace_store import save_trace
 from etude.model import save
 from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer, initialize
-from etude.rollouts.queue import Slots
-from etude.runs.layout import Place
+from etude.rollouts.queue import RolloutQueue
+from etude.runs.layout import RunLayout
 from etude.train.objectives import next_token
 from etude.train.optim import AdamSettings
 from etude.train.trainer import Trainer
@@ -49,8 +49,8 @@ def tiny_model(seed: int = 0) -> Transformer:
 
 
 @lru_cache(maxsize=2)
-def talker(seed: int = 0) -> Transformer:
-    """A model that babbles and, once in about ten tokens, ends its turn: rollouts of different lengths."""
+def rambling_model(seed: int = 0) -> Transformer:
+    """Return a model that samples random tokens and ends its turn after about ten: rollouts differ in length."""
     model, end = tiny_model(seed), tiny_tokenizer().encode("<|im_end|>", special=True)[-1]
     generator = torch.Generator().manual_seed(seed)
     trainer = Trainer(model, AdamSettings(learning_rate=1e-2))
@@ -63,13 +63,13 @@ def talker(seed: int = 0) -> Transformer:
 
 
 def make_model(directory: Path, seed: int = 0) -> Path:
-    save(talker(seed), directory)
+    save(rambling_model(seed), directory)
     tiny_tokenizer().save(directory)
     return directory
 
 
 def make_recipe(directory: Path, *, tasks: int = 24, held_out: int = 3, **rl: Any) -> Path:
-    """A recipe file with everything it names beside it."""
+    """Write a recipe with the model and tasks it names; return its path."""
     make_model(directory / "model")
     generate_nano(directory / "tasks", tasks, "train", 0, (1,))
     generate_nano(directory / "held-out", held_out, "held-out", 0, (1,))
@@ -86,11 +86,11 @@ def make_recipe(directory: Path, *, tasks: int = 24, held_out: int = 3, **rl: An
         "threads": 1,
         "learning_rate": 1e-3,
         "checkpoint_every": 1,
-        "environment": {"tools": ["read_file", "search_replace", "run_terminal_cmd"], "brief": True},
-        "budget": {"turns": 2, "answer": 16},
+        "tool_set": {"tools": ["read_file", "search_replace", "run_terminal_cmd"], "short_system_prompt": True},
+        "budget": {"turns": 2, "max_turn_tokens": 16},
         "summaries": {"mode": "off"},
-        "rewards": {"correctness": 1.0, "effort_spent": 0.5},  # a random model solves nothing, but takes its time
-        "sampler": {"device": "cpu", "tokens": 16384, "max_streams": 8, "threads": 1},
+        "rewards": {"correctness": 1.0, "effort_spent": 0.5},  # a random model solves nothing, but its effort varies
+        "sampler": {"device": "cpu", "kv_cache_tokens": 16384, "max_sequences": 8, "threads": 1},
         **rl,
     }
     recipe = directory / "recipe.toml"
@@ -99,27 +99,27 @@ def make_recipe(directory: Path, *, tasks: int = 24, held_out: int = 3, **rl: An
 
 
 def random_segment(rng: np.random.Generator, size: int = 40, kind: SegmentKind = "start", version: int = 0) -> Segment:
-    made = rng.random(size) < 0.4
-    made[0] = False
-    made[-1] = True
-    logprobs = np.where(made, -rng.random(size) * 4, 0).astype(np.float32)
-    versions = np.where(made, version, NO_VERSION).astype(np.int32)
+    sampled = rng.random(size) < 0.4
+    sampled[0] = False
+    sampled[-1] = True
+    logprobs = np.where(sampled, -rng.random(size) * 4, 0).astype(np.float32)
+    versions = np.where(sampled, version, NO_VERSION).astype(np.int32)
     tokens = rng.integers(0, 500, size).astype(np.uint32)
-    return Segment(kind, tokens, made, logprobs, logprobs, versions)
+    return Segment(kind, tokens, sampled, logprobs, logprobs, versions)
 
 
 def random_trace(rng: np.random.Generator, *segments: Segment, ending: SessionEnding = "final") -> Trace:
-    kept = segments or (random_segment(rng),)
-    return Trace(f"{rng.integers(1 << 30)}", "task", "qwen3", "tiny", (), kept, (), ending)
+    used = segments or (random_segment(rng),)
+    return Trace(f"{rng.integers(1 << 30)}", "task", "qwen3", "tiny", (), used, (), ending)
 
 
-def finish_slots(place: Place, slots: Slots, rng: np.random.Generator, version: int = 0) -> int:
-    """Play the workers: finish every slot that can be claimed, with random tokens and rewards; how many."""
-    place.traces.mkdir(parents=True, exist_ok=True)
+def finish_slots(layout: RunLayout, queue: RolloutQueue, rng: np.random.Generator, version: int = 0) -> int:
+    """Finish every slot that can be claimed, with random tokens and rewards; return how many."""
+    layout.traces.mkdir(parents=True, exist_ok=True)
     done = 0
-    while (slot := slots.claim("worker", 0.0)) is not None:
+    while (slot := queue.claim("worker", 0.0)) is not None:
         name = f"traces/{slot.id}-{slot.attempt}.trace"
-        save_trace(random_trace(rng, random_segment(rng, version=version)), place.root / name)
-        slots.finish(slot, {"total": float(rng.integers(2))}, name, (version, version))
+        save_trace(random_trace(rng, random_segment(rng, version=version)), layout.root / name)
+        queue.finish(slot, {"total": float(rng.integers(2))}, name, (version, version))
         done += 1
     return done

@@ -1,4 +1,4 @@
-"""What the estimator promises, each truth on the smallest thing that can show it."""
+"""Properties of the advantages and of the KL estimators."""
 
 import itertools
 import math
@@ -9,70 +9,72 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from etude.errors import InputError
-from etude.rl.advantages import Estimator, advantages, k1, k3, worths
+from etude.rl.advantages import EstimatorSettings, k1, k3, token_advantages
+from etude.rollouts.group_advantages import group_advantages
 
 REWARDS = st.lists(st.floats(-10, 10), min_size=1, max_size=16)
 
 
 @given(REWARDS)
 def test_an_advantage_is_the_reward_minus_the_groups_mean(rewards: list[float]) -> None:
-    found = advantages(rewards)
+    found = group_advantages(rewards)
     assert found == pytest.approx([reward - sum(rewards) / len(rewards) for reward in rewards], abs=1e-9)
     assert sum(found) == pytest.approx(0, abs=1e-9)
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 64))
-def test_equal_rewards_are_worth_exactly_nothing(reward: float, size: int) -> None:
-    assert advantages([reward] * size) == [0.0] * size
-    assert advantages([reward] * size, divide_by_std=True) == [0.0] * size
+def test_equal_rewards_have_advantage_exactly_zero(reward: float, size: int) -> None:
+    assert group_advantages([reward] * size) == [0.0] * size
+    assert group_advantages([reward] * size, divide_by_std=True) == [0.0] * size
 
 
 @given(REWARDS, st.randoms())
-def test_permuting_a_group_permutes_its_advantages(rewards: list[float], chance: random.Random) -> None:
+def test_permuting_a_group_permutes_its_advantages(rewards: list[float], rng: random.Random) -> None:
     order = list(range(len(rewards)))
-    chance.shuffle(order)
-    found = advantages(rewards)
-    assert advantages([rewards[i] for i in order]) == pytest.approx([found[i] for i in order], abs=1e-9)
+    rng.shuffle(order)
+    found = group_advantages(rewards)
+    assert group_advantages([rewards[i] for i in order]) == pytest.approx([found[i] for i in order], abs=1e-9)
 
 
-def test_dividing_by_the_deviation_blows_tiny_differences_up_and_ours_does_not() -> None:
+def test_dividing_by_the_standard_deviation_inflates_tiny_differences() -> None:
     rewards = [1.0, 1.0, 1.0, 0.999]  # all solved; one used a little more effort
-    assert max(map(abs, advantages(rewards))) < 0.001
-    assert max(map(abs, advantages(rewards, divide_by_std=True))) > 1
+    assert max(map(abs, group_advantages(rewards))) < 0.001
+    assert max(map(abs, group_advantages(rewards, divide_by_std=True))) > 1
 
 
 @pytest.mark.parametrize("rewards", [[], [math.nan, 1.0], [math.inf]])
 def test_a_rollout_without_a_reward_is_in_no_group(rewards: list[float]) -> None:
     with pytest.raises(InputError, match="advantages"):
-        advantages(rewards)
+        group_advantages(rewards)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.floats(-2, 2), st.floats(0, 1), st.integers(0, 1000))
-def test_cutting_a_rollout_into_segments_changes_no_tokens_worth(
-    made: list[int], advantage: float, weight: float, seed: int
+def test_splitting_a_rollout_into_segments_changes_no_token_advantage(
+    sampled: list[int], advantage: float, weight: float, seed: int
 ) -> None:
-    total = sum(made)
+    total = sum(sampled)
     kl = np.random.default_rng(seed).standard_normal(total)
-    whole = worths(advantage, [total], kl=[kl], kl_weight=weight)[0]
-    parts = worths(advantage, made, kl=np.split(kl, np.cumsum(made)[:-1]), kl_weight=weight)
-    assert [len(part) for part in parts] == made
+    whole = token_advantages(advantage, [total], kl=[kl], kl_weight=weight)[0]
+    parts = token_advantages(advantage, sampled, kl=np.split(kl, np.cumsum(sampled)[:-1]), kl_weight=weight)
+    assert [len(part) for part in parts] == sampled
     assert np.allclose(np.concatenate(parts), whole, atol=1e-5)
 
 
 def test_every_token_of_a_chain_has_the_final_advantage_summaries_included() -> None:
-    first, second = worths(0.75, [3, 2])
+    first, second = token_advantages(0.75, [3, 2])
     assert first.tolist() == [0.75] * 3
     assert second.tolist() == [0.75] * 2
-    assert worths(0.75, [3, 2], divide_by_length=True)[1].tolist() == pytest.approx([0.15] * 2)
+    assert token_advantages(0.75, [3, 2], divide_by_length=True)[1].tolist() == pytest.approx([0.15] * 2)
 
 
-# ------------------------------------------------------------------------------------------------- the divergence
+# ------------------------------------------------------------------------------------------------- KL estimators
 
 
 def gaussian_estimates(divergence: float, draws: int = 400_000) -> tuple[np.ndarray, np.ndarray]:
-    """k1 and k3 of samples of N(0, 1) against N(d, 1), whose divergence is d^2 / 2."""
+    """Return k1 and k3 of samples of N(0, 1) against N(d, 1), whose divergence is d^2 / 2."""
     shift = math.sqrt(2 * divergence)
     x = np.random.default_rng(0).standard_normal(draws)
     p, r = -(x**2) / 2, -((x - shift) ** 2) / 2
@@ -80,7 +82,7 @@ def gaussian_estimates(divergence: float, draws: int = 400_000) -> tuple[np.ndar
 
 
 @pytest.mark.parametrize("divergence", [0.05, 0.3, 0.628])
-def test_the_variances_are_the_reports(divergence: float) -> None:
+def test_the_variances_match_their_closed_forms(divergence: float) -> None:
     one, three = gaussian_estimates(divergence)
     assert one.mean() == pytest.approx(divergence, abs=0.01)
     assert three.mean() == pytest.approx(divergence, abs=0.01)
@@ -103,18 +105,18 @@ LENGTH, VOCABULARY = 3, 3
 
 
 def sequence_logprobs(logits: torch.Tensor, sequence: tuple[int, ...]) -> torch.Tensor:
-    """Of a tiny policy whose next token depends on the last one; logits [vocabulary + 1, vocabulary]."""
+    """Return log p of the tokens under a policy whose next token depends on the last one only."""
     previous = [VOCABULARY, *sequence[:-1]]
     return logits.log_softmax(-1)[previous, list(sequence)]
 
 
 def test_k1_as_a_loss_has_no_gradient_and_in_the_reward_it_has_the_right_one() -> None:
-    """By enumeration of all sequences, so that there is no noise to hide behind."""
+    """By enumeration of all sequences, hence without sampling noise."""
     torch.manual_seed(0)
     logits = torch.randn(VOCABULARY + 1, VOCABULARY, dtype=torch.float64, requires_grad=True)
     reference = torch.randn(VOCABULARY + 1, VOCABULARY, dtype=torch.float64)
     sequences = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
-    odds = [sequence_logprobs(logits, sequence).sum().exp().item() for sequence in sequences]
+    probabilities = [sequence_logprobs(logits, sequence).sum().exp().item() for sequence in sequences]
 
     divergence = torch.stack(
         [
@@ -126,21 +128,23 @@ def test_k1_as_a_loss_has_no_gradient_and_in_the_reward_it_has_the_right_one() -
     (truth,) = torch.autograd.grad(divergence, logits)
 
     naive, right = torch.zeros_like(logits), torch.zeros_like(logits)
-    for sequence, probability in zip(sequences, odds, strict=True):
-        mine = sequence_logprobs(logits, sequence)
-        theirs = sequence_logprobs(reference, sequence)
-        (gradient,) = torch.autograd.grad((mine - theirs).sum(), logits, retain_graph=True)
+    for sequence, probability in zip(sequences, probabilities, strict=True):
+        logprobs = sequence_logprobs(logits, sequence)
+        reference_logprobs = sequence_logprobs(reference, sequence)
+        (gradient,) = torch.autograd.grad((logprobs - reference_logprobs).sum(), logits, retain_graph=True)
         naive += probability * gradient
-        kl = k1(mine.detach().numpy(), theirs.numpy())
-        (worth,) = worths(0.0, [LENGTH], kl=[kl], kl_weight=1.0)
-        (gradient,) = torch.autograd.grad(-(torch.from_numpy(worth).double() * mine).sum(), logits)
+        kl = k1(logprobs.detach().numpy(), reference_logprobs.numpy())
+        (advantages,) = token_advantages(0.0, [LENGTH], kl=[kl], kl_weight=1.0)
+        (gradient,) = torch.autograd.grad(-(torch.from_numpy(advantages).double() * logprobs).sum(), logits)
         right += probability * gradient
     assert naive.abs().max() < 1e-12
     assert truth.abs().max() > 0.1
     assert torch.allclose(right, truth, atol=1e-6)
 
 
-@pytest.mark.parametrize("wrong", [{"kl": "k1"}, {"kl_weight": 0.1}, {"kl": "k1", "kl_weight": -1}, {"correction": -1}])
-def test_an_estimator_that_contradicts_itself_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(InputError, match="estimator"):
-        Estimator(**wrong)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "wrong", [{"kl": "k1"}, {"kl_weight": 0.1}, {"kl": "k1", "kl_weight": -1}, {"max_importance_ratio": -1}]
+)
+def test_contradictory_estimator_settings_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=r"kl_weight|max_importance_ratio"):
+        EstimatorSettings(**wrong)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Packing changes where tokens lie, never what they teach; and ranks get equal work."""
+"""Packing does not change the gradient, and ranks get nearly equal work."""
 
 import numpy as np
 import pytest
@@ -12,49 +12,49 @@ from etude.harness.trace import Segment
 from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer, initialize
 from etude.rl.objective import PolicyGradient
-from etude.rl.packing import Piece, deal, document_cost, fill_rows, pack
+from etude.rl.packing import TrainingSequence, assign_to_ranks, fill_rows, pack, sequence_cost
 
 
 def config_of(family: str) -> ModelConfig:
     return ModelConfig.from_hugging_face(small_config(family))
 
 
-def piece(seed: int, size: int, config: ModelConfig, routed: bool = False) -> Piece:
-    chance = np.random.default_rng(seed)
-    made = chance.random(size) < 0.5
-    made[0] = False
+def training_sequence(seed: int, size: int, config: ModelConfig, routed: bool = False) -> TrainingSequence:
+    rng = np.random.default_rng(seed)
+    sampled = rng.random(size) < 0.5
+    sampled[0] = False
     routing = None
     if routed and config.moe:
-        picks = [
-            chance.permutation(config.moe.experts)[: config.moe.per_token]
+        experts = [
+            rng.permutation(config.moe.experts)[: config.moe.per_token]
             for _ in range((size - 1) * len(config.moe.layers))
         ]
-        routing = np.array(picks, np.uint8).reshape(size - 1, len(config.moe.layers), config.moe.per_token)
-    logprobs = np.where(made, -chance.random(size), 0).astype(np.float32)
-    versions = np.where(made, 3, -1).astype(np.int32)
+        routing = np.array(experts, np.uint8).reshape(size - 1, len(config.moe.layers), config.moe.per_token)
+    logprobs = np.where(sampled, -rng.random(size), 0).astype(np.float32)
+    versions = np.where(sampled, 3, -1).astype(np.int32)
     segment = Segment(
-        "start", chance.integers(0, 40, size).astype(np.uint32), made, logprobs, logprobs, versions, routing
+        "start", rng.integers(0, 40, size).astype(np.uint32), sampled, logprobs, logprobs, versions, routing
     )
-    return Piece(segment, chance.standard_normal(int(made.sum())).astype(np.float32))
+    return TrainingSequence(segment, rng.standard_normal(int(sampled.sum())).astype(np.float32))
 
 
 def gradient(model: Transformer, batches: list) -> torch.Tensor:
     model.zero_grad()
     for batch in batches:
-        PolicyGradient()(model, batch).total.backward()
+        PolicyGradient()(model, batch).loss.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize(("family", "routed"), [("llama", False), ("qwen3_moe", True), ("deepseek_v3", True)])
-def test_packed_and_dealt_out_rollouts_teach_the_same_as_one_by_one(family: str, routed: bool) -> None:
+def test_packed_sequences_on_several_ranks_have_the_gradient_of_single_ones(family: str, routed: bool) -> None:
     config = config_of(family)
     model = initialize(config, seed=2)
-    pieces = [piece(seed, size, config, routed) for seed, size in enumerate((5, 17, 9, 3, 12, 20))]
-    alone = [batch for one in pieces for hand in pack([one], config, length=64, rows=1, padding=0) for batch in hand]
-    hands = pack(pieces, config, length=24, rows=2, padding=0, ranks=2)
-    assert len(hands) == 2
-    together = [batch for hand in hands for batch in hand]
-    assert sum(batch.trained for batch in together) == sum(int(one.segment.made.sum()) for one in pieces)
+    sequences = [training_sequence(seed, size, config, routed) for seed, size in enumerate((5, 17, 9, 3, 12, 20))]
+    alone = [batch for one in sequences for batch in pack([one], config, length=64, rows=1, padding=0)[0]]
+    by_rank = pack(sequences, config, length=24, rows=2, padding=0, ranks=2)
+    assert len(by_rank) == 2
+    together = [batch for batches in by_rank for batch in batches]
+    assert sum(batch.loss_tokens for batch in together) == sum(int(one.segment.sampled.sum()) for one in sequences)
     assert torch.allclose(gradient(model, together), gradient(model, alone), atol=2e-5)
 
 
@@ -73,27 +73,27 @@ def test_rows_hold_everything_once_and_no_more_than_fits(sizes: list[int], lengt
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0.1, 100), max_size=60), st.integers(1, 8))
 def test_ranks_have_nearly_equal_work(costs: list[float], ranks: int) -> None:
-    hands = deal(costs, ranks)
-    assert sorted(index for hand in hands for index in hand) == list(range(len(costs)))
-    loads = [sum(costs[index] for index in hand) for hand in hands]
+    assigned = assign_to_ranks(costs, ranks)
+    assert sorted(index for rank in assigned for index in rank) == list(range(len(costs)))
+    loads = [sum(costs[index] for index in rank) for rank in assigned]
     assert max(loads) - min(loads) <= max(costs, default=0) + 1e-9
 
 
-def test_long_documents_cost_more_than_their_tokens() -> None:
+def test_the_cost_of_long_sequences_is_quadratic() -> None:
     config = config_of("llama")
-    assert document_cost(config, 20_000) > 2.5 * document_cost(config, 10_000)
-    assert document_cost(config, 20) == pytest.approx(2 * document_cost(config, 10), rel=0.05)
+    assert sequence_cost(config, 20_000) > 2.5 * sequence_cost(config, 10_000)
+    assert sequence_cost(config, 20) == pytest.approx(2 * sequence_cost(config, 10), rel=0.05)
 
 
-def test_what_the_model_did_not_write_teaches_nothing_and_is_left_out() -> None:
+def test_sequences_without_sampled_tokens_are_left_out() -> None:
     config = config_of("llama")
-    silent = Segment(
+    unsampled = Segment(
         "start",
         np.arange(5, dtype=np.uint32),
         np.zeros(5, np.bool_),
         *(np.zeros(5, np.float32),) * 2,
         np.full(5, -1, np.int32),
     )
-    assert pack([Piece(silent, np.zeros(0, np.float32))], config, length=8, rows=1, padding=0) == [[]]
-    with pytest.raises(InputError, match="3 worths for 0 made tokens"):
-        Piece(silent, np.zeros(3, np.float32))
+    assert pack([TrainingSequence(unsampled, np.zeros(0, np.float32))], config, length=8, rows=1, padding=0) == [[]]
+    with pytest.raises(InputError, match="3 token advantages for 0 sampled tokens"):
+        TrainingSequence(unsampled, np.zeros(3, np.float32))
