@@ -1,13 +1,13 @@
-"""Search by meaning beside search by words: does the right function come up, and what does an index cost.
+"""Compare semantic, lexical and combined code search: recall on known answers, and the cost of an index.
 
-    python benchmarks/search.py               # three sets of questions; embeds about 5,000 chunks the first time
-    python benchmarks/search.py --misses      # also the questions whose answer was not among the first five
+    python benchmarks/search.py               # four sets of questions; embeds about 5,000 chunks the first time
+    python benchmarks/search.py --misses      # also list the questions whose answer was not among the first five
     python benchmarks/search.py --cold        # with an empty cache, in a temporary directory
-    python benchmarks/search.py --code        # with the code embedded, instead of what is said about it
+    python benchmarks/search.py --code        # embed the code itself instead of its description
 
-A question is answered when one of the first five chunks is in a function or class that does what it asks for. They are
-about Etude's own code and about click and jinja2, in other words than the code's; one set names things. They are few,
-and what is embedded and how the rankings are weighed was chosen by them: take differences under 0.1 for none.
+A question counts as answered when one of the first five chunks is in a function or class that does what it asks for.
+The questions are about Etude's own code, click and jinja2, worded differently from the code; one set uses identifiers.
+They are few, and the embedded text and the ranking weights were tuned on them: differences under 0.1 mean nothing.
 """
 
 import argparse
@@ -30,33 +30,38 @@ from etude.harness.search.index import CodeIndex, RankedChunk
 from etude.harness.search.searcher import CodebaseSearcher, open_searcher
 from etude.harness.search.source import FileEntry, LocalFiles
 
-Questions = Sequence[tuple[str, str]]  # the question; places that answer it: `path:Class.method path:function`
+Questions = Sequence[tuple[str, str]]  # question, and the symbols that answer it: `path:Class.method path:function`
 
-HERE = Path(__file__).resolve().parent.parent
-FIRST = 5
+ROOT = Path(__file__).resolve().parent.parent
+TOP = 5
 
 ETUDE: Questions = [
-    ("how do we stop training when the loss blows up and keep the batch that caused it", "train/guard.py:Guard"),
+    (
+        "how do we stop training when the loss blows up and keep the batch that caused it",
+        "train/guard.py:LossSpikeGuard",
+    ),
     (
         "where is a document rejected because it copies text of an evaluation set",
-        "data/decontaminate.py:find_contaminated data/decontaminate.py:Protected data/decontaminate.py:Contamination",
+        "data/decontaminate.py:find_contaminated data/decontaminate.py:ProtectedNgrams "
+        "data/decontaminate.py:Contamination",
     ),
     (
         "decide whether a new sandbox may start right now or has to wait for its turn",
-        "pods/admission.py:Admission pods/admission.py:FairQueue pods/admission.py:Verdict",
+        "pods/scheduling/admission.py:Admission pods/scheduling/admission.py:FairQueue "
+        "pods/scheduling/admission.py:AdmissionDecision",
     ),
-    ("convert human readable memory amounts such as 512M into bytes", "pods/units.py:parse_size"),
+    ("convert human readable memory amounts such as 512M into bytes", "pods/cli/units.py:parse_size"),
     (
         "restrict which internet addresses a sandbox can talk to",
-        "pods/egress.py:Policy pods/egress.py:Rule pods/pod.py:Egress pods/egress.py:parse_rule "
-        "pods/egress.py:forbidden_address",
+        "pods/network/policy.py:EgressPolicy pods/network/policy.py:EgressRule pods/pod.py:Egress "
+        "pods/network/policy.py:parse_rule pods/network/policy.py:forbidden_address",
     ),
     (
         "find out which server name a client asks for in its TLS handshake",
-        "pods/egress.py:HelloReader pods/egress.py:Hello",
+        "pods/network/policy.py:ClientHelloReader pods/network/policy.py:ClientHello",
     ),
-    ("how does the learning rate change over time", "train/optim.py:Schedule"),
-    ("detect almost identical source files", "data/dedup.py:find_near"),
+    ("how does the learning rate change over time", "train/optim.py:LRSchedule"),
+    ("detect almost identical source files", "data/dedup.py:find_near_duplicates"),
     ("guess which open source license a repository has", "data/licences.py:guess_licence"),
     (
         "read quantized llama.cpp weights and turn them into safetensors",
@@ -64,44 +69,48 @@ ETUDE: Questions = [
     ),
     (
         "replace the parameters of a running server in place",
-        "inference/weights.py:put_weights inference/weights.py:read_weights",
+        "inference/weight_update.py:copy_weights inference/weight_update.py:read_weights",
     ),
-    ("pick the machine on which the next container is launched", "pods/router.py:Router pods/router.py:Placement"),
+    (
+        "pick the machine on which the next container is launched",
+        "pods/scheduling/router.py:PodRouter pods/scheduling/router.py:Placement",
+    ),
     (
         "compute the training loss without holding the logits of all tokens in memory",
         "kernels/loss.py:linear_cross_entropy kernels/loss.py:token_chunks",
     ),
     (
         "only replace a file once its new content has been written completely",
-        "data/spool.py:write_whole model/checkpoint.py:new_directory",
+        "files.py:write_atomically data/staging.py:write_atomic model/checkpoint.py:new_directory",
     ),
-    ("prevent two programs from using the same directory at the same time", "lock.py:take_lock"),
+    ("prevent two programs from using the same directory at the same time", "files.py:take_lock"),
     (
         "share cached keys and values between requests whose prompts begin alike",
         "inference/pages.py:PagePool inference/pages.py:Prefix",
     ),
     ("drop experts recorded by the sampler that the current router would hardly choose", "model/moe.py:filter_replay"),
-    ("cut a file at random positions so that the model learns infilling", "data/layout.py:split_for_fim"),
+    ("cut a file at random positions so that the model learns infilling", "data/document_format.py:split_for_fim"),
     (
         "estimate how much memory training needs on each GPU",
         "model/describe.py:memory_per_gpu model/describe.py:MemoryPerGpu",
     ),
     (
         "forbid dangerous kernel calls inside the sandbox",
-        "pods/seccomp.py:build_filter pods/seccomp.py:install pods/seccomp.py:calls pods/fence.py:build",
+        "pods/runtime/seccomp.py:build_filter pods/runtime/seccomp.py:install pods/runtime/seccomp.py:calls "
+        "pods/runtime/landlock/seccomp_notify.py:build_filter",
     ),
     (
         "do not print a half received unicode character while streaming an answer",
-        "inference/text.py:Text model/generate.py:as_text",
+        "inference/incremental_text.py:IncrementalDetokenizer model/generate.py:stream_text",
     ),
     (
         "wait and try again when the remote sampling server does not respond",
-        "inference/clients/transport.py:Transport inference/clients/transport.py:Patience",
+        "inference/clients/transport.py:Transport inference/clients/transport.py:RetryPolicy",
     ),
     (
         "test if a model can remember the state of a document after many modifications",
-        "model/state_tracking.py:track_state model/state_tracking.py:StateTask "
-        "model/state_tracking.py:tasks_from_files",
+        "evaluation/state_tracking.py:track_state evaluation/state_tracking.py:StateTask "
+        "evaluation/state_tracking.py:tasks_from_files",
     ),
     (
         "skip source code that was written by a tool instead of a person",
@@ -109,35 +118,39 @@ ETUDE: Questions = [
     ),
     (
         "substitute environment variables in Dockerfile instructions",
-        "pods/instructions.py:substitute pods/instructions.py:expand",
+        "pods/images/instructions.py:substitute pods/images/instructions.py:expand",
     ),
     (
         "draw the same random numbers again for a given seed when choosing the next token",
-        "kernels/draw.py:luck kernels/draw.py:draw_plain inference/sampling.py:draw",
+        "kernels/draw.py:uniform kernels/draw.py:draw_untruncated inference/sampling.py:draw",
     ),
     (
         "write a conversation as training text with a mask of what the assistant said",
-        "data/chat.py:chat_pieces data/chat.py:ChatFormat data/chat.py:Segment",
+        "data/conversations.py:chat_parts data/conversations.py:ChatFormat data/conversations.py:ConversationSegment",
     ),
     (
         "verify guessed tokens so that decoding gets faster",
-        "inference/speculation.py:Speculator model/speculate.py:speculate inference/speculation.py:Round",
+        "inference/speculation.py:Speculator model/speculate.py:speculate inference/speculation.py:VerifiedDrafts",
     ),
 ]
 
 NAMED: Questions = [
     ("where is ETUDE_PODS read", "pods/fleet.py:default_state"),
-    ("splitmix64", "kernels/draw.py:luck data/words.py:_mix data/words.py:_numbers"),
-    ("take_lock", "lock.py:take_lock"),
+    ("splitmix64", "kernels/draw.py:uniform data/text_hash.py:_mix data/text_hash.py:_numbers"),
+    ("take_lock", "files.py:take_lock"),
     ("PagePool take pages back", "inference/pages.py:PagePool"),
     ("filter_replay plausibility", "model/moe.py:filter_replay"),
-    ("PSI avg10 stall", "pods/pressure.py:Pressure pods/pressure.py:read_pressure pods/admission.py:Thresholds"),
-    ("make_whiteout overlay", "pods/trees.py:make_whiteout pods/trees.py:is_whiteout"),
-    ("LeastLoaded baseline", "pods/simulate.py:LeastLoaded"),
+    (
+        "PSI avg10 stall",
+        "pods/scheduling/pressure.py:Pressure pods/scheduling/pressure.py:read_pressure "
+        "pods/scheduling/admission.py:Thresholds",
+    ),
+    ("make_whiteout overlay", "pods/images/trees.py:make_whiteout pods/images/trees.py:is_whiteout"),
+    ("LeastLoadedPlacer baseline", "pods/scheduling/simulate.py:LeastLoadedPlacer"),
     ("QueueFull retry_after", "inference/service.py:QueueFull"),
-    ("parse_chunk_size", "pods/egress.py:parse_chunk_size"),
-    ("ClientHello", "pods/egress.py:HelloReader pods/egress.py:Hello"),
-    ("no_new_privileges prctl", "pods/capabilities.py:no_new_privileges"),
+    ("parse_chunk_size", "pods/network/policy.py:parse_chunk_size"),
+    ("ClientHello", "pods/network/policy.py:ClientHelloReader pods/network/policy.py:ClientHello"),
+    ("no_new_privileges prctl", "pods/runtime/capabilities.py:no_new_privileges"),
     (
         "rope yarn mscale",
         "model/attention.py:inverse_frequencies model/attention.py:Rope model/config.py:RopeConfig",
@@ -216,13 +229,13 @@ async def compare(cache: Path, misses: bool) -> None:
         raise SystemExit(f"benchmarks/search.py: {searcher.lexical_only}")
     await searcher.embedder.prepare()
     console = Console(width=120)
-    recalls = Table(title=f"answered within the first {FIRST} (mean reciprocal rank)")
+    recalls = Table(title=f"answered within the first {TOP} (mean reciprocal rank)")
     for column in ("questions", "number", "by meaning", "by words", "both"):
         recalls.add_column(column, justify="left" if column == "questions" else "right")
     missed: list[str] = []
     for name, root, questions in (
-        ("Etude, paraphrased", HERE / "etude", ETUDE),
-        ("Etude, by name", HERE / "etude", NAMED),
+        ("Etude, paraphrased", ROOT / "etude", ETUDE),
+        ("Etude, by name", ROOT / "etude", NAMED),
         ("click, paraphrased", installed("click"), CLICK),
         ("jinja2, paraphrased", installed("jinja2"), JINJA),
     ):
@@ -230,7 +243,7 @@ async def compare(cache: Path, misses: bool) -> None:
         recalls.add_row(name, str(len(questions)), *cells)
         missed += [f"{name}: {row}" for row in rows]
     console.print(recalls)
-    console.print(await cost(searcher, HERE / "etude", cache))
+    console.print(await cost(searcher, ROOT / "etude", cache))
     if misses:
         console.print("\n".join(missed))
 
@@ -246,29 +259,29 @@ def installed(package: str) -> Path:
 
 
 async def recall(searcher: CodebaseSearcher, root: Path, questions: Questions) -> tuple[list[str], list[str]]:
-    """Share answered and mean reciprocal rank of each way of searching; the questions that both together missed."""
+    """Return share answered and mean reciprocal rank of each method, and the questions that the combination missed."""
     assert searcher.embedder is not None
-    whole = await searcher.prepare(LocalFiles(root))
+    code_index = await searcher.prepare(LocalFiles(root))
     ranks: dict[str, list[int]] = {"semantic": [], "lexical": [], "fused": []}
     missed = []
     for question, answers in questions:
-        places = [place_of(root, answer) for answer in answers.split()]
+        spans = [symbol_span(root, answer) for answer in answers.split()]
         words = bm25.question_words(question)
         vector = await searcher.embedder.embed_question(question)
-        ranks["semantic"].append(rank_of(whole.rank([], vector, limit=50), places))
-        ranks["lexical"].append(rank_of(whole.rank(words, None, limit=50), places))
-        ranks["fused"].append(rank_of(whole.rank(words, vector, limit=50), places))
-        if not 0 < ranks["fused"][-1] <= FIRST:
+        ranks["semantic"].append(rank_of(code_index.rank([], vector, limit=50), spans))
+        ranks["lexical"].append(rank_of(code_index.rank(words, None, limit=50), spans))
+        ranks["fused"].append(rank_of(code_index.rank(words, vector, limit=50), spans))
+        if not 0 < ranks["fused"][-1] <= TOP:
             missed.append(f"{question} {[found[-1] for found in ranks.values()]}")
     cells = []
     for found in ranks.values():
-        share = sum(0 < rank <= FIRST for rank in found) / len(found)
+        share = sum(0 < rank <= TOP for rank in found) / len(found)
         cells.append(f"{share:.2f} ({sum(1 / rank for rank in found if rank) / len(found):.2f})")
     return cells, missed
 
 
-def place_of(root: Path, answer: str) -> tuple[str, int, int]:
-    """The lines of `path:Class.method`; an answer that is not there any more is an error, not a miss."""
+def symbol_span(root: Path, answer: str) -> tuple[str, int, int]:
+    """Return path and lines of `path:Class.method`; an answer that no longer exists is an error, not a miss."""
     path, _, name = answer.partition(":")
     body: Sequence[ast.stmt] = ast.parse((root / path).read_text(encoding="utf-8")).body
     lines: list[int] = []
@@ -283,11 +296,11 @@ def place_of(root: Path, answer: str) -> tuple[str, int, int]:
     return path, min(lines), max(lines)
 
 
-def rank_of(found: Sequence[RankedChunk], places: Sequence[tuple[str, int, int]]) -> int:
-    """The rank of the first chunk that is in one of the places; 0 when none is."""
+def rank_of(found: Sequence[RankedChunk], spans: Sequence[tuple[str, int, int]]) -> int:
+    """Return the rank of the first chunk that overlaps one of the spans; 0 if none does."""
     for rank, item in enumerate(found, start=1):
         chunk = item.chunk
-        if any(chunk.path == path and chunk.first <= last and chunk.last >= first for path, first, last in places):
+        if any(chunk.path == path and chunk.first <= last and chunk.last >= first for path, first, last in spans):
             return rank
     return 0
 
@@ -295,8 +308,8 @@ def rank_of(found: Sequence[RankedChunk], places: Sequence[tuple[str, int, int]]
 # ------------------------------------------------------------------------------------------------- cost
 
 
-class Edited(LocalFiles):
-    """A directory in which one file has another line at its end each time it is listed."""
+class EditedFiles(LocalFiles):
+    """A directory in which one file gains a function each time it is listed."""
 
     def __init__(self, root: Path, path: str) -> None:
         super().__init__(root)
@@ -318,27 +331,25 @@ class Edited(LocalFiles):
 
 
 async def cost(warm: CodebaseSearcher, root: Path, cache: Path) -> Table:
-    """Seconds of every step, on a new searcher where the old one would remember."""
+    """Return a table of the time of every step, with a new searcher where the old one has the result cached."""
     assert warm.embedder is not None
-    table = Table(title="what it costs")
-    for column in ("step", "took", ""):
-        table.add_column(column, justify="right" if column == "took" else "left")
+    table = Table(title="cost")
+    for column in ("step", "time", ""):
+        table.add_column(column, justify="right" if column == "time" else "left")
 
     fresh = open_searcher(cache=cache)
     started = time.perf_counter()
-    whole = await CodebaseSearcher(None).prepare(LocalFiles(root))
-    lines = sum(len(file.lines) for file in whole.files)
+    code_index = await CodebaseSearcher(None).prepare(LocalFiles(root))
+    lines = sum(len(file.lines) for file in code_index.files)
     seconds = time.perf_counter() - started
     table.add_row(
-        "list, read, cut and count",
+        "list, read, split and index words",
         f"{seconds:.2f} s",
-        f"{len(whole.files)} files, {lines:,} lines, {whole.size:,} chunks",
+        f"{len(code_index.files)} files, {lines:,} lines, {code_index.size:,} chunks",
     )
 
-    rate, chunks = await embedding_rate(warm, whole)
-    table.add_row(
-        "embed", f"{rate:.0f}/s", f"chunks, {chunks} of them timed; all of them: {whole.size / rate:.0f} s, once"
-    )
+    rate, chunks = await embedding_rate(warm, code_index)
+    table.add_row("embed", f"{rate:.0f}/s", f"chunks, {chunks} timed; all of them once: {code_index.size / rate:.0f} s")
 
     assert fresh.embedder is not None
     await fresh.embedder.prepare()
@@ -348,10 +359,10 @@ async def cost(warm: CodebaseSearcher, root: Path, cache: Path) -> Table:
     table.add_row(
         "index in a new process",
         f"{seconds:.2f} s",
-        f"embeddings from the cache; {fresh.embedder.embedded} were not there",
+        f"embeddings from the cache, except {fresh.embedder.embedded}",
     )
 
-    edited = Edited(root, "pods/host.py")
+    edited = EditedFiles(root, "pods/host.py")
     await fresh.prepare(edited)
     started = time.perf_counter()
     before = fresh.embedder.embedded
@@ -361,20 +372,20 @@ async def cost(warm: CodebaseSearcher, root: Path, cache: Path) -> Table:
         "update after an edit", f"{seconds * 1000:.0f} ms", f"{fresh.embedder.embedded - before} chunks embedded"
     )
 
-    took = []
+    times = []
     files = LocalFiles(root)
     for question, _ in ETUDE[:10]:
         started = time.perf_counter()
         await fresh.search(files, question)
-        took.append(time.perf_counter() - started)
-    table.add_row("search", f"{sorted(took)[5] * 1000:.0f} ms", "median of 10; listing, encoding and ranking")
+        times.append(time.perf_counter() - started)
+    table.add_row("search", f"{sorted(times)[5] * 1000:.0f} ms", "median of 10; listing, encoding and ranking")
     return table
 
 
-async def embedding_rate(searcher: CodebaseSearcher, whole: CodeIndex) -> tuple[float, int]:
-    """Chunks a second through the model alone, over an even sample."""
+async def embedding_rate(searcher: CodebaseSearcher, code_index: CodeIndex) -> tuple[float, int]:
+    """Return chunks per second of the embedding model alone on an even sample, and the size of the sample."""
     assert searcher.embedder is not None
-    texts = [text for file in whole.files for text in file.texts()]
+    texts = [text for file in code_index.files for text in file.texts()]
     sample = texts[:: max(1, len(texts) // 256)]
     encoder = searcher.embedder.encoder()
     started = time.perf_counter()

@@ -1,6 +1,6 @@
-"""The plots of docs/pretraining.md, from the metrics a run left: `python docs/plots.py METRICS.jsonl OUT_PREFIX`.
+"""Draw the plots of docs/pretraining.md from the metrics of a run: `python docs/plots.py METRICS.jsonl OUT_PREFIX`.
 
-Needs matplotlib, which nothing else here does.
+This script needs matplotlib; no other code of the project does.
 """
 
 import json
@@ -41,8 +41,8 @@ def loss_by_position(records: list[dict], out: str) -> None:
     figure, axes = plt.subplots(figsize=(7, 3.2))
     for record, color, label in ((scores[0], GREY, "before"), (scores[-1], RED, "after extend")):
         values = record["loss_by_position"]
-        places = [32 * (i + 0.5) / len(values) for i in range(len(values))]
-        axes.plot(places, values, "o-", color=color, label=label)
+        positions = [32 * (i + 0.5) / len(values) for i in range(len(values))]
+        axes.plot(positions, values, "o-", color=color, label=label)
     axes.set(xlabel="position in the document, thousand tokens", ylabel="nats per token")
     axes.legend(frameon=False)
     finish(figure, axes, out)
