@@ -1,4 +1,4 @@
-"""Run commands and keep what a terminal would show as an SVG: `python docs/screenshot.py OUT.svg CMD [CMD ...]`."""
+"""Run commands and save their terminal output as an SVG: `python docs/screenshot.py OUT.svg CMD [CMD ...]`."""
 
 import re
 import subprocess
@@ -26,7 +26,7 @@ def main() -> None:
         console.print(Text.from_ansi(shown.replace("\r", "").rstrip()))
         console.print()
     picture = console.export_svg(title="etude")
-    # rich asks a font server for its typeface; a picture in a repository should ask nobody
+    # rich links a web font; a picture in a repository should load nothing from the network
     Path(out).write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))
 
 

@@ -1,6 +1,6 @@
-"""The pictures of the viewer in these pages, of a finished run: `python docs/viewer_pictures.py RUN [GROUP]`.
+"""Take the pictures of docs/viewer.md from a finished run: `python docs/viewer_pictures.py RUN [GROUP]`.
 
-Writes report.png and viewer-*.png beside itself. Needs Playwright and a chromium; Pillow makes the files smaller.
+Writes report.png and viewer-*.png beside itself. Needs Playwright and chromium; Pillow, if installed, shrinks them.
 """
 
 import shutil
@@ -11,44 +11,44 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from etude.viewer.api import Answers
-from etude.viewer.catalogue import Group
+from etude.viewer.api import RunApi
+from etude.viewer.catalogue import RolloutGroup
 from etude.viewer.report import write_report
 
 HERE = Path(__file__).parent
 SIZE = {"width": 1280, "height": 900}
-COLOURS = 128  # of a picture; the pages have few
+COLOURS = 128  # palette size; the pages use few colours
 
 
 def main() -> None:
     run = Path(sys.argv[1])
-    group = choose(run, int(sys.argv[2]) if len(sys.argv) > 2 else None)
-    place = f"training/{group.standing.id}"
+    group = choose_group(run, int(sys.argv[2]) if len(sys.argv) > 2 else None)
+    group_path = f"training/{group.progress.id}"
     solved = next(row for row in group.rows if row.solved)
     with tempfile.TemporaryDirectory() as directory, sync_playwright() as play:
         report = Path(directory) / "report.html"
-        write_report(run, report, most=1 << 30)
+        write_report(run, report, max_bytes=1 << 30)
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_context(viewport=SIZE, color_scheme="light", device_scale_factor=2).new_page()
         page.goto(report.as_uri())
         picture(page, "report", "#/", below=".stages")
         picture(page, "viewer-run", "#/", above="#training", below=".grid.two")
-        picture(page, "viewer-group", f"#/group/{place}", below=".stripkey")
-        picture(page, "viewer-rollout", f"#/rollout/{place}/{solved.number}/{solved.attempt}", below=".turns")
+        picture(page, "viewer-group", f"#/group/{group_path}", below=".stripkey")
+        picture(page, "viewer-rollout", f"#/rollout/{group_path}/{solved.number}/{solved.attempt}", below=".turns")
         browser.close()
 
 
-def choose(run: Path, wanted: int | None) -> Group:
-    """The group one asks for, or the newest of which half was solved."""
-    groups = [group for group in Answers(run).groups() if group.set == "training" and any(r.solved for r in group.rows)]
+def choose_group(run: Path, wanted: int | None) -> RolloutGroup:
+    """Return the wanted group, or the newest with about half of its rollouts solved."""
+    groups = [group for group in RunApi(run).groups() if group.set == "training" and any(r.solved for r in group.rows)]
     if wanted is not None:
-        return next(group for group in groups if group.standing.id == wanted)
+        return next(group for group in groups if group.progress.id == wanted)
     return min(reversed(groups), key=lambda group: abs(sum(bool(r.solved) for r in group.rows) / len(group.rows) - 0.5))
 
 
-def picture(page: Any, name: str, place: str, below: str, above: str = "") -> None:
-    """A page, from its top or a little over `above`, to a little under `below`."""
-    page.evaluate("place => { location.hash = place; }", place)
+def picture(page: Any, name: str, route: str, below: str, above: str = "") -> None:
+    """Save a picture of a page from its top, or slightly above `above`, to slightly below `below`."""
+    page.evaluate("route => { location.hash = route; }", route)
     page.wait_for_selector(below)
     page.wait_for_timeout(500)  # charts are drawn when their width is known
     edge = "([name, side]) => document.querySelector(name).getBoundingClientRect()[side] + scrollY"
@@ -61,11 +61,11 @@ def picture(page: Any, name: str, place: str, below: str, above: str = "") -> No
 
 
 def shrink(path: Path) -> int:
-    """Store few colours as few; the size in bytes."""
+    """Reduce the picture to a palette; return its size in bytes."""
     try:
         from PIL import Image
     except ImportError:
-        print(f"{path.name}: Pillow is not here, the picture keeps all its colours")
+        print(f"{path.name}: Pillow is not installed, the picture is not reduced")
     else:
         few = Image.open(path).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         few.save(path, optimize=True)

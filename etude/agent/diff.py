@@ -46,9 +46,9 @@ async def find_changes(pod: Pod, root: str, before: FileManifest, known: Sequenc
     after = await list_pod_files(pod, root, list(before))
     paths = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
     if len(paths) > MAX_CHANGED_FILES:
-        places = ", ".join(sorted({path.split("/")[0] for path in paths})[:5])
+        top_level = ", ".join(sorted({path.split("/")[0] for path in paths})[:5])
         raise EtudeError(
-            f"{len(paths):,} files changed in the pod (in {places}); at most {MAX_CHANGED_FILES:,} are copied back: "
+            f"{len(paths):,} files changed in the pod (in {top_level}); at most {MAX_CHANGED_FILES:,} are copied back: "
             "ask for installed and built files to be removed, or added to .gitignore"
         )
     have = {(change.path, change.after): change.data for change in known}

@@ -265,9 +265,9 @@ async def open_trial_runner(
 
     tokenizer = Tokenizer.load(policy.directory)
     network = await asyncio.to_thread(load, policy.directory, device=usable_device(device))
-    cache_tokens = max(profile.window, min(MAX_CACHE_TOKENS, at_once * profile.window))
+    kv_cache_tokens = max(profile.window, min(MAX_CACHE_TOKENS, at_once * profile.window))
     options = EngineOptions(
-        cache_tokens=(-(-cache_tokens // PAGE_SIZE) + 2) * PAGE_SIZE, page_size=PAGE_SIZE, max_sequences=at_once
+        kv_cache_tokens=(-(-kv_cache_tokens // PAGE_SIZE) + 2) * PAGE_SIZE, page_size=PAGE_SIZE, max_sequences=at_once
     )
     async with EngineService(Engine(network, options, tokenizer=tokenizer)) as service:
         dialect = dialect_for(tokenizer, profile.dialect)

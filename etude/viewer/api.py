@@ -1,19 +1,20 @@
-"""What the pages ask for, as JSON: the same answers for the server and for the self-contained file.
+"""The JSON that the pages request, for the server and for the self-contained report.
 
-    run                                     everything the first page shows
-    rollouts                                all rollouts in columns, and all groups
-    group/SET/ID                            one prompt, its rollouts side by side
+    run                                     the first page
+    rollouts                                all rollouts as columns, and all groups
+    group/SET/ID                            one prompt with its rollouts
     rollout/SET/GROUP/NUMBER/ATTEMPT        one session
     tokens/SET/GROUP/NUMBER/ATTEMPT/SEGMENT/START
-    tasks, task/NAME                        what there is to do, and how it went over time
-    changes                                 small: what a page compares to know whether to ask again
+    tasks, task/NAME                        the tasks and their solve rates over time
+    changes                                 small; a page polls it to know whether to request the rest again
 
-SET is training or evaluation. Names are looked up, never opened: nothing but the run and its tasks can be asked for.
+SET is training or evaluation. Addresses are looked up, never opened as paths: only the run and its tasks are reachable.
 """
 
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,249 +22,267 @@ from etude.errors import EtudeError, InputError
 from etude.harness.trace import Trace
 from etude.harness.trace_store import load_trace
 from etude.rollouts.queue import Slot
-from etude.runs.layout import Place, read_status
+from etude.runs.layout import RunLayout
+from etude.runs.service_status import read_status
 from etude.viewer import chart_data, overview
-from etude.viewer.catalogue import SETS, Catalogue, Group, SetName, in_columns, rows_of, stamp, task_of
-from etude.viewer.run_reader import Complain, Facts, JsonLines, life, number, read_recipe, read_stages
-from etude.viewer.session_view import Cut, Spelling, strip, tell, tell_tokens
-from etude.viewer.tasks import Known, known_tasks, tell_task
+from etude.viewer.catalogue import (
+    SETS,
+    RolloutCatalogue,
+    RolloutGroup,
+    RolloutSet,
+    all_rows,
+    queue_stamp,
+    split_task_name,
+    to_columns,
+)
+from etude.viewer.run_reader import (
+    JsonLines,
+    JsonObject,
+    ReportProblem,
+    as_number,
+    read_recipe,
+    read_stages,
+    run_status,
+)
+from etude.viewer.session_view import TextLimit, TokenTexts, activity_strip, describe_session, describe_tokens
+from etude.viewer.tasks import ListedTask, describe_task, read_listed_tasks
 
-SILENT_S = 10.0  # services write every second; a busy machine is late
+SILENT_AFTER_S = 10.0  # services write every second, later on a busy machine
 
 
-class NotHere(InputError):
-    """There is nothing under this address."""
+class NotFound(InputError):
+    """No such address."""
 
 
-class Answers:
-    """The answers about one run."""
+class RunApi:
+    """Answers the pages' requests about one run."""
 
-    def __init__(self, path: Path, cut: Cut | None = None) -> None:
+    def __init__(self, path: Path, text_limit: TextLimit | None = None) -> None:
         self.path = Path(path).resolve()
-        self.place = Place(self.path)
-        self.cut = cut or Cut()
+        self.layout = RunLayout(self.path)
+        self.text_limit = text_limit or TextLimit()
         self._metrics = JsonLines(self.path / "metrics.jsonl")
         self._lineage = JsonLines(self.path / "lineage.jsonl")
-        self._catalogue = Catalogue(self.place)
-        self._tasks: tuple[list[float], dict[str, Known], list[str]] | None = None
-        self._lock = threading.Lock()  # what is remembered is shared by all who ask
+        self._catalogue = RolloutCatalogue(self.layout)
+        self._tasks: tuple[list[float], dict[str, ListedTask], list[str]] | None = None
+        self._lock = threading.Lock()  # protects the caches, which all requests share
 
-    def answer(self, address: str) -> Facts:
-        """What there is under an address; NotHere when that is nothing."""
+    def get(self, address: str) -> JsonObject:
+        """Return the JSON of an address; raise NotFound if there is none."""
         what, *rest = address.split("/")
-        answers: dict[str, Callable[..., Facts]] = {
+        plain: dict[str, Callable[..., JsonObject]] = {
             "run": self.run,
             "rollouts": self.rollouts,
             "changes": self.changes,
             "tasks": self.tasks,
         }
-        if not rest and what in answers:
-            return answers[what]()
+        if not rest and what in plain:
+            return plain[what]()
         if what == "task" and rest:
             return self.task("/".join(rest))
-        places: dict[str, tuple[int, Callable[..., Facts]]] = {
+        numbered: dict[str, tuple[int, Callable[..., JsonObject]]] = {  # by how many numbers follow the set
             "group": (1, self.group),
             "rollout": (3, self.rollout),
             "tokens": (5, self.tokens),
         }
-        if what in places and len(rest) == 1 + places[what][0]:
+        if what in numbered and len(rest) == 1 + numbered[what][0]:
             numbers = [int(part) for part in rest[1:] if part.isascii() and part.isdigit() and len(part) < 10]
-            if rest[0] in SETS and len(numbers) == places[what][0]:
-                return places[what][1](rest[0], *numbers)
-        raise NotHere(f"there is nothing under {address!r}")
+            if rest[0] in SETS and len(numbers) == numbered[what][0]:
+                return numbered[what][1](rest[0], *numbers)
+        raise NotFound(f"no such address: {address!r}")
 
     # --------------------------------------------------------------------------------------- the run
 
-    def run(self) -> Facts:
-        """Everything the first page shows."""
+    def run(self) -> JsonObject:
+        """Return the data of the first page."""
         problems: list[str] = []
         with self._lock:
             text, recipe = read_recipe(self.path, problems.append)
             stages = read_stages(self.path, recipe, problems.append)
             records = list(self._metrics.read(problems.append))
             lineage = list(self._lineage.read(problems.append))
-            now = life(self.path, stages)
+            status = run_status(self.path, stages)
             curves = chart_data.training_curves(records, [stage["name"] for stage in stages])
             rl = self._rl(recipe, records, problems)
-            facts: Facts = next((stage["facts"] for stage in stages if stage["name"] == "rl"), {})
+            facts: JsonObject = next((stage["facts"] for stage in stages if stage["name"] == "rl"), {})
             outcome = overview.outcome(rl["evaluations"], facts, recipe) if rl else None
-            told: Facts = {
+            result: JsonObject = {
                 "name": str(recipe.get("name") or self.path.name),
                 "directory": self.path.name,
-                "life": {"state": now.state, "words": now.words},
+                "status": asdict(status),
                 "recipe": text,
                 "model": overview.read_model(self.path, lineage),
                 "outcome": outcome,
                 "stages": self._stages(stages, recipe, records, lineage, curves, outcome),
                 "training": curves,
-                "measures": _measures(records),
+                "measures": _single_measurements(records),
                 "rl": rl,
-                "newest": number(records[-1].get("time")) if records else None,
+                "newest": as_number(records[-1].get("time")) if records else None,
             }
-        return told | {"problems": problems}
+        return result | {"problems": problems}
 
     def _stages(
         self,
-        stages: Sequence[Facts],
-        recipe: Facts,
-        records: Sequence[Facts],
-        lineage: Sequence[Facts],
-        curves: Sequence[Facts],
-        outcome: Facts | None,
-    ) -> list[Facts]:
-        """The stages with how far each is, what it did and how long that took."""
+        stages: Sequence[JsonObject],
+        recipe: JsonObject,
+        records: Sequence[JsonObject],
+        lineage: Sequence[JsonObject],
+        curves: Sequence[JsonObject],
+        outcome: JsonObject | None,
+    ) -> list[JsonObject]:
+        """Return the stages with their progress, results and times."""
         times = overview.stage_times(stages, records, lineage)
         results = overview.stage_results(stages, recipe, curves, outcome)
         found = []
         for stage, result in zip(stages, results, strict=True):
             lines = [record for record in records if record.get("stage") == stage["name"]]
             section = recipe.get(stage["name"])
-            steps = number(section.get("steps")) if isinstance(section, dict) else None
-            last = max((step for line in lines if (step := number(line.get("step"))) is not None), default=None)
+            steps = as_number(section.get("steps")) if isinstance(section, dict) else None
+            last = max((step for line in lines if (step := as_number(line.get("step"))) is not None), default=None)
             found.append({**stage, "step": last, "steps": steps, **result, **times.get(stage["name"], {})})
         return found
 
-    def _rl(self, recipe: Facts, records: Sequence[Facts], problems: list[str]) -> Facts | None:
-        if not self.place.root.is_dir() and not any(record.get("stage") == "rl" for record in records):
+    def _rl(self, recipe: JsonObject, records: Sequence[JsonObject], problems: list[str]) -> JsonObject | None:
+        if not self.layout.root.is_dir() and not any(record.get("stage") == "rl" for record in records):
             return None
         groups = self._groups(recipe, problems)
         section = recipe.get("rl") if isinstance(recipe.get("rl"), dict) else {}
         assert isinstance(section, dict)
-        deaths = JsonLines(self.place.logs / "deaths.jsonl").read(problems.append)
+        deaths = JsonLines(self.layout.logs / "deaths.jsonl").read(problems.append)
         weights = JsonLines(self.path / "rewards.jsonl").read(problems.append)
         states: dict[str, int] = {}
         for group in groups:
-            name = "dropped" if group.standing.dropped else "trained" if group.standing.step is not None else "open"
+            name = "dropped" if group.progress.dropped else "trained" if group.progress.step is not None else "open"
             key = f"{group.set}/{name}"
             states[key] = states.get(key, 0) + 1
         return {
             "plan": {name: section.get(name) for name in ("steps", "group_size", "groups_per_step", "max_staleness")},
             "steps": chart_data.step_columns(records, groups),
             "evaluations": chart_data.evaluations(records),
-            "rollouts": {table: sum(len(group.rows) for group in groups if group.set == table) for table in SETS},
+            "rollouts": {name: sum(len(group.rows) for group in groups if group.set == name) for name in SETS},
             "groups": states,
             "services": self.services(problems),
             "deaths": deaths[-100:],
-            "troubles": self._catalogue.troubles(problems.append),
+            "incidents": self._catalogue.incidents(problems.append),
             "weights": weights[-20:],
         }
 
-    def _groups(self, recipe: Facts, problems: list[str]) -> list[Group]:
+    def _groups(self, recipe: JsonObject, problems: list[str]) -> list[RolloutGroup]:
         section = recipe.get("rl")
         estimator = section.get("estimator") if isinstance(section, dict) else None
         self._catalogue.divide_by_std = bool(estimator.get("divide_by_std")) if isinstance(estimator, dict) else False
         return self._catalogue.groups(problems.append)
 
-    def groups(self) -> list[Group]:
-        """All groups with their rollouts, as far as they can be read."""
+    def groups(self) -> list[RolloutGroup]:
+        """Return all groups that can be read, with their rollouts."""
         with self._lock:
             return self._groups(read_recipe(self.path, lambda problem: None)[1], [])
 
-    def services(self, problems: list[str]) -> list[Facts]:
-        """What every process of the run last said of itself."""
+    def services(self, problems: list[str]) -> list[JsonObject]:
+        """Return the last status of every process of the run."""
         found = []
-        for path in sorted(self.place.services.glob("*.json")):
+        for path in sorted(self.layout.services.glob("*.json")):
             try:
-                told = read_status(self.place, path.stem)
+                result = read_status(self.layout, path.stem)
             except (EtudeError, OSError, UnicodeError, TypeError, ValueError) as error:
                 problems.append(f"rl/services/{path.name} cannot be read: {error}")
                 continue
-            if told is not None:
-                heard = number(told.get("time")) or 0.0
-                silent = time.time() - heard > SILENT_S and told.get("state") != "ended"
-                numbers = {name: told[name] for name in FIGURES if number(told.get(name)) is not None}
-                held = told.get("held")
+            if result is not None:
+                last_seen = as_number(result.get("time")) or 0.0
+                silent = time.time() - last_seen > SILENT_AFTER_S and result.get("state") != "ended"
+                numbers = {name: result[name] for name in SERVICE_FIGURES if as_number(result.get(name)) is not None}
+                held = result.get("held")
                 numbers |= {"rollouts": len(held)} if isinstance(held, list | dict) else {}
                 found.append(
                     {
                         "name": path.stem,
-                        "state": "silent" if silent else str(told.get("state", "")),
-                        "heard": heard,
-                        "waiting_for": str(told.get("waiting_for") or ""),
+                        "state": "silent" if silent else str(result.get("state", "")),
+                        "heard": last_seen,
+                        "waiting_for": str(result.get("waiting_for") or ""),
                         "figures": numbers,
                     }
                 )
         return found
 
-    def changes(self) -> Facts:
-        """What tells a page that it shows something old."""
+    def changes(self) -> JsonObject:
+        """Return what a page compares to know whether its data is out of date."""
         problems: list[str] = []
         _, recipe = read_recipe(self.path, problems.append)
-        now = life(self.path, read_stages(self.path, recipe, problems.append))
+        status = run_status(self.path, read_stages(self.path, recipe, problems.append))
         return {
-            "life": {"state": now.state, "words": now.words},
+            "status": asdict(status),
             "metrics": _stamp(self.path / "metrics.jsonl") + _stamp(self.path / "state.json"),
-            "rollouts": stamp(self.place),
+            "rollouts": queue_stamp(self.layout),
             "services": self.services(problems),
             "now": time.time(),
         }
 
     # --------------------------------------------------------------------------------------- rollouts
 
-    def rollouts(self) -> Facts:
-        """All of them, in columns, and the groups they belong to."""
+    def rollouts(self) -> JsonObject:
+        """Return all rollouts as columns, and their groups."""
         problems: list[str] = []
         with self._lock:
             _, recipe = read_recipe(self.path, problems.append)
             groups = self._groups(recipe, problems)
-        told = [
-            [g.set, g.standing.id, g.task, g.step, g.standing.size, g.standing.ready, g.standing.failures]
-            + ([g.standing.dropped] if g.standing.dropped else [])
+        result = [
+            [g.set, g.progress.id, g.task, g.step, g.progress.size, g.progress.ready, g.progress.failures]
+            + ([g.progress.dropped] if g.progress.dropped else [])
             for g in groups
         ]
-        return {"rollouts": in_columns(rows_of(groups)), "groups": told, "problems": problems}
+        return {"rollouts": to_columns(all_rows(groups)), "groups": result, "problems": problems}
 
-    def group(self, table: SetName, id: int) -> Facts:
-        """One prompt, its rollouts side by side."""
-        standing, group = self._catalogue.group(table, id)
-        task, measured = task_of(table, standing.task)
-        above = self._catalogue.advantages(table, group)
+    def group(self, rollout_set: RolloutSet, id: int) -> JsonObject:
+        """Return one prompt with its rollouts."""
+        progress, group = self._catalogue.group(rollout_set, id)
+        task, measured = split_task_name(rollout_set, progress.task)
+        advantages = self._catalogue.advantages(rollout_set, group)
         slots = []
         for slot in group.slots:
-            path = self._catalogue.trace(table, slot, slot.attempt) if slot.reward is not None else None
+            path = self._catalogue.trace(rollout_set, slot, slot.attempt) if slot.reward is not None else None
             slots.append(
                 {
                     "number": slot.number,
                     "attempt": slot.attempt,
                     "state": slot.state,
                     "note": slot.note,
-                    "reward": _in_short(slot.reward),
-                    "advantage": above.get(slot.number),
-                    "versions": [slot.oldest, slot.newest],
-                    "others": [each for each in self._catalogue.attempts(table, slot) if each != slot.attempt],
-                    **(_glance(path, path.stat().st_mtime_ns) if path else {}),
+                    "reward": _card_reward(slot.reward),
+                    "advantage": advantages.get(slot.number),
+                    "versions": [slot.oldest_step, slot.newest_step],
+                    "others": [each for each in self._catalogue.attempts(rollout_set, slot) if each != slot.attempt],
+                    **(_session_preview(path, path.stat().st_mtime_ns) if path else {}),
                 }
             )
         return {
-            "set": table,
+            "set": rollout_set,
             "id": id,
             "task": task,
-            "step": measured if table == "evaluation" else standing.step,
-            "dropped": standing.dropped,
-            "failures": standing.failures,
+            "step": measured if rollout_set == "evaluation" else progress.step,
+            "dropped": progress.dropped,
+            "failures": progress.failures,
             "slots": slots,
             "instruction": self._instruction(task),
         }
 
-    def rollout(self, table: SetName, group: int, number: int, attempt: int) -> Facts:
-        """One session, with what it was paid."""
-        standing, found = self._catalogue.group(table, group)
-        slot, trace = self._session(table, found.slots, number, attempt)
+    def rollout(self, rollout_set: RolloutSet, group: int, number: int, attempt: int) -> JsonObject:
+        """Return one session with its reward."""
+        progress, found = self._catalogue.group(rollout_set, group)
+        slot, trace = self._session(rollout_set, found.slots, number, attempt)
         counts = attempt == slot.attempt and slot.reward is not None
-        task, measured = task_of(table, standing.task)
-        above = self._catalogue.advantages(table, found)
-        paid = trace.facts.get("reward")
+        task, measured = split_task_name(rollout_set, progress.task)
+        advantages = self._catalogue.advantages(rollout_set, found)
+        recorded = trace.facts.get("reward")
         return {
-            "set": table,
+            "set": rollout_set,
             "group": group,
             "number": number,
             "attempt": attempt,
             "task": task,
-            "step": (measured if table == "evaluation" else standing.step) if counts else None,
-            "counts": counts,  # False: it was sampled again, and nobody learned from it
-            "reward": slot.reward if counts else paid if isinstance(paid, dict) else None,
-            "advantage": above.get(number) if counts else None,
-            "weights": [slot.oldest, slot.newest] if counts else None,
+            "step": (measured if rollout_set == "evaluation" else progress.step) if counts else None,
+            "counts": counts,  # False: the slot was sampled again, this attempt was not trained on
+            "reward": slot.reward if counts else recorded if isinstance(recorded, dict) else None,
+            "advantage": advantages.get(number) if counts else None,
+            "weights": [slot.oldest_step, slot.newest_step] if counts else None,
             "note": slot.note,
             "instruction": self._instruction(task),
             "siblings": [
@@ -271,126 +290,126 @@ class Answers:
                 for each in found.slots
                 if each.reward is not None
             ],
-            "story": tell(trace, self.cut),
+            "session": describe_session(trace, self.text_limit),
         }
 
-    def tokens(self, table: SetName, group: int, number: int, attempt: int, segment: int, start: int) -> Facts:
-        """A page of a session's tokens."""
-        _, found = self._catalogue.group(table, group)
-        _, trace = self._session(table, found.slots, number, attempt)
-        return tell_tokens(trace, segment, start, Spelling(self.place.model))
+    def tokens(
+        self, rollout_set: RolloutSet, group: int, number: int, attempt: int, segment: int, start: int
+    ) -> JsonObject:
+        """Return one page of a session's tokens."""
+        _, found = self._catalogue.group(rollout_set, group)
+        _, trace = self._session(rollout_set, found.slots, number, attempt)
+        return describe_tokens(trace, segment, start, TokenTexts(self.layout.model))
 
-    def _session(self, table: SetName, slots: Sequence[Slot], number: int, attempt: int) -> tuple[Slot, Trace]:
+    def _session(self, rollout_set: RolloutSet, slots: Sequence[Slot], number: int, attempt: int) -> tuple[Slot, Trace]:
         slot = next((slot for slot in slots if slot.number == number), None)
-        path = self._catalogue.trace(table, slot, attempt) if slot else None
+        path = self._catalogue.trace(rollout_set, slot, attempt) if slot else None
         if slot is None or path is None:
-            raise NotHere(
-                f"there is no file of attempt {attempt} of rollout {number}; it was not kept, or not finished"
-            )
-        return slot, _trace(path, path.stat().st_mtime_ns)
+            raise NotFound(f"no trace of attempt {attempt} of rollout {number}: it was not kept, or is not finished")
+        return slot, _load_trace(path, path.stat().st_mtime_ns)
 
     # --------------------------------------------------------------------------------------- tasks
 
-    def tasks(self) -> Facts:
-        """Every task of the run, and how it went each time."""
+    def tasks(self) -> JsonObject:
+        """Return every task of the run with its groups."""
         problems: list[str] = []
         with self._lock:
             _, recipe = read_recipe(self.path, problems.append)
             groups = self._groups(recipe, problems)
-            tries = chart_data.solve_rates(groups)
-        known = self._known_tasks(problems.append)
-        category = {row.task: row.category for row in rows_of(groups)}
-        names = [*known, *(name for name in tries if name not in known)]
-        told = [
+            history = chart_data.task_histories(groups)
+        listed = self._listed_tasks(problems.append)
+        category = {row.task: row.category for row in all_rows(groups)}
+        names = [*listed, *(name for name in history if name not in listed)]
+        result = [
             {
                 "name": name,
-                "split": known[name].split if name in known else "",
+                "split": listed[name].split if name in listed else "",
                 "category": category.get(name, ""),
-                "tries": tries.get(name, []),
+                "groups": history.get(name, []),
             }
             for name in names
         ]
-        return {"tasks": told, "problems": problems}
+        return {"tasks": result, "problems": problems}
 
-    def task(self, name: str) -> Facts:
-        """One task: what is asked, its files, what validation found, and how it went."""
+    def task(self, name: str) -> JsonObject:
+        """Return one task: instruction, files, validation result, and its groups."""
         problems: list[str] = []
         with self._lock:
             _, recipe = read_recipe(self.path, problems.append)
-            tries = chart_data.solve_rates(self._groups(recipe, problems)).get(name, [])
-        known = self._known_tasks(problems.append).get(name)
-        if known is None and not tries:
-            raise NotHere(f"this run has no task {name!r}")
-        told: Facts = {"name": name, "tries": tries, "split": known.split if known else ""}
-        return told | (tell_task(known, self.cut) if known else {}) | {"problems": problems}
+            history = chart_data.task_histories(self._groups(recipe, problems)).get(name, [])
+        listed = self._listed_tasks(problems.append).get(name)
+        if listed is None and not history:
+            raise NotFound(f"this run has no task {name!r}")
+        result: JsonObject = {"name": name, "groups": history, "split": listed.split if listed else ""}
+        return result | (describe_task(listed, self.text_limit) if listed else {}) | {"problems": problems}
 
     def _instruction(self, task: str) -> str:
-        known = self._known_tasks(lambda problem: None).get(task)
-        return self.cut(known.instruction) if known else ""
+        listed = self._listed_tasks(lambda problem: None).get(task)
+        return self.text_limit(listed.instruction) if listed else ""
 
-    def _known_tasks(self, complain: Complain) -> dict[str, Known]:
-        """The tasks the run lists; read again only when the list has changed."""
-        stamp = _stamp(self.place.tasks)
+    def _listed_tasks(self, report_problem: ReportProblem) -> dict[str, ListedTask]:
+        """Return the tasks that the run lists, read again only if the list has changed."""
+        stamp = _stamp(self.layout.tasks)
         if self._tasks is None or self._tasks[0] != stamp:
             problems: list[str] = []
-            self._tasks = stamp, known_tasks(self.place, problems.append), problems
+            self._tasks = stamp, read_listed_tasks(self.layout, problems.append), problems
         for problem in self._tasks[2]:
-            complain(problem)
+            report_problem(problem)
         return self._tasks[1]
 
 
-ON_A_CARD = ("total", "solved", "hack", "ending", "cost", "made", "seconds")
-FIGURES = ("step", "version", "running", "waiting", "tokens_s", "cpu_s")  # of a service, worth a look
+CARD_KEYS = ("total", "solved", "hack", "ending", "cost", "made", "seconds")
+SERVICE_FIGURES = ("step", "version", "running", "waiting", "tokens_s", "cpu_s")  # shown for a service
 
 
-@lru_cache(maxsize=8)  # they may be large; whoever looks at tokens asks for one again and again
-def _trace(path: Path, changed: int) -> Trace:
+@lru_cache(maxsize=8)  # traces may be large, and the pages of one trace's tokens are requested one by one
+def _load_trace(path: Path, changed: int) -> Trace:
     return load_trace(path)
 
 
 @lru_cache(maxsize=4096)
-def _glance(path: Path, changed: int) -> Facts:
-    """What a session looks like from afar."""
+def _session_preview(path: Path, changed: int) -> JsonObject:
+    """Return the activity strip and the final message of a session, for a card."""
     try:
         trace = load_trace(path)
     except EtudeError as error:
         return {"problem": str(error)}
-    return {"strip": strip(trace), "final": Cut(600)(trace.final)}
+    return {"strip": activity_strip(trace), "final": TextLimit(600)(trace.final)}
 
 
-def _in_short(reward: Facts | None) -> Facts | None:
-    """What a card shows of a reward; its evidence stands with the rollout."""
-    return None if reward is None else {name: reward[name] for name in ON_A_CARD if name in reward}
+def _card_reward(reward: JsonObject | None) -> JsonObject | None:
+    """Return the part of a reward that a card shows."""
+    return None if reward is None else {name: reward[name] for name in CARD_KEYS if name in reward}
 
 
 def _stamp(path: Path) -> list[float]:
     try:
-        about = path.stat()
+        info = path.stat()
     except OSError:
         return [0, 0]
-    return [about.st_mtime, about.st_size]
+    return [info.st_mtime, info.st_size]
 
 
-def _measures(records: Sequence[Facts]) -> list[Facts]:
-    """Stages that measure once and learn nothing: bits per byte, say."""
+def _single_measurements(records: Sequence[JsonObject]) -> list[JsonObject]:
+    """Return the records of stages that measure once and train nothing, such as bits per byte."""
     lines = [record for record in records if record.get("stage") == "nll"]
-    return [{name: number(value) for name, value in line.items() if number(value) is not None} for line in lines]
+    return [{name: as_number(value) for name, value in line.items() if as_number(value) is not None} for line in lines]
 
 
-def tell_runs(runs: dict[str, Path]) -> Facts:
-    """A directory of runs: each with how far it is, and what came of it."""
-    told = []
+def list_runs(runs: dict[str, Path]) -> JsonObject:
+    """Return the runs of a directory with their status and held-out results."""
+    result = []
     for name, path in runs.items():
         problems: list[str] = []
         _, recipe = read_recipe(path, problems.append)
         stages = read_stages(path, recipe, problems.append)
-        now = life(path, stages)
+        status = run_status(path, stages)
         facts = {stage["name"]: stage["facts"] for stage in stages}
-        told.append(
+        result.append(
             {
                 "directory": name,
                 "name": str(recipe.get("name") or name),
-                "life": {"state": now.state, "words": now.words},
+                "status": asdict(status),
                 "stages": [{"name": stage["name"], "done": stage["done"]} for stage in stages],
                 "before": facts.get("rl", {}).get("before"),
                 "after": facts.get("rl", {}).get("after"),
@@ -398,4 +417,4 @@ def tell_runs(runs: dict[str, Path]) -> Facts:
                 "problems": problems,
             }
         )
-    return {"runs": told}
+    return {"runs": result}

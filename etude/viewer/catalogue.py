@@ -1,5 +1,7 @@
-"""Every rollout of a run as a row, from its two tables of slots. Fast with many thousands: a group that has not changed
-is not read again. Read only: whoever fills the tables is not disturbed.
+"""The rollouts of a run as rows, read from its two rollout queues (training and evaluation).
+
+Fast with many thousands of rollouts: a group that has not changed is not read again. The queues are opened read only,
+so their writers are not disturbed.
 """
 
 import sqlite3
@@ -12,21 +14,21 @@ from typing import Any, Literal, get_args
 
 from etude.errors import EtudeError, InputError
 from etude.harness.trace_store import SUFFIX
-from etude.rl.advantages import advantages
-from etude.rollouts.queue import ReadyGroup, Slot, Slots, Standing
-from etude.runs.layout import Place
-from etude.viewer.run_reader import Complain, Facts, number
+from etude.rollouts.group_advantages import group_advantages
+from etude.rollouts.queue import GroupProgress, ReadyGroup, RolloutQueue, Slot
+from etude.runs.layout import RunLayout
+from etude.viewer.run_reader import JsonObject, ReportProblem, as_number
 
-SetName = Literal["training", "evaluation"]
-SETS: tuple[SetName, ...] = get_args(SetName)
+RolloutSet = Literal["training", "evaluation"]
+SETS: tuple[RolloutSet, ...] = get_args(RolloutSet)
 
 
 @dataclass(frozen=True)
-class Row:
-    """A graded rollout, in as few words as a list needs."""
+class RolloutRow:
+    """A scored rollout, with the columns of the list page."""
 
-    set: SetName
-    step: int | None  # that trained it, or at which it was measured
+    set: RolloutSet
+    step: int | None  # that trained on it, or at which it was evaluated
     group: int
     number: int
     attempt: int
@@ -39,7 +41,7 @@ class Row:
     ending: str
     turns: float | None
     calls: float | None
-    made: float | None  # tokens
+    made: float | None  # sampled tokens
     seconds: float | None  # of the session
     errors: str  # by class: "environment 2, timeout 1"
     hack: bool
@@ -47,182 +49,185 @@ class Row:
     newest: int | None
 
 
-COLUMNS = tuple(Row.__dataclass_fields__)
-CODED = ("set", "task", "category", "ending", "errors")  # few different words: each is told once
+COLUMNS = tuple(RolloutRow.__dataclass_fields__)
+CODED_COLUMNS = ("set", "task", "category", "ending", "errors")  # few distinct values: sent as indices into a list
 
 
 @dataclass(frozen=True)
-class Group:
-    """A prompt and how far its rollouts are."""
+class RolloutGroup:
+    """A prompt, the progress of its group, and its scored rollouts."""
 
-    set: SetName
-    standing: Standing
-    rows: tuple[Row, ...]
+    set: RolloutSet
+    progress: GroupProgress
+    rows: tuple[RolloutRow, ...]
 
     @property
     def task(self) -> str:
-        return task_of(self.set, self.standing.task)[0]
+        return split_task_name(self.set, self.progress.task)[0]
 
     @property
     def step(self) -> int | None:
-        return task_of(self.set, self.standing.task)[1] if self.set == "evaluation" else self.standing.step
+        return split_task_name(self.set, self.progress.task)[1] if self.set == "evaluation" else self.progress.step
 
 
-def task_of(table: SetName, name: str) -> tuple[str, int | None]:
-    """The task that a table's name means; a measurement has the step before it."""
-    if table == "training":
+def split_task_name(rollout_set: RolloutSet, name: str) -> tuple[str, int | None]:
+    """Split the task name of a queue into task and step; only evaluation names have the form STEP/TASK."""
+    if rollout_set == "training":
         return name, None
     step, _, task = name.partition("/")
     return (task, int(step)) if step.isdigit() else (name, None)
 
 
 @dataclass
-class Catalogue:
-    """The rollouts of one run."""
+class RolloutCatalogue:
+    """Reads the rollouts of one run and caches unchanged groups."""
 
-    place: Place
-    divide_by_std: bool = False  # as the run's estimator does
-    _known: dict[tuple[SetName, int], tuple[object, Group]] = field(default_factory=dict)
+    layout: RunLayout
+    divide_by_std: bool = False  # setting of the run's advantage estimator
+    _cache: dict[tuple[RolloutSet, int], tuple[object, RolloutGroup]] = field(default_factory=dict)
 
-    def path(self, table: SetName) -> Path:
-        return self.place.slots if table == "training" else self.place.evaluations
+    def path(self, rollout_set: RolloutSet) -> Path:
+        return self.layout.slots if rollout_set == "training" else self.layout.evaluations
 
-    def groups(self, complain: Complain) -> list[Group]:
-        """All groups, training first, in the order they were begun."""
-        found: list[Group] = []
-        for table in SETS:
-            if not self.path(table).exists():
+    def groups(self, report_problem: ReportProblem) -> list[RolloutGroup]:
+        """Return all groups, training first, in the order in which they were started."""
+        found: list[RolloutGroup] = []
+        for rollout_set in SETS:
+            if not self.path(rollout_set).exists():
                 continue
             try:
-                with closing(Slots.look(self.path(table))) as slots:
-                    found += self._groups(table, slots)
+                with closing(RolloutQueue.open_read_only(self.path(rollout_set))) as slots:
+                    found += self._groups(rollout_set, slots)
             except (EtudeError, sqlite3.Error, ValueError, TypeError, KeyError, IndexError) as error:
-                complain(f"{self.path(table).name} cannot be read: {error}")
+                report_problem(f"{self.path(rollout_set).name} cannot be read: {error}")
         return found
 
-    def _groups(self, table: SetName, slots: Slots) -> list[Group]:
-        # What was ready and became too old is ready again one day: only the record of troubles tells it apart.
-        stale = Counter(trouble.task for trouble in slots.troubles() if trouble.kind == "stale")
+    def _groups(self, rollout_set: RolloutSet, slots: RolloutQueue) -> list[RolloutGroup]:
+        # A group that became stale can be ready again with new rollouts: only the incidents tell the two apart.
+        stale = Counter(incident.task for incident in slots.incidents() if incident.kind == "stale")
         found = []
-        for standing in slots.standings():
-            mark = (standing, stale[standing.task])
-            known = self._known.get((table, standing.id))
-            if known is None or known[0] != mark:
-                rows = self.rows(table, standing, slots.group(standing.id)) if standing.ready else ()
-                known = mark, Group(table, standing, rows)
-                self._known[table, standing.id] = known
-            found.append(known[1])
+        for progress in slots.progress():
+            version = (progress, stale[progress.task])
+            cached = self._cache.get((rollout_set, progress.id))
+            if cached is None or cached[0] != version:
+                rows = self.rows(rollout_set, progress, slots.group(progress.id)) if progress.ready else ()
+                cached = version, RolloutGroup(rollout_set, progress, rows)
+                self._cache[rollout_set, progress.id] = cached
+            found.append(cached[1])
         return found
 
-    def rows(self, table: SetName, standing: Standing, group: ReadyGroup) -> tuple[Row, ...]:
-        """The rollouts of a group that have a reward; an advantage only when all have."""
-        task, measured = task_of(table, standing.task)
-        step = measured if table == "evaluation" else standing.step
-        above = self.advantages(table, group)
+    def rows(self, rollout_set: RolloutSet, progress: GroupProgress, group: ReadyGroup) -> tuple[RolloutRow, ...]:
+        """Return the scored rollouts of a group; they have advantages only when all of them are scored."""
+        task, measured = split_task_name(rollout_set, progress.task)
+        step = measured if rollout_set == "evaluation" else progress.step
+        advantages = self.advantages(rollout_set, group)
         return tuple(
-            _row(table, step, task, slot, above.get(slot.number)) for slot in group.slots if slot.reward is not None
+            _row(rollout_set, step, task, slot, advantages.get(slot.number))
+            for slot in group.slots
+            if slot.reward is not None
         )
 
-    def advantages(self, table: SetName, group: ReadyGroup) -> dict[int, float]:
-        """By how much each rollout did better than its group, as training has it; nothing before all are there, and
-        nothing of a measurement: nobody learns from it."""
-        if table == "evaluation":
+    def advantages(self, rollout_set: RolloutSet, group: ReadyGroup) -> dict[int, float]:
+        """Return the advantage of each rollout as training computes it; empty for evaluations and unfinished groups."""
+        if rollout_set == "evaluation":
             return {}
-        totals = [number((slot.reward or {}).get("total")) for slot in group.slots]
-        known = [total for total in totals if total is not None]
-        if len(known) != len(totals):
+        totals = [as_number((slot.reward or {}).get("total")) for slot in group.slots]
+        scored = [total for total in totals if total is not None]
+        if len(scored) != len(totals):
             return {}
-        found = advantages(known, divide_by_std=self.divide_by_std)
+        found = group_advantages(scored, divide_by_std=self.divide_by_std)
         return {slot.number: value for slot, value in zip(group.slots, found, strict=True)}
 
-    # --------------------------------------------------------------------------------------- one of them
+    # --------------------------------------------------------------------------------------- single groups
 
-    def group(self, table: SetName, id: int) -> tuple[Standing, ReadyGroup]:
-        """A group as it is now, with all its slots."""
-        if not self.path(table).exists():
-            raise InputError(f"this run has no table of {table} rollouts")
+    def group(self, rollout_set: RolloutSet, id: int) -> tuple[GroupProgress, ReadyGroup]:
+        """Return a group with its progress and all its slots."""
+        if not self.path(rollout_set).exists():
+            raise InputError(f"this run has no {rollout_set} rollouts")
         try:
-            with closing(Slots.look(self.path(table))) as slots:
+            with closing(RolloutQueue.open_read_only(self.path(rollout_set))) as slots:
                 group = slots.group(id)
-                return next(each for each in slots.standings(group.task) if each.id == id), group
+                return next(each for each in slots.progress(group.task) if each.id == id), group
         except (sqlite3.Error, ValueError) as error:
-            raise EtudeError(f"{self.path(table).name}: group {id} cannot be read: {error}") from error
-        except IndexError:  # no slot, no group
-            raise InputError(f"there is no {table} group {id}") from None
+            raise EtudeError(f"{self.path(rollout_set).name}: group {id} cannot be read: {error}") from error
+        except IndexError:  # a group without slots does not exist
+            raise InputError(f"no {rollout_set} group {id}") from None
 
-    def trace(self, table: SetName, slot: Slot, attempt: int) -> Path | None:
-        """The file of an attempt, always inside the run; None if there is none."""
-        directory = self.place.traces if table == "training" else self.place.evaluation_traces
+    def trace(self, rollout_set: RolloutSet, slot: Slot, attempt: int) -> Path | None:
+        """Return the trace file of an attempt, which must be inside the run; None if there is none."""
+        directory = self.layout.traces if rollout_set == "training" else self.layout.evaluation_traces
         name = f"{slot.group:06d}/{slot.number:02d}-{attempt}{SUFFIX}"
-        path = self.place.root / slot.trace if slot.trace and attempt == slot.attempt else directory / name
-        inside = path.resolve().is_relative_to(self.place.root.resolve())
+        path = self.layout.root / slot.trace if slot.trace and attempt == slot.attempt else directory / name
+        inside = path.resolve().is_relative_to(self.layout.root.resolve())
         return path if inside and path.is_file() else None
 
-    def attempts(self, table: SetName, slot: Slot) -> list[int]:
-        """The attempts of a slot whose files are there, the one that counts included."""
-        directory = (self.place.traces if table == "training" else self.place.evaluation_traces) / f"{slot.group:06d}"
+    def attempts(self, rollout_set: RolloutSet, slot: Slot) -> list[int]:
+        """Return the attempts of a slot that have a trace file, including the current one."""
+        directory = (
+            self.layout.traces if rollout_set == "training" else self.layout.evaluation_traces
+        ) / f"{slot.group:06d}"
         names = [path.stem.partition("-") for path in directory.glob(f"{slot.number:02d}-*{SUFFIX}")]
         found = {int(attempt) for _, _, attempt in names if attempt.isdigit()}
-        if slot.reward is not None and self.trace(table, slot, slot.attempt):
+        if slot.reward is not None and self.trace(rollout_set, slot, slot.attempt):
             found.add(slot.attempt)
         return sorted(found)
 
-    def troubles(self, complain: Complain) -> list[Facts]:
-        """What the infrastructure did, the same things together, the most frequent first."""
+    def incidents(self, report_problem: ReportProblem) -> list[JsonObject]:
+        """Return infrastructure incidents, equal ones counted together, the most frequent first."""
         counted: Counter[tuple[str, str, str]] = Counter()
-        for table in SETS:
-            if not self.path(table).exists():
+        for rollout_set in SETS:
+            if not self.path(rollout_set).exists():
                 continue
             try:
-                with closing(Slots.look(self.path(table))) as slots:
-                    counted.update((table, trouble.kind, trouble.why) for trouble in slots.troubles())
+                with closing(RolloutQueue.open_read_only(self.path(rollout_set))) as slots:
+                    counted.update((rollout_set, incident.kind, incident.why) for incident in slots.incidents())
             except (EtudeError, sqlite3.Error) as error:
-                complain(f"{self.path(table).name} cannot be read: {error}")
+                report_problem(f"{self.path(rollout_set).name} cannot be read: {error}")
         return [
-            {"set": table, "kind": kind, "why": why, "times": times}
-            for (table, kind, why), times in counted.most_common(50)
+            {"set": rollout_set, "kind": kind, "why": why, "times": times}
+            for (rollout_set, kind, why), times in counted.most_common(50)
         ]
 
 
-def _row(table: SetName, step: int | None, task: str, slot: Slot, advantage: float | None) -> Row:
-    said = slot.reward or {}
-    cost = said.get("cost") if isinstance(said.get("cost"), dict) else {}
-    errors = said.get("errors") if isinstance(said.get("errors"), dict) else {}
-    seconds = said.get("seconds") if isinstance(said.get("seconds"), dict) else {}
+def _row(rollout_set: RolloutSet, step: int | None, task: str, slot: Slot, advantage: float | None) -> RolloutRow:
+    record = slot.reward or {}
+    cost = record.get("cost") if isinstance(record.get("cost"), dict) else {}
+    errors = record.get("errors") if isinstance(record.get("errors"), dict) else {}
+    seconds = record.get("seconds") if isinstance(record.get("seconds"), dict) else {}
     assert isinstance(cost, dict)
     assert isinstance(errors, dict)
     assert isinstance(seconds, dict)
-    solved = said.get("solved")
-    return Row(
-        set=table,
+    solved = record.get("solved")
+    return RolloutRow(
+        set=rollout_set,
         step=step,
         group=slot.group,
         number=slot.number,
         attempt=slot.attempt,
         task=task,
-        category=str(said.get("category") or ""),
-        total=number(said.get("total")),
+        category=str(record.get("category") or ""),
+        total=as_number(record.get("total")),
         advantage=advantage,
-        score=number(said.get("score")),
+        score=as_number(record.get("score")),
         solved=None if solved is None else bool(solved),
-        ending=str(said.get("ending") or ""),
-        turns=number(cost.get("turns")),
-        calls=number(cost.get("calls")),
-        made=number(said.get("made")),
-        seconds=number(seconds.get("session", cost.get("wall_s"))),
+        ending=str(record.get("ending") or ""),
+        turns=as_number(cost.get("turns")),
+        calls=as_number(cost.get("calls")),
+        made=as_number(record.get("made")),
+        seconds=as_number(seconds.get("session", cost.get("wall_s"))),
         errors=", ".join(f"{name} {count}" for name, count in sorted(errors.items())),
-        hack=bool(said.get("hack")),
-        oldest=slot.oldest,
-        newest=slot.newest,
+        hack=bool(record.get("hack")),
+        oldest=slot.oldest_step,
+        newest=slot.newest_step,
     )
 
 
-def in_columns(rows: Sequence[Row]) -> Facts:
-    """Rows column by column, words as numbers of a list: a third of the bytes, and fast to read."""
-    columns: Facts = {}
+def to_columns(rows: Sequence[RolloutRow]) -> JsonObject:
+    """Return rows as columns, repeated strings as indices into a list: a third of the bytes, and fast to parse."""
+    columns: JsonObject = {}
     for name in COLUMNS:
         values: list[Any] = [getattr(row, name) for row in rows]
-        if name in CODED:
+        if name in CODED_COLUMNS:
             words: dict[Any, int] = {}
             coded = [words.setdefault(value, len(words)) for value in values]
             columns[name] = {"words": list(words), "at": coded}
@@ -231,18 +236,18 @@ def in_columns(rows: Sequence[Row]) -> Facts:
     return {"count": len(rows), "columns": columns}
 
 
-def rows_of(groups: Iterable[Group]) -> list[Row]:
+def all_rows(groups: Iterable[RolloutGroup]) -> list[RolloutRow]:
     return [row for group in groups for row in group.rows]
 
 
-def stamp(place: Place) -> list[float]:
-    """What changes when the tables do, for the price of a look at their files."""
+def queue_stamp(layout: RunLayout) -> list[float]:
+    """Return times and sizes of the queues' files, which change whenever the queues do."""
     found: list[float] = []
-    for path in (place.slots, place.evaluations):
+    for path in (layout.slots, layout.evaluations):
         for each in (path, path.with_name(f"{path.name}-wal")):
             try:
-                about = each.stat()
-                found += [about.st_mtime, about.st_size]
+                info = each.stat()
+                found += [info.st_mtime, info.st_size]
             except OSError:
                 found += [0, 0]
     return found

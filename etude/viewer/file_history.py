@@ -1,8 +1,8 @@
-"""What the edits of a session did to its files, worked out from the calls and their answers alone.
+"""Diffs of a session's edits, reconstructed from its tool calls and their results.
 
-A file is known once it was written, or read whole. An edit of a known file is shown with the lines around it; of any
-other, the text that was put in place of another. Commands may change files unseen: what does not fit what is known is
-believed over it.
+A file's contents are known once it was written or read completely. An edit of a known file is shown with surrounding
+lines, any other with only the replaced and the new text. Commands may change files unnoticed: if a call contradicts the
+known contents, the call is right.
 """
 
 import difflib
@@ -11,35 +11,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.chat.messages import Call
-from etude.harness.tools.tool import Outcome
+from etude.chat.messages import ToolCall
+from etude.harness.tools.tool import ToolOutcome
 
-AROUND = 3  # lines
-MOST = 2000  # lines of a diff
+CONTEXT_LINES = 3
+MAX_DIFF_LINES = 2000
 _NUMBERED = re.compile(r"(\d+)\|(.*)", re.DOTALL)
 
-Line = tuple[str, str]  # " ", "+", "-" and the text; "@" and where the lines begin
+DiffLine = tuple[str, str]  # " ", "+" or "-" and the text; "@" and the position of the following lines
 
 
 @dataclass(frozen=True)
-class Diff:
-    """What one call changed."""
+class EditDiff:
+    """The change that one call made to a file."""
 
     path: str
-    lines: tuple[Line, ...]
+    lines: tuple[DiffLine, ...]
     added: int
     removed: int
-    known: bool  # whether the lines around it are
+    known: bool  # whether the surrounding lines are known
 
 
 @dataclass
-class Workspace:
-    """The files as far as a session has seen them. Give it the calls in their order."""
+class FileHistory:
+    """The contents of files as far as a session has seen them. Calls must be applied in order."""
 
     texts: dict[str, str] = field(default_factory=dict)
 
-    def follow(self, tool: str, call: Call, outcome: Outcome | None) -> Diff | None:
-        """Learn from a call; what it changed, if it did. `tool` is the tool's own name."""
+    def apply_call(self, tool: str, call: ToolCall, outcome: ToolOutcome | None) -> EditDiff | None:
+        """Apply a call and return the change it made, if any. `tool` is the tool's name without aliases."""
         if call.status != "ok" or call.arguments is None or outcome is None or outcome.error:
             return None
         given = call.arguments
@@ -47,7 +47,7 @@ class Workspace:
         if not path:
             return None
         if tool == "read_file":
-            self._learn(path, outcome)
+            self._record_read(path, outcome)
             return None
         before, after = self.texts.get(path), None
         if tool == "write":
@@ -69,8 +69,8 @@ class Workspace:
         is_new = before is None and not outcome.facts.get("lines_removed")
         return _diff(path, before or "", after, known=before is not None or is_new)
 
-    def _learn(self, path: str, outcome: Outcome) -> None:
-        """A file that was read from its first line to its last, none of them cut."""
+    def _record_read(self, path: str, outcome: ToolOutcome) -> None:
+        """Record a file that was read from its first line to its last, with no line cut."""
         facts = outcome.facts
         total = facts.get("total")
         if total == 0:
@@ -80,7 +80,7 @@ class Workspace:
         found = [_NUMBERED.fullmatch(line) for line in outcome.text.split("\n")[:total]]
         if all(found) and "[cut: the line has" not in outcome.text:
             text = "\n".join(line[2] for line in found if line)
-            # whether the last line had an end is not told; the size does
+            # the result does not say whether the last line ends with a newline, but the size does
             self.texts[path] = text + ("\n" if facts.get("size", 0) > len(text.encode("utf-8", "replace")) else "")
 
 
@@ -88,36 +88,36 @@ def _text(given: Mapping[str, Any], *names: str) -> str | None:
     return next((given[name] for name in names if isinstance(given.get(name), str)), None)
 
 
-def _replaced(before: str | None, old: str, new: str, everywhere: bool) -> str | None:
-    """The file after a replacement; None when it is not known, or is not what it was."""
+def _replaced(before: str | None, old: str, new: str, replace_all: bool) -> str | None:
+    """Return the file after a replacement; None if its contents are unknown or do not contain `old`."""
     if before is None or old not in before:
         return None
-    return before.replace(old, new) if everywhere else before.replace(old, new, 1)
+    return before.replace(old, new) if replace_all else before.replace(old, new, 1)
 
 
-def _diff(path: str, old: str, new: str, *, known: bool) -> Diff:
-    lines: list[Line] = []
+def _diff(path: str, old: str, new: str, *, known: bool) -> EditDiff:
+    lines: list[DiffLine] = []
     added = removed = 0
     for group in _groups(old.splitlines(), new.splitlines()):
         lines.append(("@", group[0] if known else ""))
         lines += group[1]
         added += sum(mark == "+" for mark, _ in group[1])
         removed += sum(mark == "-" for mark, _ in group[1])
-    if len(lines) > MOST:
-        lines = [*lines[:MOST], ("@", f"{len(lines) - MOST} more lines")]
-    return Diff(path, tuple(lines), added, removed, known)
+    if len(lines) > MAX_DIFF_LINES:
+        lines = [*lines[:MAX_DIFF_LINES], ("@", f"{len(lines) - MAX_DIFF_LINES} more lines")]
+    return EditDiff(path, tuple(lines), added, removed, known)
 
 
-def _groups(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, list[Line]]]:
+def _groups(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, list[DiffLine]]]:
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=len(old) + len(new) > 4000)
     found = []
-    for group in matcher.get_grouped_opcodes(AROUND):
-        lines: list[Line] = []
-        for kind, start, end, there, then in group:
+    for group in matcher.get_grouped_opcodes(CONTEXT_LINES):
+        lines: list[DiffLine] = []
+        for kind, start, end, new_start, new_end in group:
             if kind == "equal":
                 lines += [(" ", line) for line in old[start:end]]
             else:
                 lines += [("-", line) for line in old[start:end]]
-                lines += [("+", line) for line in new[there:then]]
+                lines += [("+", line) for line in new[new_start:new_end]]
         found.append((f"line {group[0][3] + 1}", lines))
     return found

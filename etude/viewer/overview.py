@@ -1,5 +1,5 @@
-"""What a run came to, for its first screen: the model, what every stage did and for how long, and held-out success
-before and after. Everything is taken from what the run wrote down; what it did not is left out.
+"""The data of a run's first screen: the model, the result and duration of every stage, and held-out success at the
+first and the last evaluation of RL. Only what the run recorded is shown.
 """
 
 import json
@@ -9,83 +9,85 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from etude.viewer.run_reader import Facts, number
+from etude.viewer.run_reader import JsonObject, as_number
 
-SILENCE_S = 3600.0  # a run from which nothing came for longer stood still: that time is nobody's
-MOST_HEADER = 64 << 20  # bytes of a safetensors header: more is no header
+MAX_GAP_S = 3600.0  # a run without any event for longer was not running; the gap is not counted
+MAX_HEADER_BYTES = 64 << 20  # of safetensors; a larger number means a damaged file
 
 
 # ------------------------------------------------------------------------------------------- the model
 
 
-def read_model(path: Path, lineage: Sequence[Facts]) -> Facts | None:
-    """The newest weights that are there: of which family, how many layers and parameters."""
+def read_model(path: Path, lineage: Sequence[JsonObject]) -> JsonObject | None:
+    """Return family, layers and parameters of the newest checkpoint that exists."""
     for record in reversed(lineage):
         directory = path / str(record.get("path") or "")
         if record.get("kind") != "checkpoint" or not directory.resolve().is_relative_to(path.resolve()):
             continue
         try:
             config = json.loads((directory / "config.json").read_bytes())
-            counted = sum(map(_parameters, sorted(directory.glob("model*.safetensors"))))
-        except (OSError, ValueError, TypeError, AttributeError, KeyError):  # it was given back, or is being written
+            counted = sum(map(_count_parameters, sorted(directory.glob("model*.safetensors"))))
+        except (OSError, ValueError, TypeError, AttributeError, KeyError):  # deleted, or being written
             continue
         if isinstance(config, dict) and counted:
-            layers = number(config.get("num_hidden_layers"))
+            layers = as_number(config.get("num_hidden_layers"))
             return {"family": str(config.get("model_type") or ""), "layers": layers, "parameters": counted}
     return None
 
 
-def _parameters(path: Path) -> int:
-    """The numbers a file of weights holds, by its header alone."""
+def _count_parameters(path: Path) -> int:
+    """Return the number of parameters in a safetensors file, from its header."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size)) if size <= MOST_HEADER else {}
+        header = json.loads(file.read(size)) if size <= MAX_HEADER_BYTES else {}
     return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
 # ------------------------------------------------------------------------------------------- time
 
 
-class WorkClock:
-    """A clock that goes while a run gives signs of life and stands still in between."""
+class ActivityClock:
+    """Measures the time in which a run was active: gaps between events above MAX_GAP_S are left out."""
 
-    def __init__(self, signs: Iterable[float]) -> None:
-        self.signs = sorted(set(signs))
-        self.read = [0.0]
-        for before, after in zip(self.signs, self.signs[1:], strict=False):
-            self.read.append(self.read[-1] + (after - before if after - before <= SILENCE_S else 0.0))
+    def __init__(self, events: Iterable[float]) -> None:
+        self.events = sorted(set(events))
+        self.elapsed = [0.0]
+        for before, after in zip(self.events, self.events[1:], strict=False):
+            self.elapsed.append(self.elapsed[-1] + (after - before if after - before <= MAX_GAP_S else 0.0))
 
-    def at(self, sign: float) -> float:
-        """Seconds of work up to one of the signs."""
-        return self.read[bisect_left(self.signs, sign)]
+    def at(self, event: float) -> float:
+        """Return the active seconds up to one of the events."""
+        return self.elapsed[bisect_left(self.events, event)]
 
 
-def stage_times(stages: Sequence[Facts], records: Sequence[Facts], lineage: Sequence[Facts]) -> dict[str, Facts]:
-    """When every stage began and how long it took, in seconds of work: each begins where the one before ended."""
+def stage_times(
+    stages: Sequence[JsonObject], records: Sequence[JsonObject], lineage: Sequence[JsonObject]
+) -> dict[str, JsonObject]:
+    """Return start and duration of every stage in active seconds; each starts where the previous one ended."""
     ends = {stage["name"]: end for stage in stages if (end := _end(stage, records)) is not None}
-    lines = [when for record in records if (when := number(record.get("time"))) is not None]
-    made = [when for record in lineage if (when := _moment(record.get("created"))) is not None]
-    clock = WorkClock([*ends.values(), *lines, *made])
-    times: dict[str, Facts] = {}
-    began = 0.0
+    lines = [when for record in records if (when := as_number(record.get("time"))) is not None]
+    made = [when for record in lineage if (when := _parse_time(record.get("created"))) is not None]
+    clock = ActivityClock([*ends.values(), *lines, *made])
+    times: dict[str, JsonObject] = {}
+    start = 0.0
     for stage in stages:
         if stage["name"] not in ends:
             continue
-        ended = clock.at(ends[stage["name"]])
-        times[stage["name"]] = {"start": began, "seconds": max(0.0, ended - began)}
-        began = max(began, ended)
+        end = clock.at(ends[stage["name"]])
+        times[stage["name"]] = {"start": start, "seconds": max(0.0, end - start)}
+        start = max(start, end)
     return times
 
 
-def _end(stage: Facts, records: Sequence[Facts]) -> float | None:
-    """When a stage was done, or last heard of."""
+def _end(stage: JsonObject, records: Sequence[JsonObject]) -> float | None:
+    """Return the time at which a stage finished, or of its last record."""
     if stage["done"]:
-        return _moment(stage["saved"])
-    mine = (number(record.get("time")) for record in records if record.get("stage") == stage["name"])
+        return _parse_time(stage["saved"])
+    mine = (as_number(record.get("time")) for record in records if record.get("stage") == stage["name"])
     return max((when for when in mine if when is not None), default=None)
 
 
-def _moment(text: object) -> float | None:
+def _parse_time(text: object) -> float | None:
     try:
         return datetime.fromisoformat(str(text)).timestamp()
     except (ValueError, OverflowError):
@@ -95,27 +97,29 @@ def _moment(text: object) -> float | None:
 # ------------------------------------------------------------------------------------------- stages
 
 
-def stage_results(stages: Sequence[Facts], recipe: Facts, curves: Sequence[Facts], won: Facts | None) -> list[Facts]:
-    """What every stage did, in a few words, and the one measure it changed: before and after."""
-    curve = {told["stage"]: told for told in curves}
+def stage_results(
+    stages: Sequence[JsonObject], recipe: JsonObject, curves: Sequence[JsonObject], outcome_result: JsonObject | None
+) -> list[JsonObject]:
+    """Return a short description of every stage, and the metric it changed: first and last value."""
+    curve = {result["stage"]: result for result in curves}
     found = []
     for stage in stages:
         name, facts = stage["name"], stage["facts"]
         section = recipe.get(name) if isinstance(recipe.get(name), dict) else {}
         assert isinstance(section, dict)
-        told: Facts = {"did": _did(name, facts, section, curve.get(name))}
-        if name == "rl" and won is not None:
-            whole = won["rows"][0]
-            told |= {"measure": "held-out tasks solved", "share": True}
-            told |= {"before": (whole["before"] or {}).get("at"), "after": whole["after"]["at"]}
+        result: JsonObject = {"did": _stage_summary(name, facts, section, curve.get(name))}
+        if name == "rl" and outcome_result is not None:
+            whole = outcome_result["rows"][0]
+            result |= {"measure": "held-out tasks solved", "share": True}
+            result |= {"before": (whole["before"] or {}).get("at"), "after": whole["after"]["at"]}
         elif name in curve:
-            told |= measured(curve[name])
-        found.append(told)
+            result |= curve_change(curve[name])
+        found.append(result)
     return found
 
 
-def measured(curve: Facts) -> Facts:
-    """What a curve went from and came to: on held-out text where that was measured twice."""
+def curve_change(curve: JsonObject) -> JsonObject:
+    """Return the first and last value of a curve: of held-out text if it was measured at least twice."""
     share = curve["measure"].endswith("overlap")
     name = "drafts accepted" if share else "loss" if curve["measure"] == "loss" else "divergence of drafts"
     if len(curve["held_out"]) > 1:
@@ -125,52 +129,53 @@ def measured(curve: Facts) -> Facts:
     return {"measure": f"training {name}", "share": share, "before": mean[0], "after": mean[-1]}
 
 
-def _did(name: str, facts: Facts, section: Facts, curve: Facts | None) -> str:
+def _stage_summary(name: str, facts: JsonObject, section: JsonObject, curve: JsonObject | None) -> str:
     if curve is not None:
         mix = section.get("mix")
         parts = [str(part.get("corpus")) for part in mix if isinstance(part, dict)] if isinstance(mix, list) else []
         of = f" of {' and '.join(parts)}" if parts else ""
-        what = {"mtp": "learns to draft ahead: ", "extend": "longer context: ", "sft": "imitates: "}.get(name, "")
-        if name == "extend" and (length := number(section.get("length"))):
-            what = f"context of {_whole(length)} tokens: "
-        return f"{what}{_short(curve['tokens'])} tokens{of}"
+        what = {"mtp": "MTP layers: ", "extend": "longer context: ", "sft": "imitation: "}.get(name, "")
+        if name == "extend" and (length := as_number(section.get("length"))):
+            what = f"context window of {_format_count(length)} tokens: "
+        return f"{what}{_format_size(curve['tokens'])} tokens{of}"
     if name == "rl":
-        size, groups = number(section.get("group_size")), number(section.get("groups_per_step"))
-        steps = number(facts.get("steps")) or number(section.get("steps"))
-        each = f" of {_whole(groups)} tasks × {_whole(size)} sessions" if size and groups else ""
-        return f"{_whole(steps)} steps{each}" if steps else ""
+        size, groups = as_number(section.get("group_size")), as_number(section.get("groups_per_step"))
+        steps = as_number(facts.get("steps")) or as_number(section.get("steps"))
+        each = f" of {_format_count(groups)} tasks × {_format_count(size)} sessions" if size and groups else ""
+        return f"{_format_count(steps)} steps{each}" if steps else ""
     if name == "base":
         source = Path(str(facts.get("source") or section.get("source") or "")).name
         return f"starts from {source}" if source else ""
-    if (size := number(facts.get("parameters"))) is not None:
-        return f"{_short(size)} parameters at random"
-    if (size := number(facts.get("vocab_size"))) is not None:
-        return f"{_whole(size)} entries"
-    if (bits := number(facts.get("bits_per_byte"))) is not None:
+    if (size := as_number(facts.get("parameters"))) is not None:
+        return f"{_format_size(size)} random parameters"
+    if (size := as_number(facts.get("vocab_size"))) is not None:
+        return f"{_format_count(size)} entries"
+    if (bits := as_number(facts.get("bits_per_byte"))) is not None:
         return f"{bits:.3f} bits per byte"
-    return _sets(facts)
+    return _describe_sets(facts)
 
 
-def _sets(facts: Facts) -> str:
-    """What was made, by name: sets of tasks, corpora."""
+def _describe_sets(facts: JsonObject) -> str:
+    """Describe the task sets and corpora that a stage made."""
     found = []
     for name, made in facts.items():
         if not isinstance(made, dict):
             continue
-        if (tasks := number(made.get("tasks"))) is not None:
-            experts = number(made.get("experts"))
-            found.append(f"{_whole(tasks)} {name}" + (f" (and {_whole(experts)} expert sessions)" if experts else ""))
-        elif (tokens := number(made.get("train"))) is not None:
-            found.append(f"{name} {_short(tokens)} tokens")
+        if (tasks := as_number(made.get("tasks"))) is not None:
+            demonstrations = as_number(made.get("experts"))
+            shown = f" (and {_format_count(demonstrations)} demonstrations)" if demonstrations else ""
+            found.append(f"{_format_count(tasks)} {name}{shown}")
+        elif (tokens := as_number(made.get("train"))) is not None:
+            found.append(f"{name} {_format_size(tokens)} tokens")
     return ", ".join(found)
 
 
-def _whole(value: float) -> str:
+def _format_count(value: float) -> str:
     return f"{value:,.0f}".replace(",", "\u202f")
 
 
-def _short(value: float | None) -> str:
-    """Three digits, as the charts have them: 164k, 1.77M."""
+def _format_size(value: float | None) -> str:
+    """Format with three digits, as the charts do: 164k, 1.77M."""
     size = value or 0.0
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= (10 * unit if name == "k" else unit):
@@ -181,62 +186,67 @@ def _short(value: float | None) -> str:
 # ------------------------------------------------------------------------------------------- held-out success
 
 
-def outcome(evaluations: Sequence[Facts], facts: Facts, recipe: Facts) -> Facts | None:
-    """Held-out success from the first measurement to the last: of all tasks, of every set, and the best of K sessions.
+def outcome(evaluations: Sequence[JsonObject], facts: JsonObject, recipe: JsonObject) -> JsonObject | None:
+    """Return held-out success at the first and last evaluation: of all tasks, every set, and best of K sessions.
 
-    A change has an interval of its own where the run has compared the two task by task.
+    The first evaluation is of the checkpoint that RL started from (usually after SFT), not of the base model. A change
+    has an interval if the run compared the two task by task.
     """
-    if not evaluations or number(evaluations[-1].get("solved")) is None:
+    if not evaluations or as_number(evaluations[-1].get("solved")) is None:
         return None
     first, last = (evaluations[0], evaluations[-1]) if len(evaluations) > 1 else (None, evaluations[0])
     kinds = _kinds(recipe)
     names = [key.split("/")[1] for key in last if key.startswith("set/") and key.endswith("/solved")]
-    tasks, samples = number(last.get("tasks")) or 0.0, number(last.get("samples")) or 0.0
+    tasks, samples = as_number(last.get("tasks")) or 0.0, as_number(last.get("samples")) or 0.0
     each = round(samples / tasks) if tasks else 0
-    rows = [_row("all", first, last, "", "solved", _compared(facts.get("rise"), first, last))]
+    rows = [_row("all", first, last, "", "solved", _matching_comparison(facts.get("rise"), first, last))]
     for name in sorted(names, key=lambda name: list(kinds).index(name) if name in kinds else len(kinds)):
-        row = _row(name, first, last, f"set/{name}/", "solved", _compared(facts.get(f"rise_{name}"), first, last))
+        row = _row(
+            name, first, last, f"set/{name}/", "solved", _matching_comparison(facts.get(f"rise_{name}"), first, last)
+        )
         rows.append(row | {"kind": kinds.get(name, "")})
-    if each > 1 and number(last.get(f"best/{each}")) is not None:
-        best = _row("best", first, last, "", f"best/{each}", _compared(facts.get("rise"), first, last))
+    if each > 1 and as_number(last.get(f"best/{each}")) is not None:
+        best = _row("best", first, last, "", f"best/{each}", _matching_comparison(facts.get("rise"), first, last))
         rows.append(best | {"of": each})
-    steps = [int(number(line.get("step")) or 0) for line in (first, last) if line is not None]
+    steps = [int(as_number(line.get("step")) or 0) for line in (first, last) if line is not None]
     return {"tasks": int(tasks), "sessions": each, "steps": steps, "rows": rows}
 
 
-def _compared(rise: object, first: Facts | None, last: Facts) -> Facts:
-    """What the run says of the change, if it is between these two measurements."""
-    if first is None or not isinstance(rise, dict):
+def _matching_comparison(comparison: object, first: JsonObject | None, last: JsonObject) -> JsonObject:
+    """Return the run's own comparison if it is between these two evaluations."""
+    if first is None or not isinstance(comparison, dict):
         return {}
-    return rise if (rise.get("from"), rise.get("to")) == (first.get("step"), last.get("step")) else {}
+    return comparison if (comparison.get("from"), comparison.get("to")) == (first.get("step"), last.get("step")) else {}
 
 
-def _row(name: str, first: Facts | None, last: Facts, prefix: str, measure: str, rise: Facts) -> Facts:
+def _row(
+    name: str, first: JsonObject | None, last: JsonObject, prefix: str, measure: str, comparison: JsonObject
+) -> JsonObject:
     return {
         "name": name,
-        "tasks": number(last.get(f"{prefix}tasks")),
+        "tasks": as_number(last.get(f"{prefix}tasks")),
         "before": _bounded(first, f"{prefix}{measure}") if first is not None else None,
         "after": _bounded(last, f"{prefix}{measure}"),
-        "change": _bounded(rise, measure) if rise else None,
+        "change": _bounded(comparison, measure) if comparison else None,
     }
 
 
-def _bounded(line: Mapping[str, object], name: str) -> Facts:
+def _bounded(line: Mapping[str, object], name: str) -> JsonObject:
     keys = {"at": name, "low": f"{name}_low", "high": f"{name}_high"}
-    return {word: number(line.get(key)) for word, key in keys.items()}
+    return {word: as_number(line.get(key)) for word, key in keys.items()}
 
 
-def _kinds(recipe: Facts) -> dict[str, str]:
-    """What the recipe tells of every set of tasks: made like those it was trained on, or not."""
+def _kinds(recipe: JsonObject) -> dict[str, str]:
+    """Return for every task set whether its tasks are of the kinds that RL trained on, according to the recipe."""
     table, section = recipe.get("tasks"), recipe.get("rl")
     builds = table.get("build") if isinstance(table, dict) else None
     known = {str(build.get("name")): build for build in builds or () if isinstance(build, dict)}
     train = known.get(str(section.get("tasks")) if isinstance(section, dict) else "")
     if train is None or not train.get("source"):
         return {}
-    told = {}
+    result = {}
     for name, build in known.items():
         if build.get("source") == train["source"]:
             alike = build.get("split", "train") == train.get("split", "train")
-            told[name] = "new tasks of kinds it trained on" if alike else "tasks of kinds it never trained on"
-    return told
+            result[name] = "new tasks of kinds it trained on" if alike else "tasks of kinds it never trained on"
+    return result

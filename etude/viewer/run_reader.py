@@ -1,7 +1,7 @@
-"""A run directory, read without trust: beside whoever writes it, half finished, or damaged.
+"""Read a run directory without trusting its contents: it may be written to, unfinished, or damaged.
 
-What cannot be understood is left out and told in words, for the page to show: nothing here fails because of what is in
-a run, and nothing is ever written into it.
+Unreadable parts are left out and reported as problems, which the page shows. Nothing here fails because of the contents
+of a run, and nothing is written into it.
 """
 
 import json
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import InputError
-from etude.files import holder
+from etude.files import lock_holder
 
-Facts = dict[str, Any]
-Complain = Callable[[str], None]
+JsonObject = dict[str, Any]
+ReportProblem = Callable[[str], None]  # called with a message for the page
 
 
 def is_run(path: Path) -> bool:
@@ -25,7 +25,7 @@ def is_run(path: Path) -> bool:
 
 
 def find_runs(path: Path) -> dict[str, Path]:
-    """The runs in a directory, by name: itself under "" if it is one, else those right below it."""
+    """Return runs by name: the directory itself under "" if it is a run, otherwise the runs directly below it."""
     if is_run(path):
         return {"": path}
     try:
@@ -33,50 +33,48 @@ def find_runs(path: Path) -> dict[str, Path]:
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; name a run, or a directory of runs") from None
     if not below:
-        raise InputError(
-            f"{path} is no run, and there is none in it: no recipe.toml; name a directory made by `etude run`"
-        )
+        raise InputError(f"{path} is not a run and contains none: no recipe.toml; name a directory made by `etude run`")
     return {each.name: each for each in below}
 
 
 class JsonLines:
-    """A file of JSON objects, one per line, that somebody appends to: each look reads only what is new."""
+    """Reads a JSON Lines file that is being appended to; each read parses only the new lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.records: list[Facts] = []
+        self.records: list[JsonObject] = []
         self.damaged: list[int] = []  # numbers of lines
         self._file: tuple[int, int] = (0, 0)
         self._at = self._line = 0
 
-    def read(self, complain: Complain) -> list[Facts]:
-        """All records; what is no record is complained of. A last line without its end is still being written."""
+    def read(self, report_problem: ReportProblem) -> list[JsonObject]:
+        """Return all records and report damaged lines. A last line without a newline is still being written."""
         try:
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
-                if (found.st_dev, found.st_ino) != self._file or found.st_size < self._at:  # another file has its name
+                if (found.st_dev, found.st_ino) != self._file or found.st_size < self._at:  # the file was replaced
                     self.records, self.damaged, self._at, self._line = [], [], 0, 0
                     self._file = found.st_dev, found.st_ino
                 file.seek(self._at)
-                self._take(file.read())
+                self._parse(file.read())
         except FileNotFoundError:
             self.records, self.damaged, self._at, self._line = [], [], 0, 0
         except OSError as error:
-            complain(f"{self.path.name} cannot be read: {error.strerror}")
+            report_problem(f"{self.path.name} cannot be read: {error.strerror}")
         if self.damaged:
             shown = ", ".join(map(str, self.damaged[:5])) + (", ..." if len(self.damaged) > 5 else "")
             lines = "line" if len(self.damaged) == 1 else "lines"
-            complain(f"{self.path.name}: {lines} {shown} cannot be understood and {_is(self.damaged)} left out")
+            report_problem(f"{self.path.name}: {lines} {shown} cannot be parsed and {_verb(self.damaged)} left out")
         return self.records
 
-    def _take(self, data: bytes) -> None:
+    def _parse(self, data: bytes) -> None:
         whole = data[: data.rfind(b"\n") + 1]
         self._at += len(whole)
         for line in whole.split(b"\n")[:-1]:
             self._line += 1
             try:
                 record = json.loads(line)
-            except ValueError:  # bytes that are no text are one too
+            except ValueError:  # includes UnicodeDecodeError
                 record = None
             if isinstance(record, dict):
                 self.records.append(record)
@@ -84,43 +82,43 @@ class JsonLines:
                 self.damaged.append(self._line)
 
 
-def _is(things: list[int]) -> str:
+def _verb(things: list[int]) -> str:
     return "is" if len(things) == 1 else "are"
 
 
-def read_json(path: Path, complain: Complain) -> Facts:
-    """A JSON object; an empty one where there is none."""
+def read_json(path: Path, report_problem: ReportProblem) -> JsonObject:
+    """Read a JSON object; return an empty one if there is none."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        complain(f"{path.name} cannot be read: {error}")
+        report_problem(f"{path.name} cannot be read: {error}")
         return {}
     if not isinstance(found, dict):
-        complain(f"{path.name}: expected an object")
+        report_problem(f"{path.name}: expected an object")
         return {}
     return found
 
 
-def read_recipe(path: Path, complain: Complain) -> tuple[str, Facts]:
-    """The recipe's text and its tables, of whatever version of Etude: nothing is checked."""
+def read_recipe(path: Path, report_problem: ReportProblem) -> tuple[str, JsonObject]:
+    """Return the recipe's text and its tables, unvalidated: it may be of any version of Etude."""
     try:
         text = (path / "recipe.toml").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        complain(f"recipe.toml cannot be read: {error.strerror}")
+        report_problem(f"recipe.toml cannot be read: {error.strerror}")
         return "", {}
     try:
         return text, tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        complain(f"recipe.toml cannot be understood: {error}")
+        report_problem(f"recipe.toml cannot be parsed: {error}")
         return text, {}
 
 
-def read_stages(path: Path, recipe: Facts, complain: Complain) -> list[Facts]:
-    """The stages in the recipe's order, each with what it has kept; those that nobody asked for come last."""
-    state = read_json(path / "state.json", complain).get("stages", {})
-    kept: Facts = state if isinstance(state, dict) else {}
+def read_stages(path: Path, recipe: JsonObject, report_problem: ReportProblem) -> list[JsonObject]:
+    """Return the stages in the recipe's order with their saved state; stages that are not in the recipe come last."""
+    state = read_json(path / "state.json", report_problem).get("stages", {})
+    kept: JsonObject = state if isinstance(state, dict) else {}
     wanted = recipe.get("stages", [])
     names = [str(name) for name in wanted] if isinstance(wanted, list) else []
     names += [name for name in kept if name not in names]
@@ -140,38 +138,38 @@ def read_stages(path: Path, recipe: Facts, complain: Complain) -> list[Facts]:
     return stages
 
 
-# ------------------------------------------------------------------------------------------- is anybody there
+# ------------------------------------------------------------------------------------------- status
 
 
 @dataclass(frozen=True)
-class Life:
-    """Whether a run goes on."""
+class RunStatus:
+    """The state of a run, and a text for the page."""
 
     state: Literal["running", "finished", "stopped"]
-    words: str
+    text: str
 
 
-def life(path: Path, stages: list[Facts]) -> Life:
-    """A run is over when its stages are done; before that somebody holds its lock, or it stopped."""
-    if who := holder(path / "lock"):
-        elsewhere = "" if who.here else f"held by a process on {who.host} "
-        return Life("running", f"{elsewhere}since {_clock(who.since)}")
+def run_status(path: Path, stages: list[JsonObject]) -> RunStatus:
+    """Return the status: running if a process holds the lock, finished if all stages are done, otherwise stopped."""
+    if holder := lock_holder(path / "lock"):
+        elsewhere = "" if holder.is_local else f"held by a process on {holder.host} "
+        return RunStatus("running", f"{elsewhere}since {_format_time(holder.since)}")
     unfinished = [stage["name"] for stage in stages if not stage["done"]]
     if not stages or unfinished:
         stage = unfinished[0] if unfinished else "its first stage"
-        return Life("stopped", f"in {stage}: no process works on it; `etude run ... --resume` goes on")
-    return Life("finished", "all stages are done")
+        return RunStatus("stopped", f"in {stage}: no process is running; `etude run ... --resume` continues it")
+    return RunStatus("finished", "all stages are done")
 
 
-def _clock(time: str) -> str:
+def _format_time(time: str) -> str:
     try:
         return datetime.fromisoformat(time).astimezone().strftime("%H:%M:%S on %d %B %Y")
     except ValueError:
         return time
 
 
-def number(value: object) -> float | None:
-    """A finite number, or None for anything else."""
+def as_number(value: object) -> float | None:
+    """Return a finite number as float, None for anything else."""
     if isinstance(value, bool):
         return float(value)
     if not isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""Running the pages' server until somebody ends it."""
+"""Run the viewer's HTTP server until a signal stops it."""
 
 import asyncio
 import contextlib
@@ -11,20 +11,20 @@ from pathlib import Path
 import uvicorn
 
 from etude.errors import InputError
-from etude.viewer.server import app
+from etude.viewer.server import make_app
 
-EVERYWHERE = ("0.0.0.0", "::")
-HERE = ["localhost", "127.0.0.1", "::1", "[::1]"]
+ANY_ADDRESS = ("0.0.0.0", "::")
+LOCAL_NAMES = ["localhost", "127.0.0.1", "::1", "[::1]"]
 
 
 async def serve(path: Path, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve a run, or a directory of runs; `ready` is told the address."""
-    pages = app(path, ["*"] if host in EVERYWHERE else [*HERE, host, f"[{host}]"])
+    """Serve a run, or a directory of runs; `ready` is called with the URL."""
+    pages = make_app(path, ["*"] if host in ANY_ADDRESS else [*LOCAL_NAMES, host, f"[{host}]"])
     with _bind(host, port) as listener:
-        chosen = listener.getsockname()[1]
-        for answers in list(pages.state.runs.values())[:1]:  # read it while the browser is being opened
-            threading.Thread(target=answers.run, daemon=True).start()
-        ready(f"http://{f'[{host}]' if ':' in host else host}:{chosen}/")
+        bound_port = listener.getsockname()[1]
+        for api in list(pages.state.runs.values())[:1]:  # fill its caches while the browser is being opened
+            threading.Thread(target=api.run, daemon=True).start()
+        ready(f"http://{f'[{host}]' if ':' in host else host}:{bound_port}/")
         server = _Server(
             uvicorn.Config(pages, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
         )
@@ -34,7 +34,7 @@ async def serve(path: Path, host: str, port: int, ready: Callable[[str], None]) 
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with signals left to us: it would raise them again, and to be ended is no failure here."""
+    """uvicorn without its signal handlers, which raise the signal again: being stopped is not a failure here."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -49,4 +49,4 @@ def _bind(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise InputError(f"--host {host} --port {port}: {error.strerror or error}; name another") from None
+        raise InputError(f"--host {host} --port {port}: {error.strerror or error}; choose another address") from None

@@ -1,8 +1,8 @@
-"""The pages over HTTP: one run at `/`, or a list of runs with each under `/run/NAME/`.
+"""The viewer's HTTP application: one run at `/`, or a list of runs with each under `/run/NAME/`.
 
-Reads only. What it serves was written by models and by programs in pods, so nothing of it may run: every answer is data
-(JSON), pages may load nothing but our own files and may not turn text into markup (Trusted Types), and a name that
-points here from elsewhere is refused.
+Read only. The contents of a run were written by models and programs in pods, so none of it may execute: every response
+is JSON, pages may load only our own files and may not turn text into markup (Trusted Types), and requests with a
+foreign host name are refused.
 """
 
 import json
@@ -23,10 +23,10 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from etude.errors import EtudeError
-from etude.viewer.api import Answers, NotHere, tell_runs
+from etude.viewer.api import NotFound, RunApi, list_runs
 from etude.viewer.run_reader import find_runs
 
-POLICY = {
+CONTENT_SECURITY_POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
     "style-src": "'self'",
@@ -39,7 +39,7 @@ POLICY = {
     "trusted-types": "'none'",
 }
 HEADERS = {
-    "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in POLICY.items()),
+    "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in CONTENT_SECURITY_POLICY.items()),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -47,21 +47,21 @@ HEADERS = {
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-store",
 }
-KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
 def asset(name: str) -> bytes:
-    """A file of the front end."""
+    """Return a file of the front end."""
     return files("etude.viewer").joinpath("pages").joinpath(name).read_bytes()
 
 
 def assets() -> list[str]:
-    """Their names."""
+    """Return the names of the front end's files."""
     return sorted(each.name for each in files("etude.viewer").joinpath("pages").iterdir() if each.is_file())
 
 
-def dump(value: Any) -> bytes:
-    """JSON that every browser reads. What is no number there is null; text that is no Unicode is escaped."""
+def to_json(value: Any) -> bytes:
+    """Return JSON that every browser accepts: NaN and infinities become null, invalid Unicode is escaped."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
@@ -78,22 +78,22 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def app(path: Path, hosts: list[str] | None = None) -> Starlette:
-    """The pages of a run, or of every run in a directory, for whoever asks under one of the names `hosts`."""
+def make_app(path: Path, hosts: list[str] | None = None) -> Starlette:
+    """Return the application for a run, or every run in a directory; requests must name one of `hosts`."""
     runs = find_runs(path)
     single = list(runs) == [""]
-    known = {name: Answers(where) for name, where in runs.items()}
+    apis = {name: RunApi(run) for name, run in runs.items()}
     names = frozenset(assets())
 
-    def find(name: str) -> Answers | None:
-        """A run by its name; one that was begun meanwhile too."""
-        if name not in known and not single and name in (now := find_runs(path)):
-            known[name] = Answers(now[name])
-        return known.get(name)
+    def find(name: str) -> RunApi | None:
+        """Return the API of a run, including runs that were started since."""
+        if name not in apis and not single and name in (now := find_runs(path)):
+            apis[name] = RunApi(now[name])
+        return apis.get(name)
 
     async def page(request: Request) -> Response:
         if "name" in request.path_params and find(request.path_params["name"]) is None:
-            return _error(404, f"there is no run {request.path_params['name']!r} here")
+            return _error(404, f"no run {request.path_params['name']!r} in this directory")
         mode = "run" if single else "run-of-many" if "name" in request.path_params else "runs"
         text = asset("index.html").replace(b'data-mode="run"', f'data-mode="{mode}"'.encode())
         return Response(text, media_type="text/html", headers=HEADERS)
@@ -104,17 +104,17 @@ def app(path: Path, hosts: list[str] | None = None) -> Starlette:
     async def file(request: Request) -> Response:
         name = request.path_params["file"]
         if name not in names:
-            return _error(404, "there is no such file")
-        return Response(asset(name), media_type=KINDS[name.rpartition(".")[2]], headers=HEADERS)
+            return _error(404, "no such file")
+        return Response(asset(name), media_type=MEDIA_TYPES[name.rpartition(".")[2]], headers=HEADERS)
 
     async def api(request: Request) -> Response:
-        answers = find(request.path_params.get("name", ""))
-        if answers is None:
-            return _error(404, "there is no such run")
-        return await run_in_threadpool(_answer, partial(answers.answer, request.path_params["address"]))
+        run_api = find(request.path_params.get("name", ""))
+        if run_api is None:
+            return _error(404, "no such run")
+        return await run_in_threadpool(_respond, partial(run_api.get, request.path_params["address"]))
 
     async def listing(request: Request) -> Response:
-        return await run_in_threadpool(_answer, lambda: tell_runs(find_runs(path)))
+        return await run_in_threadpool(_respond, lambda: list_runs(find_runs(path)))
 
     if single:
         routes = [Route("/", page), Route("/api/{address:path}", api)]
@@ -134,25 +134,25 @@ def app(path: Path, hosts: list[str] | None = None) -> Starlette:
             Middleware(GZipMiddleware, minimum_size=4096, compresslevel=3),
         ],
     )
-    pages.add_exception_handler(HTTPException, _refuse)
-    pages.state.runs = known
+    pages.add_exception_handler(HTTPException, _http_error)
+    pages.state.runs = apis
     return pages
 
 
-def _answer(ask: Any) -> Response:
+def _respond(get: Any) -> Response:
     try:
-        return Response(dump(ask()), media_type="application/json", headers=HEADERS)
-    except NotHere as error:
+        return Response(to_json(get()), media_type="application/json", headers=HEADERS)
+    except NotFound as error:
         return _error(404, str(error))
     except (EtudeError, OSError) as error:
         return _error(409, str(error))
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
-    """What the routes themselves refuse, under the same headers."""
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Return the errors of the router itself with the same headers."""
     assert isinstance(error, HTTPException)
     return _error(error.status_code, error.detail)
 
 
-def _error(status: int, words: str) -> Response:
-    return Response(dump({"error": words}), status, headers=HEADERS, media_type="application/json")
+def _error(status: int, message: str) -> Response:
+    return Response(to_json({"error": message}), status, headers=HEADERS, media_type="application/json")

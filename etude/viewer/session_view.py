@@ -1,6 +1,6 @@
-"""A session as a page tells it: turn by turn, calls with what came of them, diffs, summaries; and token by token.
+"""A session as JSON for its page: turns, tool calls with results, diffs and summaries; and token by token.
 
-Everything here is text that a model or a program in a pod wrote: it is data, and the pages show it as nothing else.
+All text was written by a model or a program in a pod. It is data, and the pages show it only as text.
 """
 
 import json
@@ -13,65 +13,67 @@ from typing import Any
 
 import numpy as np
 
-from etude.chat.messages import Call
+from etude.chat.messages import ToolCall
 from etude.chat.tokenizer import Tokenizer
 from etude.errors import EtudeError
-from etude.harness.tools.tool import Outcome
+from etude.harness.tools.tool import ToolOutcome
 from etude.harness.trace import Segment, Step, Trace
-from etude.viewer.file_history import Workspace
-from etude.viewer.run_reader import Facts
+from etude.viewer.file_history import FileHistory
+from etude.viewer.run_reader import JsonObject
 
-PAGE = 2000  # tokens told at once
-HEADLINES = (  # the argument that says most of a call, in this order
+PAGE_TOKENS = 2000  # tokens per response
+MAIN_ARGUMENTS = (  # the first one present is a call's headline
     *("command", "file_path", "target_file", "target_directory", "path", "pattern", "glob_pattern"),
     *("query", "search_term", "url", "job_id", "bash_id"),
 )
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How much of a text is told; 0 is all of it."""
+class TextLimit:
+    """Shortens long texts in the middle; 0 means no limit."""
 
-    text: int = 0
+    characters: int = 0
 
     def __call__(self, text: str) -> str:
-        if not self.text or len(text) <= self.text:
+        if not self.characters or len(text) <= self.characters:
             return text
-        half = self.text // 2
+        half = self.characters // 2
         return f"{text[:half]}\n[{len(text) - 2 * half:,} characters are left out here]\n{text[-half:]}"
 
 
-def tell(trace: Trace, cut: Cut | None = None) -> Facts:
-    """A whole session."""
-    cut = cut or Cut()
+def describe_session(trace: Trace, text_limit: TextLimit | None = None) -> JsonObject:
+    """Return a session as JSON."""
+    text_limit = text_limit or TextLimit()
     names = trace.facts.get("tool_names")
-    own: dict[str, str] = {str(key): str(value) for key, value in names.items()} if isinstance(names, dict) else {}
-    files = Workspace()
-    steps: list[Facts] = []
+    tool_names: dict[str, str] = (
+        {str(key): str(value) for key, value in names.items()} if isinstance(names, dict) else {}
+    )
+    files = FileHistory()
+    steps: list[JsonObject] = []
     turn = 0
-    before = 0.0
+    previous_time = 0.0
     for step in trace.steps:
         turn += step.kind == "turn"
-        steps.append(_step(trace, step, turn, own, files, cut, before))
-        before = max(before, step.time)
+        steps.append(_step(trace, step, turn, tool_names, files, text_limit, previous_time))
+        previous_time = max(previous_time, step.time)
     return {
         "id": trace.id,
         "dialect": trace.dialect,
         "model": trace.model,
         "exact": trace.exact,
         "ending": trace.ending,
-        "final": cut(trace.final),
-        "cost": asdict(trace.cost) | {"made": trace.cost.made},
+        "final": text_limit(trace.final),
+        "cost": asdict(trace.cost) | {"made": trace.cost.sampled},
         "errors": dict(trace.errors),
         "versions": list(trace.versions()),
         "tools": [_tool_name(tool) for tool in trace.tools],
         "facts": {name: value for name, value in trace.facts.items() if name not in ("tool_names", "effort")},
         "segments": [
-            {"kind": segment.kind, "tokens": len(segment), "made": int(segment.made.sum())}
+            {"kind": segment.kind, "tokens": len(segment), "made": int(segment.sampled.sum())}
             for segment in trace.segments
         ],
         "steps": steps,
-        "strip": strip(trace),
+        "strip": activity_strip(trace),
     }
 
 
@@ -82,44 +84,52 @@ def _tool_name(tool: Any) -> str:
         return "?"
 
 
-def _step(trace: Trace, step: Step, turn: int, own: dict[str, str], files: Workspace, cut: Cut, before: float) -> Facts:
+def _step(
+    trace: Trace,
+    step: Step,
+    turn: int,
+    tool_names: dict[str, str],
+    files: FileHistory,
+    text_limit: TextLimit,
+    previous_time: float,
+) -> JsonObject:
     message = step.message
-    told: Facts = {
+    view: JsonObject = {
         "kind": step.kind,
         "role": message.role,
         "segment": step.segment,
         "time": round(step.time, 3),
-        "text": cut(message.content),
+        "text": text_limit(message.content),
     }
     if step.kind in ("turn", "summary"):
-        tools_s = min(sum(outcome.seconds for outcome in step.outcomes), max(0.0, step.time - before))
-        told |= {"model_s": round(max(0.0, step.time - before - tools_s), 3), "tools_s": round(tools_s, 3)}
-        told |= _tokens_of(trace, step)
+        tools_s = min(sum(outcome.seconds for outcome in step.outcomes), max(0.0, step.time - previous_time))
+        view |= {"model_s": round(max(0.0, step.time - previous_time - tools_s), 3), "tools_s": round(tools_s, 3)}
+        view |= _token_facts(trace, step)
     if step.kind == "turn":
-        told["turn"] = turn
+        view["turn"] = turn
     if message.thinking:
-        told["thinking"] = cut(message.thinking)
+        view["thinking"] = text_limit(message.thinking)
     if not step.closed:
-        told["unclosed"] = True
+        view["unclosed"] = True
     if step.copied:
-        told["copied"] = True
+        view["copied"] = True
     if message.calls:
-        outcomes: list[Outcome | None] = [*step.outcomes]
+        outcomes: list[ToolOutcome | None] = [*step.outcomes]
         outcomes += [None] * (len(message.calls) - len(outcomes))
-        told["calls"] = [
-            _call(call, outcome, own.get(call.name, call.name), files, cut)
+        view["calls"] = [
+            _call(call, outcome, tool_names.get(call.name, call.name), files, text_limit)
             for call, outcome in zip(message.calls, outcomes, strict=False)
         ]
-    return told
+    return view
 
 
-def _tokens_of(trace: Trace, step: Step) -> Facts:
-    """How many tokens a turn has, how likely they were, and whose they are."""
+def _token_facts(trace: Trace, step: Step) -> JsonObject:
+    """Return a turn's sampled tokens, their mean log-probability, and the weight versions that sampled them."""
     start, end = step.span
     if not 0 <= step.segment < len(trace.segments) or start < 0:
         return {}
     segment = trace.segments[step.segment]
-    made = segment.made[start:end]
+    made = segment.sampled[start:end]
     if not made.any():
         return {"span": [start, end], "tokens": 0}
     logprobs = segment.logprobs[start:end][made]
@@ -133,40 +143,42 @@ def _tokens_of(trace: Trace, step: Step) -> Facts:
     }
 
 
-def _call(call: Call, outcome: Outcome | None, tool: str, files: Workspace, cut: Cut) -> Facts:
-    told: Facts = {"name": call.name, "tool": tool, "headline": headline(call)}
+def _call(
+    call: ToolCall, outcome: ToolOutcome | None, tool: str, files: FileHistory, text_limit: TextLimit
+) -> JsonObject:
+    view: JsonObject = {"name": call.name, "tool": tool, "headline": headline(call)}
     if call.status != "ok":
-        told |= {"status": call.status, "problem": call.problem, "raw": cut(call.raw)}
+        view |= {"status": call.status, "problem": call.problem, "raw": text_limit(call.raw)}
     else:
-        told["arguments"] = [
-            [str(name), cut(value if isinstance(value, str) else _as_text(value))]
+        view["arguments"] = [
+            [str(name), text_limit(value if isinstance(value, str) else _as_text(value))]
             for name, value in (call.arguments or {}).items()
         ]
     if outcome is None:
-        return told
-    told |= {"output": cut(outcome.text), "seconds": round(outcome.seconds, 4)}
+        return view
+    view |= {"output": text_limit(outcome.text), "seconds": round(outcome.seconds, 4)}
     if outcome.error:
-        told["error"] = outcome.error
+        view["error"] = outcome.error
     if (code := outcome.facts.get("exit_code")) is not None:
-        told["exit_code"] = code
+        view["exit_code"] = code
     for name in ("timed_out", "running", "killed"):
         if outcome.facts.get(name):
-            told[name] = True
-    if (diff := files.follow(tool, call, outcome)) is not None:
-        told["diff"] = {
+            view[name] = True
+    if (diff := files.apply_call(tool, call, outcome)) is not None:
+        view["diff"] = {
             "path": diff.path,
             "added": diff.added,
             "removed": diff.removed,
             "known": diff.known,
             "lines": [[mark, line if len(line) <= 2000 else f"{line[:2000]} ..."] for mark, line in diff.lines],
         }
-    return told
+    return view
 
 
-def headline(call: Call) -> str:
-    """What a call is about, in a line."""
+def headline(call: ToolCall) -> str:
+    """Return the main argument of a call on one line."""
     given = call.arguments or {}
-    for name in (*HEADLINES, *given):
+    for name in (*MAIN_ARGUMENTS, *given):
         if isinstance(value := given.get(name), str) and value.strip():
             line = value.strip().split("\n")[0]
             return line if len(line) <= 200 else f"{line[:200]}..."
@@ -180,22 +192,22 @@ def _as_text(value: Any) -> str:
         return repr(value)
 
 
-# ------------------------------------------------------------------------------------------- at a glance
+# ------------------------------------------------------------------------------------------- activity strip
 
 
-def strip(trace: Trace) -> list[Facts]:
-    """The session in one row of marks: a kind of call or message each, whether it failed, and how long it took."""
+def activity_strip(trace: Trace) -> list[JsonObject]:
+    """Return the session as a row of marks, one per call or message, with its kind and whether it failed."""
     names = trace.facts.get("tool_names")
-    own = names if isinstance(names, dict) else {}
-    marks: list[Facts] = []
+    tool_names = names if isinstance(names, dict) else {}
+    marks: list[JsonObject] = []
     turn = 0
     for step in trace.steps:
         if step.kind == "turn":
             turn += 1
-            outcomes: list[Outcome | None] = [*step.outcomes]
+            outcomes: list[ToolOutcome | None] = [*step.outcomes]
             outcomes += [None] * (len(step.message.calls) - len(outcomes))
             pairs = zip(step.message.calls, outcomes, strict=False)
-            marks += [_mark(call, outcome, str(own.get(call.name, call.name)), turn) for call, outcome in pairs]
+            marks += [_mark(call, outcome, str(tool_names.get(call.name, call.name)), turn) for call, outcome in pairs]
             if not step.message.calls:
                 marks.append({"kind": "final", "turn": turn} | ({"bad": "cut off"} if not step.closed else {}))
         elif step.kind == "summary":
@@ -205,7 +217,7 @@ def strip(trace: Trace) -> list[Facts]:
     return marks
 
 
-KINDS = {
+TOOL_KINDS = {
     "read_file": "look",
     "list_dir": "look",
     "glob_file_search": "look",
@@ -224,9 +236,9 @@ KINDS = {
 }
 
 
-def _mark(call: Call, outcome: Outcome | None, tool: str, turn: int) -> Facts:
-    says = f"{call.name} {headline(call)}".strip()
-    mark: Facts = {"kind": KINDS.get(tool, "other"), "turn": turn, "says": says[:120]}
+def _mark(call: ToolCall, outcome: ToolOutcome | None, tool: str, turn: int) -> JsonObject:
+    text = f"{call.name} {headline(call)}".strip()
+    mark: JsonObject = {"kind": TOOL_KINDS.get(tool, "other"), "turn": turn, "text": text[:120]}
     if call.status != "ok":
         mark["bad"] = call.status
     elif outcome is not None and outcome.error:
@@ -240,44 +252,44 @@ def _mark(call: Call, outcome: Outcome | None, tool: str, turn: int) -> Facts:
 
 
 @dataclass(frozen=True)
-class Spelling:
-    """How token ids are written out; ids alone where the run's tokenizer cannot be read."""
+class TokenTexts:
+    """Decodes single tokens with the run's tokenizer; shows ids if it cannot be read."""
 
     directory: Path
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        tokenizer, _ = _load(self.directory)
+        tokenizer, _ = _load_tokenizer(self.directory)
         if tokenizer is None:
             return [f"⟨{id}⟩" for id in ids]
-        return [_spell(self.directory, id) for id in ids]
+        return [_decode(self.directory, id) for id in ids]
 
     @property
     def problem(self) -> str:
-        return _load(self.directory)[1]
+        return _load_tokenizer(self.directory)[1]
 
 
 @lru_cache(maxsize=8)
-def _load(directory: Path) -> tuple[Tokenizer | None, str]:
+def _load_tokenizer(directory: Path) -> tuple[Tokenizer | None, str]:
     try:
         return Tokenizer.load(directory), ""
     except EtudeError as error:
-        return None, f"the tokens cannot be spelled: {error}"
+        return None, f"the tokens cannot be decoded: {error}"
 
 
 @lru_cache(maxsize=1 << 18)
-def _spell(directory: Path, id: int) -> str:
-    tokenizer, _ = _load(directory)
+def _decode(directory: Path, id: int) -> str:
+    tokenizer, _ = _load_tokenizer(directory)
     assert tokenizer is not None
     return tokenizer.decode([id]) or f"⟨{id}⟩"
 
 
-def tell_tokens(trace: Trace, segment: int, start: int, spelling: Spelling) -> Facts:
-    """One page of a segment's tokens: text, log-probability, made by the model or not, version of the weights."""
+def describe_tokens(trace: Trace, segment: int, start: int, token_texts: TokenTexts) -> JsonObject:
+    """Return one page of a segment's tokens: text, log-probability, whether sampled, and weight version."""
     if not 0 <= segment < len(trace.segments):
-        return {"segment": segment, "start": 0, "total": 0, "texts": [], "problem": "there is no such segment"}
+        return {"segment": segment, "start": 0, "total": 0, "texts": [], "problem": "no such segment"}
     part = trace.segments[segment]
     start = max(0, min(start, len(part)))
-    end = min(len(part), start + PAGE)
+    end = min(len(part), start + PAGE_TOKENS)
     ids = [int(id) for id in part.tokens[start:end]]
     return {
         "segment": segment,
@@ -285,11 +297,11 @@ def tell_tokens(trace: Trace, segment: int, start: int, spelling: Spelling) -> F
         "start": start,
         "total": len(part),
         "ids": ids,
-        "texts": spelling.texts(ids),
-        "made": _runs(part.made[start:end].astype(int).tolist()),
-        "versions": _runs(part.versions[start:end].tolist()),
+        "texts": token_texts.texts(ids),
+        "made": _run_lengths(part.sampled[start:end].astype(int).tolist()),
+        "versions": _run_lengths(part.versions[start:end].tolist()),
         "logprobs": _logprobs(part, start, end),
-        "problem": spelling.problem,
+        "problem": token_texts.problem,
     }
 
 
@@ -298,8 +310,8 @@ def _logprobs(part: Segment, start: int, end: int) -> list[float | None]:
     return [round(value, 3) if math.isfinite(value) else None for value in values]
 
 
-def _runs(values: Sequence[int]) -> list[list[int]]:
-    """Equal neighbours together: [value, how many]."""
+def _run_lengths(values: Sequence[int]) -> list[list[int]]:
+    """Run-length encode: [value, count] pairs."""
     found: list[list[int]] = []
     for value in values:
         if found and found[-1][0] == value:

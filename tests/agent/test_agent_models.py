@@ -66,7 +66,7 @@ def _other(tmp_path: Path) -> Path:
 
 def test_an_etude_server_is_used_token_for_token(workspace: AgentWorkspace, tmp_path: Path) -> None:
     place = tiny_checkpoint(tmp_path / "tiny")
-    engine = Engine(load(place), EngineOptions(cache_tokens=32_768), tokenizer=Tokenizer.load(place))
+    engine = Engine(load(place), EngineOptions(kv_cache_tokens=32_768), tokenizer=Tokenizer.load(place))
     options = ("--answer", "8", "--turns", "1", "--window", "30000", "fix it")
     with served(engine) as (url, _):
         exact = workspace.agent("-p", "--json", "--endpoint", f"{url}/v1", "--model", str(place), *options)

@@ -1,6 +1,6 @@
-"""Runs to look at: a small one with real sessions (experts in nano tasks, played without pods), and one of many rows.
+"""Runs for the viewer's tests: a small one with simulated sessions of nano demonstrations, and a large one.
 
-What a model would have added to the sessions (log-probabilities, versions, times, mistakes) is drawn from a seed.
+Log-probabilities, versions, times and mistakes are drawn from a seed.
 """
 
 import asyncio
@@ -23,17 +23,19 @@ from etude.chat.dialects import dialect_for
 from etude.chat.dialects.dialect import Dialect
 from etude.chat.messages import Message
 from etude.chat.tokenizer import train_tokenizer
-from etude.evaluation import held_out as evaluate
-from etude.harness.tools.tool import Outcome
+from etude.evaluation import held_out, statistics
+from etude.harness.tools.tool import ToolOutcome
 from etude.harness.trace import NO_VERSION, Segment, Step, Trace
 from etude.harness.trace_store import SUFFIX, save_trace
 from etude.rl import metrics
-from etude.rollouts.queue import Plan, Slot, Slots
-from etude.runs.layout import Place, write_status
+from etude.rollouts.queue import RolloutQueue, Slot
+from etude.rollouts.settings import QueueSettings, evaluation_queue
+from etude.runs.layout import RunLayout
+from etude.runs.service_status import write_status
 from etude.tasks.harbor import read_task
-from etude_nano.demonstrator import Manner, Turn, expert, read_files, repository
+from etude_nano.demonstrator import DemonstratorStyle, ScriptedTurn, demonstration_turns, read_files, workspace_files
 from etude_nano.pod_sessions import vocabulary_texts
-from etude_nano.simulated_sessions import play
+from etude_nano.simulated_sessions import simulate_session
 from etude_nano.source import generate_nano
 
 BEGAN = 1_767_000_000.0  # seconds since the epoch; a date in the pictures
@@ -41,7 +43,7 @@ BEGAN = 1_767_000_000.0  # seconds since the epoch; a date in the pictures
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a run is made."""
+    """The size of a run."""
 
     steps: int = 3
     groups: int = 2
@@ -52,24 +54,24 @@ class Shape:
     seed: int = 0
 
     @property
-    def plan(self) -> Plan:
-        return Plan(group_size=self.size, groups_per_step=self.groups, max_staleness=3, in_flight=10_000)
+    def plan(self) -> QueueSettings:
+        return QueueSettings(group_size=self.size, groups_per_step=self.groups, max_staleness=3, in_flight=10_000)
 
 
 def make_run(directory: Path, shape: Shape | None = None) -> Path:
-    """A finished run of all kinds of stages, as `etude run` would have left it."""
-    return _Maker(directory, shape or Shape()).make()
+    """Make a finished run with all kinds of stages, as `etude run` would write it."""
+    return _RunMaker(directory, shape or Shape()).make()
 
 
-class _Maker:
+class _RunMaker:
     def __init__(self, directory: Path, shape: Shape) -> None:
         self.shape, self.run = shape, directory / "run"
-        self.place = Place(self.run)
-        self.place.make()
-        self.chance = Random(shape.seed)
+        self.layout = RunLayout(self.run)
+        self.layout.make()
+        self.random = Random(shape.seed)
         self.numbers = np.random.default_rng(shape.seed)
         tokenizer = train_tokenizer(vocabulary_texts(40), 512)
-        tokenizer.save(self.place.model)
+        tokenizer.save(self.layout.model)
         self.dialect: Dialect = dialect_for(tokenizer)
         self.time = BEGAN
         self.tasks: dict[str, Path] = {}
@@ -83,27 +85,27 @@ class _Maker:
             "train": {name: str(path) for name, path in self.tasks.items() if name not in held_out},
             "held_out": {name: str(self.tasks[task]) for name, task in self.held_out.items()},
         }
-        self.place.tasks.write_text(json.dumps(lists))
-        self.saved: dict[str, float] = {}  # when each stage was done
+        self.layout.tasks.write_text(json.dumps(lists))
+        self.saved: dict[str, float] = {}  # end of each stage
 
     def make(self) -> Path:
         shape = self.shape
         self.text_stages()
         names = [name for name in self.tasks if "-train-" in name]
-        slots = Slots(self.place.slots, shape.plan)
-        evaluations = Slots(self.place.evaluations, evaluate.evaluation_plan(shape.plan, shape.samples))
+        slots = RolloutQueue(self.layout.slots, shape.plan)
+        evaluations = RolloutQueue(self.layout.evaluations, evaluation_queue(shape.plan, shape.samples))
         with closing(slots), closing(evaluations):
             self.measure(evaluations, 0)
             for step in range(1, shape.steps + 1):
                 self.step(slots, step, names[(step - 1) * shape.groups : step * shape.groups])
                 if step % shape.every == 0 or step == shape.steps:
                     self.measure(evaluations, step)
-            slots.add([(names[-1], 0.0)])  # one is under way
-            ends = [evaluate.results(evaluations, step) for step in (0, shape.steps)]
+            slots.add([(names[-1], 0.0)])  # one group is not finished
+            ends = [held_out.results(evaluations, step) for step in (0, shape.steps)]
             facts = metrics.stage_facts(self.lines("rl"), slots, ["worker-0 was killed"])
-            facts["rise"] = evaluate.compare(*ends)
+            facts["rise"] = statistics.compare(*ends)
             for name in ("fresh", "unseen"):
-                facts[f"rise_{name}"] = evaluate.compare(*(evaluate.part(end, f"{name}/") for end in ends))
+                facts[f"rise_{name}"] = statistics.compare(*(held_out.subset(end, f"{name}/") for end in ends))
             self.finish(facts)
         return self.run
 
@@ -115,7 +117,7 @@ class _Maker:
         self.weights()
         self.saved |= {"init": self.time + 2, "corpus": self.time + 10}
         self.time += 10
-        noise = Random(self.shape.seed)  # of its own: what is added here leaves the rollouts as they were
+        noise = Random(self.shape.seed)  # separate, so that changes here do not affect the rollouts
         for stage, steps, low, high in TEXT:
             for step in range(1, steps + 1):
                 loss = low + (high - low) * (1 + step / 6) ** -0.75 + noise.gauss(0, 0.05)
@@ -127,19 +129,19 @@ class _Maker:
             self.saved[stage] = self.time + 1
 
     def tested(self, stage: str, step: int, loss: float) -> dict[str, Any]:
-        """What is measured on held-out text."""
+        """Return the metrics of held-out text."""
         if stage == "mtp":
             return {"held_out_overlap": 0.02 * step}
         places = {"loss_by_position": [loss - 0.01 * at for at in range(8)]} if stage == "extend" else {}
         return {"held_out_loss": loss, **places}
 
     def weights(self) -> None:
-        """A checkpoint, as far as its header: what a page tells of a model."""
-        place = self.run / "checkpoints/init-0"
-        place.mkdir(parents=True)
-        (place / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 6}))
+        """Write a checkpoint that has only a header, which is all that the pages read."""
+        checkpoint = self.run / "checkpoints/init-0"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 6}))
         header = json.dumps({"__metadata__": {}, "embed": {"shape": [4096, 192]}, "norm": {"shape": [192]}}).encode()
-        (place / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        (checkpoint / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
         made = {"kind": "checkpoint", "path": "checkpoints/init-0", "created": written(self.time)}
         (self.run / "lineage.jsonl").write_text(json.dumps(made) + "\n")
 
@@ -159,48 +161,48 @@ class _Maker:
         stages["rl"] = dict(facts)
         self.saved["rl"] = self.time + 2
         state = {
-            name: {"done": True, "saved": written(self.saved[name]), "facts": told} for name, told in stages.items()
+            name: {"done": True, "saved": written(self.saved[name]), "facts": values} for name, values in stages.items()
         }
         (self.run / "state.json").write_text(json.dumps({"format": 1, "stages": state}))
-        (self.place.logs / "deaths.jsonl").write_text(
+        (self.layout.logs / "deaths.jsonl").write_text(
             json.dumps({"time": BEGAN + 300, "name": "worker-0", "why": "was killed by signal 9"}) + "\n"
         )
-        write_status(self.place, "trainer", state="ended", step=self.shape.steps)
+        write_status(self.layout, "trainer", state="ended", step=self.shape.steps)
 
     # -- reinforcement learning
 
     def skill(self, step: int, task: str = "") -> float:
-        """How likely a rollout is to solve its task; some are harder than others."""
+        """Return the probability that a rollout solves its task; some tasks are harder than others."""
         hard = Random(task).gauss(0, 1.6) if task else 0.0
         return 1 / (1 + math.exp(1.4 + hard - 2.4 * step / max(1, self.shape.steps)))
 
-    def step(self, slots: Slots, step: int, names: list[str]) -> None:
+    def step(self, slots: RolloutQueue, step: int, names: list[str]) -> None:
         slots.add([(name, 0.0) for name in names])
         while (slot := slots.claim("worker-0", 0.0)) is not None:
-            if slot.attempt == 1 and self.chance.random() < 0.02:
+            if slot.attempt == 1 and self.random.random() < 0.02:
                 slots.fail(slot, "sandbox: the pod was lost")
                 continue
             self.finish_slot(
-                slots, slot, self.place.traces, slot.task, step - 1 - min(step - 1, self.chance.randrange(3))
+                slots, slot, self.layout.traces, slot.task, step - 1 - min(step - 1, self.random.randrange(3))
             )
         groups = slots.take(step - 1)
         assert groups is not None, "there are as many groups as a step takes"
         slots.mark_trained(groups, step)
-        slots.published(step, step)
-        waited = self.chance.uniform(1, 5)
-        told = {
-            "mismatch_mean": 2e-4 * self.chance.uniform(0.7, 1.5) * step**0.3,
-            "mismatch_p99": 4e-3 * self.chance.uniform(0.7, 1.5) * step**0.3,
+        slots.record_version(step, step)
+        waited = self.random.uniform(1, 5)
+        values = {
+            "mismatch_mean": 2e-4 * self.random.uniform(0.7, 1.5) * step**0.3,
+            "mismatch_p99": 4e-3 * self.random.uniform(0.7, 1.5) * step**0.3,
             "version": step,
             "values": {"loss": -0.01, "entropy_seen": 1.1 - 0.5 * step / self.shape.steps, "ratio": 1.0},
-            "gradient_norm": self.chance.uniform(0.2, 0.9),
+            "gradient_norm": self.random.uniform(0.2, 0.9),
             "step_s": 1.5,
             "waited_s": waited,
             "waited_for": {"rollouts": waited},
             "wall_s": waited + 1.9,
             "upload": [
                 {
-                    "bytes": 240_000 + self.chance.randrange(60_000),
+                    "bytes": 240_000 + self.random.randrange(60_000),
                     "seconds": 0.2,
                     "full": step == 1,
                     "changed": 180_000 + step,
@@ -209,67 +211,74 @@ class _Maker:
                 }
             ],
         }
-        line = metrics.rollout_facts(groups) | metrics.staleness_facts(groups, step - 1) | metrics.trainer_facts(told)
-        line |= metrics.trouble_facts(slots, step) | metrics.monitor_facts(slots.trained_rewards(step, 200))
-        self.log("rl", step, **line, samplers_idle_s=self.chance.uniform(0.2, 1), samplers_seen_s=6.0)
+        line = metrics.rollout_facts(groups) | metrics.staleness_facts(groups, step - 1) | metrics.trainer_facts(values)
+        line |= metrics.incident_facts(slots, step) | metrics.monitor_facts(slots.trained_rewards(step, 200))
+        self.log("rl", step, **line, samplers_idle_s=self.random.uniform(0.2, 1), samplers_seen_s=6.0)
 
-    def measure(self, evaluations: Slots, step: int) -> None:
-        evaluate.begin(evaluations, step, list(self.held_out))
+    def measure(self, evaluations: RolloutQueue, step: int) -> None:
+        held_out.start(evaluations, step, list(self.held_out))
         while (slot := evaluations.claim("worker-0", 0.0)) is not None:
             task = self.held_out[slot.task.partition("/")[2]]
-            self.finish_slot(evaluations, slot, self.place.evaluation_traces, task, step)
-        found = evaluate.results(evaluations, step)
-        sets = {name: evaluate.summarise(evaluate.part(found, f"{name}/")) for name in ("fresh", "unseen")}
+            self.finish_slot(evaluations, slot, self.layout.evaluation_traces, task, step)
+        found = held_out.results(evaluations, step)
+        sets = {name: statistics.summarise(held_out.subset(found, f"{name}/")) for name in ("fresh", "unseen")}
         kept = ("tasks", "solved", "solved_low", "solved_high")
         by_set = {f"set/{name}/{key}": part[key] for name, part in sets.items() for key in kept}
-        self.log("rl", step, evaluation=True, **evaluate.summarise(found), **by_set)
+        self.log("rl", step, evaluation=True, **statistics.summarise(found), **by_set)
 
-    def finish_slot(self, slots: Slots, slot: Slot, directory: Path, task: str, version: int) -> None:
-        solved = self.chance.random() < self.skill(version, task)
+    def finish_slot(self, slots: RolloutQueue, slot: Slot, directory: Path, task: str, version: int) -> None:
+        solved = self.random.random() < self.skill(version, task)
         trace = self.session(task, slot, version, solved)
         path = directory / f"{slot.group:06d}" / f"{slot.number:02d}-{slot.attempt}{SUFFIX}"
         path.parent.mkdir(parents=True, exist_ok=True)
         record = self.record(task, trace, solved)
         save_trace(replace(trace, facts={**trace.facts, "reward": {"total": record["total"]}}), path)
-        slots.finish(slot, record, path.relative_to(self.place.root).as_posix(), trace.versions())
+        slots.finish(slot, record, path.relative_to(self.layout.root).as_posix(), trace.versions())
 
     def session(self, task: str, slot: Slot, version: int, solved: bool) -> Trace:
         files = read_files(self.tasks[task])
         id = f"run/{slot.group:06d}/{slot.number:02d}-{slot.attempt}"
-        shy = [Turn(Message("assistant", "I do not know how to do this."))]  # of what cannot be played without a pod
-        for turns in (*(self.turns(files, slot.id * 8 + luck, solved) for luck in range(8)), shy):
-            trace = asyncio.run(play(id, files["instruction.md"], repository(files), turns, self.dialect, task=task))
+        fallback = [
+            ScriptedTurn(Message("assistant", "I do not know how to do this."))
+        ]  # for tasks that cannot be simulated without a pod
+        for turns in (*(self.turns(files, slot.id * 8 + draw, solved) for draw in range(8)), fallback):
+            trace = asyncio.run(
+                simulate_session(id, files["instruction.md"], workspace_files(files), turns, self.dialect, task=task)
+            )
             if trace is not None:
                 break
         assert trace is not None
-        if self.chance.random() < 0.16 * (1 - self.skill(version)):
+        if self.random.random() < 0.16 * (1 - self.skill(version)):
             trace = with_broken_call(trace)
         if slot.number == 1 and slot.group % 3 == 1:
             trace = with_summary(trace)
-        return self.dressed(trace, version)
+        return self.with_model_data(trace, version)
 
-    def turns(self, files: Mapping[str, str], seed: int, solved: bool) -> list[Turn]:
-        """The expert's; of a task that is not solved, without the change: it looks, and says that all is well."""
-        turns = expert(files, seed, Manner(mistakes=0.3))
+    def turns(self, files: Mapping[str, str], seed: int, solved: bool) -> list[ScriptedTurn]:
+        """Return the demonstration; for an unsolved task without its edit, and ending in a false claim of success."""
+        turns = demonstration_turns(files, seed, DemonstratorStyle(mistakes=0.3))
         if solved or len(turns) < 3:
             return turns
         kept = [turn for turn in turns if not any(call.name == "search_replace" for call in turn.message.calls)]
-        return [*kept[:-1], Turn(Message("assistant", "I looked at it and everything is fine. All tests pass."))]
+        return [
+            *kept[:-1],
+            ScriptedTurn(Message("assistant", "I looked at it and everything is fine. All tests pass.")),
+        ]
 
-    def dressed(self, trace: Trace, version: int) -> Trace:
-        """With what a model and a clock would have added."""
+    def with_model_data(self, trace: Trace, version: int) -> Trace:
+        """Add log-probabilities, versions and times."""
         segments = []
         for segment in trace.segments:
-            made = segment.made
+            made = segment.sampled
             surprise = -self.numbers.gamma(0.35, 1.4 - self.skill(version), len(made))
             logprobs = np.where(made, surprise, 0).astype(np.float32)
             versions = np.where(made, version, NO_VERSION).astype(np.int32)
-            if version and self.chance.random() < 0.15:  # new weights came in the middle
+            if version and self.random.random() < 0.15:  # new weights arrived during the session
                 versions[: len(versions) * 3 // 4] -= made[: len(versions) * 3 // 4]
             segments.append(replace(segment, logprobs=logprobs, raw_logprobs=logprobs, versions=versions))
         now, steps = 0.0, []
         for step in trace.steps:
-            outcomes = tuple(replace(each, seconds=self.chance.uniform(0.001, 0.6)) for each in step.outcomes)
+            outcomes = tuple(replace(each, seconds=self.random.uniform(0.001, 0.6)) for each in step.outcomes)
             now += 0.004 * (step.span[1] - step.span[0]) if step.kind in ("turn", "summary") else 0.0
             now += sum(each.seconds for each in outcomes)
             steps.append(replace(step, outcomes=outcomes, time=now))
@@ -277,7 +286,7 @@ class _Maker:
         return replace(trace, segments=tuple(segments), steps=tuple(steps), cost=cost)
 
     def record(self, task: str, trace: Trace, solved: bool) -> dict[str, Any]:
-        effort = -0.02 * trace.cost.turns - 0.0004 * trace.cost.made
+        effort = -0.02 * trace.cost.turns - 0.0004 * trace.cost.sampled
         parts = {
             "correctness": float(solved),
             "effort_spent": effort,
@@ -295,9 +304,9 @@ class _Maker:
             "errors": dict(trace.errors),
             "segments": len(trace.segments),
             "tokens": sum(map(len, trace.segments)),
-            "made": trace.cost.made,
+            "made": trace.cost.sampled,
             "pod_s": trace.cost.pod_s,
-            "seconds": {"ground": self.chance.uniform(0.1, 0.4), "session": trace.cost.wall_s, "grading": 0.5},
+            "seconds": {"ground": self.random.uniform(0.1, 0.4), "session": trace.cost.wall_s, "grading": 0.5},
             "evidence": {
                 "correctness": {"value": float(solved), "rewards": {"reward": float(solved)}},
                 "effort_spent": {"value": effort, "units": -effort},
@@ -307,7 +316,7 @@ class _Maker:
 
 
 def with_broken_call(trace: Trace) -> Trace:
-    """One call that cannot be read."""
+    """Make the first call malformed."""
     for at, step in enumerate(trace.steps):
         if step.message.calls:
             call = replace(
@@ -317,7 +326,7 @@ def with_broken_call(trace: Trace) -> Trace:
                 raw='{"name": "read_file", "arguments": {"target_file": "',
                 problem="the arguments are not valid JSON: the text ends inside a string",
             )
-            outcome = Outcome("error: the arguments are not valid JSON", "malformed_call")
+            outcome = ToolOutcome("error: the arguments are not valid JSON", "malformed_call")
             message = replace(step.message, calls=(call, *step.message.calls[1:]))
             broken = replace(step, message=message, outcomes=(outcome, *step.outcomes[1:]))
             return replace(trace, steps=(*trace.steps[:at], broken, *trace.steps[at + 1 :]))
@@ -325,7 +334,7 @@ def with_broken_call(trace: Trace) -> Trace:
 
 
 def with_summary(trace: Trace) -> Trace:
-    """The same session with a summary in its middle: what follows is a segment of its own."""
+    """Insert a summary in the middle of a session; a new segment follows it."""
     turns = [at for at, step in enumerate(trace.steps) if step.kind == "turn"]
     if len(turns) < 3:
         return trace
@@ -350,7 +359,7 @@ def with_summary(trace: Trace) -> Trace:
     )
 
 
-ARRAYS = ("tokens", "made", "logprobs", "raw_logprobs", "versions")
+ARRAYS = ("tokens", "sampled", "logprobs", "raw_logprobs", "versions")
 
 RECIPE = """\
 name = "nano"
@@ -380,7 +389,7 @@ group_size = {size}
 groups_per_step = 2
 """
 
-TEXT = (  # stage, steps, and from where to where its loss goes
+TEXT = (  # stage, steps, last and first loss
     ("pretrain", 300, 2.1, 6.2),
     ("mtp", 30, 2.0, 7.0),
     ("extend", 30, 2.0, 2.2),
@@ -389,44 +398,44 @@ TEXT = (  # stage, steps, and from where to where its loss goes
 
 
 def written(time: float) -> str:
-    """A moment as a run writes it."""
+    """Format a time as a run writes it."""
     return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
 
 
 def make_large(directory: Path, rollouts: int = 10_000, size: int = 8) -> Path:
-    """A run with nothing but a long table: rows as workers leave them, and a line of metrics for every step."""
+    """Make a run with many rollouts, without traces, and a line of metrics per step."""
     run = directory / "large"
-    place = Place(run)
-    place.make()
+    layout = RunLayout(run)
+    layout.make()
     (run / "recipe.toml").write_text(RECIPE.format(steps=rollouts // size // 8, size=size).replace("nano", "large"))
-    Slots(place.slots, Plan(group_size=size)).close()
-    chance = Random(0)
+    RolloutQueue(layout.slots, QueueSettings(group_size=size)).close()
+    random = Random(0)
     categories = ("debugging", "feature", "refactor", "docs", "testing", "review", "devops", "migration", "question")
     rows, groups = [], []
     for group in range(1, rollouts // size + 1):
         groups.append((group, f"repo-{group % 97}/task-{group:05d}", (group - 1) // 8 + 1))
         for number in range(size):
-            solved = chance.random() < 0.2 + 0.5 * group * size / rollouts
-            errors = {"environment": chance.randrange(1, 4)} if chance.random() < 0.2 else {}
+            solved = random.random() < 0.2 + 0.5 * group * size / rollouts
+            errors = {"environment": random.randrange(1, 4)} if random.random() < 0.2 else {}
             cost = {
-                "turns": chance.randrange(2, 40),
-                "calls": chance.randrange(2, 60),
+                "turns": random.randrange(2, 40),
+                "calls": random.randrange(2, 60),
                 "thinking": 300,
                 "call": 200,
                 "final": 40,
             }
             evidence = {f"term_{at}": {"value": 0.0, "found": [], "calls": 12} for at in range(11)}
             reward = {
-                "total": float(solved) - chance.random() / 10,
+                "total": float(solved) - random.random() / 10,
                 "parts": {"correctness": float(solved), "effort_spent": -0.05},
                 "solved": solved,
                 "score": float(solved),
                 "category": categories[group % len(categories)],
-                "ending": chance.choice(["final"] * 8 + ["turns", "context"]),
+                "ending": random.choice(["final"] * 8 + ["turns", "context"]),
                 "cost": cost,
                 "errors": errors,
-                "made": chance.randrange(200, 9000),
-                "seconds": {"ground": 1.0, "session": chance.uniform(2, 400), "grading": 3.0},
+                "made": random.randrange(200, 9000),
+                "seconds": {"ground": 1.0, "session": random.uniform(2, 400), "grading": 3.0},
                 "evidence": evidence,
             }
             rows.append(
@@ -441,7 +450,7 @@ def make_large(directory: Path, rollouts: int = 10_000, size: int = 8) -> Path:
                     f"traces/{group:06d}/{number:02d}-1.trace",
                 )
             )
-    with closing(sqlite3.connect(place.slots)) as db, db:
+    with closing(sqlite3.connect(layout.slots)) as db, db:
         db.executemany("INSERT INTO groups (id, task, step) VALUES (?, ?, ?)", groups)
         db.executemany(
             "INSERT INTO slots (grp, number, state, attempt, reward, oldest, newest, trace) "
@@ -450,14 +459,14 @@ def make_large(directory: Path, rollouts: int = 10_000, size: int = 8) -> Path:
         )
     with (run / "metrics.jsonl").open("w") as file:
         for step in range(1, rollouts // size // 8 + 1):
-            values = {f"value/{name}": chance.random() for name in range(60)}
+            values = {f"value/{name}": random.random() for name in range(60)}
             file.write(
                 json.dumps(
                     {
                         "time": BEGAN + step,
                         "stage": "rl",
                         "step": step,
-                        "reward": chance.random(),
+                        "reward": random.random(),
                         "reward_best": 1.0,
                         **values,
                     }
@@ -480,6 +489,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _own_shelf(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What this machine has validated before is not our business."""
+def _own_validation_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Do not read this machine's cache of validation reports."""
     monkeypatch.setitem(os.environ, "XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))

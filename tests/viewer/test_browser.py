@@ -37,7 +37,7 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def serving(path: Path) -> Iterator[str]:
-    """`etude view` in a process of its own; its address."""
+    """Run `etude view` in its own process; yield its URL."""
     process = subprocess.Popen([sys.executable, "-c", SERVE, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -47,27 +47,27 @@ def serving(path: Path) -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGINT)
         process.stdout.close()
-        assert process.wait(timeout=10) == 0, "to be ended is no failure"
+        assert process.wait(timeout=10) == 0, "being stopped is not a failure"
 
 
 @contextmanager
 def opened(browser: Any, address: str, **given: Any) -> Iterator[Any]:
-    """A page of its own; at its end, nothing may have been complained of."""
+    """Open a page; check at the end that the console has no errors."""
     context = browser.new_context(viewport={"width": 1360, "height": 900}, **given)
-    page, complaints = context.new_page(), []
+    page, console_errors = context.new_page(), []
     page.on(
-        "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
+        "console", lambda message: console_errors.append(message.text) if message.type in ("error", "warning") else None
     )
-    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("pageerror", lambda error: console_errors.append(str(error)))
     page.goto(address)
     page.wait_for_selector("main h1")
     yield page
     context.close()
-    assert complaints == []
+    assert console_errors == []
 
 
-def go(page: Any, place: str) -> None:
-    page.evaluate("place => { location.hash = place; }", place)
+def go(page: Any, route: str) -> None:
+    page.evaluate("route => { location.hash = route; }", route)
     page.wait_for_function("() => !document.querySelector('main').hasAttribute('aria-busy')")
     page.wait_for_timeout(150)
 
@@ -86,7 +86,7 @@ def step(number: int, **more: float) -> str:
     )
 
 
-PLACES = {
+ROUTES = {
     "run": "#/",
     "groups": "#/groups",
     "rollouts": "#/rollouts",
@@ -99,12 +99,10 @@ PLACES = {
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_page_loads_without_complaint_and_is_built_to_be_read_aloud(
-    browser: Any, run: Path, tmp_path: Path, theme: str
-) -> None:
+def test_every_page_loads_without_errors_and_is_accessible(browser: Any, run: Path, tmp_path: Path, theme: str) -> None:
     with serving(run) as address, opened(browser, address, color_scheme=theme) as page:
-        for name, place in PLACES.items():
-            go(page, place)
+        for name, route in ROUTES.items():
+            go(page, route)
             picture(page, f"{name}-{theme}", tmp_path)
             faults = page.evaluate(FAULTS)
             assert faults == [], f"{name}: {faults}"
@@ -114,7 +112,7 @@ def test_every_page_loads_without_complaint_and_is_built_to_be_read_aloud(
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
 
 
-# What a screen reader would stumble over.
+# Accessibility faults of a page.
 FAULTS = """() => {
   const faults = [];
   const named = (node) => node.textContent.trim() || node.getAttribute("aria-label") || node.title;
@@ -147,7 +145,7 @@ FAULTS = """() => {
 }"""
 
 
-def test_the_first_screen_says_what_was_trained_what_came_of_it_and_in_what_time(browser: Any, run: Path) -> None:
+def test_the_first_screen_shows_model_outcome_and_times(browser: Any, run: Path) -> None:
     with serving(run) as address, opened(browser, address) as page:
         lead = page.inner_text(".lead")
         assert "787k parameters (qwen3, 6 layers), trained in 7 stages in" in lead
@@ -171,7 +169,7 @@ def test_the_first_screen_says_what_was_trained_what_came_of_it_and_in_what_time
         assert empty == []
 
 
-def test_filtering_opening_and_going_back_with_the_keyboard_alone(browser: Any, run: Path) -> None:
+def test_filtering_opening_and_going_back_with_the_keyboard(browser: Any, run: Path) -> None:
     with serving(run) as address, opened(browser, address) as page:
         page.keyboard.press("g")
         page.keyboard.press("l")
@@ -249,26 +247,26 @@ def test_a_chart_can_be_read_with_the_arrow_keys_and_as_a_table(browser: Any, ru
         assert "set=evaluation&step=3" in page.url
 
 
-def test_the_report_works_from_a_file_without_any_network(browser: Any, run: Path, tmp_path: Path) -> None:
+def test_the_report_works_from_a_file_without_network(browser: Any, run: Path, tmp_path: Path) -> None:
     from etude.viewer.report import write_report
 
     out = tmp_path / "report.html"
     write_report(run, out)
-    asked: list[str] = []
+    requested: list[str] = []
     with opened(browser, out.as_uri(), offline=True) as page:
-        page.on("request", lambda request: asked.append(request.url))
-        for name, place in PLACES.items():
-            go(page, place)
-            assert page.inner_text("h1") != "Not here", name
+        page.on("request", lambda request: requested.append(request.url))
+        for name, route in ROUTES.items():
+            go(page, route)
+            assert page.inner_text("h1") != "Not found", name
         page.wait_for_selector("h1")
         go(page, "#/rollouts")
         page.fill("input[name=q]", "held-out")
         assert page.inner_text(".count") == "18 of 42 rollouts"
         picture(page, "report", tmp_path)
-    assert asked == []
+    assert requested == []
 
 
-def test_what_a_model_wrote_is_shown_and_never_run(browser: Any, run: Path, tmp_path: Path) -> None:
+def test_text_written_by_a_model_is_never_executed(browser: Any, run: Path, tmp_path: Path) -> None:
     hostile = "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>"
     from dataclasses import replace
 
@@ -282,17 +280,17 @@ def test_what_a_model_wrote_is_shown_and_never_run(browser: Any, run: Path, tmp_
     save_trace(replace(trace, steps=tuple(steps)), path)
     write_report(copy, tmp_path / "report.html")
     with serving(copy) as address:
-        for place in (
+        for route in (
             f"{address}#/rollout/training/1/0/1",
             f"{(tmp_path / 'report.html').as_uri()}#/rollout/training/1/0/1",
         ):
-            with opened(browser, place) as page:
+            with opened(browser, route) as page:
                 assert hostile in page.inner_text(".turns")
                 assert page.evaluate("window.pwned") is None
                 assert page.locator("main img").count() == 0
 
 
-def test_a_run_that_goes_on_is_shown_as_it_does(browser: Any, run: Path, tmp_path: Path) -> None:
+def test_a_running_run_is_updated_live(browser: Any, run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     state = json.loads((copy / "state.json").read_text())
     state["stages"]["rl"]["done"] = False
@@ -313,15 +311,15 @@ def test_ten_thousand_rollouts_are_filtered_between_two_keystrokes(browser: Any,
     with serving(large) as address, opened(browser, address) as page:
         page.wait_for_selector(".chart svg")
         print(f"10,000 rollouts: the run's page is there after {page.evaluate('performance.now()') / 1000:.2f} s")
-        told = page.evaluate("performance.getEntriesByType('resource').map((each) => each.name)")
-        assert len([name for name in told if name.endswith("/api/run")]) == 1, "nobody asks twice"
+        data = page.evaluate("performance.getEntriesByType('resource').map((each) => each.name)")
+        assert len([name for name in data if name.endswith("/api/run")]) == 1, "it is requested once"
         started = time.monotonic()
         page.goto(f"{address}#/rollouts")
         page.reload()
         page.wait_for_selector("tbody a")
         loaded = time.monotonic() - started
         assert page.inner_text(".count") == "10 000 rollouts"
-        assert page.locator("tbody tr").count() < 80, "only rows in sight are in the page"
+        assert page.locator("tbody tr").count() < 80, "only visible rows are in the page"
         took = [page.evaluate(KEYSTROKE, "debugging"[:size]) for size in range(1, 10)]
         print(f"10,000 rollouts: loaded in {loaded:.2f} s, a keystroke takes {max(took):.0f} ms at most")
         assert page.inner_text(".count") == "1 104 of 10 000 rollouts"
@@ -343,11 +341,11 @@ KEYSTROKE = """(text) => {
 }"""
 
 
-def test_a_small_window_and_paper_do(browser: Any, run: Path, tmp_path: Path) -> None:
+def test_small_windows_and_print(browser: Any, run: Path, tmp_path: Path) -> None:
     with serving(run) as address, opened(browser, address) as page:
         page.set_viewport_size({"width": 390, "height": 800})
-        for name, place in PLACES.items():
-            go(page, place)
+        for name, route in ROUTES.items():
+            go(page, route)
             picture(page, f"{name}-small", tmp_path)
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
         page.set_viewport_size({"width": 1360, "height": 900})

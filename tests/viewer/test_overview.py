@@ -1,4 +1,4 @@
-"""The first screen of a run: its model, what every stage did and how long, held-out success with its sets."""
+"""The first screen of a run: model, results and times of the stages, held-out success by set."""
 
 import json
 import shutil
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from etude.viewer.api import Answers
+from etude.viewer.api import RunApi
 from etude.viewer.chart_data import training_curve
-from etude.viewer.overview import WorkClock, measured, outcome, read_model, stage_results, stage_times
+from etude.viewer.overview import ActivityClock, curve_change, outcome, read_model, stage_results, stage_times
 
 HOUR = 3600.0
 
@@ -23,27 +23,27 @@ def line(name: str, step: int, time: float, **values: Any) -> dict[str, Any]:
     return {"stage": name, "step": step, "time": time, **values}
 
 
-def test_a_run_tells_its_whole_story_in_one_answer(run: Path) -> None:
-    told = Answers(run).answer("run")
-    assert told["model"] == {"family": "qwen3", "layers": 6.0, "parameters": 4096 * 192 + 192}
-    by_name = {each["name"]: each for each in told["stages"]}
+def test_the_first_screen_has_model_stages_and_outcome(run: Path) -> None:
+    data = RunApi(run).get("run")
+    assert data["model"] == {"family": "qwen3", "layers": 6.0, "parameters": 4096 * 192 + 192}
+    by_name = {each["name"]: each for each in data["stages"]}
     assert by_name["pretrain"]["did"] == "1.23M tokens of code"
     assert by_name["pretrain"]["measure"] == "held-out loss"
     assert by_name["pretrain"]["before"] > by_name["pretrain"]["after"]
     assert (by_name["mtp"]["measure"], by_name["mtp"]["after"]) == ("held-out drafts accepted", 0.6)
     assert by_name["sft"]["measure"] == "training loss", "nothing was held out of it"
     assert by_name["rl"]["did"] == "3 steps of 2 tasks × 4 sessions"
-    ends = [each["start"] + each["seconds"] for each in told["stages"]]
-    assert [each["start"] for each in told["stages"]] == [0.0, *ends[:-1]], "each begins where the one before ended"
-    assert all(each["seconds"] > 0 for each in told["stages"])
-    assert [row["name"] for row in told["outcome"]["rows"]] == ["all", "fresh", "unseen", "best"]
-    assert (told["outcome"]["tasks"], told["outcome"]["sessions"], told["outcome"]["steps"]) == (3, 2, [0, 3])
+    ends = [each["start"] + each["seconds"] for each in data["stages"]]
+    assert [each["start"] for each in data["stages"]] == [0.0, *ends[:-1]], "each begins where the one before ended"
+    assert all(each["seconds"] > 0 for each in data["stages"])
+    assert [row["name"] for row in data["outcome"]["rows"]] == ["all", "fresh", "unseen", "best"]
+    assert (data["outcome"]["tasks"], data["outcome"]["sessions"], data["outcome"]["steps"]) == (3, 2, [0, 3])
 
 
 # ------------------------------------------------------------------------------------------- time
 
 
-def test_stages_without_a_line_have_their_time_and_a_night_in_between_is_nobodys() -> None:
+def test_stages_without_metrics_have_a_time_and_long_gaps_are_left_out() -> None:
     stages = [stage("tasks", saved=100.0), stage("corpus", saved=130.0), stage("sft", saved=130.0 + 20 * HOUR)]
     records = [line("sft", step, 140.0 + (step > 2) * 19.9 * HOUR + step) for step in range(1, 6)]
     made = [{"created": datetime.fromtimestamp(40.0, UTC).isoformat()}]
@@ -54,21 +54,21 @@ def test_stages_without_a_line_have_their_time_and_a_night_in_between_is_nobodys
     assert times["sft"] == {"start": 90.0, "seconds": pytest.approx(work)}
 
 
-def test_a_stage_that_goes_on_lasts_as_long_as_it_was_heard_of() -> None:
+def test_a_running_stage_lasts_until_its_last_record() -> None:
     stages = [stage("tasks", saved=100.0), stage("sft", done=False), stage("rl", done=False)]
     times = stage_times(stages, [line("sft", 1, 110.0), line("sft", 2, 150.0)], [])
     assert times == {"tasks": {"start": 0.0, "seconds": 0.0}, "sft": {"start": 0.0, "seconds": 50.0}}
 
 
-def test_a_run_that_says_nothing_of_time_has_none() -> None:
+def test_a_run_without_times_has_no_stage_times() -> None:
     assert stage_times([{"name": "a", "done": True, "saved": None, "facts": {}}], [{"stage": "a"}], [{}]) == {}
-    assert WorkClock([]).read == [0.0]
+    assert ActivityClock([]).elapsed == [0.0]
 
 
 # ------------------------------------------------------------------------------------------- the model
 
 
-def test_the_newest_weights_that_are_there_are_the_model(run: Path, tmp_path: Path) -> None:
+def test_the_model_is_the_newest_checkpoint_that_exists(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     first = {"kind": "checkpoint", "path": "checkpoints/init-0"}
     gone = {"kind": "checkpoint", "path": "checkpoints/sft-60"}
@@ -81,21 +81,21 @@ def test_the_newest_weights_that_are_there_are_the_model(run: Path, tmp_path: Pa
     assert read_model(copy, []) is None
 
 
-# ------------------------------------------------------------------------------------------- what was measured
+# ------------------------------------------------------------------------------------------- metrics
 
 
-def test_drafts_are_told_by_how_often_they_would_be_accepted() -> None:
+def test_the_metric_of_draft_layers_is_their_acceptance_rate() -> None:
     steps = [line("mtp", at, at, loss=2.0, mtp_1_kl=8.0 - at, mtp_1_overlap=at / 10, tokens=at * 10) for at in (1, 2)]
     tests = [line("mtp", 2 * at, at, evaluation=True, tokens=20 * at, held_out_overlap=0.1 + at / 5) for at in (0, 1)]
     curve = training_curve("mtp", [tests[0], *steps, tests[1]])
     assert curve is not None
     assert curve["measure"] == "mtp_1_overlap"
-    told = measured(curve)
-    assert (told["measure"], told["share"]) == ("held-out drafts accepted", True)
-    assert (told["before"], told["after"]) == (0.1, pytest.approx(0.3))
+    data = curve_change(curve)
+    assert (data["measure"], data["share"]) == ("held-out drafts accepted", True)
+    assert (data["before"], data["after"]) == (0.1, pytest.approx(0.3))
 
 
-def test_the_loss_by_position_is_kept_before_and_after() -> None:
+def test_the_loss_by_position_has_its_first_and_last_measurement() -> None:
     records = [line("extend", at, at, loss=2.0, tokens=at + 1, loss_by_position=[3.0 - at, 2.0 - at]) for at in (0, 1)]
     curve = training_curve("extend", records)
     assert curve is not None
@@ -107,16 +107,16 @@ LAST = FIRST | {"step": 12, "solved": 0.43, "solved_low": 0.35, "solved_high": 0
 RISE = {"from": 0, "to": 12, "solved": 0.2, "solved_low": 0.13, "solved_high": 0.29, "best/4": 0.15}
 
 
-def test_an_outcome_is_what_the_run_compared_task_by_task() -> None:
-    told = outcome([FIRST, LAST], {"rise": RISE}, {})
-    assert told is not None
-    everything, best = told["rows"]
+def test_the_change_is_the_runs_own_paired_comparison() -> None:
+    data = outcome([FIRST, LAST], {"rise": RISE}, {})
+    assert data is not None
+    everything, best = data["rows"]
     assert everything["change"] == {"at": 0.2, "low": 0.13, "high": 0.29}
     assert (best["of"], best["before"]["at"], best["after"]["at"], best["change"]["at"]) == (4, 0.49, 0.64, 0.15)
     middle = {**LAST, "step": 6}
     going = outcome([FIRST, middle], {"rise": RISE}, {})
     assert going is not None
-    assert going["rows"][0]["change"] is None, "that comparison is of another measurement"
+    assert going["rows"][0]["change"] is None, "that comparison is of another evaluation"
     once = outcome([FIRST], {}, {})
     assert once is not None
     assert (once["rows"][0]["before"], once["steps"]) == (None, [0])
@@ -124,7 +124,7 @@ def test_an_outcome_is_what_the_run_compared_task_by_task() -> None:
     assert outcome([{"step": 0, "tasks": 0, "samples": 0}], {}, {}) is None, "every task was given up"
 
 
-def test_sets_are_told_apart_by_what_the_recipe_made_them_of() -> None:
+def test_task_sets_are_described_by_their_recipe_entry() -> None:
     sets = {"set/unseen/tasks": 36, "set/unseen/solved": 0.2, "set/fresh/tasks": 36, "set/fresh/solved": 0.6}
     builds = [
         {"name": "train", "source": "nano", "split": "train"},
@@ -133,16 +133,16 @@ def test_sets_are_told_apart_by_what_the_recipe_made_them_of() -> None:
         {"name": "other", "path": "/somewhere"},
     ]
     recipe = {"tasks": {"build": builds}, "rl": {"tasks": "train"}}
-    told = outcome([FIRST | sets, LAST | sets], {}, recipe)
-    assert told is not None
-    kinds = {row["name"]: row.get("kind") for row in told["rows"]}
+    data = outcome([FIRST | sets, LAST | sets], {}, recipe)
+    assert data is not None
+    kinds = {row["name"]: row.get("kind") for row in data["rows"]}
     assert kinds["fresh"] == "new tasks of kinds it trained on"
     assert kinds["unseen"] == "tasks of kinds it never trained on"
     assert list(kinds) == ["all", "fresh", "unseen", "best"], "in the recipe's order"
 
 
-def test_stages_of_a_recipe_that_makes_no_sense_are_still_told() -> None:
+def test_stages_of_a_malformed_recipe_are_still_shown() -> None:
     stages = [stage("rl"), stage("tasks", train={"tasks": 1000, "experts": 320}, odd=3), stage("base"), stage("new")]
-    told = stage_results(stages, {"rl": 3, "base": []}, [], None)
-    assert [each["did"] for each in told] == ["", "1\u202f000 train (and 320 expert sessions)", "", ""]
-    assert json.dumps(told)
+    data = stage_results(stages, {"rl": 3, "base": []}, [], None)
+    assert [each["did"] for each in data] == ["", "1\u202f000 train (and 320 demonstrations)", "", ""]
+    assert json.dumps(data)

@@ -1,4 +1,4 @@
-"""The report: one file that needs nothing else, holds what it says, and runs nothing that a model wrote."""
+"""The report: one self-contained file that never executes text written by a model."""
 
 import base64
 import hashlib
@@ -18,19 +18,19 @@ from typer.testing import CliRunner
 from etude.chat.messages import Message
 from etude.errors import InputError
 from etude.harness.trace_store import load_trace, save_trace
-from etude.rollouts.queue import Slots
-from etude.runs.layout import Place
-from etude.viewer.api import Answers
-from etude.viewer.catalogue import rows_of
+from etude.rollouts.queue import RolloutQueue
+from etude.runs.layout import RunLayout
+from etude.viewer.api import RunApi
+from etude.viewer.catalogue import all_rows
 from etude.viewer.cli import report
-from etude.viewer.report import MODULES, in_order, script, write_report
+from etude.viewer.report import MODULES, by_interest, script, write_report
 from etude.viewer.server import assets
 
 HOSTILE = "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'><!-- ]]> \u2028 \ud800"
 
 
 class Page(HTMLParser):
-    """What a browser sees of a file: its elements, and the content of its blocks."""
+    """Collects the elements of a file and the contents of its script and style blocks."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -61,18 +61,18 @@ def parse(path: Path) -> tuple[Page, dict[str, Any]]:
 
 
 def make_hostile(run: Path) -> Path:
-    """A run in which everything that can be named or said is out to be run."""
-    place = Place(run)
-    for path in (place.traces / "000001").iterdir():
+    """Fill a run with text that tries to execute."""
+    layout = RunLayout(run)
+    for path in (layout.traces / "000001").iterdir():
         trace = load_trace(path)
         steps = [
             replace(step, message=replace(step.message, content=HOSTILE, thinking=HOSTILE)) for step in trace.steps
         ]
         steps[-1] = replace(steps[-1], message=Message("assistant", HOSTILE))
         save_trace(replace(trace, steps=tuple(steps), model=HOSTILE), path)
-    with closing(Slots.look(place.slots)) as slots:
-        size = slots.plan.group_size
-    with closing(Slots(place.slots, slots.plan)) as table:
+    with closing(RolloutQueue.open_read_only(layout.slots)) as slots:
+        size = slots.settings.group_size
+    with closing(RolloutQueue(layout.slots, slots.settings)) as table:
         assert size == 4
         while (slot := table.claim("w", 0.0)) is not None:
             reward = {
@@ -90,7 +90,7 @@ def make_hostile(run: Path) -> Path:
     return run
 
 
-def test_a_report_holds_the_run_and_refers_to_nothing_outside(run: Path, tmp_path: Path) -> None:
+def test_a_report_contains_the_run_and_links_to_nothing_outside(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "report.html"
     written = write_report(run, out)
     assert written.rollouts == written.of == 42
@@ -109,7 +109,7 @@ def test_a_report_holds_the_run_and_refers_to_nothing_outside(run: Path, tmp_pat
         ), kind
 
 
-def test_only_our_own_script_may_run(run: Path, tmp_path: Path) -> None:
+def test_the_policy_allows_only_our_own_script(run: Path, tmp_path: Path) -> None:
     write_report(run, tmp_path / "report.html")
     page, _ = parse(tmp_path / "report.html")
     (meta,) = [attributes for tag, attributes in page.elements if "http-equiv" in attributes]
@@ -120,7 +120,7 @@ def test_only_our_own_script_may_run(run: Path, tmp_path: Path) -> None:
         assert policy[rule] == f"'sha256-{digest}'"
 
 
-def test_whatever_a_run_says_stays_data(run: Path, tmp_path: Path) -> None:
+def test_all_text_of_a_run_stays_data(run: Path, tmp_path: Path) -> None:
     hostile = make_hostile(Path(shutil.copytree(run, tmp_path / "hostile")))
     write_report(hostile, tmp_path / "report.html")
     page, data = parse(tmp_path / "report.html")
@@ -130,13 +130,13 @@ def test_whatever_a_run_says_stays_data(run: Path, tmp_path: Path) -> None:
     text = (tmp_path / "report.html").read_text()
     assert "<img" not in text
     assert text.count("</script>") == 2
-    assert data["answers"]["rollout/training/1/0/1"]["story"]["final"].startswith("</script><script>")
+    assert data["answers"]["rollout/training/1/0/1"]["session"]["final"].startswith("</script><script>")
 
 
-def test_a_small_report_takes_what_one_would_look_at_first_and_says_what_it_left_out(run: Path, tmp_path: Path) -> None:
+def test_a_small_report_has_the_most_interesting_rollouts_and_states_how_many(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     whole = write_report(run, out)
-    small = write_report(run, out, most=whole.size // 2)
+    small = write_report(run, out, max_bytes=whole.size // 2)
     assert 0 < small.rollouts < small.of
     assert small.size <= whole.size // 2
     assert small.size == out.stat().st_size
@@ -146,19 +146,19 @@ def test_a_small_report_takes_what_one_would_look_at_first_and_says_what_it_left
     for address in data["answers"]:
         if address.startswith("rollout/"):
             _, table, group, *_ = address.split("/")
-            assert f"group/{table}/{group}" in data["answers"], "no link of a page in the file leads nowhere"
+            assert f"group/{table}/{group}" in data["answers"], "no page of the file has a broken link"
 
 
-def test_the_order_covers_everything_once_and_begins_with_the_ends(run: Path) -> None:
-    groups = Answers(run).groups()
-    rows = list(in_order(groups))
-    assert len(rows) == len(set(rows)) == len(rows_of(groups))
+def test_the_order_covers_everything_once_and_starts_with_the_ends(run: Path) -> None:
+    groups = RunApi(run).groups()
+    rows = list(by_interest(groups))
+    assert len(rows) == len(set(rows)) == len(all_rows(groups))
     training = [group for group in groups if group.set == "training" and group.rows]
     assert rows[: len(training[0].rows)] == list(training[0].rows)
     assert training[-1].rows[0] in rows[:8]
 
 
-def test_the_front_end_is_whole_in_one_script() -> None:
+def test_the_front_end_is_bundled_into_one_script() -> None:
     assert sorted(f"{name}.js" for name in MODULES) == [name for name in assets() if name.endswith(".js")]
     text = script()
     assert not re.search(r"^(import|export)\b", text, re.MULTILINE)
@@ -173,7 +173,7 @@ def test_modules_import_only_what_stands_before_them() -> None:
             assert line in MODULES[:at], f"{name} imports {line}"
 
 
-def test_the_verb_writes_the_file_and_says_what_is_in_it(run: Path, tmp_path: Path) -> None:
+def test_the_command_writes_the_file_and_prints_its_size(run: Path, tmp_path: Path) -> None:
     verbs = typer.Typer()
     verbs.command()(report)
     out = tmp_path / "report.html"
@@ -183,6 +183,6 @@ def test_the_verb_writes_the_file_and_says_what_is_in_it(run: Path, tmp_path: Pa
     assert out.stat().st_size > 100_000
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"recipe\.toml"):
         write_report(tmp_path, tmp_path / "report.html")

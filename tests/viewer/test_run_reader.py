@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import InputError
-from etude.viewer.run_reader import JsonLines, find_runs, life, read_recipe, read_stages
+from etude.viewer.run_reader import JsonLines, find_runs, read_recipe, read_stages, run_status
 
 
 def lines(path: Path) -> tuple[list[int], list[str]]:
@@ -24,45 +24,45 @@ def test_only_whole_lines_count_and_only_new_ones_are_read(tmp_path: Path) -> No
         file.write(" 3}\n")
     first = reader.records[0]
     assert [record["n"] for record in reader.read(pytest.fail)] == [1, 2, 3]
-    assert reader.records[0] is first, "what was read is not read again"
+    assert reader.records[0] is first, "lines are parsed once"
 
 
-def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+def test_a_replaced_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"n": 1}\n{"n": 2}\n')
     reader = JsonLines(path)
     reader.read(pytest.fail)
     (tmp_path / "new").write_text('{"n": 7}\n')
-    (tmp_path / "new").replace(path)  # as a run forgets steps that it will repeat
+    (tmp_path / "new").replace(path)  # as a run does when it repeats steps
     assert [record["n"] for record in reader.read(pytest.fail)] == [7]
     path.unlink()
     assert reader.read(pytest.fail) == []
 
 
-def test_damaged_lines_are_left_out_and_told(tmp_path: Path) -> None:
+def test_damaged_lines_are_left_out_and_reported(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"n": 1}\nrubbish\n[2]\n\xff\xfe\n{"n": 5}\n')
     found, problems = lines(path)
     assert found == [1, 5]
-    assert problems == ["metrics.jsonl: lines 2, 3, 4 cannot be understood and are left out"]
+    assert problems == ["metrics.jsonl: lines 2, 3, 4 cannot be parsed and are left out"]
 
 
 def test_a_run_is_running_finished_or_stopped(tmp_path: Path) -> None:
     done, open_ = {"name": "a", "done": True}, {"name": "b", "done": False}
     lock = tmp_path / "lock"
-    assert life(tmp_path, [done]).state == "finished"
-    assert life(tmp_path, [done, open_]).state == "stopped"
+    assert run_status(tmp_path, [done]).state == "finished"
+    assert run_status(tmp_path, [done, open_]).state == "stopped"
     lock.write_text(f"pid {os.getpid()} on {socket.gethostname()} since 2026-01-01T00:00:00+00:00\n")
-    assert life(tmp_path, [done, open_]).state == "running"
+    assert run_status(tmp_path, [done, open_]).state == "running"
     lock.write_text(f"pid {2**22 + 7} on {socket.gethostname()} since 2026-01-01T00:00:00+00:00\n")
-    stopped = life(tmp_path, [done, open_])
+    stopped = run_status(tmp_path, [done, open_])
     assert stopped.state == "stopped"
-    assert "in b" in stopped.words
+    assert "in b" in stopped.text
     lock.write_text("pid 1 on another-machine since 2026-01-01T00:00:00+00:00\n")
-    assert "another-machine" in life(tmp_path, [done, open_]).words
+    assert "another-machine" in run_status(tmp_path, [done, open_]).text
 
 
-def test_runs_are_found_in_a_directory_and_nothing_else_is_one(tmp_path: Path) -> None:
+def test_only_directories_with_a_recipe_are_runs(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"recipe\.toml"):
         find_runs(tmp_path)
     for name in ("b", "a"):
@@ -75,7 +75,7 @@ def test_runs_are_found_in_a_directory_and_nothing_else_is_one(tmp_path: Path) -
         find_runs(tmp_path / "nowhere")
 
 
-def test_a_recipe_and_a_state_that_make_no_sense_are_told_and_do_no_harm(tmp_path: Path) -> None:
+def test_a_malformed_recipe_or_state_is_reported(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text("name = [")
     (tmp_path / "state.json").write_text("{")
     problems: list[str] = []

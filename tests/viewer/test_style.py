@@ -1,4 +1,4 @@
-"""What can be told of the pages' looks without looking: contrast, and that light and dark come from one table."""
+"""Properties of the style sheets: contrast in light and dark, and the size of the files."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_text_can_be_read_on_every_ground_by_day_and_by_night() -> None:
+def test_text_has_enough_contrast_in_both_themes() -> None:
     grounds = dict.fromkeys(("ink", "soft", "faint", "accent"), ("paper", "sheet", "sunk"))
     grounds |= {name: ("paper", "sheet", f"{name}-bg") for name in ("good", "bad", "odd")}
     for name, below in grounds.items():
@@ -29,17 +29,17 @@ def test_text_can_be_read_on_every_ground_by_day_and_by_night() -> None:
                 assert found >= 4.5, f"{name} on {ground}, {('light', 'dark')[theme]}: {found:.2f}"
 
 
-def test_lines_of_charts_stand_out_from_the_paper() -> None:
+def test_chart_lines_have_enough_contrast() -> None:
     for number in range(1, 9):
         for theme in (0, 1):
             found = contrast(COLOURS[f"tone{number}"][theme], COLOURS["paper"][theme])
             assert found >= 3.0, f"tone{number}, {('light', 'dark')[theme]}: {found:.2f}"
 
 
-def test_the_pages_files_stay_readable() -> None:
+def test_front_end_files_are_short_and_start_with_a_comment() -> None:
     for path in PAGES.iterdir():
         if path.suffix in (".js", ".css"):
             lines = path.read_text().splitlines()
             assert len(lines) < 600, path.name
             assert max(map(len, lines)) <= 120, path.name
-            assert lines[0].startswith(("//", "/*")), f"{path.name} opens with what it is"
+            assert lines[0].startswith(("//", "/*")), f"{path.name} starts with a comment"

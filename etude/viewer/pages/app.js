@@ -1,7 +1,7 @@
-// The frame around the pages: what address shows which page, keys, light and dark, and what goes on meanwhile.
+// The frame around the pages: routes, keyboard shortcuts, light and dark theme, and live updates.
 
-import {about, ask, listen, mode, watch} from "./data.js";
-import {h, put, s, say} from "./dom.js";
+import {about, fetchData, onUpdate, mode, startPolling} from "./data.js";
+import {h, setChildren, s, announce} from "./dom.js";
 import {groupPage} from "./group.js";
 import {groupsPage, rolloutsPage, tasksPage} from "./lists.js";
 import {rolloutPage} from "./rollout.js";
@@ -15,13 +15,13 @@ const PAGES = {
 const NAV = [["", "Run", "r"], ["groups", "Groups", "g"], ["rollouts", "Rollouts", "l"], ["tasks", "Tasks", "t"]];
 const main = document.getElementById("main");
 
-let page = null; // what is shown now
-let shown = 0; // counts navigations: an answer that comes too late is dropped
+let page = null; // the current page
+let shown = 0; // counts navigations, so that a page that arrives too late is dropped
 let name = "";
 
-// ------------------------------------------------------------------------------------------- addresses
+// ------------------------------------------------------------------------------------------- routes
 
-function here() {
+function currentRoute() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
   const [what, ...parts] = path.split("/");
   return {what, parts, query: new URLSearchParams(query)};
@@ -29,16 +29,16 @@ function here() {
 
 async function show() {
   const ticket = ++shown;
-  const {what, parts, query} = here();
+  const {what, parts, query} = currentRoute();
   const make = mode === "runs" ? runsPage : Object.hasOwn(PAGES, what) ? PAGES[what] : null;
   main.setAttribute("aria-busy", "true");
   try {
-    if (!make) throw new Error("There is no such page.");
+    if (!make) throw new Error("No such page.");
     const next = await make(parts, query);
     if (ticket !== shown) return;
     page = next;
     document.body.classList.toggle("full", Boolean(next.full));
-    put(main, next.nodes);
+    setChildren(main, next.nodes);
     if (next.update && !next.ready) await next.update();
     if (ticket !== shown) return;
     document.title = [next.title, name, "etude"].filter(Boolean).join(" · ");
@@ -46,57 +46,57 @@ async function show() {
     if (ticket !== shown) return;
     page = null;
     document.body.classList.remove("full");
-    const back = h("p", h("a", {href: "#/"}, "To the run"));
-    put(main, h("div.hero", h("h1", "Not here"), h("p.lead", error.message), back));
+    const back = h("p", h("a", {href: "#/"}, "Back to the run"));
+    setChildren(main, h("div.hero", h("h1", "Not found"), h("p.lead", error.message), back));
   }
   main.removeAttribute("aria-busy");
-  frame(what);
+  drawFrame(what);
   if (!query.toString() || what === "rollout") scrollTo(0, 0);
   const heading = main.querySelector("h1");
   heading?.setAttribute("tabindex", "-1");
   if (ticket > 1) heading?.focus({preventScroll: true});
-  say(document.title);
+  announce(document.title);
 }
 
-// ------------------------------------------------------------------------------------------- the frame
+// ------------------------------------------------------------------------------------------- frame
 
-const pill = h("span.pill", {role: "status"});
+const statusPill = h("span.pill", {role: "status"});
 
-function frame(what) {
+function drawFrame(what) {
   const owner = {group: "groups", rollout: "rollouts", task: "tasks"}[what] ?? what;
   const known = mode === "runs" ? [] : NAV.filter(([key]) => key === "" || hasLearning);
   const links = known.map(([key, text]) =>
     h("a", {href: `#/${key}`, "aria-current": key === owner ? "page" : null}, text));
   const tool = (sign, title, act) => h("button", {type: "button", title, "aria-label": title, on: {click: act}}, sign);
   const home = mode === "run-of-many" ? {href: "/", title: "all runs"} : {href: "#/", title: "etude"};
-  put(document.getElementById("top"), h("a.brand", home, mark(), "etude"), name ? h("span.name", name) : null,
+  setChildren(document.getElementById("top"), h("a.brand", home, logo(), "etude"), name ? h("span.name", name) : null,
     h("nav", {"aria-label": "Pages"}, links),
-    h("div.tools", mode === "runs" ? null : pill, tool("◐", "light or dark (d)", theme),
-      tool("?", "keys (?)", help)));
+    h("div.tools", mode === "runs" ? null : statusPill, tool("◐", "light or dark theme (d)", toggleTheme),
+      tool("?", "keyboard shortcuts (?)", help)));
 }
 
-function mark() {
+function logo() {
   return s("svg", {viewBox: "0 0 32 32", width: 20, height: 20, "aria-hidden": "true"},
     s("path", {d: "M3 24c5 0 6-4 9-9s5-8 8-4 4 8 9-6"}));
 }
 
 let hasLearning = true;
 
-function tellLife(life, connected = true) {
-  const words = {running: mode === "file" ? "was running" : "live", finished: "finished", stopped: "stopped"};
-  pill.className = `pill ${connected ? life.state : "lost"}`;
-  pill.title = connected ? life.words : "the server does not answer";
-  put(pill, h("i", {"aria-hidden": "true"}), connected ? words[life.state] : "no connection");
+function showStatus(status, connected = true) {
+  const labels = {running: mode === "file" ? "was running" : "live", finished: "finished", stopped: "stopped"};
+  statusPill.className = `pill ${connected ? status.state : "lost"}`;
+  statusPill.title = connected ? status.text : "the server does not answer";
+  setChildren(statusPill, h("i", {"aria-hidden": "true"}), connected ? labels[status.state] : "no connection");
 }
 
-function theme() {
+function toggleTheme() {
   const root = document.documentElement;
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
   try {
     localStorage.setItem("etude-theme", root.dataset.theme);
   } catch {
-    // a file that may not remember: the choice holds as long as the page
+    // no local storage: the choice lasts as long as the page
   }
 }
 
@@ -107,7 +107,7 @@ function help() {
   const rows = [
     ...Object.entries(page?.keys ?? {}).map(([key, [text]]) => [key, text]),
     ...NAV.map(([, text, key]) => [`g ${key}`, `go to ${text.toLowerCase()}`]),
-    ["Esc", "clear the filter, or go up"], ["d", "light or dark"], ["?", "this list"],
+    ["Esc", "clear the filter, or go up"], ["d", "light or dark theme"], ["?", "this list"],
   ];
   const box = h("dialog", {"aria-labelledby": "keys"}, h("h2", {id: "keys"}, "Keys"),
     h("dl.keys", rows.map(([key, text]) => [h("dt", key.split(" ").map((each) => h("kbd", each))), h("dd", text)])),
@@ -119,9 +119,9 @@ function help() {
   box.showModal();
 }
 
-let prefix = 0; // when g was pressed
+let prefix = 0; // time at which g was pressed
 
-function press(event) {
+function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   const typing = event.target.closest?.("input, select, textarea");
   if (event.key === "Escape") {
@@ -145,65 +145,65 @@ function press(event) {
       return;
     }
   }
-  const own = page?.keys?.[event.key];
+  const pageKey = page?.keys?.[event.key];
   const interactive = event.target.closest?.("a, button, summary, svg");
-  if (own && !(event.key === "Enter" && interactive)) {
+  if (pageKey && !(event.key === "Enter" && interactive)) {
     event.preventDefault();
-    own[1]();
+    pageKey[1]();
   } else if (event.key === "g") {
     prefix = Date.now();
   } else if (event.key === "?") {
     event.preventDefault();
     help();
   } else if (event.key === "d") {
-    theme();
+    toggleTheme();
   }
 }
 
-// ------------------------------------------------------------------------------------------- beginning
+// ------------------------------------------------------------------------------------------- start
 
-// What the frame tells of the run, whichever page is shown in it.
-async function introduce() {
+// Load what the frame shows of the run, whichever page is in it.
+async function loadRunName() {
   if (mode === "runs") return;
   try {
-    const run = await ask("run");
+    const run = await fetchData("run");
     name = run.name;
     hasLearning = Boolean(run.rl);
-    tellLife(run.life);
-    frame(here().what);
+    showStatus(run.status);
+    drawFrame(currentRoute().what);
     document.title = [page?.title, name, "etude"].filter(Boolean).join(" · ");
   } catch {
-    // the page itself will say what is wrong
+    // the page itself shows the error
   }
 }
 
-async function begin() {
+async function start() {
   try {
     const chosen = localStorage.getItem("etude-theme");
     if (chosen) document.documentElement.dataset.theme = chosen;
   } catch {
-    // see above
+    // no local storage
   }
   document.querySelector(".skip").addEventListener("click", (event) => {
     event.preventDefault();
     main.focus();
   });
-  document.addEventListener("keydown", press);
+  document.addEventListener("keydown", onKey);
   addEventListener("hashchange", show);
-  const foot = about ? `A report of etude. ${about}` : "Read only. Nothing here changes the run.";
-  put(document.getElementById("foot"), h("p", foot));
-  await Promise.all([introduce(), show()]);
-  let late = {metrics: false, rollouts: false};
-  listen(async (now, changed) => {
-    tellLife(now?.life ?? {state: "stopped", words: ""}, Boolean(now));
-    late = {metrics: late.metrics || changed.metrics, rollouts: late.rollouts || changed.rollouts};
-    if (page?.live && late[page.live] && !page.busy?.()) {
-      late = {metrics: false, rollouts: false};
+  const foot = about ? `A report of etude. ${about}` : "Read only: nothing here changes the run.";
+  setChildren(document.getElementById("foot"), h("p", foot));
+  await Promise.all([loadRunName(), show()]);
+  let stale = {metrics: false, rollouts: false};
+  onUpdate(async (now, changed) => {
+    showStatus(now?.status ?? {state: "stopped", text: ""}, Boolean(now));
+    stale = {metrics: stale.metrics || changed.metrics, rollouts: stale.rollouts || changed.rollouts};
+    if (page?.live && stale[page.live] && !page.busy?.()) {
+      stale = {metrics: false, rollouts: false};
       const ticket = shown;
-      await page.update().catch((error) => ticket === shown && say(error.message));
+      await page.update().catch((error) => ticket === shown && announce(error.message));
     }
   });
-  watch();
+  startPolling();
 }
 
-begin();
+start();

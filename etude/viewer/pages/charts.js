@@ -1,29 +1,29 @@
-// Charts as SVG, all in one manner: few lines, no frame, the same colours for the same things. Each has a title and a
-// description, a table of its numbers, and can be read point by point with the pointer or the arrow keys.
+// SVG charts in one style: few lines, no frame, the same colours for the same things. Each chart has a title, a
+// description and a table of its values, and can be read point by point with the pointer or the arrow keys.
 
-import {add, fold, h, isNumber, put, s, short} from "./dom.js";
+import {appendAll, foldable, h, isNumber, setChildren, s, short} from "./dom.js";
 
-const MARGIN = {left: 46, right: 14, told: 50, top: 10, bottom: 30};
+const MARGIN = {left: 46, right: 14, labelled: 50, top: 10, bottom: 30};
 const TICKS = 5;
 
-// spec: {title, says, x: {values, label, log, format}, y: {format, log, low, high}, layers, stack, height, open}
-// layer: {name, values, kind: line | dots | band | area | bar, low, high, tone, dashed, faint, told}
-// A layer without a name is drawn and nothing more; of one that is `told`, the first and last value stand beside it.
+// spec: {title, caption, x: {values, label, log, format}, y: {format, log, low, high}, layers, stack, height, open}
+// layer: {name, values, kind: line | dots | band | area | bar, low, high, tone, dashed, faint, labelled}
+// A layer without a name has no legend or table entry; a `labelled` one shows its first and last value.
 export function chart(spec) {
   const figure = h("figure.chart", {class: spec.wide ? "wide" : null});
   const canvas = h("div.canvas");
   const note = h("div.tip", {hidden: true, role: "status"});
-  add(figure, [
-    h("figcaption", h("h3", spec.title), spec.says ? h("p", spec.says) : null, legend(spec.layers)),
+  appendAll(figure, [
+    h("figcaption", h("h3", spec.title), spec.caption ? h("p", spec.caption) : null, legend(spec.layers)),
     h("div.plot", canvas, note),
-    fold("Table", () => table(spec), {class: "as-table"}),
+    foldable("Table", () => table(spec), {class: "as-table"}),
   ]);
-  let drawn = 0;
+  let drawnWidth = 0;
   const draw = () => {
     const width = Math.round(canvas.clientWidth || 520);
-    if (width === drawn) return;
-    drawn = width;
-    put(canvas, picture(spec, width, note));
+    if (width === drawnWidth) return;
+    drawnWidth = width;
+    setChildren(canvas, picture(spec, width, note));
   };
   new ResizeObserver(draw).observe(canvas);
   return figure;
@@ -79,17 +79,18 @@ export function logTicks(low, high) {
 
 function picture(spec, width, note) {
   const height = spec.height ?? (spec.wide ? 260 : 190);
-  const right = spec.layers.some((layer) => layer.told) ? MARGIN.told : MARGIN.right;
+  const right = spec.layers.some((layer) => layer.labelled) ? MARGIN.labelled : MARGIN.right;
   const box = {left: MARGIN.left, right: width - right, top: MARGIN.top, bottom: height - MARGIN.bottom};
   const layers = spec.stack ? stacked(spec.layers) : spec.layers;
   const [x, y] = axes(spec, layers, box);
   const svg = s("svg", {
     viewBox: `0 0 ${width} ${height}`, width, height, tabindex: 0, role: "img",
-    "aria-label": `${spec.title}. ${described(spec)} Arrow keys go from point to point.`,
+    "aria-label": `${spec.title}. ${describe(spec)} Arrow keys go from point to point.`,
   });
-  add(svg, [s("title", spec.title), s("desc", described(spec))]);
-  add(svg, [grid(spec, x, y, box), layers.map((layer) => drawn(layer, spec, x, y, box, layers)), axisLine(box)]);
-  point(svg, spec, layers, x, y, box, note);
+  appendAll(svg, [s("title", spec.title), s("desc", describe(spec))]);
+  const shapes = layers.map((layer) => drawLayer(layer, spec, x, y, box, layers));
+  appendAll(svg, [grid(spec, x, y, box), shapes, axisLine(box)]);
+  trackPointer(svg, spec, layers, x, y, box, note);
   return svg;
 }
 
@@ -131,7 +132,7 @@ function grid(spec, x, y, box) {
   const rows = spec.y.log ? logTicks(...y.domain) : niceTicks(...y.domain, spec.y.high === 1 ? 4 : TICKS);
   for (const value of rows) {
     const at = Math.round(y(value)) + 0.5;
-    add(group, [
+    appendAll(group, [
       s("line", {x1: box.left, x2: box.right, y1: at, y2: at, class: value === 0 ? "zero" : null}),
       s("text.tick", {x: box.left - 7, y: at + 3.5, "text-anchor": "end"}, (spec.y.format ?? short)(value)),
     ]);
@@ -144,10 +145,10 @@ function grid(spec, x, y, box) {
     const at = x(value);
     if (at < box.left - 1 || at > box.right + 1) continue;
     const text = (spec.x.format ?? short)(value);
-    add(group, [s("text.tick", {x: at, y: box.bottom + 15, "text-anchor": "middle"}, text)]);
+    appendAll(group, [s("text.tick", {x: at, y: box.bottom + 15, "text-anchor": "middle"}, text)]);
   }
   if (spec.x.label) {
-    add(group, [s("text.label", {x: box.right, y: box.bottom + 27, "text-anchor": "end"}, spec.x.label)]);
+    appendAll(group, [s("text.label", {x: box.right, y: box.bottom + 27, "text-anchor": "end"}, spec.x.label)]);
   }
   return group;
 }
@@ -156,22 +157,22 @@ function axisLine(box) {
   return s("line.axis", {x1: box.left, x2: box.right, y1: box.bottom + 0.5, y2: box.bottom + 0.5});
 }
 
-function drawn(layer, spec, x, y, box, layers) {
+function drawLayer(layer, spec, x, y, box, layers) {
   const xs = spec.x.values;
   const tone = `tone${layer.tone}`;
   const ok = (value) => isNumber(value) && (!spec.y.log || value > 0);
   if (layer.kind === "band" || layer.kind === "area") {
-    return runs(xs, (at) => ok(layer.low[at]) && ok(layer.high[at])).map((indices) => {
-      const upper = indices.map((at) => `${near(x(xs[at]))} ${near(y(layer.high[at]))}`);
-      const lower = indices.map((at) => `${near(x(xs[at]))} ${near(y(layer.low[at]))}`).reverse();
+    return segments(xs, (at) => ok(layer.low[at]) && ok(layer.high[at])).map((indices) => {
+      const upper = indices.map((at) => `${round(x(xs[at]))} ${round(y(layer.high[at]))}`);
+      const lower = indices.map((at) => `${round(x(xs[at]))} ${round(y(layer.low[at]))}`).reverse();
       return s("path", {class: `${layer.kind} ${tone}`, d: `M${[...upper, ...lower].join("L")}Z`});
     });
   }
   if (layer.kind === "bar") return bars(layer, xs, x, y, box, tone, layers);
   const found = [];
   if (layer.kind === "line") {
-    for (const indices of runs(xs, (at) => ok(layer.values[at]))) {
-      const path = indices.map((at) => `${near(x(xs[at]))} ${near(y(layer.values[at]))}`).join("L");
+    for (const indices of segments(xs, (at) => ok(layer.values[at]))) {
+      const path = indices.map((at) => `${round(x(xs[at]))} ${round(y(layer.values[at]))}`).join("L");
       const manner = layer.dashed ? "dashed" : layer.faint ? "faint" : "";
       found.push(s("path", {class: `line ${tone} ${manner}`, d: `M${path}`}));
     }
@@ -180,11 +181,11 @@ function drawn(layer, spec, x, y, box, layers) {
   if (few) {
     xs.forEach((value, at) => {
       if (ok(layer.values[at])) {
-        found.push(s("circle", {class: `dot ${tone}`, cx: near(x(value)), cy: near(y(layer.values[at])), r: 3}));
+        found.push(s("circle", {class: `dot ${tone}`, cx: round(x(value)), cy: round(y(layer.values[at])), r: 3}));
       }
     });
   }
-  return layer.told ? [...found, endWords(layer, spec, x, y)] : found;
+  return layer.labelled ? [...found, endLabels(layer, spec, x, y)] : found;
 }
 
 function bars(layer, xs, x, y, box, tone, layers) {
@@ -196,28 +197,28 @@ function bars(layer, xs, x, y, box, tone, layers) {
     if (!isNumber(top) || top === low[at]) return null;
     const [from, to] = [y(Math.max(low[at], y.domain[0])), y(top)];
     const size = Math.max(0.75, Math.abs(from - to));
-    return s("rect", {class: `bar ${tone}`, x: near(x(value) - width / 2), y: near(Math.min(from, to)),
-      width: near(width), height: near(size)});
+    return s("rect", {class: `bar ${tone}`, x: round(x(value) - width / 2), y: round(Math.min(from, to)),
+      width: round(width), height: round(size)});
   });
 }
 
-// The values at both ends, in words: the first above its point, the last beside it.
-function endWords(layer, spec, x, y) {
+// Labels with the values at both ends: the first above its point, the last beside it.
+function endLabels(layer, spec, x, y) {
   const known = spec.x.values.map((_, at) => at).filter((at) => isNumber(layer.values[at]));
   const format = spec.y.exact ?? spec.y.format ?? short;
   return [...new Set([known[0], known.at(-1)])].filter(isNumber).map((at) => {
     const [left, top] = [x(spec.x.values[at]), y(layer.values[at])];
     const [right, down] = at === known.at(-1) ? [7, 4] : [3, -8];
-    return s("text", {class: `told tone${layer.tone}`, x: near(left + right), y: near(top + down)},
+    return s("text", {class: `end-label tone${layer.tone}`, x: round(left + right), y: round(top + down)},
       format(layer.values[at]));
   });
 }
 
-function near(value) {
+function round(value) {
   return Math.round(value * 10) / 10;
 }
 
-function runs(xs, holds) {
+function segments(xs, holds) {
   const found = [];
   let current = null;
   xs.forEach((_, at) => {
@@ -232,7 +233,7 @@ function runs(xs, holds) {
   return found;
 }
 
-// Layers on top of one another: each gets the sum below it as its low.
+// Stack the layers: each gets the sum of those below it as its low.
 function stacked(layers) {
   const sums = [];
   return layers.map((layer) => {
@@ -242,38 +243,38 @@ function stacked(layers) {
   });
 }
 
-// ------------------------------------------------------------------------------------------- pointing
+// ------------------------------------------------------------------------------------------- pointer and keyboard
 
-function point(svg, spec, layers, x, y, box, note) {
+function trackPointer(svg, spec, layers, x, y, box, note) {
   const cursor = s("g.cursor", {"aria-hidden": "true"});
-  add(svg, [cursor]);
+  appendAll(svg, [cursor]);
   const xs = spec.x.values;
   let at = -1;
   const show = (index) => {
     at = Math.max(0, Math.min(xs.length - 1, index));
-    const place = x(xs[at]);
-    put(cursor, s("line", {x1: place, x2: place, y1: box.top, y2: box.bottom}));
+    const position = x(xs[at]);
+    setChildren(cursor, s("line", {x1: position, x2: position, y1: box.top, y2: box.bottom}));
     for (const layer of layers) {
       const value = layer.kind === "bar" || layer.kind === "area" || !layer.name ? null : layer.values?.[at];
       if (isNumber(value) && (!spec.y.log || value > 0)) {
-        add(cursor, [s("circle", {class: `dot tone${layer.tone}`, cx: place, cy: y(value), r: 3.5})]);
+        appendAll(cursor, [s("circle", {class: `dot tone${layer.tone}`, cx: position, cy: y(value), r: 3.5})]);
       }
     }
-    put(note, told(spec, at));
+    setChildren(note, tooltip(spec, at));
     note.hidden = false;
-    const left = place > (box.left + box.right) / 2 ? place - note.offsetWidth - 10 : place + 10;
+    const left = position > (box.left + box.right) / 2 ? position - note.offsetWidth - 10 : position + 10;
     note.style.left = `${Math.max(0, left)}px`;
   };
   const hide = () => {
-    put(cursor);
+    setChildren(cursor);
     note.hidden = true;
     at = -1;
   };
   const nearest = (event) => {
-    const place = event.clientX - svg.getBoundingClientRect().left;
+    const position = event.clientX - svg.getBoundingClientRect().left;
     let best = 0;
     xs.forEach((value, index) => {
-      if (Math.abs(x(value) - place) < Math.abs(x(xs[best]) - place)) best = index;
+      if (Math.abs(x(value) - position) < Math.abs(x(xs[best]) - position)) best = index;
     });
     return best;
   };
@@ -302,9 +303,9 @@ function point(svg, spec, layers, x, y, box, note) {
   });
 }
 
-function told(spec, at) {
+function tooltip(spec, at) {
   const xWord = (spec.x.exact ?? spec.x.format ?? short)(spec.x.values[at]);
-  const rows = spec.layers.filter((layer) => layer.name).map((layer) => [layer, worded(layer, spec, at)]);
+  const rows = spec.layers.filter((layer) => layer.name).map((layer) => [layer, formatValue(layer, spec, at)]);
   return [
     h("div.at", `${spec.x.label ?? ""} ${xWord}`),
     rows.filter(([, text]) => text).map(([layer, text]) =>
@@ -313,7 +314,7 @@ function told(spec, at) {
   ];
 }
 
-function worded(layer, spec, at) {
+function formatValue(layer, spec, at) {
   const format = spec.y.exact ?? spec.y.format ?? short;
   if (layer.kind === "band") {
     const [low, high] = [layer.low[at], layer.high[at]];
@@ -322,7 +323,7 @@ function worded(layer, spec, at) {
   return isNumber(layer.values[at]) ? format(layer.values[at]) : "";
 }
 
-function described(spec) {
+function describe(spec) {
   const format = spec.y.exact ?? spec.y.format ?? short;
   const about = spec.layers.filter((layer) => layer.name && layer.kind !== "band").map((layer) => {
     const known = layer.values.filter(isNumber);
@@ -330,7 +331,7 @@ function described(spec) {
     return `${layer.name}: first ${format(known[0])}, last ${format(known.at(-1))}, ` +
       `lowest ${format(Math.min(...known))}, highest ${format(Math.max(...known))}.`;
   });
-  return [spec.says, ...about].filter(Boolean).join(" ");
+  return [spec.caption, ...about].filter(Boolean).join(" ");
 }
 
 function table(spec) {
@@ -339,25 +340,25 @@ function table(spec) {
     layers.map((layer) => h("th", {scope: "col"}, layer.name)));
   const rows = spec.x.values.map((value, at) => h("tr",
     h("th", {scope: "row"}, (spec.x.exact ?? spec.x.format ?? short)(value)),
-    layers.map((layer) => h("td", worded(layer, spec, at)))));
+    layers.map((layer) => h("td", formatValue(layer, spec, at)))));
   return h("div.scroll", h("table", h("caption.unseen", spec.title), h("thead", head), h("tbody", rows)));
 }
 
-// ------------------------------------------------------------------------------------------- small ones
+// ------------------------------------------------------------------------------------------- small charts
 
-// A line as high as a word.
+// A sparkline as high as a line of text.
 export function spark(values, {low = 0, high = 1, width = 120, height = 26, tone = 1, label = ""} = {}) {
   const x = scale(0, Math.max(1, values.length - 1), 3, width - 3);
   const y = scale(low, high === low ? low + 1 : high, height - 3, 3);
-  const place = (at) => `${near(x(at))} ${near(y(values[at]))}`;
-  const parts = runs(values, (at) => isNumber(values[at])).map((indices) =>
-    s("path", {class: `line tone${tone}`, d: `M${indices.map(place).join("L")}`}));
+  const position = (at) => `${round(x(at))} ${round(y(values[at]))}`;
+  const parts = segments(values, (at) => isNumber(values[at])).map((indices) =>
+    s("path", {class: `line tone${tone}`, d: `M${indices.map(position).join("L")}`}));
   const last = values.findLastIndex(isNumber);
   if (last >= 0) parts.push(s("circle", {class: `dot tone${tone}`, cx: x(last), cy: y(values[last]), r: 2.5}));
   return s("svg.spark", {width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label}, parts);
 }
 
-// From one value to another on a common scale.
+// Two values on a common scale, connected.
 export function dumbbell(before, after, {low = 0, high = 1, width = 150, height = 22, label = ""} = {}) {
   const x = scale(low, high, 6, width - 6);
   const y = height / 2;
@@ -371,10 +372,10 @@ export function dumbbell(before, after, {low = 0, high = 1, width = 150, height 
   return s("svg.dumbbell", {width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label}, parts);
 }
 
-// Two shares with their intervals, one above the other on a common scale from 0 to 1: {at, low, high}.
+// Two fractions with their intervals on a common scale from 0 to 1: {at, low, high}.
 export function ranges(before, after, {width = 240, height = 30, label = ""} = {}) {
   const x = scale(0, 1, 6, width - 6);
-  const inside = (value) => near(x(Math.max(0, Math.min(1, value))));
+  const inside = (value) => round(x(Math.max(0, Math.min(1, value))));
   const rails = [0, 0.5, 1].map((share) => s("line.rail", {x1: x(share), x2: x(share), y1: 0, y2: height}));
   const mark = (range, kind, y) => (range && isNumber(range.at) ? [
     isNumber(range.low) ?

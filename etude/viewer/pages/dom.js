@@ -1,36 +1,36 @@
-// Building pages out of text. Nothing here, or anywhere else in these files, ever turns text into markup: what a model
-// wrote becomes text nodes and attributes, and stays text.
+// Builds DOM nodes. Nothing here, or anywhere else in these files, turns text into markup: text written by a model
+// becomes text nodes and attributes.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 // h("p.note", {hidden: true, on: {click}}, "text", node, [more]) -> an element. Nothing, null and false are left out.
 export function h(name, ...parts) {
-  return fill(document.createElement(tagOf(name)), name, parts);
+  return build(document.createElement(tagName(name)), name, parts);
 }
 
 export function s(name, ...parts) {
-  return fill(document.createElementNS(SVG, tagOf(name)), name, parts);
+  return build(document.createElementNS(SVG, tagName(name)), name, parts);
 }
 
-function tagOf(name) {
+function tagName(name) {
   return name.split(".")[0];
 }
 
-function fill(node, name, parts) {
+function build(node, name, parts) {
   const classes = name.split(".").slice(1);
   if (classes.length) node.setAttribute("class", classes.join(" "));
   let rest = parts;
   const first = parts[0];
   if (first && typeof first === "object" && !(first instanceof Node) && !Array.isArray(first)) {
-    setAll(node, first);
+    setAttributes(node, first);
     rest = parts.slice(1);
   }
-  add(node, rest);
+  appendAll(node, rest);
   return node;
 }
 
-function setAll(node, given) {
-  for (const [key, value] of Object.entries(given)) {
+function setAttributes(node, attributes) {
+  for (const [key, value] of Object.entries(attributes)) {
     if (value === undefined || value === null || value === false) continue;
     if (key === "on") {
       for (const [event, act] of Object.entries(value)) node.addEventListener(event, act);
@@ -39,7 +39,7 @@ function setAll(node, given) {
     } else if (key === "css") {
       for (const [property, setting] of Object.entries(value)) node.style.setProperty(property, setting);
     } else {
-      // a run's JSON that took the place of our attributes would stop here
+      // refuses a run's JSON that was passed by mistake as attributes
       const ours = !/^on|^style$/i.test(key) && (key !== "href" || /^[#/]/.test(value));
       if (!ours) throw new Error(`not an attribute: ${key}`);
       node.setAttribute(key, value === true ? "" : String(value));
@@ -47,7 +47,7 @@ function setAll(node, given) {
   }
 }
 
-export function add(node, parts) {
+export function appendAll(node, parts) {
   for (const part of [parts].flat(Infinity)) {
     if (part === undefined || part === null || part === false || part === "") continue;
     node.append(part instanceof Node ? part : String(part));
@@ -55,25 +55,25 @@ export function add(node, parts) {
   return node;
 }
 
-export function put(node, ...parts) {
+export function setChildren(node, ...parts) {
   node.replaceChildren();
-  return add(node, parts);
+  return appendAll(node, parts);
 }
 
-// Tell people who do not see the page what has changed on it.
-export function say(words) {
-  const place = document.getElementById("say");
-  if (place) place.textContent = words;
+// Announce a change to screen readers.
+export function announce(text) {
+  const node = document.getElementById("say");
+  if (node) node.textContent = text;
 }
 
-// A part that is folded away; its content is made when it is opened for the first time.
-export function fold(summary, content, options = {}) {
+// A collapsed section; its content is built when it is opened for the first time.
+export function foldable(summary, content, options = {}) {
   const node = h("details", {class: options.class}, h("summary", summary));
   let made = false;
   const make = () => {
     if (!made && node.open) {
       made = true;
-      add(node, [content()]);
+      appendAll(node, [content()]);
     }
   };
   node.addEventListener("toggle", make);
@@ -84,7 +84,7 @@ export function fold(summary, content, options = {}) {
   return node;
 }
 
-// ------------------------------------------------------------------------------------------- words for numbers
+// ------------------------------------------------------------------------------------------- formatting
 
 export const MISSING = "–";
 
@@ -106,16 +106,16 @@ export function percent(value, digits = 0) {
   return isNumber(value) ? `${fixed(100 * value, digits)} %` : MISSING;
 }
 
-// A bound of a share: what is drawn from few tasks may lie where no share can.
-export function within(value) {
+// Clamp the bound of an interval to 0..1: with few tasks it may lie outside.
+export function clampShare(value) {
   return isNumber(value) ? Math.max(0, Math.min(1, value)) : null;
 }
 
-export function whole(value) {
+export function integer(value) {
   return isNumber(value) ? Math.round(value).toLocaleString("en-US").replaceAll(",", " ") : MISSING;
 }
 
-// Three digits, whatever the size: 0.00123, 4.56, 1.2k, 3.4M.
+// Format with three digits at any size: 0.00123, 4.56, 1.2k, 3.4M.
 export function short(value) {
   if (!isNumber(value)) return MISSING;
   const size = Math.abs(value);
@@ -156,7 +156,7 @@ export function ago(then, now = Date.now() / 1000) {
 }
 
 export function plural(count, one, many = `${one}s`) {
-  return `${whole(count)} ${count === 1 ? one : many}`;
+  return `${integer(count)} ${count === 1 ? one : many}`;
 }
 
 export function when(time) {
@@ -164,14 +164,14 @@ export function when(time) {
   return new Date(time * 1000).toLocaleString("en-GB", {dateStyle: "medium", timeStyle: "short"});
 }
 
-// Why a session was over.
+// Describe the ending of a session.
 export function ending(name) {
   const known = {final: "final message", length: "cut off in an answer", interrupted: "interrupted"};
   const out = ["turns", "tokens", "time", "context"];
-  return known[name] ?? (out.includes(name) ? `out of ${name}` : words(name));
+  return known[name] ?? (out.includes(name) ? `out of ${name}` : humanize(name));
 }
 
-// An id of rl's and python's names as words: "malformed_calls" -> "malformed calls".
-export function words(name) {
+// "malformed_calls" -> "malformed calls".
+export function humanize(name) {
   return String(name).replaceAll("_", " ");
 }

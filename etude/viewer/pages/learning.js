@@ -1,32 +1,31 @@
-// Reinforcement learning in charts, from the numbers of its steps and measurements. What was not measured is not drawn.
+// The charts of reinforcement learning, from the metrics of its steps and evaluations. Missing metrics are not drawn.
 
 import {chart, dumbbell, spark} from "./charts.js";
 import {
-  add, bytes, ending, fixed, h, isNumber, percent, plural, seconds, short, whole, within, words,
+  appendAll, bytes, ending, fixed, h, isNumber, percent, plural, seconds, short, integer, clampShare, humanize,
 } from "./dom.js";
 
 export function learningSection(rl) {
-  const told = rl.steps;
+  const data = rl.steps;
   const section = h("section", {"aria-labelledby": "learning"}, h("h2", {id: "learning"}, "Reinforcement learning"));
-  if (told.each > 1) add(section, [h("p.muted", `Every point is the mean of ${told.each} steps.`)]);
-  const alarm = told.alarms.at(-1);
+  if (data.each > 1) appendAll(section, [h("p.muted", `Every point is the mean of ${data.each} steps.`)]);
+  const alarm = data.alarms.at(-1);
   if (alarm) {
-    const says = [].concat(alarm.says).join("; ");
-    const is = alarm.step === told.columns.step?.at(-1) ? "is" : "was";
-    add(section, [h("p.notice.warn", `A monitor ${is} alarmed at step ${whole(alarm.step)}: ${says}.`)]);
+    const text = [].concat(alarm.messages).join("; ");
+    appendAll(section, [h("p.notice.warn", `A monitor raised an alarm at step ${integer(alarm.step)}: ${text}.`)]);
   }
-  const steps = new Steps(told.columns);
+  const steps = new Steps(data.columns);
   const heads = [heldOut(rl.evaluations), steps.known ? rewards(steps) : null].filter(Boolean);
-  if (!heads.length) return add(section, [h("p.muted", "No step has been taken yet.")]);
-  add(section, [h("div.grid.two", heads)]);
+  if (!heads.length) return appendAll(section, [h("p.muted", "No step is finished yet.")]);
+  appendAll(section, [h("div.grid.two", heads)]);
   if (steps.known) {
     const charts = [bySet(rl.evaluations), ...CHARTS.map((make) => make(steps))];
-    add(section, [categories(steps, rl.evaluations), h("div.grid", charts), habits(steps)]);
+    appendAll(section, [categories(steps, rl.evaluations), h("div.grid", charts), behaviours(steps)]);
   }
   return section;
 }
 
-// The numbers of the steps, column by column.
+// The metrics of the steps as columns.
 class Steps {
   constructor(columns) {
     this.columns = columns;
@@ -39,12 +38,12 @@ class Steps {
     return this.numbers.length > 0;
   }
 
-  // A column, or nothing when no step says anything of it.
+  // A column, or null if no step has a value.
   get(name) {
     return this.names.includes(name) ? this.columns[name] : null;
   }
 
-  // The columns below a name: "errors/" -> [["timeout", [...]], ...]. A share that a step does not mention was 0 there.
+  // The columns with a prefix: "errors/" -> [["timeout", [...]], ...]. A missing value is 0.
   below(prefix) {
     const found = this.names.filter((name) => name.startsWith(prefix));
     return found.map((name) => [name.slice(prefix.length), this.columns[name].map((value) => value ?? 0)]);
@@ -56,7 +55,7 @@ class Steps {
 }
 
 function stepAxis(values) {
-  return {values, label: "step", format: (value) => whole(value)};
+  return {values, label: "step", format: (value) => integer(value)};
 }
 
 const toStep = (numbers, set = "training") => (at) => `#/rollouts?set=${set}&step=${numbers[at]}`;
@@ -72,15 +71,15 @@ function band(name, low, high, tone) {
   return {name, kind: "band", low, high, values: [], tone, quiet: true};
 }
 
-// Lines of some columns, with the names and tones they have: {solved: ["average", 1]}.
+// Line layers of some columns, with their names and tones: {solved: ["average", 1]}.
 function lines(steps, names) {
   const known = Object.entries(names).filter(([column]) => steps.get(column));
   return known.map(([column, [name, tone]]) => line(name, steps.get(column), tone));
 }
 
-// ------------------------------------------------------------------------------------------- what it is about
+// ------------------------------------------------------------------------------------------- success and reward
 
-// Of a measurement, the keys that tell the best of K, largest K first: "best/16".
+// The keys of an evaluation for best of K, largest K first: "best/16".
 function bestKeys(test) {
   const keys = Object.keys(test).filter((key) => /^best\/\d+$/.test(key));
   return keys.sort((one, other) => Number(other.slice(5)) - Number(one.slice(5)));
@@ -90,23 +89,23 @@ function heldOut(tests) {
   if (!tests.length) return null;
   const last = tests.at(-1);
   const take = (name) => tests.map((test) => test[name] ?? null);
-  const bound = (name) => take(name).map(within);
+  const bound = (name) => take(name).map(clampShare);
   const layers = [
-    band("95 % of the average", bound("solved_low"), bound("solved_high"), 1),
+    band("95 % interval of the average", bound("solved_low"), bound("solved_high"), 1),
     line("average", take("solved"), 1, {dots: 60}),
   ];
   const [best, next] = bestKeys(last).filter((key) => key !== "best/1");
   if (best) {
     const name = `best of ${best.slice(5)}`;
-    layers.push(band(`95 % of ${name}`, bound(`${best}_low`), bound(`${best}_high`), 3));
+    layers.push(band(`95 % interval of ${name}`, bound(`${best}_low`), bound(`${best}_high`), 3));
     layers.push(line(name, take(best), 3, {dots: 60}));
   }
   if (next) layers.push(line(`best of ${next.slice(5)}`, take(next), 3, {dashed: true}));
   const numbers = take("step");
-  const samples = whole((last.samples ?? 0) / (last.tasks || 1));
+  const samples = integer((last.samples ?? 0) / (last.tasks || 1));
   return chart({
     title: "Held-out success",
-    says: `${plural(last.tasks ?? 0, "task")} that were never trained on, ${samples} sessions each. ` +
+    caption: `${plural(last.tasks ?? 0, "task")} that were never trained on, ${samples} sessions each. ` +
       "Bands are 95 % intervals over tasks.",
     wide: true, x: stepAxis(numbers), y: WHOLE_SHARE, layers,
     open: toStep(numbers, "evaluation"), openHint: "click for these rollouts",
@@ -119,13 +118,13 @@ function bySet(tests) {
   if (names.length < 2) return null;
   const take = (key) => tests.map((test) => test[key] ?? null);
   const layers = names.flatMap((name, at) => [
-    band(`95 % of ${name}`, take(`set/${name}/solved_low`).map(within), take(`set/${name}/solved_high`).map(within),
-      SET_TONES[at % SET_TONES.length]),
-    line(name, take(`set/${name}/solved`), SET_TONES[at % SET_TONES.length], {dots: 60, told: true}),
+    band(`95 % interval of ${name}`, take(`set/${name}/solved_low`).map(clampShare),
+      take(`set/${name}/solved_high`).map(clampShare), SET_TONES[at % SET_TONES.length]),
+    line(name, take(`set/${name}/solved`), SET_TONES[at % SET_TONES.length], {dots: 60, labelled: true}),
   ]);
   const numbers = take("step");
   return chart({
-    title: "Held-out success by set", says: "Average of each set of tasks, with its 95 % interval.",
+    title: "Held-out success by set", caption: "Average of each set of tasks, with its 95 % interval.",
     x: stepAxis(numbers), y: WHOLE_SHARE, layers, open: toStep(numbers, "evaluation"),
   });
 }
@@ -136,11 +135,11 @@ function rewards(steps) {
   const layers = lines(steps, {reward: ["average", 1], reward_best: ["best of group", 3]});
   if (!layers.length) return null;
   if (steps.get("reward_low")) {
-    layers.unshift(band("95 % of the average", steps.get("reward_low"), steps.get("reward_high"), 1));
+    layers.unshift(band("95 % interval of the average", steps.get("reward_low"), steps.get("reward_high"), 1));
   }
   return chart({
     title: "Reward",
-    says: "Of the rollouts each step learned from, and of the best in each group. " +
+    caption: "Of the rollouts that each step trained on, and of the best in each group. " +
       "The band is a 95 % interval over prompts.",
     wide: true, x: steps.x, y: THREE, layers, open: toStep(steps.numbers), openHint: "click for these rollouts",
   });
@@ -148,59 +147,62 @@ function rewards(steps) {
 
 // ------------------------------------------------------------------------------------------- charts of the steps
 
-// One chart, or nothing when nothing of it was measured.
-function draw(steps, title, says, layers, more = {}) {
-  return layers.length ? chart({title, says, x: steps.x, y: {low: 0}, layers, ...more}) : null;
+// A chart over steps, or null if there are no layers.
+function stepChart(steps, title, caption, layers, more = {}) {
+  return layers.length ? chart({title, caption: caption, x: steps.x, y: {low: 0}, layers, ...more}) : null;
 }
 
-function tinted(pairs, kind, tones) {
-  return pairs.map(([name, values], at) => ({name: words(name), kind, values, tone: tones[name] ?? (at % 8) + 1}));
+function colouredLayers(pairs, kind, tones) {
+  return pairs.map(([name, values], at) => ({name: humanize(name), kind, values, tone: tones[name] ?? (at % 8) + 1}));
 }
 
+const PHASES = {ground: "environment", grading: "verifier"};
 const ENDINGS = {final: 2, length: 3, tokens: 4, turns: 5, time: 6, context: 7, interrupted: 8};
 const TOKENS = {thinking: 5, call: 1, commentary: 4, final: 2, summary: 6, output: 8};
 
 const CHARTS = [
-  (steps) => draw(steps, "Solved in training", "Share of rollouts, and of groups with at least one.",
+  (steps) => stepChart(steps, "Solved in training", "Fraction of rollouts, and of groups with at least one solved.",
     lines(steps, {solved: ["average", 1], solved_best: ["best of group", 3]}),
     {y: WHOLE_SHARE, open: toStep(steps.numbers)}),
   rewardParts,
-  (steps) => draw(steps, "Tokens of a rollout", "By kind, on average. Output is what tools answered.",
-    tinted(tokenKinds(steps), "area", TOKENS), {stack: true}),
-  (steps) => draw(steps, "Turns and calls", "Of a rollout, on average.",
-    lines(steps, {turns: ["turns", 1], calls: ["calls", 2], summaries: ["summaries", 6]}).filter(some)),
-  (steps) => draw(steps, "Endings", "Why sessions were over.",
-    tinted(steps.below("ending/"), "bar", ENDINGS).map((layer) => ({...layer, name: ending(layer.name)})),
+  (steps) => stepChart(steps, "Tokens of a rollout", "By kind, on average. Output is the output of tools.",
+    colouredLayers(tokenKinds(steps), "area", TOKENS), {stack: true}),
+  (steps) => stepChart(steps, "Turns and calls", "Of a rollout, on average.",
+    lines(steps, {turns: ["turns", 1], calls: ["calls", 2], summaries: ["summaries", 6]}).filter(hasPositive)),
+  (steps) => stepChart(steps, "Endings", "How sessions ended.",
+    colouredLayers(steps.below("ending/"), "bar", ENDINGS).map((layer) => ({...layer, name: ending(layer.name)})),
     {stack: true, y: WHOLE_SHARE}),
-  (steps) => draw(steps, "Errors of calls", "Share of calls that failed, by class.",
-    tinted(steps.below("errors/"), "line", {}), {y: SHARE}),
+  (steps) => stepChart(steps, "Tool call errors", "Fraction of calls that failed, by class.",
+    colouredLayers(steps.below("errors/"), "line", {}), {y: SHARE}),
   staleness,
   mismatch,
   trainerSeconds,
-  whoWaited,
-  (steps) => draw(steps, "Seconds of a rollout", "Its pod, its session, its grading.",
-    tinted(steps.below("seconds/"), "area", {ground: 8, session: 1, grading: 5}),
+  waitingShare,
+  (steps) => stepChart(steps, "Seconds of a rollout", "Environment, session and verifier.",
+    colouredLayers(steps.below("seconds/"), "area", {ground: 8, session: 1, grading: 5})
+      .map((layer) => ({...layer, name: PHASES[layer.name] ?? layer.name})),
     {stack: true, y: {low: 0, format: seconds}}),
   failures,
   uploads,
-  (steps) => draw(steps, "Entropy", "Of the sampled tokens, in nats.",
+  (steps) => stepChart(steps, "Entropy", "Of the sampled tokens, in nats.",
     lines(steps, {entropy: ["entropy", 1]}), {y: THREE}),
-  (steps) => draw(steps, "Gradient norm", "Before it is clipped.",
-    lines(steps, {gradient_norm: ["norm", 1]}).filter(some), {y: {log: true, exact: short}}),
-  (steps) => draw(steps, "Groups all alike", "Their rollouts got the same reward: they teach nothing.",
-    steps.get("groups_alike") ? tinted([["alike", steps.get("groups_alike")]], "bar", {alike: 8}) : [],
+  (steps) => stepChart(steps, "Gradient norm", "Before it is clipped.",
+    lines(steps, {gradient_norm: ["norm", 1]}).filter(hasPositive), {y: {log: true, exact: short}}),
+  (steps) => stepChart(steps, "Groups without signal", "All their rollouts got the same reward: nothing to train on.",
+    steps.get("groups_alike") ? colouredLayers([["equal", steps.get("groups_alike")]], "bar", {equal: 8}) : [],
     {y: WHOLE_SHARE}),
 ];
 
-function some(layer) {
+function hasPositive(layer) {
   return layer.values.some((value) => value > 0);
 }
 
-// A reward of one part is the reward, and has its chart.
+// With a single part this would repeat the chart of the reward.
 function rewardParts(steps) {
   const parts = steps.below("reward/");
-  return parts.length < 2 ? null : draw(steps, "Reward by part", "As weighed; they add up to the reward.",
-    tinted(parts, "line", {}), {y: THREE, open: toStep(steps.numbers)});
+  if (parts.length < 2) return null;
+  return stepChart(steps, "Reward by part", "After weighting; the parts add up to the reward.",
+    colouredLayers(parts, "line", {}), {y: THREE, open: toStep(steps.numbers)});
 }
 
 function tokenKinds(steps) {
@@ -211,58 +213,59 @@ function tokenKinds(steps) {
 
 function staleness(steps) {
   const ages = steps.below("staleness/").sort(([one], [other]) => Number(one) - Number(other));
-  const says = "Steps by which the oldest token of a rollout is older than the trainer.";
+  const caption = "Policy steps between the oldest token of a rollout and the step that trained on it.";
   if (!ages.length) {
-    return draw(steps, "Staleness", says, lines(steps, {staleness: ["mean", 1], staleness_max: ["oldest", 3]}));
+    return stepChart(steps, "Staleness", caption, lines(steps, {staleness: ["mean", 1], staleness_max: ["oldest", 3]}));
   }
   const tones = [2, 1, 3, 6, 7];
   const layers = ages.map(([age, values], at) =>
     ({name: plural(Number(age), "step"), kind: "bar", values, tone: tones[at] ?? 8}));
-  return draw(steps, "Staleness", says, layers, {stack: true, y: WHOLE_SHARE});
+  return stepChart(steps, "Staleness", caption, layers, {stack: true, y: WHOLE_SHARE});
 }
 
 function mismatch(steps) {
   const layers = lines(steps, {mismatch_mean: ["mean", 1], mismatch_p99: ["99th percentile", 3]});
-  const says = "Of trainer and sampler, in log-probability of the same token.";
-  return draw(steps, "Mismatch", says, layers, {y: {log: layers.some(some), exact: short}});
+  const caption = "Difference of trainer and sampler in the log-probability of the same token.";
+  return stepChart(steps, "Mismatch", caption, layers, {y: {log: layers.some(hasPositive), exact: short}});
 }
 
 function trainerSeconds(steps) {
   const wall = steps.get("wall_s");
   if (!wall) return null;
-  const waited = steps.below("waited/").map(([what, values]) => [`waiting for ${words(what)}`, values]);
+  const waited = steps.below("waited/").map(([what, values]) => [`waiting for ${humanize(what)}`, values]);
   if (!waited.length && steps.get("waited_s")) waited.push(["waiting", steps.get("waited_s")]);
-  const pairs = [["learning", steps.get("step_s") ?? wall.map(() => 0)], ...waited];
-  const told = (at) => pairs.reduce((sum, [, values]) => sum + (values[at] ?? 0), 0);
-  const rest = wall.map((value, at) => Math.max(0, value - told(at)));
+  const pairs = [["training", steps.get("step_s") ?? wall.map(() => 0)], ...waited];
+  const accounted = (at) => pairs.reduce((sum, [, values]) => sum + (values[at] ?? 0), 0);
+  const rest = wall.map((value, at) => Math.max(0, value - accounted(at)));
   if (rest.some((value, at) => value > 0.02 * wall[at])) pairs.push(["other", rest]);
-  const tones = {learning: 2, "waiting for rollouts": 3, waiting: 3, "waiting for slow groups": 6,
+  const tones = {training: 2, "waiting for rollouts": 3, waiting: 3, "waiting for slow groups": 6,
     "waiting for measurement": 5, other: 8};
-  return draw(steps, "What the trainer did", "Seconds of each step.", tinted(pairs, "bar", tones),
+  return stepChart(steps, "Trainer time", "Seconds of each step.", colouredLayers(pairs, "bar", tones),
     {stack: true, y: {low: 0, format: seconds}});
 }
 
-function whoWaited(steps) {
+function waitingShare(steps) {
   const layers = lines(steps, {waited_share: ["trainer", 3]});
   const [idle, seen] = [steps.get("samplers_idle_s"), steps.get("samplers_seen_s")];
   if (idle && seen) layers.push(line("samplers", idle.map((value, at) => (seen[at] ? value / seen[at] : null)), 1));
-  return draw(steps, "Who waited", "Share of the time in which each had nothing to do.", layers, {y: WHOLE_SHARE});
+  return stepChart(steps, "Idle time", "Fraction of the time in which trainer and samplers had nothing to do.", layers,
+    {y: WHOLE_SHARE});
 }
 
 function failures(steps) {
   const tones = {failed: 7, lost: 3, stale: 5, dropped: 8};
   const known = steps.below("infrastructure/").filter(([kind, values]) => kind in tones && values.some(Boolean));
-  return draw(steps, "Sampled again", "Rollouts that were lost or too old, and groups given up. They are in no mean.",
-    known.map(([kind, values]) => ({name: words(kind), kind: "bar", values, tone: tones[kind], alone: true})),
+  return stepChart(steps, "Retried rollouts", "Failed, lost or stale rollouts, and groups given up; in no mean.",
+    known.map(([kind, values]) => ({name: humanize(kind), kind: "bar", values, tone: tones[kind], alone: true})),
     {stack: true});
 }
 
 function uploads(steps) {
   const changed = steps.last("changed");
-  const says = `Bytes of each version that went to the samplers${isNumber(changed) ?
-    `; in the last, ${percent(changed, 1)} of the values had changed` : ""}.`;
+  const caption = `Bytes of each weight version sent to the samplers${isNumber(changed) ?
+    `; in the last one, ${percent(changed, 1)} of the values changed` : ""}.`;
   const layers = lines(steps, {upload_bytes: ["bytes", 1]}).map((layer) => ({...layer, dots: 60}));
-  return draw(steps, "Weights sent", says, layers, {y: {log: true, format: bytes}});
+  return stepChart(steps, "Weights sent", caption, layers, {y: {log: true, format: bytes}});
 }
 
 // ------------------------------------------------------------------------------------------- tables
@@ -278,20 +281,20 @@ function categories(steps, tests) {
     const tasks = last[`category/${name}/tasks`];
     return h("tr",
       h("th", {scope: "row"}, h("a", {href: `#/rollouts?category=${encodeURIComponent(name)}`}, name)),
-      shift(early.solved, late.solved),
-      h("td.end.muted", early.count + late.count ? whole(early.count + late.count) : ""),
-      shift(tests.length > 1 ? before : null, after), h("td.end.muted", isNumber(tasks) ? whole(tasks) : ""));
+      changeCell(early.solved, late.solved),
+      h("td.end.muted", early.count + late.count ? integer(early.count + late.count) : ""),
+      changeCell(tests.length > 1 ? before : null, after), h("td.end.muted", isNumber(tasks) ? integer(tasks) : ""));
   });
   const heads = [["Category"], ["Solved in training: first half of the steps → second"], ["rollouts", "end"],
-    ["Solved of held-out tasks: before → after"], ["tasks", "end"]];
+    ["Held-out tasks solved: first evaluation → last"], ["tasks", "end"]];
   return h("div.block", h("h3", "By category"), h("div.scroll", h("table.plain.categories",
     h("caption.unseen", "By category"),
     h("thead", h("tr", heads.map(([name, end]) => h("th", {scope: "col", class: end}, name)))),
     h("tbody", rows))));
 }
 
-// The share of a category's rollouts that solved their task, in the first half of the steps and in the second: one step
-// alone has a group or two of it.
+// The fraction of a category's rollouts that solved their task, in the first and second half of the steps: a single
+// step has only a group or two of a category.
 function halves(steps, name) {
   const take = (what) => steps.get(`category/${name}/${what}`) ?? [];
   const [solved, counts] = [take("solved"), take("rollouts")];
@@ -307,22 +310,22 @@ function halves(steps, name) {
   });
 }
 
-function shift(before, after) {
+function changeCell(before, after) {
   if (!isNumber(before) && !isNumber(after)) return h("td");
   const both = isNumber(before) && isNumber(after);
   return h("td", dumbbell(before, after, {label: `from ${percent(before)} to ${percent(after)}`}),
     both ? `${percent(before)} → ${percent(after)}` : percent(after ?? before));
 }
 
-function habits(steps) {
+function behaviours(steps) {
   const known = steps.names.filter((name) => name.startsWith("habit/"));
   if (!known.length) return null;
   const rows = known.map((column) => {
-    const name = words(column.slice(6));
+    const name = humanize(column.slice(6));
     return h("li", h("span", name), spark(steps.get(column), {width: 90, tone: 5, label: `${name} by step`}),
       h("b", percent(steps.last(column))));
   });
-  return h("div.block", h("h3", "Habits"),
-    h("p.muted", "What the monitors watch, over the last sessions. None of it changes a reward by itself."),
+  return h("div.block", h("h3", "Behaviour rates"),
+    h("p.muted", "Watched by the monitors over the last sessions. None of them changes a reward by itself."),
     h("ul.habits", rows));
 }

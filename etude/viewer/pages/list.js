@@ -1,12 +1,12 @@
-// A table of any length: only the rows in sight are in the page. Columns sort, rows are links, j and k go up and down.
+// A table of any length: only visible rows are in the page. Columns sort, rows are links, j and k move up and down.
 
-import {add, h, plural, put, say} from "./dom.js";
+import {appendAll, h, plural, setChildren, announce} from "./dom.js";
 
-const ROW = 36; // pixels; the style sheet has the same
-const SPARE = 12; // rows above and below those in sight
-const left = new Map(); // where a list was scrolled to when one went elsewhere
+const ROW = 36; // height in pixels, the same as in the style sheet
+const SPARE = 12; // rows drawn above and below the visible ones
+const left = new Map(); // scroll positions of lists that were left
 
-// columns: [{key, name, cell(row), sort(row), end, hint}]; link(row): an address, or nothing where there is none
+// columns: [{key, name, cell(row), sort(row), end, hint}]; link(row): an address, or null
 export function list({label, columns, link, sorted, changed}) {
   const head = h("tr");
   const body = h("tbody");
@@ -29,11 +29,11 @@ export function list({label, columns, link, sorted, changed}) {
   };
 
   const headings = () => {
-    put(head, columns.map((column) => {
+    setChildren(head, columns.map((column) => {
       const down = state.sort === `-${column.key}`;
       const up = state.sort === column.key;
       const act = () => {
-        const falling = down ? false : up || Boolean(column.end); // numbers begin with the largest
+        const falling = down ? false : up || Boolean(column.end); // numbers start with the largest
         state.sort = falling ? `-${column.key}` : column.key;
         refresh(true);
         changed?.(state.sort);
@@ -69,8 +69,8 @@ export function list({label, columns, link, sorted, changed}) {
         drawn.delete(index);
       }
     }
-    const above = body.firstChild ?? add(body, [spacer()]).firstChild;
-    const below = body.lastChild !== above ? body.lastChild : add(body, [spacer()]).lastChild;
+    const above = body.firstChild ?? appendAll(body, [spacer()]).firstChild;
+    const below = body.lastChild !== above ? body.lastChild : appendAll(body, [spacer()]).lastChild;
     let before = above;
     for (let index = from; index < to; index++) {
       let node = drawn.get(index);
@@ -91,7 +91,7 @@ export function list({label, columns, link, sorted, changed}) {
     order();
     state.at = current ? state.shown.findIndex((row) => link(row) === current) : -1;
     drawn.clear();
-    put(body);
+    setChildren(body);
     table.setAttribute("aria-rowcount", state.shown.length + 1);
     if (toTop) frame.scrollTop = 0;
     headings();
@@ -135,7 +135,7 @@ export function list({label, columns, link, sorted, changed}) {
     filter(test) {
       state.filter = test;
       refresh(true);
-      say(`${plural(state.shown.length, "row")} of ${state.rows.length}`);
+      announce(`${plural(state.shown.length, "row")} of ${state.rows.length}`);
       return state.shown.length;
     },
     move: (by) => go(state.at < 0 ? (by > 0 ? 0 : state.shown.length - 1) : state.at + by),
@@ -153,7 +153,7 @@ function spacer() {
   return h("tr.spacer", {"aria-hidden": "true"});
 }
 
-// Whatever has no value comes last, whichever way one sorts.
+// Rows without a value come last in either direction.
 function compare(one, other, down) {
   const [none, noOther] = [one, other].map((value) => value === null || value === undefined || value === "");
   if (none || noOther) return none - noOther;
@@ -163,15 +163,15 @@ function compare(one, other, down) {
 
 // ------------------------------------------------------------------------------------------- filters
 
-// fields: [{key, name, kind: text | choice | range, choices}]; hear({key: value}) is told of every change
-export function filters(fields, values, hear) {
+// fields: [{key, name, kind: text | choice | range, choices}]; listener({key: value}) is called on every change
+export function filters(fields, values, listener) {
   const now = {...values};
   const stay = (event) => event.preventDefault();
   const bar = h("form.filters", {role: "search", "aria-label": "Filter", on: {submit: stay}});
   const change = (key, value) => {
     if (value) now[key] = value;
     else delete now[key];
-    hear(now);
+    listener(now);
   };
   for (const field of fields) {
     const given = {"aria-label": field.name, name: field.key};
@@ -185,7 +185,7 @@ export function filters(fields, values, hear) {
         spellcheck: "false", class: field.kind, on: {input: (event) => change(field.key, event.target.value.trim())}});
       input.value = now[field.key] ?? "";
     }
-    add(bar, [input]);
+    appendAll(bar, [input]);
   }
   return {
     node: bar,
@@ -194,13 +194,13 @@ export function filters(fields, values, hear) {
       const some = Object.keys(now).length > 0;
       for (const key of Object.keys(now)) delete now[key];
       for (const input of bar.elements) input.value = "";
-      if (some) hear(now);
+      if (some) listener(now);
       return some;
     },
   };
 }
 
-// "3", "3-8", "-4", "6-": whether a number is in the range; what is none of these holds for nothing.
+// Parse "3", "3-8", "-4" or "6-" into a test of a number; any other text matches nothing.
 export function inRange(text) {
   const found = /^(\d*)\s*(-|–)?\s*(\d*)$/.exec(text);
   if (!found) return () => false;

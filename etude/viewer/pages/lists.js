@@ -1,15 +1,17 @@
 // The three long lists of a run: its rollouts, the groups they belong to, and its tasks.
 
-import {about, ask, has} from "./data.js";
-import {ending, fixed, h, isNumber, MISSING, percent, plural, put, seconds, signed, whole, words} from "./dom.js";
+import {about, fetchData, isAvailable} from "./data.js";
+import {
+  ending, fixed, h, humanize, integer, isNumber, MISSING, percent, plural, seconds, setChildren, signed,
+} from "./dom.js";
 import {filters, inRange, list} from "./list.js";
 import {spark} from "./charts.js";
 
-// ------------------------------------------------------------------------------------------- what the server says
+// ------------------------------------------------------------------------------------------- data
 
 export async function rollouts() {
-  const told = await ask("rollouts");
-  const {count, columns} = told.rollouts;
+  const data = await fetchData("rollouts");
+  const {count, columns} = data.rollouts;
   const names = Object.keys(columns);
   const get = Object.fromEntries(names.map((name) => {
     const column = columns[name];
@@ -22,16 +24,16 @@ export async function rollouts() {
       .toLowerCase();
     return row;
   });
-  const groups = told.groups.map(([set, id, task, step, size, ready, failures, dropped]) => (
+  const groups = data.groups.map(([set, id, task, step, size, ready, failures, dropped]) => (
     {set, id, task, step, size, ready, failures, dropped: dropped ?? "", rows: []}));
   const byId = new Map(groups.map((group) => [`${group.set}/${group.id}`, group]));
   for (const row of rows) byId.get(`${row.set}/${row.group}`)?.rows.push(row);
-  return {rows, groups, problems: told.problems};
+  return {rows, groups, problems: data.problems};
 }
 
 export function rolloutLink(row) {
   const address = `rollout/${row.set}/${row.group}/${row.number}/${row.attempt}`;
-  return has(address) ? `#/${address}` : null;
+  return isAvailable(address) ? `#/${address}` : null;
 }
 
 export function setName(set) {
@@ -46,13 +48,13 @@ export function solvedMark(solved) {
     h("span", {"aria-hidden": "true"}, solved ? "●" : "○"), h("span.unseen", solved ? "solved" : "not solved"));
 }
 
-// A value between -1 and 1, as a bar from the middle.
-export function leaning(value, most = 1) {
+// A signed value as a bar from the middle; `most` is the largest magnitude.
+export function signedBar(value, most = 1) {
   if (!isNumber(value)) return h("span.muted", MISSING);
   const share = Math.min(1, Math.abs(value) / (most || 1)) * 50;
-  const place = {width: `${share}%`, left: `${value >= 0 ? 50 : 50 - share}%`};
+  const position = {width: `${share}%`, left: `${value >= 0 ? 50 : 50 - share}%`};
   return h("span.leaning", h("span.value", signed(value)),
-    h("span.track", {"aria-hidden": "true"}, h("span.bar", {class: value >= 0 ? "up" : "down", css: place})));
+    h("span.track", {"aria-hidden": "true"}, h("span.bar", {class: value >= 0 ? "up" : "down", css: position})));
 }
 
 export function dots(rows, size) {
@@ -74,7 +76,7 @@ function remember(page, values, sort) {
   history.replaceState(null, "", `#/${page}${query ? `?${query}` : ""}`);
 }
 
-// One of the lists as a page: filters above, a count, the table below.
+// A list as a page: filters, a count, and the table.
 function listPage({page, title, counted, fields, columns, link, sorted, test, query, load}) {
   const {sort = sorted, ...values} = Object.fromEntries(query);
   let now = values;
@@ -88,22 +90,22 @@ function listPage({page, title, counted, fields, columns, link, sorted, test, qu
   let search = null;
   const holder = h("div");
   const wanted = () => (Object.keys(now).length ? test(now) : null);
-  const tell = (shown) => {
-    const of = Object.keys(now).length ? ` of ${whole(all.length)}` : "";
-    put(count, `${whole(shown)}${of} ${counted[all.length === 1 ? 0 : 1]}`);
+  const showCount = (shown) => {
+    const of = Object.keys(now).length ? ` of ${integer(all.length)}` : "";
+    setChildren(count, `${integer(shown)}${of} ${counted[all.length === 1 ? 0 : 1]}`);
   };
-  const hear = (changed) => {
+  const listener = (changed) => {
     now = {...changed};
     remember(page, now, order === sorted ? "" : order);
-    tell(table.filter(wanted()));
+    showCount(table.filter(wanted()));
   };
   const update = async () => {
     all = await load();
-    if (!holder.contains(document.activeElement)) { // else somebody is choosing
-      search = filters(fields(all), now, hear);
-      put(holder, search.node);
+    if (!holder.contains(document.activeElement)) { // otherwise the user is editing a filter
+      search = filters(fields(all), now, listener);
+      setChildren(holder, search.node);
     }
-    tell(table.set(all, wanted()));
+    showCount(table.set(all, wanted()));
   };
   return {
     title,
@@ -129,27 +131,28 @@ export async function rolloutsPage(_, query) {
   const columns = [
     {key: "task", name: "Task", cell: (row) => row.task, sort: (row) => row.task},
     {key: "group", name: "Rollout", width: "68px", class: "muted", cell: (row) => `${row.group}.${row.number + 1}`,
-      sort: (row) => row.group * 1000 + row.number, hint: "its group, and its number there"},
+      sort: (row) => row.group * 1000 + row.number, hint: "group and number"},
     {key: "set", name: "Set", width: "76px", class: "muted", cell: (row) => setName(row.set), sort: (row) => row.set},
     {key: "step", name: "Step", width: "54px", end: true, cell: (row) => row.step ?? MISSING, sort: (row) => row.step,
-      hint: "that trained on it, or at which it was measured"},
+      hint: "step that trained on it, or at which it was evaluated"},
     {key: "category", name: "Category", width: "98px", cell: (row) => row.category || MISSING,
       sort: (row) => row.category},
     {key: "solved", name: "Solved", width: "64px", cell: (row) => solvedMark(row.solved),
       sort: (row) => (row.solved === null ? null : Number(row.solved))},
     {key: "total", name: "Reward", width: "70px", end: true, cell: (row) => fixed(row.total), sort: (row) => row.total},
-    {key: "advantage", name: "Advantage", width: "142px", cell: (row) => leaning(row.advantage, most.advantage),
+    {key: "advantage", name: "Advantage", width: "142px", cell: (row) => signedBar(row.advantage, most.advantage),
       sort: (row) => row.advantage, hint: "reward minus the mean of its group"},
-    {key: "turns", name: "Turns", width: "58px", end: true, cell: (row) => whole(row.turns), sort: (row) => row.turns},
-    {key: "made", name: "Tokens", width: "70px", end: true, cell: (row) => whole(row.made), sort: (row) => row.made,
-      hint: "made by the model"},
+    {key: "turns", name: "Turns", width: "58px", end: true, cell: (row) => integer(row.turns),
+      sort: (row) => row.turns},
+    {key: "made", name: "Tokens", width: "70px", end: true, cell: (row) => integer(row.made), sort: (row) => row.made,
+      hint: "sampled by the model"},
     {key: "seconds", name: "Time", width: "78px", end: true, cell: (row) => seconds(row.seconds),
       sort: (row) => row.seconds},
     {key: "ending", name: "Ending", width: "104px", sort: (row) => row.ending,
       cell: (row) => (row.ending === "final" ? h("span.muted", "final") :
         row.ending ? h("span.tag.odd", ending(row.ending)) : MISSING)},
     {key: "errors", name: "Errors", width: "134px", sort: errorCount,
-      cell: (row) => (row.hack ? h("span.tag.bad", "hack") : row.errors ? h("span.bad", words(row.errors)) : "")},
+      cell: (row) => (row.hack ? h("span.tag.bad", "hack") : row.errors ? h("span.bad", humanize(row.errors)) : "")},
   ];
   const load = async () => {
     const {rows} = await rollouts();
@@ -207,17 +210,17 @@ export async function groupsPage(_, query) {
       sort: (group) => mean(totals(group))},
     {key: "best", name: "Best", width: "80px", end: true, cell: (group) => fixed(best(group)), sort: best},
     {key: "spread", name: "Spread", width: "90px", end: true, cell: (group) => fixed(spread(group)), sort: spread,
-      hint: "best minus worst: a group all alike teaches nothing"},
+      hint: "best minus worst; 0: nothing to train on"},
     {key: "state", name: "State", width: "110px", cell: stateOf, sort: (group) => group.ready / group.size},
     {key: "failures", name: "Retried", width: "90px", end: true, cell: (group) => group.failures || "",
-      sort: (group) => group.failures, hint: "times the infrastructure failed"},
+      sort: (group) => group.failures, hint: "infrastructure failures"},
   ];
   const fields = (groups) => [
     {key: "q", name: "Search", kind: "text", hint: "task, category …   ( / )"},
     {key: "set", name: "Any set", kind: "choice", choices: SETS},
     {key: "category", name: "Any category", kind: "choice", choices: choices(groups.map(categoryOf))},
     {key: "kind", name: "Any outcome", kind: "choice", choices: [["all", "all solved"], ["some", "some solved"],
-      ["none", "none solved"], ["alike", "all alike"], ["open", "under way"], ["dropped", "given up"]]},
+      ["none", "none solved"], ["alike", "equal rewards"], ["open", "running"], ["dropped", "given up"]]},
     {key: "step", name: "Step", kind: "range", hint: "step, 3-8"},
   ];
   const counted = ["group, one prompt", "groups, one prompt each"];
@@ -227,7 +230,7 @@ export async function groupsPage(_, query) {
 
 export function groupLink(group) {
   const address = `group/${group.set}/${group.id}`;
-  return has(address) ? `#/${address}` : null;
+  return isAvailable(address) ? `#/${address}` : null;
 }
 
 const categoryOf = (group) => group.rows[0]?.category ?? "";
@@ -238,7 +241,7 @@ const spread = (group) => (totals(group).length ? best(group) - Math.min(...tota
 function stateOf(group) {
   if (group.dropped) return h("span.tag.bad", {title: group.dropped}, "given up");
   if (group.ready < group.size) return h("span.tag.going", `${group.ready} of ${group.size}`);
-  return h("span.muted", group.set === "evaluation" ? "measured" : group.step === null ? "ready" : "trained");
+  return h("span.muted", group.set === "evaluation" ? "evaluated" : group.step === null ? "ready" : "trained");
 }
 
 function groupTest({q, set, category, kind, step}) {
@@ -263,25 +266,25 @@ function groupTest({q, set, category, kind, step}) {
 // ------------------------------------------------------------------------------------------- tasks
 
 function taskLink({name}) {
-  return has(`task/${name}`) ? `#/task/${name.split("/").map(encodeURIComponent).join("/")}` : null;
+  return isAvailable(`task/${name}`) ? `#/task/${name.split("/").map(encodeURIComponent).join("/")}` : null;
 }
 
 export async function tasksPage(_, query) {
   const rate = (tried) => (tried.ready && isNumber(tried.solved) ? tried.solved / tried.ready : null);
-  const rates = (task) => task.tries.map(rate).filter(isNumber);
+  const rates = (task) => task.groups.map(rate).filter(isNumber);
   const columns = [
     {key: "name", name: "Task", cell: (task) => task.name, sort: (task) => task.name},
     {key: "split", name: "Set", width: "120px", class: "muted", cell: (task) => task.split || MISSING,
       sort: (task) => task.split},
     {key: "category", name: "Category", width: "150px", cell: (task) => task.category || MISSING,
       sort: (task) => task.category},
-    {key: "tries", name: "Tried", width: "110px", end: true, sort: (task) => task.tries.length,
-      cell: (task) => (task.tries.length ? plural(task.tries.length, "time") : MISSING)},
+    {key: "tries", name: "Groups", width: "110px", end: true, sort: (task) => task.groups.length,
+      cell: (task) => (task.groups.length ? plural(task.groups.length, "group") : MISSING)},
     {key: "first", name: "First", width: "100px", end: true, cell: (task) => percent(rates(task)[0]),
       sort: (task) => rates(task)[0]},
     {key: "last", name: "Last", width: "100px", end: true, cell: (task) => percent(rates(task).at(-1)),
       sort: (task) => rates(task).at(-1)},
-    {key: "rise", name: "Solve rate", hint: "over time; sorts by what it rose",
+    {key: "rise", name: "Solve rate", hint: "over time; sorted by its increase",
       cell: (task) => (rates(task).length > 1 ? spark(rates(task), {label: "solve rate over time"}) : ""),
       sort: (task) => (rates(task).length > 1 ? rates(task).at(-1) - rates(task)[0] : null)},
   ];
@@ -289,16 +292,16 @@ export async function tasksPage(_, query) {
     {key: "q", name: "Search", kind: "text", hint: "task, category …   ( / )"},
     {key: "split", name: "Any set", kind: "choice", choices: [["training", "training"], ["held-out", "held-out"]]},
     {key: "category", name: "Any category", kind: "choice", choices: choices(tasks.map((task) => task.category))},
-    {key: "tried", name: "Tried or not", kind: "choice", choices: [["yes", "tried"], ["no", "not yet"]]},
+    {key: "tried", name: "Run or not", kind: "choice", choices: [["yes", "run"], ["no", "not yet"]]},
   ];
   const test = ({q, split, category, tried}) => {
     const terms = (q ?? "").toLowerCase().split(/\s+/).filter(Boolean);
     return (task) => {
       const text = `${task.name} ${task.category}`.toLowerCase();
       return terms.every((term) => text.includes(term)) && (!split || task.split === split) &&
-        (!category || task.category === category) && (!tried || (task.tries.length > 0) === (tried === "yes"));
+        (!category || task.category === category) && (!tried || (task.groups.length > 0) === (tried === "yes"));
     };
   };
   return listPage({page: "tasks", title: "Tasks", counted: ["task", "tasks"], sorted: "-tries",
-    fields, columns, link: taskLink, test, query, load: async () => (await ask("tasks")).tasks});
+    fields, columns, link: taskLink, test, query, load: async () => (await fetchData("tasks")).tasks});
 }

@@ -1,40 +1,41 @@
-// One session: what it was paid and why, when it did what, and which rollouts it stands beside. The turns: turns.js.
+// The page of a rollout: reward and its evidence, timeline, siblings, and the turns (turns.js).
 
-import {ask, has} from "./data.js";
+import {fetchData, isAvailable} from "./data.js";
 import {
-  ending, fixed, fold, h, isNumber, MISSING, percent, plural, put, seconds, short, signed, whole, words,
+  ending, fixed, foldable, h, humanize, integer, isNumber, MISSING, percent, plural, seconds, setChildren, short,
+  signed,
 } from "./dom.js";
-import {leaning, rolloutLink, setName} from "./lists.js";
+import {signedBar, rolloutLink, setName} from "./lists.js";
 import {tokensView} from "./tokens.js";
 import {conversation, firstLine, goTurn, moveTurn, strip} from "./turns.js";
 
 export async function rolloutPage(parts, query) {
   const [set, group] = parts;
   const address = parts.join("/");
-  const told = await ask(`rollout/${address}`, {remember: true});
-  const turns = h("div.turns", conversation(told));
+  const data = await fetchData(`rollout/${address}`, {remember: true});
+  const turns = h("div.turns", conversation(data));
   const tokens = h("div", {hidden: true});
-  const views = tabs(turns, tokens, () => tokensView(`tokens/${address}`, told));
+  const views = tabs(turns, tokens, () => tokensView(`tokens/${address}`, data));
   if (query.get("view") === "tokens") views.toggle();
-  const title = `Rollout ${told.number + 1} of group ${group}`;
-  const [back, forth] = neighbours(told);
-  const up = has(`group/${set}/${group}`) ? `#/group/${set}/${group}` : "#/rollouts";
+  const title = `Rollout ${data.number + 1} of group ${group}`;
+  const [previous, next] = neighbours(data);
+  const up = isAvailable(`group/${set}/${group}`) ? `#/group/${set}/${group}` : "#/rollouts";
   const go = (where) => where && (location.hash = where);
   return {
-    title: `${title}, ${told.task}`,
+    title: `${title}, ${data.task}`,
     nodes: [
-      crumbs([["#/groups", "Groups"], [has(`group/${set}/${group}`) ? up : null, `Group ${group}`]], title),
-      headline(told, title, back, forth),
-      h("article.rollout", h("div.side", paid(told), timeline(told.story), index(told.story)),
+      breadcrumbs([["#/groups", "Groups"], [up === "#/rollouts" ? null : up, `Group ${group}`]], title),
+      headline(data, title, previous, next),
+      h("article.rollout", h("div.side", rewardCard(data), timeline(data.session), turnIndex(data.session)),
         h("div.body", views.node, turns, tokens)),
     ],
     keys: {
       j: ["next turn", () => moveTurn(turns, 1)],
       k: ["previous turn", () => moveTurn(turns, -1)],
-      n: ["next rollout of the group", () => go(forth)],
-      p: ["previous rollout of the group", () => go(back)],
+      n: ["next rollout of the group", () => go(next)],
+      p: ["previous rollout of the group", () => go(previous)],
       t: ["conversation or tokens", views.toggle],
-      o: ["unfold or fold everything", () => unfoldAll(turns)],
+      o: ["expand or collapse everything", () => unfoldAll(turns)],
       u: ["up to the group", () => go(up)],
     },
     escape: () => go(up),
@@ -47,46 +48,46 @@ function unfoldAll(turns) {
   for (const node of all) node.open = open;
 }
 
-// ------------------------------------------------------------------------------------------- the head
+// ------------------------------------------------------------------------------------------- head
 
-// The way here: [[address, words], ...] and what this is.
-export function crumbs(way, here) {
-  return h("nav.crumbs", {"aria-label": "Where this is"}, h("ol", h("li", h("a", {href: "#/"}, "Run")),
+// Breadcrumbs: [[address, text], ...] and the name of this page.
+export function breadcrumbs(way, here) {
+  return h("nav.crumbs", {"aria-label": "Breadcrumbs"}, h("ol", h("li", h("a", {href: "#/"}, "Run")),
     way.map(([where, text]) => h("li", where ? h("a", {href: where}, text) : text)),
     h("li", {"aria-current": "page"}, here)));
 }
 
 export function taskTitle(name) {
   const where = `#/task/${name.split("/").map(encodeURIComponent).join("/")}`;
-  return h("h1", has(`task/${name}`) ? h("a", {href: where}, name) : name);
+  return h("h1", isAvailable(`task/${name}`) ? h("a", {href: where}, name) : name);
 }
 
-function headline(told, title, back, forth) {
-  const solved = told.reward?.solved;
+function headline(data, title, previous, next) {
+  const solved = data.reward?.solved;
   const page = (where, text) => (where ? h("a", {href: where}, text) : h("span.muted", text));
   return h("div.headline",
-    h("div", taskTitle(told.task), h("p.lead", told.instruction ? firstLine(told.instruction) : title)),
+    h("div", taskTitle(data.task), h("p.lead", data.instruction ? firstLine(data.instruction) : title)),
     h("div.verdicts",
       solved === true ? h("span.tag.good", "solved") : solved === false ? h("span.tag.bad", "not solved") : null,
-      told.counts ? null : h("span.tag.odd", "sampled again: nobody learned from it"),
-      told.reward?.hack ? h("span.tag.bad", told.reward.hack) : null,
-      h("span.tag", {class: told.story.ending === "final" ? null : "odd"}, ending(told.story.ending)),
-      h("span.tag", `${setName(told.set)}${isNumber(told.step) ? `, step ${told.step}` : ""}`),
-      h("span.pager", page(back, "← previous"), page(forth, "next →"))));
+      data.counts ? null : h("span.tag.odd", "sampled again: not trained on"),
+      data.reward?.hack ? h("span.tag.bad", data.reward.hack) : null,
+      h("span.tag", {class: data.session.ending === "final" ? null : "odd"}, ending(data.session.ending)),
+      h("span.tag", `${setName(data.set)}${isNumber(data.step) ? `, step ${data.step}` : ""}`),
+      h("span.pager", page(previous, "← previous"), page(next, "next →"))));
 }
 
-function neighbours(told) {
-  const rows = told.siblings.map(([number, attempt]) => ({set: told.set, group: told.group, number, attempt}));
-  const at = rows.findIndex((row) => row.number === told.number);
+function neighbours(data) {
+  const rows = data.siblings.map(([number, attempt]) => ({set: data.set, group: data.group, number, attempt}));
+  const at = rows.findIndex((row) => row.number === data.number);
   return [rows[at - 1], rows[at + 1]].map((row) => (row && at >= 0 ? rolloutLink(row) : null));
 }
 
 function tabs(turns, tokens, make) {
-  let made = false;
+  let drawn = false;
   const choose = (asTokens) => {
-    if (asTokens && !made) {
-      made = true;
-      put(tokens, make());
+    if (asTokens && !drawn) {
+      drawn = true;
+      setChildren(tokens, make());
     }
     turns.hidden = asTokens;
     tokens.hidden = !asTokens;
@@ -98,40 +99,40 @@ function tabs(turns, tokens, make) {
   return {node, toggle: () => choose(tokens.hidden)};
 }
 
-// ------------------------------------------------------------------------------------------- what it was paid
+// ------------------------------------------------------------------------------------------- reward
 
-function paid(told) {
-  const {reward} = told;
-  if (!reward) return h("section.card", h("h2", "Reward"), h("p.muted", "It has none."), costs(told));
+function rewardCard(data) {
+  const {reward} = data;
+  if (!reward) return h("section.card", h("h2", "Reward"), h("p.muted", "No reward."), costs(data));
   const parts = Object.entries(reward.parts ?? {});
   const most = Math.max(0.01, ...parts.map(([, value]) => Math.abs(value)));
   const value = (number, label) => h("div.figure", h("div.value", number), h("div.label", label));
   return h("section.card", h("h2", "Reward"),
     h("div.paid", value(fixed(reward.total), "reward"),
-      isNumber(told.advantage) ? value(signed(told.advantage), "advantage") : null),
+      isNumber(data.advantage) ? value(signed(data.advantage), "advantage") : null),
     parts.length ? h("table.parts", h("caption.unseen", "Parts of the reward"), h("tbody", parts.map(([name, part]) =>
-      h("tr", h("th", {scope: "row"}, words(name)), h("td", leaning(part, most)))))) : null,
-    siblings(told),
+      h("tr", h("th", {scope: "row"}, humanize(name)), h("td", signedBar(part, most)))))) : null,
+    siblings(data),
     evidence(Object.entries(reward.evidence ?? {})),
-    costs(told));
+    costs(data));
 }
 
 function evidence(seen) {
   if (!seen.length) return null;
-  const told = (value) => (typeof value === "number" ? short(value) :
+  const data = (value) => (typeof value === "number" ? short(value) :
     typeof value === "string" ? value : JSON.stringify(value));
-  const entry = ([name, value]) => h("div", h("span.muted", `${words(name)} `), told(value));
-  const row = ([name, what]) => h("tr", {class: what?.value ? null : "muted"}, h("th", {scope: "row"}, words(name)),
+  const entry = ([name, value]) => h("div", h("span.muted", `${humanize(name)} `), data(value));
+  const row = ([name, what]) => h("tr", {class: what?.value ? null : "muted"}, h("th", {scope: "row"}, humanize(name)),
     h("td", Object.entries(what ?? {}).map(entry)));
-  return fold("Evidence", () => h("table.evidence", h("caption.unseen", "Evidence"), h("tbody", seen.map(row))));
+  return foldable("Evidence", () => h("table.evidence", h("caption.unseen", "Evidence"), h("tbody", seen.map(row))));
 }
 
-function siblings(told) {
-  if (told.siblings.length < 2) return null;
+function siblings(data) {
+  if (data.siblings.length < 2) return null;
   return h("div.siblings", {role: "group", "aria-label": "The rollouts of this group"},
-    told.siblings.map(([number, attempt, total, solved]) => {
-      const where = rolloutLink({set: told.set, group: told.group, number, attempt});
-      const here = number === told.number;
+    data.siblings.map(([number, attempt, total, solved]) => {
+      const where = rolloutLink({set: data.set, group: data.group, number, attempt});
+      const here = number === data.number;
       const text = `rollout ${number + 1}: reward ${fixed(total)}${solved ? ", solved" : ""}`;
       const given = {class: `${solved ? "yes" : "no"}${here ? " here" : ""}`, title: text, "aria-label": text,
         "aria-current": here ? "true" : null};
@@ -139,18 +140,18 @@ function siblings(told) {
     }));
 }
 
-function costs(told) {
-  const {cost, versions, model, dialect} = told.story;
+function costs(data) {
+  const {cost, versions, model, dialect} = data.session;
   const kinds = ["thinking", "call", "commentary", "final", "summary"].filter((kind) => cost[kind] > 0);
-  const each = kinds.length > 1 ? ` (${kinds.map((kind) => `${kind} ${whole(cost[kind])}`).join(", ")})` : "";
+  const each = kinds.length > 1 ? ` (${kinds.map((kind) => `${kind} ${integer(cost[kind])}`).join(", ")})` : "";
   const cached = cost.cached ? `, ${percent(cost.cached / cost.prompt)} from the cache` : "";
   const [oldest, newest] = versions;
   const rows = [
-    ["turns", whole(cost.turns)],
-    ["calls", whole(cost.calls)],
-    ["tokens made", `${whole(cost.made)}${each}`],
-    cost.output ? ["tokens of tools", whole(cost.output)] : null,
-    ["tokens read", `${whole(cost.prompt)}${cached}`],
+    ["turns", integer(cost.turns)],
+    ["calls", integer(cost.calls)],
+    ["sampled tokens", `${integer(cost.made)}${each}`],
+    cost.output ? ["tool output tokens", integer(cost.output)] : null,
+    ["prompt tokens", `${integer(cost.prompt)}${cached}`],
     ["time", `${seconds(cost.wall_s)}: model ${seconds(cost.model_s)}, pod ${seconds(cost.pod_s)}`],
     ["weights", oldest < 0 ? MISSING : `version ${oldest === newest ? oldest : `${oldest} to ${newest}`}`],
     ["model", `${model}, ${dialect}`],
@@ -158,26 +159,27 @@ function costs(told) {
   return h("dl.costs", rows.filter(Boolean).map(([name, value]) => [h("dt", name), h("dd", value)]));
 }
 
-// ------------------------------------------------------------------------------------------- when it did what
+// ------------------------------------------------------------------------------------------- timeline
 
 function timeline(story) {
   const turns = story.steps.filter((step) => step.kind === "turn" || step.kind === "summary");
   if (!turns.length) return null;
   const end = Math.max(...turns.map((step) => step.time));
-  // A session that took no time worth telling is drawn turn by turn, each as long as the others.
+  // A session without times is drawn with turns of equal length.
   const timed = end > 0.001;
   const length = timed ? end : turns.length;
-  const place = (start, size) => ({left: `${(100 * start) / length}%`, width: `max(2px, ${(100 * size) / length}%)`});
+  const percentOf = (value) => `${(100 * value) / length}%`;
+  const position = (start, size) => ({left: percentOf(start), width: `max(2px, ${percentOf(size)})`});
   let at = 0;
-  const pieces = turns.flatMap((step, index) => {
+  const pieces = turns.flatMap((step, turnIndex) => {
     const [model, tools] = timed ? [step.model_s, step.tools_s] : [1, 0];
-    const from = timed ? Math.max(at, step.time - model - tools) : index;
+    const from = timed ? Math.max(at, step.time - model - tools) : turnIndex;
     at = from + model + tools;
     const name = step.kind === "summary" ? "summary" : `turn ${step.turn}`;
     return [
-      h("i", {class: step.kind === "summary" ? "sums" : "model", css: place(from, model),
+      h("i", {class: step.kind === "summary" ? "sums" : "model", css: position(from, model),
         title: `${name}: model ${seconds(model)}`}),
-      tools > 0 ? h("i.tools", {css: place(from + model, tools), title: `${name}: tools ${seconds(tools)}`}) : null,
+      tools > 0 ? h("i.tools", {css: position(from + model, tools), title: `${name}: tools ${seconds(tools)}`}) : null,
     ];
   });
   return h("section.card", h("h2", "Timeline"),
@@ -186,14 +188,14 @@ function timeline(story) {
       h("span", timed ? seconds(end) : "")));
 }
 
-function index(story) {
+function turnIndex(story) {
   const marks = Map.groupBy(story.strip, (mark) => mark.turn);
   const turns = story.steps.filter((step) => step.kind === "turn");
-  const gist = (step) => {
+  const summaryOf = (step) => {
     const call = step.calls?.[0];
     return call ? `${call.name} ${call.headline}` : firstLine(step.text || step.thinking || "", 60);
   };
   return h("nav.card.index", {"aria-label": "Turns"}, h("h2", "Turns"), h("ol", turns.map((step) => h("li",
     h("button", {type: "button", on: {click: () => goTurn(document.getElementById(`turn-${step.turn}`))}},
-      h("span.n", step.turn), strip(marks.get(step.turn) ?? []), h("span.says", gist(step)))))));
+      h("span.n", step.turn), strip(marks.get(step.turn) ?? []), h("span.says", summaryOf(step)))))));
 }

@@ -1,23 +1,23 @@
-// The first page: what the run is, how far, what came of it, and how it went on the way.
+// The page of a run: overview, stages, charts, processes, facts and recipe; and the list of runs.
 
-import {ask} from "./data.js";
-import {ago, fold, h, percent, plural, put, short, when, whole, words} from "./dom.js";
+import {fetchData} from "./data.js";
+import {ago, foldable, h, percent, plural, setChildren, short, when, integer, humanize} from "./dom.js";
 import {learningSection} from "./learning.js";
 import {hero, stageList} from "./overview.js";
 import {trainingSection} from "./training.js";
 
 export async function runPage() {
-  const place = h("div");
+  const container = h("div");
   const update = async () => {
-    const run = await ask("run");
-    const open = new Set([...place.querySelectorAll("details[data-name][open]")].map((node) => node.dataset.name));
-    put(place, parts(run));
-    for (const node of place.querySelectorAll("details[data-name]")) {
+    const run = await fetchData("run");
+    const open = new Set([...container.querySelectorAll("details[data-name][open]")].map((node) => node.dataset.name));
+    setChildren(container, parts(run));
+    for (const node of container.querySelectorAll("details[data-name]")) {
       if (open.has(node.dataset.name)) node.open = true;
     }
   };
-  const busy = () => place.querySelector(".chart:hover, .chart:focus-within"); // somebody is reading a number
-  return {title: "", nodes: [place], update, live: "metrics", busy};
+  const busy = () => container.querySelector(".chart:hover, .chart:focus-within"); // the user is reading a value
+  return {title: "", nodes: [container], update, live: "metrics", busy};
 }
 
 function parts(run) {
@@ -27,22 +27,22 @@ function parts(run) {
     stageList(run),
     trainingSection(run),
     run.rl ? learningSection(run.rl) : null,
-    run.rl ? machinery(run.rl, run.life) : null,
+    run.rl ? processesSection(run.rl, run.status) : null,
     run.stages.length ?
-      named("facts", fold("Everything the stages told", () => factsTable(run.stages), {class: "block"})) : null,
-    named("recipe", fold("The recipe", () => h("pre.code", run.recipe), {class: "block"})),
+      withName("facts", foldable("All facts of the stages", () => factsTable(run.stages), {class: "block"})) : null,
+    withName("recipe", foldable("Recipe", () => h("pre.code", run.recipe), {class: "block"})),
   ];
 }
 
-// Folds with a name stay as they are when the page is drawn again.
-function named(name, node) {
+// Sections with a name stay open when the page is drawn again.
+function withName(name, node) {
   node.dataset.name = name;
   return node;
 }
 
 export function problems(found) {
   if (!found?.length) return null;
-  return h("div.notice.warn", {role: "note"}, h("strong", "Some of this could not be read."),
+  return h("div.notice.warn", {role: "note"}, h("strong", "Some files of the run could not be read."),
     h("ul", found.map((problem) => h("li", problem))));
 }
 
@@ -51,55 +51,55 @@ export function plainTable(label, rows, head) {
     h("tbody", rows)));
 }
 
-// ------------------------------------------------------------------------------------------- what they told
+// ------------------------------------------------------------------------------------------- facts
 
 function factsTable(all) {
   const rows = all.flatMap((stage) => {
-    const facts = flat(stage.facts);
+    const facts = flatten(stage.facts);
     return facts.map(([name, value], at) => h("tr",
       at === 0 ? h("th", {scope: "rowgroup", rowspan: facts.length}, stage.name) : null,
-      h("td", words(name)), h("td.end", typeof value === "number" ? short(value) : String(value))));
+      h("td", humanize(name)), h("td.end", typeof value === "number" ? short(value) : String(value))));
   });
   return plainTable("Facts of the stages", rows);
 }
 
-function flat(facts, prefix = "") {
+function flatten(facts, prefix = "") {
   return Object.entries(facts).flatMap(([name, value]) => {
     const nested = value && typeof value === "object" && !Array.isArray(value);
-    return nested ? flat(value, `${prefix}${name} `) : [[`${prefix}${name}`, value]];
+    return nested ? flatten(value, `${prefix}${name} `) : [[`${prefix}${name}`, value]];
   });
 }
 
-// ------------------------------------------------------------------------------------------- the machinery
+// ------------------------------------------------------------------------------------------- processes
 
-function machinery(rl, life) {
+function processesSection(rl, status) {
   const found = [];
   const part = (title, about, table) => found.push(h("div", h("h3", title), about ? h("p.muted", about) : null, table));
-  if (rl.services.length && life.state !== "finished") part("Processes", "", servicesTable(rl.services));
+  if (rl.services.length && status.state !== "finished") part("Processes", "", servicesTable(rl.services));
   if (rl.deaths.length) {
-    part(plural(rl.deaths.length, "death"), "A process that died was started again.",
-      plainTable("Deaths", rl.deaths.slice(-20).map((death) =>
+    part(plural(rl.deaths.length, "process restart"), "A process that ended unexpectedly was started again.",
+      plainTable("Process restarts", rl.deaths.slice(-20).map((death) =>
         h("tr", h("th", {scope: "row"}, death.name), h("td", when(death.time)), h("td", death.why)))));
   }
-  if (rl.troubles.length) {
-    part("What had to be done again", "Rollouts that were lost or had become too old; none of them is a reward of 0.",
-      plainTable("Troubles", rl.troubles.slice(0, 20).map((trouble) =>
-        h("tr", h("th", {scope: "row"}, `${whole(trouble.times)} × ${trouble.kind}`), h("td", trouble.why)))));
+  if (rl.incidents.length) {
+    part("Retried rollouts", "Rollouts that failed, were lost or became stale; none of them counts as a reward of 0.",
+      plainTable("Retried rollouts", rl.incidents.slice(0, 20).map((incident) =>
+        h("tr", h("th", {scope: "row"}, `${integer(incident.times)} × ${incident.kind}`), h("td", incident.why)))));
   }
   if (rl.weights.length > 1) {
-    part("Weights of the reward", "They were changed on the way.", plainTable("Weights", rl.weights.map((entry) => {
-      const says = Object.entries(entry.weights ?? {}).map(([name, value]) => `${words(name)} ${short(value)}`);
-      return h("tr", h("th", {scope: "row"}, `from version ${entry.step}`), h("td", says.join(", ")));
+    part("Reward weights", "They were changed during the run.", plainTable("Reward weights", rl.weights.map((entry) => {
+      const text = Object.entries(entry.weights ?? {}).map(([name, value]) => `${humanize(name)} ${short(value)}`);
+      return h("tr", h("th", {scope: "row"}, `from version ${entry.step}`), h("td", text.join(", ")));
     })));
   }
   if (!found.length) return null;
-  return h("section", {"aria-labelledby": "machinery"}, h("h2", {id: "machinery"}, "Machinery"),
+  return h("section", {"aria-labelledby": "processes"}, h("h2", {id: "processes"}, "Processes and incidents"),
     h("div.columns", found));
 }
 
 function servicesTable(services) {
   return plainTable("Processes", services.map((service) => {
-    const figures = Object.entries(service.figures).map(([name, value]) => `${words(name)} ${short(value)}`);
+    const figures = Object.entries(service.figures).map(([name, value]) => `${humanize(name)} ${short(value)}`);
     return h("tr", h("th", {scope: "row"}, service.name),
       h("td", h("span.tag", {class: service.state === "silent" ? "bad" : null}, service.state)),
       h("td", service.waiting_for || figures.join(", ")), h("td.muted.end", ago(service.heard)));
@@ -111,20 +111,20 @@ function servicesTable(services) {
 const STATES = {running: "going", finished: "good", stopped: "odd"};
 
 export async function runsPage() {
-  const place = h("div");
+  const container = h("div");
   const update = async () => {
-    const {runs} = await ask("runs");
-    const heads = [["Run"], ["State"], ["Stages"], ["Held-out", "end"], ["Changed", "end"]];
-    put(place, h("div.hero", h("h1", "Runs"), h("p.lead", plural(runs.length, "run"), ".")),
+    const {runs} = await fetchData("runs");
+    const heads = [["Run"], ["State"], ["Stages"], ["Held-out, before RL → after RL", "end"], ["Changed", "end"]];
+    setChildren(container, h("div.hero", h("h1", "Runs"), h("p.lead", plural(runs.length, "run"), ".")),
       plainTable("Runs", runs.map(runRow),
         h("tr", heads.map(([name, end]) => h("th", {scope: "col", class: end}, name)))));
   };
   const move = (by) => {
-    const all = [...place.querySelectorAll("th a")];
+    const all = [...container.querySelectorAll("th a")];
     const at = all.indexOf(document.activeElement);
     all[Math.max(0, Math.min(all.length - 1, at < 0 ? 0 : at + by))]?.focus();
   };
-  return {title: "Runs", nodes: [place], update, keys: {
+  return {title: "Runs", nodes: [container], update, keys: {
     j: ["next run", () => move(1)],
     k: ["previous run", () => move(-1)],
   }};
@@ -136,7 +136,7 @@ function runRow(run) {
   return h("tr",
     h("th", {scope: "row"}, h("a", {href: `/run/${encodeURIComponent(run.directory)}/`}, run.directory),
       run.name !== run.directory ? h("span.muted", ` ${run.name}`) : null),
-    h("td", h("span.tag", {class: STATES[run.life.state], title: run.life.words}, run.life.state),
+    h("td", h("span.tag", {class: STATES[run.status.state], title: run.status.text}, run.status.state),
       run.problems.length ? h("span.tag.bad", {title: run.problems.join("; ")}, "damaged") : null),
     h("td", h("span.beads", {role: "img", "aria-label": `${done} of ${run.stages.length} stages done`},
       run.stages.map((stage) => h("i", {class: stage.done ? "yes" : "open", title: stage.name})))),

@@ -1,7 +1,7 @@
-// Training on text: loss against the logarithm of tokens, one chart for every stage.
+// Training on text: loss against the logarithm of tokens, one chart per stage.
 
 import {chart} from "./charts.js";
-import {fixed, h, isNumber, percent, plural, seconds, short, whole} from "./dom.js";
+import {fixed, h, isNumber, percent, plural, seconds, short, integer} from "./dom.js";
 
 const ORDINALS = {4: "quarter", 8: "eighth", 16: "sixteenth"};
 
@@ -9,48 +9,49 @@ export function trainingSection(run) {
   if (!run.training.length) return null;
   const placed = run.training.filter((each) => each.by_position[0]?.length > 1).slice(-1);
   return h("section", {"aria-labelledby": "training"}, h("h2", {id: "training"}, "Training on text"),
-    h("p.muted.under", "Loss is in nats per token, over the logarithm of tokens. Held-out text is never trained on."),
+    h("p.muted.under", "Loss in nats per token, against the logarithm of tokens. Held-out text is never trained on."),
     h("div.grid", run.training.map(curve), placed.map(positions)));
 }
 
-// What a curve shows: its name, what to say of it, and how its numbers are written.
-function measure(told) {
-  if (told.measure === "loss") return ["loss", "Loss", {exact: (value) => fixed(value)}];
-  if (told.measure.endsWith("overlap")) {
+// Name, caption and number format of a curve.
+function measure(data) {
+  if (data.measure === "loss") return ["loss", "Loss", {exact: (value) => fixed(value)}];
+  if (data.measure.endsWith("overlap")) {
     const share = {low: 0, format: (value) => percent(value), exact: (value) => percent(value)};
-    return ["drafts accepted", "Share of drafted tokens that the model would accept,", share];
+    return ["drafts accepted", "Fraction of drafted tokens that the model would accept,", share];
   }
-  return ["divergence", "Divergence of the layers that draft,", {exact: (value) => fixed(value)}];
+  return ["divergence", "Divergence of the MTP layers,", {exact: (value) => fixed(value)}];
 }
 
-function curve(told) {
-  const {x, raw, mean} = told.curve;
-  const held = new Map(told.held_out.map(([tokens, loss]) => [Math.max(tokens, x[0]), loss]));
-  const values = [...new Set([...x, ...held.keys()])].sort((one, other) => one - other);
-  const place = new Map(x.map((tokens, at) => [tokens, at]));
-  const spread = (numbers) => joined(values.map((tokens) => (place.has(tokens) ? numbers[place.get(tokens)] : null)));
-  const [name, says, y] = measure(told);
+function curve(data) {
+  const {x, raw, mean} = data.curve;
+  const heldOut = new Map(data.held_out.map(([tokens, loss]) => [Math.max(tokens, x[0]), loss]));
+  const values = [...new Set([...x, ...heldOut.keys()])].sort((one, other) => one - other);
+  const index = new Map(x.map((tokens, at) => [tokens, at]));
+  const spread = (numbers) =>
+    interpolated(values.map((tokens) => (index.has(tokens) ? numbers[index.get(tokens)] : null)));
+  const [name, prefix, y] = measure(data);
   const layers = [
     {name: "", kind: "line", values: spread(raw), tone: 1, faint: true},
-    {name: "in training", kind: "line", values: spread(mean), tone: 1, told: !held.size},
+    {name: "in training", kind: "line", values: spread(mean), tone: 1, labelled: !heldOut.size},
   ];
-  if (held.size) {
-    const dots = values.map((tokens) => held.get(tokens) ?? null);
-    layers.push({name: `held-out ${name}`, kind: "dots", values: dots, tone: 3, told: true});
+  if (heldOut.size) {
+    const dots = values.map((tokens) => heldOut.get(tokens) ?? null);
+    layers.push({name: `held-out ${name}`, kind: "dots", values: dots, tone: 3, labelled: true});
   }
-  const took = told.seconds ? ` in ${seconds(told.seconds)}` : "";
-  const rate = told.rate ? `, ${short(told.rate)} per second` : "";
+  const duration = data.seconds ? ` in ${seconds(data.seconds)}` : "";
+  const rate = data.rate ? `, ${short(data.rate)} per second` : "";
   return chart({
-    title: told.stage,
-    says: `${says} over ${short(told.tokens)} tokens, ${plural(told.steps, "step")}${took}${rate}.`,
+    title: data.stage,
+    caption: `${prefix} over ${short(data.tokens)} tokens, ${plural(data.steps, "step")}${duration}${rate}.`,
     x: {values, label: "tokens", log: true, format: short},
     y,
     layers,
   });
 }
 
-// Between two bins the line goes on: a held-out point must not break it.
-function joined(values) {
+// Interpolate between two bins, so that a held-out point does not interrupt the line.
+function interpolated(values) {
   return values.map((value, at) => {
     if (isNumber(value)) return value;
     const before = values.slice(0, at).findLast(isNumber);
@@ -59,16 +60,17 @@ function joined(values) {
   });
 }
 
-function positions(told) {
-  const [first, last] = told.by_position;
+function positions(data) {
+  const [first, last] = data.by_position;
   const count = first.length;
-  const layers = [{name: last ? "before" : "held-out loss", kind: "line", values: first, tone: last ? 8 : 3, dots: 40}];
-  if (last) layers.push({name: "after", kind: "line", values: last, tone: 3, dots: 40});
+  const name = last ? "first measurement" : "held-out loss";
+  const layers = [{name, kind: "line", values: first, tone: last ? 8 : 3, dots: 40}];
+  if (last) layers.push({name: "last measurement", kind: "line", values: last, tone: 3, dots: 40});
   return chart({
-    title: `${told.stage}: loss by position`,
-    says: `Held-out loss in every ${ORDINALS[count] ?? "part"} of the window: what is read later has more to go by.`,
-    x: {values: first.map((_, at) => at + 1), label: "place in the window",
-      format: (value) => `${whole(value)}/${count}`},
+    title: `${data.stage}: loss by position`,
+    caption: `Held-out loss in every ${ORDINALS[count] ?? "part"} of the window; later tokens have more context.`,
+    x: {values: first.map((_, at) => at + 1), label: "position in the window",
+      format: (value) => `${integer(value)}/${count}`},
     y: {exact: (value) => fixed(value)},
     layers,
   });

@@ -1,10 +1,10 @@
-// A session turn by turn: what was said, called, changed and answered. Calls are folded, what went wrong is not.
+// A session turn by turn: text, tool calls, diffs and results. Calls are collapsed, except failed ones.
 
-import {fixed, fold, h, isNumber, plural, seconds, whole, words} from "./dom.js";
+import {fixed, foldable, h, isNumber, plural, seconds, integer, humanize} from "./dom.js";
 
-const SHORT = 12; // lines of an output that are shown without being asked for
+const SHORT = 12; // lines of output shown at first
 const TONES = {look: 1, edit: 2, run: 5, plan: 4, other: 8, final: 2, summary: 6, message: 8};
-const MARKS = 120; // of a strip
+const MARKS = 120; // maximum marks of a strip
 
 export function firstLine(content, most = 200) {
   const line = content.trim().split("\n")[0];
@@ -15,29 +15,29 @@ export function text(content) {
   return h("div.text", content);
 }
 
-// The session, or a turn of it, as a row of marks.
+// A session or a turn as a row of marks.
 export function strip(marks) {
   const names = marks.map((mark) => `${mark.kind}${mark.bad ? ` ${mark.bad}` : ""}`);
   return h("span.strip", {role: "img", "aria-label": names.join(", ")}, marks.slice(0, MARKS).map((mark) => {
     const state = mark.bad ? "bad" : mark.code ? "exit" : mark.kind === "final" ? "final" : "";
-    const says = [mark.says ?? mark.kind, mark.bad, mark.code ? `exit ${mark.code}` : ""];
-    return h("i", {class: `tone${TONES[mark.kind] ?? 8} ${state}`, title: says.filter(Boolean).join(" · ")});
+    const parts = [mark.text ?? mark.kind, mark.bad, mark.code ? `exit ${mark.code}` : ""];
+    return h("i", {class: `tone${TONES[mark.kind] ?? 8} ${state}`, title: parts.filter(Boolean).join(" · ")});
   }), marks.length > MARKS ? h("span.muted", ` +${marks.length - MARKS}`) : null);
 }
 
-// What the marks mean.
+// Legend of the marks.
 export function stripKey() {
-  const names = {look: "look", edit: "edit", run: "run", summary: "summary", final: "final message"};
+  const names = {look: "read or search", edit: "edit", run: "run", summary: "summary", final: "final message"};
   const marks = Object.entries(names).map(([kind, name]) =>
     h("span", h("i", {class: `tone${TONES[kind]} ${kind === "final" ? "final" : ""}`}), name));
   return h("p.strip.stripkey", marks, h("span", h("i.tone5.exit"), "exit code not 0"),
     h("span", h("i.bad"), "failed call"));
 }
 
-// ------------------------------------------------------------------------------------------- all of it
+// ------------------------------------------------------------------------------------------- conversation
 
-export function conversation(told) {
-  const {story} = told;
+export function conversation(data) {
+  const {session: story} = data;
   const opening = story.steps.filter((step) => step.kind === "prompt" && step.segment === 0);
   const found = [request(opening, story)];
   let segment = 0;
@@ -59,10 +59,10 @@ function part(step, story) {
     case "summary":
       return h("section.turn.summary", h("header", h("h3", "Summary"), meta(step)), thinking(step), text(step.text));
     case "summary-request":
-      return h("p.boundary.ask", h("span", "asked to sum up"));
+      return h("p.boundary.ask", h("span", "asked for a summary"));
     case "prompt": {
-      const name = step.role === "user" ? "What it goes on from" : `${step.role} message`;
-      return fold(name, () => text(step.text), {class: "aside"});
+      const name = step.role === "user" ? "Prompt after the summary" : `${step.role} message`;
+      return foldable(name, () => text(step.text), {class: "aside"});
     }
     default:
       return h("section.turn.said", h("header", h("h3", step.role)), text(step.text));
@@ -75,14 +75,14 @@ function request(steps, story) {
   const tools = `${plural(story.tools.length, "tool")}: ${story.tools.join(", ")}`;
   return h("section.turn.prompt", h("header", h("h3", "Request"), h("span.meta", tools)),
     task ? text(task.text) : null,
-    others.map((step) => fold(`${step.role} message`, () => text(step.text), {class: "aside"})));
+    others.map((step) => foldable(`${step.role} message`, () => text(step.text), {class: "aside"})));
 }
 
 function boundary(story, segment) {
   const {kind, tokens} = story.segments[segment] ?? {};
-  const how = {summary: "goes on from its summary", compaction: "writes a summary apart"}[kind] ?? "begins";
+  const how = {summary: "continues from the summary", compaction: "writes a summary"}[kind] ?? "starts";
   return h("p.boundary", {role: "separator"},
-    h("span", `segment ${segment + 1} of ${story.segments.length} ${how}, ${whole(tokens)} tokens`));
+    h("span", `segment ${segment + 1} of ${story.segments.length} ${how}, ${integer(tokens)} tokens`));
 }
 
 // ------------------------------------------------------------------------------------------- a turn
@@ -96,7 +96,7 @@ function turn(step, story) {
   return h("section.turn", {id: `turn-${step.turn}`, tabindex: "-1", class: state},
     h("header", h("h3", name), step.unclosed && !final ? h("span.tag.odd", "cut off") : null, meta(step)),
     thinking(step),
-    step.text ? text(step.text) : calls.length ? null : h("p.muted", "Nothing was said."),
+    step.text ? text(step.text) : calls.length ? null : h("p.muted", "No text."),
     calls.map(call));
 }
 
@@ -113,67 +113,67 @@ function meta(step) {
 
 function thinking(step) {
   if (!step.thinking) return null;
-  return fold("Thinking", () => text(step.thinking), {class: "thinking", open: step.thinking.length < 400});
+  return foldable("Thinking", () => text(step.thinking), {class: "thinking", open: step.thinking.length < 400});
 }
 
 // ------------------------------------------------------------------------------------------- a call
 
-function call(told) {
-  const malformed = Boolean(told.status);
-  const code = told.exit_code;
+function call(data) {
+  const malformed = Boolean(data.status);
+  const code = data.exit_code;
   const badges = [
-    malformed ? h("span.tag.bad", `malformed: ${words(told.status)}`) : null,
-    told.error && !malformed ? h("span.tag.bad", words(told.error)) : null,
+    malformed ? h("span.tag.bad", `malformed: ${humanize(data.status)}`) : null,
+    data.error && !malformed ? h("span.tag.bad", humanize(data.error)) : null,
     isNumber(code) ? h("span.tag", {class: code === 0 ? "good" : "odd"}, `exit ${code}`) : null,
-    told.timed_out ? h("span.tag.bad", "timed out") : null,
-    told.diff ? h("span.counts", h("b.plus", `+${told.diff.added}`), h("b.minus", `−${told.diff.removed}`)) : null,
-    told.seconds > 0.05 ? h("span.muted", seconds(told.seconds)) : null,
+    data.timed_out ? h("span.tag.bad", "timed out") : null,
+    data.diff ? h("span.counts", h("b.plus", `+${data.diff.added}`), h("b.minus", `−${data.diff.removed}`)) : null,
+    data.seconds > 0.05 ? h("span.muted", seconds(data.seconds)) : null,
   ];
-  const gist = told.headline || (malformed ? firstLine(told.raw ?? "", 120) : "");
-  const open = malformed || Boolean(told.error) || Boolean(told.diff) || (isNumber(code) && code !== 0);
-  return fold([h("span.tool", told.name || "?"), h("code.gist", gist), h("span.badges", badges)],
-    () => callBody(told, malformed), {class: `call${malformed ? " malformed" : told.error ? " failed" : ""}`, open});
+  const gist = data.headline || (malformed ? firstLine(data.raw ?? "", 120) : "");
+  const open = malformed || Boolean(data.error) || Boolean(data.diff) || (isNumber(code) && code !== 0);
+  return foldable([h("span.tool", data.name || "?"), h("code.gist", gist), h("span.badges", badges)],
+    () => callBody(data, malformed), {class: `call${malformed ? " malformed" : data.error ? " failed" : ""}`, open});
 }
 
-function callBody(told, malformed) {
-  const given = told.arguments ?? [];
-  const said = given.length === 1 && given[0][1] === told.headline; // the heading says it all
+function callBody(data, malformed) {
+  const given = data.arguments ?? [];
+  const redundant = given.length === 1 && given[0][1] === data.headline; // already in the heading
   return [
-    malformed ? [h("p.problem", told.problem || "It could not be read as a call."), h("pre.code.raw", told.raw)] : null,
-    told.diff ? diff(told.diff) : given.length && !said ? args(given) : null,
-    told.output === undefined ? null : output(told.output),
-    told.diff ? fold("Arguments", () => args(given), {class: "aside"}) : null,
+    malformed ? [h("p.problem", data.problem || "It could not be parsed."), h("pre.code.raw", data.raw)] : null,
+    data.diff ? diff(data.diff) : given.length && !redundant ? args(given) : null,
+    data.output === undefined ? null : output(data.output),
+    data.diff ? foldable("Arguments", () => args(given), {class: "aside"}) : null,
   ];
 }
 
 function output(content) {
   const lines = content.split("\n");
   if (lines.length <= SHORT + 4) return h("pre.code.output", content);
-  const place = h("pre.code.output", lines.slice(0, SHORT).join("\n"));
+  const shown = h("pre.code.output", lines.slice(0, SHORT).join("\n"));
   const more = h("button.more", {type: "button", on: {click: () => {
-    place.textContent = content;
+    shown.textContent = content;
     more.remove();
   }}}, plural(lines.length - SHORT, "more line"));
-  return h("div", place, more);
+  return h("div", shown, more);
 }
 
 function args(pairs) {
   return h("dl.args", pairs.map(([name, value]) => [h("dt", name), h("dd", h("pre.code", value))]));
 }
 
-function diff(told) {
+function diff(data) {
   const row = ([mark, line]) => {
     if (mark === "@") return line ? h("div.where", line) : null;
     const kind = {"+": "plus", "-": "minus"}[mark] ?? "same";
-    const spoken = {"+": "added: ", "-": "removed: "}[mark];
+    const prefix = {"+": "added: ", "-": "removed: "}[mark];
     return h("div", {class: kind}, h("span.mark", {"aria-hidden": "true"}, mark === "-" ? "−" : mark),
-      spoken ? h("span.unseen", spoken) : null, h("span", line));
+      prefix ? h("span.unseen", prefix) : null, h("span", line));
   };
-  const unsure = told.known ? null : h("span.muted", " (the lines around it were not seen)");
-  return h("figure.diff", h("figcaption", told.path, unsure), h("div.code", told.lines.map(row)));
+  const unsure = data.known ? null : h("span.muted", " (surrounding lines are not known)");
+  return h("figure.diff", h("figcaption", data.path, unsure), h("div.code", data.lines.map(row)));
 }
 
-// ------------------------------------------------------------------------------------------- moving about
+// ------------------------------------------------------------------------------------------- navigation
 
 export function goTurn(node) {
   node?.scrollIntoView({block: "start", behavior: "instant"});
