@@ -83,7 +83,7 @@ def main() -> None:
 def sample(model: Transformer, requests: int, new_tokens: int) -> list[SequenceState]:
     """Return sequences of a busy engine: prefill chunks beside decoding sequences, prefixes shared."""
     rng = random.Random(0)
-    options = EngineOptions(cache_tokens=16_384, max_sequences=max(2, requests // 2), max_batched_tokens=256)
+    options = EngineOptions(kv_cache_tokens=16_384, max_sequences=max(2, requests // 2), max_step_tokens=256)
     engine = Engine(model, options)
     stem = [rng.randrange(4096) for _ in range(64)]
     sequences = []

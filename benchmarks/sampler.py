@@ -101,7 +101,7 @@ def on_gpu(arguments: argparse.Namespace, table: Table) -> None:
 
 def gpu_options(max_sequences: int, **changes: Any) -> EngineOptions:
     return EngineOptions(
-        cache_tokens=1 << 20, page_size=16, max_sequences=max_sequences, max_batched_tokens=32768, **changes
+        kv_cache_tokens=1 << 20, page_size=16, max_sequences=max_sequences, max_step_tokens=32768, **changes
     )
 
 
@@ -196,7 +196,7 @@ def on_cpu(arguments: argparse.Namespace, table: Table) -> None:
     rng = random.Random(0)
     for batch in (1, 8, 32):
         prompts = [[rng.randrange(4096) for _ in range(64)] for _ in range(batch)]
-        options = EngineOptions(cache_tokens=16384, max_sequences=batch, max_batched_tokens=1024, prefix_caching=False)
+        options = EngineOptions(kv_cache_tokens=16384, max_sequences=batch, max_step_tokens=1024, prefix_caching=False)
         ours = peer = 0.0
         for _ in range(5):  # alternating, the best of each: other work on the machine affects both alike
             ours = max(ours, run(Engine(model, options), prompts, 64)[0])

@@ -77,7 +77,7 @@ async def measured(
 ) -> tuple[float, dict[str, list[float]], int]:
     """Return the seconds of the last round, those of every step of each kind, and its tokens."""
     before, graphs.MAX_GRAPH_TOKENS = graphs.MAX_GRAPH_TOKENS, limit
-    engine = Engine(model, EngineOptions(cache_tokens=400_000, max_sequences=256, max_batched_tokens=4096))
+    engine = Engine(model, EngineOptions(kv_cache_tokens=400_000, max_sequences=256, max_step_tokens=4096))
     try:
         async with EngineService(engine) as service:
             rounds = play(service, count)

@@ -144,7 +144,7 @@ def test_an_interrupted_run_exits_130_and_can_be_resumed(tmp_path: Path) -> None
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
-    assert "etude: stopped in stage tokenizer; the same command with --resume goes on" in errors
+    assert "etude: stopped in stage tokenizer; the same command with --resume continues" in errors
     assert "Traceback" not in errors
     with Run.create_or_resume(run, load_recipe(recipe), resume=True) as resumed:
         assert not resumed.stage_done("tokenizer")

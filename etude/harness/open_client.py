@@ -63,7 +63,7 @@ async def _local_checkpoint(model: ModelOptions, session: str) -> AsyncIterator[
     network = load(directory, device=usable_device(model.device))
     check_vocabulary(tokenizer, network.config.vocab_size, str(directory))
     window = _window(model, network.config.max_length)
-    options = EngineOptions(cache_tokens=-(-window // PAGE) * PAGE + 2 * PAGE, page_size=PAGE, max_sequences=1)
+    options = EngineOptions(kv_cache_tokens=-(-window // PAGE) * PAGE + 2 * PAGE, page_size=PAGE, max_sequences=1)
     async with EngineService(Engine(network, options, tokenizer=tokenizer)) as service:
         yield _token_client(
             model, InProcessPolicy(service), tokenizer, min(window, service.max_sequence_tokens), session

@@ -14,7 +14,7 @@ from etude.pipeline.stages import run_recipe
 from etude.recipe.recipe import load_recipe
 from etude.runs.run import Run
 from etude.tasks.harbor import find_tasks
-from etude.tasks.stage import EXPERTS, experts_file
+from etude.tasks.stage import DEMONSTRATIONS_FILE, demonstrations_file
 from etude_nano.demonstrator import UNFINISHED_ANSWERS, read_files
 from etude_nano.pod_sessions import vocabulary_texts
 from etude_nano.source import generate_nano, text_digest
@@ -42,14 +42,14 @@ source = "nano"
 count = 6
 difficulties = [1, 2]
 seed = 40
-experts = 5
+demonstrations = 5
 [[tasks.build]]
 name = "mine"
 path = "given"
 [[corpus.build]]
-name = "experts"
+name = "sessions"
 chat = true
-sources = ["experts:train"]
+sources = ["demonstrations:train"]
 """
 
 
@@ -72,26 +72,26 @@ def test_the_base_may_be_a_directory_and_is_kept_as_it_is(place: Path) -> None:
     assert Tokenizer.load(place / "run/checkpoints/base-0").digest == Tokenizer.load(place / "model").digest
 
 
-def test_sets_are_artefacts_and_experts_work_on_other_tasks(place: Path) -> None:
+def test_sets_are_artefacts_and_demonstrations_are_on_other_tasks(place: Path) -> None:
     sets = {path.name: path for path in (place / "run/artefacts").iterdir()}
     own = {text_digest(read_files(task)) for task in find_tasks(sets["tasks-train"])}
     assert len(own) == 6
     assert len(list(find_tasks(sets["tasks-mine"]))) == 2
-    rows = [json.loads(line) for line in (sets["experts-train"] / EXPERTS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (sets["demonstrations-train"] / DEMONSTRATIONS_FILE).read_text().splitlines()]
     assert len(rows) == 5
     requests = {task: read_files(task)["instruction.md"] for task in find_tasks(sets["tasks-train"])}
     assert not {row["messages"][1]["content"] for row in rows} & set(requests.values())
-    assert json.loads((sets["corpus-experts"] / "report.json").read_text())["splits"]["train"]["documents"] == 5
+    assert json.loads((sets["corpus-sessions"] / "report.json").read_text())["splits"]["train"]["documents"] == 5
 
 
 def test_a_finished_set_is_not_made_again(place: Path) -> None:
     recipe = load_recipe(place / "sets.toml")
     facts = run_recipe(recipe, place / "run", resume=True)
-    assert facts["tasks"] == {"train": {"tasks": 6, "experts": 5}, "mine": {"tasks": 2}}
+    assert facts["tasks"] == {"train": {"tasks": 6, "demonstrations": 5}, "mine": {"tasks": 2}}
     with Run.create_or_resume(place / "run", recipe, resume=True) as run:
-        assert experts_file(run, "train").is_file()
-        with pytest.raises(InputError, match="this run has no experts:mine"):
-            experts_file(run, "mine")
+        assert demonstrations_file(run, "train").is_file()
+        with pytest.raises(InputError, match="this run has no demonstrations:mine"):
+            demonstrations_file(run, "mine")
 
 
 @pytest.mark.parametrize(
@@ -100,16 +100,16 @@ def test_a_finished_set_is_not_made_again(place: Path) -> None:
         ('path = "given"', 'path = "given"\nsource = "nano"', "give the one or the other"),
         ('path = "given"', 'path = "given"\ncount = 3', "count would not be used"),
         ("count = 6", "", "count is missing"),
-        ("seed = 40", 'split = "held-out"', "experts would show what is held out"),
-        ("experts = 5", "", '"experts:train" needs a set train'),
-        ("experts = 5", "unfinished = 0.5", "unfinished would not be used"),
-        ("experts = 5", "mistakes = 0.0", "mistakes would not be used"),
+        ("seed = 40", 'split = "held-out"', "demonstrations would reveal held-out tasks"),
+        ("demonstrations = 5", "", '"demonstrations:train" needs a set train'),
+        ("demonstrations = 5", "unfinished = 0.5", "unfinished would not be used"),
+        ("demonstrations = 5", "mistakes = 0.0", "mistakes would not be used"),
         ("chat = true", "", "which are conversations"),
         ('name = "mine"', 'name = "train"', "names train twice"),
-        ('source = "nano"', 'source = "micro"', "tasks.build"),
+        ('source = "nano"', 'source = "micro"', 'no task source "micro"'),
     ],
 )
-def test_a_knob_that_would_not_act_is_an_error(place: Path, tmp_path: Path, old: str, new: str, says: str) -> None:
+def test_a_key_that_would_not_act_is_an_error(place: Path, tmp_path: Path, old: str, new: str, says: str) -> None:
     assert old in RECIPE
     (tmp_path / "sets.toml").write_text(RECIPE.replace(old, new))
     with pytest.raises(InputError, match=says):
@@ -124,12 +124,16 @@ def test_a_directory_without_tasks_is_no_set(place: Path, tmp_path: Path) -> Non
         run_recipe(load_recipe(tmp_path / "sets.toml"), tmp_path / "run")
 
 
-def test_some_experts_stop_half_way_when_asked_to(place: Path, tmp_path: Path) -> None:
-    text = RECIPE.replace("experts = 5", "experts = 8\nunfinished = 1.0").replace('"./model"', f'"{place / "model"}"')
+def test_some_demonstrations_stop_half_way_when_asked_to(place: Path, tmp_path: Path) -> None:
+    text = RECIPE.replace("demonstrations = 5", "demonstrations = 8\nunfinished = 1.0").replace(
+        '"./model"', f'"{place / "model"}"'
+    )
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(text.replace('path = "given"', f'path = "{place / "given"}"'))
     run_recipe(load_recipe(recipe), tmp_path / "run")
-    rows = [json.loads(line) for line in experts_file(Run.read(tmp_path / "run"), "train").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in demonstrations_file(Run.read(tmp_path / "run"), "train").read_text().splitlines()
+    ]
     assert len(rows) == 8
     for row in rows:
         assert row["messages"][-1]["content"] in UNFINISHED_ANSWERS
@@ -149,15 +153,17 @@ def test_a_base_without_tools_gets_a_template_that_has_them(place: Path, tmp_pat
     assert Tokenizer.load(tmp_path / "run" / "checkpoints" / "base-0").chat_template == CHAT_TEMPLATE
 
 
-def test_experts_make_as_many_mistakes_as_asked_for(place: Path, tmp_path: Path) -> None:
-    text = RECIPE.replace("experts = 5", "experts = 40\nmistakes = CHANCE").replace('"./model"', f'"{place / "model"}"')
+def test_demonstrations_make_as_many_mistakes_as_asked_for(place: Path, tmp_path: Path) -> None:
+    text = RECIPE.replace("demonstrations = 5", "demonstrations = 40\nmistakes = CHANCE").replace(
+        '"./model"', f'"{place / "model"}"'
+    )
     text = text.replace('path = "given"', f'path = "{place / "given"}"')
     failed = []
     for chance in ("0", "1"):
         recipe = tmp_path / f"{chance}.toml"
         recipe.write_text(text.replace("CHANCE", chance))
         run_recipe(load_recipe(recipe), tmp_path / chance)
-        rows = map(json.loads, experts_file(Run.read(tmp_path / chance), "train").read_text().splitlines())
+        rows = map(json.loads, demonstrations_file(Run.read(tmp_path / chance), "train").read_text().splitlines())
         answers = [[said["content"] for said in row["messages"] if said["role"] == "tool"] for row in rows]
         failed.append(sum(any("was not found" in text or "exit code 1" in text for text in each) for each in answers))
     assert failed[0] < 8, failed  # some checks fail before the change
