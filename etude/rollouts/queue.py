@@ -169,15 +169,15 @@ class RolloutQueue:
     @classmethod
     def open_read_only(cls, path: Path | str) -> "RolloutQueue":
         """Open an existing queue for reading, without disturbing the processes that write to it."""
-        table = cls.__new__(cls)
+        queue = cls.__new__(cls)
         try:
-            table._db = sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
-            table._db.row_factory = sqlite3.Row
-            size = int(table._scalar("SELECT value FROM plan WHERE key = 'group_size'"))
-            table.settings = QueueSettings(group_size=size)
+            queue._db = sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
+            queue._db.row_factory = sqlite3.Row
+            size = int(queue._scalar("SELECT value FROM plan WHERE key = 'group_size'"))
+            queue.settings = QueueSettings(group_size=size)
         except (sqlite3.Error, TypeError) as error:
             raise InputError(f"{path} is not a rollout queue, or not yet: {error}") from error
-        return table
+        return queue
 
     def close(self) -> None:
         self._db.close()
