@@ -162,7 +162,7 @@ def _describe_sets(facts: JsonObject) -> str:
         if not isinstance(made, dict):
             continue
         if (tasks := as_number(made.get("tasks"))) is not None:
-            demonstrations = as_number(made.get("experts"))
+            demonstrations = as_number(made.get("demonstrations"))
             shown = f" (and {_format_count(demonstrations)} demonstrations)" if demonstrations else ""
             found.append(f"{_format_count(tasks)} {name}{shown}")
         elif (tokens := as_number(made.get("train"))) is not None:
