@@ -56,7 +56,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"Start here:  etude run recipes/nano.toml --out runs/nano\n\n{EXIT_CODES}",
 )
-recipe_app = typer.Typer(no_args_is_help=True, help="Show a recipe without running it, or list the keys a recipe may have.")
+recipe_app = typer.Typer(
+    no_args_is_help=True, help="Show a recipe without running it, or list the keys a recipe may have."
+)
 app.add_typer(recipe_app, name="recipe")
 app.add_typer(
     typer.Typer(
@@ -112,11 +114,11 @@ Overrides = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Out = Annotated[Path | None, typer.Option(help="Directory of the run; created if it does not exist.", show_default=False)]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out, if there is one.")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Check the recipe, print what it would do and need, and stop.")
+Out = Annotated[
+    Path | None, typer.Option(help="Directory of the run; created if it does not exist.", show_default=False)
 ]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out, if there is one.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the recipe, print what it would do and need, and stop.")]
 
 
 def _print_version(asked: bool) -> None:

@@ -1,4 +1,4 @@
-"""Start and watch the services of a run. Today as processes of this machine; other launchers implement the same calls."""
+"""Start and watch the services of a run, as processes of this machine."""
 
 from etude.cluster.local import LocalServices, Service, ServiceFailed, ServiceGaveUp
 

@@ -142,7 +142,8 @@ def test_task_sets_are_described_by_their_recipe_entry() -> None:
 
 
 def test_stages_of_a_malformed_recipe_are_still_shown() -> None:
-    stages = [stage("rl"), stage("tasks", train={"tasks": 1000, "demonstrations": 320}, odd=3), stage("base"), stage("new")]
+    made = {"tasks": 1000, "demonstrations": 320}
+    stages = [stage("rl"), stage("tasks", train=made, odd=3), stage("base"), stage("new")]
     data = stage_results(stages, {"rl": 3, "base": []}, [], None)
     assert [each["did"] for each in data] == ["", "1\u202f000 train (and 320 demonstrations)", "", ""]
     assert json.dumps(data)
