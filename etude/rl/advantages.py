@@ -1,6 +1,6 @@
-"""Advantages of the rollouts of a group, and of their tokens.
+"""Token advantages, KL estimators, and the settings of the policy-gradient estimator.
 
-A group is the rollouts of one prompt. The advantage of a rollout is its reward minus the group's mean: no division by
+The advantage of a rollout (`etude.rollouts.group_advantages`) is its reward minus the mean of its group: no division by
 the standard deviation (which would inflate tiny differences of behaviour where all rollouts are correct), no length
 normalisation, no masking of overlong rollouts. Each setting undoes one of these choices, for ablations.
 """
@@ -36,7 +36,7 @@ class EstimatorSettings(Settings):
     plausibility: float = Field(default=0.0, ge=0, le=1, description="smallest router score of a replayed expert")
 
     @model_validator(mode="after")
-    def _every_key_acts(self) -> Self:
+    def _check_key_combinations(self) -> Self:
         if (self.kl == "none") != (self.kl_weight == 0):
             raise ValueError("kl and kl_weight go together: give both or neither")
         if self.kl == "none" and self.reference != "start":
@@ -59,6 +59,9 @@ def k3(logprobs: npt.NDArray[np.floating], reference: npt.NDArray[np.floating]) 
     """Return r/p - 1 - log(r/p): the same mean as k1, never negative, but a larger variance far from the reference."""
     log_ratio = reference - logprobs
     return np.expm1(log_ratio) - log_ratio
+
+
+KL_FORMS = {"k1": k1, "k3": k3}  # by the name in `estimator.kl`
 
 
 def token_advantages(

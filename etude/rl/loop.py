@@ -24,7 +24,7 @@ from etude.harness.trace_store import load_trace
 from etude.kernels.loss import IGNORE, token_logprobs
 from etude.model.checkpoint import checkpoint_views
 from etude.model.transformer import Transformer
-from etude.rl.advantages import k1, k3, token_advantages
+from etude.rl.advantages import KL_FORMS, token_advantages
 from etude.rl.objective import PolicyGradient, RolloutBatch
 from etude.rl.packing import TrainingSequence, pack
 from etude.rl.settings import RlSettings
@@ -159,7 +159,7 @@ def rollout_sequences(loop: RlLoop, trace: Trace, advantage: float) -> list[Trai
         return []
     kl = None
     if loop.reference is not None:
-        kl_form = k1 if estimator.kl == "k1" else k3
+        kl_form = KL_FORMS[estimator.kl]
         kl = [
             kl_form(segment.raw_logprobs[segment.sampled], logprobs)
             for segment, logprobs in zip(segments, reference_logprobs(loop, segments), strict=True)

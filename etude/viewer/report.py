@@ -45,7 +45,7 @@ class ReportSummary:
 
 
 def write_report(run: Path, out: Path, *, max_bytes: int = 8_000_000) -> ReportSummary:
-    """Write the pages of a run into one file of at most about `most` bytes."""
+    """Write the pages of a run into one file of at most about `max_bytes` bytes."""
     if not is_run(run):
         raise InputError(f"{run} is not a run: it has no recipe.toml; name a directory made by `etude run`")
     packed = pack_answers(RunApi(run, TextLimit(MAX_TEXT)), max_bytes - len(render("", {})) - MAX_ABOUT_BYTES)
