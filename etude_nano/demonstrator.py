@@ -1,8 +1,8 @@
-"""A scripted demonstrator for nano tasks: the turns of an agent that knows the answer, with random variation.
+"""A scripted demonstrator for nano tasks: writes the turns of a session from the task's solution, varied at random.
 
-It acts as if it did not know the answer: it opens only files whose paths it has seen, reads before it edits, runs the
-check afterwards, and reports the truth. Some sessions contain a mistake and its correction; the loss mask leaves the
-mistake out. It follows the task's own `solution/`, so it works for any nano task directory.
+The turns look like those of an agent without the solution: it opens only files whose paths it has seen, reads before it
+edits, runs the check afterwards, and reports the truth. Some sessions contain a mistake and its correction; the loss
+mask leaves the mistake out. It follows the task's own `solution/`, so it works for any nano task directory.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Tasks that change working code: a new parameter, a rename, a syntax migration, corrected docs, more tests.
 
-The verifier also checks what must stay: the hidden calls hold before and after, and where only the documentation is
-wrong the code may not change at all.
+The verifier also checks that other behaviour is unchanged: the hidden calls hold before and after, and where only the
+documentation is wrong the code may not change at all.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Generated function templates, far more than the written ones: the material of a base model's exercises.
 
-A generated template is a `FunctionTemplate` composed at random: what it iterates over, a filter, an expression for each
-element, and a reduction. A model that has read many knows how docstrings and code correspond, yet has seen no template
-of a held-out task: `is_held_out` recognizes those by their structure, whatever their names and numbers, and no
+A generated template is a `FunctionTemplate` composed at random: an iterable, a filter, an expression for each element,
+and a reduction. Reading many teaches a model how docstrings and code correspond without showing it a template of a
+held-out task: `is_held_out` recognizes those by their structure, whatever their names and numbers, and no
 exercise shows one.
 """
 

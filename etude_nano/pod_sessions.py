@@ -144,7 +144,7 @@ def scripted_client(dialect: Dialect, turns: Sequence[ScriptedTurn]) -> TokenMod
 
 
 def vocabulary_texts(count: int = 2000, tool_set: ToolSet = NANO_TOOL_SET) -> Iterator[str]:
-    """Yield texts to train a tokenizer on: what sessions on training tasks read and write, in about its proportions."""
+    """Yield texts to train a tokenizer on, with about the content of sessions on training tasks."""
     prompt = [json.dumps(shown.schema) for shown in exposed_tools(tool_set).values()]
     prompt += [system_message(tool_set, WORKSPACE), *TOOL_RESULTS]
     for seed in range(count):

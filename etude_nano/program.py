@@ -1,7 +1,7 @@
 """Programs of one to three modules built from template functions, their results, and the cases that show a fault.
 
-Code from our own templates runs here, in this process, to learn its results: this is how a check, a symptom and the
-hidden cases of a task come to be true. Code written by a model never runs here.
+Code from our own templates runs here, in this process, to compute its results, from which the check, the symptom and
+the hidden cases of a task are made. Code written by a model never runs here.
 """
 
 import re

@@ -348,7 +348,7 @@ def _fix_request(difficulty: int, case: Case, file: str, name: str, check: Check
             "imperative": (f"Make {check.command} pass.", f"{check.command} fails. Find out why and fix it."),
         }
     if not case.raises:
-        # Worded as for correct code: only reading the code can tell.
+        # The same wording as for correct code: only reading the code shows whether it is wrong.
         texts["doubt"] = doubtful_requests(
             difficulty, call, case.got, case.name, f" in {file}" if difficulty == 1 else "", check
         )

@@ -97,7 +97,7 @@ async def simulate_session(
         policy = ScriptedPolicy(dialect, [turn.message for turn in turns])
         session = Session(
             SessionRequest(request, id=task or id),
-            _UnmeasuredClient(policy, dialect, Sampling(), window=WINDOW, model="expert"),
+            _NonCountingClient(policy, dialect, Sampling(), window=WINDOW, model="expert"),
             tools,
             tool_set=tool_set,
             budget=BUDGET,
@@ -112,7 +112,7 @@ async def simulate_session(
     return trace if len(trace.segments[-1].tokens) <= WINDOW - BUDGET.max_turn_tokens else None
 
 
-class _UnmeasuredClient(TokenModelClient):
+class _NonCountingClient(TokenModelClient):
     """Skips counting tokens in advance, which is half of the work; `simulate_session` checks the length at the end."""
 
     def count_tokens(self, messages: Sequence[Message]) -> int:

@@ -80,7 +80,7 @@ def task_name(split: Split, seed: int) -> str:
 
 
 def text_digest(files: Mapping[str, str]) -> str:
-    """Return the digest of what the agent sees; tasks with equal digests are duplicates."""
+    """Return the digest of the request and the environment; tasks with equal digests are duplicates."""
     visible = {
         path: text for path, text in files.items() if path == "instruction.md" or path.startswith("environment/")
     }

@@ -1,7 +1,7 @@
-"""A nano task before it is written to files: request, workspace, solution, and what the hidden verifier expects.
+"""A nano task before it is written to files: request, workspace, solution, and the hidden verifier's expectations.
 
 `task_files` turns a draft into the files of a task directory. `solution/` holds everything a scripted solver needs: the
-solved files, and a plan of what to read and what to say.
+solved files, and a plan with the files to read and the texts to write.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ ANSWER_SCRIPT = f"#!/bin/sh\nset -e\nmkdir -p /logs/agent\ncp /solution/final.tx
 
 @dataclass(frozen=True)
 class DemonstrationPlan:
-    """The script of a demonstration, written to solution/plan.json: the files to read in order, and what to say."""
+    """The script of a demonstration, written to solution/plan.json: files to read in order, and texts to write."""
 
     read: tuple[str, ...]
     command: str  # shows whether the work is done

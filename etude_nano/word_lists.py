@@ -15,7 +15,7 @@ def _pairs(pairs: str) -> tuple[tuple[str, str], ...]:
     return tuple((first, second) for first, _, second in (pair.partition("/") for pair in pairs.split()))
 
 
-# Things that have a number: plural/singular.
+# Nouns with a numeric value: plural/singular.
 NOUNS = _pairs(
     "prices/price scores/score ages/age sizes/size votes/vote points/point counts/count rates/rate costs/cost "
     "hours/hour stages/stage levels/level weights/weight marks/mark sales/sale tips/tip fees/fee bids/bid goals/goal "
@@ -23,7 +23,7 @@ NOUNS = _pairs(
     "heights/height speeds/speed days/day units/unit coins/coin bills/bill boxes/box cups/cup pages/page "
     "tests/test wins/win jumps/jump"
 )
-# Things that have a name: plural/singular.
+# Nouns with a text value: plural/singular.
 NAMED = _pairs(
     "names/name labels/label tags/tag titles/title users/user cities/city colors/color pets/pet fruits/fruit "
     "teams/team guests/guest books/book songs/song rooms/room tools/tool plants/plant items/item cards/card "

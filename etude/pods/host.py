@@ -227,7 +227,7 @@ class Host:
 
     async def _on_pod_lost(self, pod: LocalPod) -> None:
         """Clean up a pod that ended by itself: ttl, out of memory, or death of the zygote."""
-        if pod.id in self.foreign_pods:  # it ended, or its owner snapshot it; the owner cleans up
+        if pod.id in self.foreign_pods:  # it ended, or its owner took a snapshot; the owner cleans up
             self._forget_pod(pod)
             self._ref_layers(pod.spec.image.layers, -1)
             pod.release()
@@ -315,7 +315,7 @@ class Host:
     ) -> tuple[tuple[Layer, ...], SnapshotKind]:
         """Seal a pod and restart it `after` an event. Return its layers, referenced for the caller, and the kind used.
 
-        Not cancelled once begun, because the pod does not run in between; requests to it wait meanwhile.
+        Not cancelled once started, because the pod does not run in between; requests to it wait meanwhile.
         """
         lock = self.snapshot_locks[pod.id]
         await lock.acquire()

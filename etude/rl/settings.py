@@ -23,34 +23,38 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
         "base", "init", "pretrain", "extend", "sft", doc="model directory, when no stage makes one"
     )
     tasks: NameOrPath = Field(description="training tasks: a task set of this run by name, or a directory")
-    steps: int = Field(ge=1, description="policy steps")
-    group_size: int = Field(default=8, ge=2, description="rollouts of one prompt")
+    steps: int = Field(ge=1, description="policy steps to train")
+    group_size: int = Field(default=8, ge=2, description="rollouts per prompt")
 
     estimator: EstimatorSettings = Field(default_factory=EstimatorSettings)
     curriculum: CurriculumSettings = Field(default_factory=CurriculumSettings)
 
     learning_rate: float = Field(default=1e-6, gt=0, description="learning rate, constant after the warm-up")
-    warmup: int = Field(default=0, ge=0, description="warm-up steps")
+    warmup: int = Field(default=0, ge=0, description="steps of linear learning-rate warm-up")
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False, description="Adam betas")
     weight_decay: float = Field(default=0.0, ge=0, description="weight decay of matrices")
     max_grad_norm: float = Field(default=1.0, ge=0, description="gradient-norm limit; 0: no clipping")
     length: int = Field(default=4096, ge=2, description="tokens of a packed row; a longer segment gets its own row")
-    rows: int = Field(default=4, ge=1, description="rows of one forward pass")
+    rows: int = Field(default=4, ge=1, description="packed rows of one micro-batch")
     device: str = Field(default="auto", description="trainer device: cpu, cuda ...; auto: a GPU if there is one")
     threads: int = Field(default=0, ge=0, description="CPU threads of the trainer; 0: torch's default")
-    compile: bool = Field(default=False, description="compile the transformer blocks; pays on a GPU")
+    compile: bool = Field(
+        default=False, description="compile the transformer blocks with torch.compile; faster on a GPU"
+    )
     recompute: bool = Field(default=False, description="activation checkpointing: less memory, a third more compute")
     checkpoint_every: int = Field(default=10, ge=1, description="policy steps between trainer checkpoints")
-    keep: int = Field(default=2, ge=1, description="newest checkpoints to keep")
+    keep: int = Field(default=2, ge=1, description="newest trainer checkpoints to keep")
 
     @model_validator(mode="after")
-    def _every_key_acts(self) -> Self:
+    def _check_key_combinations(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {list(self.betas)}")
         if self.evaluation is not None and self.tasks in self.evaluation.tasks:
             raise ValueError(f'evaluation.tasks has "{self.tasks}", which is trained on: evaluate on other tasks')
         if self.precision == "bfloat16" and self.weights.dtype == "float32":
-            raise ValueError('weights.dtype must be "bfloat16" where precision is: there are no finer weights')
+            raise ValueError(
+                'weights.dtype must be "bfloat16" if precision is: there are no float32 weights to publish'
+            )
         if self.window and self.sampler.kv_cache_tokens < self.window:
             held = f"sampler.kv_cache_tokens = {self.sampler.kv_cache_tokens} does not hold one session"
             raise ValueError(f"{held}: give at least window = {self.window}, better that for each of in_flight")

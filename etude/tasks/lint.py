@@ -1,7 +1,7 @@
 """Lint a task directory by reading it; nothing is built or run.
 
-An `error` means that the task does not load or cannot run here, a `warning` that its verifier result may not mean what
-it should, a `note` is for information.
+An `error` means that the task does not load or cannot run here, a `warning` that its verifier result may be
+misleading, a `note` is for information.
 """
 
 import re

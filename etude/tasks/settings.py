@@ -21,7 +21,7 @@ class TaskSetSettings(Settings):
         default=(1, 2, 3, 4, 5), strict=False, min_length=1, description="used in turn; 1 is the easiest"
     )
     seed: int = Field(default=0, ge=0, lt=10**9, description="seed of the first task; the others follow")
-    demonstrations: int = Field(default=0, ge=0, description="demonstrations to make beside the set, on other tasks")
+    demonstrations: int = Field(default=0, ge=0, description="number of demonstrations, made on tasks outside the set")
     unfinished: float = Field(
         default=0.0, ge=0, le=1, description="fraction of the demonstrations that stop half-way, for ablations"
     )
@@ -34,9 +34,9 @@ class TaskSetSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _every_key_acts(self) -> Self:
+    def _check_key_combinations(self) -> Self:
         if (self.source is None) == (self.path is None):
-            raise ValueError("source and path: give the one or the other")
+            raise ValueError("source and path: give exactly one of them")
         if self.path is not None:
             fields = type(self).model_fields
             given = [key for key, value in self if key not in ("name", "path") and value != fields[key].default]
@@ -48,12 +48,12 @@ class TaskSetSettings(Settings):
             name = "unfinished" if self.unfinished else "mistakes"
             raise ValueError(f"{name} would not be used: there are no demonstrations")
         if self.demonstrations and self.split != "train":
-            raise ValueError("demonstrations would reveal held-out tasks; make them beside a set of the train split")
+            raise ValueError("demonstrations would reveal held-out tasks; give them to a set of the train split")
         return self
 
 
 class TaskSetsSettings(StageSettings):
-    """Make task sets, and demonstrations beside them."""
+    """Make task sets and, on request, demonstrations for SFT."""
 
     build: tuple[TaskSetSettings, ...] = Field(strict=False, min_length=1, description="one table per set")
 

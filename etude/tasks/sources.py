@@ -24,7 +24,7 @@ class DemonstrationRow:
 
 
 class TaskSource(Protocol):
-    """What a task source implements. Everything is a pure function of the settings and their seed."""
+    """The interface of a task source. Every result is a pure function of the settings and their seed."""
 
     def tasks(self, settings: TaskSetSettings) -> Iterator[tuple[str, Mapping[str, str]]]:
         """Yield the name and the files of each task of the set."""
@@ -41,7 +41,7 @@ class TaskSource(Protocol):
         ...
 
     def vocabulary_texts(self, tasks: int = 2000) -> Iterator[str]:
-        """Yield texts to train a tokenizer on: what sessions on these tasks read and write."""
+        """Yield texts to train a tokenizer on, as sessions on these tasks read and write them."""
         ...
 
 

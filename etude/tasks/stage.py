@@ -1,4 +1,4 @@
-"""The `tasks` stage of a recipe: task sets, and demonstrations beside them for SFT.
+"""The `tasks` stage of a recipe: make task sets, and demonstrations for SFT.
 
 A set is an artefact `tasks-NAME`, a directory of task directories. Its demonstrations, if any, are an artefact
 `demonstrations-NAME`: one JSONL file of conversations that `[[corpus.build]]` reads as `demonstrations:NAME`. They are
@@ -51,7 +51,7 @@ def build_task_sets(run: Run, settings: TaskSetsSettings, report: ProgressCallba
 
 
 def demonstrations_file(run: Run, name: str) -> Path:
-    """Return the demonstrations made beside the task set `name` of this run."""
+    """Return the file of demonstrations for the task set `name` of this run."""
     for artefact in run.artefacts("demonstrations"):
         if artefact.name == f"demonstrations-{name}":
             return artefact.path / DEMONSTRATIONS_FILE

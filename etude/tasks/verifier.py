@@ -41,7 +41,7 @@ MAX_LOG = 16 << 10  # bytes of the verifier's output kept in the result
 
 @dataclass(frozen=True)
 class VerifierOutput:
-    """Rewards and log of one verifier run. `forged` means that our verifier did not write the reward it left."""
+    """Rewards and log of one verifier run. `forged`: our verifier did not write the reward file."""
 
     rewards: Rewards
     log: str
@@ -236,7 +236,7 @@ async def _run_separate(
 
 async def upload_tests(pod: Pod, task: Task, step: TaskStep | None, times: PhaseTimes) -> str:
     """Upload tests/, a step's over the task's. Return the seal, a random token that `tests/.seal` requests and that the
-    verifier must write beside its reward; "" if the task does not use one."""
+    verifier must write next to its reward; "" if the task does not use one."""
     with times.measure("upload"):
         files = files_to_upload(task, "tests")
         if step is not None:

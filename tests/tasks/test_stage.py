@@ -97,7 +97,7 @@ def test_a_finished_set_is_not_made_again(place: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ('path = "given"', 'path = "given"\nsource = "nano"', "give the one or the other"),
+        ('path = "given"', 'path = "given"\nsource = "nano"', "give exactly one of them"),
         ('path = "given"', 'path = "given"\ncount = 3', "count would not be used"),
         ("count = 6", "", "count is missing"),
         ("seed = 40", 'split = "held-out"', "demonstrations would reveal held-out tasks"),

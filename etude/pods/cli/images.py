@@ -61,23 +61,35 @@ def snapshots(state: State = None, host: HostUrl = None, as_json: AsJson = False
 )
 def add(
     name: Annotated[str, typer.Argument(help="The name of the new image.", show_default=False)],
-    directory: Annotated[Path | None, typer.Option(help="A root filesystem.", show_default=False)] = None,
-    tar: Annotated[Path | None, typer.Option(help="A root filesystem in a tar.", show_default=False)] = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="A directory with a root filesystem.", show_default=False)
+    ] = None,
+    tar: Annotated[Path | None, typer.Option(help="A tar of a root filesystem.", show_default=False)] = None,
     oci: Annotated[Path | None, typer.Option(help="An OCI layout, directory or tar.", show_default=False)] = None,
     debootstrap: Annotated[
-        str | None, typer.Option(metavar="SUITE", help="A Debian suite.", show_default=False)
+        str | None, typer.Option(metavar="SUITE", help="A Debian suite to install.", show_default=False)
     ] = None,
-    dockerfile: Annotated[Path | None, typer.Option(help="Built in pods.", show_default=False)] = None,
-    ref: Annotated[str | None, typer.Option(help="The image of an OCI layout.", show_default=False)] = None,
+    dockerfile: Annotated[
+        Path | None, typer.Option(help="A Dockerfile to build; RUN executes in pods.", show_default=False)
+    ] = None,
+    ref: Annotated[
+        str | None, typer.Option(help="The name of the image in the OCI layout.", show_default=False)
+    ] = None,
     include: Annotated[list[str] | None, typer.Option(help="A Debian package; repeatable.", show_default=False)] = None,
     context: Annotated[Path | None, typer.Option(help="Build context; default: the Dockerfile's directory.")] = None,
     build_arg: Pairs = None,
     base: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=IMAGE", help="The image of a FROM name; repeatable.", show_default=False),
+        typer.Option(
+            metavar="NAME=IMAGE", help="Use this image for a name after FROM; repeatable.", show_default=False
+        ),
     ] = None,
-    allow: Annotated[list[str] | None, typer.Option(metavar="HOST[:PORT]", help="Egress of RUN; repeatable.")] = None,
-    transparent: Annotated[bool, typer.Option("--transparent", help="For programs that do not use a proxy.")] = False,
+    allow: Annotated[
+        list[str] | None, typer.Option(metavar="HOST[:PORT]", help="Allow RUN to connect to this host; repeatable.")
+    ] = None,
+    transparent: Annotated[
+        bool, typer.Option("--transparent", help="Forward connections of programs that do not use a proxy.")
+    ] = False,
     state: State = None,
     as_json: AsJson = False,
 ) -> None:
@@ -91,9 +103,9 @@ def add(
         raise InputError(
             "image add: give one of --directory, --tar, --oci, --debootstrap and --dockerfile, and only one"
         )
-    only_for(dockerfile, "--dockerfile", context=context, build_arg=build_arg, base=base, allow=allow)
-    only_for(oci, "--oci", ref=ref)
-    only_for(debootstrap, "--debootstrap", include=include)
+    require_source(dockerfile, "--dockerfile", context=context, build_arg=build_arg, base=base, allow=allow)
+    require_source(oci, "--oci", ref=ref)
+    require_source(debootstrap, "--debootstrap", include=include)
     egress = Egress.to(*allow or (), transparent=transparent)
 
     async def work(service: PodService) -> str:
@@ -122,7 +134,7 @@ def add(
     print(json.dumps({"name": name, "id": id}) if as_json else f"{name}  {id[:16]}")
 
 
-def only_for(chosen: object, option: str, **given: object) -> None:
+def require_source(chosen: object, option: str, **given: object) -> None:
     """Raise InputError for options that do not apply to the chosen source."""
     for name, value in given.items():
         if value and chosen is None:

@@ -117,7 +117,7 @@ def run(
     if isinstance(result, str):
         print(result)
     else:
-        exit_like(result, limits.memory)
+        exit_with_result(result, limits.memory)
 
 
 @app.command("exec", cls=TrailingCommand, epilog="Example:  etude pods exec 3fa9 -- ls -la")
@@ -142,7 +142,7 @@ def exec_(
     async def work(service: PodService) -> ExecResult:
         return await run_attached(await service.find(pod), command, stdin, on_terminal, options)
 
-    exit_like(with_service(state, host, work))
+    exit_with_result(with_service(state, host, work))
 
 
 @app.command(epilog="Example:  etude pods shell 3fa9")
@@ -154,7 +154,7 @@ def shell(pod: PodId, user: User = None, cwd: Cwd = None, state: State = None, h
     async def work(service: PodService) -> ExecResult:
         return await run_attached(await service.find(pod), [], True, True, command_options(user, cwd, None, None))
 
-    exit_like(with_service(state, host, work))
+    exit_with_result(with_service(state, host, work))
 
 
 def given_command(ctx: typer.Context) -> list[str]:
@@ -212,7 +212,7 @@ async def start_detached(pod: Pod, command: list[str], options: dict[str, Any]) 
     return pod.id
 
 
-def exit_like(result: ExecResult, memory: int | None = None) -> None:
+def exit_with_result(result: ExecResult, memory: int | None = None) -> None:
     """Exit with the command's exit code, after reporting a timeout or an out-of-memory kill."""
     if result.timed_out:
         print("etude: the command was killed: its timeout passed", file=sys.stderr)
@@ -327,7 +327,9 @@ async def is_directory(pod: Pod, path: str) -> bool:
 
 @app.command(epilog="Example:  etude pods close 3fa9 81c2")
 def close(
-    pods: Annotated[list[str] | None, typer.Argument(metavar="POD...", help="Their ids.", show_default=False)] = None,
+    pods: Annotated[
+        list[str] | None, typer.Argument(metavar="POD...", help="Ids of the pods.", show_default=False)
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Close every pod.")] = False,
     state: State = None,
     host: HostUrl = None,
@@ -404,10 +406,12 @@ def serve(
     token_file: Annotated[
         Path | None, typer.Option(help=f"A file with the token; default: ${TOKEN_VARIABLE}.", show_default=False)
     ] = None,
-    no_token: Annotated[bool, typer.Option("--no-token", help="Serve every user of this machine.")] = False,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Serve without a token: every user of this machine has access.")
+    ] = False,
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate in PEM.", show_default=False)] = None,
     key: Annotated[Path | None, typer.Option(help="The certificate's private key.", show_default=False)] = None,
-    max_pods: Annotated[int | None, typer.Option(min=1, help="The most pods at once.", show_default=False)] = None,
+    max_pods: Annotated[int | None, typer.Option(min=1, help="Maximum number of pods.", show_default=False)] = None,
     warm: Annotated[
         list[str] | None, typer.Option(metavar="IMAGE=N", help="Keep N pods started in advance; repeatable.")
     ] = None,

@@ -184,7 +184,7 @@ def unpack_blob(
     limits: UnpackLimits,
     lowest: bool,
 ) -> list[str]:
-    """Unpack one layer and verify its digests; return what `unpack` does."""
+    """Unpack one layer and verify its digests; return the directories that `unpack` returns."""
     kind, _, wanted = layout.name({"digest": diff_id}).partition(":")
     with layout.blob(descriptor) as raw:
         plain = HashingReader(decompress(cast(IO[bytes], raw)), kind=kind)

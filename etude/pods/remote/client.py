@@ -155,7 +155,7 @@ class RemoteHostClient:
                 request = replace(request, timeout=left)
             return await self._connect_pod(created, renews=lease_s > 0)
         except asyncio.CancelledError:
-            if not key:  # no other caller knows the random key
+            if not key:  # no other caller has the random key
                 self.run_in_background(self._cancel_create(request_key))
             raise
 
@@ -191,7 +191,7 @@ class RemoteHostClient:
         return [pod for pod in results if isinstance(pod, RemotePod)]
 
     async def open_link(self, id: str) -> WebSocketLink:
-        """Open a new connection to guest init of a pod."""
+        """Open a new connection to a pod's guest init."""
         address = f"ws{self.url.removeprefix('http')}/v1/pods/{id}/agent"
         try:
             socket = await connect(
@@ -395,7 +395,7 @@ class RemotePod(GuestPod):
             guest.close()
 
     def _renew(self) -> None:
-        """Send a lease renewal to guest init, without waiting for the answer: a paused pod gives none."""
+        """Send a lease renewal to the guest init, without waiting for the answer: a paused pod gives none."""
         if not self.renews or not self.lease or self.connection is None or self.connection.closed_error is not None:
             return
         granted = max(0.001, min(self.lease, self.deadline - time.monotonic()))

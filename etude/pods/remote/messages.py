@@ -16,9 +16,9 @@ from etude.pods.runtime.backend import LocalPod, PodSpec, Storage
 from etude.pods.scheduling.admission import NeverFits, WaitedTooLong
 from etude.pods.scheduling.router import NoHost
 
-LEASE_S = 60.0  # a pod whose client died ends after this; a server restart must check_fields less
+LEASE_S = 60.0  # a pod whose client died ends after this; a server restart must take less
 MAX_LEASE_S = 24 * 3600.0
-TUNNEL_ENDED = 4410  # close code of a tunnel: guest init closed it, because the pod ended or was restarted
+TUNNEL_ENDED = 4410  # close code of a tunnel: the guest init closed it, because the pod ended or was restarted
 WAIT_S = 20.0  # a create request is answered after this even if still waiting: HTTP proxies cut longer silences
 
 _STATUS: Mapping[type[EtudeError], int] = {

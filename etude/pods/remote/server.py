@@ -42,8 +42,8 @@ from etude.pods.runtime.backend import LocalPod, PodSpec
 MAX_JSON = 1 << 20
 MAX_UPLOAD = 64 << 30  # bytes of a snapshot or an image; the disk is usually full before
 REAP_S = 10.0
-MAX_TUNNEL_BUFFER = 1 << 20  # bytes buffered for a slow client before reading from guest init pauses
-RESTART_S = 10.0  # how long a pod may be without guest init while a snapshot is taken
+MAX_TUNNEL_BUFFER = 1 << 20  # bytes buffered for a slow client before reading from the guest init pauses
+RESTART_S = 10.0  # how long a pod may be without a guest init while a snapshot is taken
 MAX_RECENT_PODS = 1000  # pods whose events can be read after they ended
 SNAPSHOT_KINDS = ("fs", "fs-live", "full")
 
@@ -67,7 +67,7 @@ class TokenAuth:
 
 
 class Tunnel:
-    """Forwards bytes between a client and guest init, with backpressure in both directions."""
+    """Forwards bytes between a client and the guest init, with backpressure in both directions."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -94,7 +94,7 @@ class Tunnel:
         self.changed.set()
 
     async def to_client(self, websocket: WebSocket) -> None:
-        """Forward to the client until guest init closes the connection."""
+        """Forward to the client until the guest init closes the connection."""
         while True:
             if self.buffer:
                 data, self.buffer, self.size = b"".join(self.buffer), [], 0
@@ -109,7 +109,7 @@ class Tunnel:
                 await self.changed.wait()
 
     async def to_guest(self, websocket: WebSocket) -> None:
-        """Forward to guest init until the client closes the connection."""
+        """Forward to the guest init until the client closes the connection."""
         while True:
             message = await websocket.receive()
             if message["type"] != "websocket.receive" or message.get("bytes") is None:
@@ -206,7 +206,7 @@ class HostService:
         return JSONResponse({})
 
     async def memory(self, request: Request) -> Response:
-        """Tell whether the kernel killed a process for memory since the last request."""
+        """Return whether the kernel killed a process for memory since the last request."""
         return JSONResponse({"ran_out": (await self._find(request)).memory_ran_out()})
 
     async def snapshot(self, request: Request) -> Response:
@@ -306,7 +306,7 @@ class HostService:
             await receive_file(request, file, self.max_upload)
             try:
                 id = await asyncio.to_thread(self.host.store.import_, file)
-            except InputError as error:  # the client does not know the server's temporary file
+            except InputError as error:  # do not show the server's temporary path to the client
                 raise InputError(str(error).replace(str(file), "the file")) from None
         wanted = request.path_params.get("id", id)
         if id != wanted:

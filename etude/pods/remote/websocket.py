@@ -1,4 +1,4 @@
-"""A link to guest init of a remote pod: the byte stream travels in the binary messages of a WebSocket."""
+"""A link to the guest init of a remote pod: the byte stream travels in the binary messages of a WebSocket."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ MAX_QUEUED = 4 * protocol.CHUNK  # bytes queued before `drain` waits
 
 
 class WebSocketLink(Link):
-    """A byte stream to guest init, in binary messages."""
+    """A byte stream to the guest init, in binary messages."""
 
     def __init__(self, socket: ClientConnection, url: str) -> None:
         self.socket, self.url = socket, url

@@ -20,7 +20,7 @@ NAMES = (  # by number, as in linux/capability.h
     "checkpoint_restore",
 )
 
-# What package managers, build tools and test suites need when they run as the pod's root: Docker's set without
+# The capabilities that package managers, build tools and tests need when run as the pod's root: Docker's set without
 #   mknod        devices are created with the pod; a user namespace refuses them anyway
 #   net_raw      a raw socket can forge packets on the link to the egress proxy; ping works on a datagram socket
 #   setpcap      changes capability sets, which must not change

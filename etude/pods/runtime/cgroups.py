@@ -120,7 +120,7 @@ def _enable(group: Path, controller: str) -> None:
         control.write_text(f"+{controller}")
     except OSError:
         # A group that contains processes cannot enable controllers for its children (v2's "no internal processes"
-        # rule, seen in containers): move them to a leaf beside the pods first.
+        # rule, seen in containers): move them to a leaf group next to the pods first.
         leaf = group / "etude-service"
         with contextlib.suppress(OSError):
             leaf.mkdir(exist_ok=True)

@@ -7,7 +7,7 @@ fails with ENOSYS, as on an older kernel, until it has been reviewed. And anothe
 cannot bypass the filter: its calls have other numbers and are all refused.
 
 The filter decides by number first and checks arguments only for the few calls that need it: Linux 5.11 and later then
-know at installation which calls always pass, and skip the filter for those. This file is imported inside pods:
+determine at installation which calls always pass, and skip the filter for those. This file is imported inside pods:
 standard library only, and no call opens or imports anything.
 """
 

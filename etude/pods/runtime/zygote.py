@@ -48,7 +48,7 @@ class Zygote:
         self.namespaces: dict[bytes, int] = {}  # uid map -> user namespace for id-mapping
         self.connections: dict[int, tuple[socket.socket, protocol.FrameDecoder, list[int]]] = {}
         self.running = True
-        self.liveness = os.pipe2(os.O_CLOEXEC)  # only we hold the write end: a pod sees by it whether we live
+        self.liveness = os.pipe2(os.O_CLOEXEC)  # only we hold the write end: it closes when we die, which pods detect
         self.handlers: dict[int, Callable[[protocol.Fields, list[int]], ZygoteReply]] = {
             zygote_protocol.CREATE: self.create,
             zygote_protocol.KILL: self.kill,
@@ -431,7 +431,7 @@ def open_network(fields: protocol.Fields) -> list[int]:
 
 
 def die_with_zygote(liveness: int) -> None:
-    """Ask to be killed when the zygote dies. Not earlier: the change to the pod's root clears this setting."""
+    """Make the kernel kill this process when the zygote dies. Call after `enter`, which clears this setting."""
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     poll = select.poll()
     poll.register(liveness, 0)
@@ -470,7 +470,7 @@ def close_others(kept: list[int]) -> None:
 
 
 def report_failure(sock: socket.socket, error: Exception) -> None:
-    """Tell the first client that connects why the pod could not be created."""
+    """Send the first client that connects the reason why the pod could not be created."""
     sock.settimeout(5)
     with contextlib.suppress(OSError):
         peer, _ = sock.accept()

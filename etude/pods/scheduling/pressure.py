@@ -1,6 +1,6 @@
 """Read the current pressure on this machine from the kernel: stalls, memory, disk, load.
 
-A reading gives what a pod could really get: the minimum of the machine's numbers and the limits of this process's
+A reading gives the resources available to a pod: the minimum of the machine's numbers and the limits of this process's
 cgroups (version 1 and 2), because MemAvailable ignores cgroup limits. Stalls are the kernel's PSI, averaged over ten
 seconds, in per cent of the time; None where the kernel does not measure them. A reading costs well under a millisecond
 and is cached for a tenth of a second, so that a burst of calls costs one.

@@ -113,7 +113,7 @@ class Placer(Protocol):
 
 
 class _BaselinePlacer:
-    """Common part of both baselines: they know which hosts are alive and how many pods each has, counting their own
+    """Common part of both baselines: they track which hosts are alive and how many pods each has, counting their own
     placements since the last report."""
 
     def __init__(self, seed: int, clock: Callable[[], float], stale_s: float = POLICY.stale_s) -> None:

@@ -59,7 +59,7 @@ class TaskDraft:
     register: str  # style of the request: symptom, issue, imperative, log, ...
     request: str
     difficulty: int  # 1 to 5, estimated from the effort to find and to make the change
-    workspace: Changes  # relative to the repository's files; what the agent finds
+    workspace: Changes  # relative to the repository's files; the agent's initial state
     solution: Changes  # relative to the workspace
     checks: tuple[VerifierCheck, ...]
     suite: Mapping[str, bytes] = field(default_factory=dict)  # copied into the workspace before verification

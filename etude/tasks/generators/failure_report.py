@@ -1,4 +1,4 @@
-"""Failure reports: what a failing test shows a user who has not seen the code (call, actual and expected value).
+"""Failure reports: the call, the actual and the expected value of a failing test, without the code under test.
 
 Requests are written from these. They are taken from the test's own code and from pytest's output, never from the
 changed code.

@@ -134,7 +134,7 @@ async def _generate_all(
     pod_slots: asyncio.Semaphore,
     progress: ProgressCallback,
 ) -> None:
-    """Give every run its share of the tasks; redistribute to the others what exhausted runs could not make."""
+    """Give every run its share of the tasks; redistribute the rest of exhausted runs to the others."""
     missing = options.count
     while missing > 0:
         active = [run for run in runs if not run.exhausted]

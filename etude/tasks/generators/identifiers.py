@@ -26,7 +26,7 @@ NOUNS = _parse_synonyms(
     "hook=callback prefix=head suffix=tail index=position size=extent length=extent node=vertex param=parameter "
     "ctx=scope msg=message fmt=layout"
 )
-# attributes of builtin types: the owner of such a name cannot be told from its use
+# attributes of builtin types: the class that defines such a name cannot be inferred from its use
 COMMON = {name for kind in (str, bytes, list, dict, set, int, object, type, BaseException) for name in dir(kind)}
 HISTORY_FILES = re.compile(r"(^|/)(change|history|news|release|authors|contributors)[^/]*(/|$)", re.IGNORECASE)
 TEXT_SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt", ".toml", ".cfg", ".ini")

@@ -1,4 +1,4 @@
-"""Journals of candidates, one JSON line each, and the summary of what each generator yielded."""
+"""Journals of candidates, one JSON line each, and the summary of each generator's yield."""
 
 import json
 from collections import Counter
@@ -61,7 +61,7 @@ class Journal:
 
 @dataclass(frozen=True)
 class GeneratorYield:
-    """What one generator produced over all repositories."""
+    """Candidates tried and tasks made by one generator over all repositories."""
 
     generator: str
     tried: int

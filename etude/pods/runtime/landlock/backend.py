@@ -42,7 +42,7 @@ __all__ = ["DirectoryBackend", "DirectoryPod", "LandlockBackend", "SubprocessBac
 
 GUEST_SOCKET = "agent.sock"
 SUBDIRECTORIES = ("work", "home", "tmp")
-SNAPSHOT_ROOT = "directory-pod"  # the only entry in the root of our layers: a pod's programs cannot add one beside it
+SNAPSHOT_ROOT = "directory-pod"  # the only entry in the root of our layers: a pod's programs cannot add another
 USER_PODS_PARENT = Path("/var/tmp")  # of pods with their own user: state directories are closed to other users
 # Ids of such users: above those of the namespace backend; in a container with few ids, above ordinary users.
 USER_ID_RANGES = (range(2_000_100_000, 2_200_000_000), range(50_000, 60_000))

@@ -1,7 +1,7 @@
 """The client of the landlock zygote: connects to it or starts it, and probes whether confinement works here.
 
 One zygote serves all processes that use a state directory. Its guard holds the lock file until no process of any pod is
-left, so a second one never starts beside leftovers of the first.
+left, so a second one never starts while processes of the first remain.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Landlock: limits the accessible files, TCP ports and processes, where no namespace can hide the others.
 
-`restrict` builds a ruleset for the newest ABI that both this file and the kernel know, and applies it irreversibly to
-the calling thread and its children. It raises if it cannot enforce a requested restriction. `gaps` lists what this
-kernel's Landlock cannot restrict at all.
+`restrict` builds a ruleset for the newest ABI that both this file and the kernel support, and applies it irreversibly
+to the calling thread and its children. It raises if it cannot enforce a requested restriction. `gaps` lists accesses
+that this kernel's Landlock cannot restrict at all.
 
 Processes restricted by two calls cannot signal or trace each other: restrict once, in the parent of those that belong
 together. This file is imported inside pods: standard library only, and a call opens nothing but the paths it is given.

@@ -358,7 +358,7 @@ static int drop_privileges(const struct request *spec, const struct pod_setup *s
     return install_filter(field(spec, ZYGOTE_FILTER)) ? -1 : 0;
 }
 
-/* Tell the first client that connects why the pod could not be created. */
+/* Send the first client that connects the reason why the pod could not be created. */
 static void report_failure(int listener)
 {
     struct pollfd waiting = {.fd = listener, .events = POLLIN};

@@ -36,7 +36,7 @@ static uint8_t scratch[READ_SIZE]; /* its unused pages cost nothing */
 
 enum { NOTHING, LISTENER, SIGNALS, PEER, PIPE };
 
-/* The owner of a descriptor. The generation tells an event of a closed one from its successor of the same number. */
+/* The owner of a descriptor. The generation distinguishes a closed descriptor from a new one with its number. */
 static struct watch {
     uint32_t generation;
     uint8_t kind;

@@ -38,7 +38,7 @@ int user_namespace(struct span uids, struct span gids);
 #define MAPPED "mapped"
 #define ROOT "root"
 
-/* What a new pod's first process inherits from the zygote. */
+/* Descriptors and limits that a new pod's first process inherits from the zygote. */
 struct pod_setup {
     int listener; /* the guest init's socket */
     int go;       /* a byte arrives when the ids are mapped */
