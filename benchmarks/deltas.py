@@ -83,10 +83,10 @@ def train(rate: float, steps: int) -> Iterator[tuple[State, State]]:
     torch.manual_seed(0)
     model = initialize(ModelConfig.from_hugging_face(MODEL), dtype=torch.float32)
     trainer = Trainer(model, AdamSettings(rate, weight_decay=0.0, round_to_bfloat16=True))
-    old = sent(model)
+    old = published_weights(model)
     for _ in range(steps):
         trainer.step([rollouts()], PolicyGradient(), divisor=GROUP * TOKENS)
-        new = sent(model)
+        new = published_weights(model)
         yield old, new
         old = new
 
@@ -105,7 +105,7 @@ def rollouts() -> RolloutBatch:
     )
 
 
-def sent(model: torch.nn.Module) -> dict[str, Tensor]:
+def published_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().to(torch.bfloat16, copy=True) for name, tensor in model.state_dict().items()}
 
 

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def sample(model: Transformer, requests: int, new_tokens: int) -> list[SequenceState]:
-    """Return sequences of a busy engine: prefill chunks beside decoding sequences, prefixes shared."""
+    """Return sequences of a busy engine: prefill chunks mixed with decoding, shared prefixes."""
     rng = random.Random(0)
     options = EngineOptions(kv_cache_tokens=16_384, max_sequences=max(2, requests // 2), max_step_tokens=256)
     engine = Engine(model, options)

@@ -167,7 +167,7 @@ def sessions(model: Transformer, prefix_caching: bool, max_sequences: int) -> fl
     rng = random.Random(2)
     texts = [[rng.randrange(49152) for _ in range(1000)] for _ in range(64)]
 
-    def play(turns: int) -> None:
+    def run_turns(turns: int) -> None:
         for turn in range(turns):
             sequences = [engine.submit(text, Sampling(max_tokens=64, seed=turn))[0] for text in texts]
             while engine.step():
@@ -175,10 +175,10 @@ def sessions(model: Transformer, prefix_caching: bool, max_sequences: int) -> fl
             for text, sequence in zip(texts, sequences, strict=True):
                 text += sequence.output + [rng.randrange(49152) for _ in range(150)]
 
-    play(1)
+    run_turns(1)
     torch.cuda.synchronize()
     start = time.perf_counter()
-    play(10)
+    run_turns(10)
     torch.cuda.synchronize()
     return time.perf_counter() - start
 
@@ -212,7 +212,7 @@ def on_cpu(arguments: argparse.Namespace, table: Table) -> None:
 # ------------------------------------------------------------------------------------------------- peers
 
 
-def twin(model: Transformer) -> Any:
+def transformers_model(model: Transformer) -> Any:
     """Return a model of the same shape in transformers."""
     import transformers
 
@@ -224,7 +224,7 @@ def twin(model: Transformer) -> Any:
 
 def transformers_generate(model: Transformer, prompts: list[list[int]], new_tokens: int) -> float:
     """Return the rate of `generate` with one padded batch, sampling at temperature 1."""
-    peer, device = twin(model), model.head_weight.device
+    peer, device = transformers_model(model), model.head_weight.device
     longest = max(map(len, prompts))
     tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
     mask = torch.zeros_like(tokens)
@@ -234,13 +234,13 @@ def transformers_generate(model: Transformer, prompts: list[list[int]], new_toke
     tokens, mask = tokens.to(device), mask.to(device)
     options = {"do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": None}
 
-    def go(count: int) -> None:
+    def generate(count: int) -> None:
         peer.generate(tokens, attention_mask=mask, min_new_tokens=count, max_new_tokens=count, **options)
 
     with torch.inference_mode():
-        go(4)
+        generate(4)
         start = time.perf_counter()
-        go(new_tokens)
+        generate(new_tokens)
         return len(prompts) * new_tokens / (time.perf_counter() - start)
 
 
@@ -248,7 +248,7 @@ def transformers_continuous(model: Transformer, prompts: list[list[int]], new_to
     """Return the rate of transformers' own continuous batching, on fewer requests because it is slow."""
     import transformers
 
-    peer = twin(model)
+    peer = transformers_model(model)
     config = transformers.GenerationConfig(
         max_new_tokens=new_tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0, use_cache=False
     )

@@ -57,9 +57,9 @@ def main() -> None:
     decoding = "burst" if cuda else "decode"
     for column in ("", "turns/s", "tok/s", decoding, "prefill, graph", "prefill, launched", "else"):
         table.add_column(column, justify="right")
-    for name, play in (("no server", alone), ("over HTTP", over_http)):
+    for name, run_rounds in (("no server", in_process), ("over HTTP", over_http)):
         for limit in (graphs.MAX_GRAPH_TOKENS, 0) if cuda else (0,):
-            seconds, spent, tokens = asyncio.run(measured(model, play, count, limit))
+            seconds, spent, tokens = asyncio.run(measure_last_round(model, run_rounds, count, limit))
             rest = 1 - sum(sum(times) for times in spent.values()) / seconds
             cells = [cell(spent[kind], seconds) for kind in ("burst", "graph", "launched")]
             label = f"{name}, {'graphs prefill' if limit else 'graphs only decode'}" if cuda else name
@@ -72,15 +72,15 @@ def cell(times: list[float], seconds: float) -> str:
     return f"{1e3 * sum(times) / len(times):.1f}, {sum(times) / seconds:.0%}" if times else ""
 
 
-async def measured(
-    model: Transformer, play: Callable[[EngineService, int], AsyncIterator[None]], count: int, limit: int
+async def measure_last_round(
+    model: Transformer, run_rounds: Callable[[EngineService, int], AsyncIterator[None]], count: int, limit: int
 ) -> tuple[float, dict[str, list[float]], int]:
     """Return the seconds of the last round, those of every step of each kind, and its tokens."""
     before, graphs.MAX_GRAPH_TOKENS = graphs.MAX_GRAPH_TOKENS, limit
     engine = Engine(model, EngineOptions(kv_cache_tokens=400_000, max_sequences=256, max_step_tokens=4096))
     try:
         async with EngineService(engine) as service:
-            rounds = play(service, count)
+            rounds = run_rounds(service, count)
             await anext(rounds)
             tokens, start = engine.output_tokens, time.perf_counter()
             with timing(engine) as spent:
@@ -114,7 +114,7 @@ def timing(engine: Any) -> Any:
         engine._run = plain
 
 
-async def alone(service: EngineService, count: int) -> AsyncIterator[None]:
+async def in_process(service: EngineService, count: int) -> AsyncIterator[None]:
     for number in range(ROUNDS):
         await sessions(service.complete_many, count, number * 1_000_000, service.engine.model.config.vocab_size)
         yield
@@ -146,7 +146,7 @@ async def over_http(service: EngineService, count: int) -> AsyncIterator[None]:
 
 
 def client(url: str, count: int, first: int, size: int, barrier: Any) -> None:
-    async def play() -> None:
+    async def run_rounds() -> None:
         http = HttpPolicy(url, "")
         await asyncio.to_thread(barrier.wait, LIMIT_S)
         for number in range(ROUNDS):
@@ -155,7 +155,7 @@ def client(url: str, count: int, first: int, size: int, barrier: Any) -> None:
         await http.close()
 
     try:
-        asyncio.run(play())
+        asyncio.run(run_rounds())
     except BaseException:
         barrier.abort()  # do not leave the others waiting
         raise

@@ -81,7 +81,7 @@ app.add_typer(
     typer.Typer(
         cls=lazy_group("etude.pods.cli.main"),
         no_args_is_help=True,
-        help="Sandboxes: run, look into, snapshot and fork pods.",
+        help="Run, inspect, snapshot and fork pods (sandboxes).",
     ),
     name="pods",
 )
@@ -89,7 +89,7 @@ app.add_typer(
     typer.Typer(
         cls=lazy_group("etude.tasks.cli"),
         no_args_is_help=True,
-        help="Tasks: look at, run, validate, import and export them.",
+        help="Inspect, run, validate, import and export tasks.",
     ),
     name="tasks",
 )
@@ -174,7 +174,7 @@ def _add_stage_command(stage: str, what: str) -> None:
 
 
 _add_stage_command("pretrain", "continue pretraining on text")
-_add_stage_command("mtp", "train multi-token-prediction layers beside a model")
+_add_stage_command("mtp", "train multi-token-prediction layers for a model")
 _add_stage_command("extend", "extend the context")
 _add_stage_command("sft", "fine-tune on conversations")
 _add_stage_command("rl", "reinforcement learning from the model of the recipe or the run")

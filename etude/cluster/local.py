@@ -1,8 +1,8 @@
 """Start and watch the service processes of a run on this machine.
 
 A service that dies is started again, with a growing pause. A service that reports no status for too long is killed. One
-that rejects its input or gives up would do so again, so its last words end the run; so does one that dies too often.
-All services end with the process that started them, however that ends.
+that rejects its input or gives up would do so again, so the run ends with its error. A service that dies too
+often ends the run too. All services end with the process that started them, however that ends.
 """
 
 import os
@@ -19,22 +19,22 @@ from etude.runs.layout import RunLayout
 from etude.runs.service_status import read_status
 from etude.system.processes import PARENT_VARIABLE
 
-SILENCE_S = 120.0  # without a status after which a process is killed; loading torch alone may take half a minute
-DEATH_WINDOW_S = 300.0  # after which a death no longer counts
+SILENCE_S = 120.0  # a process without a status for so long is killed; loading torch alone may take 30 s
+DEATH_WINDOW_S = 300.0  # seconds after which a death no longer counts
 MAX_DEATHS = 8  # within the window
-MIN_PAUSE_S, MAX_PAUSE_S = 0.2, 20.0  # before a restart; doubled with every death
-STOP_S = 10.0  # that a process has to end after SIGTERM
+MIN_PAUSE_S, MAX_PAUSE_S = 0.2, 20.0  # seconds before a restart; doubled with every death
+STOP_S = 10.0  # seconds that a process has to end after SIGTERM
 LOG_TAIL = 2000  # characters of a log shown in an error
 
 
 class ServiceGaveUp(EtudeError):
-    """A service cannot continue, and started again it would fail the same way."""
+    """A service cannot continue, and would fail the same way after a restart."""
 
     exit_code: ClassVar[int] = 4
 
 
 class ServiceFailed(EtudeError):
-    """A service that cannot be kept alive."""
+    """A service failed for good: a final exit code, or too many deaths."""
 
 
 FINAL_EXIT_CODES = (InputError.exit_code, ServiceGaveUp.exit_code)

@@ -1,7 +1,7 @@
 """Typed settings read from TOML: the base class of every settings class, strict loading, errors and key listings.
 
-A settings class lives beside the code that it configures; `etude.recipe` puts all of them together. `Registry` holds
-named things that a recipe chooses from; installed packages add to it through `etude.plugins`.
+A settings class lives next to the code that it configures; `etude.recipe` puts all of them together. `Registry` holds
+the named plugins that a recipe chooses from; installed packages add to it through `etude.plugins`.
 """
 
 from etude.config.loading import (

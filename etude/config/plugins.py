@@ -1,4 +1,4 @@
-"""Named things that a recipe can choose from, registered by the packages that implement them.
+"""Named plugins that a recipe can choose from, registered by the packages that implement them.
 
     task_sources = Registry["TaskSource"]("task source")
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Things of one kind by name."""
+    """Plugins of one kind, by name."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

@@ -1,6 +1,6 @@
 """The base classes of everything a recipe configures, and the types of its keys.
 
-A settings class lives beside the code that uses it and is that code's only configuration object. It is frozen, strict
+A settings class lives next to the code that uses it and is that code's only configuration object. It is frozen, strict
 (nothing is coerced) and closed (an unknown key is an error). Relative paths are relative to the recipe's directory.
 """
 

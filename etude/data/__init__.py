@@ -1,4 +1,4 @@
-"""From repositories, text and conversations to packed token batches; knows no model and no agent.
+"""From repositories, text and conversations to packed token batches. Independent of models and agents.
 
 build_corpus(sources, tokenizer, out)    filter, deduplicate, decontaminate, split and encode into token shards
 Shards.open(corpus, split)               the documents of a split, memory-mapped

@@ -59,12 +59,12 @@ def build(
     suffix: Annotated[
         list[str] | None, typer.Option(help="File suffixes to read instead of the defaults.", show_default=False)
     ] = None,
-    max_bytes: Annotated[int, typer.Option(help="Skip larger files.")] = DEFAULTS.max_bytes,
+    max_bytes: Annotated[int, typer.Option(help="Skip files with more bytes.")] = DEFAULTS.max_bytes,
     near: Annotated[
-        float, typer.Option(help="Similarity of near duplicates; 1 removes exact ones only.")
+        float, typer.Option(help="Jaccard similarity from which documents are duplicates; 1: exact only.")
     ] = DEFAULTS.near,
-    shingle: Annotated[int, typer.Option(help="Words of a shingle, for near duplicates.")] = DEFAULTS.shingle,
-    ngram: Annotated[int, typer.Option(help="Words of an n-gram; a common n-gram is a leak.")] = DEFAULTS.ngram,
+    shingle: Annotated[int, typer.Option(help="Words per shingle, to find near duplicates.")] = DEFAULTS.shingle,
+    ngram: Annotated[int, typer.Option(help="Words per n-gram, to find protected text.")] = DEFAULTS.ngram,
     leak: Annotated[float, typer.Option(help="Tolerated share of protected n-grams in a document.")] = DEFAULTS.leak,
     boilerplate: Annotated[
         int, typer.Option(help="Ignore n-grams that occur in more repositories than this.")
@@ -73,7 +73,7 @@ def build(
         bool, typer.Option("--chat", help="Sources are rows of messages; the loss is on assistant turns only.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the validation split and fill-in-the-middle.")] = DEFAULTS.seed,
-    shard_mib: Annotated[int, typer.Option(help="CorpusSize of a shard.")] = DEFAULTS.shard_bytes >> 20,
+    shard_mib: Annotated[int, typer.Option(help="Size of a shard in MiB of tokens.")] = DEFAULTS.shard_bytes >> 20,
     restart: Annotated[bool, typer.Option("--restart", help="Discard an interrupted build and start again.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -66,7 +66,7 @@ READ_LIMITS = ReadLimits()
 
 
 def clean_name(name: str) -> str:
-    """Replace what is not UTF-8: names on disk and in archives are bytes, and reports are UTF-8."""
+    """Replace bytes that are not UTF-8: names on disk and in archives are bytes, and reports are UTF-8."""
     return name.encode(errors="replace").decode()
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from etude.chat.tokenizer import Tokenizer
 
 _MAX_CACHED_WORDS = 1 << 17  # per process, about 20 MB
-_MAX_WORD_LENGTH = 32  # characters of a word worth caching
+_MAX_WORD_LENGTH = 32  # characters; longer words are not cached
 
 # GPT-2's rule for characters below 128: letters, digits, contractions, symbols, white space except the last character
 # before a word, white space. The order differs from GPT-2's only where it makes no difference.

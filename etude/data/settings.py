@@ -36,7 +36,9 @@ class TokenizerSettings(StageSettings):
 class CorpusSettings(Settings):
     """One corpus of this run."""
 
-    name: str = Field(min_length=1, description="name that mixtures use", pattern=r"^[A-Za-z0-9_-]+$")
+    name: str = Field(
+        min_length=1, description="name of the corpus, as used in mix and held_out", pattern=r"^[A-Za-z0-9_-]+$"
+    )
     sources: tuple[CorpusSource, ...] = Field(
         strict=False,
         min_length=1,
@@ -52,12 +54,19 @@ class CorpusSettings(Settings):
     )
     fim: float = Field(default=0.0, ge=0, le=1, description="share of files rearranged for fill-in-the-middle")
     validation: float = Field(
-        default=0.0, ge=0, lt=1, description="share of repositories in the validation split, chosen by hash"
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of repositories in the validation split, chosen by a hash of their names",
     )
     held_out: tuple[str, ...] = Field(
         default=(), strict=False, description="names or globs of repositories that are never trained on"
     )
-    against: tuple[TextSource, ...] = Field(default=(), strict=False, description="sources to decontaminate against")
+    against: tuple[TextSource, ...] = Field(
+        default=(),
+        strict=False,
+        description="protected text: documents that share passages with these sources are removed",
+    )
 
     @model_validator(mode="after")
     def _demonstrations_need_chat(self) -> Self:

@@ -119,7 +119,7 @@ def write_atomic(path: Path, text: str) -> None:
 def _check_plan(path: Path, plan: dict[str, Any]) -> None:
     plan_file = path / "plan.json"
     if not plan_file.exists():
-        _clear(path)  # a build killed before it wrote a plan left nothing worth keeping
+        _clear(path)  # a build killed before it wrote a plan left nothing to resume
         write_atomic(plan_file, json.dumps(plan))
         return
     recorded = json.loads(plan_file.read_text(encoding="utf-8"))

@@ -90,7 +90,7 @@ def bootstrap_interval(
     """Return a bootstrap interval of the mean over tasks; None for a single task.
 
     Resampled means spread too little by a factor of sqrt(1 - 1/n), which matters for few tasks, so they are widened.
-    Equal values give an interval of width zero: a bootstrap knows only the values it has seen.
+    Equal values give an interval of width zero: a bootstrap resamples only the given values.
     """
     count = len(values)
     if count < 2:

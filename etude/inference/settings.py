@@ -19,9 +19,9 @@ class SamplerSettings(Settings):
 
     count: int = Field(default=1, ge=1, description="sampler processes, each with the whole model")
     device: str = Field(default="auto", description="cpu, cuda ...; auto: a GPU if there is one")
-    kv_cache_tokens: int = Field(default=65_536, ge=1, description="tokens that the KV cache holds")
-    max_sequences: int = Field(default=64, ge=1, description="sequences that run at once, per sampler")
-    max_step_tokens: int = Field(default=512, ge=1, description="tokens of one engine step")
+    kv_cache_tokens: int = Field(default=65_536, ge=1, description="size of the KV cache in tokens, per sampler")
+    max_sequences: int = Field(default=64, ge=1, description="maximum concurrent sequences, per sampler")
+    max_step_tokens: int = Field(default=512, ge=1, description="maximum tokens of one engine step")
     on_swap: Literal["keep", "recompute"] = Field(
         default="keep", description="keep or recompute the KV cache of running sequences when new weights arrive"
     )
@@ -31,7 +31,9 @@ class SamplerSettings(Settings):
 class SamplerRunSettings(Settings):
     """The part of `[rl]` that sampler processes need."""
 
-    precision: Literal["float32", "bfloat16"] = Field(default="float32", description="precision of matrix products")
+    precision: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="dtype of model weights and matrix products"
+    )
     stall_s: float = Field(default=600.0, gt=0, description="seconds without progress after which the run stops")
     sampler: SamplerSettings = Field(default_factory=SamplerSettings)
     weights: WeightSyncSettings = Field(default_factory=WeightSyncSettings)

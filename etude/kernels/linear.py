@@ -56,7 +56,7 @@ def _on_intel() -> bool:
 
 
 def pack(weight: Tensor) -> _Packed:
-    """Keep a packed copy beside a weight, for `linear`."""
+    """Attach a packed copy to a weight, for `linear`."""
     with torch.no_grad():
         packed = _Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None), weight._version)
     weight.packed = packed  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from etude.kernels.softmax import logprobs, logprobs_and_gradient_
 
-IGNORE = -100  # the label of a token that is not trained on, as everywhere in the field
+IGNORE = -100  # target of a token that is not in the loss; torch's default ignore_index
 CHUNK_ELEMENTS = 2**28  # logits held at once; 512 MiB in bfloat16
 
 

@@ -14,7 +14,8 @@ class BaseModelSettings(StageSettings):
 
     source: NameOrPath = Field(description="a model directory, a .gguf file, or an installed package that contains one")
     chat_template: Literal["own", "chatml"] = Field(
-        default="own", description="own: the model's; chatml: ChatML with tools, for models whose own template has none"
+        default="own",
+        description="own: the template of the model; chatml: ChatML with tools, for models without tool support",
     )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of the weights")
 

@@ -1,4 +1,4 @@
-"""Run a recipe's stages in order in one run directory, summarize what each found, or plan it without running it.
+"""Run a recipe's stages in order in one run directory, summarize their results, or plan them without running.
 
 `run_recipe` runs it, `summarize_stage` renders a finished stage, `make_plan` is the dry run. A stage imports its
 package when it starts: importing this package does not load torch.

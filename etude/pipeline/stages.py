@@ -65,7 +65,7 @@ def train_tokenizer(run: Run, recipe: Recipe, report: ProgressCallback) -> Facts
 
 
 def initialize(run: Run, recipe: Recipe, report: ProgressCallback) -> Facts:
-    """Save random weights beside the tokenizer, as a directory that other tools can load."""
+    """Save random weights and the tokenizer as a Hugging Face directory."""
     import torch
 
     from etude import model as models
@@ -109,7 +109,7 @@ def import_base(run: Run, recipe: Recipe, report: ProgressCallback) -> Facts:
 
 
 def make_task_sets(run: Run, recipe: Recipe, report: ProgressCallback) -> Facts:
-    """Make the task sets, and demonstrations beside them."""
+    """Make the task sets and their demonstrations."""
     from etude.tasks.stage import build_task_sets
 
     assert recipe.tasks is not None
@@ -139,8 +139,8 @@ def build_corpora(run: Run, recipe: Recipe, report: ProgressCallback) -> Facts:
     return facts
 
 
-def measure_nll(run: Run, recipe: Recipe, report: ProgressCallback) -> Facts:
-    """Measure the bits per byte that the model needs for a codebase."""
+def evaluate_nll(run: Run, recipe: Recipe, report: ProgressCallback) -> Facts:
+    """Evaluate the negative log-likelihood of a codebase, in bits per byte."""
     from etude import model as models
     from etude.chat.tokenizer import Tokenizer
     from etude.evaluation.codebase_nll import codebase_nll
@@ -176,7 +176,7 @@ def training_stage(stage: str) -> StageFunction:
     return start
 
 
-def reinforce(run: Run, recipe: Recipe, report: ProgressCallback) -> Facts:
+def run_rl_stage(run: Run, recipe: Recipe, report: ProgressCallback) -> Facts:
     """Start the processes of reinforcement learning and orchestrate them from here."""
     from etude.rl.orchestrator import run_rl
 
@@ -194,8 +194,8 @@ STAGES: dict[str, StageFunction] = {
     "mtp": training_stage("mtp"),
     "extend": training_stage("extend"),
     "sft": training_stage("sft"),
-    "rl": reinforce,
-    "nll": measure_nll,
+    "rl": run_rl_stage,
+    "nll": evaluate_nll,
 }
 
 

@@ -32,14 +32,16 @@ def effort(x: float, k: float = 1.0, q: float = 1.0) -> float:
 class EffortSettings(Settings):
     """Units of effort, and the curve of the penalty. Its weight in the reward is rewards.effort_spent."""
 
-    thinking_token: float = Field(default=0.001, ge=0, description="units per token of thinking")
-    call_token: float = Field(default=0.001, ge=0, description="units per token of a tool call")
-    output_token: float = Field(default=0.0002, ge=0, description="units per token of a tool result")
-    final_token: float = Field(default=0.001, ge=0, description="units per token of a message")
-    call: float = Field(default=0.1, ge=0, description="units per tool call")
-    turn: float = Field(default=0.2, ge=0, description="units per turn")
-    k: float = Field(default=1.0, ge=0, description="how early the curve bends")
-    q: float = Field(default=1.0, description="how much it bends: 0 is a line, 1 a logarithm")
+    thinking_token: float = Field(default=0.001, ge=0, description="effort units per thinking token")
+    call_token: float = Field(default=0.001, ge=0, description="effort units per token of a tool call")
+    output_token: float = Field(default=0.0002, ge=0, description="effort units per token of a tool result")
+    final_token: float = Field(default=0.001, ge=0, description="effort units per token of a message")
+    call: float = Field(default=0.1, ge=0, description="effort units per tool call")
+    turn: float = Field(default=0.2, ge=0, description="effort units per turn")
+    k: float = Field(default=1.0, ge=0, description="scale of the penalty curve: larger values bend it at less effort")
+    q: float = Field(
+        default=1.0, description="shape of the penalty curve: 0 is linear, 1 logarithmic, above 1 it saturates"
+    )
 
 
 def effort_units(cost: Cost, settings: EffortSettings) -> float:

@@ -38,11 +38,11 @@ class Reward:
     total: float
     parts: Mapping[str, float] = field(default_factory=dict)  # weighted: their sum is the total
     evidence: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    hack: str = ""  # what a gate found
+    hack: str = ""  # finding of a gate
 
 
 Term = Callable[[VerifiedTrial], TermResult]
-Gate = Callable[[VerifiedTrial], str]  # returns what it found; "" is nothing
+Gate = Callable[[VerifiedTrial], str]  # returns its finding, "" if there is none
 
 TERMS: dict[str, Term] = {}
 GATES: dict[str, Gate] = {}

@@ -19,21 +19,28 @@ KLForm = Literal["none", "k1", "k3"]
 
 
 class EstimatorSettings(Settings):
-    """The policy-gradient estimator. The defaults are the report's choices; every other value undoes one of them."""
+    """The policy-gradient estimator. The defaults are the report's choices; other values are for ablations."""
 
     renamed_keys: ClassVar[dict[str, str]] = {"correction": "max_importance_ratio"}
 
     divide_by_std: bool = Field(default=False, description="divide advantages by the group's standard deviation")
-    divide_by_length: bool = Field(default=False, description="divide each rollout by its own number of tokens")
-    mask_overlong: bool = Field(default=False, description="leave out rollouts that were cut off")
-    kl: KLForm = Field(default="none", description="KL estimator added to the reward")
+    divide_by_length: bool = Field(default=False, description="divide a rollout's advantage by its sampled tokens")
+    mask_overlong: bool = Field(default=False, description="do not train on truncated rollouts")
+    kl: KLForm = Field(default="none", description="estimator of the KL penalty in the reward")
     kl_weight: float = Field(default=0.0, ge=0, description="weight of the KL penalty")
-    reference: str = Field(default="start", min_length=1, description="KL reference: start, or a model directory")
-    max_importance_ratio: float = Field(
-        default=0.0, ge=0, description="clip of the importance ratio of trainer to sampler; 0: no correction"
+    reference: str = Field(
+        default="start", min_length=1, description="KL reference: a model directory, or start: the initial policy"
     )
-    replay: bool = Field(default=True, description="train through the experts the sampler used (router replay)")
-    plausibility: float = Field(default=0.0, ge=0, le=1, description="smallest router score of a replayed expert")
+    max_importance_ratio: float = Field(
+        default=0.0, ge=0, description="weight tokens by the probability ratio trainer / sampler, at most this; 0: off"
+    )
+    replay: bool = Field(default=True, description="MoE: train with the experts that the sampler used (router replay)")
+    plausibility: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="replay an expert only if its router score is at least this share of the lowest own choice",
+    )
 
     @model_validator(mode="after")
     def _check_key_combinations(self) -> Self:

@@ -27,7 +27,7 @@ MIN_ROLLOUTS = 8  # of a kind before its hardness is known
 
 
 def kind_of(task: Task) -> str:
-    """Return what a task shares with others that are about as hard: category, family and difficulty."""
+    """Return the kind of a task: its category, family and difficulty."""
     parts = (task.metadata.get(name) for name in ("category", "family", "difficulty"))
     return "/".join(str(part) for part in parts if part not in (None, "")) or "any"
 
@@ -36,10 +36,13 @@ class CurriculumSettings(Settings):
     """When prompts of hard kinds are preferred, and by how much."""
 
     hard_after: float = Field(
-        default=0.6, ge=0, le=1, description="fraction of the steps after which hard kinds are sampled more often"
+        default=0.6,
+        ge=0,
+        le=1,
+        description="fraction of the steps after which hard kinds of task are sampled more often",
     )
     hard_weight: float = Field(
-        default=1.0, ge=0, description="a kind of twice the mean effort is sampled 1 + this times as often"
+        default=1.0, ge=0, description="a kind with twice the mean effort is sampled 1 + hard_weight times as often"
     )
 
 

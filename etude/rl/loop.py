@@ -60,7 +60,7 @@ class RlLoop:
     reference: Transformer | None  # KL reference policy
     padding: int
     version: int  # newest published weight version
-    blocked_by: Callable[[], str] = lambda: ""  # what a step must wait for beside groups; "" is nothing
+    blocked_by: Callable[[], str] = lambda: ""  # what else a step waits for, apart from groups; "": nothing
     report_status: Callable[..., None] = lambda **facts: None
     record_step: Callable[[int, dict[str, Any]], None] = lambda step, facts: None
     checkpoint: Callable[[], None] = lambda: None
@@ -109,7 +109,7 @@ def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, d
         now = time.monotonic()
         if groups is not None or (not blocker and prompts_exhausted(loop)):
             return groups, waited
-        slow = [] if blocker else loop.queue.awaited(step)
+        slow = [] if blocker else loop.queue.awaited_tasks(step)
         reason = "measurement" if blocker else "slow_groups" if slow else "rollouts"
         waited[reason] = waited.get(reason, 0.0) + now - last
         last = now
@@ -230,7 +230,7 @@ def step_facts(
     waited: Mapping[str, float],
     wall_s: float,
 ) -> dict[str, Any]:
-    """Return what only the trainer knows of its step."""
+    """Return the facts of a step that the trainer records: metrics, tokens, times, mismatch and upload."""
     mean, p99 = loop.objective.mismatch()
     mismatch = {"mismatch_mean": mean, "mismatch_p99": p99} if sequences else {}  # nothing was computed otherwise
     uploads = loop.publisher.history[-1:]

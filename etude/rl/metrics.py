@@ -148,7 +148,7 @@ def trainer_facts(step_facts: Mapping[str, Any]) -> Facts:
 
 
 def sampler_facts(services: Mapping[str, Mapping[str, Any]], previous: Mapping[str, Any] | None) -> Facts:
-    """Return what each sampler has done since its start, and their idle seconds since the previous record."""
+    """Return the counters of each sampler since its start, and their idle seconds since the previous record."""
     record: Facts = {}
     idle = observed = 0.0
     for name, status in sorted(services.items()):

@@ -42,7 +42,7 @@ class PolicyGradient:
     """The objective; it collects the mismatch of trainer and sampler until `mismatch` is called."""
 
     max_importance_ratio: float = 0.0  # 0: no importance correction
-    plausibility: float = 0.0  # smallest router score of a replayed expert
+    plausibility: float = 0.0  # see `etude.model.moe.Routing`
     differences: list[Tensor] = field(default_factory=list)
 
     def __call__(self, model: Transformer, batch: Batch) -> ObjectiveSums:

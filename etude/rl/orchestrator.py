@@ -171,13 +171,13 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def step_identity(facts: Facts) -> tuple[Any, ...]:
-    """Return what distinguishes a step from another of the same number, taken again after going back."""
+    """Return an identity that differs between a step and its repetition after going back to a checkpoint."""
     return facts.get("version"), facts.get("wall_s")
 
 
 @dataclass
 class Orchestrator:
-    """What is done on every tick, and the state kept between ticks."""
+    """The work of every tick, and the state kept between ticks."""
 
     run: Run
     settings: RlSettings
@@ -225,7 +225,7 @@ class Orchestrator:
         self.report_status(step, services)
 
     def update_served_step(self) -> None:
-        """Tell the queue how old the weights are, at most, that a rollout starting now is sampled with."""
+        """Record in the queue the oldest policy step whose weights a sampler still serves."""
         steps = [self.queue.step_of(version) for version in self.sampler_versions() if version is not None]
         if len(steps) == self.settings.sampler.count and min(steps) != self.served_step:
             self.served_step = min(steps)
@@ -237,10 +237,10 @@ class Orchestrator:
         With max_staleness = 0 none starts before the samplers have the weights of the last step: this is how the
         asynchronous loop becomes synchronous.
         """
-        trained = self.queue.last_step()  # ahead of `step` for a moment, until the step's facts are written
+        trained = self.queue.last_step()  # briefly larger than `step`, until the step's facts are written
         left = (self.settings.steps - max(step, trained)) * self.settings.groups_per_step - self.queue.outstanding()
         fresh = trained == step and self.samplers_have(step)
-        wanted = min(self.queue.wanted(fresh=fresh), left)
+        wanted = min(self.queue.groups_to_start(fresh=fresh), left)
         if wanted <= 0:
             return
         draw = self.curriculum.next(self.queue, wanted, step / self.settings.steps)

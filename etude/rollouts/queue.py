@@ -162,7 +162,7 @@ class RolloutQueue:
         self._db = sqlite3.connect(str(path), isolation_level=None, timeout=30.0)
         self._db.row_factory = sqlite3.Row
         self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")  # a process crash loses nothing; a machine crash, seconds
+        self._db.execute("PRAGMA synchronous=NORMAL")  # a process crash loses nothing, a machine crash the last seconds
         self._db.executescript(SCHEMA)
         self._check_group_size()
 
@@ -206,11 +206,11 @@ class RolloutQueue:
         """Return how many groups were started and neither trained nor dropped."""
         return int(self._scalar("SELECT COUNT(*) FROM groups WHERE step IS NULL AND dropped IS NULL"))
 
-    def wanted(self, *, fresh: bool = True) -> int:
+    def groups_to_start(self, *, fresh: bool = True) -> int:
         """Return how many new groups to start.
 
-        One step's worth fewer while the samplers are not `fresh` (do not have the weights of the last step yet):
-        groups started then are one step staler, and there are others in flight meanwhile.
+        While the samplers do not have the weights of the last step yet (not `fresh`), the limit is lower by the
+        groups of one step: groups started then would be one step staler, and others are in flight meanwhile.
         """
         limit = self.settings.max_outstanding_groups - (0 if fresh else self.settings.groups_per_step)
         return max(0, limit - self.outstanding())
@@ -290,7 +290,7 @@ class RolloutQueue:
         return lost
 
     def add_note(self, slot: Slot, note: str) -> None:
-        """Record something worth knowing about how the rollout was made."""
+        """Record a note about how the rollout was sampled."""
         self._report(slot, "note=?", (note,))
 
     def checkpoint(self, slot: Slot, resume: dict[str, Any], now: float) -> None:
@@ -381,13 +381,13 @@ class RolloutQueue:
         chosen, awaited = self._choose(step)
         return None if awaited or len(chosen) < self.settings.groups_per_step else self.groups(chosen)
 
-    def awaited(self, step: int) -> list[str]:
+    def awaited_tasks(self, step: int) -> list[str]:
         """Return the tasks of slow groups that the next step waits for although enough others are ready."""
         chosen, awaited = self._choose(step)
         return awaited if len(chosen) == self.settings.groups_per_step else []
 
     def _choose(self, step: int) -> tuple[list[int], list[str]]:
-        """Return the stalest ready groups, one step's worth, and the tasks of staler unfinished groups to wait for.
+        """Return the stalest ready groups for one step, and the tasks of staler unfinished groups to wait for.
 
         Waiting is chosen only if fewer groups will then exceed max_staleness in the steps to come.
         """
@@ -487,8 +487,8 @@ class RolloutQueue:
         ).fetchall()
         return {row["name"]: row["n"] for row in rows}
 
-    def resumes(self) -> list[dict[str, Any]]:
-        """Return the rollout checkpoints that may still be needed."""
+    def rollout_checkpoints(self) -> list[dict[str, Any]]:
+        """Return the checkpoints of rollouts whose group was not dropped."""
         rows = self._db.execute(
             "SELECT resume FROM slots JOIN groups ON groups.id = grp WHERE resume != '' AND dropped IS NULL"
         ).fetchall()

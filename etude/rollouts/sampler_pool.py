@@ -25,14 +25,20 @@ from etude.runs.layout import RunLayout
 from etude.runs.service_status import SAMPLER, read_statuses, sampler_token
 
 DEADLINE_S = 120.0  # a sampler starts in seconds; loading a large model and its weights takes a minute or two
-MAX_LOSSES = 5  # of one request after processing began: a request that crashes every engine must not circulate for ever
-PROCESSING_S = 1.0  # a request that failed sooner had hardly begun
+MAX_LOSSES = (
+    5  # per request, after processing started: a request that crashes every engine must not be retried for ever
+)
+PROCESSING_S = 1.0  # a request that failed sooner is not counted as a loss
 MAX_STATUS_AGE_S = 10.0  # status files are written every second, on a busy machine later
-REFRESH_S = 0.2  # between two readings of the status files
+REFRESH_S = 0.2  # seconds between two reads of the status files
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.25, 10.0  # after a failure of a sampler; doubled for each further one
-QUEUE_FULL_S = 1.0  # before a request that found a full queue is sent again
-HEALTH_S, HEALTH_TIMEOUT_S, HEALTH_FAILURES = 2.0, 5.0, 3  # after that many failed health checks a sampler hangs
-MAX_SESSIONS = 1 << 16  # whose sampler is remembered
+QUEUE_FULL_S = 1.0  # seconds before a request that found a full queue is sent again
+HEALTH_S, HEALTH_TIMEOUT_S, HEALTH_FAILURES = (
+    2.0,
+    5.0,
+    3,
+)  # after that many failed health checks a sampler counts as hung
+MAX_SESSIONS = 1 << 16  # number of sessions whose sampler is remembered
 
 WRONG_SERVER = (401, 403, 404)  # another program has the port now; the request itself is fine
 

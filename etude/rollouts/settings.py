@@ -17,21 +17,21 @@ def _as_tuple(value: object) -> object:
 
 
 class QueueSettings(Settings):
-    """How many rollouts are sampled, how far ahead of the trainer, and when a lost one is retried."""
+    """Numbers of rollouts, their maximum staleness, and when a lost one is retried."""
 
     renamed_keys: ClassVar[dict[str, str]] = {"ahead": "prefetch_steps", "attempts": "max_attempts"}
 
-    group_size: int = Field(default=8, ge=1, description="rollouts of one prompt")
-    groups_per_step: int = Field(default=8, ge=1, description="prompts of one policy step")
+    group_size: int = Field(default=8, ge=1, description="rollouts per prompt")
+    groups_per_step: int = Field(default=8, ge=1, description="groups (prompts) per policy step")
     max_staleness: int = Field(
-        default=4, ge=0, description="policy steps a token may be older than the weights it trains"
+        default=4, ge=0, description="maximum policy steps between sampling a token and training on it; 0: synchronous"
     )
     prefetch_steps: float | None = Field(
-        default=None, ge=0, description="policy steps of groups to prefetch; default: max_staleness / 2"
+        default=None, ge=0, description="groups to sample in advance, in policy steps; default: max_staleness / 2"
     )
-    in_flight: int = Field(default=64, ge=1, description="rollouts at once, over all workers")
+    in_flight: int = Field(default=64, ge=1, description="maximum concurrent rollouts, over all workers")
     lease_s: float = Field(
-        default=120.0, gt=0, description="seconds without a heartbeat after which a slot is requeued"
+        default=120.0, gt=0, description="seconds without a heartbeat after which a rollout is requeued"
     )
     max_attempts: int = Field(default=4, ge=1, description="infrastructure failures after which a group is dropped")
 
@@ -45,7 +45,7 @@ class QueueSettings(Settings):
 
     @property
     def max_outstanding_groups(self) -> int:
-        """Groups that may be sampled and not yet trained. Each step's worth makes samples one step staler."""
+        """Maximum number of groups started and not yet trained. Each prefetched step adds one step of staleness."""
         steps = self.max_staleness / 2 if self.prefetch_steps is None else self.prefetch_steps
         return math.ceil((1 + steps) * self.groups_per_step)
 
@@ -58,9 +58,13 @@ class EvaluationSettings(Settings):
     tasks: Annotated[tuple[NameOrPath, ...], BeforeValidator(_as_tuple)] = Field(
         strict=False, min_length=1, description="task sets of this run by name, or directories of tasks"
     )
-    max_tasks: int | None = Field(default=None, ge=1, description="use at most this many of each set, evenly spread")
-    samples: int = Field(default=4, ge=1, le=16, description="sessions for each task: K of best-of-K")
-    every: int = Field(default=0, ge=0, description="policy steps between evaluations; 0: before and after only")
+    max_tasks: int | None = Field(
+        default=None, ge=1, description="evaluate at most this many tasks of each set, evenly spread"
+    )
+    samples: int = Field(default=4, ge=1, le=16, description="rollouts per task: the K of best-of-K")
+    every: int = Field(
+        default=0, ge=0, description="policy steps between evaluations; 0: before the first and after the last only"
+    )
     temperature: float = Field(default=1.0, ge=0, description="sampling temperature of evaluations")
 
 
@@ -73,22 +77,24 @@ class RolloutSettings(QueueSettings, StageSettings):
     checkpoint_rollouts_s: float = Field(
         default=60.0, ge=0, description="seconds between checkpoints of a rollout; 0: no checkpoints"
     )
-    dialect: str = Field(default="auto", min_length=1, description="chat dialect; auto: chosen by the tokenizer")
+    dialect: str = Field(default="auto", min_length=1, description="chat format; auto: chosen by the tokenizer")
     window: int | None = Field(default=None, ge=64, description="context window in tokens; default: the model's own")
     temperature: float = Field(default=1.0, gt=0, description="sampling temperature")
     tool_set: ToolSet = Field(default_factory=ToolSet)
     budget: Budget = Field(default_factory=Budget)
     summaries: SummarySettings = Field(default_factory=SummarySettings)
-    rewards: dict[str, float] = Field(default={"correctness": 1.0}, strict=False, description="weight of each term")
+    rewards: dict[str, float] = Field(
+        default={"correctness": 1.0}, strict=False, description="weight of each reward term"
+    )
     effort: EffortSettings = Field(default_factory=EffortSettings)
     evaluation: EvaluationSettings | None = Field(default=None, description="held-out evaluation")
 
     @model_validator(mode="after")
-    def _every_rollout_key_acts(self) -> Self:
+    def _check_rollout_key_combinations(self) -> Self:
         if self.summaries.mode == "off" and self.summaries.trigger:
             raise ValueError("summaries.trigger would not be used: the mode is off")
         if self.effort != EffortSettings() and not self.rewards.get("effort_spent"):
-            raise ValueError("effort would not count: give rewards.effort_spent a weight")
+            raise ValueError("effort would not be used: give rewards.effort_spent a weight")
         if self.window and self.budget.max_turn_tokens >= self.window:
             taken = f"budget.max_turn_tokens = {self.budget.max_turn_tokens}"
             raise ValueError(f"{taken} must be less than window = {self.window}")

@@ -61,12 +61,12 @@ T = TypeVar("T")
 QueueName = Literal["training", "evaluation"]
 QUEUES: tuple[QueueName, ...] = ("evaluation", "training")  # in order of priority
 
-IDLE_S = 0.05  # between polls of a queue that has no slot to claim
+IDLE_S = 0.05  # seconds between polls of a queue that has no slot to claim
 STATUS_S = 1.0
 HEARTBEATS_PER_LEASE = 4  # at least ...
 HEARTBEAT_S = 2.0  # ... and at least this often, so that the queue shows the current state
-SWEEP_S = 60.0  # between searches for unneeded snapshots
-STOP_S = 8.0  # to stop after SIGTERM; the orchestrator sends SIGKILL after ten
+SWEEP_S = 60.0  # seconds between searches for unneeded snapshots
+STOP_S = 8.0  # seconds to stop after SIGTERM; the orchestrator sends SIGKILL after ten
 MAX_REASON = 1000  # characters of a failure reason stored in the queue
 
 log = logging.getLogger("etude.rollouts.worker")
@@ -146,7 +146,9 @@ class RolloutQueueClient:
     async def snapshots(self) -> set[str]:
         """Return the snapshots from which a slot may be resumed."""
         return await self._call(
-            lambda: {str(resume.get("snapshot")) for queue in self._queues.values() for resume in queue.resumes()}
+            lambda: {
+                str(resume.get("snapshot")) for queue in self._queues.values() for resume in queue.rollout_checkpoints()
+            }
         )
 
     async def report(self, claim: ClaimedSlot, change: Callable[[RolloutQueue, Slot], None]) -> None:
@@ -363,7 +365,7 @@ class Worker:
         await self._remove_checkpoint(claim)
 
     async def _fail(self, claim: ClaimedSlot, error: RolloutFailed) -> None:
-        """Requeue the slot. Its checkpoint is kept only if this attempt wrote it: none is resumed in vain twice."""
+        """Requeue the slot. Its checkpoint is kept only if this attempt wrote it, so that none fails repeatedly."""
         reason = str(error)[:MAX_REASON]
         log.warning("slot %d of %s, attempt %d: %s", claim.slot.id, claim.slot.task, claim.slot.attempt, reason)
         self.counts["failed"] += 1

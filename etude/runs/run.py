@@ -40,7 +40,7 @@ FORMAT = 1  # of state.json and lineage.jsonl
 class RunSettings(Settings):
     """The part of a recipe that a run directory uses. `etude.recipe.Recipe` extends it with the stages' tables."""
 
-    name: str = Field(min_length=1, description="name of the run")
+    name: str = Field(min_length=1, description="name of the run, also in its loggers")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of all random choices")
     stages: tuple[str, ...] = Field(strict=False, min_length=1, description="stages to run, in pipeline order")
     loggers: tuple[Literal["wandb", "tensorboard"], ...] = Field(
@@ -306,11 +306,11 @@ def check_resumable(path: Path, recipe: RunSettings, resume: bool, allow_changes
     recorded, wanted = read_toml(path / "recipe.toml"), settings_data(recipe)
     if recorded == wanted or allow_changes:
         return
-    begun = _begun_stages(path)
-    free = {"loggers", *(stage for stage in (*recorded.get("stages", ()), *recipe.stages) if stage not in begun)}
-    waiting = [stage for stage in recipe.stages if stage not in begun]
-    # A new stage must come after those that have begun, because their outputs are not made again.
-    if begun <= set(recipe.stages) and list(recipe.stages[-len(waiting) :] if waiting else ()) == waiting:
+    started = _started_stages(path)
+    free = {"loggers", *(stage for stage in (*recorded.get("stages", ()), *recipe.stages) if stage not in started)}
+    waiting = [stage for stage in recipe.stages if stage not in started]
+    # A new stage must come after those that have started, because their outputs are not made again.
+    if started <= set(recipe.stages) and list(recipe.stages[-len(waiting) :] if waiting else ()) == waiting:
         free.add("stages")
     lines = [f"    {line}" for line in differing_keys(recorded, wanted) if re.split(r"[.:]", line)[0] not in free]
     if lines:
@@ -318,7 +318,7 @@ def check_resumable(path: Path, recipe: RunSettings, resume: bool, allow_changes
         differences = "\n".join([*lines[:MAX_DIFFERENCES], *more])
         raise InputError(
             f"run {path} was started with another recipe; undo this or name another directory "
-            f"(only stages that have not begun may change)\n{differences}"
+            f"(only stages that have not started may change)\n{differences}"
         )
 
 
@@ -328,7 +328,7 @@ def _recorded_settings(path: Path) -> RunSettings:
     return RunSettings.model_validate(known)
 
 
-def _begun_stages(path: Path) -> set[str]:
+def _started_stages(path: Path) -> set[str]:
     """Return the stages that have written anything: their settings can no longer change."""
     records = [*_read_jsonl(path / "lineage.jsonl"), *_read_jsonl(path / "metrics.jsonl")]
     return {*_read_state(path / "state.json"), *(str(record.get("stage")) for record in records)}

@@ -27,7 +27,7 @@ class LossSpikeGuard:
     metric: str = "loss"
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))
 
-    MIN_HISTORY = 20  # steps before a spike can be told from the initial fall of the loss
+    MIN_HISTORY = 20  # steps; before that a spike cannot be distinguished from the initial fall of the loss
 
     def check(self, step: int, result: StepResult, batches: Sequence[Batch]) -> None:
         """Raise EtudeError and save the batches if this step is bad."""

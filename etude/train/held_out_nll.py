@@ -43,7 +43,7 @@ def stream_nll(
 def loss_by_position(
     model: Transformer, documents: DocumentStore, length: int, *, rows: int, buckets: int = 8
 ) -> list[float]:
-    """Return the mean loss in each of `buckets` parts of `length`-token stretches: the value of a longer context.
+    """Return the mean loss in each of `buckets` parts of `length`-token stretches.
 
     At most `rows` stretches are read; the list is empty if no document is that long.
     """

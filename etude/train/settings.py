@@ -22,7 +22,9 @@ class HeldOutSettings(Settings):
     max_tokens: int | None = Field(default=None, ge=1, description="evaluate at most this many tokens; default: all")
     window: int = Field(default=1024, ge=2, description="tokens of a rolling window, which moves by half its size")
     long_rows: int = Field(
-        default=8, ge=1, description="stretches of `length` tokens to evaluate for the loss by position (extend)"
+        default=8,
+        ge=1,
+        description="extend only: stretches of `length` tokens in which the loss by position is evaluated",
     )
 
 
@@ -53,14 +55,22 @@ class TrainingSettings(StageSettings):
         default="float32",
         description="dtype of weights and matrix products; master weights and moments are always float32",
     )
-    compile: bool = Field(default=False, description="compile the transformer blocks; worthwhile on a GPU")
+    compile: bool = Field(
+        default=False, description="compile the transformer blocks with torch.compile; faster on a GPU"
+    )
     recompute: bool = Field(
         default=False, description="activation checkpointing: less memory, a third more computation"
     )
     held_out: HeldOutSettings | None = Field(default=None, description="corpus for held-out evaluation")
-    evaluate_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: first and last only")
-    checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: last only")
-    keep: int = Field(default=2, ge=1, description="newest checkpoints to keep, in addition to the mid-run one")
+    evaluate_every: int = Field(
+        default=0,
+        ge=0,
+        description="steps between held-out evaluations; 0: before the first and after the last step only",
+    )
+    checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: after the last step only")
+    keep: int = Field(
+        default=2, ge=1, description="newest checkpoints to keep, in addition to the one at half of the steps"
+    )
     spike: float = Field(
         default=3.0, ge=0, description="stop when the loss is this many nats above the recent median; 0: never"
     )
@@ -114,7 +124,7 @@ class ExtendSettings(TrainingSettings):
     rope_scaling: HuggingFaceConfig | None = Field(
         default=None, description='new RoPE scaling, such as {rope_type = "yarn", factor = 4.0, ...}'
     )
-    min_document: int = Field(default=1, ge=1, description="skip documents with fewer tokens")
+    min_document: int = Field(default=1, ge=1, description="skip documents with fewer tokens than this")
 
     @model_validator(mode="after")
     def _check_rope_scaling(self) -> Self:

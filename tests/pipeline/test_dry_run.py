@@ -263,7 +263,7 @@ def test_the_plan_of_an_existing_run_continues_it(workspace: Path) -> None:
     assert "3 of 8 stages done: --resume continues it" in plan_text(plan)
 
 
-def test_only_stages_that_have_not_begun_may_change(workspace: Path) -> None:
+def test_only_stages_that_have_not_started_may_change(workspace: Path) -> None:
     run = interrupted_run(workspace)
     recipe = workspace / "tiny.toml"
     assert make_plan(load_recipe(recipe, ["sft.tokens=1024"]), run, "mtp", budget=BUDGET)

@@ -281,11 +281,11 @@ def test_the_demo_killed_in_every_stage_ends_with_the_same_result(tmp_path: Path
     check_nothing_left(run)
 
 
-def test_a_changed_key_of_a_stage_that_has_begun_is_named_and_refused(tmp_path: Path) -> None:
+def test_a_changed_key_of_a_started_stage_is_named_and_refused(tmp_path: Path) -> None:
     recipe, run = load_recipe(small_demo(tmp_path)), tmp_path / "run"
-    with Run.create_or_resume(run, recipe) as begun:
+    with Run.create_or_resume(run, recipe) as started:
         for stage in STAGES[:-1]:
-            begun.finish_stage(stage)
+            started.finish_stage(stage)
     changes = {
         "count = 12\n": ("count = 13\n", "tasks.build[train].count: 12 -> 13"),
         "tokens = 8192\n": ("tokens = 8191\n", "pretrain.tokens: 8192 -> 8191"),
@@ -300,4 +300,4 @@ def test_a_changed_key_of_a_stage_that_has_begun_is_named_and_refused(tmp_path: 
             Run.create_or_resume(run, load_recipe(tmp_path / "other.toml"), resume=True)
         assert str(refused.value).splitlines()[1:] == [f"    {words}"]
     (tmp_path / "other.toml").write_text(text.replace("group_size = 2\n", "group_size = 4\n"), encoding="utf-8")
-    Run.create_or_resume(run, load_recipe(tmp_path / "other.toml"), resume=True).close()  # rl has not begun
+    Run.create_or_resume(run, load_recipe(tmp_path / "other.toml"), resume=True).close()  # rl has not started

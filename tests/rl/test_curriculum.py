@@ -51,7 +51,7 @@ def drawn(curriculum: Curriculum, queue: RolloutQueue, count: int, done: float =
 
 
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 40), min_size=1, max_size=12))
-def test_every_prompt_is_drawn_once_in_whatever_portions(seed: int, portions: list[int]) -> None:
+def test_every_prompt_is_drawn_once_for_any_batch_sizes(seed: int, portions: list[int]) -> None:
     curriculum, queue = Curriculum(TASKS, seed), RolloutQueue(":memory:", SETTINGS)
     order = [name for portion in portions for name in drawn(curriculum, queue, portion)]
     assert len(order) == len(set(order)) == min(sum(portions), len(TASKS))
@@ -77,7 +77,7 @@ def test_a_restarted_run_draws_the_same_prompts(tmp_path: Path) -> None:
                 seed=5,
                 settings=CurriculumSettings(hard_after=0.3),
             )
-            order += drawn(curriculum, queue, queue.wanted(), step / 20)
+            order += drawn(curriculum, queue, queue.groups_to_start(), step / 20)
             finish_all(queue)
             train(queue, step + 1)
             if restarts:
@@ -168,7 +168,7 @@ def test_the_expected_duration_is_that_of_the_kind() -> None:
 
 def test_a_draw_counts_missing_prompts() -> None:
     curriculum, queue = Curriculum({"a": "x", "b": "x", "c": "y"}), RolloutQueue(":memory:", SETTINGS)
-    found = curriculum.next(queue, queue.wanted(), 0.0)
+    found = curriculum.next(queue, queue.groups_to_start(), 0.0)
     assert (len(found.prompts), found.wanted, found.missing) == (3, 8, 5)
     queue.add(found.prompts)
     assert curriculum.next(queue, 2, 0.0).missing == 2
@@ -180,7 +180,7 @@ def test_a_run_is_exhausted_when_the_rest_does_not_fill_a_step() -> None:
     curriculum, queue = Curriculum(tasks), RolloutQueue(":memory:", SETTINGS)
     steps = 0
     while not curriculum.exhausted(queue):
-        queue.add(curriculum.next(queue, queue.wanted(), 0.0).prompts)
+        queue.add(curriculum.next(queue, queue.groups_to_start(), 0.0).prompts)
         finish_all(queue)
         train(queue, steps + 1)
         steps += 1
@@ -199,7 +199,7 @@ def test_invalid_settings_are_refused() -> None:
         CurriculumSettings(hard_after=60)
 
 
-def test_a_kind_is_what_tasks_share() -> None:
+def test_a_kind_is_category_family_and_difficulty() -> None:
     def task(**metadata: object) -> Task:
         return Task(Path("t"), "t", "", MachineSpec(), TaskPhase(), TaskPhase(), TaskPhase(), metadata=metadata)
 

@@ -180,7 +180,7 @@ def test_a_step_waits_for_a_slow_group_that_would_become_stale(recipe: Path, tmp
         assert loop.trainer.step_count == 2
 
 
-def test_it_ends_early_when_the_prompts_are_exhausted(recipe: Path, tmp_path: Path) -> None:
+def test_learning_ends_early_when_the_prompts_are_exhausted(recipe: Path, tmp_path: Path) -> None:
     layout = prepare_run(recipe, tmp_path / "run", "rl.checkpoint_every=10")
     fill(layout, 3)
     (layout.root / "exhausted").write_text("")
@@ -205,7 +205,7 @@ def test_weights_that_are_not_finite_are_not_published(recipe: Path, tmp_path: P
     assert follow(ObjectStore(layout.store))[0].number == 0  # the initial weights
 
 
-def test_a_stalled_trainer_exits_with_the_code_of_giving_up(recipe: Path, tmp_path: Path) -> None:
+def test_a_stalled_trainer_exits_with_the_final_exit_code(recipe: Path, tmp_path: Path) -> None:
     layout = prepare_run(recipe, tmp_path / "run", "rl.stall_s=0.3")
     environment = {**os.environ, "ETUDE_PARENT": str(os.getpid()), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "etude.rl.trainer_process", str(layout.run)]

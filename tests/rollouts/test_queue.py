@@ -47,16 +47,16 @@ def test_a_prompt_is_used_once(queue: RolloutQueue) -> None:
     assert queue.add([("b", 0), ("c", 0)]) == 1
     assert queue.is_used("a")
     assert not queue.is_used("d")
-    assert queue.wanted() == 4 - 3
+    assert queue.groups_to_start() == 4 - 3
 
 
 def test_fewer_groups_start_while_samplers_have_older_weights(tmp_path: Path) -> None:
     queue = RolloutQueue(tmp_path / "s.db", SETTINGS)
-    assert (queue.wanted(), queue.wanted(fresh=False)) == (4, 2)
+    assert (queue.groups_to_start(), queue.groups_to_start(fresh=False)) == (4, 2)
     queue.add([("a", 0), ("b", 0), ("c", 0)])
-    assert (queue.wanted(), queue.wanted(fresh=False)) == (1, 0)
+    assert (queue.groups_to_start(), queue.groups_to_start(fresh=False)) == (1, 0)
     synchronous = RolloutQueue(":memory:", QueueSettings(group_size=2, groups_per_step=2, max_staleness=0))
-    assert (synchronous.wanted(), synchronous.wanted(fresh=False)) == (2, 0)
+    assert (synchronous.groups_to_start(), synchronous.groups_to_start(fresh=False)) == (2, 0)
 
 
 def test_started_groups_come_first_and_long_ones_start_early(queue: RolloutQueue) -> None:
@@ -109,7 +109,7 @@ def test_a_failure_has_no_reward_and_too_many_drop_the_group(queue: RolloutQueue
             if row.state == "starting":
                 queue._report(row, "state='queued'", ())
     assert queue.counts()["dropped"] == 2
-    assert queue.wanted() == 4 - 1
+    assert queue.groups_to_start() == 4 - 1
     finish_all(queue)
     assert [group.task for group in queue.ready(0)] == ["b"]
 
@@ -154,7 +154,7 @@ def test_groups_are_trained_once_and_ready_again_after_a_rewind(queue: RolloutQu
     ]
 
 
-def test_marking_is_atomic(queue: RolloutQueue) -> None:
+def test_marking_groups_as_trained_is_atomic(queue: RolloutQueue) -> None:
     queue.add([("a", 0), ("b", 0)])
     finish_all(queue)
     groups = queue.take(0)

@@ -62,7 +62,7 @@ class World:
     # -- processes
 
     def orchestrate(self) -> None:
-        found = self.queue.wanted(fresh=not self.fault())
+        found = self.queue.groups_to_start(fresh=not self.fault())
         self.queue.add((f"task-{self.next_task + i}", self.rng.random()) for i in range(found))
         self.next_task += found
         self.queue.reconcile(self.now, self.step)

@@ -57,29 +57,29 @@ def test_a_step_waits_for_a_group_that_would_become_stale() -> None:
     settings = QueueSettings(groups_per_step=2, max_staleness=2)
     queue = queue_of([(0, False), (1, True), (2, True)], settings)
     assert queue.take(1) is not None  # it can still be trained in the next step
-    assert queue.awaited(1) == []
+    assert queue.awaited_tasks(1) == []
     assert queue.take(2) is None
-    assert queue.awaited(2) == ["0"]
+    assert queue.awaited_tasks(2) == ["0"]
     late = next(slot for slot in queue.group(1).slots if slot.state == "starting")
     queue.finish(late, {"total": 1.0}, "t", (0, 2))
     assert [group.task for group in queue.take(2) or []] == ["0", "1"]
 
 
-def test_it_waits_one_step_earlier_if_a_step_cannot_take_them_all() -> None:
+def test_the_trainer_waits_a_step_earlier_if_one_step_cannot_take_all_stale_groups() -> None:
     settings = QueueSettings(groups_per_step=2, max_staleness=2)
     queue = queue_of([(0, False), (0, False), (0, False), (1, True), (1, True)], settings)
     assert queue.take(1) is None  # the next step can train two of the three
-    assert queue.awaited(1) == ["0", "1"]
+    assert queue.awaited_tasks(1) == ["0", "1"]
 
 
-def test_it_waits_only_if_that_saves_a_group() -> None:
+def test_the_trainer_waits_only_if_that_saves_a_group() -> None:
     settings = QueueSettings(groups_per_step=2, max_staleness=2)
     assert queue_of([(0, False), (0, True), (0, True)], settings).take(2) is not None  # one becomes stale anyway
     assert queue_of([(0, False), (3, True), (3, True)], settings).take(3) is not None  # stale already
     assert queue_of([(1, False), (0, True), (0, True)], settings).take(2) is not None  # the newer one has time
     few = queue_of([(0, False), (1, True)], settings)
     assert few.take(2) is None
-    assert few.awaited(2) == []  # it waits for any group
+    assert few.awaited_tasks(2) == []  # it waits for any group
 
 
 def test_a_resumed_rollout_keeps_its_staleness() -> None:
@@ -88,7 +88,7 @@ def test_a_resumed_rollout_keeps_its_staleness() -> None:
     queue.checkpoint(late, {"snapshot": "s"}, 0.0)
     assert queue.slot(late.id).oldest_step == 0
     queue.fail(late, "its pod died")
-    assert queue.awaited(2) == ["0"]
+    assert queue.awaited_tasks(2) == ["0"]
     again = queue.claim("w", 0.0)
     assert again is not None
     assert (again.id, again.oldest_step) == (late.id, 0)
@@ -110,17 +110,17 @@ def test_after_a_rewind_no_rollout_is_newer_than_the_trainer() -> None:
 def test_a_group_that_kills_its_workers_is_not_waited_for() -> None:
     queue = queue_of([(0, False), (2, True), (2, True)], QueueSettings(groups_per_step=2, max_staleness=2))
     for _ in range(queue.settings.max_attempts - 1):
-        assert queue.awaited(2) == ["0"]
+        assert queue.awaited_tasks(2) == ["0"]
         queue.release()  # the orchestrator saw the worker die: no failure is counted
         queue.set_served_step(0)
         assert queue.claim("w", 0.0) is not None
     queue.release()
     assert queue.claim("w", 0.0) is not None
-    assert queue.awaited(2) == []
+    assert queue.awaited_tasks(2) == []
     assert queue.take(2) is not None
 
 
-def test_a_heartbeat_is_visible() -> None:
+def test_a_heartbeat_advances_the_last_heartbeat() -> None:
     queue = queue_of([(0, False)], SETTINGS)
     before = queue.last_heartbeat()
     queue.heartbeat(next(slot for slot in queue.group(1).slots if slot.state == "starting"), 5.0)
@@ -142,7 +142,7 @@ def trainable(ages: Sequence[int], first: int, settings: QueueSettings) -> int:
     st.integers(0, 2),
     st.integers(0, 4),
 )
-def test_it_waits_if_and_only_if_fewer_groups_become_stale(
+def test_the_trainer_waits_if_and_only_if_fewer_groups_become_stale(
     groups: list[tuple[int, bool]], size: int, staleness: int, step: int
 ) -> None:
     settings = QueueSettings(groups_per_step=size, max_staleness=staleness)
@@ -152,7 +152,7 @@ def test_it_waits_if_and_only_if_fewer_groups_become_stale(
     taken = queue.take(step)
     if len(ready) < size:
         assert taken is None
-        assert queue.awaited(step) == []
+        assert queue.awaited_tasks(step) == []
         return
     now = ready[:size]
     # the choice if all older groups were complete
@@ -162,7 +162,7 @@ def test_it_waits_if_and_only_if_fewer_groups_become_stale(
     saved = [trainable([alive[n] for n in alive if n not in gone], step + 1, settings) for gone in (now, then)]
     waits = saved[1] > saved[0]
     assert (taken is None) == waits
-    assert queue.awaited(step) == ([str(number) for number in then if not groups[number][1]] if waits else [])
+    assert queue.awaited_tasks(step) == ([str(number) for number in then if not groups[number][1]] if waits else [])
     if taken is not None:
         assert [group.task for group in taken] == [str(number) for number in now]
 
@@ -204,7 +204,7 @@ def test_a_claim_records_the_oldest_step_it_can_be_sampled_with(tmp_path: Path) 
     assert slot.oldest_step == 2
 
 
-def test_the_oldest_sampler_counts(tmp_path: Path) -> None:
+def test_the_served_step_is_that_of_the_oldest_sampler(tmp_path: Path) -> None:
     orchestrator = orchestrator_of(tmp_path, max_staleness=2, samplers=2)
     orchestrator.queue.add([("a", 0.0), ("b", 0.0)])
     found = []
@@ -292,7 +292,7 @@ class SimulatedRun:
     def orchestrate(self) -> None:
         self.queue.reconcile(self.now, self.step)
         self.queue.set_served_step(self.served_step)
-        wanted = self.queue.wanted(fresh=self.served_step == self.step)
+        wanted = self.queue.groups_to_start(fresh=self.served_step == self.step)
         self.queue.add((f"task-{self.tasks + number}", 0.0) for number in range(wanted))
         self.tasks += wanted
         self.claim()

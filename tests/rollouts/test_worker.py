@@ -1,4 +1,4 @@
-"""Workers with real pods and real queues: whatever dies, each slot is finished once, with the right reward."""
+"""Workers with real pods and real queues: whichever process dies, each slot is finished once, with the right reward."""
 
 import asyncio
 import contextlib
@@ -446,7 +446,7 @@ async def stop_zygote(layout: RunLayout) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_by_its_command_line(tmp_path: Path) -> None:
+def test_a_worker_starts_from_its_command_line(tmp_path: Path) -> None:
     layout, queue = make_run(tmp_path / "run")
     command = [sys.executable, "-m", "etude.rollouts.worker", str(layout.run), "--name", "worker-0"]
     with lines_sampler(layout), subprocess.Popen(command) as process:

@@ -83,7 +83,7 @@ def test_resuming_under_another_recipe_is_refused_key_by_key(tmp_path: Path) -> 
         assert load_recipe(tmp_path / "recipe.toml") == OTHER
 
 
-def test_a_stage_that_has_not_begun_may_still_change(tmp_path: Path) -> None:
+def test_a_stage_that_has_not_started_may_still_change(tmp_path: Path) -> None:
     with Run.create_or_resume(tmp_path, RECIPE):
         pass
     with Run.create_or_resume(tmp_path, OTHER, resume=True) as run:

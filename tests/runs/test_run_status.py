@@ -34,7 +34,7 @@ sources = ["stdlib"]
 RESUME = "not running; `etude run` with --resume continues it"
 
 
-def test_it_names_finished_stages_the_current_one_and_the_running_process(tmp_path: Path) -> None:
+def test_the_status_names_finished_stages_the_current_one_and_the_running_process(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe, path = load_recipe(tmp_path / "recipe.toml"), tmp_path / "run"
     with pytest.raises(InputError, match="is not a run"):

@@ -1,11 +1,11 @@
 """Dry run: check a recipe and estimate what it would do, need and take, without running it.
 
     check, texts          find every problem with the inputs; survey and sample the text
-    measure, memory       time short pieces of the real work here; compute memory and disk
+    measure, memory       time short samples of the real work here; compute memory and disk
     stages, rl_estimate   plan each stage from these
     plan, render          `make_plan` is the entry point; its result as text or JSON
 
-A dry run writes no run directory and no file beside the recipe. Only test pods and demonstrations use a temporary
+A dry run writes no run directory and no file next to the recipe. Only test pods and demonstrations use a temporary
 directory, which is removed.
 """
 

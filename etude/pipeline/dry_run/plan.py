@@ -28,7 +28,7 @@ from etude.train.settings import TrainingSettings
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run of a recipe would do, need and take."""
+    """The work of a run, the resources it needs and the time it takes."""
 
     recipe: str
     machine: FreeResources
@@ -100,7 +100,7 @@ def _existing_run(out: Path | None, recipe: Recipe, problems: list[str]) -> Run 
 
 
 def _lock_warnings(run: Run | None) -> list[str]:
-    """Return a warning if another process writes the run. A killed one leaves its lock text, so check that it lives."""
+    """Return a warning if another process writes the run. A killed one leaves its lock text: check that it runs."""
     words = (run.path / "lock").read_text().split() if run is not None and (run.path / "lock").exists() else []
     if len(words) < 4 or words[3] != socket.gethostname() or not Path("/proc", words[1]).exists():
         return []

@@ -164,7 +164,7 @@ def plan_tasks(context: PlanContext) -> StagePlan:
         )
         origin = f"from {task_set.path}" if task_set.path else f"made by {task_set.source}, {task_set.split}"
         extra = f"; {task_set.demonstrations:,} demonstrations on other tasks" if task_set.demonstrations else ""
-        lines.append(f"{task_set.name}: {count:,} tasks {origin}{extra}{' (made before)' if made else ''}")
+        lines.append(f"{task_set.name}: {count:,} tasks {origin}{extra}{' (already made)' if made else ''}")
         rate = measure.TaskRate(0.0)
         if task_set.source is not None:
             rate = measure.task_rate(task_set, context.tokenizer, context.budget / 2)
@@ -183,7 +183,7 @@ def plan_corpora(context: PlanContext) -> StagePlan:
         made = context.has_artefact(f"corpus-{corpus.name}")
         line, tokens, corpus_seconds = _plan_corpus(context, corpus)
         context.inputs.corpora[corpus.name] = round(tokens)
-        lines.append(f"{corpus.name}: {line}{' (made before)' if made else ''}")
+        lines.append(f"{corpus.name}: {line}{' (already made)' if made else ''}")
         if not made:
             seconds += corpus_seconds
             width = (2 if len(context.tokenizer) <= 1 << 16 else 4) + (1 if corpus.chat else 0)
