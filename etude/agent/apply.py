@@ -110,7 +110,7 @@ def _apply(root: _RootDirectory, change: FileDiff) -> None:
 
 
 def _write_replacement(here: int, name: str, change: FileDiff, after: ManifestEntry) -> None:
-    """Write the new file beside the old one, then rename it over the old one."""
+    """Write the new file next to the old one, then rename it over the old one."""
     part = f".etude-{secrets.token_hex(8)}"
     try:
         if after.kind == "link":

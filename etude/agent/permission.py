@@ -1,7 +1,7 @@
-"""Permission to act on the user's own directory (`--direct`): reading in it is free, everything else needs approval.
+"""Permission to act on the user's own directory (`--direct`): reading in it needs no approval, everything else does.
 
 Approval is needed for changes, commands, web access, and reading outside the directory. The user answers yes, no (or a
-reason, which the model is told), always for this tool, or always for this command or file.
+reason, which is passed to the model), always for this tool, or always for this command or file.
 """
 
 import json
@@ -32,7 +32,7 @@ class Permissions:
 
     async def __call__(self, call: ToolCall, tool: Tool) -> bool | str:
         subject = approval_subject(call)
-        if self.is_free(call, tool) or tool.name in self.tools or (tool.name, subject) in self.exact:
+        if self.is_always_allowed(call, tool) or tool.name in self.tools or (tool.name, subject) in self.exact:
             return True
         what = "command" if tool.name == "run_terminal_cmd" else "file" if first_path(call) else "call"
         answer = (await self.ask(call, tool, CHOICES.format(tool=call.name, what=what))).strip()
@@ -50,7 +50,7 @@ class Permissions:
             case _:
                 return answer
 
-    def is_free(self, call: ToolCall, tool: Tool) -> bool:
+    def is_always_allowed(self, call: ToolCall, tool: Tool) -> bool:
         """Return whether a call needs no approval."""
         if tool.name in SESSION_TOOLS:
             return True

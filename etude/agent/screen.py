@@ -88,7 +88,7 @@ class Screen:
     # ------------------------------------------------------------------------------------------- the session
 
     def stream_text(self, part: StreamPart, text: str) -> None:
-        """Print a piece of the model's answer as it arrives."""
+        """Print a part of the model's answer as it arrives."""
         with self._lock:
             if part == "call":
                 self.end_line()

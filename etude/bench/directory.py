@@ -63,7 +63,7 @@ class BenchDirectory:
 
 @dataclass(frozen=True)
 class BenchSpec:
-    """What a comparison runs: the policies, the tasks, the samples per task, and the settings."""
+    """The specification of a comparison: policies, tasks, trials per task (`samples`) and settings."""
 
     policies: tuple[BenchPolicy, ...]
     profiles: Mapping[str, PolicyProfile]  # by policy

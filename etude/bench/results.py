@@ -2,7 +2,7 @@
 
 The estimators are those of `etude.evaluation.held_out`: tasks are the independent samples, so means and bootstrap
 intervals are over tasks, and policies are compared task by task. Only tasks whose trials are all scored count.
-Infrastructure failures do not count as zeros; they are reported beside the means.
+Infrastructure failures do not count as zeros; they are reported separately.
 """
 
 from collections import Counter
@@ -130,7 +130,7 @@ def policy_summary(results: PolicyResults, price: TokenPrice | None = None) -> J
         "score": _estimate(line, "score"),
         "pass_at": {str(k): _estimate(line, f"best/{k}", 0.0, 1.0) for k in steps},
         "best_of": {str(k): line[f"best_score/{k}"] for k in steps},
-        "spent": _spent(evaluation, price),
+        "spent": _mean_resources(evaluation, price),
         "per_solved": _per_solved(trials, price),
         "by_category": _by_category(line, steps[-1]),
         "endings": _shares(line, "ending/"),
@@ -163,7 +163,7 @@ def difference(before: PolicyResults, after: PolicyResults) -> JsonObject:
 
 
 def task_rows(found: Sequence[PolicyResults]) -> list[JsonObject]:
-    """Return a row per task with the results of each policy's samples; tasks without any result are left out."""
+    """Return a row per task with the results of each policy's trials; tasks without any result are left out."""
     rows: dict[str, JsonObject] = {}
     for results in found:
         for slot in results.graded:
@@ -210,7 +210,7 @@ def _estimate(line: Mapping[str, Any], name: str, least: float = -np.inf, most: 
     return {"mean": line[name], "low": max(low, least), "high": min(high, most)}
 
 
-def _spent(evaluation: Evaluation, price: TokenPrice | None) -> dict[str, Estimate]:
+def _mean_resources(evaluation: Evaluation, price: TokenPrice | None) -> dict[str, Estimate]:
     """Return mean resources per trial, with intervals over tasks."""
     measures = dict(SPENT)
     if price is not None:

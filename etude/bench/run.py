@@ -1,4 +1,4 @@
-"""Run a comparison: every policy on every task, several samples each, a few trials at a time.
+"""Run a comparison: every policy on every task, several trials each, a few of them at a time.
 
 Each trial is a slot in its policy's queue. Infrastructure failures are retried and counted separately; a task that
 fails too often is given up for that policy, never scored zero. Checkpoints are loaded one after the other; endpoints
@@ -33,7 +33,7 @@ from etude.tasks.task import Task
 WORKER = "bench"  # the only worker of these queues
 MAX_REASON_LENGTH = 1000  # characters of a failure reason kept in the queue
 POLICY_KEYS = ("kind", "where", "model", "window", "dialect")  # of bench.json, copied to the summary
-HOPELESS_AFTER = 3  # tasks given up without any scored trial: the cause is not in the tasks
+MAX_UNSCORED_TASKS = 3  # tasks given up without any scored trial: the cause is not in the tasks
 
 log = logging.getLogger("etude.bench")
 
@@ -132,7 +132,7 @@ class _BenchRun:
                     slots.fail(slot, str(error)[:MAX_REASON_LENGTH])
                     self.update_progress(policy, slots)
                     await runner.check(error)
-                    check_not_hopeless(slots, error)
+                    check_some_trial_scored(slots, error)
                 else:
                     await self.save_trial(policy, slots, slot, rollout)
 
@@ -201,11 +201,11 @@ def queue_tasks(slots: RolloutQueue, tasks: Iterable[str]) -> None:
             start(slots, 0 if before is None else int(before.task.partition("/")[0]) + 1, [task])
 
 
-def check_not_hopeless(slots: RolloutQueue, error: RolloutFailed) -> None:
+def check_some_trial_scored(slots: RolloutQueue, error: RolloutFailed) -> None:
     """Raise EtudeError if a policy has no scored trial and several tasks given up: the cause is not in the tasks."""
     groups = latest_groups(slots).values()
     given_up = sum(bool(group.dropped) for group in groups)
-    if given_up >= min(HOPELESS_AFTER, len(groups)) and not any(group.ready for group in groups):
+    if given_up >= min(MAX_UNSCORED_TASKS, len(groups)) and not any(group.ready for group in groups):
         raise EtudeError(f"no trial could be scored, and {given_up} tasks were given up; the last error: {error}")
 
 

@@ -243,7 +243,7 @@ class Tokenizer:
     ) -> str:
         """Render a chat with the chat template; `variables` are template variables such as `enable_thinking`."""
         if self.chat_template is None:
-            raise InputError("this tokenizer has no chat template; add a chat_template.jinja beside tokenizer.json")
+            raise InputError("this tokenizer has no chat template; add a chat_template.jinja next to tokenizer.json")
         if tools and "tools" not in self.chat_template:
             raise InputError("tools were given, but the chat template of this tokenizer does not render tools")
         values = self.roles | {"messages": list(messages), "tools": list(tools) if tools else None} | variables

@@ -404,7 +404,7 @@ def from_atif(document: Mapping[str, Any], name: str = "document") -> Trace:
         if isinstance(etude, dict) and etude.get("format") != FORMAT:
             raise InputError(f"{place}.format: {etude.get('format')!r}; this program reads {FORMAT}")
         kept: EtudeExtra = from_json(EtudeExtra, etude, place)
-        return _restore(_read_document(_put_back_lost(document, kept, f"{place}.restore"), name), name)
+        return _restore(_read_document(_restore_lost_values(document, kept, f"{place}.restore"), name), name)
     except (RecursionError, MemoryError):
         raise InputError(f"{name}: too large or nested too deeply to be read") from None
 
@@ -415,7 +415,7 @@ def _read_document(document: Any, name: str) -> Trajectory:
     return trajectory
 
 
-def _put_back_lost(document: Any, kept: EtudeExtra, where: str) -> Any:
+def _restore_lost_values(document: Any, kept: EtudeExtra, where: str) -> Any:
     """Return the document with the values that strict JSON could not represent."""
     if not kept.restore:
         return document

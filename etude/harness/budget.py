@@ -12,7 +12,9 @@ class Budget(Settings):
 
     renamed_keys: ClassVar[dict[str, str]] = {"answer": "max_turn_tokens"}
 
-    turns: int | None = Field(default=None, ge=1, description="turns of the model")
-    tokens: int | None = Field(default=None, ge=1, description="tokens the model samples, over all segments")
-    seconds: float | None = Field(default=None, gt=0, description="wall-clock time; not given: the task's own limit")
-    max_turn_tokens: int = Field(default=4096, ge=1, description="tokens of one turn")
+    turns: int | None = Field(default=None, ge=1, description="maximum turns of a session")
+    tokens: int | None = Field(default=None, ge=1, description="maximum sampled tokens of a session, over all segments")
+    seconds: float | None = Field(
+        default=None, gt=0, description="maximum seconds of a session; default: the task's own limit"
+    )
+    max_turn_tokens: int = Field(default=4096, ge=1, description="maximum tokens of one turn")

@@ -1,4 +1,4 @@
-"""Model clients: what a session asks for the next turn, by token ids or through a chat API.
+"""Model clients: they generate the next turn of a session, by token ids or through a chat API.
 
 A client holds the context of the current segment. Appended messages are pending until `flush` adds them to the context.
 `TokenModelClient` is for training and exact evaluation: sampled tokens are kept as they are and the context is only
@@ -54,7 +54,7 @@ class ModelClient(ABC):
     model: str
     exact: bool  # the trace has token ids
     window: int  # context length in tokens
-    on_text: PartListener  # receives the turn while it is generated, for display
+    on_text: PartListener  # called with parts of the turn while it is generated, for display
 
     @property
     @abstractmethod

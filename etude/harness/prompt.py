@@ -1,4 +1,4 @@
-"""The prompt of a session: system message, past messages, recent files and the task, as in the report.
+"""The prompt of a session: system message, past messages, recent files and the task, as in Composer 2's report.
 
 The chat template of the dialect adds the tool-call format. Training, evaluation and `etude agent` use the same
 functions, so their prompts are identical.
@@ -38,7 +38,7 @@ class SessionRequest:
 
 @dataclass(frozen=True)
 class Recap:
-    """What a segment after a summary starts from, besides the request."""
+    """The state that a segment after a summary opens with, in addition to the request."""
 
     summary: str
     plan: str  # current to-dos

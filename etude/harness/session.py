@@ -28,9 +28,9 @@ from etude.harness.tools.tool import ToolOutcome
 from etude.harness.trace import Cost, SegmentKind, SessionEnding, Step, StepKind, Trace
 
 T = TypeVar("T")
-PENDING_SPAN = (-1, -1)  # of messages that are not in the context yet
+PENDING_SPAN = (-1, -1)  # span of messages that are not in the context yet
 ABORTED = ToolOutcome("This call was stopped before its end.", "aborted")
-MIN_TURN_TOKENS = 16  # with less room, no turn is requested
+MIN_TURN_TOKENS = 16  # minimum room in the window for requesting a turn
 MIN_RESULT = 200  # characters of a result that are never cut
 CUT_NOTICE = "\n[cut here: the rest does not fit in the context]"
 
@@ -109,7 +109,7 @@ class Session:
         return self.trace(ending)
 
     async def _next_turn(self, max_tokens: int) -> Turn | None:
-        """Return the next model turn of at limit `max_tokens`; None if it was interrupted."""
+        """Return the next model turn, of at most `max_tokens` tokens; None if it was interrupted."""
         span = self.client.flush()
         self.steps = [replace(step, span=span) if step.span == PENDING_SPAN else step for step in self.steps]
         return await self._unless_interrupted(self.client.complete(max_tokens))

@@ -104,5 +104,5 @@ def check_prompt_fits(
     if size >= room:
         raise InputError(
             f"the prompt has {size:,} tokens, but only {room:,} of the window of {client.window:,} are free for it: "
-            "render_result fewer tools, use the short system prompt or shorten the request"
+            "show fewer tools, use the short system prompt or shorten the request"
         )

@@ -49,7 +49,9 @@ class SummarySettings(Settings):
 
     renamed_keys: ClassVar[dict[str, str]] = {"most": "max_summaries", "attempts": "max_attempts"}
 
-    mode: SummaryMode = Field(default="self", description="self-summaries, compaction, or off: a full window ends it")
+    mode: SummaryMode = Field(
+        default="self", description="self-summaries, compaction, or off: the session ends when the window is full"
+    )
     trigger: int = Field(default=0, ge=0, description="tokens of a segment that trigger a summary; 0: when nearly full")
     reserve: int = Field(default=2048, ge=1, description="tokens of the window kept free for a summary")
     max_attempts: int = Field(default=2, ge=1, description="unusable summaries after which the session ends")

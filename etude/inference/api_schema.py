@@ -204,7 +204,7 @@ class ChatRequest(BaseRequest):
         if self.top_logprobs:
             raise ValueError("top_logprobs: this server returns those of sampled tokens only; leave it out")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens are the same thing and differ; give one")
+            raise ValueError("max_tokens and max_completion_tokens mean the same, but their values differ; give one")
         return self
 
     @property

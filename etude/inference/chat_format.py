@@ -1,6 +1,6 @@
 """Chats to tokens and back: messages become a prompt, and a model's text becomes content and tool calls.
 
-A `ServerChatFormat` is all that the server knows of a chat format. `HermesChatFormat` is that of Qwen and of our own
+`ServerChatFormat` is the server's interface to a chat format. `HermesChatFormat` is that of Qwen and of our own
 template: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`. Text that is not a call is kept unchanged.
 """
 

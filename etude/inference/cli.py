@@ -24,7 +24,7 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on; one that other machines can reach needs a token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     token_file: Annotated[
         Path | None, typer.Option(help="File with the token that clients must send.", show_default=False)
     ] = None,
@@ -41,7 +41,7 @@ def serve(
     max_streams: Annotated[int, typer.Option(min=1, help="Sequences that run at the same time.")] = 64,
     max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more are refused.")] = 1024,
     on_swap: Annotated[
-        Literal["keep", "recompute"], typer.Option(help="KV cache of running sequences when new weights are loaded.")
+        Literal["keep", "recompute"], typer.Option(help="Keep or recompute the KV cache when new weights are loaded.")
     ] = "keep",
     drafts: Annotated[
         int, typer.Option(min=0, help="Tokens that the MTP layers draft per verification (slower so far); 0: none.")

@@ -43,12 +43,12 @@ logger = logging.getLogger(__name__)
 class EngineOptions:
     """Size of the KV cache and of a step, and how they are used."""
 
-    kv_cache_tokens: int = 65_536  # of KV cache, over all sequences
+    kv_cache_tokens: int = 65_536  # capacity of the KV cache, over all sequences
     page_size: int = 16  # tokens of a page
     max_sequences: int = 64  # running at once
     max_step_tokens: int = 512  # of one step: decoding sequences first, then prefill chunks
     prefix_caching: bool = True  # sequences with the same prefix share pages
-    on_swap: CachePolicy = "keep"  # what new weights do to keys and values of the old ones
+    on_swap: CachePolicy = "keep"  # keep or recompute cached keys and values when new weights are loaded
     drafts: int = 0  # tokens drafted by the MTP layer for each verification; 0: no speculation
     burst: int = 16  # tokens decoded between two returns to the host, where graphs are captured
     invariant: bool = False  # a sequence's numbers never depend on what else is in the batch; slower
@@ -193,7 +193,7 @@ class Engine:
     @torch.inference_mode()
     def _step(self) -> bool:
         # A step with prefill adds one token to each sequence, and agents' short turns arrive all the time: without a
-        # burst after it nearly every token would cost such a step. When prompts pile up, prefill goes on instead.
+        # burst after it nearly every token would cost such a step. When many prompts wait, prefill continues instead.
         step = self.scheduler.schedule(prefill=not self._burst_is_due)
         self._burst_is_due = self.graph_runner is not None and bool(step.prefill) and not step.exhausted
         for sequence in step.cancelled:

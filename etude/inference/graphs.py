@@ -37,7 +37,7 @@ class BurstResult:
     routing: np.ndarray | None  # [steps, sequences, moe layers, experts per token]
 
 
-# A mixed graph computes its padding rows too, up to a third: where that takes longer than launching, it is no gain.
+# Limits of mixed graphs: up to a third of their rows is padding, whose cost must stay below the launches saved.
 MAX_GRAPH_TOKENS = 8192
 MAX_GRAPH_WORK = 1 << 40  # tokens times parameters: some milliseconds of an H200
 MIN_TABLE_TOKENS = 4096  # covered by the narrowest page table; attention's cost grows with its width, used or not

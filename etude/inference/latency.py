@@ -10,7 +10,7 @@ OUTPUT_TOKEN_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 
 
 @dataclass
 class Histogram:
-    """Counts of values at most each bound and above the one before; the last count is of all beyond."""
+    """Counts of values by bucket: (previous bound, bound], and a last one for values above all bounds."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """The paged KV cache as `etude.model` sees it, and the batch of one step laid out over it.
 
 A step is one flat row of tokens: first one for each decoding sequence, then prefill chunks. For latent attention the
-cache holds latents. Attention itself is in `kernels/paged.py`; this file decides where things lie.
+cache holds latents. Attention itself is in `kernels/paged.py`; this file computes the layout.
 """
 
 from dataclasses import dataclass

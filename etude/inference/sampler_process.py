@@ -64,7 +64,7 @@ class SamplerProcessSettings:
 
 
 def process_settings(layout: RunLayout, settings: SamplerRunSettings) -> SamplerProcessSettings:
-    """Return what the recipe of a run tells its samplers."""
+    """Return the settings of a sampler process from the recipe of its run."""
     sampler = settings.sampler
     options = EngineOptions(
         kv_cache_tokens=sampler.kv_cache_tokens,
@@ -113,7 +113,7 @@ class Fetched:
 
 
 class VersionFollower:
-    """Reads new weight versions from the store, and knows why the newest cannot be used."""
+    """Reads new weight versions from the store, and records why the newest cannot be used."""
 
     def __init__(self, bucket: MeteredObjectStore) -> None:
         self.bucket = bucket
@@ -302,14 +302,14 @@ class Sampler:
             "model": str(self.settings.model),
             "problem": self.follower.problem,
             **self._loaded,
-            **self._figures(),
+            **self._metrics(),
         }
         try:
             write_status(self.layout, self.name, **facts)
         except OSError as error:
             print(f"{self.name}: the status file cannot be written: {error}", file=sys.stderr, flush=True)
 
-    def _figures(self) -> dict[str, Any]:
+    def _metrics(self) -> dict[str, Any]:
         if self.service is None:
             return {}
         stats, (then, before), now = self.service.stats(), self._sampled, time.monotonic()

@@ -67,8 +67,8 @@ class Scheduler:
         self.waiting: deque[SequenceState] = deque()  # oldest first
         self.running: list[SequenceState] = []  # oldest first; only these hold pages
         self.preemptions = 0
-        self.on_release: Callable[[SequenceState], None] = lambda sequence: None  # its pages are given up
-        self.prefix_root_of: Callable[[SequenceState], int] = lambda sequence: 0  # for one that starts now
+        self.on_release: Callable[[SequenceState], None] = lambda sequence: None  # called when it loses its pages
+        self.prefix_root_of: Callable[[SequenceState], int] = lambda sequence: 0  # for a sequence that starts
         self._cancelling: list[SequenceState] = []  # cancelled, still waiting or running
 
     def add(self, sequences: list[SequenceState]) -> None:

@@ -53,7 +53,7 @@ from etude.inference.responses import ChoiceBuilder, ResponseBuilder, chat_schem
 from etude.inference.service import ContextLengthExceeded, Draining, EngineBroken, EngineService, Generation, QueueFull
 
 MAX_BODY = 64 << 20  # bytes of a JSON body: a prompt of a few million tokens
-GRACE_S = 30.0  # for running requests to finish when the server is told to stop
+GRACE_S = 30.0  # for running requests to finish when the server is stopped
 WATCH_S = 0.5  # between two checks whether the engine still works
 
 T = TypeVar("T")

@@ -77,7 +77,7 @@ class WeightSwap:
     version: int
     on_swap: CachePolicy
     in_flight: int  # sequences that go on with the new weights
-    seconds: float  # that sampling stood still
+    seconds: float  # for which sampling was paused
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class EngineService:
                 yield delta
 
     async def submit(self, prompt: Sequence[int], sampling: Sampling, *, streaming: bool = False) -> Generation:
-        """Accept a request, or raise why not. Without `streaming`, deltas come only at a completion's end."""
+        """Accept a request, or raise why it is refused. Without `streaming`, deltas come only at a completion's end."""
         self._check(prompt, sampling)
         generation = Generation(self, prompt, sampling, streaming)
         with self._wake:
@@ -285,7 +285,7 @@ class EngineService:
             raise Draining("draining: running requests are finished, new ones are refused")
         limit = self.engine.options.max_sequences + self.max_waiting
         if samples > limit:
-            raise InputError(f"{samples:,} samples of one prompt; at most {limit:,} can run and wait here together")
+            raise InputError(f"{samples:,} completions of one prompt; at most {limit:,} can run and wait here together")
         if self._open_sequences + samples > limit:
             self._refused += 1
             raise QueueFull(f"{self._open_sequences:,} sequences run or wait, of at most {limit:,}; try again later")
@@ -542,7 +542,7 @@ class EngineService:
             self._open_sequences -= samples
 
     def _fail(self, error: EngineBroken) -> None:
-        """Fail all requests and pending commands, as the last act of the thread."""
+        """Fail all requests and pending commands; the thread ends after this."""
         with self._wake:
             self._closing = True
             left, self._commands = list(self._commands), deque()

@@ -115,7 +115,7 @@ class RunApi:
                 "outcome": outcome,
                 "stages": self._stages(stages, recipe, records, lineage, curves, outcome),
                 "training": curves,
-                "measures": _single_measurements(records),
+                "measures": _evaluation_stage_records(records),
                 "rl": rl,
                 "newest": as_number(records[-1].get("time")) if records else None,
             }
@@ -390,8 +390,8 @@ def _stamp(path: Path) -> list[float]:
     return [info.st_mtime, info.st_size]
 
 
-def _single_measurements(records: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return the records of stages that measure once and train nothing, such as bits per byte."""
+def _evaluation_stage_records(records: Sequence[JsonObject]) -> list[JsonObject]:
+    """Return the records of stages that only evaluate a model, such as bits per byte."""
     lines = [record for record in records if record.get("stage") == "nll"]
     return [{name: as_number(value) for name, value in line.items() if as_number(value) is not None} for line in lines]
 

@@ -71,7 +71,7 @@ def _curve_metric(stage: str, steps: Sequence[JsonObject]) -> str | None:
 
 
 def _by_position(records: Sequence[JsonObject]) -> list[list[float]]:
-    """Return the first and the last measurement of the loss by position in the context window."""
+    """Return the first and the last held-out loss by position in the context window."""
     found = [losses for record in records if isinstance(losses := record.get("loss_by_position"), list) and losses]
     ends = [*found[:1], *found[1:][-1:]]
     return [[value for loss in losses if (value := as_number(loss)) is not None] for losses in ends]

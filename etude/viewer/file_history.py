@@ -2,7 +2,7 @@
 
 A file's contents are known once it was written or read completely. An edit of a known file is shown with surrounding
 lines, any other with only the replaced and the new text. Commands may change files unnoticed: if a call contradicts the
-known contents, the call is right.
+known contents, the call is trusted.
 """
 
 import difflib

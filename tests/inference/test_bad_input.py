@@ -96,7 +96,7 @@ class TestBadInput:
             ({"tokens": [1.5]}, "tokens.0"),
             ({"tokens": ["a"]}, "tokens.0"),
             ({"tokens": [1], "sampling": {"samples": 5000}}, "samples is 5000"),
-            ({"tokens": [1], "sampling": {"samples": 200}}, "200 samples of one prompt"),
+            ({"tokens": [1], "sampling": {"samples": 200}}, "200 completions of one prompt"),
             ({"tokens": [1], "sampling": {"seed": -1}}, "seed is -1"),
             ({"tokens": [1], "sampling": {"seed": 2**64}}, "seed is 18446744073709551616"),
             ({"tokens": [1], "sampling": {"stop": [999_999]}}, "stop token id 999999 is not in the vocabulary"),

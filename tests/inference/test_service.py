@@ -179,7 +179,7 @@ def test_a_full_queue_refuses_and_has_room_again_later() -> None:
         await until(lambda: service.open_sequences == 6)
         with pytest.raises(QueueFull, match="6 sequences run or wait, of at most 6"):
             await service.complete_many([1], Sampling(max_tokens=3))
-        with pytest.raises(InputError, match="7 samples of one prompt"):  # waiting would not help
+        with pytest.raises(InputError, match="7 completions of one prompt"):  # waiting would not help
             await service.complete_many([1], Sampling(max_tokens=3, samples=7))
         await service.resume()
         assert len(await asyncio.gather(*tasks)) == 6

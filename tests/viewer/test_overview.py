@@ -95,7 +95,7 @@ def test_the_metric_of_draft_layers_is_their_acceptance_rate() -> None:
     assert (data["before"], data["after"]) == (0.1, pytest.approx(0.3))
 
 
-def test_the_loss_by_position_has_its_first_and_last_measurement() -> None:
+def test_the_loss_by_position_has_its_first_and_last_evaluation() -> None:
     records = [line("extend", at, at, loss=2.0, tokens=at + 1, loss_by_position=[3.0 - at, 2.0 - at]) for at in (0, 1)]
     curve = training_curve("extend", records)
     assert curve is not None

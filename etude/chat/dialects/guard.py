@@ -2,7 +2,7 @@
 
 Before the template sees a text, a character from Unicode's private use area is inserted into each control token that
 the text spells. After rendering, only control tokens written by the template itself are intact and get their ids;
-everything between them is encoded as plain text, in one piece, with the inserted characters removed.
+everything between them is encoded as plain text, as one string, with the inserted characters removed.
 """
 
 import re

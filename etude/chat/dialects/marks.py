@@ -1,7 +1,7 @@
 """Finds where thinking and calls begin and end in the tokens of a model turn.
 
 A mark is a token. Where the vocabulary has no such token, the mark is text and counts only at the start of a line: JSON
-escapes newlines, so no argument of a call can contain one. A mark in a place where it means nothing is text.
+escapes newlines, so no argument of a call can contain one. A mark where the layout allows none is text.
 """
 
 import re

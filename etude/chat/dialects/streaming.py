@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from etude.chat.dialects.dialect import Dialect
 from etude.chat.messages import ParsedTurn, PartListener, StreamPart
 
-MIN_INTERVAL_S = 0.03  # between two parses; people do not read faster
+MIN_INTERVAL_S = 0.03  # between two parses; more often would not be visible to a reader
 PARSE_INTERVAL_RATIO = 5  # limits parsing to about a fifth of the time, however long the turn
 MARK = re.compile(r"<[^\s>]*")  # start of a mark that is spelled as text, which stands at the start of a line
 

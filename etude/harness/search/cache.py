@@ -1,7 +1,7 @@
 """Embeddings on disk, shared by all processes of a user.
 
-The cache may be lost, but it is never wrong and never blocks: a vector with a wrong checksum counts as missing, a
-damaged file is replaced, and with a full, read-only or busy disk nothing is cached.
+Losing the cache costs only time. It never returns a wrong vector and never blocks: a vector with a wrong checksum
+counts as missing, a damaged file is replaced, and with a full, read-only or busy disk nothing is cached.
 """
 
 import fcntl

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-# A screenful. The embedding model reads about 25 lines of code; longer chunks are found by their head and their words.
+# About a screenful. The embedding model reads about 25 lines of code; longer chunks are found by their head and words.
 MAX_LINES = 40
 MAX_CHARS = 3_000
 MIN_LINES = 8  # shorter blocks of unknown languages are joined

@@ -74,7 +74,7 @@ class Embedder:
         self._encoder: TextEncoder | None = None
         self._loading = threading.Lock()
         self.cache = cache
-        self._lock = threading.Lock()  # of everything below
+        self._lock = threading.Lock()  # guards everything below
         self._known: OrderedDict[bytes, Vector] = OrderedDict()
         self._waiting: dict[bytes, _PendingText] = {}
         self._urgent: dict[bytes, None] = {}  # keys of _waiting that go first

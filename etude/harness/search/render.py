@@ -38,7 +38,7 @@ def render_hit(number: int, hit: Hit) -> str:
 
 
 def _summary(result: SearchResult) -> str:
-    """Describe what was searched and what was left out, so that no result is not taken for no match."""
+    """Describe what was searched and what was left out: an empty result may be due to files left out."""
     count = len(result.hits)
     what = f"{count} result{'' if count == 1 else 's'}" if count else "No results"
     scope = f"{result.files:,} files, {result.chunks:,} chunks"

@@ -76,7 +76,7 @@ class CodebaseSearcher:
         self.lexical_only = lexical_only
         self.limits = limits or SearchLimits()
         self._workspaces: weakref.WeakKeyDictionary[FileSource, _IndexedWorkspace] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()  # of _files and _chunks: files are indexed in several threads
+        self._lock = threading.Lock()  # guards _files and _chunks: files are indexed in several threads
         self._files: OrderedDict[str, IndexedFile] = OrderedDict()  # by computed digest, never by a claimed one
         self._chunks = 0
         self._indexes: OrderedDict[str, CodeIndex] = OrderedDict()

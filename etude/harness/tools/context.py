@@ -1,6 +1,6 @@
 """The state of one session's tools: the tool server in the pod, the to-dos, and providers outside the pod.
 
-`SearchProvider` and `WebProvider` serve what is not in the pod. Search sees the workspace only through a `FileSource`.
+`SearchProvider` and `WebProvider` run outside the pod. Search sees the workspace only through a `FileSource`.
 """
 
 import math
@@ -48,7 +48,7 @@ class Todo:
 
 @dataclass(eq=False)
 class ToolContext:
-    """What tools act on. State in the pod survives a fork of the pod; `state()` returns the rest."""
+    """Services and state that tools use. State in the pod survives a fork of the pod; `state()` returns the rest."""
 
     server: ToolServer
     tool_set: ToolSet

@@ -26,7 +26,7 @@ async def _read_lints(context: ToolContext, arguments: Mapping[str, Any]) -> Too
 
 
 async def _upload_ruff(context: ToolContext) -> bool:
-    """Upload the host's ruff to the pod; return False if there is none or the pod has no room (the model is told)."""
+    """Upload the host's ruff to the pod; return False if there is none or the pod has no room."""
     beside_python = Path(sys.executable).parent / "ruff"
     found = str(beside_python) if beside_python.is_file() else shutil.which("ruff")
     if found is None:

@@ -1,4 +1,4 @@
-"""Clients by where the model is: in this process, behind Etude's server, behind vLLM, SGLang or any chat API."""
+"""Clients of a model in this process, or behind an Etude server, vLLM, SGLang or any OpenAI-compatible chat API."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

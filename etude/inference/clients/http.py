@@ -59,7 +59,7 @@ class HttpPolicy(PolicyBase):
         where = f"{used[-1]}/generate"
         found = [completion_from_json(item, where) for item in member(response, "samples", list, where)]
         if len(found) != sampling.samples:
-            raise InvalidResponse(f"{where}: {len(found)} samples; expected {sampling.samples}")
+            raise InvalidResponse(f"{where}: {len(found)} completions; expected {sampling.samples}")
         return found
 
     async def complete_streaming(

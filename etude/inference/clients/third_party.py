@@ -1,7 +1,7 @@
 """Common parts of the vLLM and SGLang clients: the meaning of reported log-probabilities, weight paths, endings.
 
 Those servers report one log-probability for each token. Whether it belongs to the distribution sampled from or to the
-model's own depends on the server; where the other is unknown it is NaN, which no gradient survives unnoticed. They also
+model's own depends on the server; the unknown one is NaN, so that a loss that uses it fails visibly. They also
 do not report which weights produced a token: a completion that spans a weight swap gets the older version.
 """
 

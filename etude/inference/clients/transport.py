@@ -134,7 +134,7 @@ class Transport:
         json: Any,
         on_failure: Callable[[str, bool], None] = lambda url, busy: None,
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the lines of the response to a POST as they arrive. A response that has begun is not retried."""
+        """Yield the lines of the response to a POST as they arrive. A response that has started is not retried."""
         response, where = await self._request("POST", path, server, on_failure, json_body(json), stream=True)
         try:
             if response.status >= 400:
@@ -175,7 +175,7 @@ class Transport:
                     return response, where
                 on_failure(url, response.status == 429)
                 problem: EtudeError = error_from_response(response, where)
-                with contextlib.suppress(ValueError):  # it may also be a date
+                with contextlib.suppress(ValueError):  # Retry-After may also be a date
                     retry_after = float(raw.headers.get("retry-after", 0))
             except aiohttp.SocketTimeoutError:
                 raise ServerUnreachable(f"{where}: no response in {self.retry.timeout:g} s") from None

@@ -190,7 +190,7 @@ async function start() {
   });
   document.addEventListener("keydown", onKey);
   addEventListener("hashchange", show);
-  const foot = about ? `A report of etude. ${about}` : "Read only: nothing here changes the run.";
+  const foot = about ? `Report written by etude. ${about}` : "Read only: nothing here changes the run.";
   setChildren(document.getElementById("foot"), h("p", foot));
   await Promise.all([loadRunName(), show()]);
   let stale = {metrics: false, rollouts: false};

@@ -139,7 +139,7 @@ function rewards(steps) {
   }
   return chart({
     title: "Reward",
-    caption: "Of the rollouts that each step trained on, and of the best in each group. " +
+    caption: "Mean over the rollouts that each step trained on, and over the best of each group. " +
       "The band is a 95 % interval over prompts.",
     wide: true, x: steps.x, y: THREE, layers, open: toStep(steps.numbers), openHint: "click for these rollouts",
   });
@@ -232,14 +232,15 @@ function mismatch(steps) {
 function trainerSeconds(steps) {
   const wall = steps.get("wall_s");
   if (!wall) return null;
-  const waited = steps.below("waited/").map(([what, values]) => [`waiting for ${humanize(what)}`, values]);
+  const reason = (name) => (name === "measurement" ? "evaluation" : humanize(name)); // the metric keeps its old name
+  const waited = steps.below("waited/").map(([what, values]) => [`waiting for ${reason(what)}`, values]);
   if (!waited.length && steps.get("waited_s")) waited.push(["waiting", steps.get("waited_s")]);
   const pairs = [["training", steps.get("step_s") ?? wall.map(() => 0)], ...waited];
   const accounted = (at) => pairs.reduce((sum, [, values]) => sum + (values[at] ?? 0), 0);
   const rest = wall.map((value, at) => Math.max(0, value - accounted(at)));
   if (rest.some((value, at) => value > 0.02 * wall[at])) pairs.push(["other", rest]);
   const tones = {training: 2, "waiting for rollouts": 3, waiting: 3, "waiting for slow groups": 6,
-    "waiting for measurement": 5, other: 8};
+    "waiting for evaluation": 5, other: 8};
   return stepChart(steps, "Trainer time", "Seconds of each step.", colouredLayers(pairs, "bar", tones),
     {stack: true, y: {low: 0, format: seconds}});
 }
@@ -255,7 +256,7 @@ function waitingShare(steps) {
 function failures(steps) {
   const tones = {failed: 7, lost: 3, stale: 5, dropped: 8};
   const known = steps.below("infrastructure/").filter(([kind, values]) => kind in tones && values.some(Boolean));
-  return stepChart(steps, "Retried rollouts", "Failed, lost or stale rollouts, and groups given up; in no mean.",
+  return stepChart(steps, "Retried rollouts", "Failed, lost or stale rollouts, and groups given up; not in any mean.",
     known.map(([kind, values]) => ({name: humanize(kind), kind: "bar", values, tone: tones[kind], alone: true})),
     {stack: true});
 }

@@ -63,9 +63,9 @@ function interpolated(values) {
 function positions(data) {
   const [first, last] = data.by_position;
   const count = first.length;
-  const name = last ? "first measurement" : "held-out loss";
+  const name = last ? "first evaluation" : "held-out loss";
   const layers = [{name, kind: "line", values: first, tone: last ? 8 : 3, dots: 40}];
-  if (last) layers.push({name: "last measurement", kind: "line", values: last, tone: 3, dots: 40});
+  if (last) layers.push({name: "last evaluation", kind: "line", values: last, tone: 3, dots: 40});
   return chart({
     title: `${data.stage}: loss by position`,
     caption: `Held-out loss in every ${ORDINALS[count] ?? "part"} of the window; later tokens have more context.`,

@@ -44,7 +44,7 @@ def search_replace(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[
     if not places:
         raise Refusal("environment", f"old_string was not found in {shown}.\n{nearest.explain(data, old)}")
     if len(places) > 1 and not arguments.get("replace_all"):
-        raise Refusal("environment", _several(shown, data, [place.start() for place in places]))
+        raise Refusal("environment", _ambiguous_match_text(shown, data, [place.start() for place in places]))
     replacement = _lines_as_in(new, data)
     parts, at = [], 0
     for place in places:
@@ -67,7 +67,7 @@ def _create(workspace: ToolWorkspace, path: str, text: str) -> dict[str, Any]:
     if os.path.exists(path) and os.stat(path).st_size:
         message = f"{workspace.display(path)} exists and is not empty; an empty old_string only makes a new file"
         raise Refusal("bad_arguments", f"{message}. To change it, give the text to replace as old_string")
-    return _put(workspace, path, text.encode(), "Created")
+    return _write_file(workspace, path, text.encode(), "Created")
 
 
 def write(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -77,10 +77,10 @@ def write(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str, Any]
     if unread and os.path.exists(path):
         hint = workspace.hint("read_file", "Read it with {} first.")
         raise Refusal("environment", f"{workspace.display(path)} exists and has not been read in this session.{hint}")
-    return _put(workspace, path, arguments["contents"].encode(), "Wrote")
+    return _write_file(workspace, path, arguments["contents"].encode(), "Wrote")
 
 
-def _put(workspace: ToolWorkspace, path: str, data: bytes, verb: str) -> dict[str, Any]:
+def _write_file(workspace: ToolWorkspace, path: str, data: bytes, verb: str) -> dict[str, Any]:
     shown = workspace.display(path)
     real = workspace.writable(path)
     if os.path.isdir(real):
@@ -88,7 +88,7 @@ def _put(workspace: ToolWorkspace, path: str, data: bytes, verb: str) -> dict[st
     if os.path.lexists(real) and not os.path.isfile(real):
         raise Refusal("environment", f"{shown} is not a regular file (a pipe, a socket or a device)")
     existed = os.path.exists(real)
-    old = _small(workspace, real) if existed else None
+    old = _read_if_small(workspace, real) if existed else None
     _save_and_write(workspace, real, data, old, existed)
     added, removed = _line_count(data), _line_count(old or b"")
     facts = {"path": workspace.display(real), "lines_added": added, "lines_removed": removed}
@@ -105,7 +105,7 @@ def delete_file(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str
         if os.path.isdir(real) and not os.path.islink(real):
             hint = workspace.hint("run_terminal_cmd", "Remove it with {}.")
             raise Refusal("environment", f"{shown} is a directory; only files are deleted.{hint}")
-        old = None if os.path.islink(real) or not os.path.isfile(real) else _small(workspace, real)
+        old = None if os.path.islink(real) or not os.path.isfile(real) else _read_if_small(workspace, real)
         save_original(workspace, real, old, existed=True)
         os.unlink(real)
     except OSError as error:
@@ -114,7 +114,7 @@ def delete_file(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str
     return {"text": f"Deleted {shown}.", "facts": facts}
 
 
-def _small(workspace: ToolWorkspace, real: str) -> bytes | None:
+def _read_if_small(workspace: ToolWorkspace, real: str) -> bytes | None:
     """Return the content of a file if it is small enough to save."""
     return read_bytes(workspace, real)[0] if os.path.getsize(real) <= MAX_ORIGINAL else None
 
@@ -147,7 +147,7 @@ def _lines_as_in(text: str, data: bytes) -> bytes:
     return lines.replace(b"\n", b"\r\n") if crlf > data.count(b"\n") - crlf else lines
 
 
-def _several(shown: str, data: bytes, starts: list[int]) -> str:
+def _ambiguous_match_text(shown: str, data: bytes, starts: list[int]) -> str:
     numbers = [data.count(b"\n", 0, start) + 1 for start in starts[:20]]
     listed = ", ".join(map(str, numbers)) + (", ..." if len(starts) > 20 else "")
     advice = "Add lines around it to old_string until it is found once, or set replace_all"

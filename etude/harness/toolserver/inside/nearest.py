@@ -44,7 +44,7 @@ def explain(data: bytes, old: str) -> str:
         return _found("It differs in white space inside lines.", lines, at, len(wanted), wanted)
     if (at := _find(lines, wanted, lambda line: line.strip().lower())) >= 0:
         return _found("It differs in upper and lower case.", lines, at, len(wanted), wanted)
-    return _most_alike(lines, wanted)
+    return _most_similar_lines(lines, wanted)
 
 
 def _find(lines: list[str], wanted: list[str], key: Callable[[str], str]) -> int:
@@ -105,7 +105,7 @@ def _numbered(lines: list[str], at: int, count: int) -> str:
     return "\n".join(f"{at + i + 1}|{line[:WIDTH]}" for i, line in enumerate(lines[at : at + max(1, count)]))
 
 
-def _most_alike(lines: list[str], wanted: list[str]) -> str:
+def _most_similar_lines(lines: list[str], wanted: list[str]) -> str:
     """Show the region that shares most lines, exactly or nearly, with the wanted text."""
     keys = [line.strip()[:WIDTH] for line in wanted]
     have = [line.strip()[:WIDTH] for line in lines]
