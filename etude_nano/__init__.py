@@ -5,8 +5,9 @@ Demonstrations are scripted sessions, token-exact, in pods or simulated without 
 task source `nano`. The names below are imported when first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude_nano.base_data import Amounts, make_base_data
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from etude_nano.source import generate_nano, nano_task, nano_tasks, text_digest
     from etude_nano.tokenizer import train_nano_tokenizer
 
-_HOMES = {
+_MODULES = {
     "Amounts": "etude_nano.base_data",
     "Demonstration": "etude_nano.pod_sessions",
     "DemonstratorStyle": "etude_nano.demonstrator",
@@ -54,9 +55,4 @@ __all__ = [
     "train_nano_tokenizer",
     "vocabulary_texts",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude_nano' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -14,7 +14,20 @@ import etude
 ROOT = Path(__file__).parents[1]
 # A package imports only what is listed before it. Imports inside functions and for type checking count.
 ORDER = (
-    *("__init__", "errors", "files", "system", "config", "runs", "kernels", "parallel", "chat", "model", "data"),
+    *(
+        "__init__",
+        "errors",
+        "files",
+        "lazy",
+        "system",
+        "config",
+        "runs",
+        "kernels",
+        "parallel",
+        "chat",
+        "model",
+        "data",
+    ),
     *("train", "weights", "inference", "pods", "harness", "tasks", "rewards", "rollouts", "evaluation", "cluster"),
     *("rl", "bench", "agent", "viewer", "recipe", "pipeline", "cli"),
 )

@@ -5,8 +5,9 @@ differ are shown and applied on request. Sessions are saved after every answer a
 directory and the session store is written. Importing this package loads no torch; the names below load on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.agent.apply import ApplyResult, apply_changes
@@ -42,9 +43,4 @@ __all__ = [
     "open_conversation",
     "upload_directory",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'etude.agent' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

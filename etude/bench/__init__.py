@@ -5,8 +5,9 @@ verifier, and writes trials.jsonl, summary.json and report.html to a BenchDirect
 and never count as failures of a policy. Names load on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.bench.directory import BenchDirectory, BenchSpec
@@ -38,9 +39,4 @@ __all__ = [
     "summarize",
     "write_outputs",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'etude.bench' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

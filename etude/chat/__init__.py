@@ -6,8 +6,9 @@
 Names are imported on first use, so that reading messages does not load the tokenizer library.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.chat.dialects import dialect_for
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from etude.chat.messages import Message, ParsedTurn, ToolCall
     from etude.chat.tokenizer import Tokenizer, train_tokenizer
 
-_HOMES = {
+_MODULES = {
     "ToolCall": "etude.chat.messages",
     "Dialect": "etude.chat.dialects.dialect",
     "Message": "etude.chat.messages",
@@ -33,9 +34,4 @@ __all__ = [
     "dialect_for",
     "train_tokenizer",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude.chat' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

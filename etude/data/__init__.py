@@ -5,8 +5,9 @@ Shards.open(corpus, split)               the documents of a split, memory-mapped
 next_batch(Mixture(sources, ...), rows)  the next packed rows of a weighted mixture, as tensors (needs torch)
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.data.conversations import Chat, ChatFormat, ConversationSegment, read_conversations
@@ -58,9 +59,4 @@ __all__ = [
     "read_report",
     "read_source",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'etude.data' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

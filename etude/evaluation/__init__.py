@@ -5,8 +5,9 @@
 Every mean over tasks comes with a bootstrap interval over tasks. Names are imported when first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.evaluation.codebase_nll import CodebaseNll
@@ -41,9 +42,4 @@ __all__ = [
     "summarise",
     "track_state",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'etude.evaluation' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -7,8 +7,9 @@ A client is a policy with its dialect (`TokenModelClient`) or a chat API (`ChatM
 first use, because the tool server inside a pod is part of this package and must not load torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.harness.atif import from_atif, to_atif
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from etude.harness.trace import Segment, Step, Trace
     from etude.harness.trace_store import load_trace, save_trace
 
-_HOMES = {
+_MODULES = {
     "Budget": "etude.harness.budget",
     "ChatModelClient": "etude.harness.model_client",
     "ModelClient": "etude.harness.model_client",
@@ -58,9 +59,4 @@ __all__ = [
     "save_trace",
     "to_atif",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude.harness' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

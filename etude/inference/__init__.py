@@ -6,8 +6,9 @@ async with etude.inference.EngineService(engine) as service:
     completion = await policy.complete(tokens, etude.inference.Sampling(max_tokens=64))
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.inference.clients.http import HttpPolicy
@@ -49,9 +50,4 @@ __all__ = [
     "SglangPolicy",
     "VllmPolicy",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'etude.inference' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -6,8 +6,9 @@
 Names are imported on first use, so that reading a config (`etude.model.config`) needs no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.kernels.attention import Documents
@@ -39,9 +40,4 @@ __all__ = [
     "load",
     "save",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'etude.model' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

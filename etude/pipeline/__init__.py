@@ -4,9 +4,9 @@
 package when it starts: importing this package does not load torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from etude.lazy import lazy_exports
 from etude.pipeline.stage_summary import summarize_stage
 from etude.pipeline.stages import STAGES, StageFunction, run_recipe
 
@@ -15,9 +15,4 @@ if TYPE_CHECKING:
 
 _MODULES = {"RunPlan": "etude.pipeline.dry_run.plan", "make_plan": "etude.pipeline.dry_run.plan"}  # they load torch
 __all__ = ["STAGES", "RunPlan", "StageFunction", "make_plan", "run_recipe", "summarize_stage"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'etude.pipeline' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -8,8 +8,9 @@
 The names below are imported when first used: a pod's first process imports this package too and must stay small.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.pods.fleet import Fleet, open_fleet
@@ -50,10 +51,5 @@ __all__ = [
 ]
 
 
-_HOMES = dict.fromkeys(__all__, "etude.pods.pod") | dict.fromkeys(("Fleet", "open_fleet"), "etude.pods.fleet")
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude.pods' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+_MODULES = dict.fromkeys(__all__, "etude.pods.pod") | dict.fromkeys(("Fleet", "open_fleet"), "etude.pods.fleet")
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -5,9 +5,9 @@
 `run_rl` runs the stage to its end. Everything that computes with torch is imported when first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from etude.lazy import lazy_exports
 from etude.rl.advantages import EstimatorSettings, k1, k3, token_advantages
 from etude.rollouts.group_advantages import group_advantages
 
@@ -55,9 +55,4 @@ __all__ = [
     "run_rl",
     "token_advantages",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'etude.rl' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -5,8 +5,9 @@
 An infrastructure failure is RolloutFailed and never a reward. Names are imported when first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.rollouts.queue import ReadyGroup, RolloutQueue, Slot, StaleClaim
@@ -55,9 +56,4 @@ __all__ = [
     "open_sampler_pool",
     "run_rollout",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'etude.rollouts' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -4,8 +4,9 @@
 its changes in a clean pod, returning a VerifierResult or raising VerifierFailed (infrastructure, never the agent).
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.tasks.base_images import HostSettings
@@ -78,9 +79,4 @@ __all__ = [
     "verify",
     "write_task",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'etude.tasks' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -6,8 +6,9 @@
 Names are imported on first use, so that reading the settings (`etude.train.settings`) needs no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.train.objectives import Objective, ObjectiveSums, next_token, with_mtp
@@ -52,9 +53,4 @@ __all__ = [
     "train",
     "with_mtp",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'etude.train' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -5,8 +5,9 @@
 load on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.viewer.api import RunApi, list_runs
@@ -23,9 +24,4 @@ _MODULES = {  # imported when first used
     "write_report": "etude.viewer.report",
 }
 __all__ = ["ReportSummary", "RunApi", "list_runs", "make_app", "serve", "write_report"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'etude.viewer' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

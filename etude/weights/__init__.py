@@ -5,8 +5,9 @@ with Publisher(ObjectStore("s3://bucket/run")) as publisher:      # the trainer;
 version, weights = follow(ObjectStore("s3://bucket/run"), have)   # a sampler
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.weights.delta import DeltaError, apply_delta, encode_delta
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from etude.weights.publisher import Publisher, PublishingFailed
     from etude.weights.versions import BrokenChain, Version, WeightState, follow, latest, read_version
 
-_HOMES = {
+_MODULES = {
     "BrokenChain": "etude.weights.versions",
     "DeltaError": "etude.weights.delta",
     "ObjectStore": "etude.weights.object_store",
@@ -42,9 +43,4 @@ __all__ = [
     "latest",
     "read_version",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude.weights' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -5,15 +5,16 @@
 Names are imported on first use; torch is loaded with the embedding model.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.harness.search.render import render_result
     from etude.harness.search.searcher import CodebaseSearcher, SearchResult, open_searcher
     from etude.harness.search.source import FileSource, LocalFiles, SearchLimits
 
-_HOMES = {
+_MODULES = {
     "CodebaseSearcher": "etude.harness.search.searcher",
     "FileSource": "etude.harness.search.source",
     "LocalFiles": "etude.harness.search.source",
@@ -31,9 +32,4 @@ __all__ = [
     "open_searcher",
     "render_result",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude.harness.search' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -3,15 +3,16 @@
 A tool is a `Tool`; `open_tool_executor` opens the tools of one session. Names are imported on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.harness.tools.context import ToolContext
     from etude.harness.tools.executor import ToolExecutor, exposed_tools, open_tool_executor
     from etude.harness.tools.tool import Tool, ToolError, ToolOutcome
 
-_HOMES = {
+_MODULES = {
     "Tool": "etude.harness.tools.tool",
     "ToolContext": "etude.harness.tools.context",
     "ToolError": "etude.harness.tools.tool",
@@ -29,9 +30,4 @@ __all__ = [
     "exposed_tools",
     "open_tool_executor",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude.harness.tools' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -1,7 +1,8 @@
 """Clients of a model in this process, or behind an Etude server, vLLM, SGLang or any OpenAI-compatible chat API."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.inference.clients.http import HttpPolicy
@@ -12,14 +13,14 @@ if TYPE_CHECKING:
     from etude.inference.clients.vllm import VllmPolicy
 
 _MODULES = {  # imported when first used
-    "HttpPolicy": "http",
-    "InProcessPolicy": "inprocess",
-    "OpenAIChat": "openai",
-    "RetryPolicy": "transport",
-    "ServerError": "transport",
-    "ServerUnreachable": "transport",
-    "SglangPolicy": "sglang",
-    "VllmPolicy": "vllm",
+    "HttpPolicy": "etude.inference.clients.http",
+    "InProcessPolicy": "etude.inference.clients.inprocess",
+    "OpenAIChat": "etude.inference.clients.openai",
+    "RetryPolicy": "etude.inference.clients.transport",
+    "ServerError": "etude.inference.clients.transport",
+    "ServerUnreachable": "etude.inference.clients.transport",
+    "SglangPolicy": "etude.inference.clients.sglang",
+    "VllmPolicy": "etude.inference.clients.vllm",
 }
 __all__ = [
     "HttpPolicy",
@@ -31,9 +32,4 @@ __all__ = [
     "SglangPolicy",
     "VllmPolicy",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'etude.inference.clients' has no attribute {name!r}")
-    return getattr(import_module(f"etude.inference.clients.{_MODULES[name]}"), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -9,8 +9,9 @@ A dry run writes no run directory and no file next to the recipe. Only test pods
 directory, which is removed.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.pipeline.dry_run.plan import RunPlan, make_plan
@@ -25,9 +26,4 @@ _MODULES = {  # imported when first used: they load torch
     "plan_text": "etude.pipeline.dry_run.render",
 }
 __all__ = ["RunPlan", "StagePlan", "make_plan", "plan_data", "plan_text"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'etude.pipeline.dry_run' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -5,15 +5,16 @@
 this package and must stay small.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.pods.guest.client import GuestClient, Link, SocketLink
     from etude.pods.guest.guest_pod import GuestPod
     from etude.pods.guest.init import GuestInit
 
-_HOMES = {
+_MODULES = {
     "GuestClient": "etude.pods.guest.client",
     "GuestInit": "etude.pods.guest.init",
     "GuestPod": "etude.pods.guest.guest_pod",
@@ -21,9 +22,4 @@ _HOMES = {
     "SocketLink": "etude.pods.guest.client",
 }
 __all__ = ["GuestClient", "GuestInit", "GuestPod", "Link", "SocketLink"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude.pods.guest' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -5,8 +5,9 @@ functions and `host_image` (in `sources`) make images from other sources. The na
 a pod's first process imports parts of this package and must stay small.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.pods.images.dockerfile import build
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     )
     from etude.pods.images.store import Store
 
-_HOMES = {
+_MODULES = {
     "Image": "etude.pods.images.records",
     "Layer": "etude.pods.images.records",
     "SnapshotRecord": "etude.pods.images.records",
@@ -41,9 +42,4 @@ __all__ = [
     "image_from_oci_layout",
     "image_from_tar",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude.pods.images' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

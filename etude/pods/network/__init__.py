@@ -5,14 +5,15 @@ process, where an `EgressProxy` accepts on them, decides by the policy, connects
 The names below are imported when first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.pods.network.policy import EgressPolicy, EgressRule, parse_rule
     from etude.pods.network.proxy import EgressLimits, EgressProxy
 
-_HOMES = {
+_MODULES = {
     "EgressLimits": "etude.pods.network.proxy",
     "EgressPolicy": "etude.pods.network.policy",
     "EgressProxy": "etude.pods.network.proxy",
@@ -20,9 +21,4 @@ _HOMES = {
     "parse_rule": "etude.pods.network.policy",
 }
 __all__ = ["EgressLimits", "EgressPolicy", "EgressProxy", "EgressRule", "parse_rule"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude.pods.network' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

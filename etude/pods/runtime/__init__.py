@@ -5,15 +5,16 @@ A `Backend` creates pods from a `PodSpec`, adopts running ones and cleans up: `n
 The exported names are imported when first used, because the zygote imports this package and must stay small.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.pods.runtime.backend import Backend, LocalPod, PodSpec, Storage
     from etude.pods.runtime.probe import ProbeResult, choose_backend, make_backend
     from etude.pods.runtime.unisolated import open_unisolated
 
-_HOMES = {
+_MODULES = {
     "Backend": "etude.pods.runtime.backend",
     "LocalPod": "etude.pods.runtime.backend",
     "PodSpec": "etude.pods.runtime.backend",
@@ -33,9 +34,4 @@ __all__ = [
     "make_backend",
     "open_unisolated",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude.pods.runtime' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -5,8 +5,9 @@ started in advance; `router` chooses a host of a fleet; `simulate` compares the 
 are imported when first used, because the router loads numpy.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.pods.scheduling.admission import (
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from etude.pods.scheduling.pressure import Pressure, read_pressure
     from etude.pods.scheduling.router import HostReport, NoHost, Placement, PlacementPolicy, PlacementRequest, PodRouter
 
-_HOMES = {
+_MODULES = {
     "Admission": "etude.pods.scheduling.admission",
     "FairQueue": "etude.pods.scheduling.admission",
     "HostReport": "etude.pods.scheduling.router",
@@ -55,9 +56,4 @@ __all__ = [
     "WaitedTooLong",
     "read_pressure",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude.pods.scheduling' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)

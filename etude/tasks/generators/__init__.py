@@ -4,8 +4,9 @@ A generator yields candidates; each is executed in pods, drafted, written as a H
 The names below are imported when first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.tasks.generators.candidate import (
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from etude.tasks.generators.repository import Repository, prepare
     from etude.tasks.generators.source import RepositorySource, read_source
 
-_HOMES = {
+_MODULES = {
     "GENERATORS": "etude.tasks.generators.registry",
     "CandidateRejected": "etude.tasks.generators.candidate",
     "GenerationOptions": "etude.tasks.generators.generator_run",
@@ -57,9 +58,4 @@ __all__ = [
     "prepare",
     "read_source",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude.tasks.generators' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULES)
