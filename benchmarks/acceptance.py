@@ -1,6 +1,6 @@
 """Acceptance of MTP drafts on held-out code: tokens per forward of the main model. It measures no speed.
 
-    python benchmarks/acceptance.py runs/nano/checkpoints/extend-147 runs/nano/artefacts/corpus-stdlib
+    python benchmarks/acceptance.py runs/scratch/checkpoints/extend-147 runs/scratch/artefacts/corpus-stdlib
 
 Speculative decoding with `etude.model.speculate`: prompts are the beginnings of held-out documents, completed greedily
 and sampled at temperature 1. 1.00 is decoding without drafts; the distribution of the output is the same.

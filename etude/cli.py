@@ -228,7 +228,7 @@ def rollouts(
 
 app.command(
     epilog="Examples:\n\n  etude serve runs/smollm2-135m\n\n"
-    "  etude serve runs/nano/checkpoints/init-0 --port 8001 --name nano --max-streams 16 --tokens 16384"
+    "  etude serve runs/nano/checkpoints/rl-12 --port 8001 --name nano --max-streams 16 --tokens 16384"
 )(serve)
 app.command(
     epilog="Examples:\n\n  etude agent --model runs/smollm2-135m\n\n"

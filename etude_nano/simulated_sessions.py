@@ -1,4 +1,4 @@
-"""Demonstrations without pods, a hundred times as fast, for the many that a small model needs to learn from.
+"""Demonstrations without pods, for the many that a small model needs to learn from.
 
 The session, the dialect, the prompt and the code of the tools are the real ones. Only commands do not run in a shell:
 the few that demonstrations use are simulated in this process, on programs from our own templates. Commands whose output

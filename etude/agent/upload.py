@@ -244,7 +244,7 @@ def disabled_filters(directory: Path) -> dict[str, str]:
 
 
 def run_git(directory: Path, *command: str, settings: Mapping[str, str] | None = None) -> bytes:
-    """Return the output of a git command. Nothing in the repository may make git run another program."""
+    """Return the output of a git command, without the repository's filters; a partial clone can still run a program."""
     dropped = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY")
     environment = {key: value for key, value in os.environ.items() if key not in dropped} | {
         "GIT_OPTIONAL_LOCKS": "0",

@@ -98,7 +98,7 @@ Directory = Annotated[Path, typer.Argument(metavar="OUT", help="Directory of a c
 
 
 @app.command(
-    epilog="Examples:\n\n  etude bench run --policy base=runs/base --policy tuned=runs/nano/checkpoints/sft-100 "
+    epilog="Examples:\n\n  etude bench run --policy base=runs/base --policy tuned=runs/nano/checkpoints/sft-20 "
     "--tasks held-out/ -k 4 --out runs/compare\n\n"
     "  etude bench run --policy runs/mine --policy https://HOST/v1#MODEL --tasks held-out/ --price MODEL=0.5,1.5"
 )

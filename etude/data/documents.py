@@ -2,8 +2,8 @@
 
 `read_source` chooses the reader; each reader yields `File`s whose bytes are read on demand, so that a filter on names
 costs no reading. A repository is a directory with `.git` or a project file; in any other directory each sub-directory
-and each loose file is one; an archive is one; rows name theirs. Nothing is extracted to disk, no link is followed, and
-nothing that a repository configures is executed.
+and each loose file is one; an archive is one; rows name theirs. Nothing is extracted to disk, no link is followed,
+and hooks and filters of a repository do not run (a partial clone can still make git run its upload program).
 """
 
 import contextlib

@@ -1,6 +1,7 @@
 """Opens a session from a request, a model client, a pod and a tool set.
 
-Rollouts, evaluation trials and `etude agent` all open their sessions here, so the model sees identical prompts.
+Rollouts, evaluation trials and `etude agent` all open their sessions here, so that with the
+same tool set the model sees identical prompts.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

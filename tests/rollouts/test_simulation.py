@@ -1,4 +1,4 @@
-"""A simulation of the asynchronous system on a virtual clock, with random faults: hundreds of runs in seconds.
+"""A simulation of the rollout queue and its users on a virtual clock, with random faults: hundreds of runs in seconds.
 
 Workers claim slots, sample over several weight versions and report; the trainer takes groups and steps; all of them
 die, stall, report twice and restart from checkpoints. In every run: no slot is lost, no prompt is trained twice in the

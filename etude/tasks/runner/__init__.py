@@ -1,7 +1,7 @@
 """The verifier that task generators put into `tests/`, hardened against code that attacks the verifier itself.
 
 `pytest_files`, `cases_files` and `guard_files` return its files; `guard.py` and `inside.py` are the programs that run
-in the pod. docs/tasks.md lists the attacks they withstand, and tests/tasks/test_cheating.py tests them.
+in the pod. docs/tasks.md lists attacks that they withstand and some that they do not; tests/tasks/test_cheating.py has the former.
 """
 
 import json
