@@ -1,7 +1,8 @@
 """The verifier that task generators put into `tests/`, hardened against code that attacks the verifier itself.
 
 `pytest_files`, `cases_files` and `guard_files` return its files; `guard.py` and `inside.py` are the programs that run
-in the pod. docs/tasks.md lists attacks that they withstand and some that they do not; tests/tasks/test_cheating.py has the former.
+in the pod. docs/tasks.md lists attacks that they withstand (tested in tests/tasks/test_cheating.py) and some that they
+do not.
 """
 
 import json
