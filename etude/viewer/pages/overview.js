@@ -82,7 +82,7 @@ function outcome(run) {
     h("div", h("h2.unseen", {id: "outcome"}, "Outcome"),
       figure(change(all.before?.at, all.after.at, (value) => percent(value)),
         ["of held-out tasks solved,", h("br"), when], note, "main"),
-      h("p.fine", h("b", size), note95)),
+      h("p.fine", h("b", size), note95, first.startsWith("after ") ? " The base model is not evaluated here." : "")),
     table(data, first.split(", ").at(-1), last));
 }
 
@@ -98,6 +98,7 @@ function rowLabel(row) {
 
 function table(data, first, last) {
   const shares = [0, 0.5, 1];
+  const short = (name) => name.replace(/ RL$/, "");
   const rows = data.rows.map((row) => {
     const [name, kind] = rowLabel(row);
     const {before, after, change: gain} = row;
@@ -114,7 +115,7 @@ function table(data, first, last) {
   return h("div.scroll", h("table.ranges", h("caption.unseen", `Held-out tasks solved, ${first} and ${last}`),
     h("thead", h("tr", h("th", {scope: "col"}, h("span.unseen", "Tasks")), h("th.picture", {scope: "col"}, axis,
       h("span.unseen", "picture")), h("th", {scope: "col"}, 
-      data.steps.length > 1 ? [h("i.mark.before"), `${first} → `, h("i.mark.after"), last] : "solved"),
+      data.steps.length > 1 ? [h("i.mark.before"), `${short(first)} → `, h("i.mark.after"), short(last)] : "solved"),
     h("th", {scope: "col"}, data.rows.some((row) => row.change) ? "points gained (95 %)" : ""))),
     h("tbody", rows)));
 }
