@@ -1,6 +1,6 @@
 """Take the pictures of docs/viewer.md from a finished run: `python docs/viewer_pictures.py RUN [GROUP]`.
 
-Writes report.png and viewer-*.png beside itself. Needs Playwright and chromium; Pillow, if installed, shrinks them.
+Writes viewer-*.png beside itself. Needs Playwright and chromium; Pillow, if installed, shrinks them.
 """
 
 import shutil
@@ -31,7 +31,6 @@ def main() -> None:
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_context(viewport=SIZE, color_scheme="light", device_scale_factor=2).new_page()
         page.goto(report.as_uri())
-        picture(page, "report", "#/", below=".stages")
         picture(page, "viewer-run", "#/", above="#training", below=".grid.two")
         picture(page, "viewer-group", f"#/group/{group_path}", below=".stripkey")
         picture(page, "viewer-rollout", f"#/rollout/{group_path}/{solved.number}/{solved.attempt}", below=".turns")
