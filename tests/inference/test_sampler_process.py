@@ -280,7 +280,7 @@ PARENT = "import subprocess, sys; subprocess.run(sys.argv[1:])"
     ("fault", "said"),
     [
         ("raise RuntimeError('a kernel failed')", "the engine failed: RuntimeError: a kernel failed"),
-        ("time.sleep(1000)", "the engine made no step in 1 s with 1 samples"),
+        ("time.sleep(1000)", "the engine made no step in 1 s with 1 sequences"),
     ],
     ids=["breaks", "hangs"],
 )
