@@ -21,6 +21,7 @@ from typing import Any
 from etude.agent.diff import FileDiff, format_patch
 from etude.agent.manifest import ManifestEntry
 from etude.errors import InputError
+from etude.files import write_atomically
 from etude.harness.model_options import ModelOptions
 from etude.harness.prompt import SessionRequest
 from etude.harness.tool_set import ToolSet
@@ -75,8 +76,8 @@ def save_session(record: SessionRecord, trace: Trace, changes: Sequence[FileDiff
     save_trace(trace, directory / TRACE_FILE)
     _write_changes(directory / CHANGES_FILE, changes)
     text = format_patch(changes, Path(record.directory))
-    _write_atomically(directory / PATCH_FILE, text.encode("utf-8", "surrogateescape"))
-    _write_atomically(
+    write_atomically(directory / PATCH_FILE, text.encode("utf-8", "surrogateescape"))
+    write_atomically(
         directory / RECORD_FILE,
         json.dumps(to_json(replace(record, updated=time.time()), "session"), indent=1).encode(),
     )
@@ -165,13 +166,3 @@ def _read_changes(file: Path) -> list[FileDiff]:
             return found
     except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
         raise InputError(f"{file}: cannot be read: {error}") from None
-
-
-def _write_atomically(file: Path, data: bytes) -> None:
-    """Write a file to a temporary name, then rename it."""
-    part = file.with_name(f".{uuid.uuid4().hex}.part")
-    try:
-        part.write_bytes(data)
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ the plan. In an existing run, stages that are done cost nothing and the interrup
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from etude.errors import InputError
+from etude.files import lock_holder
 from etude.pipeline.dry_run.check import check_recipe, model_makers
 from etude.pipeline.dry_run.measure import BUDGET_S
 from etude.pipeline.dry_run.stages import STAGE_PLANNERS, FreeResources, PlanContext, StagePlan, devices_exceeded
@@ -100,11 +100,9 @@ def _existing_run(out: Path | None, recipe: Recipe, problems: list[str]) -> Run 
 
 
 def _lock_warnings(run: Run | None) -> list[str]:
-    """Return a warning if another process writes the run. A killed one leaves its lock text: check that it runs."""
-    words = (run.path / "lock").read_text().split() if run is not None and (run.path / "lock").exists() else []
-    if len(words) < 4 or words[3] != socket.gethostname() or not Path("/proc", words[1]).exists():
-        return []
-    return [f"the run is in use by {' '.join(words)}: it would have to end first"]
+    """Return a warning if another process writes the run."""
+    holder = lock_holder(run.path / "lock") if run is not None else None
+    return [f"the run is in use by {holder}: it would have to end first"] if holder else []
 
 
 def _missing_inputs(stage: str, recipe: Recipe, run: Run | None) -> list[str]:
