@@ -4,7 +4,7 @@
     python benchmarks/pods_router.py --hosts 200 --pods 8000 --seed 7
 
 Prints one table. The same world (hosts, bursts of groups, forks, host deaths, late reports) is run against each placer;
-`etude/pods/scheduling/simulate.py` describes what is simulated. Both baselines know which hosts are alive and how many
+`benchmarks/router_simulation.py` describes what is simulated. Both baselines know which hosts are alive and how many
 pods each has, and count their own placements at once; they ignore images and pressure. The two bounds on hosts consider
 memory alone, largest hosts first, pods free to move: the cores and memory of start-up make every placer need more.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from etude.pods.scheduling.simulate import Scenario, SimulationResult, compare, make_world
+from benchmarks.router_simulation import Scenario, SimulationResult, compare, make_world
 
 
 def main() -> None:

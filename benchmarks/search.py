@@ -146,7 +146,6 @@ NAMED: Questions = [
         "pods/scheduling/admission.py:Thresholds",
     ),
     ("make_whiteout overlay", "pods/images/trees.py:make_whiteout pods/images/trees.py:is_whiteout"),
-    ("LeastLoadedPlacer baseline", "pods/scheduling/simulate.py:LeastLoadedPlacer"),
     ("QueueFull retry_after", "inference/service.py:QueueFull"),
     ("parse_chunk_size", "pods/network/policy.py:parse_chunk_size"),
     ("ClientHello", "pods/network/policy.py:ClientHelloReader pods/network/policy.py:ClientHello"),

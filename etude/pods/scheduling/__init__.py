@@ -1,8 +1,8 @@
 """Decide when and where pods start.
 
 `admission` admits pods on one host by live `pressure` and queues them fairly between tenants; `pools` holds pods
-started in advance; `router` chooses a host of a fleet; `simulate` compares the router with baselines. The names below
-are imported when first used, because the router loads numpy.
+started in advance; `router` chooses a host of a fleet. The names below are imported when first used, because the
+router loads numpy.
 """
 
 from typing import TYPE_CHECKING

@@ -2,22 +2,17 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 
-from etude.pods.scheduling.pressure import Pressure
-from etude.pods.scheduling.router import HostReport, NoHost, PlacementRequest, PodRouter
-from etude.pods.scheduling.simulate import (
-    LeastLoadedPlacer,
+from benchmarks.router_simulation import (
     RandomPlacer,
     Scenario,
     Simulation,
     SimulationResult,
     compare,
-    first_fit_decreasing,
     make_world,
-    volume_bound,
 )
+from etude.pods.scheduling.router import PodRouter
 
 SMALL = Scenario(hosts=40, pods=1500, images=20, arrivals_s=200, bursts=4, life_s=80, deaths=0.1, seed=3)
 
@@ -64,29 +59,3 @@ def test_on_a_cluster_that_is_too_small_pods_wait_instead_of_overloading_hosts()
     assert ours.unfinished == 0
     assert ours.wait_p99_s > 10
     assert ours.memory_over_s < 0.1 * blind.memory_over_s
-
-
-def test_baselines_count_their_own_placements_and_refuse_without_a_live_host() -> None:
-    now, cores = [0.0], {"a": 4, "b": 8, "c": 16, "d": 4}
-    reading = Pressure(0, 0, 0, 0, 1, 1, 1, 1, None, 0, 1)
-    placer = LeastLoadedPlacer(0, lambda: now[0])
-    for name, count in cores.items():
-        placer.report(HostReport(name, "", "ns", reading, pods=0, max_pods=50, memory_free=0, cores=count))
-    placed = [placer.place(PlacementRequest("i", 1)).host for _ in range(40)]
-    loads = [placed.count(name) / cores[name] for name in cores]
-    assert max(loads) - min(loads) <= 1 / min(cores.values())
-    now[0] = 60
-    with pytest.raises(NoHost):
-        placer.place(PlacementRequest("i", 1))
-
-
-def test_bounds_by_hand() -> None:
-    assert volume_bound([4, 4, 4], [10, 5, 5]) == 2
-    assert first_fit_decreasing([4, 4, 4], [10, 5, 5]) == 2
-    assert first_fit_decreasing([6, 6], [10, 5, 10]) == 2
-    assert volume_bound([], [10]) == first_fit_decreasing([], [10]) == 0
-    rng = np.random.default_rng(0)
-    for seed in range(50):
-        sizes = [int(size) for size in rng.integers(1, 10, 30)]
-        hosts = [20] * 30
-        assert volume_bound(sizes, hosts) <= first_fit_decreasing(sizes, hosts), f"seed {seed}"
