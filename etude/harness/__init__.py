@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from etude.harness.atif import from_atif, to_atif
     from etude.harness.budget import Budget
     from etude.harness.model_client import ChatModelClient, ModelClient, TokenModelClient
+    from etude.harness.profile import AgentProfile
     from etude.harness.prompt import SessionRequest
     from etude.harness.session import Session
     from etude.harness.session_factory import open_session
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from etude.harness.trace_store import load_trace, save_trace
 
 _MODULES = {
+    "AgentProfile": "etude.harness.profile",
     "Budget": "etude.harness.budget",
     "ChatModelClient": "etude.harness.model_client",
     "ModelClient": "etude.harness.model_client",
@@ -42,6 +44,7 @@ _MODULES = {
     "to_atif": "etude.harness.atif",
 }
 __all__ = [
+    "AgentProfile",
     "Budget",
     "ChatModelClient",
     "ModelClient",

@@ -17,6 +17,7 @@ from typing import Any
 from etude.errors import InputError
 
 HuggingFaceConfig = Mapping[str, Any]
+PROFILE_FILE = "agent.json"  # of a checkpoint: how its model is used (etude.harness.profile)
 
 
 @dataclass(frozen=True)

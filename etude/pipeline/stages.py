@@ -6,6 +6,7 @@ torch. A run can be interrupted anywhere: a resume skips finished stages and sta
 """
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from etude.data.settings import DEMONSTRATIONS
 from etude.data.sources import sample_evenly, source_files
 from etude.errors import InputError, Interrupted
 from etude.files import files_digest
+from etude.harness.profile import AgentProfile
+from etude.model.config import PROFILE_FILE
 from etude.recipe.recipe import Recipe
 from etude.runs.loggers import attach_loggers
 from etude.runs.run import Artefact, Parent, Run
@@ -99,6 +102,8 @@ def import_base(run: Run, recipe: Recipe, report: ProgressCallback) -> Facts:
         if source.is_dir():
             models.save(models.load(source, dtype=dtype), directory)
             Tokenizer.load(source).save(directory)
+            if (source / PROFILE_FILE).exists():
+                shutil.copy(source / PROFILE_FILE, directory)
         else:
             import_gguf(settings.source, directory, dtype=dtype)
         if settings.chat_template == "chatml":
@@ -169,7 +174,9 @@ def training_stage(stage: str) -> StageFunction:
     def start(run: Run, recipe: Recipe, report: ProgressCallback) -> Facts:
         from etude.train import stages
 
-        context = stages.StageContext(run, recipe.seed, report, recipe.mtp)
+        # Demonstrations look like the sessions of the rl stage, if the recipe has one.
+        profile = AgentProfile.of(recipe.rl).to_json() if stage == "sft" and recipe.rl else ""
+        context = stages.StageContext(run, recipe.seed, report, recipe.mtp, profile)
         facts: Facts = getattr(stages, stage)(context, getattr(recipe, stage))
         return facts
 

@@ -22,11 +22,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from etude.chat.tokenizer import Tokenizer
+from etude.config import read_toml
 from etude.errors import EtudeError
 from etude.evaluation import held_out
 from etude.files import write_atomically
+from etude.harness.profile import AgentProfile
 from etude.kernels import usable_device
 from etude.model.checkpoint import load, write_model
+from etude.model.config import PROFILE_FILE
 from etude.model.mtp import MTP_FILE
 from etude.model.transformer import Transformer, compile_blocks
 from etude.rl.loop import RlLoop, learn, publish
@@ -106,7 +109,7 @@ def open_loop(layout: RunLayout, settings: RlSettings) -> Iterator[RlLoop]:
                 blocked_by=first_evaluation_blocker(evaluations),
                 report_status=report_status,
                 record_step=lambda step, facts: write_atomically(layout.step_file(step), json.dumps(facts)),
-                checkpoint=lambda: write_checkpoint(layout, trainer, tokenizer, settings.keep),
+                checkpoint=lambda: write_checkpoint(layout, trainer, tokenizer, settings),
             )
             publish(loop)
             try:
@@ -184,7 +187,7 @@ def checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
     return sorted((int(path.name), path) for path in found)
 
 
-def write_checkpoint(layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, keep: int) -> None:
+def write_checkpoint(layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, settings: RlSettings) -> None:
     """Write a checkpoint under a temporary name, rename it when it is complete, and delete old ones."""
     step = trainer.step_count
     draft = layout.trainer / f".{step:06d}.making"
@@ -193,6 +196,8 @@ def write_checkpoint(layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, 
         draft.mkdir(parents=True)
         write_model(trainer.model, draft)
         tokenizer.save(draft)
+        profile = AgentProfile.of(settings, tuple(read_toml(layout.recipe).get("plugins", ())))
+        (draft / PROFILE_FILE).write_text(profile.to_json(), encoding="utf-8")
         if (layout.model / MTP_FILE).exists():  # MTP layers are not trained here, only carried along
             shutil.copy(layout.model / MTP_FILE, draft / MTP_FILE)
         tensors = {name: value.cpu().contiguous() for name, value in trainer.optimizer.state_dict().items()}
@@ -203,7 +208,7 @@ def write_checkpoint(layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, 
     final = layout.trainer / f"{step:06d}"
     shutil.rmtree(final, ignore_errors=True)
     draft.rename(final)
-    for _, old in checkpoints(layout)[:-keep]:
+    for _, old in checkpoints(layout)[: -settings.keep]:
         shutil.rmtree(old)
 
 

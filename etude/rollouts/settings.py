@@ -6,9 +6,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from etude.config import NameOrPath, Settings, StageSettings
-from etude.harness.budget import Budget
-from etude.harness.summary import SummarySettings
-from etude.harness.tool_set import ToolSet
+from etude.harness.profile import SessionSettings
 from etude.rewards.effort import EffortSettings
 
 
@@ -68,7 +66,7 @@ class EvaluationSettings(Settings):
     temperature: float = Field(default=1.0, ge=0, description="sampling temperature of evaluations")
 
 
-class RolloutSettings(QueueSettings, StageSettings):
+class RolloutSettings(QueueSettings, SessionSettings, StageSettings):
     """The part of `[rl]` that workers need."""
 
     renamed_keys: ClassVar[dict[str, str]] = {**QueueSettings.renamed_keys, "environment": "tool_set"}
@@ -77,12 +75,7 @@ class RolloutSettings(QueueSettings, StageSettings):
     checkpoint_rollouts_s: float = Field(
         default=60.0, ge=0, description="seconds between checkpoints of a rollout; 0: no checkpoints"
     )
-    dialect: str = Field(default="auto", min_length=1, description="chat format; auto: chosen by the tokenizer")
-    window: int | None = Field(default=None, ge=64, description="context window in tokens; default: the model's own")
     temperature: float = Field(default=1.0, gt=0, description="sampling temperature")
-    tool_set: ToolSet = Field(default_factory=ToolSet)
-    budget: Budget = Field(default_factory=Budget)
-    summaries: SummarySettings = Field(default_factory=SummarySettings)
     rewards: dict[str, float] = Field(
         default={"correctness": 1.0}, strict=False, description="weight of each reward term"
     )
@@ -91,17 +84,8 @@ class RolloutSettings(QueueSettings, StageSettings):
 
     @model_validator(mode="after")
     def _check_rollout_key_combinations(self) -> Self:
-        if self.summaries.mode == "off" and self.summaries.trigger:
-            raise ValueError("summaries.trigger would not be used: the mode is off")
         if self.effort != EffortSettings() and not self.rewards.get("effort_spent"):
             raise ValueError("effort would not be used: give rewards.effort_spent a weight")
-        if self.window and self.budget.max_turn_tokens >= self.window:
-            taken = f"budget.max_turn_tokens = {self.budget.max_turn_tokens}"
-            raise ValueError(f"{taken} must be less than window = {self.window}")
-        if self.tool_set.web:
-            raise ValueError("tool_set.web: sessions of a run have no web access; leave it out")
-        if self.tool_set.root:
-            raise ValueError("tool_set.root would not be used: the task names the workspace")
         return self
 
 

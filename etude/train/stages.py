@@ -25,7 +25,7 @@ from etude.data.shards import Shards
 from etude.errors import InputError
 from etude.kernels import usable_device
 from etude.model.checkpoint import load, write_model
-from etude.model.config import ModelConfig, with_rope
+from etude.model.config import PROFILE_FILE, ModelConfig, with_rope
 from etude.model.describe import training_flops_per_token
 from etude.model.mtp import MTP, MTP_FILE, initialize_mtp, load_mtp, save_mtp
 from etude.model.transformer import Transformer, compile_blocks
@@ -64,6 +64,7 @@ class StageContext:
     seed: int
     report: ProgressCallback
     mtp: MtpSettings | None = None  # settings of the recipe's mtp stage, if it has one
+    profile: str = ""  # agent.json of the checkpoints; "": that of the model which the stage starts from
 
 
 def pretrain(context: StageContext, settings: PretrainSettings) -> StageSummary:
@@ -118,6 +119,7 @@ class StageComponents:
     tokenizer: Tokenizer
     mixture: Mixture
     held_out: Shards | None
+    profile: str  # agent.json of the checkpoints; "": none
 
 
 def build_components(context: StageContext, stage: str, settings: TrainingSettings) -> StageComponents:
@@ -153,7 +155,9 @@ def build_components(context: StageContext, stage: str, settings: TrainingSettin
         min_document=settings.min_document if isinstance(settings, ExtendSettings) else 1,
     )
     held_out = _open_held_out(run, stage, settings, model, tokenizer)
-    return StageComponents(stage, settings, origin, model, mtp, tokenizer, mixture, held_out)
+    own_profile = directory / PROFILE_FILE
+    profile = context.profile or (own_profile.read_text(encoding="utf-8") if own_profile.exists() else "")
+    return StageComponents(stage, settings, origin, model, mtp, tokenizer, mixture, held_out, profile)
 
 
 def _open_held_out(
@@ -194,6 +198,8 @@ def build_phase(context: StageContext, parts: StageComponents, objective: Object
         if stage != "mtp":
             write_model(model, directory)
             parts.tokenizer.save(directory)
+            if parts.profile:
+                (directory / PROFILE_FILE).write_text(parts.profile, encoding="utf-8")
         if parts.mtp:
             save_mtp(parts.mtp, directory)
 
