@@ -18,6 +18,7 @@ ORDER = (
         "__init__",
         "errors",
         "files",
+        "globs",
         "lazy",
         "system",
         "config",

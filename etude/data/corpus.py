@@ -13,7 +13,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +36,7 @@ from etude.data.shards import FORMAT, MANIFEST, SPLITS, ShardWriter
 from etude.data.staging import StagedDocument, StagingArea, open_staging_area, write_atomic
 from etude.data.worker_pool import WorkerPool
 from etude.errors import InputError
+from etude.globs import Globs
 from etude.system.progress import ProgressCallback
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def read_report(corpus: Path) -> CorpusReport:
 
 def choose_split(repository: str, options: CorpusOptions) -> str:
     """Return the split of a repository. It depends on seed and name only, so it is the same in every corpus."""
-    if any(fnmatchcase(repository, pattern) for pattern in options.held_out):
+    if Globs(options.held_out).matches(repository):
         return "held_out"
     digest = hashlib.blake2b(f"{options.seed}\0{repository}".encode(), digest_size=8).digest()
     return "validation" if int.from_bytes(digest, "little") < options.validation * 2**64 else "train"
@@ -202,7 +202,7 @@ class _CorpusBuilder:
         repositories = dict.fromkeys(document.repository for document in self.documents)
         self.split_of = {repository: choose_split(repository, options) for repository in repositories}
         for pattern in options.held_out:
-            if not any(fnmatchcase(repository, pattern) for repository in repositories):
+            if not any(map(Globs([pattern]).matches, repositories)):
                 some = ", ".join(sorted(repositories)[:5])
                 raise InputError(f"held_out {pattern} matches no repository; there are {some} ...")
 

@@ -5,10 +5,11 @@ to-dos written and forgotten, reasoning moved into comments, all work done in th
 claims.
 """
 
-import fnmatch
 import re
+from itertools import filterfalse
 from typing import Any
 
+from etude.globs import Globs
 from etude.rewards.diff import comments, line_changes
 from etude.rewards.reward import TermResult, VerifiedTrial, term
 
@@ -113,7 +114,7 @@ def diff_scope(trial: VerifiedTrial) -> TermResult:
     changed = [change.path for change in trial.verifier_result.changes]
     if not scope or not changed:
         return TermResult(0.0)
-    outside = [path for path in changed if not any(fnmatch.fnmatchcase(path, pattern) for pattern in scope)]
+    outside = list(filterfalse(Globs(scope).matches, changed))
     return TermResult(-len(outside) / len(changed), {"outside": outside[:20]})
 
 

@@ -3,9 +3,9 @@
 The verifier runs in a clean copy where most attempts cannot succeed. The gates make sure that trying does not pay.
 """
 
-import fnmatch
 import re
 
+from etude.globs import Globs
 from etude.rewards.behaviour import TERMINAL, tool_of
 from etude.rewards.reward import VerifiedTrial, gate
 
@@ -21,8 +21,9 @@ SEALED_HISTORY = re.compile(
 @gate
 def touched_protected(trial: VerifiedTrial) -> str:
     """Find a change to files that the task protects, usually its tests."""
+    protected = Globs(trial.task.protected)
     for change in trial.verifier_result.changes:
-        if any(fnmatch.fnmatchcase(change.path, pattern) for pattern in trial.task.protected):
+        if protected.matches(change.path):
             return f"changed {change.path}"
     return ""
 

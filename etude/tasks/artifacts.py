@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from etude.globs import Globs
 from etude.pods.pod import Pod, PodFileError
 from etude.tasks.environment import TaskEnvironment
 from etude.tasks.schema import TomlTable, read_artifacts
 from etude.tasks.task import Task, TaskStep
-from etude.tasks.workspace import WorkspaceGlobs
 
 
 async def collect_artifacts(environment: TaskEnvironment, step: TaskStep | None, target: Path) -> None:
@@ -67,7 +67,7 @@ def _remove_excluded(directory: Path, patterns: tuple[str, ...]) -> None:
     """Remove the files that match `exclude` patterns from a collected directory."""
     if not patterns or not directory.is_dir():
         return
-    globs = WorkspaceGlobs(patterns)
+    globs = Globs(patterns)
     for path in sorted(directory.rglob("*"), reverse=True):
         if globs.matches(path.relative_to(directory).as_posix()):
             if path.is_dir() and not path.is_symlink():

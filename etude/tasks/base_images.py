@@ -8,7 +8,6 @@
 The host's /usr is read-only in all of these: a Dockerfile that installs Debian packages needs a real image.
 """
 
-import fnmatch
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 from etude.errors import InputError
+from etude.globs import Globs
 from etude.pods.fleet import Fleet
 from etude.pods.images.dockerfile import build
 from etude.pods.images.records import Image
@@ -59,7 +59,7 @@ def mapped_image(name: str, images: Mapping[str, str]) -> str | None:
         if each in images:
             return images[each]
         for pattern, image in images.items():
-            if fnmatch.fnmatchcase(each, pattern):
+            if Globs([f"/{pattern}"]).matches(each):
                 return image
     return None
 

@@ -17,7 +17,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etude.errors import InputError
-from etude.harness.toolserver.inside.ignore import GitignorePattern, read_patterns
+from etude.globs import Globs
+from etude.harness.toolserver.inside.ignore import read_patterns
 from etude.tasks import schema
 from etude.tasks.task import MachineSpec, Task, TaskPhase, TaskStep
 
@@ -146,28 +147,16 @@ def verifier_machine(task: Task, step: TaskStep | None = None) -> MachineSpec | 
 def files_to_upload(task: Task, subdirectory: str) -> dict[str, Path]:
     """Return the files below a subdirectory (tests, solution, steps/x/tests), less those .harborignore excludes."""
     top = task.directory
-    rules = read_patterns(str(top / ".harborignore"))
+    ignored = Globs(read_patterns(str(top / ".harborignore")))
     found: dict[str, Path] = {}
     for directory, names, files in os.walk(top / subdirectory):
         names.sort()
         for name in sorted(files) + [name for name in names if Path(directory, name).is_symlink()]:
             path = Path(directory, name)
-            if not _ignored(rules, path.relative_to(top).as_posix()):
+            inside = path.relative_to(top).as_posix()
+            if not (_UPLOADED.match(inside) and ignored.matches(inside)):
                 found[path.relative_to(top / subdirectory).as_posix()] = path
     return found
-
-
-def _ignored(rules: list[GitignorePattern], path: str) -> bool:
-    """Whether .harborignore excludes a file of tests/ or solution/; the last rule that matches it or a parent wins."""
-    if not rules or not _UPLOADED.match(path):
-        return False
-    parts = path.split("/")
-    for depth in range(1, len(parts) + 1):
-        above, directory = "/".join(parts[:depth]), depth < len(parts)
-        ignored = [not rule.negated for rule in rules if rule.match(above, directory)]
-        if ignored and ignored[-1]:
-            return True
-    return False
 
 
 def task_digest(directory: Path | str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import InputError
+from etude.globs import Globs
 from etude.pods.images.instructions import Dockerfile, Instruction, parse
 from etude.tasks.base_images import mapped_image, short_image_name
 from etude.tasks.environment import carried_paths
@@ -19,7 +20,6 @@ from etude.tasks.schema import SCHEMA_VERSION, unknown_keys
 from etude.tasks.task import Task
 from etude.tasks.trial import has_solution
 from etude.tasks.verifier import verified_in_place
-from etude.tasks.workspace import WorkspaceGlobs
 
 Level = Literal["error", "warning", "note"]
 CATEGORIES = (*("debugging", "feature", "refactor", "docs", "testing", "review", "devops", "migration", "question"),)
@@ -86,7 +86,7 @@ def _metadata(task: Task) -> Iterator[LintFinding]:
         message = f"{category!r} is not one of {', '.join(CATEGORIES)}"
         yield LintFinding("unknown-category", "note", message, "task.toml")
     if task.protected and not task.asks_for_tests:
-        globs = WorkspaceGlobs(task.protected)
+        globs = Globs(task.protected)
         context = task.directory / "environment"
         tests = [
             path for path in context.rglob("*") if path.is_file() and re.match(r"(test_.*|.*_test)\.py$", path.name)

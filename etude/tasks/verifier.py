@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import InputError
+from etude.globs import Globs
 from etude.pods.fleet import Fleet
 from etude.pods.pod import Pod, PodError
 from etude.tasks.artifacts import collect_artifacts
@@ -32,7 +33,7 @@ from etude.tasks.reward_file import REWARD_JSON, REWARD_TXT, Rewards, read_if_ex
 from etude.tasks.schema import DEFAULT_VERIFIER_TIMEOUT_S, resolve_env
 from etude.tasks.task import MachineSpec, Task, TaskPhase, TaskStep
 from etude.tasks.verifier_result import FileChange, VerifierFailed, VerifierResult
-from etude.tasks.workspace import WorkspaceGlobs, apply_changes, remove_if_exists, split_changes
+from etude.tasks.workspace import apply_changes, remove_if_exists, split_changes
 
 STDOUT = "/logs/verifier/test-stdout.txt"
 SEAL = "/logs/verifier/seal"
@@ -97,7 +98,7 @@ async def verify(
             with times.measure("apply"):
                 for earlier in _steps_through(task, step):
                     await environment.begin_step(earlier)
-                protected = WorkspaceGlobs(task.protected)
+                protected = Globs(task.protected)
                 allowed, refused = split_changes(changes, environment.baseline, protected, environment.carry)
                 await apply_changes(environment.pod, environment.workspace, environment.baseline, allowed)
             output = await _verify(environment, step, settings, times, artifacts)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.harness.toolserver.inside.ignore import GitignorePattern
+from etude.globs import Globs
 from etude.pods.pod import FileInfo, Pod, PodFileError
 from etude.tasks.verifier_result import FileChange
 
@@ -233,23 +233,8 @@ def _mode(entry: WorkspaceEntry | None) -> bytes | None:
 # ------------------------------------------------------------------------------------------------- applying
 
 
-class WorkspaceGlobs:
-    """gitignore patterns; a path matches if a pattern matches it or one of its parent directories."""
-
-    def __init__(self, patterns: Sequence[str]) -> None:
-        self.patterns = [GitignorePattern(pattern) for pattern in patterns]
-
-    def matches(self, path: str) -> bool:
-        parts = path.split("/")
-        return any(
-            pattern.match("/".join(parts[:depth]), depth < len(parts))
-            for pattern in self.patterns
-            for depth in range(1, len(parts) + 1)
-        )
-
-
 def split_changes(
-    changes: Sequence[FileChange], before: Manifest, protected: WorkspaceGlobs, carry: Sequence[str] = ()
+    changes: Sequence[FileChange], before: Manifest, protected: Globs, carry: Sequence[str] = ()
 ) -> tuple[list[FileChange], list[FileChange]]:
     """Split changes into allowed and refused ones. Refused are changes to protected files or to a parent directory of
     one, and changes to files that no scan reports."""

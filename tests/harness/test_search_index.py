@@ -20,7 +20,7 @@ from etude.harness.search.embedder import Embedder
 from etude.harness.search.index import CodeIndex, fuse, top_scores
 from etude.harness.search.render import render_result
 from etude.harness.search.searcher import CodebaseSearcher, SearchResult
-from etude.harness.search.source import FileEntry, LocalFiles, SearchLimits, is_within, select
+from etude.harness.search.source import FileEntry, LocalFiles, SearchLimits, select, within
 
 
 class WordEncoder:
@@ -266,7 +266,7 @@ def test_directories_are_paths_or_patterns() -> None:
         ("src/a/b.py", ["test", "src/?"], True),
     ]
     for path, directories, expected in cases:
-        assert is_within(path, directories) is expected, (path, directories)
+        assert within(directories)(path) is expected, (path, directories)
 
     async def main() -> None:
         files = Files({"a/x.py": "def needle(): pass\n", "b/x.py": "def needle(): pass\n"})

@@ -112,8 +112,8 @@ def test_pairs_in_both_forms() -> None:
 
 
 def test_ignore_rules() -> None:
-    ignore = DockerIgnore.parse("# no\n*.log\n**/cache\nbuild\n!build/keep.txt\nsrc/*/x?\n/top/\n\n!deep.log\n")
-    ignored = ["a.log", "cache", "a/b/cache", "a/cache/f", "build/x", "src/a/x1", "top", "top/f"]
+    ignore = DockerIgnore.parse("# no\n*.log\n**/cache\nbuild\n!build/keep.txt\nsrc/*/x?\n/top/\n\n!deep.log\n**.tmp\n")
+    ignored = ["a.log", "cache", "a/b/cache", "a/cache/f", "build/x", "src/a/x1", "top", "top/f", "a.tmp", "a/b.tmp"]
     kept = ["sub/a.log", "build/keep.txt", "src/x1", "src/a/b/x1", "deep.log", "cached", "other/top"]
     assert [path for path in ignored if not ignore.ignores(path)] == []
     assert [path for path in kept if ignore.ignores(path)] == []

@@ -163,18 +163,19 @@ def test_a_reward_file_of_the_image_is_ignored(tmp_path: Path) -> None:
 
 
 def test_protected_files_are_as_the_task_has_them(tmp_path: Path) -> None:
-    config = '[metadata]\nprotected = ["checks/**", "conftest.py"]\n'
+    config = '[metadata]\nprotected = ["checks/", "conftest.py", "test_*.py"]\n'
     test = "cat checks/one checks/two conftest.py; ls checks; echo 1 > /logs/verifier/reward.txt"
     files = {"environment/repo/checks/one": "one\n", "environment/repo/checks/two": "two\n"}
     task = make_task(tmp_path / "t", test, config, **files)
     left = run_agent(task)
     agent = commands_agent(
-        "echo no > checks/one; rm checks/two; echo plant > conftest.py; echo more > checks/three; echo b > a.txt"
+        "echo no > checks/one; rm checks/two; echo plant > conftest.py; mkdir lib; echo plant > lib/test_b.py; "
+        "echo more > checks/three; echo b > a.txt"
     )
     found = run_agent(task, agent)
     assert found.log == left.log
-    assert found.facts["protected"] == ["checks/one", "checks/three", "checks/two", "conftest.py"]
-    assert len(found.changes) == 5, "refused changes are still reported"
+    assert found.facts["protected"] == ["checks/one", "checks/three", "checks/two", "conftest.py", "lib/test_b.py"]
+    assert len(found.changes) == 6, "refused changes are still reported"
 
 
 def test_an_in_place_verifier_sees_files_outside_the_workspace(tmp_path: Path) -> None:

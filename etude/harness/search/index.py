@@ -17,7 +17,7 @@ import numpy.typing as npt
 from etude.harness.search import bm25
 from etude.harness.search.chunk_text import counted_text, embedded_text, headline
 from etude.harness.search.chunks import Chunk, cut_chunks, read_lines
-from etude.harness.search.source import is_within
+from etude.harness.search.source import within
 
 FoundBy = Literal["semantic", "lexical", "both"]
 
@@ -146,7 +146,8 @@ class CodeIndex:
         return ranked
 
     def _allowed(self, directories: Collection[str]) -> npt.NDArray[np.bool_]:
-        inside = [is_within(file.path, directories) for file in self.files]
+        is_within = within(directories)
+        inside = [is_within(file.path) for file in self.files]
         return np.repeat(np.array(inside, dtype=np.bool_), [len(file.chunks) for file in self.files])
 
     def _embedded(self) -> npt.NDArray[np.bool_]:

@@ -22,7 +22,7 @@ from etude.harness.search.chunks import Chunk
 from etude.harness.search.embedder import Embedder, TextEncoder
 from etude.harness.search.index import DEPTH, CodeIndex, FoundBy, IndexedFile, RankedChunk, content_digest
 from etude.harness.search.model_package import PACKAGE, find_model
-from etude.harness.search.source import FileEntry, FileSource, SearchLimits, Selection, is_within, select
+from etude.harness.search.source import FileEntry, FileSource, SearchLimits, Selection, select, within
 
 FETCH_BYTES = 8 << 20  # of contents per request to a source
 MAX_SHARED_CHUNKS = 300_000  # of files shared between workspaces; about a gigabyte
@@ -90,7 +90,7 @@ class CodebaseSearcher:
             raise InputError("the query is empty: ask a question, or give the words to look for")
         workspace = await self._update(files)
         index = workspace.index
-        if directories and not any(is_within(file.path, directories) for file in index.files):
+        if directories and not any(map(within(directories), (file.path for file in index.files))):
             raise InputError(
                 f"there are no files to search in {', '.join(directories)}; paths start at the workspace's root"
             )

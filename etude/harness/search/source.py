@@ -5,13 +5,14 @@ are bounded; a digest is trusted only for the source that gave it.
 """
 
 import asyncio
-import fnmatch
 import os
 import stat
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from etude.globs import Globs
 
 
 @dataclass(frozen=True)
@@ -95,17 +96,15 @@ def is_searchable(path: str) -> bool:
     )
 
 
-def is_within(path: str, directories: Collection[str]) -> bool:
-    """Return whether a path is one of these or below one (patterns such as `src/*/tests` too); all paths if empty."""
-    if not directories:
-        return True
-    parts = path.split("/")
-    above = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    for directory in directories:
-        wanted = directory.removeprefix("./").removesuffix("/**").strip("/")
-        if wanted in ("", ".", "*", "**") or any(fnmatch.fnmatchcase(name, wanted) for name in above):
-            return True
-    return False
+def within(directories: Collection[str]) -> Callable[[str], bool]:
+    """Return a predicate: whether a path is one of these or below one (or a glob such as `src/*/tests`).
+
+    With no directories, all paths are.
+    """
+    wanted = [directory.removeprefix("./").strip("/") for directory in directories]
+    if not wanted or not {"", "."}.isdisjoint(wanted):
+        return lambda path: True
+    return Globs(f"/{each}" for each in wanted).matches
 
 
 class LocalFiles:

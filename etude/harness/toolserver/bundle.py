@@ -12,6 +12,8 @@ import zipfile
 from functools import cache
 from pathlib import Path
 
+from etude import globs
+
 INSIDE = "etude/harness/toolserver/inside"
 PACKAGES = ("etude", "etude/harness", "etude/harness/toolserver")
 START = """\
@@ -38,6 +40,7 @@ def sources() -> dict[str, bytes]:
     """Return the source files by their names in the zip, sorted."""
     files = {f"{package}/__init__.py": b"" for package in PACKAGES}
     files["__main__.py"] = START.encode()
+    files["etude/globs.py"] = Path(globs.__file__).read_bytes()
     for source in sorted((Path(__file__).parent / "inside").glob("*.py")):
         files[f"{INSIDE}/{source.name}"] = source.read_bytes()
     return dict(sorted(files.items()))

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from etude.data.settings import DEMONSTRATIONS, CorpusSettings
 from etude.data.shards import Shards, read_manifest
 from etude.data.sources import sample_evenly, source_files
 from etude.errors import InputError
+from etude.globs import Globs
 from etude.harness.tools.executor import exposed_tools
 from etude.kernels import usable_device
 from etude.model.config import ModelConfig, with_rope
@@ -285,7 +285,7 @@ def _check_corpus(corpus: CorpusSettings, options: CorpusOptions, inputs: Recipe
         with inputs.problems_of(f"{key}, against"):
             next(read_source(source), None)
     for pattern in corpus.held_out if text.repositories and not text.has_archives else ():
-        if not any(fnmatchcase(name, pattern) for name in text.repositories):
+        if not any(map(Globs([pattern]).matches, text.repositories)):
             some = ", ".join(sorted(text.repositories)[:5])
             inputs.problems.append(f"{key}: held_out {pattern} matches no repository of the sources ({some} ...)")
     inputs.texts[corpus.name] = text

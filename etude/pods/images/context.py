@@ -5,7 +5,6 @@ links. The layer is written without a pod: the target path is resolved in the la
 pod would, and parent directories keep the owner and mode they have there.
 """
 
-import fnmatch
 import glob
 import hashlib
 import os
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import InputError
+from etude.globs import GitignorePattern, compile_name
 from etude.pods.images import layers
 from etude.pods.images.archive import unpack
 from etude.pods.images.layers import LayerStack
@@ -29,9 +29,10 @@ _ARCHIVES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
 
 @dataclass(frozen=True, slots=True)
 class DockerIgnore:
-    """The rules of a .dockerignore: the last one that matches a path or one of its parents decides."""
+    """The rules of a .dockerignore: globs from the top of the context, of which the last one that matches a path or one
+    of its parents decides. Unlike in git, a path below an ignored directory can be taken out again."""
 
-    rules: tuple[tuple[bool, re.Pattern[str]], ...] = ()
+    rules: tuple[GitignorePattern, ...] = ()
 
     @classmethod
     def read(cls, context: Path) -> "DockerIgnore":
@@ -48,38 +49,20 @@ class DockerIgnore:
             rule = line.strip()
             if not rule or rule.startswith("#"):
                 continue
-            keep = rule.startswith("!")
+            negation = "!" if rule.startswith("!") else ""
             pattern = os.path.normpath(rule.removeprefix("!").strip()).strip("/")
             if pattern not in (".", ""):
-                rules.append((not keep, re.compile(_pattern(pattern))))
+                anywhere = re.sub(r"(^|/)\*\*(?=[^/*])", r"\1**/*", pattern)  # "**.log" stands for "**/*.log"
+                rules.append(GitignorePattern(f"{negation}/{anywhere}"))
         return cls(tuple(rules))
 
     def ignores(self, path: str) -> bool:
         """Return whether a path of the context is ignored."""
         parts = path.split("/")
         above = ["/".join(parts[: i + 1]) for i in range(len(parts))]
-        ignored = False
-        for ignore, pattern in self.rules:
-            if any(pattern.fullmatch(each) for each in above):
-                ignored = ignore
-        return ignored
-
-
-def _pattern(rule: str) -> str:
-    """Translate a rule to a regular expression: `**` matches any number of directories, `*` and `?` within a name."""
-    out, at = "", 0
-    while at < len(rule):
-        if rule.startswith("**/", at):
-            out, at = out + "(?:.*/)?", at + 3
-        elif rule.startswith("**", at):
-            out, at = out + ".*", at + 2
-        elif rule[at] == "[" and "]" in rule[at:]:
-            end = rule.index("]", at)
-            out, at = out + "[" + rule[at + 1 : end].replace("\\", "\\\\") + "]", end + 1
-        else:
-            out += {"*": "[^/]*", "?": "[^/]"}.get(rule[at], re.escape(rule[at]))
-            at += 1
-    return out
+        rules = (rule for rule in reversed(self.rules) if any(rule.match(each, True) for each in above))
+        last = next(rules, None)
+        return last is not None and not last.negated
 
 
 # -- sources
@@ -308,7 +291,7 @@ def from_stack(stack: LayerStack, pattern: str, staging: Path, where: str, binds
     _, above = stack.locate(parent or "/")
     names = [last]
     if glob.has_magic(last) and above.is_directory:
-        names = fnmatch.filter(stack.names(above), last)
+        names = list(filter(compile_name(last), stack.names(above)))
     for number, name in enumerate(names):
         real, entry = stack.locate(f"{parent}/{name}")
         if any(real == bind or real.startswith(bind + "/") for bind in binds):

@@ -6,7 +6,6 @@ generated: system ones only. Only world-readable files are copied. The skeleton 
 changed, which `lstat` alone detects.
 """
 
-import fnmatch
 import json
 import os
 import stat
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from etude.errors import InputError
+from etude.globs import Globs
 from etude.pods.images.records import SYSTEM_BINDS, Image
 from etude.pods.images.store import Store
 from etude.pods.images.trees import OVERFLOW_ID, check_depth, digest
@@ -23,21 +23,66 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 WORKDIR = "/work"
 
 # allow-list of names in /etc
-_ALLOWED = (
-    *("nsswitch.conf", "host.conf", "gai.conf", "services", "protocols", "rpc", "networks", "ethertypes", "netconfig"),
-    *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld-musl-*", "alternatives", "localtime", "timezone"),
-    *("ssl", "pki", "ca-certificates", "ca-certificates.conf", "crypto-policies"),
-    *("profile", "bash.bashrc", "bashrc", "inputrc", "terminfo", "shells", "login.defs", "skel"),
-    *("os-release", "debian_version", "lsb-release", "redhat-release", "alpine-release", "arch-release"),
-    *("mime.types", "magic", "magic.mime", "locale.alias", "locale.gen", "locale.conf", "xattr.conf"),
-    *("python", "python2*", "python3*", "perl", "java*", "fonts", "groff", "vim", "sgml", "xml", "glvnd", "OpenCL"),
-    *("ImageMagick-*", "texmf", "R", "ghc", "octave.conf", "manpath.config", "gprofng.rc", "bindresvport.blacklist"),
+_ALLOWED = Globs(
+    [
+        *(
+            "nsswitch.conf",
+            "host.conf",
+            "gai.conf",
+            "services",
+            "protocols",
+            "rpc",
+            "networks",
+            "ethertypes",
+            "netconfig",
+        ),
+        *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld-musl-*", "alternatives", "localtime", "timezone"),
+        *("ssl", "pki", "ca-certificates", "ca-certificates.conf", "crypto-policies"),
+        *("profile", "bash.bashrc", "bashrc", "inputrc", "terminfo", "shells", "login.defs", "skel"),
+        *("os-release", "debian_version", "lsb-release", "redhat-release", "alpine-release", "arch-release"),
+        *("mime.types", "magic", "magic.mime", "locale.alias", "locale.gen", "locale.conf", "xattr.conf"),
+        *("python", "python2*", "python3*", "perl", "java*", "fonts", "groff", "vim", "sgml", "xml", "glvnd", "OpenCL"),
+        *(
+            "ImageMagick-*",
+            "texmf",
+            "R",
+            "ghc",
+            "octave.conf",
+            "manpath.config",
+            "gprofng.rc",
+            "bindresvport.blacklist",
+        ),
+    ]
 )
 # deny-list of names at any depth
-_DENIED = (
-    *("shadow*", "gshadow*", "ssh*", "sudoers*", "machine-id", "gitconfig", "pip.conf", "netrc", ".netrc", "docker"),
-    *("kubernetes", "private", "*.key", "*.p12", "*.pfx", "*password*", "*secret*", "*credential*", "*token*", ".*"),
-    *("*-", "*~", "*.bak"),
+_DENIED = Globs(
+    [
+        *(
+            "shadow*",
+            "gshadow*",
+            "ssh*",
+            "sudoers*",
+            "machine-id",
+            "gitconfig",
+            "pip.conf",
+            "netrc",
+            ".netrc",
+            "docker",
+        ),
+        *(
+            "kubernetes",
+            "private",
+            "*.key",
+            "*.p12",
+            "*.pfx",
+            "*password*",
+            "*secret*",
+            "*credential*",
+            "*token*",
+            ".*",
+        ),
+        *("*-", "*~", "*.bak"),
+    ]
 )
 _DIRECTORIES: Mapping[str, int] = {
     **dict.fromkeys(("proc", "sys", "dev", "run", "home", "mnt", "media", "srv", "usr", "opt", "etc", "var"), 0o755),
@@ -109,9 +154,9 @@ def _allowed(directory: str, depth: int) -> Iterator[tuple[str, os.stat_result]]
     except OSError:
         return
     for name in names:
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in _DENIED):
+        if _DENIED.matches(name):
             continue
-        if depth == 0 and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _ALLOWED):
+        if depth == 0 and not _ALLOWED.matches(name):
             continue
         path = f"{directory}/{name}"
         try:

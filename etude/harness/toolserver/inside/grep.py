@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from etude.harness.toolserver.inside.ignore import GitGlobs, walk
+from etude.globs import GitGlobs
+from etude.harness.toolserver.inside.ignore import walk
 from etude.harness.toolserver.inside.paths import SAMPLE, Refusal, ToolWorkspace, quote_name, read_bytes, refusal_for
 from etude.harness.toolserver.inside.regex import compile_pattern
 

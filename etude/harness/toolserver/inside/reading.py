@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from etude.harness.toolserver.inside.ignore import GitGlobs
+from etude.globs import GitGlobs
 from etude.harness.toolserver.inside.paths import (
     Refusal,
     ToolWorkspace,

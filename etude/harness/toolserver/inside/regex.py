@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from etude.harness.toolserver.inside.ignore import posix_classes
+from etude.globs import posix_classes
 from etude.harness.toolserver.inside.paths import Refusal
 
 MAX_PATTERN = 10_000  # characters
