@@ -1,25 +1,30 @@
 """Function templates: the small functions that nano programs consist of, with the places where they can be wrong.
 
-A template stands under a heading in one of the `templates_*` modules. In its text `$x` is a slot for a word or a number
-and `«right¦wrong¦kind»` a place for a fault: the correct function takes every `right`, a faulty one takes one `wrong`.
-A kind that ends with `!` is a fault that only held-out tasks show in this template, and a template whose heading begins
-with `#!` occurs in held-out tasks only, so that success there shows generalization, not memory.
+The templates are text files in `data/`. A template stands under a heading `# id | names | argument kinds | result
+kind`. In its text `$x` is a slot for a word or a number and `«right¦wrong¦kind»` a place for a fault: the correct
+function takes every `right`, a faulty one takes one `wrong`. A kind that ends with `!` is a fault that only held-out
+tasks show in this template, and a template whose heading begins with `#!` occurs in held-out tasks only, so that
+success there shows generalization, not memory.
+
+    numbers.txt, texts.txt    functions that call no other
+    callers.txt               functions that call another one: `$call` passes on `$params`, `$swapped` reverses their
+                              order; the argument field holds the result kind that the callee must have
+    changes.txt               functions before and after a requested change, `«after¦before¦»`, all places at once; the
+                              kind is the first part of the id, the last field of the heading is the user's request
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from random import Random
 from typing import Any, Literal
 
 from etude_nano import word_lists
-from etude_nano.templates_callers import CALLER_TEMPLATES
-from etude_nano.templates_changes import CHANGE_TEMPLATES
-from etude_nano.templates_numbers import NUMBER_TEMPLATES
-from etude_nano.templates_texts import TEXT_TEMPLATES
 
 Split = Literal["train", "held-out"]
+TEMPLATE_FILES = ("numbers", "texts", "callers", "changes")
 
 _MARK = re.compile("«([^¦]*)¦([^¦]*)¦([^»]*)»")
 _SLOT = re.compile(r"\$([a-z]+)")
@@ -45,7 +50,7 @@ class FunctionTemplate:
     id: str
     names: tuple[str, ...]
     argument_kinds: tuple[str, ...]
-    result: str  # int, str, list, bool or dict; in CHANGE_TEMPLATES the user's request
+    result: str  # int, str, list, bool or dict; in changes.txt the user's request
     held_out: bool
     parts: tuple[str | tuple[str, str, str], ...]
 
@@ -54,7 +59,7 @@ class FunctionTemplate:
         return "".join(part if isinstance(part, str) else part[place == wrong] for place, part in enumerate(self.parts))
 
     def text_before_change(self) -> str:
-        """Return the template with every place wrong: in CHANGE_TEMPLATES, the code before the change."""
+        """Return the template with every place wrong: in changes.txt, the code before the change."""
         return "".join(part if isinstance(part, str) else part[1] for part in self.parts)
 
     def fault_places(self, split: Split) -> list[int]:
@@ -83,8 +88,8 @@ class NanoFunction:
     parameters: tuple[str, ...]  # without those that have a default
     argument_kinds: tuple[str, ...]
     result: str = ""
-    before: str = ""  # from CHANGE_TEMPLATES: the text before the change
-    request: str = ""  # from CHANGE_TEMPLATES: the user's request
+    before: str = ""  # from changes.txt: the text before the change
+    request: str = ""  # from changes.txt: the user's request
 
     @property
     def doc(self) -> str:
@@ -110,31 +115,37 @@ def parse_templates(source: str) -> Iterator[FunctionTemplate]:
 
 
 @cache
+def read_templates(*names: str) -> tuple[FunctionTemplate, ...]:
+    """Return the templates of these files of `data/`."""
+    sources = (files("etude_nano").joinpath(f"data/{name}.txt").read_text(encoding="utf-8") for name in names)
+    return tuple(template for source in sources for template in parse_templates(source))
+
+
+@cache
 def leaf_templates(split: Split) -> tuple[FunctionTemplate, ...]:
     """Return the functions that call no other; for held-out tasks without a fault, only the held-out templates."""
-    both = [*parse_templates(NUMBER_TEMPLATES), *parse_templates(TEXT_TEMPLATES)]
-    return tuple(template for template in both if template.held_out == (split == "held-out"))
+    leaves = read_templates("numbers", "texts")
+    return tuple(template for template in leaves if template.held_out == (split == "held-out"))
 
 
 @cache
 def faulty_leaf_templates(split: Split) -> tuple[FunctionTemplate, ...]:
     """Return the leaf functions with faults in a split; held-out faults also occur in templates known from training."""
-    both = [*parse_templates(NUMBER_TEMPLATES), *parse_templates(TEXT_TEMPLATES)]
-    fitting = [template for template in both if template.fault_places(split)]
+    fitting = [template for template in read_templates("numbers", "texts") if template.fault_places(split)]
     return tuple(template for template in fitting if split == "held-out" or not template.held_out)
 
 
 @cache
 def caller_templates(split: Split, result: str) -> tuple[FunctionTemplate, ...]:
     """Return the functions that call another one with this kind of result."""
-    fitting = [each for each in parse_templates(CALLER_TEMPLATES) if each.argument_kinds[0] in (result, "any")]
+    fitting = [each for each in read_templates("callers") if each.argument_kinds[0] in (result, "any")]
     return tuple(template for template in fitting if split == "held-out" or not template.held_out)
 
 
 @cache
 def change_templates(split: Split, kind: str) -> tuple[FunctionTemplate, ...]:
     """Return the functions before and after a change of a kind."""
-    fitting = [each for each in parse_templates(CHANGE_TEMPLATES) if each.id.split("-")[0] == kind]
+    fitting = [each for each in read_templates("changes") if each.id.split("-")[0] == kind]
     return tuple(template for template in fitting if template.held_out == (split == "held-out"))
 
 

@@ -7,7 +7,7 @@ standard library module or of a variable, and no label is a noun, so that no nam
 from random import Random
 
 
-def _split_words(words: str) -> tuple[str, ...]:
+def split_words(words: str) -> tuple[str, ...]:
     return tuple(words.split())
 
 
@@ -29,32 +29,32 @@ NAMED = _pairs(
     "teams/team guests/guest books/book songs/song rooms/room tools/tool plants/plant items/item cards/card "
     "roles/role groups/group"
 )
-TEXTS = _split_words("text line phrase note message heading entry")
-LIMITS = _split_words("limit bound cap least most start floor base target edge")
-AMOUNTS = _split_words("amount extra step_size width share offset times size_now piece")
-TOTALS = _split_words("total result out acc found answer")
-TABLES = _split_words("stock table index ledger_map catalog amounts store_map register lookup sheet")
-INDEX_NAMES = _split_words("i j at pos")
-LETTERS = _split_words("letter char mark_char sign")
+TEXTS = split_words("text line phrase note message heading entry")
+LIMITS = split_words("limit bound cap least most start floor base target edge")
+AMOUNTS = split_words("amount extra step_size width share offset times size_now piece")
+TOTALS = split_words("total result out acc found answer")
+TABLES = split_words("stock table index ledger_map catalog amounts store_map register lookup sheet")
+INDEX_NAMES = split_words("i j at pos")
+LETTERS = split_words("letter char mark_char sign")
 # Labels of reported numbers and texts; also prefixes of the names of reporting functions.
-LABELS = _split_words(
+LABELS = split_words(
     "due final best net gross bonus grade quota rating balance margin budget payout volume profit summary overview "
     "status review notice receipt quote offer change reward charge"
 )
-MODULES = _split_words(
+MODULES = split_words(
     "cart shop depot ledger market garden kitchen office school clinic farm hotel bank museum studio harbor track "
     "league billing orders grades stockroom invoice payroll basket rules helpers basics logic maths texts lists shared "
     "support pieces core counter meter travel recipes library_desk games weather traffic survey polls budgeting cinema "
     "bakery parking postal tickets"
 )
-TOP_MODULES = _split_words("main app report runner service desk console panel front board outlet digest_page")
+TOP_MODULES = split_words("main app report runner service desk console panel front board outlet digest_page")
 OPPOSITES = _pairs(
     "pass/fail high/low ok/bad big/small open/closed hot/cold full/empty fast/slow near/far yes/no on/off "
     "rich/poor old/new heavy/light"
 )
 SEPARATORS = (", ", "-", "/", "; ", " + ", "_", " | ", ":")
 # Words of the texts and tables in checks.
-SAMPLES = _split_words(
+SAMPLES = split_words(
     "red blue green amber pine oak elm rose lily fig plum pear kiwi lime mint sage fox owl bee ant cat dog hen cow "
     "sun moon star rain snow wind anna bob eve ivan level noon radar apple banana cherry"
 )

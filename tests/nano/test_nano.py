@@ -20,13 +20,7 @@ from etude.tasks.harbor import read_task
 from etude_nano import word_lists
 from etude_nano.demonstrator import edits_between, workspace_files
 from etude_nano.source import DIFFICULTIES, FAMILIES, generate_nano, nano_task, nano_tasks, text_digest
-from etude_nano.templates import (
-    CALLER_TEMPLATES,
-    CHANGE_TEMPLATES,
-    NUMBER_TEMPLATES,
-    TEXT_TEMPLATES,
-    parse_templates,
-)
+from etude_nano.templates import TEMPLATE_FILES, read_templates
 
 LEVELS = [(name, level) for name, family in FAMILIES.items() for level in family.difficulties]
 
@@ -115,14 +109,13 @@ def test_ten_thousand_tasks_are_distinct_and_the_splits_share_no_site() -> None:
 
 
 def test_held_out_faults_are_never_shown_in_training() -> None:
-    for template in (each for source in (NUMBER_TEMPLATES, TEXT_TEMPLATES) for each in parse_templates(source)):
+    for template in read_templates("numbers", "texts"):
         train, held_out = set(template.fault_places("train")), set(template.fault_places("held-out"))
         assert template.held_out or (train and not train & held_out), template.id
 
 
 def test_no_name_in_a_program_shadows_another() -> None:
-    sources = (NUMBER_TEMPLATES, TEXT_TEMPLATES, CALLER_TEMPLATES, CHANGE_TEMPLATES)
-    templates = [template for source in sources for template in parse_templates(source)]
+    templates = read_templates(*TEMPLATE_FILES)
     code = " ".join(re.sub(r'"[^"\n]*"', "", each.text() + each.text_before_change()) for each in templates)
     spelt = set(re.findall(r"(?<![$\w])[a-z_]+", code))
     pools = (
