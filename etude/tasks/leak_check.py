@@ -10,16 +10,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from etude.pods.fleet import Fleet
+from etude.pods.payload import pack
 from etude.tasks.base_images import HostSettings
 from etude.tasks.environment import open_environment
 from etude.tasks.task import Task
 from etude.tasks.verifier_result import FileChange
 
-LEAK_SCAN = Path(__file__).with_name("leak_scan.py")
 SCAN_TIMEOUT_S = 60.0
 MIN_LINE_LENGTH = 6  # shorter lines are not distinctive
 
@@ -85,8 +84,8 @@ async def find_leaks(
     found = list(_network_findings(task, settings))
     async with open_environment(fleet, task, host_settings=settings) as environment:
         request = json.dumps(scan_request(environment.workspace, changes)).encode()
-        await environment.pod.write("/run/leak_scan.py", LEAK_SCAN.read_bytes())
-        command = ["python3", "-I", "-S", "/run/leak_scan.py"]
+        await environment.pod.write("/run/leak_scan.pyz", pack("etude.tasks.leak_scan:main").data)
+        command = ["python3", "-I", "-S", "/run/leak_scan.pyz"]
         done = await environment.pod.exec(
             command, stdin=request, timeout=4 * SCAN_TIMEOUT_S, max_output=1 << 22, user="root"
         )

@@ -293,7 +293,3 @@ def main() -> None:
     scan.scan_repositories()
     scan.scan_files()
     print(json.dumps(scan.findings))
-
-
-if __name__ == "__main__":
-    main()

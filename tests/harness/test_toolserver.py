@@ -1,13 +1,10 @@
 """The tool server: one file for any Python, restarted when killed, continued in forks."""
 
-import ast
 import asyncio
-import io
 import json
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +13,9 @@ from harness_pods import PodFixture, PodTools, open_pod_fixture, shared_pod_fixt
 
 from etude.harness.tool_set import ToolSet
 from etude.harness.tools.executor import open_tool_executor
-from etude.harness.toolserver import bundle, client
+from etude.harness.toolserver import client
 from etude.harness.toolserver.client import ToolServer
 from etude.pods.pod import PodError
-
-INSIDE = Path(bundle.__file__).parent / "inside"
 
 
 @pytest.fixture
@@ -29,24 +24,6 @@ def pods(request: pytest.FixtureRequest) -> PodFixture:
 
 
 # -- the file
-
-
-def test_the_file_is_the_same_from_the_same_sources_and_needs_only_the_standard_library() -> None:
-    first = bundle.pack()
-    bundle.pack.cache_clear()
-    assert bundle.pack() == first
-    assert len(first) < 500_000
-    names = zipfile.ZipFile(io.BytesIO(first)).namelist()
-    assert names[0] == "__main__.py"
-    allowed = set(sys.stdlib_module_names) | {"etude"}
-    for source in INSIDE.glob("*.py"):
-        tree = ast.parse(source.read_text(), feature_version=(3, 8))
-        for node in ast.walk(tree):
-            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            modules += [name.name for name in node.names] if isinstance(node, ast.Import) else []
-            for module in modules:
-                assert module.split(".")[0] in allowed, f"{source.name} imports {module}"
-                assert not module.startswith("etude") or module.startswith("etude.harness.toolserver.inside"), source
 
 
 def interpreters() -> list[str]:
@@ -64,7 +41,7 @@ def test_it_runs_on_this_python(python: str, tmp_path: Path) -> None:
     if subprocess.run([python, "-c", "0"], capture_output=True, check=False).returncode:
         pytest.skip("it does not run")
     server, root = tmp_path / "server.pyz", tmp_path / "root"
-    server.write_bytes(bundle.pack())
+    server.write_bytes(client.program().data)
     root.mkdir()
     (root / "a.py").write_text("import os\n\n\ndef f():\n    return 1\n")
     plan = json.dumps({"root": str(root), "state": str(tmp_path / "state"), "names": {}})
@@ -153,7 +130,7 @@ def test_a_hanging_server_is_restarted(pods: PodFixture, monkeypatch: pytest.Mon
 def test_invalid_responses_of_a_replaced_server_are_environment_errors(pods: PodFixture) -> None:
     async def check(tools: PodTools) -> None:
         server = tools.executor.context.server
-        path = f"{server.state}/server-{bundle.digest()}.pyz"
+        path = f"{server.state}/server-{client.program().digest}.pyz"
         for lie in (
             "print('not json')",
             "print('[1, 2]')",

@@ -1,8 +1,10 @@
 """An agent that attacks the verifier instead of solving the task gets no reward."""
 
 import asyncio
+import io
 import subprocess
 import textwrap
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,15 @@ def repository(directory: Path) -> dict[str, bytes]:
     return {f"environment/repo/{path.relative_to(directory)}": path.read_bytes() for path in files}
 
 
+def without_tester(program: bytes) -> bytes:
+    """Return the verifier with a tester whose user id no pod has."""
+    source, out = zipfile.ZipFile(io.BytesIO(program)), io.BytesIO()
+    with zipfile.ZipFile(out, "w") as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name).replace(b"TESTER = 54321", b"TESTER = 4294967000"))
+    return out.getvalue()
+
+
 def make_task(directory: Path, kind: str) -> Task:
     image = "python:3" if kind == "pytest" else "host"
     files: dict[str, str | bytes] = {
@@ -70,7 +81,7 @@ def make_task(directory: Path, kind: str) -> Task:
         ]
         files |= cases_files(cases)
     if kind == "alone":
-        files["tests/guard.py"] = str(files["tests/guard.py"]).replace("TESTER = 54321", "TESTER = 4294967000")
+        files["tests/runner.pyz"] = without_tester(bytes(files["tests/runner.pyz"]))
     return write_task(directory / kind, files)
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast, get_args
 
 from etude.errors import EtudeError
 from etude.harness.tools.tool import ErrorClass, ToolError
-from etude.harness.toolserver.bundle import digest, pack
+from etude.pods.payload import Payload, pack
 from etude.pods.pod import Job, Pod, PodError, PodFileError, PodGone
 
 START_S = 60.0  # on an overloaded machine
@@ -27,6 +27,8 @@ MAX_ERRORS = 4 << 10  # bytes of stderr kept for error messages
 MAX_NOISE = 8 << 20  # bytes of stderr in total
 BATCH = 2 << 20  # bytes of files per request
 
+INSIDE = "etude.harness.toolserver.inside"
+
 # Writes the server next to its persistent state; prints the directory, and exits with 4 if python3 is missing.
 INSTALL = """\
 umask 077; d="${TMPDIR:-/tmp}/.etude"; f="$d/server-%s.pyz"
@@ -34,6 +36,11 @@ mkdir -p "$d" && cat > "$f.new" && mv -f "$f.new" "$f" || exit 3
 command -v python3 >/dev/null || exit 4
 printf '%%s\\n' "$d"
 """
+
+
+def program() -> Payload:
+    """Return the tool server as a zip file."""
+    return pack(f"{INSIDE}.server:main", INSIDE, "etude.globs")
 
 
 class ToolServerBug(EtudeError):
@@ -72,7 +79,7 @@ class ToolServer:
             if not self.state:
                 await self._install()
             config = json.dumps({"root": self.root, "state": self.state, "names": self.names})
-            job = await self.pod.spawn(["python3", "-I", "-S", f"{self.state}/server-{digest()}.pyz"])
+            job = await self.pod.spawn(["python3", "-I", "-S", f"{self.state}/server-{program().digest}.pyz"])
             self._connection = connection = _ServerConnection(job)
             try:
                 hello = await connection.hello(config, START_S)
@@ -89,7 +96,7 @@ class ToolServer:
             return connection
 
     async def _install(self) -> None:
-        done = await self.pod.exec(["sh", "-c", INSTALL % digest()], stdin=pack(), timeout=START_S)
+        done = await self.pod.exec(["sh", "-c", INSTALL % program().digest], stdin=program().data, timeout=START_S)
         if done.exit_code == 4:
             raise PodError(f"image {self.pod.image!r} has no python3, which the tool server needs; install Python 3.8+")
         where = done.stdout.strip()

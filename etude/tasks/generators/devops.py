@@ -29,7 +29,7 @@ from etude.tasks.generators.task_writer import protected_globs, pytest_check, su
 
 PYPROJECT = "pyproject.toml"
 BUILD_COMMAND = "python3 -m pip wheel . --no-deps --no-build-isolation --no-index -w /tmp/wheels"
-INSPECT_COMMAND = f'env -i PATH="$PATH" LANG=C.UTF-8 python3 -B -s -S {PROGRAM_DIR}/build.py {WORKSPACE}'
+INSPECT_COMMAND = f'env -i PATH="$PATH" LANG=C.UTF-8 python3 -B -s -S {PROGRAM_DIR}/build.pyz {WORKSPACE}'
 
 
 @dataclass(frozen=True)

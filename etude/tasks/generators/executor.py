@@ -7,7 +7,6 @@ Tests run with the verifier's user, environment and options, so results here pre
 """
 
 import json
-import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from etude.errors import EtudeError
 from etude.pods.fleet import Fleet
+from etude.pods.payload import pack
 from etude.pods.pod import ExecResult, Limits, Pod, Snapshot
 from etude.tasks.base_images import HostSettings, host_python
 from etude.tasks.environment import copy_files
@@ -28,15 +28,13 @@ from etude.tasks.image import FileToCopy, plan_image
 from etude.tasks.task import MachineSpec
 from etude.tasks.workspace import remove_if_exists
 
-INSIDE = Path(__file__).parent / "inside"
-RUNNER = Path(__file__).parent.parent / "runner"
 PROGRAM_DIR = "/trial"
 WORKSPACE = "/work"
 RUN_TIMEOUT_S = 180.0
 # hypothesis derandomizes its examples when it detects CI
 TEST_ENV = {"CI": "true"}
-# modules of inside/ -> names under which they are shipped into pods and task directories
-SHIPPED_MODULES = {"judges": "etude_looking", "executed_checks": "etude_running", "patterns": "etude_patterns"}
+# what the programs in inside/ consist of
+POD_MODULES = ("etude.tasks.generators.inside", "etude.tasks.runner.guard", "etude.tasks.runner.inside")
 Changes = Mapping[str, bytes | None]  # path -> new contents; None: removed
 
 
@@ -139,7 +137,7 @@ class RepositoryExecutor:
     async def _run(self, pod: Pod, timeout: float) -> ExecutionResult:
         started = time.monotonic()
         command = (
-            f'env -i PATH="$PATH" HOME=/root LANG=C.UTF-8 PYTHONHASHSEED=0 python3 -B -s -S {PROGRAM_DIR}/trial.py'
+            f'env -i PATH="$PATH" HOME=/root LANG=C.UTF-8 PYTHONHASHSEED=0 python3 -B -s -S {PROGRAM_DIR}/run_tests.pyz'
         )
         completed = await pod.exec(f"{command} {PROGRAM_DIR}/spec.json {PROGRAM_DIR}/report.json", timeout=timeout + 30)
         if not completed.ok:
@@ -222,29 +220,10 @@ def _stage_file(top: Path, target: str, path: str, data: bytes) -> FileToCopy:
     return FileToCopy(staged, target, 0o755 if path.endswith(".sh") else 0o644)
 
 
-def program_for_pod(program: Path) -> bytes:
-    """Return a pod program with its imports rewritten to the names of the files it is shipped with.
-
-    These names start with `etude_`, so that no module of a workspace shadows them.
-    """
-    text = program.read_text()
-    text = text.replace("from etude.tasks.runner.inside import", "from etude_runner import")
-    text = text.replace("from etude.tasks.runner.guard import", "from guard import")
-    package = r"etude\.tasks\.generators\.inside"
-    text = re.sub(rf"from {package}\.(\w+) import", lambda found: f"from {SHIPPED_MODULES[found[1]]} import", text)
-    found = re.search(rf"^from {package} import (.+)$", text, re.MULTILINE)
-    if found is not None:
-        lines = (f"import {SHIPPED_MODULES[name]} as {name}" for name in found[1].split(", "))
-        text = text.replace(found[0], "\n".join(lines))
-    return text.encode()
-
-
 def _pod_programs() -> dict[str, bytes]:
     """Return the files of PROGRAM_DIR in a pod: our programs, and the coverage package installed on this host."""
-    programs = {"guard.py": RUNNER / "guard.py", "etude_runner.py": RUNNER / "inside.py"}
-    programs |= {"trial.py": INSIDE / "run_tests.py", "build.py": INSIDE / "build.py"}
-    programs["etude_running.py"] = INSIDE / "executed_checks.py"
-    files = {name: program_for_pod(path) for name, path in programs.items()}
+    programs = ("run_tests", "build")
+    files = {f"{name}.pyz": pack(f"{POD_MODULES[0]}.{name}:main", *POD_MODULES).data for name in programs}
     coverage = metadata.distribution("coverage")
     top = Path(str(coverage.locate_file(""))).resolve()
     for file in coverage.files or ():

@@ -7,25 +7,15 @@ from typing import Any
 
 import tomli_w
 
+from etude.pods.payload import pack
 from etude.tasks.environment import FINAL_MESSAGE
 from etude.tasks.generators.candidate import CandidateRejected, TaskDraft, VerifierCheck, apply_changes
 from etude.tasks.generators.code import mentions
-from etude.tasks.generators.executor import (
-    INSIDE,
-    RUNNER,
-    SHIPPED_MODULES,
-    WORKSPACE,
-    dockerfile,
-    program_for_pod,
-    run_spec,
-)
+from etude.tasks.generators.executor import POD_MODULES, WORKSPACE, dockerfile, run_spec
 from etude.tasks.generators.repository import Repository
 from etude.tasks.generators.single_commit_repo import single_commit_git_dir
-from etude.tasks.runner import guard_files
+from etude.tasks.runner import VERIFIER_SH
 
-TEST_SH = """#!/bin/sh
-exec env -i PATH="$PATH" HOME=/root LANG=C.UTF-8 PYTHONHASHSEED=0 python3 -B -s -S /tests/checks.py
-"""
 VERIFIER_TIMEOUT_S = 300.0
 TaskFiles = dict[str, str | bytes]
 
@@ -97,13 +87,12 @@ def _quoted(path: str) -> str:
 
 
 def verifier_files(draft: TaskDraft) -> TaskFiles:
-    programs = {"etude_runner.py": RUNNER / "inside.py", "checks.py": INSIDE / "checks.py"}
-    programs |= {f"{shipped}.py": INSIDE / f"{name}.py" for name, shipped in SHIPPED_MODULES.items()}
+    program = pack("etude.tasks.generators.inside.checks:main", *POD_MODULES, bytecode=False)
     check_spec = {"workspace": WORKSPACE, "checks": [{"kind": check.kind, **check.run} for check in draft.checks]}
     return {
-        **guard_files(),
-        "tests/test.sh": TEST_SH,
-        **{f"tests/{name}": program_for_pod(path) for name, path in programs.items()},
+        "tests/.seal": "sealed\n",  # requests a seal
+        "tests/test.sh": VERIFIER_SH.format(program="checks.pyz"),
+        "tests/checks.pyz": program.data,
         "tests/checks.json": json.dumps(check_spec, indent=1) + "\n",
         "tests/expected.json": json.dumps([dict(check.expected) for check in draft.checks], indent=1) + "\n",
         **{f"tests/suite/{path}": data for path, data in draft.suite.items()},

@@ -21,7 +21,7 @@ import subprocess
 import sys
 from typing import Any
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = os.path.dirname(os.path.abspath(sys.argv[0]))
 START, END, CODE = (
     ">>>>> Start Test Output",
     ">>>>> End Test Output",
@@ -184,7 +184,3 @@ def main() -> int:
     with open("/logs/verifier/reward.json", "w") as file:
         json.dump(rewards, file)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,8 +13,8 @@ from typing import Any
 import tomli_w
 
 from etude.errors import InputError
+from etude.pods.payload import pack
 
-EVALUATE_PROGRAM = Path(__file__).with_name("evaluate_inside.py")
 WORKSPACE = "/testbed"
 TIMEOUT_S = 1800.0
 _PATH = re.compile(r"^\+\+\+ b/(.+?)\s*$|^--- a/(.+?)\s*$", re.MULTILINE)
@@ -60,7 +60,7 @@ def patched_paths(patch: str) -> tuple[str, ...]:
 
 
 def parser_for(name: str) -> str:
-    """Return the log parser of evaluate.py that replaces a set's own parser; raise InputError if there is none."""
+    """Return the log parser of ours that replaces a set's own parser; raise InputError if there is none."""
     short_name = name.lower().removeprefix("parse_log_")
     if "django" in short_name:
         return "django"
@@ -77,8 +77,8 @@ def task_files(instance: Instance, clone: Path | None) -> dict[str, str | bytes]
     files: dict[str, str | bytes] = {
         "task.toml": tomli_w.dumps(_config(instance)),
         "instruction.md": instance.statement.strip() + "\n",
-        "tests/test.sh": "#!/bin/sh\nexec python3 /tests/evaluate.py\n",
-        "tests/evaluate.py": EVALUATE_PROGRAM.read_text(),
+        "tests/test.sh": "#!/bin/sh\nexec python3 /tests/evaluate.pyz\n",
+        "tests/evaluate.pyz": pack("etude.tasks.importers.evaluate_inside:main", bytecode=False).data,
     }
     if not instance.fail_to_pass:
         raise InputError("FAIL_TO_PASS is empty; expected at least one test that the solution makes pass")

@@ -1,27 +1,21 @@
 """The verifier that task generators put into `tests/`, hardened against code that attacks the verifier itself.
 
-`pytest_files`, `cases_files` and `guard_files` return its files; `guard.py` and `inside.py` are the programs that run
-in the pod. docs/tasks.md lists attacks that they withstand (tested in tests/tasks/test_cheating.py) and some that they
-do not.
+`pytest_files` and `cases_files` return its files; `guard.py` and `inside.py` are the program that runs in the pod.
+docs/tasks.md lists attacks that it withstands (tested in tests/tasks/test_cheating.py) and some that it does not.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-__all__ = ["cases_files", "guard_files", "pytest_files"]
-HERE = Path(__file__).parent
+from etude.pods.payload import pack
+
+__all__ = ["VERIFIER_SH", "cases_files", "pytest_files"]
 
 # Only PATH is kept of the image's environment: a variable must not decide which code Python loads.
-TEST_SH = """#!/bin/sh
-exec env -i PATH="$PATH" HOME=/root LANG=C.UTF-8 PYTHONHASHSEED=0 python3 -B -s -S /tests/runner.py
+VERIFIER_SH = """#!/bin/sh
+exec env -i PATH="$PATH" HOME=/root LANG=C.UTF-8 PYTHONHASHSEED=0 python3 -B -s -S /tests/{program}
 """
-
-
-def guard_files() -> dict[str, str]:
-    """Return `tests/guard.py` for verifiers of another kind, and the `.seal` file that requests a seal."""
-    return {"tests/guard.py": (HERE / "guard.py").read_text(), "tests/.seal": "sealed\n"}
 
 
 def pytest_files(
@@ -91,11 +85,11 @@ def cases_files(
 
 
 def _files(spec: Mapping[str, Any], expected: Mapping[str, Any], suite: Mapping[str, str | bytes]) -> dict[str, Any]:
-    runner = (HERE / "inside.py").read_text().replace("from etude.tasks.runner.guard import", "from guard import")
+    program = pack("etude.tasks.runner.inside:main", "etude.tasks.runner.guard", bytecode=False)
     return {
-        **guard_files(),
-        "tests/test.sh": TEST_SH,
-        "tests/runner.py": runner,
+        "tests/.seal": "sealed\n",  # requests a seal
+        "tests/test.sh": VERIFIER_SH.format(program="runner.pyz"),
+        "tests/runner.pyz": program.data,
         "tests/run.json": json.dumps(spec, indent=1) + "\n",
         "tests/expected.json": json.dumps(expected, indent=1) + "\n",
         **{f"tests/suite/{path}": data for path, data in suite.items()},

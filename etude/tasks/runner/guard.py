@@ -1,4 +1,4 @@
-"""Runs untrusted code in a child process and returns its results. Placed in a task's tests/; standard library only.
+"""Runs untrusted code in a child process and returns its results. Shipped in a task's tests/; standard library only.
 
 The tested code runs under its own user: it cannot read the verifier's files, signal the verifier, or write rewards.
 `run_guarded` returns when every process of the child is dead. Results come through a pipe, and each message starts with
@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+ARCHIVE = os.path.abspath(sys.argv[0])  # this program, a zip file (`etude.pods.payload`)
+HERE = os.path.dirname(ARCHIVE)
 LOGS = "/logs/verifier"
 TESTER = 54321  # user and group id of the tested code only
 MAX_OUTPUT = 32 << 10  # bytes kept of the child's output
@@ -352,8 +353,9 @@ def use_site_packages() -> None:
     """
     import site
 
-    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != HERE]
-    sys.modules.pop("guard", None)
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != ARCHIVE]
+    for name in [name for name in sys.modules if name.split(".")[0] == __name__.split(".")[0]]:
+        del sys.modules[name]
     sys.modules["__main__"] = type(sys)("__main__")
     known = site.venv(site.removeduppaths())
     site.addsitepackages(known or set())

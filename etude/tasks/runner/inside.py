@@ -1,4 +1,4 @@
-"""Runs a task's hidden tests and writes the reward. Placed in tests/ as runner.py, beside guard.py.
+"""Runs a task's hidden tests and writes the reward. Shipped in tests/ as runner.pyz.
 
     run.json        the tests to run
     expected.json   the expected results, read only after the child is dead
@@ -377,7 +377,3 @@ def main() -> int:
     rewards = {"reward": float(passed), "right": float(len(expected) - len(wrong)), "of": float(len(expected))}
     write_rewards(rewards, seal, {"doubt": doubt, "statuses": statuses, "wrong": wrong, "extra": extra})
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,5 +7,6 @@ import sys
 
 from etude.tasks.generators.inside.executed_checks import wheel
 
-if __name__ == "__main__":
+
+def main() -> None:
     print("\n" + json.dumps(wheel({}, sys.argv[1])))

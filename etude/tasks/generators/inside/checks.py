@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Any
 
 from etude.tasks.generators.inside import executed_checks, judges
@@ -74,7 +73,3 @@ def main() -> int:
     rewards = {"reward": min(scores), "right": float(passed), "of": float(len(scores))}
     write_rewards(rewards, seal, {"checks": report})
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

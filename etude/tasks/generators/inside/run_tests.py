@@ -1,6 +1,6 @@
 """Run tests of a repository in a pod, as its verifier will, and write a report.
 
-    python3 trial.py SPEC.json REPORT.json
+    python3 run_tests.pyz SPEC.json REPORT.json
 
 SPEC    the fields of the verifier's `run.json` (workspace, run, paths, ini, plugins, arguments, env, timeout), and
         optionally `measure`: directories for which to record which test executes which line
@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 from etude.tasks.runner.guard import (
+    HERE,
     JsonObject,
     Send,
     prepare_workspace,
@@ -31,7 +32,7 @@ from etude.tasks.runner.inside import child_env, import_roots
 
 MAX_FAILURE_CHARS = 6_000  # kept of a failure
 MAX_TESTS_PER_LINE = 500  # above it only their number is kept: a line that most tests execute is not informative
-COVERAGE_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "packages")
+COVERAGE_DIR = os.path.join(HERE, "packages")
 
 
 def run(spec: JsonObject) -> JsonObject:
@@ -169,7 +170,3 @@ def main() -> int:
     with open(sys.argv[2], "w") as file:
         json.dump(report, file)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
