@@ -2,7 +2,7 @@
 
     python benchmarks/acceptance.py runs/scratch/checkpoints/extend-147 runs/scratch/artefacts/corpus-stdlib
 
-Speculative decoding with `etude.model.speculate`: prompts are the beginnings of held-out documents, completed greedily
+Speculative decoding by the engine: prompts are the beginnings of held-out documents, completed greedily
 and sampled at temperature 1. 1.00 is decoding without drafts; the distribution of the output is the same.
 """
 
@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from etude.data.shards import Shards
+from etude.inference.engine import Engine, EngineOptions
+from etude.inference.sampling import Sampling
 from etude.model import load
 from etude.model.mtp import load_mtp
-from etude.model.speculate import speculate
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--split", default="held_out")
-    parser.add_argument("--mtp", type=Path, help="directory of mtp.safetensors; the model's own by default")
+    parser.add_argument("--mtp", type=Path, help="checkpoint with MTP layers; the model's own by default")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -41,11 +42,15 @@ def main() -> None:
     prompts = [shards.read(i, 0, args.prompt_tokens).tolist() for i in long]
     print(f"{'':18}{'tokens a forward':>18}   accepted by depth")
     for name, temperature in (("greedy", 0.0), ("sampled, T = 1", 1.0)):
-        found = speculate(
-            model, mtp, prompts, new_tokens=args.new_tokens, drafts=args.drafts, temperature=temperature, seed=0
-        )
-        shares = "  ".join(f"{share:.2f}" for share in found.accepted_by_depth)
-        print(f"{name:18}{found.acceptance_length:18.2f}   {shares}")
+        engine = Engine(model, EngineOptions(drafts=args.drafts), mtp=mtp)
+        for number, prompt in enumerate(prompts):
+            engine.submit(prompt, Sampling(args.new_tokens, temperature, seed=number))
+        while engine.step():
+            pass
+        assert engine.speculator is not None
+        found = engine.speculator.acceptance
+        shares = "  ".join(f"{count / max(1, found.rounds):.2f}" for count in found.accepted)
+        print(f"{name:18}{found.length:18.2f}   {shares}")
     setting = (
         f"{len(prompts)} prompts of {args.prompt_tokens} tokens of held-out code, {args.new_tokens} new tokens each"
     )

@@ -130,7 +130,7 @@ ETUDE: Questions = [
     ),
     (
         "verify guessed tokens so that decoding gets faster",
-        "inference/speculation.py:Speculator model/speculate.py:speculate inference/speculation.py:VerifiedDrafts",
+        "inference/speculation.py:Speculator inference/speculation.py:VerifiedDrafts",
     ),
 ]
 

@@ -92,10 +92,10 @@ def _engine(checkpoint: Path, dtype: torch.dtype | None, device: str, options: E
     from etude.inference.engine import Engine
     from etude.kernels import usable_device
     from etude.model.checkpoint import load
-    from etude.model.mtp import MTP_FILE, load_mtp
+    from etude.model.mtp import MTP_FILE, load_mtp, mtp_file
 
     tokenizer = Tokenizer.load(checkpoint)
-    if options.drafts and not (checkpoint / MTP_FILE).exists():
+    if options.drafts and mtp_file(checkpoint) is None:
         raise InputError(
             f"--drafts {options.drafts}: {checkpoint} has no MTP layers to draft with ({MTP_FILE}); leave --drafts out"
         )

@@ -111,7 +111,7 @@ class PagedCache:
         self.keys = slabs()
         self.values = [] if latent else slabs()
         self.batch: PagedBatch | None = None
-        self.lengths = torch.zeros(1, dtype=torch.int64, device=device)  # the model sees one row
+        self.rows = 1  # the model sees one row
 
     def positions(self, tokens: int) -> Tensor:
         assert self.batch is not None

@@ -16,7 +16,7 @@ from etude.errors import InputError
 from etude.inference.policy import Weights
 from etude.model.checkpoint import DTYPES, checkpoint_views, load
 from etude.model.config import ModelConfig
-from etude.model.mtp import MTP, MTP_FILE, load_mtp
+from etude.model.mtp import MTP, load_mtp, mtp_file
 from etude.model.transformer import Transformer
 
 MTP_PREFIX = "mtp."
@@ -38,7 +38,7 @@ def read_weights(weights: Weights, model: Transformer, mtp: MTP | None = None) -
         )
     dtype = model.head_weight.dtype
     found = dict(load(weights, dtype=dtype).state_dict())
-    if mtp is not None and (Path(weights) / MTP_FILE).exists():
+    if mtp is not None and mtp_file(Path(weights)):
         layers = load_mtp(Path(weights), config, dtype).state_dict()
         found |= {f"{MTP_PREFIX}{name}": tensor for name, tensor in layers.items()}
     return found

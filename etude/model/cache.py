@@ -1,7 +1,6 @@
-"""A contiguous KV cache: one tensor per layer, rows of unequal length. The inference engine has a paged one.
+"""A contiguous KV cache: one tensor per layer, rows of equal length. The inference engine has a paged one.
 
-All rows advance by the same number of tokens but may differ in length: after a padded prefill, `truncate` sets how many
-tokens of each row were real, and later tokens overwrite the padding. Latent attention stores latents.
+Latent attention stores latents.
 """
 
 from __future__ import annotations
@@ -18,12 +17,7 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, rows: int, length: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
-        self.length, self.extent = (
-            length,
-            0,
-        )  # extent: tokens of the longest row, known without a device synchronization
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._rows = torch.arange(rows, device=device)[:, None]
+        self.rows, self.length, self.stored = rows, length, 0  # tokens a row can hold, and tokens it holds
         latent = config.latent
         self._value_dim = latent.kv_rank if latent else config.head_dim
         k_shape = (1, latent.kv_rank + latent.rope_dim) if latent else (config.kv_heads, config.head_dim)
@@ -36,32 +30,23 @@ class KVCache:
 
     def positions(self, tokens: int) -> Tensor:
         """Return the positions of the next `tokens` tokens of every row, [rows, tokens]."""
-        if self.extent + tokens > self.length:
-            raise InputError(f"the KV cache holds {self.length} tokens a row; {self.extent} + {tokens} do not fit")
-        return self.lengths[:, None] + torch.arange(tokens, device=self.lengths.device)
+        if (end := self.stored + tokens) > self.length:
+            raise InputError(f"the KV cache holds {self.length} tokens a row; {self.stored} + {tokens} do not fit")
+        return torch.arange(self.stored, end, device=self.keys[0].device).expand(self.rows, tokens)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, *, scale: float) -> Tensor:
         """Store the new keys and values of a layer and attend to all tokens up to each query."""
-        tokens = q.shape[1]
-        at, end = self.positions(tokens), self.extent + tokens
-        self.keys[layer][self._rows, at] = k
+        start, end = self.stored, self.stored + q.shape[1]
+        self.keys[layer][:, start:end] = k
         keys = self.keys[layer][:, :end]
         if v is None:
             values = keys[..., : self._value_dim]
         else:
-            self.values[layer][self._rows, at] = v
+            self.values[layer][:, start:end] = v
             values = self.values[layer][:, :end]
-        visible = torch.arange(end, device=at.device) <= at[..., None]
+        visible = torch.arange(end, device=q.device) <= self.positions(q.shape[1])[..., None]
         return attend_masked(q, keys, values, scale=scale, mask=visible)
 
     def advance(self, tokens: int) -> None:
         """Count the tokens of a forward pass as stored; called once, after the last layer."""
-        self.lengths += tokens
-        self.extent += tokens
-
-    def truncate(self, lengths: Tensor) -> None:
-        """Drop everything after `lengths` tokens of each row: padding after a prefill, or rejected drafts."""
-        if lengths.shape != self.lengths.shape or bool(((lengths > self.lengths) | (lengths < 0)).any()):
-            raise InputError(f"cannot truncate rows of {self.lengths.tolist()} tokens to {lengths.tolist()}")
-        self.lengths = lengths.to(self.lengths)
-        self.extent = int(self.lengths.max())
+        self.stored += tokens

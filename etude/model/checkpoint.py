@@ -2,7 +2,8 @@
 
 `checkpoint_views` is the whole mapping: every tensor of the Hugging Face format as a view of a parameter, so loading
 copies into the view and saving reads it. All names and shapes are checked before any weight is read, and a directory
-gets its final name only when it is complete.
+gets its final name only when it is complete. Tensors that only Etude reads are in a subdirectory: other programs load
+every *.safetensors file beside config.json as weights.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from etude.model.transformer import Block, Transformer
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
+TRAINING = "training"  # subdirectory of a checkpoint for the optimizer and the MTP layers
+# Class names in transformers that do not follow from the model type.
+ARCHITECTURES = {"kimi_k2": "DeepseekV3ForCausalLM", "kimi_k25": "KimiK25ForConditionalGeneration"}
 
 
 def load(
@@ -78,9 +82,27 @@ def save(model: Transformer, directory: Path | str, shard_bytes: int = 5 * 10**9
 def write_model(model: Transformer, directory: Path, shard_bytes: int = 5 * 10**9) -> None:
     """Write weights and config.json into an existing directory."""
     write_tensors(directory, checkpoint_views(model).items(), shard_bytes=shard_bytes)
-    dtype = str(model.embed.weight.dtype).removeprefix("torch.")
+    family, dtype = model.config.family, str(model.embed.weight.dtype).removeprefix("torch.")
     key = "torch_dtype" if "torch_dtype" in model.config.source else "dtype"
-    (directory / "config.json").write_text(json.dumps({**model.config.source, key: dtype}, indent=2) + "\n")
+    # vLLM loads a model without `architectures` as an embedding model.
+    words = "".join(word.capitalize() for word in family.split("_"))
+    named = {"architectures": [ARCHITECTURES.get(family, f"{words}ForCausalLM")]}
+    config = {**named, **model.config.source, key: dtype}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def training_file(directory: Path, name: str) -> Path:
+    """Return the path of a file that only Etude reads; in older checkpoints it is beside the weights."""
+    old = directory / name
+    return old if old.exists() else directory / TRAINING / name
+
+
+def write_training_file(directory: Path, name: str, tensors: dict[str, Tensor], **metadata: str) -> None:
+    """Write tensors that other programs must not load with the weights of a checkpoint."""
+    path = directory / TRAINING / name
+    path.parent.mkdir(exist_ok=True)
+    save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, path, metadata=metadata)
+    path.chmod(0o644)  # safetensors makes files readable by their owner only
 
 
 @contextlib.contextmanager

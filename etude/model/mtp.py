@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from etude.errors import InputError
@@ -22,11 +22,12 @@ from etude.kernels.attention import Documents
 from etude.kernels.loss import IGNORE
 from etude.model.attention import Rotation
 from etude.model.cache import KVCache
+from etude.model.checkpoint import training_file, write_training_file
 from etude.model.config import ModelConfig
 from etude.model.layers import Linear, RMSNorm
 from etude.model.transformer import Block, Transformer, draw_weights
 
-MTP_FILE = "mtp.safetensors"  # next to model.safetensors; transformers and vLLM ignore it
+MTP_FILE = "mtp.safetensors"
 
 
 class MTPLayer(nn.Module):
@@ -103,14 +104,18 @@ def initialize_mtp(config: ModelConfig, layers: int, seed: int, dtype: torch.dty
     return mtp.to(dtype)
 
 
+def mtp_file(directory: Path) -> Path | None:
+    """Return the file of a checkpoint's MTP layers; None if it has none."""
+    path = training_file(directory, MTP_FILE)
+    return path if path.exists() else None
+
+
 def save_mtp(mtp: MTP, directory: Path) -> None:
-    tensors = {name: value.detach().cpu().contiguous() for name, value in mtp.state_dict().items()}
-    save_file(tensors, directory / MTP_FILE, metadata={"layers": str(len(mtp.layers))})
-    (directory / MTP_FILE).chmod(0o644)
+    write_training_file(directory, MTP_FILE, mtp.state_dict(), layers=str(len(mtp.layers)))
 
 
 def load_mtp(directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> MTP:
-    path = Path(directory) / MTP_FILE
+    path = training_file(Path(directory), MTP_FILE)
     try:
         tensors = load_file(path)
     except Exception as problem:  # safetensors raises its own type, and OSError

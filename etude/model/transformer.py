@@ -121,8 +121,8 @@ class Transformer(nn.Module):
         if documents is not None and cache is not None:
             raise InputError("packed documents and a KV cache cannot be combined; pass only one of them")
         if cache is not None:
-            if len(cache.lengths) != len(tokens):
-                raise InputError(f"the KV cache has {len(cache.lengths)} rows; the tokens have {len(tokens)}")
+            if cache.rows != len(tokens):
+                raise InputError(f"the KV cache has {cache.rows} rows; the tokens have {len(tokens)}")
             return cache.positions(tokens.shape[1])
         if documents is None:
             return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

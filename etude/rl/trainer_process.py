@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from etude.chat.tokenizer import Tokenizer
 from etude.config import read_toml
@@ -28,9 +28,9 @@ from etude.evaluation import held_out
 from etude.files import write_atomically
 from etude.harness.profile import AgentProfile
 from etude.kernels import usable_device
-from etude.model.checkpoint import load, write_model
+from etude.model.checkpoint import load, training_file, write_model, write_training_file
 from etude.model.config import PROFILE_FILE
-from etude.model.mtp import MTP_FILE
+from etude.model.mtp import MTP_FILE, mtp_file
 from etude.model.transformer import Transformer, compile_blocks
 from etude.rl.loop import RlLoop, learn, publish
 from etude.rl.objective import PolicyGradient
@@ -81,7 +81,7 @@ def open_loop(layout: RunLayout, settings: RlSettings) -> Iterator[RlLoop]:
         trainer = Trainer(model, adam_settings(settings))
         if found:
             trainer.step_count = json.loads((origin / STATE_FILE).read_text())["step"]
-            trainer.optimizer.load_state_dict(load_file(origin / OPTIMIZER_FILE))
+            trainer.optimizer.load_state_dict(load_file(training_file(origin, OPTIMIZER_FILE)))
         queue = RolloutQueue(layout.slots, settings)
         evaluations = None
         if settings.evaluation:
@@ -198,10 +198,9 @@ def write_checkpoint(layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, 
         tokenizer.save(draft)
         profile = AgentProfile.of(settings, tuple(read_toml(layout.recipe).get("plugins", ())))
         (draft / PROFILE_FILE).write_text(profile.to_json(), encoding="utf-8")
-        if (layout.model / MTP_FILE).exists():  # MTP layers are not trained here, only carried along
-            shutil.copy(layout.model / MTP_FILE, draft / MTP_FILE)
-        tensors = {name: value.cpu().contiguous() for name, value in trainer.optimizer.state_dict().items()}
-        save_file(tensors, draft / OPTIMIZER_FILE)
+        write_training_file(draft, OPTIMIZER_FILE, trainer.optimizer.state_dict())
+        if layers := mtp_file(layout.model):  # MTP layers are not trained here, only carried along
+            shutil.copy(layers, training_file(draft, MTP_FILE))
         (draft / STATE_FILE).write_text(json.dumps({"step": step}))
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         raise EtudeError(f"{draft}: the checkpoint cannot be written: {error}") from error

@@ -1,6 +1,6 @@
 """The training loop of one stage: next batch, step, guard, log, evaluate, checkpoint. A resumed run repeats it exactly.
 
-A checkpoint is a Hugging Face directory with further files: the optimizer's tensors, the MTP layers if there are any,
+A checkpoint is a Hugging Face directory with further files: in `training/` the optimizer's tensors and any MTP layers,
 and `training.json` (step, mixture position, recent losses). Metrics logged after the last checkpoint are dropped on
 resume, because those steps run again.
 """
@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from etude.data.mixture import Mixture
 from etude.data.packing import next_batch
 from etude.errors import EtudeError
 from etude.files import content_digest
+from etude.model.checkpoint import training_file, write_training_file
 from etude.runs.run import Artefact, Run
 from etude.system.progress import ProgressCallback
 from etude.train.guard import LossSpikeGuard
@@ -144,8 +145,7 @@ def save_checkpoint(run: Run, phase: TrainingPhase) -> None:
     try:
         with phase.open_checkpoint(trainer.step_count) as directory:
             phase.save_weights(directory)
-            tensors = {name: value.cpu().contiguous() for name, value in trainer.optimizer.state_dict().items()}
-            save_file(tensors, directory / OPTIMIZER_FILE)
+            write_training_file(directory, OPTIMIZER_FILE, trainer.optimizer.state_dict())
             state = {
                 "step": trainer.step_count,
                 "mixture": phase.mixture.state_dict(),
@@ -187,6 +187,6 @@ def load_checkpoint(run: Run, phase: TrainingPhase) -> None:
     state = json.loads((artefact.path / STATE_FILE).read_text())
     phase.mixture.load_state_dict(state["mixture"])
     phase.guard.recent.extend(state["recent"])
-    phase.trainer.optimizer.load_state_dict(load_file(artefact.path / OPTIMIZER_FILE))
+    phase.trainer.optimizer.load_state_dict(load_file(training_file(artefact.path, OPTIMIZER_FILE)))
     phase.trainer.step_count = step
     run.rewind(phase.name, step)

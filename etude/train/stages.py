@@ -27,7 +27,7 @@ from etude.kernels import usable_device
 from etude.model.checkpoint import load, write_model
 from etude.model.config import PROFILE_FILE, ModelConfig, with_rope
 from etude.model.describe import training_flops_per_token
-from etude.model.mtp import MTP, MTP_FILE, initialize_mtp, load_mtp, save_mtp
+from etude.model.mtp import MTP, initialize_mtp, load_mtp, mtp_file, save_mtp
 from etude.model.transformer import Transformer, compile_blocks
 from etude.runs.run import Artefact, Run
 from etude.system.progress import ProgressCallback
@@ -300,11 +300,11 @@ def _mtp_directory(run: Run, stage: str, origin: Artefact | Path, own: list[tupl
     if stage == "pretrain":
         return None
     if own:
-        return own[-1][1].path if (own[-1][1].path / MTP_FILE).exists() else None
+        return own[-1][1].path if mtp_file(own[-1][1].path) else None
     if stage == "mtp":
         return None
     directory = origin.path if isinstance(origin, Artefact) else origin
-    carried = directory if (directory / MTP_FILE).exists() else None
+    carried = directory if mtp_file(directory) else None
     trained = run.artefacts("mtp")
     if carried and isinstance(origin, Artefact) and origin.stage == "extend":
         return carried

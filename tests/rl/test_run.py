@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from rl_runs import make_recipe
 
+from etude.chat.tokenizer import Tokenizer
 from etude.files import content_digest
 from etude.harness.trace_store import load_trace
 from etude.model import load
@@ -114,6 +116,10 @@ def test_a_run_trains_evaluates_and_saves_its_checkpoint(recipe: Path, tmp_path:
     for name in ("reward", "mismatch_mean", "mismatch_p99", "entropy", "gradient_norm", "waited_s"):
         assert any(name in record for record in records), name
     (made,) = Run.read(layout.run).artefacts("checkpoint")
+    assert [file.name for file in made.path.glob("*.safetensors")] == ["model.safetensors"]
+    assert isinstance(transformers.AutoModelForCausalLM.from_pretrained(made.path), transformers.Qwen3ForCausalLM)
+    text = "def f(x):"
+    assert transformers.AutoTokenizer.from_pretrained(made.path).encode(text) == Tokenizer.load(made.path).encode(text)
     origin = recipe.parent / "model"
     assert made.parents == (Parent(str(origin), content_digest(origin)),)
     assert records[0]["staleness_max"] == 0

@@ -117,11 +117,18 @@ def test_the_stages_leave_checkpoints_that_transformers_loads(whole: Run) -> Non
     ours = load(final.path)
     assert ours.config.max_length == 64
     assert ours.config.rope.theta == 40000.0
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(final.path, dtype=torch.float32)
-    tokens = torch.tensor([Tokenizer.load(final.path).encode("def f(x):\n    return x")])
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-4, rtol=0)
-    assert (final.path / "mtp.safetensors").exists()
+    text = "def f(x):\n    return x"
+    for checkpoint in whole.artefacts("checkpoint"):
+        # vLLM loads every such file as weights, and a config without `architectures` as an embedding model.
+        assert [file.name for file in checkpoint.path.glob("*.safetensors")] == ["model.safetensors"]
+        assert json.loads((checkpoint.path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+        tokens = Tokenizer.load(checkpoint.path).encode(text)
+        assert transformers.AutoTokenizer.from_pretrained(checkpoint.path).encode(text) == tokens
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32)
+        ids = torch.tensor([tokens])
+        with torch.no_grad():
+            torch.testing.assert_close(theirs(ids).logits, load(checkpoint.path)(ids), atol=1e-4, rtol=0)
+    assert (final.path / "training/mtp.safetensors").exists()
     assert final.parents[0].path == "checkpoints/extend-4"
 
 
@@ -167,7 +174,7 @@ def test_a_given_models_own_mtp_layers_give_way_to_this_runs(place: Path, whole:
     )
     (tmp_path / "r.toml").write_text('name = "r"\nstages = ["mtp", "extend"]\n' + body)
     run_recipe(load_recipe(tmp_path / "r.toml"), tmp_path / "run")
-    names = load_file(Run.read(tmp_path / "run").find("checkpoint").path / "mtp.safetensors")
+    names = load_file(Run.read(tmp_path / "run").find("checkpoint").path / "training/mtp.safetensors")
     assert any(name.startswith("layers.1.") for name in names)
 
 
@@ -250,7 +257,7 @@ def resumable(place: Path, tmp_path: Path) -> Path:
 
 def test_a_damaged_checkpoint_is_refused(place: Path, tmp_path: Path) -> None:
     out = resumable(place, tmp_path)
-    file = out / "checkpoints/pretrain-4/optimizer.safetensors"
+    file = out / "checkpoints/pretrain-4/training/optimizer.safetensors"
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)

@@ -32,7 +32,7 @@ from etude.harness.tools.executor import exposed_tools
 from etude.kernels import usable_device
 from etude.model.config import ModelConfig, with_rope
 from etude.model.gguf import gguf_config
-from etude.model.mtp import MTP_FILE
+from etude.model.mtp import mtp_file
 from etude.pipeline.dry_run.texts import COMPRESSED, UNPACKED_RATIO, SourceSurvey, survey_files, survey_source
 from etude.pods.runtime.probe import ORDER, probe
 from etude.recipe.recipe import Recipe, stage_settings
@@ -168,12 +168,12 @@ def inspect_model(directory: Path) -> StageModel:
         raise InputError(f"{directory} has a config.json but no weights (*.safetensors)")
     tokenizer = Tokenizer.load(directory)
     check_vocabulary(tokenizer, config.vocab_size, str(directory))
-    return StageModel(config, tokenizer, _mtp_layers(directory / MTP_FILE))
+    return StageModel(config, tokenizer, _mtp_layers(mtp_file(directory)))
 
 
-def _mtp_layers(file: Path) -> int:
-    """Return how many layers of multi-token prediction a file holds; 0 if it does not exist."""
-    if not file.exists():
+def _mtp_layers(file: Path | None) -> int:
+    """Return how many layers of multi-token prediction a file holds; 0 without a file."""
+    if file is None:
         return 0
     try:
         with safe_open(file, "pt") as tensors:
