@@ -367,7 +367,7 @@ class Host:
             raise PodGone(f"pod {pod.id} was closed")
         self._ref_layers(layers, 1)
         self._ref_layers(pod.spec.image.layers, -1)
-        pod.spec = replace(pod.spec, image=pod.spec.image.with_(layers=layers))
+        pod.spec = pod.spec.with_sealed(layers)
         self.registry.write(pod.spec)
         await pod.restart(layers)
         pod.guest.on_disconnect = lambda: self._spawn(self._on_pod_lost(pod))
@@ -396,7 +396,7 @@ class Host:
         made: list[asyncio.Task[LocalPod]] = []
         try:
             layers = await self._limit_depth(sealed)
-            child = replace(pod.spec, image=pod.spec.image.with_(layers=layers), key="", owner=self.owner)
+            child = replace(pod.spec, image=pod.spec.image.with_(layers=layers), own_layers=0, key="", owner=self.owner)
             for _ in range(n):
                 spec = replace(child, id=secrets.token_hex(6), created=time.time())
                 made.append(asyncio.create_task(self._create(spec, timeout=None)))

@@ -290,6 +290,20 @@ class Pod(ABC):
         """Create a directory and its parents; it may exist already."""
 
     @abstractmethod
+    async def symlink(self, target: str, path: str) -> None:
+        """Create the symbolic link `path`, with its parent directories; an existing path is an error."""
+
+    @abstractmethod
+    async def diff(self) -> Mapping[str, FileInfo | None]:
+        """Return what was added, changed or removed since the pod was created from its image or snapshot.
+
+        A change is one of kind, mode, content or link target; owners and times do not count. Keys are absolute paths;
+        the value is the file as it is now, or None if it was removed. A removed directory, and one replaced by
+        something else, stands for everything below it; a new directory is listed with everything below it. Files that
+        programs write meanwhile may be missing. More than 100,000 changes, or 200 nested directories, are an error.
+        """
+
+    @abstractmethod
     async def upload(self, source: Path, path: str) -> None:
         """Copy a file or a tree from this process's file system into the pod; links are copied as links."""
 

@@ -145,6 +145,7 @@ NOTHING_LEFT = "no_pod_directory_is_left_after_closing"
 def load() -> None:
     """Import every module of the suite."""
     import tests.pods.conformance_commands
+    import tests.pods.conformance_diff
     import tests.pods.conformance_files
     import tests.pods.conformance_jobs
     import tests.pods.conformance_life

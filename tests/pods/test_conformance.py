@@ -44,6 +44,7 @@ LENGTHY = {  # more than about a quarter of a second
     "ttl_applies_to_a_paused_pod",
     "a_wait_timeout_does_not_affect_the_job",
     "a_command_does_not_wait_for_its_background_processes",
+    "a_diff_of_too_much_fails_and_does_not_stall_the_event_loop",
 }
 
 

@@ -103,6 +103,12 @@ def test_files_and_trees_go_both_ways(host: Server, tmp_path: Path) -> None:
         assert await pod.read("deep/er/big") == big
         assert await pod.read("deep/er/big", offset=5 << 20, length=10) == big[5 << 20 :][:10]
         assert (await pod.stat("deep/er/big")).mode == 0o750
+        await pod.symlink("big", "deep/er/bytes-\udcff")
+        changes = await pod.diff()
+        assert {
+            path: info and (info.kind, info.size) for path, info in changes.items() if info and info.kind == "file"
+        } == {f"{pod.workdir}/deep/er/big": ("file", len(big))}
+        assert changes[f"{pod.workdir}/deep/er/bytes-\udcff"] == await pod.stat("deep/er/bytes-\udcff")
         source = tmp_path / "tree"
         (source / "sub").mkdir(parents=True)
         for n in range(40):

@@ -290,13 +290,13 @@ class GuestPod(Pod):
     async def make_directory(self, path: str, mode: int = 0o755) -> None:
         await (await self.ready()).request(protocol.MKDIR, (protocol.PATH, os.fsencode(path)), (protocol.MODE, mode))
 
-    async def _make_link(self, path: str, target: str) -> None:
+    async def symlink(self, target: str, path: str) -> None:
         await (await self.ready()).request(
             protocol.SYMLINK, (protocol.PATH, os.fsencode(path)), (protocol.DATA, os.fsencode(target))
         )
 
     async def upload(self, source: Path, path: str) -> None:
-        await transfer.upload(self, self._make_link, source, path)
+        await transfer.upload(self, source, path)
 
     async def download(self, path: str, target: Path) -> None:
         await transfer.download(self, path, target)

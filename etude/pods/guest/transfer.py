@@ -7,7 +7,7 @@ exclusively and links never followed, and the total size is limited, whatever si
 import asyncio
 import os
 import stat
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ MAX_BYTES = 16 << 30  # of all files in one download
 MAX_FILES = 1_000_000
 
 
-async def upload(pod: Pod, link: Callable[[str, str], Awaitable[None]], source: Path, path: str) -> None:
-    """Copy `source` to `path`; `link(path, target)` creates a symbolic link in the pod."""
+async def upload(pod: Pod, source: Path, path: str) -> None:
+    """Copy `source` to `path`; links are copied as links."""
     if not source.exists() and not source.is_symlink():
         raise InputError(f"{source}: no such file or directory; nothing to upload")
     if not source.is_dir() or source.is_symlink():
-        await _send(pod, link, source, path)
+        await _send(pod, source, path)
         return
     tasks = _BoundedTasks()
     modes: list[tuple[str, int]] = []
@@ -38,7 +38,7 @@ async def upload(pod: Pod, link: Callable[[str, str], Awaitable[None]], source: 
             modes.append((there, stat.S_IMODE(here.stat().st_mode)))
             links = [name for name in names if (here / name).is_symlink()]
             for name in files + links:
-                await tasks.add(_send(pod, link, here / name, f"{there}/{name}"))
+                await tasks.add(_send(pod, here / name, f"{there}/{name}"))
         await tasks.wait()
     finally:
         await tasks.stop()
@@ -46,10 +46,10 @@ async def upload(pod: Pod, link: Callable[[str, str], Awaitable[None]], source: 
         await pod.make_directory(there, mode)
 
 
-async def _send(pod: Pod, link: Callable[[str, str], Awaitable[None]], source: Path, path: str) -> None:
+async def _send(pod: Pod, source: Path, path: str) -> None:
     info = source.lstat()
     if stat.S_ISLNK(info.st_mode):
-        await link(path, os.readlink(source))
+        await pod.symlink(os.readlink(source), path)
         return
     if not stat.S_ISREG(info.st_mode):
         raise InputError(f"{source}: only files, directories and links can be uploaded")

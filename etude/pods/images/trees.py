@@ -192,8 +192,9 @@ def readable_directory(directory: str) -> Iterator[list[str]]:
     Layers of an unprivileged user contain files and directories whose mode forbids reading (root's, in the image). The
     user owns them, so the mode is widened while needed. Root does not need this.
     """
-    mode = stat.S_IMODE(os.lstat(directory).st_mode)
-    widen = os.geteuid() != 0 and mode & 0o700 != 0o700 and os.lstat(directory).st_uid == os.geteuid()
+    info = os.stat(directory)  # not lstat: the path may be that of a descriptor, in /proc
+    mode = stat.S_IMODE(info.st_mode)
+    widen = os.geteuid() != 0 and mode & 0o700 != 0o700 and info.st_uid == os.geteuid()
     if widen:
         os.chmod(directory, mode | 0o700)
     try:

@@ -34,6 +34,7 @@ from etude.pods.pod import (
     Command,
     Event,
     ExecResult,
+    FileInfo,
     Job,
     Pod,
     PodError,
@@ -422,7 +423,7 @@ class RemotePod(GuestPod):
     stat = when_connected(GuestPod.stat)
     remove = when_connected(GuestPod.remove)
     make_directory = when_connected(GuestPod.make_directory)
-    _make_link = when_connected(GuestPod._make_link)
+    symlink = when_connected(GuestPod.symlink)
 
     async def exec(
         self,
@@ -478,6 +479,9 @@ class RemotePod(GuestPod):
     async def resume(self) -> None:
         await self._request("POST", "resume")
         self._renew()
+
+    async def diff(self) -> Mapping[str, FileInfo | None]:
+        return messages.changes_from_json(await self._request("GET", "diff", long=True))
 
     async def snapshot(self, kind: SnapshotKind | None = None) -> Snapshot:
         plain = await self._request("POST", "snapshot", retry=False, long=True, json={"kind": kind})

@@ -4,6 +4,7 @@ Both sides use these functions, so a client gets the same classes as a caller in
 checked field by field: an unknown field is an error that names it.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from etude.errors import BusyError, EtudeError, InputError
 from etude.pods.fleet import HostGone
 from etude.pods.images.records import Image
-from etude.pods.pod import Egress, Event, Limits, PodError, PodFileError, PodGone, Snapshot, Unsupported
+from etude.pods.pod import Egress, Event, FileInfo, Limits, PodError, PodFileError, PodGone, Snapshot, Unsupported
 from etude.pods.runtime.backend import LocalPod, PodSpec, Storage
 from etude.pods.scheduling.admission import NeverFits, WaitedTooLong
 from etude.pods.scheduling.router import NoHost
@@ -171,6 +172,15 @@ def spec_to_json(spec: PodSpec) -> dict[str, Any]:
 def image_to_json(image: Image) -> dict[str, Any]:
     """Return the description of an image for a list."""
     return {"id": image.id, "name": image.name, "layers": len(image.layers), "workdir": image.workdir}
+
+
+def changes_to_json(changes: Mapping[str, FileInfo | None]) -> str:
+    """Return a diff as JSON text; ASCII, because a name that is not UTF-8 contains lone surrogates."""
+    return json.dumps({path: asdict(info) if info else None for path, info in changes.items()})
+
+
+def changes_from_json(plain: Mapping[str, Any]) -> dict[str, FileInfo | None]:
+    return {path: FileInfo(**info) if info else None for path, info in plain.items()}
 
 
 def event_to_json(event: Event) -> dict[str, Any]:

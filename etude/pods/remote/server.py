@@ -209,6 +209,10 @@ class HostService:
         """Return whether the kernel killed a process for memory since the last request."""
         return JSONResponse({"ran_out": (await self._find(request)).memory_ran_out()})
 
+    async def diff(self, request: Request) -> Response:
+        changes = await (await self._find(request)).diff()
+        return Response(await asyncio.to_thread(messages.changes_to_json, changes), media_type="application/json")
+
     async def snapshot(self, request: Request) -> Response:
         given = messages.check_fields(await read_json(request), "snapshot", kind=(str, type(None)))
         snapshot = await (await self._find(request)).snapshot(snapshot_kind(given))
@@ -438,6 +442,7 @@ def app(host: Host, token: str, *, max_upload: int = MAX_UPLOAD) -> Starlette:
             route("POST", "/pods/{id}/pause", service.pause),
             route("POST", "/pods/{id}/resume", service.resume),
             route("POST", "/pods/{id}/memory", service.memory),
+            route("GET", "/pods/{id}/diff", service.diff),
             route("POST", "/pods/{id}/snapshot", service.snapshot),
             route("POST", "/pods/{id}/fork", service.fork),
             WebSocketRoute("/v1/pods/{id}/agent", service.tunnel),

@@ -5,7 +5,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from etude.pods.guest import protocol
@@ -22,7 +22,7 @@ class PodSpec:
     """The full specification of a pod. Written to disk before the pod is created, so that no pod is ever lost."""
 
     id: str
-    image: Image  # the image or snapshot it starts from
+    image: Image  # the image or snapshot it starts from, after a snapshot with its own writes on top
     limits: Limits
     egress: Egress = field(default_factory=Egress)
     storage: Storage = "memory"
@@ -33,6 +33,17 @@ class PodSpec:
     owner: str = ""  # the service that created or adopted it
     lease: float = 0.0  # seconds after which it ends unless renewed; 0: no lease
     created: float = 0.0  # seconds since 1970
+    own_layers: int = 0  # the topmost layers of `image` that it wrote itself
+
+    @property
+    def base_layers(self) -> tuple[Layer, ...]:
+        """The layers it was created from."""
+        return self.image.layers[: len(self.image.layers) - self.own_layers]
+
+    def with_sealed(self, layers: tuple[Layer, ...]) -> "PodSpec":
+        """Return the specification of the pod after its writes were sealed into the last of `layers`."""
+        own = sum(layer not in self.base_layers for layer in layers)
+        return replace(self, image=self.image.with_(layers=layers), own_layers=own)
 
     def remaining(self) -> float | None:
         """Return the seconds left of its time to live."""

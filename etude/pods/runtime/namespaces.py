@@ -11,20 +11,23 @@ import contextlib
 import hashlib
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from etude.pods.guest import protocol
 from etude.pods.guest.client import CONNECT_S, GuestClient, Link, SocketLink, connect_unix
 from etude.pods.images import trees
+from etude.pods.images.layers import LayerDir
 from etude.pods.images.records import Layer
 from etude.pods.images.store import Store
 from etude.pods.network.policy import EgressPolicy
 from etude.pods.network.proxy import EgressProxy
-from etude.pods.pod import Capabilities, PodError, PodGone, SnapshotKind, Unsupported
+from etude.pods.pod import Capabilities, FileInfo, PodError, PodGone, SnapshotKind, Unsupported
 from etude.pods.runtime import capabilities, seccomp, zygote_protocol
 from etude.pods.runtime.backend import Backend, LocalPod, PodSpec
 from etude.pods.runtime.cgroups import CONTROLLERS, CgroupLayout, PodCgroup, find_layout, list_groups
+from etude.pods.runtime.diff import diff_layers
 from etude.pods.runtime.zygote_client import ZygoteClient
 
 FIRST_ID = 2_000_000_000  # first host id of pods as root: above every range that systemd and /etc/subuid hand out
@@ -172,15 +175,24 @@ class NamespaceBackend(Backend):
         return [(zygote_protocol.UIDMAP, text.encode()), (zygote_protocol.GIDMAP, text.encode())]
 
     async def persist(self, layer: Layer) -> Layer:
-        _, (directory,) = await self.zygote.request(zygote_protocol.FETCH, (zygote_protocol.LAYER, layer.id.encode()))
-        return await self.copy_to_store(directory, layer.shift)
+        with owned_descriptor(await self.fetch(zygote_protocol.LAYER, layer.id)) as directory:
+            return await self.copy_to_store(directory, layer.shift)
 
     async def copy_to_store(self, directory: int, shift: int) -> Layer:
         """Copy the current content of a directory into a layer on disk."""
-        try:
-            return await asyncio.to_thread(self.store.copy_layer, Path(f"/proc/self/fd/{directory}"), shift)
-        finally:
-            os.close(directory)
+        return await asyncio.to_thread(self.store.copy_layer, Path(f"/proc/self/fd/{directory}"), shift)
+
+    async def fetch(self, key: int, name: str) -> int:
+        """Return a descriptor of the directory of a pod's writes (ID) or of a layer in memory (LAYER)."""
+        _, (directory,) = await self.zygote.request(zygote_protocol.FETCH, (key, name.encode()))
+        return directory
+
+    async def open_layer(self, layer: Layer, opened: contextlib.ExitStack) -> LayerDir:
+        """Return the directory of a layer, which stays accessible until `opened` is closed."""
+        if not layer.memory:
+            return LayerDir(str(self.store.layer_path(layer)), layer.shift)
+        descriptor = opened.enter_context(owned_descriptor(await self.fetch(zygote_protocol.LAYER, layer.id)))
+        return LayerDir(f"/proc/self/fd/{descriptor}/.", layer.shift)
 
     async def drop(self, layer: Layer) -> None:
         self.mapped.discard(layer.id)
@@ -195,6 +207,15 @@ class NamespaceBackend(Backend):
         with contextlib.suppress(FileNotFoundError):
             directory.rename(trash)
             self.run_in_background(asyncio.to_thread(trees.remove_tree, trash))
+
+
+@contextlib.contextmanager
+def owned_descriptor(descriptor: int) -> Iterator[int]:
+    """Yield a descriptor and close it at the end."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 class NamespacePod(LocalPod):
@@ -322,6 +343,21 @@ class NamespacePod(LocalPod):
 
     # ------------------------------------------------------------------------------------------- snapshots, end
 
+    async def diff(self) -> Mapping[str, FileInfo | None]:
+        await self.ready()
+        with contextlib.ExitStack() as opened:
+            written = LayerDir(f"/proc/self/fd/{opened.enter_context(await self._open_writes())}/.")
+            found = [await self.backend.open_layer(layer, opened) for layer in reversed(self.layers)]
+            own = self.spec.own_layers
+            return await asyncio.to_thread(diff_layers, [written, *found[:own]], found[own:])
+
+    async def _open_writes(self) -> AbstractContextManager[int]:
+        """Open the directory that holds the pod's writes."""
+        if self.spec.storage == "disk":
+            path = self.directory / "writes" / "u"
+            return owned_descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        return owned_descriptor(await self.backend.fetch(zygote_protocol.ID, self.id))
+
     async def seal(self, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
         kind = await self.choose_snapshot_kind(kind)
         layer = await (self._seal_stopped() if kind == "fs" else self._seal_live())
@@ -351,18 +387,13 @@ class NamespacePod(LocalPod):
 
     async def _seal_live(self) -> Layer:
         """Copy the pod's writes into a layer while its processes are frozen."""
-        if self.spec.storage == "disk":
-            directory = os.open(self.directory / "writes" / "u", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        else:
-            _, (directory,) = await self.backend.zygote.request(
-                zygote_protocol.FETCH, (zygote_protocol.ID, self.id.encode())
-            )
-        try:
-            await asyncio.to_thread(self.group.freeze, True)
-            return await self.backend.copy_to_store(directory, FIRST_ID if self.backend.root else 0)
-        finally:
-            if not self.paused:
-                await asyncio.to_thread(self.group.freeze, False)
+        with await self._open_writes() as directory:
+            try:
+                await asyncio.to_thread(self.group.freeze, True)
+                return await self.backend.copy_to_store(directory, FIRST_ID if self.backend.root else 0)
+            finally:
+                if not self.paused:
+                    await asyncio.to_thread(self.group.freeze, False)
 
     async def _stop(self) -> None:
         if self.proxy is not None:

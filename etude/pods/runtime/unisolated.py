@@ -26,7 +26,7 @@ from etude.pods.guest.client import GuestClient, Link, SocketLink, connect_unix
 from etude.pods.guest.guest_pod import GuestPod
 from etude.pods.guest.init import GuestInit
 from etude.pods.guest.processes import kill_everything, other_processes
-from etude.pods.pod import Egress, Limits, Pod, Snapshot, SnapshotKind, Unsupported
+from etude.pods.pod import Egress, FileInfo, Limits, Pod, Snapshot, SnapshotKind, Unsupported
 from etude.pods.runtime import linux
 from etude.pods.runtime.landlock.backend import GUEST_SOCKET, listen_unix
 
@@ -75,6 +75,9 @@ class UnisolatedPod(GuestPod):
 
     async def resume(self) -> None:
         _cannot("pausing")
+
+    async def diff(self) -> Mapping[str, FileInfo | None]:
+        _cannot("a diff")
 
     async def snapshot(self, kind: SnapshotKind | None = None) -> Snapshot:
         _cannot("a snapshot")

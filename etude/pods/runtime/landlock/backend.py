@@ -19,20 +19,22 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from etude.pods.guest import protocol
 from etude.pods.guest.client import CONNECT_S, GuestClient, Link, SocketLink, connect_unix
 from etude.pods.images import layers, trees
+from etude.pods.images.layers import LayerDir
 from etude.pods.images.records import SYSTEM_BINDS, Image, Layer
 from etude.pods.images.store import Store
 from etude.pods.network.policy import EgressPolicy
 from etude.pods.network.proxy import EgressProxy
-from etude.pods.pod import Capabilities, PodError, PodGone, SnapshotKind, Unsupported
+from etude.pods.pod import Capabilities, FileInfo, PodError, PodGone, SnapshotKind, Unsupported
 from etude.pods.runtime import capabilities, seccomp, zygote_protocol
 from etude.pods.runtime.backend import Backend, LocalPod, PodSpec
 from etude.pods.runtime.cgroups import CONTROLLERS, PodCgroup, find_layout, list_groups
+from etude.pods.runtime.diff import diff_layers
 from etude.pods.runtime.landlock import ruleset as landlock
 from etude.pods.runtime.landlock import seccomp_notify
 from etude.pods.runtime.landlock import zygote as landlock_zygote
@@ -393,6 +395,18 @@ class DirectoryPod(LocalPod):
 
     # ------------------------------------------------------------------------------------------- snapshots, end
 
+    async def diff(self) -> Mapping[str, FileInfo | None]:
+        await self.ready()
+        saved = snapshot_layer(self.backend.store, self.spec.image.with_(layers=self.spec.base_layers))
+        base = [LayerDir(str(self.backend.store.layer_path(saved) / SNAPSHOT_ROOT))] if saved else []
+        written, root = [LayerDir(str(self.fs))], str(self.fs)
+        changes = await asyncio.to_thread(diff_layers, written, base, root=root, complete=True)
+        for path in () if saved else (f"{root}/{name}" for name in SUBDIRECTORIES):  # created with the pod
+            info = changes.setdefault(path, None)
+            if info and (info.kind, info.mode) == ("directory", 0o755):
+                del changes[path]
+        return changes
+
     async def seal(self, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
         kind = await self.choose_snapshot_kind(kind)
         if kind == "fs":
@@ -408,7 +422,7 @@ class DirectoryPod(LocalPod):
                 if not self.paused:
                     await asyncio.to_thread(self.group.freeze, False)
         self.record("snapshot", {"kind": kind, "layer": layer.id})
-        return (layer,), kind
+        return (*self.spec.base_layers[-1:], layer), kind
 
     def _copy_to_layer(self) -> Layer:
         """Copy the pod's whole directory into a layer without parents."""
