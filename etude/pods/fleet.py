@@ -111,6 +111,7 @@ class Fleet:
         limits: Limits | None = None,
         egress: Egress | None = None,
         storage: Storage = "memory",
+        env: Mapping[str, str] | None = None,
         ttl: float | None = None,
         key: str = "",
         tenant: str = "",
@@ -119,12 +120,14 @@ class Fleet:
         """Create a pod from an image ("host" is this machine's own toolchain) or a snapshot.
 
         Waits for admission, at most `timeout` seconds. A second call with the same idempotency `key` returns the same
-        pod. The pod ends after `ttl` seconds. `storage="disk"` is for pods that write more than fits in memory.
+        pod. The pod ends after `ttl` seconds. `env` is added to the image's variables. `storage="disk"` is for pods
+        that write more than fits in memory.
         """
         options = {
             "limits": limits,
             "egress": egress,
             "storage": storage,
+            "env": env,
             "ttl": ttl,
             "key": key,
             "tenant": tenant,
@@ -195,7 +198,7 @@ class Fleet:
             return await pod.fork(n, kind)
         snapshot = await pod.snapshot(kind)
         options = {"limits": pod.limits, "egress": pod.egress}
-        options |= {"storage": "memory", "ttl": None, "key": "", "tenant": ""}
+        options |= {"storage": "memory", "env": None, "ttl": None, "key": "", "tenant": ""}
         made = [asyncio.create_task(self._place(snapshot, options, None, parent_host=host)) for _ in range(n)]
         try:
             return await asyncio.gather(*made)
@@ -210,6 +213,13 @@ class Fleet:
             for name in {self.pod_hosts.get(pod.id, host), *self.copies.pop(snapshot.id, ())} & set(self.clients):
                 with contextlib.suppress(HostGone):
                     await self.clients[name].remove_snapshot(snapshot.id)
+
+    async def remove_snapshot(self, id: str) -> None:
+        """Remove a snapshot from every host that has it and can be reached."""
+        self.copies.pop(id, None)
+        for client in list(self.clients.values()):
+            with contextlib.suppress(InputError, PodError):  # unknown snapshot, or unreachable host
+                await client.remove_snapshot(id)
 
     async def _ensure_snapshot(self, snapshot: str, target: HostClient) -> None:
         """Transfer a snapshot to `target` once, however many children wait for it there."""

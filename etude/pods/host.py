@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,7 @@ class Host:
         limits: Limits | None = None,
         egress: Egress | None = None,
         storage: Storage = "memory",
+        env: Mapping[str, str] | None = None,
         ttl: float | None = None,
         key: str = "",
         tenant: str = "",
@@ -130,11 +131,12 @@ class Host:
         """
         if key and key in self.pods_by_key:
             return await asyncio.shield(self.pods_by_key[key])
-        spec = self._spec(self.resolve(image), limits, egress, storage, ttl, key, tenant, attached)
+        source = self.resolve(image)
+        source = source.with_(env={**source.env, **env}) if env else source
+        spec = self._spec(source, limits, egress, storage, ttl, key, tenant, attached)
         if not 0 <= lease < math.inf:
             raise InputError(f"a pod's lease is {lease!r}; expected seconds, or 0 for none")
-        spec = replace(spec, lease=lease)
-        work = asyncio.create_task(self._create(spec, timeout))
+        work = asyncio.create_task(self._create(replace(spec, lease=lease), timeout))
         if key:
             self.pods_by_key[key] = work
             work.add_done_callback(lambda done: self.pods_by_key.pop(key, None) if _failed(done) else None)
@@ -568,10 +570,9 @@ class Host:
                 if self._expired(pod.spec) and pod.id not in self.foreign_pods:
                     pod.record("died", {"reason": "its ttl has passed"})  # a paused guest init cannot end itself
                     self._spawn(self.close_pod(pod))
-            for id, reservation in list(self.reservations.items()):
-                measured = self.pods.get(id)
-                if measured is not None and (memory := measured.memory_used()):
-                    reservation.observe_memory(memory)
+            for id in self.reservations.keys() & self.pods.keys():
+                if memory := self.pods[id].memory_used():
+                    self.reservations[id].observe_memory(memory)
 
     def report(self, address: str = "") -> HostReport:
         """Return this host's state for the router."""

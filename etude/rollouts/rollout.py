@@ -32,7 +32,7 @@ from etude.inference.policy import Policy, PolicyBase, Weights
 from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
 from etude.pods.fleet import Fleet
-from etude.pods.pod import PodError, Snapshot, Unsupported
+from etude.pods.pod import Unsupported
 from etude.rewards.effort import EffortSettings
 from etude.rewards.monitors import behaviour_rates
 from etude.rewards.reward import Reward, VerifiedTrial, score
@@ -44,7 +44,6 @@ from etude.tasks.task import Task, TaskStep
 from etude.tasks.trial import TrialAgent, run_trial
 from etude.tasks.verifier import verified_in_place
 from etude.tasks.verifier_result import VerifierFailed, VerifierResult
-from etude.tasks.workspace import WorkspaceEntry
 
 RolloutPhase = Literal["environment", "answer", "tools", "checkpoint", "grading"]
 
@@ -332,13 +331,12 @@ class RolloutRunner:
         assert self.on_checkpoint is not None
         self.checkpointed_at, self.checkpointed_turns = time.monotonic(), trace.cost.turns
         try:
-            snapshot = await environment.pod.snapshot()
+            saved = await environment.checkpoint()
         except Unsupported:  # by this backend, or because a process is running
             return
-        if snapshot.kind != "fs" and (not finished or verified_in_place(self.task)):  # processes would be missing
-            await remove_snapshot(environment.fleet, snapshot.id)
+        if saved.snapshot.kind != "fs" and (not finished or verified_in_place(self.task)):  # processes would be missing
+            await environment.fleet.remove_snapshot(saved.snapshot.id)
             return
-        saved = EnvironmentCheckpoint(snapshot, environment.baseline)
         await self.on_checkpoint(RolloutCheckpoint(trace, saved, tools, self.seed, finished))
 
 
@@ -386,14 +384,8 @@ class CheckpointingPolicy(PolicyBase):
 
 def save_checkpoint(checkpoint: RolloutCheckpoint, path: Path) -> None:
     """Save a checkpoint as a trace file with the state to resume from among its facts."""
-    environment = checkpoint.environment
-    baseline = {
-        name: [entry.kind, entry.digest, entry.executable, str(entry.source) if entry.source else ""]
-        for name, entry in environment.baseline.items()
-    }
     state = {
-        "snapshot": asdict(environment.snapshot),
-        "before": baseline,
+        **checkpoint.environment.to_json(),
         "tools": dict(checkpoint.tools),
         "seed": checkpoint.seed,
         "over": checkpoint.finished,
@@ -407,22 +399,9 @@ def load_checkpoint(path: Path) -> RolloutCheckpoint:
     trace = load_trace(path)
     try:
         state = trace.facts[CHECKPOINT_KEY]
-        baseline = {
-            str(name): WorkspaceEntry(kind, digest, bool(executable), Path(source) if source else None)
-            for name, (kind, digest, executable, source) in state["before"].items()
-        }
-        environment = EnvironmentCheckpoint(Snapshot(**state["snapshot"]), baseline)
+        environment = EnvironmentCheckpoint.from_json(state)
         tools, seed, finished = dict(state["tools"]), int(state["seed"]), bool(state["over"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path}: not a rollout checkpoint, or damaged: {error!r}") from error
     facts = {name: value for name, value in trace.facts.items() if name != CHECKPOINT_KEY}
     return RolloutCheckpoint(replace(trace, facts=facts), environment, tools, seed, finished)
-
-
-async def remove_snapshot(fleet: Fleet, id: str) -> None:
-    """Remove a snapshot from every host that has it."""
-    for client in list(fleet.clients.values()):
-        try:
-            await client.remove_snapshot(id)
-        except (InputError, PodError):  # unknown snapshot, or unreachable host
-            continue

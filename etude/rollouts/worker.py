@@ -43,7 +43,6 @@ from etude.rollouts.rollout import (
     RolloutOptions,
     RolloutPhase,
     load_checkpoint,
-    remove_snapshot,
     rollout_seed,
     run_rollout,
     save_checkpoint,
@@ -421,7 +420,7 @@ class Worker:
     async def _remove_checkpoint(self, claim: ClaimedSlot, keep_file: str = "") -> None:
         """Remove the snapshot and file of a claim's checkpoint."""
         if claim.snapshot:
-            await remove_snapshot(self.fleet, claim.snapshot)
+            await self.fleet.remove_snapshot(claim.snapshot)
         if claim.checkpoint_file and claim.checkpoint_file != keep_file:
             (self.layout.root / claim.checkpoint_file).unlink(missing_ok=True)
 
@@ -435,7 +434,7 @@ class Worker:
             needed = await self.queues.snapshots()
             existing = {saved.snapshot.id for saved in await asyncio.to_thread(local.store.snapshots)}
             for id in (existing - needed) & self._unneeded:
-                await remove_snapshot(self.fleet, id)
+                await self.fleet.remove_snapshot(id)
             self._unneeded = existing - needed
             await asyncio.sleep(SWEEP_S)
         await asyncio.Event().wait()

@@ -10,7 +10,7 @@ from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.tasks.base_images import HostSettings
-    from etude.tasks.environment import EnvironmentCheckpoint, TaskEnvironment, open_environment
+    from etude.tasks.environment import EnvironmentCheckpoint, PreparedEnvironments, TaskEnvironment, open_environment
     from etude.tasks.export import export_tasks
     from etude.tasks.harbor import find_tasks, read_task, task_digest, write_task
     from etude.tasks.importers import import_tasks
@@ -26,6 +26,7 @@ _MODULES = {  # imported when first used
     "FileChange": "etude.tasks.verifier_result",
     "HostSettings": "etude.tasks.base_images",
     "MachineSpec": "etude.tasks.task",
+    "PreparedEnvironments": "etude.tasks.environment",
     "Task": "etude.tasks.task",
     "TaskEnvironment": "etude.tasks.environment",
     "TaskPhase": "etude.tasks.task",
@@ -55,6 +56,7 @@ __all__ = [
     "FileChange",
     "HostSettings",
     "MachineSpec",
+    "PreparedEnvironments",
     "Task",
     "TaskEnvironment",
     "TaskPhase",

@@ -12,17 +12,17 @@ import errno
 import os
 import time
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet
-from etude.pods.guest.guest_pod import GuestPod
 from etude.pods.images.records import Image
-from etude.pods.pod import Egress, Pod, PodError, PodFileError, Snapshot
+from etude.pods.pod import Egress, Pod, PodError, PodFileError, Snapshot, Unsupported
 from etude.tasks.base_images import HostSettings
 from etude.tasks.image import FileToCopy, ImagePlan, plan_image, pod_limits
 from etude.tasks.task import MachineSpec, NetworkAccess, Task, TaskPhase, TaskStep
@@ -62,6 +62,95 @@ class EnvironmentCheckpoint:
     snapshot: Snapshot
     baseline: Manifest
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the checkpoint as JSON; the inverse of `from_json`."""
+        baseline = {
+            name: [entry.kind, entry.digest, entry.executable, str(entry.source) if entry.source else ""]
+            for name, entry in self.baseline.items()
+        }
+        return {"snapshot": asdict(self.snapshot), "before": baseline}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Self:
+        """Raise KeyError, TypeError or ValueError for anything that `to_json` did not return."""
+        baseline = {
+            str(name): WorkspaceEntry(kind, digest, bool(executable), Path(source) if source else None)
+            for name, (kind, digest, executable, source) in state["before"].items()
+        }
+        return cls(Snapshot(**state["snapshot"]), baseline)
+
+
+class PreparedEnvironments:
+    """Prepared environments as snapshots: image and files of a task are put together once for all of its trials.
+
+        async with PreparedEnvironments(fleet) as prepared:           # one per process, for its whole life
+            async with open_environment(fleet, task, prepared=prepared) as environment: ...
+
+    An environment opened this way, and the clean pod of its verifier, are pods of one snapshot. Trials of the same task
+    that start together wait for the first to prepare it. At most `max_snapshots` are kept, the most recently used;
+    leaving the context removes them. A lost snapshot is made again. On a backend without snapshots every environment is
+    prepared by itself.
+    """
+
+    def __init__(self, fleet: Fleet, max_snapshots: int = 32) -> None:
+        self.fleet, self.max_snapshots = fleet, max_snapshots
+        self._found: OrderedDict[Hashable, EnvironmentCheckpoint] = OrderedDict()
+        self._locks: weakref.WeakValueDictionary[Hashable, asyncio.Lock] = weakref.WeakValueDictionary()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for key in list(self._found):
+            await self._remove(key)
+
+    @property
+    def snapshots(self) -> frozenset[str]:
+        """The ids of the snapshots that are kept, which a sweep of unused snapshots must spare."""
+        return frozenset(each.snapshot.id for each in self._found.values())
+
+    async def create_pod(
+        self, plan: ImagePlan, carry: tuple[str, ...], options: Mapping[str, Any]
+    ) -> tuple[Pod, Manifest] | None:
+        """Return a pod of a plan's prepared environment and its manifest; None where snapshots are not possible."""
+        image = plan.image.id if isinstance(plan.image, Image) else plan.image
+        key = (image, plan.workspace, plan.directories, plan.files, tuple(plan.env.items()), carry, options["storage"])
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        for retry in (True, False):
+            async with lock:
+                known = self._found.get(key) or await self._prepare(key, plan, carry, options)
+            if known is None:
+                return None
+            try:
+                pod = await self.fleet.create(known.snapshot, **{**options, "env": None})  # the snapshot has them
+            except (PodError, InputError):
+                if self._found.get(key) is known:
+                    await self._remove(key)
+                if not retry:
+                    raise
+            else:
+                if key in self._found:  # not evicted meanwhile
+                    self._found.move_to_end(key)
+                return pod, known.baseline
+        raise AssertionError("unreachable: the second attempt returns or raises")
+
+    async def _remove(self, key: Hashable) -> None:
+        await self.fleet.remove_snapshot(self._found.pop(key).snapshot.id)
+
+    async def _prepare(
+        self, key: Hashable, plan: ImagePlan, carry: tuple[str, ...], options: Mapping[str, Any]
+    ) -> EnvironmentCheckpoint | None:
+        async with await self.fleet.create(plan.image, **{**options, "egress": Egress()}) as pod:
+            baseline = await _populate(pod, plan, carry)
+            try:
+                snapshot = await pod.snapshot("fs")
+            except Unsupported:
+                return None
+        found = self._found[key] = EnvironmentCheckpoint(snapshot, baseline)
+        while len(self._found) > self.max_snapshots:
+            await self._remove(next(iter(self._found)))
+        return found
+
 
 @dataclass
 class TaskEnvironment:
@@ -73,6 +162,7 @@ class TaskEnvironment:
     pod: Pod
     baseline: Manifest
     host_settings: HostSettings
+    prepared: PreparedEnvironments | None = None
     left_out: tuple[str, ...] = ()  # files that the last call of `changes` skipped
     seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -91,6 +181,16 @@ class TaskEnvironment:
         changed = [path for path in changed_paths(self.baseline, after) if path in self.baseline]
         return changes_between(self.baseline, after, await self.original_contents(changed))
 
+    async def checkpoint(self) -> EnvironmentCheckpoint:
+        """Take a snapshot of the pod that `open_environment` can restore; the caller removes it."""
+        return EnvironmentCheckpoint(await self.pod.snapshot(), self.baseline)
+
+    def open_clean(self) -> AbstractAsyncContextManager["TaskEnvironment"]:
+        """Open another environment of the same task as it was before the agent's work."""
+        return open_environment(
+            self.fleet, self.task, host_settings=self.host_settings, plan=self.plan, prepared=self.prepared
+        )
+
     async def write_final_message(self, text: str) -> None:
         """Write the session's final message where verifiers read it. Call before `changes`."""
         await self.pod.write(FINAL_MESSAGE, text)
@@ -108,7 +208,7 @@ class TaskEnvironment:
             else:
                 found[path] = source.read_bytes()
         if missing:
-            async with open_environment(self.fleet, self.task, host_settings=self.host_settings) as clean:
+            async with self.open_clean() as clean:
                 for path in missing:
                     full_path = path if path.startswith("/") else f"{self.workspace}/{path}"
                     if self.baseline[path].kind == "symlink":
@@ -164,13 +264,14 @@ async def open_environment(
     machine: MachineSpec | None = None,
     context: Path | None = None,
     plan: ImagePlan | None = None,
+    prepared: PreparedEnvironments | None = None,
     checkpoint: EnvironmentCheckpoint | None = None,
 ) -> AsyncIterator[TaskEnvironment]:
     """Open a pod for a phase of a task, by default the agent's; it is destroyed on exit.
 
     `egress` applies to tasks with a public network; none by default. A separate verifier passes its own `machine` and
-    `context`. `plan` reuses an earlier plan of the same environment. With a `checkpoint` the pod is restored from its
-    snapshot; EnvironmentCheckpointLost is raised if that no longer exists.
+    `context`. `plan` reuses an earlier plan of the same environment, `prepared` its snapshot. With a `checkpoint` the
+    pod is restored from its snapshot; EnvironmentCheckpointLost is raised if that no longer exists.
     """
     settings = host_settings or HostSettings()
     settings = settings if egress is None else replace(settings, egress=egress)
@@ -182,24 +283,38 @@ async def open_environment(
     network = (phase or task.agent).network or machine.network
     limits, storage = pod_limits(machine)
     options: dict[str, Any] = {"limits": limits, "storage": storage, "egress": _egress(network, settings, task)}
-    if checkpoint is None:
-        pod = await fleet.create(plan.image, **options)
-    else:
-        pod = await _restore_pod(fleet, checkpoint, options)
+    if not isinstance(plan.image, Image):  # a name, which does not include the plan's variables
+        options["env"] = plan.env
+    pod, baseline = await _create_pod(fleet, plan, carried_paths(task), options, prepared, checkpoint)
+    created = time.monotonic()
     try:
-        created = time.monotonic()
-        if isinstance(pod, GuestPod) and not isinstance(plan.image, Image):
-            pod.environment.update(plan.env)
-        if checkpoint is not None:
-            baseline = checkpoint.baseline
-        else:
+        if baseline is None:
             baseline = await _populate(pod, plan, carried_paths(task))
+        if checkpoint is None:
             await wait_until_healthy(pod, machine.healthcheck, plan.workspace, None)
-        populated = time.monotonic()
-        seconds = {"plan": planned - started, "pod": created - planned, "fill": populated - created}
-        yield TaskEnvironment(fleet, task, plan, pod, baseline, settings, seconds=seconds)
+        seconds = {"plan": planned - started, "pod": created - planned, "fill": time.monotonic() - created}
+        yield TaskEnvironment(fleet, task, plan, pod, baseline, settings, prepared, seconds=seconds)
     finally:
         await pod.close()
+
+
+async def _create_pod(
+    fleet: Fleet,
+    plan: ImagePlan,
+    carry: tuple[str, ...],
+    options: Mapping[str, Any],
+    prepared: PreparedEnvironments | None,
+    checkpoint: EnvironmentCheckpoint | None,
+) -> tuple[Pod, Manifest | None]:
+    """Create the pod of an environment from a checkpoint, a prepared snapshot, or its image, then without manifest."""
+    if checkpoint is not None:
+        try:
+            return await fleet.create(checkpoint.snapshot, **{**options, "env": None}), checkpoint.baseline
+        except (PodError, InputError) as error:
+            raise EnvironmentCheckpointLost(f"snapshot {checkpoint.snapshot.id} cannot be restored: {error}") from error
+    if prepared is not None and (found := await prepared.create_pod(plan, carry, options)) is not None:
+        return found
+    return await fleet.create(plan.image, **options), None
 
 
 async def _plan(fleet: Fleet, context: Path, machine: MachineSpec, host_settings: HostSettings) -> ImagePlan:
@@ -216,13 +331,6 @@ async def _plan(fleet: Fleet, context: Path, machine: MachineSpec, host_settings
     finally:
         if not lock.locked():
             locks.pop(key, None)
-
-
-async def _restore_pod(fleet: Fleet, checkpoint: EnvironmentCheckpoint, options: Mapping[str, Any]) -> Pod:
-    try:
-        return await fleet.create(checkpoint.snapshot, **options)
-    except (PodError, InputError) as error:
-        raise EnvironmentCheckpointLost(f"snapshot {checkpoint.snapshot.id} cannot be restored: {error}") from error
 
 
 def _check_features(task: Task, machine: MachineSpec) -> None:

@@ -38,6 +38,7 @@ class FileToCopy:
     source: Path
     target: str
     mode: int
+    stamp: tuple[int, int] = (0, 0)  # size and modification time, to notice that the source has changed
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,8 @@ def _plan_tree(source: CopySource, target: str, mode: str | None) -> tuple[list[
 
 
 def _file_to_copy(path: Path, target: str, mode: str | None) -> FileToCopy:
-    return FileToCopy(path, target, int(mode, 8) if mode else path.lstat().st_mode & 0o7777)
+    info = path.lstat()
+    return FileToCopy(path, target, int(mode, 8) if mode else info.st_mode & 0o7777, (info.st_size, info.st_mtime_ns))
 
 
 def pod_limits(machine: MachineSpec) -> tuple[Limits, Storage]:

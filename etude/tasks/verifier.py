@@ -26,7 +26,7 @@ from etude.pods.fleet import Fleet
 from etude.pods.pod import Pod, PodError
 from etude.tasks.artifacts import collect_artifacts
 from etude.tasks.base_images import HostSettings
-from etude.tasks.environment import TaskEnvironment, copy_files, open_environment
+from etude.tasks.environment import PreparedEnvironments, TaskEnvironment, copy_files, open_environment
 from etude.tasks.harbor import files_to_upload, verifier_machine
 from etude.tasks.image import BuildFailed, FileToCopy, ImagePlan
 from etude.tasks.reward_file import REWARD_JSON, REWARD_TXT, Rewards, read_if_exists, read_rewards
@@ -83,17 +83,20 @@ async def verify(
     host_settings: HostSettings | None = None,
     artifacts: Path | None = None,
     plan: ImagePlan | None = None,
+    prepared: PreparedEnvironments | None = None,
 ) -> VerifierResult:
     """Verify an agent's changes in a clean copy of the environment; for a multi-step task, one step.
 
-    `artifacts` is a directory, created here, for collected artifacts. `plan` reuses the agent environment's image plan.
+    `artifacts` is a directory, created here, for collected artifacts. `plan` and `prepared` reuse what was made for the
+    agent's environment.
     """
     if task.steps and step is None:
         raise InputError(f"{task.name} has steps; verify each of them, then call combine_step_results")
     settings, times, started = host_settings or HostSettings(), PhaseTimes(), time.monotonic()
     phase = _verifier_phase(task, step)
     with infrastructure_failures(task):
-        async with open_environment(fleet, task, host_settings=settings, phase=phase, plan=plan) as environment:
+        options: dict[str, Any] = {"host_settings": settings, "plan": plan, "prepared": prepared}
+        async with open_environment(fleet, task, phase=phase, **options) as environment:
             times.seconds.update(environment.seconds)
             with times.measure("apply"):
                 for earlier in _steps_through(task, step):
@@ -136,9 +139,15 @@ async def verify_changes(
     artifacts: Path | None = None,
 ) -> VerifierResult:
     """Verify changes that were taken from an environment whose pod may be closed by now."""
-    settings, plan = environment.host_settings, environment.plan
     result = await verify(
-        environment.fleet, environment.task, changes, step=step, host_settings=settings, artifacts=artifacts, plan=plan
+        environment.fleet,
+        environment.task,
+        changes,
+        step=step,
+        host_settings=environment.host_settings,
+        artifacts=artifacts,
+        plan=environment.plan,
+        prepared=environment.prepared,
     )
     if not environment.left_out:
         return result

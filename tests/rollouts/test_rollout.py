@@ -25,7 +25,6 @@ from etude.rollouts.rollout import (
     RolloutFailed,
     RolloutPhase,
     load_checkpoint,
-    remove_snapshot,
     rollout_seed,
     run_rollout,
     save_checkpoint,
@@ -208,7 +207,7 @@ async def interrupted(fleet: Fleet, task: Task, at: int, path: Path) -> AsyncIte
     async def keep(checkpoint: RolloutCheckpoint) -> None:
         save_checkpoint(checkpoint, path)
         for before in kept:
-            await remove_snapshot(fleet, before.environment.snapshot.id)
+            await fleet.remove_snapshot(before.environment.snapshot.id)
         kept.append(checkpoint)
 
     async def die(turn: int) -> None:
@@ -221,7 +220,7 @@ async def interrupted(fleet: Fleet, task: Task, at: int, path: Path) -> AsyncIte
         yield kept
     finally:
         for left in kept[-1:]:
-            await remove_snapshot(fleet, left.environment.snapshot.id)
+            await fleet.remove_snapshot(left.environment.snapshot.id)
 
 
 @pytest.mark.parametrize("at", range(1, len(LINES)))
@@ -252,7 +251,7 @@ def test_a_finished_session_is_verified_from_its_checkpoint(state: Path, task: T
         async def keep(checkpoint: RolloutCheckpoint) -> None:
             save_checkpoint(checkpoint, path)
             for before in kept:
-                await remove_snapshot(fleet, before.environment.snapshot.id)
+                await fleet.remove_snapshot(before.environment.snapshot.id)
             kept.append(checkpoint)
 
         assert "no-reward" in await fails(
@@ -265,7 +264,7 @@ def test_a_finished_session_is_verified_from_its_checkpoint(state: Path, task: T
         rollout = await run_rollout(fleet, task, bind(policy), CHECKPOINTING, resume=checkpoint, on_checkpoint=keep)
         assert not policy.requests
         assert rollout.reward.total == 1.0
-        await remove_snapshot(fleet, checkpoint.environment.snapshot.id)
+        await fleet.remove_snapshot(checkpoint.environment.snapshot.id)
 
     inside(state, check)
 
@@ -296,6 +295,6 @@ def test_a_session_with_a_running_background_command_is_not_checkpointed(state: 
         await run_rollout(fleet, task, bind(LinesPolicy([starts, *LINES])), CHECKPOINTING, on_checkpoint=keep)
         assert [(checkpoint.trace.cost.turns, checkpoint.finished) for checkpoint in kept] == [(6, True)]
         for checkpoint in kept:
-            await remove_snapshot(fleet, checkpoint.environment.snapshot.id)
+            await fleet.remove_snapshot(checkpoint.environment.snapshot.id)
 
     inside(state, check)

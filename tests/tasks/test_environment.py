@@ -1,6 +1,7 @@
 """A task's environment in a pod: how it is made, and the changes it reports."""
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ from etude.errors import InputError
 from etude.pods import Fleet, open_fleet
 from etude.pods.pod import Pod, PodFileError
 from etude.tasks.base_images import HostSettings, mapped_image, short_image_name
-from etude.tasks.environment import TaskEnvironment, open_environment
+from etude.tasks.environment import (
+    EnvironmentCheckpoint,
+    EnvironmentCheckpointLost,
+    PreparedEnvironments,
+    TaskEnvironment,
+    open_environment,
+)
 from etude.tasks.harbor import write_task
 from etude.tasks.image import BuildFailed
 from etude.tasks.task import Task
@@ -276,3 +283,69 @@ def test_an_environment_opens_quickly(tmp_path: Path) -> None:
     assert spent[2] < 0.1, (
         f"expected about 20 ms; the limit allows for a busy machine; took {[round(each * 1e3) for each in spent]} ms"
     )
+
+
+BUILT = "FROM host\nWORKDIR /work\nCOPY repo/ .\nENV GREETING=hello\n"
+
+
+def test_trials_of_a_task_start_from_one_prepared_snapshot(tmp_path: Path) -> None:
+    task = make_task(tmp_path / "t", BUILT, **{"repo/a.py": "A = 1\n", "repo/b.py": "B = 1\n"})
+    other = make_task(tmp_path / "other", BUILT, **{"repo/a.py": "A = 2\n"})
+
+    async def trial(fleet: Fleet, task: Task, prepared: PreparedEnvironments, text: str) -> None:
+        async with open_environment(fleet, task, prepared=prepared) as environment:
+            assert (await environment.pod.exec("echo $GREETING; ls")).stdout == "hello\na.py\nb.py\n"
+            await environment.pod.exec(f"echo {text} > a.py; rm b.py; touch new")
+            changes = await environment.changes()
+            assert [change.path for change in changes] == ["a.py", "b.py", "new"]
+            async with environment.open_clean() as clean:
+                assert await clean.pod.read("a.py") == b"A = 1\n"
+                assert await clean.changes() == ()
+
+    async def go() -> None:
+        async with open_fleet() as fleet:
+            assert fleet.local is not None
+            async with PreparedEnvironments(fleet, max_snapshots=1) as prepared:
+                await asyncio.gather(*(trial(fleet, task, prepared, text) for text in "xyz"))
+                (first,) = prepared.snapshots
+                await trial(fleet, task, prepared, "again")
+                assert prepared.snapshots == {first}
+                await fleet.remove_snapshot(first)  # lost: it is prepared again
+                await trial(fleet, task, prepared, "lost")
+                (second,) = prepared.snapshots
+                assert second != first
+                (task.directory / "environment/repo/c.py").write_text("")  # the task has changed
+                async with open_environment(fleet, task, prepared=prepared) as environment:
+                    assert (await environment.pod.stat("c.py")).kind == "file"
+                async with open_environment(fleet, other, prepared=prepared) as environment:
+                    assert await environment.pod.read("a.py") == b"A = 2\n"
+                (left,) = prepared.snapshots  # only one is kept
+                existing = {each.snapshot.id for each in fleet.local.store.snapshots()}
+                assert left in existing
+                assert not {first, second} & existing
+            assert left not in {each.snapshot.id for each in fleet.local.store.snapshots()}
+
+    asyncio.run(go())
+
+
+def test_an_environment_is_restored_from_its_checkpoint(tmp_path: Path) -> None:
+    task = make_task(tmp_path / "t", BUILT, **{"repo/a.py": "A = 1\n", "repo/b.py": "B = 1\n"})
+
+    async def go() -> None:
+        async with open_fleet() as fleet, PreparedEnvironments(fleet) as prepared:
+            async with open_environment(fleet, task, prepared=prepared) as environment:
+                await environment.pod.exec("echo 1 > early; rm b.py")
+                checkpoint = await environment.checkpoint()
+                await environment.pod.exec("echo 2 > late")
+                assert [change.path for change in await environment.changes()] == ["b.py", "early", "late"]
+            checkpoint = EnvironmentCheckpoint.from_json(json.loads(json.dumps(checkpoint.to_json())))
+            async with open_environment(fleet, task, prepared=prepared, checkpoint=checkpoint) as environment:
+                await environment.pod.exec("echo x > a.py")
+                changes = await environment.changes()
+                assert [change.path for change in changes] == ["a.py", "b.py", "early"]
+            await fleet.remove_snapshot(checkpoint.snapshot.id)
+            with pytest.raises(EnvironmentCheckpointLost):
+                async with open_environment(fleet, task, checkpoint=checkpoint):
+                    pass
+
+    asyncio.run(go())

@@ -82,6 +82,7 @@ class CreateRequest:
     limits: Limits | None = None
     egress: Egress | None = None
     storage: Storage = "memory"
+    env: Mapping[str, str] | None = None
     ttl: float | None = None
     key: str = ""
     tenant: str = ""
@@ -95,11 +96,14 @@ class CreateRequest:
             raise InputError(f"create: lease is {self.lease:g}; expected up to {MAX_LEASE_S:g} seconds, or 0 for none")
         if not self.lease and self.ttl is None:
             raise InputError("create: a pod without a lease needs a ttl, or it would never end")
+        if not all(isinstance(text, str) for item in (self.env or {}).items() for text in item):
+            raise InputError(f"create: env is {self.env!r}; expected names and values as text")
 
     def to_json(self) -> dict[str, Any]:
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         plain["limits"] = self.limits.specified() if self.limits else None
         plain["egress"] = asdict(self.egress) if self.egress else None
+        plain["env"] = dict(self.env) if self.env else None
         return plain
 
     @classmethod
@@ -112,6 +116,7 @@ class CreateRequest:
             limits=(dict, nothing),
             egress=(dict, nothing),
             storage=str,
+            env=(dict, nothing),
             ttl=(*number, nothing),
             key=str,
             tenant=str,

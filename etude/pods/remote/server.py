@@ -139,6 +139,7 @@ class HostService:
             limits=wanted.limits,
             egress=wanted.egress,
             storage=wanted.storage,
+            env=wanted.env,
             ttl=wanted.ttl,
             key=wanted.key,
             tenant=wanted.tenant,
