@@ -64,18 +64,14 @@ def mapped_image(name: str, images: Mapping[str, str]) -> str | None:
     return None
 
 
-async def resolve_base_image(fleet: Fleet, name: str, host_settings: HostSettings, where: str) -> Image | str:
-    """Return the image that a FROM names, or just a name if the fleet has only remote hosts."""
-    chosen = mapped_image(name, host_settings.images)
-    local = fleet.local
-    if local is None:
-        return chosen or ("host" if _host_provides(short_image_name(name)) else _reject_image(name, where))
+async def resolve_base_image(fleet: Fleet, name: str, host_settings: HostSettings, where: str) -> Image:
+    """Return the image that a FROM names. If the fleet has only remote hosts, it has no layers, only that name."""
+    chosen, short_name = mapped_image(name, host_settings.images), short_image_name(name)
+    if chosen is None and (short_name == "host" or _host_provides(short_name)):
+        chosen = "host"
     if chosen is not None:
-        return local.resolve(chosen)
-    short_name = short_image_name(name)
-    if short_name == "host" or _host_provides(short_name):
-        return local.resolve("host")
-    if (found := _PYTHON_NAME.fullmatch(short_name)) is not None:
+        return Image.of((), chosen, workdir="/work") if fleet.local is None else fleet.local.resolve(chosen)
+    if fleet.local is not None and (found := _PYTHON_NAME.fullmatch(short_name)) is not None:
         version = host_python()
         if version and found[1] in (None, "3", version):
             return await python_image(fleet)
@@ -84,10 +80,6 @@ async def resolve_base_image(fleet: Fleet, name: str, host_settings: HostSetting
             f"{where}: FROM {name}: this host has {has}; make an image with that Python "
             f"(`etude pods image add NAME ...`) and pass --map {name}=NAME"
         )
-    return _reject_image(name, where)
-
-
-def _reject_image(name: str, where: str) -> str:
     raise InputError(
         f"{where}: FROM {name}: unknown image, and images are not pulled; make one "
         f"(`etude pods image add NAME ...`) and pass --map {name}=NAME"
@@ -143,7 +135,7 @@ async def python_image(fleet: Fleet, packages: tuple[str, ...] = PACKAGES) -> Im
         with tempfile.TemporaryDirectory(prefix="etude-python-") as directory:
             context = Path(directory)
             _write_build_context(context, found.values())
-            image = await build(fleet, store, context / "Dockerfile", context, {"host": host}, name=name)  # type: ignore[arg-type]
+            image = await build(fleet, store, context / "Dockerfile", context, {"host": host}, name=name)
     _python_images[str(store.root), name] = image
     return image
 

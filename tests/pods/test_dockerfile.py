@@ -363,6 +363,12 @@ def test_a_link_from_one_source_is_not_written_through_by_the_next(builder: Buil
     assert look.read("/x/a/evil") == b"3"
 
 
+def test_a_hostile_source_pattern_ends(builder: Builder) -> None:
+    (builder.context / ("a" * 255)).touch()
+    with pytest.raises(InputError, match="is not in the context"):  # hours, translated to a regular expression
+        builder.build(f"FROM base\nCOPY {'a*' * 30}b /x\n")
+
+
 def test_dockerignore_excludes_files(builder: Builder) -> None:
     (builder.context / ".dockerignore").write_text("*.log\nsub\n!sub/keep\n")
     (builder.context / "sub").mkdir()

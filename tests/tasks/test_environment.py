@@ -11,6 +11,7 @@ import pytest
 from etude.errors import InputError
 from etude.pods import Fleet, open_fleet
 from etude.pods.pod import Pod, PodFileError
+from etude.pods.remote.client import RemoteHostClient
 from etude.tasks.base_images import HostSettings, mapped_image, short_image_name
 from etude.tasks.environment import (
     EnvironmentCheckpoint,
@@ -23,6 +24,7 @@ from etude.tasks.harbor import write_task
 from etude.tasks.image import BuildFailed
 from etude.tasks.task import Task
 from etude.tasks.workspace import apply_changes, scan_workspace
+from tests.pods.serving import TOKEN, server
 
 CONFIG = 'schema_version = "1.4"\n[environment]\nnetwork_mode = "no-network"\n'
 
@@ -176,6 +178,32 @@ COPY late.txt .
             assert seen[0] == seen[1], "the second environment built nothing"
 
     asyncio.run(go())
+
+
+def test_remote_hosts_need_a_build_only_for_run(tmp_path: Path) -> None:
+    plain = make_task(
+        tmp_path / "plain", "FROM host\nENV A=b\nWORKDIR /srv/app\nCOPY x y f/\nCOPY y f/x\n", x="x", y="y"
+    )
+    built = make_task(tmp_path / "built", "FROM host\nWORKDIR /work\nRUN true\n")
+
+    async def go(url: str) -> None:
+        client = await RemoteHostClient.open(url, TOKEN)
+        fleet = Fleet([client])
+        client.fleet = fleet
+        await fleet.start()
+        try:
+            async with open_environment(fleet, plain) as environment:
+                done = await environment.pod.exec("pwd; cat f/*; echo $A", cwd=environment.workspace)
+                assert done.stdout == "/srv/app\nyyb\n"
+                assert set(environment.baseline) == {"f/x", "f/y"}
+            with pytest.raises(InputError, match=r"Dockerfile:3: RUN: must be built.* only remote hosts"):
+                async with open_environment(fleet, built):
+                    pass
+        finally:
+            await fleet.close()
+
+    with server() as running:
+        asyncio.run(go(running.url))
 
 
 def test_changes_to_carried_paths_are_reported(tmp_path: Path) -> None:

@@ -5,13 +5,11 @@ links. The layer is written without a pod: the target path is resolved in the la
 pod would, and parent directories keep the owner and mode they have there.
 """
 
-import glob
-import hashlib
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.errors import InputError
@@ -21,6 +19,7 @@ from etude.pods.images.archive import unpack
 from etude.pods.images.layers import LayerStack
 from etude.pods.images.trees import can_chown, components, copy_leaf, copy_metadata, digest, file_digest, remove_tree
 
+_MAGIC = re.compile(r"[*?\[]")
 _ARCHIVES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
 
 
@@ -76,15 +75,25 @@ class CopySource:
     name: str
     keep: frozenset[str] | None = None  # of a directory: its paths that are not ignored; None: all
 
+    def walk(self) -> Iterator[tuple[str, Path, os.stat_result]]:
+        """Yield the path inside the source ("" for itself), the path on disk and its status; parents first, sorted."""
+
+        def visit(inside: str, path: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
+            info = path.lstat()
+            yield inside, path, info
+            for name in sorted(os.listdir(path)) if stat.S_ISDIR(info.st_mode) else ():
+                below = f"{inside}/{name}" if inside else name
+                if self.keep is None or below in self.keep:
+                    yield from visit(below, path / name)
+
+        return visit("", self.path)
+
 
 def from_context(context: Path, pattern: str, ignore: DockerIgnore, where: str) -> list[CopySource]:
     """Return the sources that a COPY pattern matches in the context; raise InputError for one that leads outside."""
     top = context.resolve()
     parts = [part for part in os.path.normpath("/" + pattern).split("/") if part]
-    if glob.has_magic(pattern):
-        names = sorted(glob.glob("/".join(parts), root_dir=top, include_hidden=True))
-    else:
-        names = ["/".join(parts) or "."]
+    names = _matching(top, parts) if _MAGIC.search(pattern) else ["/".join(parts) or "."]
     found = []
     for name in names:
         path = top / name
@@ -101,6 +110,19 @@ def from_context(context: Path, pattern: str, ignore: DockerIgnore, where: str) 
     if not found:
         raise InputError(f"{where}: {pattern} is not in the context {context} (or .dockerignore excludes it)")
     return found
+
+
+def _matching(top: Path, parts: Sequence[str]) -> list[str]:
+    """Return the paths below `top` that a pattern matches, name by name."""
+    found = [""]
+    for part in parts:
+        if not _MAGIC.search(part):
+            found = [f"{above}{part}/" for above in found]
+            continue
+        matches = compile_name(part)
+        directories = [(above, top / above) for above in found if (top / above).is_dir()]
+        found = [f"{above}{name}/" for above, path in directories for name in sorted(os.listdir(path)) if matches(name)]
+    return [path[:-1] for path in found]
 
 
 def _not_ignored(top: Path, directory: str, ignore: DockerIgnore) -> frozenset[str] | None:
@@ -121,28 +143,48 @@ def _not_ignored(top: Path, directory: str, ignore: DockerIgnore) -> frozenset[s
 
 def source_digest(sources: Sequence[CopySource]) -> str:
     """Return a digest of the sources' names, types, modes and contents; not owners (COPY sets them) nor times."""
-    hasher = hashlib.sha256()
-
-    def add(*values: str) -> None:
-        hasher.update(digest(*values).encode())
-
-    def visit(path: str, name: str, inside: str, keep: frozenset[str] | None) -> None:
-        info = os.lstat(path)
-        kind = stat.S_IFMT(info.st_mode)
-        add(name, f"{kind:o} {stat.S_IMODE(info.st_mode):o}")
-        if stat.S_ISDIR(info.st_mode):
-            for child in sorted(os.listdir(path)):
-                below = f"{inside}/{child}" if inside else child
-                if keep is None or below in keep:
-                    visit(f"{path}/{child}", f"{name}/{child}", below, keep)
-        elif stat.S_ISREG(info.st_mode):
-            add(file_digest(path).hex())
-        elif stat.S_ISLNK(info.st_mode):
-            add(os.readlink(path))
-
+    parts = []
     for source in sources:
-        visit(str(source.path), source.name, "", source.keep)
-    return hasher.hexdigest()
+        for inside, path, info in source.walk():
+            parts += [source.name, inside, f"{info.st_mode:o}"]
+            if stat.S_ISREG(info.st_mode):
+                parts.append(file_digest(str(path)).hex())
+            elif stat.S_ISLNK(info.st_mode):
+                parts.append(os.readlink(path))
+    return digest(*parts)
+
+
+@dataclass(frozen=True)
+class FileToCopy:
+    """One file or link of the build context and its path in the pod."""
+
+    source: Path
+    target: str
+    mode: int
+    stamp: tuple[int, int] = (0, 0)  # size and modification time, to notice that the source has changed
+
+
+@dataclass(frozen=True)
+class DirectoryToMake:
+    """A directory that a step creates; without a mode, one that exists keeps its own."""
+
+    target: str
+    mode: int | None = None
+
+
+def copies(
+    sources: Sequence[CopySource], target: str, into: bool, mode: int | None
+) -> Iterator[FileToCopy | DirectoryToMake]:
+    """Yield what COPY creates: a file `into` the directory `target` or as `target`, a directory's contents in it."""
+    for source in sources:
+        for inside, path, info in source.walk():
+            chosen = stat.S_IMODE(info.st_mode) if mode is None else mode
+            if stat.S_ISDIR(info.st_mode):
+                yield DirectoryToMake(os.path.normpath(f"{target}/{inside}"), chosen if inside else None)
+            elif stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode):
+                below = inside or (source.name if into else "")
+                place = f"{target.rstrip('/')}/{below}" if below else target
+                yield FileToCopy(path, place, chosen, (info.st_size, info.st_mtime_ns))
 
 
 # -- the layer
@@ -156,11 +198,30 @@ class CopyLayerWriter:
     below: LayerStack
     where: str
     owner: tuple[int, int] = (0, 0)
-    mode: int | None = None
     binds: tuple[str, ...] = ()
+    made: dict[str, Path] = field(default_factory=dict)  # directories that exist in the layer
+
+    def write(self, files: Iterable[FileToCopy | DirectoryToMake]) -> None:
+        """Create these files and directories."""
+        for each in files:
+            if isinstance(each, DirectoryToMake):
+                made = self.directory(each.target)
+                if each.mode is not None:
+                    self._set_owner_and_mode(made, each.mode)
+                continue
+            parent, _, name = each.target.rpartition("/")
+            self._check_writable(each.target)
+            place = self.directory(parent) / name
+            if place.is_dir():
+                self.made.clear()
+            remove_tree(place)
+            copy_leaf(str(each.source), str(place), os.lstat(each.source))
+            self._set_owner_and_mode(place, each.mode)
 
     def directory(self, path: str) -> Path:
         """Create a directory and its parents in the layer, following links of the layers below; return its path."""
+        if path in self.made:
+            return self.made[path]
         place = self.target
         reached = ""
         for name in components(path):
@@ -173,6 +234,7 @@ class CopyLayerWriter:
             if found.exists and not found.is_directory and not os.path.lexists(place):
                 raise InputError(f"{self.where}: {reached} is a file in the image; expected a directory")
             self._make(reached)
+        self.made[path] = place
         return place
 
     def _make(self, path: str) -> None:
@@ -202,66 +264,20 @@ class CopyLayerWriter:
         if mode is not None and not place.is_symlink():
             os.chmod(place, mode)
 
-    def copy(self, sources: Sequence[CopySource], to: str, unpack_archives: bool) -> None:
-        """Copy as COPY does: into a directory if `to` is one or ends with a slash; of a directory, its contents.
 
-        With `unpack_archives` (ADD), sources that are archives are unpacked.
-        """
-        _, found = self.below.locate(to)
-        into = to.endswith("/") or found.is_directory
-        if len(sources) > 1 and not into:
-            raise InputError(
-                f"{self.where}: {len(sources)} sources need a directory as target; end {to!r} with a slash"
-            )
-        for source in sources:
-            if source.path.is_dir():
-                self._copy_tree(source.path, self.directory(to), source.keep, "")
-            elif unpack_archives and _is_archive(source.path):
-                self._copy_archive(source.path, to)
-            elif into:
-                self._copy_file(source.path, self.directory(to) / source.name)
-            else:
-                parent, _, name = to.rpartition("/")
-                real, _ = self.below.locate(to)  # a link as target is followed, as in a pod
-                parent, _, name = real.rpartition("/") if found.exists else (parent, "", name)
-                self._copy_file(source.path, self.directory(parent) / name)
-
-    def _copy_tree(self, source: Path, place: Path, keep: frozenset[str] | None, inside: str) -> None:
-        for name in sorted(os.listdir(source)):
-            below = f"{inside}/{name}" if inside else name
-            if keep is not None and below not in keep:
-                continue
-            here, to = source / name, place / name
-            if stat.S_ISDIR(os.lstat(here).st_mode):
-                made = self.directory("/" + to.relative_to(self.target).as_posix())
-                self._set_owner_and_mode(
-                    made, self.mode if self.mode is not None else stat.S_IMODE(os.lstat(here).st_mode)
-                )
-                self._copy_tree(here, made, keep, below)
-            else:
-                self._copy_file(here, to)
-
-    def _copy_file(self, source: Path, place: Path) -> None:
-        self._check_writable("/" + place.relative_to(self.target).as_posix())
-        remove_tree(place)
-        info = os.lstat(source)
-        if copy_leaf(str(source), str(place), info):
-            self._set_owner_and_mode(place, self.mode if self.mode is not None else stat.S_IMODE(info.st_mode))
-
-    def _copy_archive(self, source: Path, to: str) -> None:
-        place = self.directory(to)
-        unpacked = self.target.with_name("unpacked")
-        unpacked.mkdir()
-        with open(source, "rb") as file:
-            unpack(file, unpacked, str(source), lowest=True)
-        self._copy_tree(unpacked, place, None, "")
-        remove_tree(unpacked)
-
-
-def _is_archive(path: Path) -> bool:
-    with open(path, "rb") as file:
+def archive_source(source: CopySource, staging: Path) -> CopySource:
+    """Return the source of an ADD: an archive is unpacked to `staging`, anything else is as it is."""
+    if source.path.is_dir():
+        return source
+    with open(source.path, "rb") as file:
         head = file.read(512)
-    return head.startswith(_ARCHIVES) or head[257:262] == b"ustar"
+        if not head.startswith(_ARCHIVES) and head[257:262] != b"ustar":
+            return source
+        file.seek(0)
+        unpacked = staging / f"unpacked-{len(os.listdir(staging))}"
+        unpacked.mkdir()
+        unpack(file, unpacked, str(source.path), lowest=True)
+    return CopySource(unpacked, source.name)
 
 
 def owner_of(spec: str | None, below: LayerStack, where: str) -> tuple[int, int]:
@@ -290,7 +306,7 @@ def from_stack(stack: LayerStack, pattern: str, staging: Path, where: str, binds
     parent, _, last = os.path.normpath("/" + pattern).rpartition("/")
     _, above = stack.locate(parent or "/")
     names = [last]
-    if glob.has_magic(last) and above.is_directory:
+    if _MAGIC.search(last) and above.is_directory:
         names = list(filter(compile_name(last), stack.names(above)))
     for number, name in enumerate(names):
         real, entry = stack.locate(f"{parent}/{name}")
@@ -319,8 +335,3 @@ def heredoc_source(name: str, body: str, staging: Path) -> CopySource:
     (directory / "file").write_text(body)
     os.chmod(directory / "file", 0o644)
     return CopySource(directory / "file", name)
-
-
-def variable_key_parts(variables: Mapping[str, str]) -> list[str]:
-    """Return variables in the form in which they enter a cache key."""
-    return [f"{key}={value}" for key, value in sorted(variables.items())]

@@ -1,14 +1,18 @@
-"""Build an image from a Dockerfile: RUN executes in a pod of the image so far, COPY and the rest without one.
+"""The interpreter of Dockerfiles: RUN executes in a pod of the image so far, COPY and the rest without one.
 
-Every step that changes files makes a layer, cached by the image before it, the instruction, the variables it can see
-and the digests of what it copies. EXPOSE, VOLUME, STOPSIGNAL, HEALTHCHECK and MAINTAINER are accepted without effect;
-CMD, ENTRYPOINT and LABEL are recorded in the image. ADD takes no URLs: a build has only the network it was given.
+`build` makes an image: every step that changes files makes a layer, cached by the image before it, the instruction, the
+variables it can see and the digests of what it copies. `plan` builds only the steps up to the last one that needs a pod
+or a layer; the files of later steps are returned as a list, for the caller to write into each new pod.
+
+EXPOSE, VOLUME, STOPSIGNAL, HEALTHCHECK and MAINTAINER are accepted without effect; CMD, ENTRYPOINT and LABEL are
+recorded in the image. ADD takes no URLs: a build has only the network it was given.
 """
 
 import asyncio
+import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,25 +21,29 @@ from etude.errors import InputError
 from etude.pods.images.context import (
     CopyLayerWriter,
     CopySource,
+    DirectoryToMake,
     DockerIgnore,
+    FileToCopy,
+    archive_source,
+    copies,
     from_context,
     from_stack,
     heredoc_source,
     owner_of,
     source_digest,
-    variable_key_parts,
 )
 from etude.pods.images.instructions import BuildStage, Dockerfile, Instruction, expand, pairs, parse, substitute, words
 from etude.pods.images.layers import LayerStack
-from etude.pods.images.records import Image
+from etude.pods.images.records import Image, Layer
 from etude.pods.images.store import Store
 from etude.pods.images.trees import copy_metadata, digest
 from etude.pods.pod import Egress, Pod, PodError
 
-__all__ = ["build", "parse"]
+BaseImages = Callable[[str, Instruction], Awaitable[Image]]  # finds the image of a FROM or COPY --from
 
 _SHELL = ("/bin/sh", "-c")
 _IGNORED = ("EXPOSE", "VOLUME", "STOPSIGNAL", "HEALTHCHECK", "MAINTAINER")
+_NEED_LAYER = ("RUN", "ADD")  # and COPY with a heredoc or one of the flags other than --chmod
 _FLAGS = {"COPY": {"chown", "chmod", "from", "link"}, "ADD": {"chown", "chmod", "link"}, "FROM": {"platform"}}
 _HEREDOC_ONLY = re.compile(r"<<-?(['\"]?)[A-Za-z_][A-Za-z0-9_]*\1")
 
@@ -43,7 +51,16 @@ _HEREDOC_ONLY = re.compile(r"<<-?(['\"]?)[A-Za-z_][A-Za-z0-9_]*\1")
 class PodFactory(Protocol):
     """The part of the fleet that a build uses."""
 
-    async def create(self, *, image: Image, storage: str, egress: Egress) -> Pod: ...
+    async def create(self, *, image: Image, storage: Any, egress: Egress) -> Pod: ...
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """An image, and what to create in each new pod of it. An image without layers is known by its name only."""
+
+    image: Image
+    files: tuple[FileToCopy, ...] = ()
+    directories: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -55,6 +72,9 @@ class _StageState:
     build_args: Mapping[str, str]  # given by the caller
     arguments: dict[str, str] = field(default_factory=dict)
     shell: tuple[str, ...] = _SHELL
+    built: bool = False  # steps of this stage, or of earlier ones, made layers
+    # from the first step on that need not make a layer: what would have been in it
+    deferred: list[FileToCopy | DirectoryToMake] | None = None
 
     @property
     def variables(self) -> dict[str, str]:
@@ -64,57 +84,85 @@ class _StageState:
     def change(self, **config: Any) -> None:
         self.image = self.image.with_(**config)
 
+    def path(self, path: str) -> str:
+        return path if path.startswith("/") else f"{self.image.workdir.rstrip('/')}/{path}"
+
 
 @dataclass(frozen=True, slots=True)
-class _ImageBuild:
+class _Interpreter:
     fleet: PodFactory
-    store: Store
+    store: Store | None  # None: only remote hosts, so nothing can be built here
     context: Path
     ignore: DockerIgnore
-    base_images: Mapping[str, str | Image]
+    base_images: BaseImages
     egress: Egress
-    pin: Any
+    pin: Callable[[Iterable[Layer]], None]
     stages: dict[str, Image] = field(default_factory=dict)
 
-    def base(self, stage: BuildStage, variables: Mapping[str, str]) -> Image:
-        """Return the image of a FROM: an earlier stage, or one of `base_images`."""
-        name = expand(stage.base.text.split()[0], variables, stage.base.escape, stage.base.where)
-        return self._image(name, stage.base)
+    async def run(
+        self, parsed: Dockerfile, stages: Sequence[BuildStage], args: Mapping[str, str], defer: bool
+    ) -> _StageState:
+        """Execute stages and return the last one; with `defer`, its layers end with the last step that needs one."""
+        global_args: dict[str, str] = {}
+        for argument in parsed.arguments:
+            global_args.update(_declare(argument, global_args, {}, args))
+        for number, stage in enumerate(stages):
+            _check_flags(stage.base)
+            name = expand(stage.base.text.split()[0], global_args, stage.base.escape, stage.base.where)
+            state = _StageState(await self._image(name, stage.base), global_args, args, built=number > 0)
+            built = len(stage.steps)
+            if defer and stage is stages[-1]:
+                built = max((at for at, step in enumerate(stage.steps, 1) if _needs_layer(step)), default=0)
+            if built:
+                self._local(stage.steps[built - 1])
+            for at, step in enumerate(stage.steps):
+                if at == built:
+                    state.deferred = []
+                await self._step(state, step)
+            self.stages[stage.name] = self.stages[str(number)] = state.image
+        return state
 
-    def _image(self, name: str, instruction: Instruction) -> Image:
+    async def _image(self, name: str, step: Instruction) -> Image:
+        """Return the image of a FROM or --from: an earlier stage, or a base image."""
         if name.lower() in self.stages:
             return self.stages[name.lower()]
         if name == "scratch":
-            empty = self.store.add_layer(lambda target: None, key="empty")
-            return Image.of((empty,), workdir="/")
-        found = self.base_images.get(name)
-        if found is None:
-            known = ", ".join(sorted((*self.stages, *self.base_images, "scratch")))
-            raise instruction.error(f"the image {name!r} is not among the base images; there are: {known}")
-        return self.store.image(found) if isinstance(found, str) else found
+            return Image.of((self._local(step).add_layer(lambda target: None, key="empty"),), workdir="/")
+        return await self.base_images(name, step)
 
-    def stack(self, image: Image) -> LayerStack:
-        return LayerStack.of(self.store.layer_dirs(image.layers))
+    def _local(self, step: Instruction) -> Store:
+        """Return the store that `step` needs; raise InputError if there is none."""
+        if self.store is None:
+            raise step.error(
+                "must be built, and this fleet has only remote hosts; build the image there "
+                "(`etude pods image add NAME --dockerfile ...`) and use it by name"
+            )
+        return self.store
 
-    async def step(self, state: _StageState, step: Instruction) -> None:
-        """Execute one instruction."""
+    def _stack(self, image: Image) -> LayerStack:
+        return LayerStack.of(self.store.layer_dirs(image.layers) if self.store is not None else ())
+
+    async def _step(self, state: _StageState, step: Instruction) -> None:
         _check_flags(step)
         if step.name == "RUN":
             await self._run(state, step)
         elif step.name in ("COPY", "ADD"):
-            await asyncio.to_thread(self._copy, state, step)
+            origin = _flag(state, step, "from")
+            other = None if origin is None else await self._image(origin, step)
+            await asyncio.to_thread(self._copy, state, step, other)
         elif step.name == "WORKDIR":
             await asyncio.to_thread(self._workdir, state, step)
         else:
-            configure(state, step)
-        self.pin(state.image.layers)
-
-    # -- RUN
+            _configure(state, step)
+        if state.deferred is None and self.store is not None:
+            self.pin(state.image.layers)
 
     async def _run(self, state: _StageState, step: Instruction) -> None:
-        command = run_command(step, state.shell)
-        key = step_key(state.image, step, [*command, *variable_key_parts(state.variables), repr(self.egress)])
-        if (cached := self.store.cached_image(key)) is not None:
+        store, state.built = self._local(step), True
+        command = _run_command(step, state.shell)
+        variables = [f"{key}={value}" for key, value in sorted(state.variables.items())]
+        key = _step_key(state.image, step, [*command, *variables, repr(self.egress)])
+        if (cached := store.cached_image(key)) is not None:
             state.image = cached
             return
         pod = await self.fleet.create(image=state.image, storage="disk", egress=self.egress)
@@ -127,76 +175,89 @@ class _ImageBuild:
             snapshot = await pod.snapshot("fs")
         finally:
             await pod.close()
-        made = self.store.snapshot(snapshot.id).image.layers
+        made = store.snapshot(snapshot.id).image.layers
         self.pin(made)
-        self.store.remove_snapshot(snapshot.id)
+        store.remove_snapshot(snapshot.id)
         state.change(layers=made)
-        self.store.cache_image(key, state.image)
+        store.cache_image(key, state.image)
 
-    # -- COPY, ADD, WORKDIR
-
-    def _copy(self, state: _StageState, step: Instruction) -> None:
-        *names, to = self._words(state, step)
+    def _copy(self, state: _StageState, step: Instruction, other: Image | None) -> None:
+        if step.json is not None:
+            given = [substitute(word, state.variables, step.escape, step.where) for word in step.json]
+        else:
+            given = words(step.text, state.variables, step.escape, step.where)
+        *names, to = given
         if not names:
             raise step.error("expected at least one source and a target")
-        to = to if to.startswith("/") else f"{state.image.workdir.rstrip('/')}/{to}"
-        below = self.stack(state.image)
-        with self.store.staging() as staging:
-            sources = self._sources(state, step, names, staging)
+        below = self._stack(state.image)
+        target, found = below.locate(state.path(to))  # a link as target is followed, as in a pod
+        made = {os.path.dirname(each.target) for each in state.deferred or ()}
+        made |= {each.target for each in state.deferred or () if isinstance(each, DirectoryToMake)}
+        into = state.path(to).endswith(("/", "/.", "/..")) or found.is_directory or target in made
+        mode = _mode(_flag(state, step, "chmod"), step)
+
+        def expand_sources(sources: list[CopySource]) -> list[FileToCopy | DirectoryToMake]:
+            if len(sources) > 1 and not into:
+                raise step.error(f"{len(sources)} sources need a directory as target; end {to!r} with a slash")
+            return list(copies(sources, target, into, mode))
+
+        if state.deferred is not None:
+            sources = [source for name in names for source in from_context(self.context, name, self.ignore, step.where)]
+            state.deferred += expand_sources(sources)
+            return
+        with self._local(step).staging() as staging:
+            sources = [source for name in names for source in self._sources(state, step, name, staging, other)]
             inputs = [to, step.flag("chown") or "", step.flag("chmod") or "", source_digest(sources)]
             owner = owner_of(_flag(state, step, "chown"), below, step.where)
+            self._write_layer(state, step, inputs, expand_sources(sources), below, owner)
 
-            def write(layer: CopyLayerWriter) -> None:
-                layer.owner, layer.mode = owner, _mode(_flag(state, step, "chmod"), step)
-                layer.copy(sources, to, unpack_archives=step.name == "ADD")
-
-            self._write_layer(state, step, inputs, write, below)
-
-    def _words(self, state: _StageState, step: Instruction) -> list[str]:
-        if step.json is not None:
-            return [substitute(word, state.variables, step.escape, step.where) for word in step.json]
-        return words(step.text, state.variables, step.escape, step.where)
-
-    def _sources(self, state: _StageState, step: Instruction, names: Sequence[str], staging: Path) -> list[CopySource]:
+    def _sources(
+        self, state: _StageState, step: Instruction, name: str, staging: Path, other: Image | None
+    ) -> list[CopySource]:
         bodies = {heredoc.name: heredoc for heredoc in step.heredocs}
-        origin = _flag(state, step, "from")
-        other = self._image(origin, step) if origin is not None else None
-        found: list[CopySource] = []
-        for name in names:
-            mark = name.removeprefix("<<").removeprefix("-")
-            if name.startswith("<<") and mark in bodies:
-                body = bodies[mark].body
-                text = substitute(body, state.variables, step.escape, step.where) if bodies[mark].expand else body
-                found.append(heredoc_source(mark, text, staging))
-            elif re.match(r"[a-z]+://|git@", name):
-                raise step.error(f"{name} is a URL; fetch it in a RUN with the network it needs, or before the build")
-            elif other is not None:
-                found += from_stack(self.stack(other), name, staging, step.where, other.binds)
-            else:
-                found += from_context(self.context, name, self.ignore, step.where)
-        return found
+        mark = name.removeprefix("<<").removeprefix("-")
+        if name.startswith("<<") and mark in bodies:
+            body = bodies[mark].body
+            text = substitute(body, state.variables, step.escape, step.where) if bodies[mark].expand else body
+            return [heredoc_source(mark, text, staging)]
+        if re.match(r"[a-z]+://|git@", name):
+            raise step.error(f"{name} is a URL; fetch it in a RUN with the network it needs, or before the build")
+        if other is not None:
+            return from_stack(self._stack(other), name, staging, step.where, other.binds)
+        found = from_context(self.context, name, self.ignore, step.where)
+        return [archive_source(source, staging) for source in found] if step.name == "ADD" else found
 
     def _workdir(self, state: _StageState, step: Instruction) -> None:
-        path = expand(step.text, state.variables, step.escape, step.where)
-        path = path if path.startswith("/") else f"{state.image.workdir.rstrip('/')}/{path}"
-        below = self.stack(state.image)
+        path = os.path.normpath(state.path(expand(step.text, state.variables, step.escape, step.where)))
+        below = self._stack(state.image)
         if not below.locate(path)[1].is_directory and not any(path.startswith(bind) for bind in state.image.binds):
-            self._write_layer(state, step, [path], lambda layer: layer.directory(path) and None, below)
+            made = [DirectoryToMake(path)]
+            if state.deferred is not None:
+                state.deferred += made
+            else:
+                self._write_layer(state, step, [path], made, below)
         state.change(workdir=path)
 
     def _write_layer(
-        self, state: _StageState, step: Instruction, inputs: Sequence[str], write: Any, below: LayerStack
+        self,
+        state: _StageState,
+        step: Instruction,
+        inputs: Sequence[str],
+        files: Iterable[FileToCopy | DirectoryToMake],
+        below: LayerStack,
+        owner: tuple[int, int] = (0, 0),
     ) -> None:
-        """Add a layer that `write` fills to the image, or the cached one."""
-        key = step_key(state.image, step, inputs)
+        """Add a layer with these files to the image, or the cached one."""
 
         def fill(target: Path) -> None:
             _, root = below.locate("/")
             if root.info is not None:
                 copy_metadata(root.dirs[0].path, str(target), root.info, root.dirs[0].shift)
-            write(CopyLayerWriter(target, below, step.where, binds=state.image.binds))
+            CopyLayerWriter(target, below, step.where, owner, state.image.binds).write(files)
 
-        state.change(layers=(*state.image.layers, self.store.add_layer(fill, key=key)))
+        layer = self._local(step).add_layer(fill, key=_step_key(state.image, step, inputs))
+        state.built = True
+        state.change(layers=(*state.image.layers, layer))
 
 
 async def build(
@@ -216,29 +277,67 @@ async def build(
     `base_images` maps a name after FROM to an `Image` or to the name of one in the store. `args` are values for ARG.
     RUN has the network that `egress` allows; none by default.
     """
+    parsed = _read(dockerfile, context)
+    stages = parsed.stages if target is None else _until(parsed.stages, target, dockerfile)
+    build_args = dict(args or {})
+    _check_args(parsed, build_args, dockerfile)
+
+    async def find(name: str, step: Instruction) -> Image:
+        found = base_images.get(name)
+        if found is None:
+            known = ", ".join(sorted((*work.stages, *base_images, "scratch")))
+            raise step.error(f"the image {name!r} is not among the base images; there are: {known}")
+        return store.image(found) if isinstance(found, str) else found
+
+    with store.pin() as pin:
+        work = _Interpreter(fleet, store, context, DockerIgnore.read(context), find, egress or Egress(), pin)
+        state = await work.run(parsed, stages, build_args, defer=False)
+        return store.add_image(state.image.with_(name=name))
+
+
+async def plan(
+    fleet: PodFactory,
+    store: Store | None,
+    dockerfile: Path,
+    context: Path,
+    base_images: BaseImages,
+    egress: Egress,
+) -> BuildPlan:
+    """Build as little as possible: return the image, and the files of the steps that need no layer.
+
+    Thousands of contexts that differ in a few files then share one image, and none of them leaves a layer behind.
+    """
+    parsed = _read(dockerfile, context)
+    with store.pin() if store is not None else nullcontext(lambda layers: None) as pin:
+        work = _Interpreter(fleet, store, context, DockerIgnore.read(context), base_images, egress, pin)
+        state = await work.run(parsed, parsed.stages, {}, defer=True)
+        if store is not None and state.built:
+            store.add_image(Image.of(state.image.layers))  # keeps the layers
+    made = {each.target: each for each in state.deferred or ()}  # a later step replaces a file of an earlier one
+    parents = {os.path.dirname(path) for path in made}  # created with what is in them
+    files = tuple(each for each in made.values() if isinstance(each, FileToCopy))
+    empty = tuple(
+        each.target for each in made.values() if isinstance(each, DirectoryToMake) and each.target not in parents
+    )
+    return BuildPlan(state.image, files, empty)
+
+
+def _read(dockerfile: Path, context: Path) -> Dockerfile:
     try:
-        parsed = parse(dockerfile.read_text(encoding="utf-8-sig"), str(dockerfile))
+        text = dockerfile.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:
         raise InputError(f"{dockerfile}: cannot be read ({error})") from None
     if not context.is_dir():
         raise InputError(f"context {context}: not a directory")
-    build_args = dict(args or {})
-    _check_args(parsed, build_args, dockerfile)
-    stages = parsed.stages if target is None else _until(parsed.stages, target, dockerfile)
-    global_args: dict[str, str] = {}
-    for argument in parsed.arguments:
-        global_args.update(declare(argument, global_args, {}, build_args))
-    with ExitStack() as stack:
-        pin = stack.enter_context(store.pin())
-        work = _ImageBuild(fleet, store, context, DockerIgnore.read(context), base_images, egress or Egress(), pin)
-        for number, stage in enumerate(stages):
-            _check_flags(stage.base)
-            state = _StageState(work.base(stage, global_args), global_args, build_args)
-            pin(state.image.layers)
-            for step in stage.steps:
-                await work.step(state, step)
-            work.stages[stage.name] = work.stages[str(number)] = state.image
-        return store.add_image(state.image.with_(name=name))
+    return parse(text, str(dockerfile))
+
+
+def _needs_layer(step: Instruction) -> bool:
+    return (
+        step.name in _NEED_LAYER
+        or bool(step.heredocs)
+        or (step.name == "COPY" and not {flag for flag, _ in step.flags} <= {"chmod"})
+    )
 
 
 def _until(stages: Sequence[BuildStage], target: str, file: Path) -> Sequence[BuildStage]:
@@ -251,11 +350,11 @@ def _until(stages: Sequence[BuildStage], target: str, file: Path) -> Sequence[Bu
 # -- instructions that only change the configuration
 
 
-def configure(state: _StageState, step: Instruction) -> None:
+def _configure(state: _StageState, step: Instruction) -> None:
     """Apply ARG, ENV, USER, SHELL, LABEL, CMD or ENTRYPOINT; accept the ignored instructions."""
     text, where = step.text, step.where
     if step.name == "ARG":
-        state.arguments.update(declare(step, state.variables, state.globals, state.build_args))
+        state.arguments.update(_declare(step, state.variables, state.globals, state.build_args))
     elif step.name == "ENV":
         state.change(env={**state.image.env, **pairs(step, state.variables)})
     elif step.name == "LABEL":
@@ -273,7 +372,7 @@ def configure(state: _StageState, step: Instruction) -> None:
         raise step.error("cannot be used here")
 
 
-def declare(
+def _declare(
     step: Instruction, variables: Mapping[str, str], global_args: Mapping[str, str], build_args: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variables of an ARG: the caller's value, else its default, else the one from before the first FROM."""
@@ -291,7 +390,7 @@ def declare(
     return found
 
 
-def run_command(step: Instruction, shell: Sequence[str]) -> list[str]:
+def _run_command(step: Instruction, shell: Sequence[str]) -> list[str]:
     """Return the argv of RUN. A heredoc alone is a script for the shell; after a command it is left to the shell."""
     if step.json is not None and not step.heredocs:
         if not step.json:
@@ -306,7 +405,7 @@ def run_command(step: Instruction, shell: Sequence[str]) -> list[str]:
     return [*shell, f"{text}\n" if step.heredocs else text]
 
 
-def step_key(image: Image, step: Instruction, inputs: Sequence[str]) -> str:
+def _step_key(image: Image, step: Instruction, inputs: Sequence[str]) -> str:
     """Return the cache key of a step: the image before it (layers and configuration), its text, and its inputs."""
     bodies = [part for heredoc in step.heredocs for part in (heredoc.name, heredoc.body)]
     flags = [f"{name}={value}" for name, value in step.flags]
