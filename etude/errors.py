@@ -5,6 +5,8 @@ A message names the thing, what was expected and what to do; one line per proble
     0 ok    1 failed    2 bad input, configuration or usage    3 busy: in use by another process    130 interrupted
 """
 
+import difflib
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -30,3 +32,9 @@ class Interrupted(EtudeError):
     """The user stopped the work; the message says how to continue."""
 
     exit_code: ClassVar[int] = 130
+
+
+def suggest(name: str, known: Sequence[str]) -> str:
+    """Return advice for a name that is not known: the closest one, or all of them."""
+    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.tasks.settings import TaskSetSettings
-from etude.tasks.sources import DemonstrationRow, task_sources
+from etude.tasks.sources import DemonstrationRow, task_source
 
 if TYPE_CHECKING:
     from etude.chat.dialects.dialect import Dialect
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 DEMONSTRATION_SEED_OFFSET = 1_000_000_000  # added to a set's seed: the first task that is used for demonstrations
 
 
+@task_source("nano")
 class NanoTaskSource:
     """Tiny tasks from templates, with scripted demonstrations that run without pods."""
 
@@ -49,6 +50,3 @@ class NanoTaskSource:
         from etude_nano import pod_sessions
 
         return pod_sessions.vocabulary_texts(tasks)
-
-
-task_sources.register("nano")(NanoTaskSource())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.chat.dialects import dialect_for
+    from etude.chat.dialects import chat_dialect, dialect_for
     from etude.chat.dialects.dialect import Dialect
     from etude.chat.messages import Message, ParsedTurn, ToolCall
     from etude.chat.tokenizer import Tokenizer, train_tokenizer
@@ -22,6 +22,7 @@ _MODULES = {
     "Message": "etude.chat.messages",
     "ParsedTurn": "etude.chat.messages",
     "Tokenizer": "etude.chat.tokenizer",
+    "chat_dialect": "etude.chat.dialects",
     "dialect_for": "etude.chat.dialects",
     "train_tokenizer": "etude.chat.tokenizer",
 }
@@ -31,6 +32,7 @@ __all__ = [
     "ParsedTurn",
     "Tokenizer",
     "ToolCall",
+    "chat_dialect",
     "dialect_for",
     "train_tokenizer",
 ]

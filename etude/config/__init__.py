@@ -1,7 +1,7 @@
 """Typed settings read from TOML: the base class of every settings class, strict loading, errors and key listings.
 
 A settings class lives next to the code that it configures; `etude.recipe` puts all of them together. `Registry` holds
-the named plugins that a recipe chooses from; installed packages add to it through `etude.plugins`.
+things that a recipe chooses by name; plugins add to it (`import_plugins`).
 """
 
 from etude.config.loading import (
@@ -14,10 +14,15 @@ from etude.config.loading import (
     render_toml,
     settings_data,
     settings_keys,
-    suggest,
     table_of,
 )
-from etude.config.plugins import Registry, load_plugins
+from etude.config.plugins import (
+    Registry,
+    check_options,
+    import_plugins,
+    is_plugin_file,
+    registered,
+)
 from etude.config.settings import (
     AbsolutePath,
     CommandLineValue,
@@ -29,6 +34,7 @@ from etude.config.settings import (
     resolve_name_or_path,
     resolve_path,
 )
+from etude.errors import suggest
 
 __all__ = [
     "AbsolutePath",
@@ -39,13 +45,16 @@ __all__ = [
     "Settings",
     "SettingsKey",
     "StageSettings",
+    "check_options",
     "differing_keys",
-    "load_plugins",
+    "import_plugins",
+    "is_plugin_file",
     "load_settings",
     "load_table",
     "made_by",
     "make_settings",
     "read_toml",
+    "registered",
     "render_toml",
     "resolve_name_or_path",
     "resolve_path",

@@ -1,6 +1,5 @@
 """Read a TOML file into a settings class, and explain in one line per problem what is wrong with it."""
 
-import difflib
 import json
 import os
 import re
@@ -15,8 +14,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from etude.config.plugins import import_plugins
 from etude.config.settings import CommandLineValue, Settings
-from etude.errors import InputError
+from etude.errors import InputError, suggest
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 FurtherChecks = Callable[[Mapping[str, Any]], Iterable[str]]
@@ -61,9 +61,11 @@ def make_settings(settings: type[SettingsT], what: str, **values: Any) -> Settin
 def load_table(path: Path, table: str, settings: type[SettingsT]) -> SettingsT:
     """Read one table of a resolved recipe, ignoring keys that belong to a subclass of `settings`.
 
-    A worker or sampler process reads its own part of the run's recipe this way without importing all of it.
+    A worker or sampler process reads its own part of the run's recipe this way without importing all of it. The
+    recipe's plugins are imported first; InputError if one has changed since the recipe was recorded.
     """
     data: Any = read_toml(path)
+    import_plugins(data.get("plugins", ()), data.get("plugin_digests"))
     for name in table.split("."):
         data = data.get(name)
         if not isinstance(data, dict):
@@ -224,12 +226,6 @@ def _unknown_key(root: type[Settings], loc: Sequence[int | str]) -> str:
         nearest = min(elsewhere, key=lambda key: key.count("."))
         return f"{_dotted(loc)} is not a key of {where}; did you mean {nearest}?"
     return f"{_dotted(loc)} is not a key of {where}; {suggest(name, list(owner.model_fields))}"
-
-
-def suggest(name: str, known: Sequence[str]) -> str:
-    """Return advice for a name that is not known: the closest one, or all of them."""
-    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
 
 
 def show_value(value: object) -> str:

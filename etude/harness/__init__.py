@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from etude.harness.session_factory import open_session
     from etude.harness.summary import SummarySettings
     from etude.harness.tool_set import ToolSet
+    from etude.harness.tools.context import ToolContext
+    from etude.harness.tools.tool import Tool, ToolError, ToolOutcome, tool
     from etude.harness.trace import Segment, Step, Trace
     from etude.harness.trace_store import load_trace, save_trace
 
@@ -35,6 +37,10 @@ _MODULES = {
     "Step": "etude.harness.trace",
     "SummarySettings": "etude.harness.summary",
     "TokenModelClient": "etude.harness.model_client",
+    "Tool": "etude.harness.tools.tool",
+    "ToolContext": "etude.harness.tools.context",
+    "ToolError": "etude.harness.tools.tool",
+    "ToolOutcome": "etude.harness.tools.tool",
     "ToolSet": "etude.harness.tool_set",
     "Trace": "etude.harness.trace",
     "from_atif": "etude.harness.atif",
@@ -42,6 +48,7 @@ _MODULES = {
     "open_session": "etude.harness.session_factory",
     "save_trace": "etude.harness.trace_store",
     "to_atif": "etude.harness.atif",
+    "tool": "etude.harness.tools.tool",
 }
 __all__ = [
     "AgentProfile",
@@ -54,6 +61,10 @@ __all__ = [
     "Step",
     "SummarySettings",
     "TokenModelClient",
+    "Tool",
+    "ToolContext",
+    "ToolError",
+    "ToolOutcome",
     "ToolSet",
     "Trace",
     "from_atif",
@@ -61,5 +72,6 @@ __all__ = [
     "open_session",
     "save_trace",
     "to_atif",
+    "tool",
 ]
 __getattr__ = lazy_exports(__name__, _MODULES)

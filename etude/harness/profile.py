@@ -4,26 +4,48 @@ Training writes them into the checkpoint as `agent.json`; `etude serve`, `etude 
 that a model is shown in use what it was shown in training.
 """
 
+import json
+from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from etude.config import Settings
+from etude.chat.dialects import DIALECTS
+from etude.config import Settings, import_plugins
 from etude.errors import InputError
 from etude.harness.budget import Budget
 from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
+from etude.harness.tools.executor import exposed_tools
 from etude.model.config import PROFILE_FILE
+
+
+def _check_dialect(name: str) -> str:
+    if name != "auto" and name not in DIALECTS:
+        raise ValueError(f'is "{name}", which is not a dialect; {DIALECTS.advice(name)}')
+    return name
+
+
+def _check_tools(tool_set: ToolSet) -> ToolSet:
+    try:
+        shown = exposed_tools(tool_set)
+    except InputError as error:
+        raise ValueError(str(error).replace("tool set", "tools", 1)) from None
+    if not shown:
+        raise ValueError("tools: no tool is shown to the model; name at least one")
+    return tool_set
 
 
 class SessionSettings(Settings):
     """What a model is shown in a session, and how it is sampled."""
 
-    dialect: str = Field(default="auto", min_length=1, description="chat format; auto: chosen by the tokenizer")
+    dialect: Annotated[str, AfterValidator(_check_dialect)] = Field(
+        default="auto", description="chat format; auto: chosen by the tokenizer"
+    )
     window: int | None = Field(default=None, ge=64, description="context window in tokens; default: the model's own")
     temperature: float = Field(default=1.0, ge=0, description="sampling temperature")
-    tool_set: ToolSet = Field(default_factory=ToolSet)
+    tool_set: Annotated[ToolSet, AfterValidator(_check_tools)] = Field(default_factory=ToolSet)
     budget: Budget = Field(default_factory=Budget)
     summaries: SummarySettings = Field(default_factory=SummarySettings)
 
@@ -63,9 +85,14 @@ class AgentProfile(SessionSettings):
 
     @classmethod
     def load(cls, directory: Path) -> Self | None:
-        """Return the profile of a checkpoint; None if it has none."""
+        """Return the profile of a checkpoint, with its plugins imported; None if it has none."""
         file = directory / PROFILE_FILE
-        return cls.from_json(file.read_bytes(), str(file)) if file.is_file() else None
+        if not file.is_file():
+            return None
+        data = file.read_bytes()
+        with suppress(ValueError, AttributeError, TypeError):  # from_json explains what is wrong
+            import_plugins(json.loads(data).get("plugins", ()))
+        return cls.from_json(data, str(file))
 
     def to_json(self) -> str:
         """Return the contents of `agent.json`."""

@@ -87,9 +87,8 @@ class GroupedQueryAttention(nn.Module):
         self.layer, self.dim = layer, config.head_dim
         self.heads, self.kv_heads = config.heads, config.kv_heads
         self.scale = config.head_dim**-0.5
-        bias = config.attention_bias
-        self.qkv = Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.dim, bias)
-        self.out = Linear(self.heads * self.dim, config.hidden_size, bias)
+        self.qkv = Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.dim, config.attention_bias)
+        self.out = Linear(self.heads * self.dim, config.hidden_size, config.attention_out_bias)
         self.q_norm = RMSNorm(self.dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.dim, config.norm_eps) if config.qk_norm else nn.Identity()
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from etude.config import Registry
 from etude.errors import InputError
 
 HuggingFaceConfig = Mapping[str, Any]
@@ -84,7 +85,8 @@ class ModelConfig:
     rope: RopeConfig
     init_std: float
     qk_norm: bool = False
-    attention_bias: bool = False
+    attention_bias: bool = False  # of the projections to queries, keys and values
+    attention_out_bias: bool = False
     mlp_bias: bool = False
     latent: LatentConfig | None = None
     moe: MoEConfig | None = None
@@ -99,12 +101,11 @@ class ModelConfig:
 
     @classmethod
     def from_hugging_face(cls, source: HuggingFaceConfig, where: str = "config.json") -> ModelConfig:
-        family = source.get("model_type")
-        if family not in FAMILIES:
-            known = ", ".join(sorted(FAMILIES))
-            raise InputError(f"{where}: model_type is {family!r}; expected one of {known}")
+        name = source.get("model_type")
+        if name not in FAMILIES:
+            raise InputError(f"{where}: model_type is {name!r}; {FAMILIES.advice(str(name))}")
         try:
-            return FAMILIES[family](ConfigReader(source))
+            return FAMILIES[str(name)](ConfigReader(source))
         except (TypeError, ValueError, KeyError) as problem:
             raise InputError(f"{where}: {problem}") from None
 
@@ -197,7 +198,11 @@ class ConfigReader:
         return ConfigReader(value)
 
 
-def _common(c: ConfigReader, head_dim: int) -> dict[str, Any]:
+FAMILIES = Registry[Callable[[ConfigReader], ModelConfig]]("model family")
+family = FAMILIES.add  # decorator of a function called like the `model_type` that it reads
+
+
+def common_keys(c: ConfigReader, head_dim: int) -> dict[str, Any]:
     """Read the keys that all families share, and reject values that none of them supports."""
     c.require("hidden_act", "silu")
     if c.flag("use_sliding_window") or any("sliding" in str(kind) for kind in c.get("layer_types", ())):
@@ -220,11 +225,12 @@ def _common(c: ConfigReader, head_dim: int) -> dict[str, Any]:
         "max_length": c.size("max_position_embeddings", 2048),
         "init_std": c.number("initializer_range", 0.02),
         "attention_bias": c.flag("attention_bias"),
+        "attention_out_bias": c.flag("attention_bias"),
         "source": dict(c.source),
     }
 
 
-def _head_dim(c: ConfigReader, default: int | None = None) -> int:
+def read_head_dim(c: ConfigReader, default: int | None = None) -> int:
     dim = c.size("head_dim", default or c.size("hidden_size") // c.size("num_attention_heads"))
     if dim % 2:
         raise ValueError(f"head_dim is {dim}; rotary positions rotate pairs, so it must be even")
@@ -236,7 +242,7 @@ def _mscale(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _rope(c: ConfigReader, dim: int, *, interleaved: bool = False, score_scaling: bool = False) -> RopeConfig:
+def read_rope(c: ConfigReader, dim: int, *, interleaved: bool = False, score_scaling: bool = False) -> RopeConfig:
     """Read RoPE from either format: `rope_theta` + `rope_scaling`, or transformers 5's `rope_parameters`."""
     old, new = c.section("rope_scaling"), c.section("rope_parameters")
     scaling = ConfigReader({**old.source, **new.source})
@@ -272,18 +278,21 @@ def _rope(c: ConfigReader, dim: int, *, interleaved: bool = False, score_scaling
     )
 
 
+@family
 def llama(c: ConfigReader) -> ModelConfig:
-    dim = _head_dim(c)
-    return ModelConfig(**_common(c, dim), rope=_rope(c, dim), mlp_bias=c.flag("mlp_bias"))
+    dim = read_head_dim(c)
+    return ModelConfig(**common_keys(c, dim), rope=read_rope(c, dim), mlp_bias=c.flag("mlp_bias"))
 
 
+@family
 def qwen3(c: ConfigReader) -> ModelConfig:
-    dim = _head_dim(c, 128)
-    return ModelConfig(**_common(c, dim), rope=_rope(c, dim), qk_norm=True)
+    dim = read_head_dim(c, 128)
+    return ModelConfig(**common_keys(c, dim), rope=read_rope(c, dim), qk_norm=True)
 
 
+@family
 def qwen3_moe(c: ConfigReader) -> ModelConfig:
-    dim = _head_dim(c)
+    dim = read_head_dim(c)
     dense, step = c.get("mlp_only_layers", ()), c.size("decoder_sparse_step", 1)
     layers = range(c.size("num_hidden_layers"))
     moe = MoEConfig(
@@ -293,9 +302,11 @@ def qwen3_moe(c: ConfigReader) -> ModelConfig:
         layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0),
         normalize=c.flag("norm_topk_prob"),
     )
-    return ModelConfig(**_common(c, dim), rope=_rope(c, dim), qk_norm=True, moe=_validate_moe(moe))
+    return ModelConfig(**common_keys(c, dim), rope=read_rope(c, dim), qk_norm=True, moe=_validate_moe(moe))
 
 
+@FAMILIES.register("kimi_k2")
+@family
 def deepseek_v3(c: ConfigReader) -> ModelConfig:
     """DeepSeek-V3 and Kimi K2: latent attention, sigmoid router with a correction bias, shared expert."""
     c.require("moe_layer_freq", 1)
@@ -325,14 +336,15 @@ def deepseek_v3(c: ConfigReader) -> ModelConfig:
         scale=c.number("routed_scaling_factor"),
     )
     return ModelConfig(
-        **_common(c, latent.nope_dim + latent.rope_dim),
-        rope=_rope(c, latent.rope_dim, interleaved=c.flag("rope_interleave", True), score_scaling=True),
+        **common_keys(c, latent.nope_dim + latent.rope_dim),
+        rope=read_rope(c, latent.rope_dim, interleaved=c.flag("rope_interleave", True), score_scaling=True),
         latent=latent,
         moe=_validate_moe(moe),
         mtp_layers=c.size("num_nextn_predict_layers", 0, minimum=0),
     )
 
 
+@family
 def kimi_k25(c: ConfigReader) -> ModelConfig:
     """The text model of Kimi K2.5; the vision tower is not loaded."""
     text = deepseek_v3(c.section("text_config"))
@@ -371,11 +383,3 @@ UNINTERPRETED_KEYS = {
     "pad_token_id",
 }
 UNINTERPRETED_KEYS |= {"torch_dtype", "transformers_version", "use_cache"}
-FAMILIES: dict[str, Callable[[ConfigReader], ModelConfig]] = {
-    "llama": llama,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
-    "deepseek_v3": deepseek_v3,
-    "kimi_k2": deepseek_v3,
-    "kimi_k25": kimi_k25,
-}

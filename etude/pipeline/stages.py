@@ -175,7 +175,7 @@ def training_stage(stage: str) -> StageFunction:
         from etude.train import stages
 
         # Demonstrations look like the sessions of the rl stage, if the recipe has one.
-        profile = AgentProfile.of(recipe.rl).to_json() if stage == "sft" and recipe.rl else ""
+        profile = AgentProfile.of(recipe.rl, recipe.plugins).to_json() if stage == "sft" and recipe.rl else ""
         context = stages.StageContext(run, recipe.seed, report, recipe.mtp, profile)
         facts: Facts = getattr(stages, stage)(context, getattr(recipe, stage))
         return facts

@@ -14,16 +14,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
-from etude.config import StageSettings, load_settings, suggest, table_of
+from etude.config import (
+    StageSettings,
+    import_plugins,
+    is_plugin_file,
+    load_settings,
+    resolve_path,
+    suggest,
+    table_of,
+)
 from etude.data.settings import DEMONSTRATIONS, CorporaSettings, TokenizerSettings
+from etude.errors import InputError
 from etude.evaluation.settings import NllSettings
 from etude.model.settings import BaseModelSettings, InitSettings
 from etude.rl.settings import RlSettings
 from etude.runs.run import RunSettings
 from etude.tasks.settings import TaskSetsSettings
-from etude.tasks.sources import task_sources
+from etude.tasks.sources import TASK_SOURCES
 from etude.train.settings import ExtendSettings, MtpSettings, PretrainSettings, SftSettings, TrainingSettings
 
 
@@ -40,6 +49,11 @@ def _in_pipeline_order(stages: tuple[str, ...]) -> tuple[str, ...]:
     return stages
 
 
+def _resolve_plugin(name: Any, info: ValidationInfo) -> Any:
+    return resolve_path(name, info) if isinstance(name, str) and is_plugin_file(name) else name
+
+
+Plugin = Annotated[str, Field(min_length=1), BeforeValidator(_resolve_plugin)]
 StageNames = Annotated[tuple[str, ...], Field(strict=False, min_length=1), AfterValidator(_in_pipeline_order)]
 
 
@@ -49,6 +63,12 @@ class Recipe(RunSettings):
     renamed_keys: ClassVar[dict[str, str]] = {"track": "loggers"}
 
     stages: StageNames = Field(description="stages to run, in pipeline order")
+    plugins: tuple[Plugin, ...] = Field(
+        default=(), strict=False, description="modules or Python files to import in every process of the run"
+    )
+    plugin_digests: dict[str, str] = Field(
+        default={}, description="digest of each plugin's source; recorded by a run, and then checked"
+    )
 
     tokenizer: TokenizerSettings | None = None
     base: BaseModelSettings | None = None
@@ -61,6 +81,19 @@ class Recipe(RunSettings):
     sft: SftSettings | None = None
     rl: RlSettings | None = None
     nll: NllSettings | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _import_plugins(cls, data: Any, info: ValidationInfo) -> Any:
+        """Import the plugins before the tables are checked, which may name things that plugins register."""
+        plugins = data.get("plugins") if isinstance(data, dict) else None
+        if not isinstance(plugins, list | tuple) or not all(isinstance(name, str) for name in plugins):
+            return data
+        try:
+            digests = import_plugins([_resolve_plugin(name, info) for name in plugins], data.get("plugin_digests"))
+        except InputError as error:
+            raise ValueError(str(error)) from None
+        return {**data, "plugin_digests": digests}
 
     @model_validator(mode="before")
     @classmethod
@@ -90,10 +123,9 @@ class Recipe(RunSettings):
     @model_validator(mode="after")
     def _task_sets_are_built(self) -> Self:
         sets = {each.name: each for each in self.tasks.build} if self.tasks else {}
-        known = task_sources.names() if any(each.source for each in sets.values()) else []
         for each in sets.values():
-            if each.source is not None and each.source not in known:
-                advice = suggest(each.source, known) if known else "no plugin provides one"
+            if each.source is not None and each.source not in TASK_SOURCES:
+                advice = TASK_SOURCES.advice(each.source)
                 raise ValueError(f'tasks.build {each.name}: there is no task source "{each.source}"; {advice}')
         for corpus in self.corpus.build if self.corpus else ():
             for source in corpus.sources:

@@ -11,7 +11,6 @@ reported in the worker's status.
 """
 
 import json
-import math
 import os
 import time
 import tomllib
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import InputError
-from etude.rewards.reward import TERMS, register_builtin_terms
+from etude.rewards.reward import check_weights
 
 FILE = "rewards.toml"
 LOG = "rewards.jsonl"
@@ -83,14 +82,3 @@ class LiveWeights:
             log.write(json.dumps(entry) + "\n")
             log.flush()
             os.fsync(log.fileno())
-
-
-def check_weights(weights: Mapping[str, Any], source: str) -> dict[str, float]:
-    """Return the weights as floats; InputError if a term is unknown or a weight is not a finite number."""
-    register_builtin_terms()
-    for name, value in weights.items():
-        if name not in TERMS:
-            raise InputError(f"{source}: {name} is not a term; known terms: {', '.join(sorted(TERMS))}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise InputError(f"{source}: {name} is {value!r}; expected a number")
-    return {name: float(value) for name, value in weights.items()}

@@ -4,10 +4,12 @@ A term is a small function of task, trace and verifier result that returns a num
 part of a term: they are in the recipe, and can change during a run. To add a term, decorate a function with `@term`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from etude.config import Registry
 from etude.errors import InputError
 from etude.harness.trace import Trace
 from etude.tasks.task import Task
@@ -44,28 +46,14 @@ class Reward:
 Term = Callable[[VerifiedTrial], TermResult]
 Gate = Callable[[VerifiedTrial], str]  # returns its finding, "" if there is none
 
-TERMS: dict[str, Term] = {}
-GATES: dict[str, Gate] = {}
-
-
-def term(function: Term) -> Term:
-    """Register a term under its function's name."""
-    _register(TERMS, function)
-    return function
-
-
-def gate(function: Gate) -> Gate:
-    """Register a gate under its function's name."""
-    _register(GATES, function)
-    return function
+TERMS = Registry[Term]("reward term", modules=("etude.rewards.terms", "etude.rewards.behaviour"))
+GATES = Registry[Gate]("gate", modules=("etude.rewards.gates",))
+term, gate = TERMS.add, GATES.add  # decorators
 
 
 def score(trial: VerifiedTrial, weights: Mapping[str, float]) -> Reward:
     """Return the reward of a trial. Terms of weight 0 are evaluated too, and kept as evidence."""
-    register_builtin_terms()
-    unknown = sorted(set(weights) - set(TERMS))
-    if unknown:
-        raise InputError(f"rewards: {unknown[0]} is not a term; known terms: {', '.join(sorted(TERMS))}")
+    check_weights(weights, "rewards")
     for name, check in GATES.items():
         if found := check(trial):
             return Reward(0.0, {}, {name: {"found": found}}, hack=f"{name}: {found}")
@@ -78,15 +66,11 @@ def score(trial: VerifiedTrial, weights: Mapping[str, float]) -> Reward:
     )
 
 
-def _register(registry: dict[str, Any], function: Any) -> None:
-    name = function.__name__
-    if name in registry:
-        raise InputError(f"rewards: {name} is registered twice; rename one of the functions")
-    registry[name] = function
-
-
-def register_builtin_terms() -> None:
-    """Import the modules with the built-in terms and gates; other modules register theirs when they are imported."""
-    import etude.rewards.behaviour
-    import etude.rewards.gates
-    import etude.rewards.terms  # noqa: F401
+def check_weights(weights: Mapping[str, Any], source: str) -> dict[str, float]:
+    """Return the weights as floats; InputError if a term is unknown or a weight is not a finite number."""
+    for name, value in weights.items():
+        if name not in TERMS:
+            raise InputError(f"{source}: {name} is not a term; {TERMS.advice(name)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise InputError(f"{source}: {name} is {value!r}; expected a number")
+    return {name: float(value) for name, value in weights.items()}

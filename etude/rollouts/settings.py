@@ -3,11 +3,20 @@
 import math
 from typing import Annotated, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from etude.config import NameOrPath, Settings, StageSettings
+from etude.errors import InputError
 from etude.harness.profile import SessionSettings
 from etude.rewards.effort import EffortSettings
+from etude.rewards.reward import check_weights
+
+
+def _check_rewards(weights: dict[str, float]) -> dict[str, float]:
+    try:
+        return check_weights(weights, "names a term that does not exist")
+    except InputError as error:
+        raise ValueError(str(error)) from None
 
 
 def _as_tuple(value: object) -> object:
@@ -76,7 +85,7 @@ class RolloutSettings(QueueSettings, SessionSettings, StageSettings):
         default=60.0, ge=0, description="seconds between checkpoints of a rollout; 0: no checkpoints"
     )
     temperature: float = Field(default=1.0, gt=0, description="sampling temperature")
-    rewards: dict[str, float] = Field(
+    rewards: Annotated[dict[str, float], AfterValidator(_check_rewards)] = Field(
         default={"correctness": 1.0}, strict=False, description="weight of each reward term"
     )
     effort: EffortSettings = Field(default_factory=EffortSettings)

@@ -306,6 +306,12 @@ def check_resumable(path: Path, recipe: RunSettings, resume: bool, allow_changes
     recorded, wanted = read_toml(path / "recipe.toml"), settings_data(recipe)
     if recorded == wanted or allow_changes:
         return
+    digests = wanted.get("plugin_digests", {})
+    for plugin, digest in recorded.get("plugin_digests", {}).items():
+        if digests.get(plugin, digest) != digest:
+            raise InputError(
+                f"run {path} was started with another version of the plugin {plugin}; restore that version"
+            )
     started = _started_stages(path)
     free = {"loggers", *(stage for stage in (*recorded.get("stages", ()), *recipe.stages) if stage not in started)}
     waiting = [stage for stage in recipe.stages if stage not in started]

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from etude.tasks.harbor import find_tasks, read_task, task_digest, write_task
     from etude.tasks.importers import import_tasks
     from etude.tasks.lint import lint_task
+    from etude.tasks.settings import TaskSetSettings
+    from etude.tasks.sources import DemonstrationRow, TaskSource, task_source
     from etude.tasks.task import MachineSpec, Task, TaskPhase, TaskStep
     from etude.tasks.trial import TrialAgent, commands_agent, nop_agent, oracle_agent, run_trial
     from etude.tasks.validate import ValidationCache, ValidationReport, validate_all
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from etude.tasks.verifier_result import FileChange, VerifierFailed, VerifierResult
 
 _MODULES = {  # imported when first used
+    "DemonstrationRow": "etude.tasks.sources",
     "EnvironmentCheckpoint": "etude.tasks.environment",
     "FileChange": "etude.tasks.verifier_result",
     "HostSettings": "etude.tasks.base_images",
@@ -30,6 +33,8 @@ _MODULES = {  # imported when first used
     "Task": "etude.tasks.task",
     "TaskEnvironment": "etude.tasks.environment",
     "TaskPhase": "etude.tasks.task",
+    "TaskSetSettings": "etude.tasks.settings",
+    "TaskSource": "etude.tasks.sources",
     "TaskStep": "etude.tasks.task",
     "TrialAgent": "etude.tasks.trial",
     "ValidationCache": "etude.tasks.validate",
@@ -47,11 +52,13 @@ _MODULES = {  # imported when first used
     "read_task": "etude.tasks.harbor",
     "run_trial": "etude.tasks.trial",
     "task_digest": "etude.tasks.harbor",
+    "task_source": "etude.tasks.sources",
     "validate_all": "etude.tasks.validate",
     "verify": "etude.tasks.verifier",
     "write_task": "etude.tasks.harbor",
 }
 __all__ = [
+    "DemonstrationRow",
     "EnvironmentCheckpoint",
     "FileChange",
     "HostSettings",
@@ -60,6 +67,8 @@ __all__ = [
     "Task",
     "TaskEnvironment",
     "TaskPhase",
+    "TaskSetSettings",
+    "TaskSource",
     "TaskStep",
     "TrialAgent",
     "ValidationCache",
@@ -77,6 +86,7 @@ __all__ = [
     "read_task",
     "run_trial",
     "task_digest",
+    "task_source",
     "validate_all",
     "verify",
     "write_task",

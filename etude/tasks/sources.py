@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from etude.config.plugins import Registry
+from etude.config import Registry
 from etude.tasks.settings import TaskSetSettings
 
 if TYPE_CHECKING:
@@ -45,4 +45,5 @@ class TaskSource(Protocol):
         ...
 
 
-task_sources = Registry[TaskSource]("task source")
+TASK_SOURCES = Registry[type[TaskSource]]("task source")
+task_source = TASK_SOURCES.register

@@ -19,7 +19,7 @@ from etude.runs.run import Artefact, Run
 from etude.system.progress import ProgressCallback
 from etude.tasks.harbor import find_tasks, read_task
 from etude.tasks.settings import TaskSetSettings, TaskSetsSettings
-from etude.tasks.sources import task_sources
+from etude.tasks.sources import TASK_SOURCES
 
 DEMONSTRATIONS_FILE = "demonstrations.jsonl"
 
@@ -62,7 +62,7 @@ def _write_task_set(directory: Path, task_set: TaskSetSettings) -> None:
     """Generate a set, or copy one from a directory after checking each of its tasks."""
     if task_set.source is not None:
         directory.rmdir()
-        task_sources.get(task_set.source).write_task_set(directory, task_set)
+        TASK_SOURCES[task_set.source]().write_task_set(directory, task_set)
         return
     assert task_set.path is not None
     tasks = list(find_tasks(task_set.path))
@@ -77,7 +77,7 @@ async def _write_demonstrations(
     file: Path, tasks: Path, task_set: TaskSetSettings, dialect: Dialect, report: ProgressCallback
 ) -> None:
     assert task_set.source is not None
-    source = task_sources.get(task_set.source)
+    source = TASK_SOURCES[task_set.source]()
     written = 0
     with file.open("w", encoding="utf-8") as rows:
         async for shown in source.demonstrations(task_set, list(find_tasks(tasks)), dialect):

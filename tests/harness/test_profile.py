@@ -12,7 +12,9 @@ from etude.harness.tool_set import ToolSet
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     tools = ToolSet(tools=("read_file",), short_system_prompt=True)
-    profile = AgentProfile(tool_set=tools, window=2048, budget=Budget(max_turn_tokens=200), plugins=("mine",))
+    profile = AgentProfile(
+        tool_set=tools, window=2048, budget=Budget(max_turn_tokens=200), plugins=("etude_nano.plugin",)
+    )
     (tmp_path / "agent.json").write_text(profile.to_json())
     assert AgentProfile.load(tmp_path) == profile
     assert AgentProfile.load(tmp_path / "elsewhere") is None

@@ -158,7 +158,7 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
         (change_config(rms_norm_eps=-1), "rms_norm_eps is -1; expected a number above 0"),
         (change_config(decoder_sparse_step=0), "decoder_sparse_step is 0"),
         (change_tensors(lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)})), "is F8_E4M3; expected"),
-        (change_config(model_type="gpt2"), r"model_type is 'gpt2'; expected one of deepseek_v3"),
+        (change_config(model_type="gpt2"), r"model_type is 'gpt2'; choose from deepseek_v3"),
         (change_config(model_type=...), "model_type is None"),
         (change_config(hidden_size=...), "hidden_size is missing"),
         (change_config(hidden_act="gelu"), "hidden_act is 'gelu'"),

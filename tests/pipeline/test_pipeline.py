@@ -79,7 +79,7 @@ def test_a_run_killed_between_stages_resumes_to_the_same_result(recipe: Path, tm
 
 
 def test_an_unknown_model_type_is_named_by_its_key(recipe: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"init\.config: model_type is 'qwen33'; expected one of"):
+    with pytest.raises(InputError, match=r"init\.config: model_type is 'qwen33'; did you mean qwen3"):
         run_recipe(load_recipe(recipe, ["init.config.model_type=qwen33"]), tmp_path / "run")
 
 

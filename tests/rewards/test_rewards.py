@@ -13,9 +13,6 @@ from etude.harness.trace import Cost, Step
 from etude.rewards import TERMS, Reward, VerifiedTrial, effort, score
 from etude.rewards.live_weights import FILE, LOG, LiveWeights
 from etude.rewards.monitors import MONITORS, MonitoredSession, MonitorSet
-from etude.rewards.reward import register_builtin_terms
-
-register_builtin_terms()
 
 
 def value(name: str, trial: VerifiedTrial) -> float:

@@ -3,8 +3,6 @@
 `dialect_for(tokenizer)` picks the dialect by the tokenizer's control tokens and chat template.
 """
 
-from collections.abc import Mapping
-
 from etude.chat.dialects.chatml import ChatML
 from etude.chat.dialects.deepseek_v3 import DeepSeekV3
 from etude.chat.dialects.dialect import Dialect
@@ -13,23 +11,23 @@ from etude.chat.dialects.qwen3 import Qwen3
 from etude.chat.dialects.qwen3_coder import Qwen3Coder
 from etude.chat.dialects.turns import TurnDialect
 from etude.chat.tokenizer import Tokenizer
+from etude.config import Registry
 from etude.errors import InputError
 
-__all__ = ["DIALECTS", "FAMILIES", "Dialect", "dialect_for"]
+__all__ = ["DIALECTS", "Dialect", "chat_dialect", "dialect_for"]
 
-FAMILIES: tuple[type[TurnDialect], ...] = (ChatML, Qwen3, Qwen3Coder, KimiK2, DeepSeekV3)
-DIALECTS: Mapping[str, type[TurnDialect]] = {family.name: family for family in FAMILIES}
+DIALECTS = Registry[type[TurnDialect]]("dialect")
+chat_dialect = DIALECTS.add  # decorator of a class with the attribute `name`
+for _builtin in (ChatML, Qwen3, Qwen3Coder, KimiK2, DeepSeekV3):
+    DIALECTS.add(_builtin)
 
 
 def dialect_for(tokenizer: Tokenizer, name: str | None = None) -> Dialect:
     """Return the named dialect or, without a name, the one that matches the tokenizer's tokens and chat template."""
-    names = ", ".join(DIALECTS)
     if name is not None:
-        if name not in DIALECTS:
-            raise InputError(f"{name} is not a dialect; choose one of {names}")
         return DIALECTS[name](tokenizer)
-    matching = [family for family in FAMILIES if family.fits(tokenizer)]
+    matching = [family for family in DIALECTS.values() if family.fits(tokenizer)]
     if len(matching) != 1:
-        found = " and ".join(family.name for family in matching) or "none"
+        names, found = ", ".join(DIALECTS), " and ".join(family.name for family in matching) or "none"
         raise InputError(f"the chat template must match exactly one dialect (matching: {found}); name one of {names}")
     return matching[0](tokenizer)

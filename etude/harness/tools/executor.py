@@ -16,7 +16,7 @@ from typing import Any
 from etude.chat.messages import ToolCall
 from etude.errors import InputError
 from etude.harness.tool_set import ALL_TOOLS, ToolSet
-from etude.harness.tools.aliases import TOOL_ALIASES, ToolAlias
+from etude.harness.tools.aliases import CURSOR, TOOL_ALIASES, ToolAlias
 from etude.harness.tools.arguments import check_arguments
 from etude.harness.tools.context import SearchProvider, ToolContext, WebProvider
 from etude.harness.tools.edit import SEARCH_REPLACE
@@ -26,19 +26,17 @@ from etude.harness.tools.lints import READ_LINTS
 from etude.harness.tools.semantic import CODEBASE_SEARCH
 from etude.harness.tools.terminal import AWAIT, KILL, RUN_TERMINAL_CMD
 from etude.harness.tools.todos import TODO_WRITE, plan_text
-from etude.harness.tools.tool import Tool, ToolError, ToolOutcome
+from etude.harness.tools.tool import TOOLS, Tool, ToolError, ToolOutcome
 from etude.harness.tools.web import WEB_FETCH, WEB_SEARCH
 from etude.harness.toolserver.client import ToolServer
 from etude.pods.pod import Pod, PodError
 
 WEB_TOOLS = ("web_search", "web_fetch")
-TOOLS: Mapping[str, Tool] = {
-    tool.name: tool
-    for tool in (
-        *(READ_FILE, SEARCH_REPLACE, WRITE, DELETE_FILE, LIST_DIR, GLOB_FILE_SEARCH, GREP, CODEBASE_SEARCH),
-        *(RUN_TERMINAL_CMD, AWAIT, KILL, READ_LINTS, TODO_WRITE, WEB_SEARCH, WEB_FETCH),
-    )
-}
+for _builtin in (
+    *(READ_FILE, SEARCH_REPLACE, WRITE, DELETE_FILE, LIST_DIR, GLOB_FILE_SEARCH, GREP, CODEBASE_SEARCH),
+    *(RUN_TERMINAL_CMD, AWAIT, KILL, READ_LINTS, TODO_WRITE, WEB_SEARCH, WEB_FETCH),
+):
+    TOOLS.add(_builtin)
 # Error text for a call that could not be parsed, if the dialect gives none.
 MALFORMED_CALL = {
     "bad_json": "the arguments are not valid JSON",
@@ -73,22 +71,28 @@ def exposed_tools(tool_set: ToolSet) -> dict[str, ExposedTool]:
     aliases = TOOL_ALIASES.get(tool_set.aliases)
     if aliases is None:
         raise InputError(f"tool set: aliases is {tool_set.aliases!r}; expected one of {', '.join(TOOL_ALIASES)}")
-    known = (*ALL_TOOLS, *WEB_TOOLS)
     for key in (*tool_set.tools, *tool_set.renamed):
-        if key not in known:
-            raise InputError(f"tool set: {key!r} is not a tool; expected some of {', '.join(known)}")
+        if key not in TOOLS:
+            raise InputError(f"tool set: {key!r} is not a tool; {TOOLS.advice(key)}")
     wanted = [tool for tool in tool_set.tools if tool not in WEB_TOOLS]
     wanted += WEB_TOOLS if tool_set.web else ()
     exposed: dict[str, ExposedTool] = {}
     for key in wanted:
-        if key not in aliases:
+        # A plugin's tool has its own name under every set of aliases.
+        alias = aliases.get(key) or (None if key in CURSOR else ToolAlias(key))
+        if alias is None:
+            if tool_set.tools != ALL_TOOLS and key not in WEB_TOOLS:
+                raise InputError(f"tool set: {key!r} has no name under aliases = {tool_set.aliases!r}; leave it out")
             continue
-        name = tool_set.renamed.get(key, aliases[key].name)
+        name = tool_set.renamed.get(key, alias.name)
         if name in exposed:
             raise InputError(f"tool set: two tools are called {name!r}; see renamed")
-        alias, full = aliases[key], aliases[key].schema(TOOLS[key], name)
+        full = alias.schema(TOOLS[key], name)
         schema = alias.schema(TOOLS[key], name, brief=True) if tool_set.short_system_prompt else full
         exposed[name] = ExposedTool(TOOLS[key], alias, schema, full["function"]["parameters"])
+    for key in tool_set.renamed:
+        if key not in {each.tool.name for each in exposed.values()}:
+            raise InputError(f"tool set: renamed.{key} would not be used: the tool set does not show {key!r}")
     return exposed
 
 

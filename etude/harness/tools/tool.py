@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from etude.config import Registry
 from etude.errors import EtudeError
 
 if TYPE_CHECKING:
@@ -56,3 +57,7 @@ class Tool:
     parameters: Mapping[str, Any]  # JSON schema of an object
     run: ToolFunction
     read_only: bool = False  # runs concurrently with other read-only calls; all others run alone, in order
+
+
+TOOLS = Registry[Tool]("tool", modules=("etude.harness.tools.executor",))
+tool = TOOLS.add

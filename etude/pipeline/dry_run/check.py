@@ -28,7 +28,6 @@ from etude.data.shards import Shards, read_manifest
 from etude.data.sources import sample_evenly, source_files
 from etude.errors import InputError
 from etude.globs import Globs
-from etude.harness.tools.executor import exposed_tools
 from etude.kernels import usable_device
 from etude.model.config import ModelConfig, with_rope
 from etude.model.gguf import gguf_config
@@ -36,7 +35,6 @@ from etude.model.mtp import mtp_file
 from etude.pipeline.dry_run.texts import COMPRESSED, UNPACKED_RATIO, SourceSurvey, survey_files, survey_source
 from etude.pods.runtime.probe import ORDER, probe
 from etude.recipe.recipe import Recipe, stage_settings
-from etude.rewards.live_weights import check_weights
 from etude.rl.settings import RlSettings
 from etude.runs.run import Run
 from etude.tasks.harbor import find_tasks, read_task
@@ -364,10 +362,6 @@ def _check_rl(settings: RlSettings, recipe: Recipe, inputs: RecipeInputs) -> Non
         with inputs.problems_of(key):
             usable_device(device)
     _check_prompts(settings, recipe, inputs)
-    with inputs.problems_of("rl"):
-        check_weights(settings.rewards, "rewards")
-    with inputs.problems_of("rl"):
-        exposed_tools(settings.tool_set)
     if settings.weights.store:
         with inputs.problems_of("rl.weights.store"):
             ObjectStore(settings.weights.store)

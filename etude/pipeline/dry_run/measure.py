@@ -35,7 +35,7 @@ from etude.model.mtp import MTP
 from etude.model.transformer import Transformer
 from etude.rl.settings import RlSettings
 from etude.tasks.settings import TaskSetSettings
-from etude.tasks.sources import TaskSource, task_sources
+from etude.tasks.sources import TASK_SOURCES, TaskSource
 from etude.train.objectives import Objective, next_token, with_mtp
 from etude.train.optim import AdamSettings, MasterAdamW
 from etude.train.settings import SftSettings, TrainingSettings
@@ -270,7 +270,7 @@ class TaskRate:
 def task_rate(task_set: TaskSetSettings, tokenizer: Tokenizer, budget: float = 1.0) -> TaskRate:
     """Measure how fast a task source generates tasks and demonstrations; what it makes is thrown away."""
     assert task_set.source is not None
-    source = task_sources.get(task_set.source)
+    source = TASK_SOURCES[task_set.source]()
     start, made = time.perf_counter(), 0
     for _ in source.tasks(task_set):
         made += 1

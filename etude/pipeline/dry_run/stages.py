@@ -36,7 +36,7 @@ from etude.rl.trainer_process import checkpoints
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
 from etude.system.cores import usable_cores
-from etude.tasks.sources import task_sources
+from etude.tasks.sources import TASK_SOURCES
 from etude.train.phase import list_checkpoints
 from etude.train.settings import TrainingSettings
 
@@ -94,7 +94,7 @@ class PlanContext:
         """Return texts of the recipe's task sources; without one, some code of the standard library."""
         sets = self.recipe.tasks.build if self.recipe.tasks else ()
         names = sorted({task_set.source for task_set in sets if task_set.source is not None})
-        texts = [text for name in names for text in task_sources.get(name).vocabulary_texts(60)]
+        texts = [text for name in names for text in TASK_SOURCES[name]().vocabulary_texts(60)]
         return texts or [Path(json.__file__).read_text(encoding="utf-8")]
 
     def measurable_tokens(self, memory: ProcessMemory, tokens: int) -> int | None:
