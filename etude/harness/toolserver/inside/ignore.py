@@ -96,3 +96,15 @@ def walk(start: str, root: str, *, hidden: bool = False) -> Iterator[os.DirEntry
             else:
                 yield entry
         stack.extend(reversed(deeper))
+
+
+def is_hidden(pattern: str) -> bool:
+    """Return whether a path or glob contains a name that begins with a dot."""
+    return any(part.startswith(".") and part not in (".", "..") for part in pattern.split("/"))
+
+
+def files_below(start: str, root: str, hidden: bool) -> Iterator[str]:
+    """Yield the regular files below a directory of the workspace."""
+    for entry in walk(start, root, hidden=hidden):
+        if entry.is_file(follow_symlinks=False):
+            yield entry.path

@@ -15,8 +15,8 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from etude.harness.toolserver.inside.editing import originals
-from etude.harness.toolserver.inside.grep import files_below
-from etude.harness.toolserver.inside.paths import Refusal, ToolWorkspace, quote_name, refusal_for
+from etude.harness.toolserver.inside.ignore import files_below
+from etude.harness.toolserver.inside.paths import Refusal, ToolWorkspace, lent_program, quote_name, refusal_for
 
 MAX_SHOWN = 100
 MAX_FILES = 200
@@ -35,7 +35,7 @@ def lints(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str, Any]
     files = _chosen(workspace, arguments.get("paths") or [], before)
     if not files:
         return {"text": "No Python files have been edited; name the files to check.", "facts": {"problems": 0}}
-    program = shutil.which("ruff") or _uploaded_ruff(workspace)
+    program = shutil.which("ruff") or lent_program(workspace, "ruff")
     if program is None and not arguments.get("without_ruff"):
         return {"need": "ruff"}
     checker = Checker(workspace, program)
@@ -78,11 +78,6 @@ def _chosen(workspace: ToolWorkspace, paths: list[str], before: dict[str, bytes 
 
 def _is_python(name: str) -> bool:
     return name.endswith((".py", ".pyi"))
-
-
-def _uploaded_ruff(workspace: ToolWorkspace) -> str | None:
-    path = os.path.join(workspace.state, "ruff")
-    return path if os.access(path, os.X_OK) else None
 
 
 def _contents(workspace: ToolWorkspace, name: str) -> bytes:

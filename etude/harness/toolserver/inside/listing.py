@@ -1,4 +1,4 @@
-"""Lists the text files of the workspace with digests, and returns their contents, for an index outside the pod.
+"""Finds files by glob; lists the text files with digests, and returns their contents, for an index outside the pod.
 
 Digests of unchanged files are cached in the state directory, so that listing again is cheap, in a fork too.
 """
@@ -12,11 +12,45 @@ import json
 import os
 from typing import Any
 
-from etude.harness.toolserver.inside.ignore import walk
-from etude.harness.toolserver.inside.paths import SAMPLE, ToolWorkspace, quote_name, replace_file
+from etude.globs import GitGlobs
+from etude.harness.toolserver.inside.ignore import is_hidden, walk
+from etude.harness.toolserver.inside.paths import SAMPLE, ToolWorkspace, quote_name, refusal_for, replace_file
 
 MAX_FILE = 1 << 20
 MAX_FILES = 50_000
+MAX_FOUND = 1000  # files that a glob shows
+
+
+def glob_file_search(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str, Any]:
+    """List files whose path matches a glob: first those changed since the session began, each group sorted by path.
+
+    Exact file times differ between runs, so sorting by time would; the set of changed files does not.
+    """
+    start = workspace.resolve(arguments.get("target_directory") or ".")
+    if not os.path.isdir(start):
+        raise refusal_for(workspace, start, FileNotFoundError(2, "no such directory"))
+    start = os.path.normpath(start)
+    pattern = arguments["glob_pattern"].strip()
+    if pattern.startswith(start.rstrip("/") + "/"):
+        pattern = pattern[len(start.rstrip("/")) + 1 :]
+    pattern = pattern[2:] if pattern.startswith("./") else pattern
+    globs = GitGlobs([pattern if pattern.startswith("**/") else f"**/{pattern}"])
+    below = len(start.rstrip("/")) + 1
+    hidden = is_hidden(pattern) or is_hidden(workspace.relative(start))
+    changed: list[str] = []
+    others: list[str] = []
+    for entry in walk(start, workspace.root, hidden=hidden):
+        path = entry.path
+        if globs.match(path[below:]):
+            recent = entry.stat(follow_symlinks=False).st_mtime_ns > workspace.began
+            (changed if recent else others).append(path)
+    found = sorted(changed) + sorted(others)
+    lines = [quote_name(workspace.relative(path)) for path in found[:MAX_FOUND]]
+    if not found:
+        lines.append("No files match.")
+    if len(found) > MAX_FOUND:
+        lines.append(f"[the first {MAX_FOUND} of {len(found):,} files]")
+    return {"text": "\n".join(lines), "facts": {"files": len(found)}}
 
 
 def listing(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str, Any]:

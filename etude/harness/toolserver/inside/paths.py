@@ -133,6 +133,12 @@ class ToolWorkspace:
         return real
 
 
+def lent_program(workspace: ToolWorkspace, name: str) -> str | None:
+    """Return the path of a program that the host has lent to the pod, None if it has not."""
+    path = os.path.join(workspace.state, name)
+    return path if os.access(path, os.X_OK) else None
+
+
 def read_bytes(workspace: ToolWorkspace, path: str, max_bytes: int = MAX_FILE) -> tuple[bytes, os.stat_result]:
     """Read a regular file completely. Never blocks: a pipe or device is refused before reading."""
     shown = workspace.display(path)

@@ -45,7 +45,7 @@ QUICK = {
 }
 SLOW = {
     "grep": ("grep", "grep"),
-    "glob_file_search": ("grep", "glob_file_search"),
+    "glob_file_search": ("listing", "glob_file_search"),
     "listing": ("listing", "listing"),
     "contents": ("listing", "contents"),
     "lints": ("lints", "lints"),
@@ -219,6 +219,8 @@ class ToolServerProcess:
         def child(pipe: int) -> None:
             if operation != "lints":  # which starts ruff, whose address space is not limited
                 resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+            seconds = int(limit_s) + 1  # of the programs that it starts too, which are not killed with it
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
             try:
                 body = {"ok": work(self.workspace, arguments)}
             except Exception as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from typing import TYPE_CHECKING
 
-from etude.harness.toolserver.inside.regex import compile_pattern
+from etude.harness.toolserver.inside.paths import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +20,10 @@ MAX_LINE = 1 << 20  # bytes without a line break that are matched together
 
 def watch(server: ToolServerProcess, log: str, start: int, pattern: str, matched: Callable[[], None]) -> int:
     """Call `matched` once when a line of the log after byte `start` matches; return the pid of the watcher to kill."""
-    search = compile_pattern(pattern, ignore_case=False, multiline=False).search
+    try:
+        search = re.compile(pattern).search
+    except (re.error, OverflowError, RecursionError) as error:
+        raise Refusal("bad_arguments", f"the pattern is not a valid regular expression: {error}") from None
 
     def watch_log(pipe: int) -> None:
         rest = b""
