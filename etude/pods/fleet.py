@@ -24,6 +24,7 @@ from etude.pods.pod import Egress, Limits, Pod, PodError, Snapshot, SnapshotKind
 from etude.pods.runtime.backend import Storage
 from etude.pods.runtime.probe import choose_backend, make_backend
 from etude.pods.scheduling.admission import NeverFits, Thresholds, WaitedTooLong
+from etude.pods.scheduling.pools import Prepare
 from etude.pods.scheduling.router import HostReport, NoHost, PlacementRequest, PodRouter
 
 REPORT_INTERVAL_S = 1.0
@@ -116,12 +117,14 @@ class Fleet:
         key: str = "",
         tenant: str = "",
         timeout: float | None = None,
+        prepare: Prepare | None = None,
     ) -> Pod:
         """Create a pod from an image ("host" is this machine's own toolchain) or a snapshot.
 
         Waits for admission, at most `timeout` seconds. A second call with the same idempotency `key` returns the same
         pod. The pod ends after `ttl` seconds. `env` is added to the image's variables. `storage="disk"` is for pods
-        that write more than fits in memory.
+        that write more than fits in memory. `await prepare(pod)` runs before the pod is returned, or has run already in
+        a warm pool; `pod.prepared` is its result.
         """
         options = {
             "limits": limits,
@@ -134,8 +137,15 @@ class Fleet:
         }
         if self.report_task is None:
             assert self.local is not None
-            return await self.local.create(image, timeout=timeout, **options)  # type: ignore[arg-type]
-        return await self._place(image, options, timeout, parent_host=None)
+            return await self.local.create(image, timeout=timeout, prepare=prepare, **options)  # type: ignore[arg-type]
+        pod = await self._place(image, options, timeout, parent_host=None)
+        if prepare is not None:
+            try:
+                pod.prepared = await prepare(pod)
+            except BaseException:
+                await pod.close()
+                raise
+        return pod
 
     async def _place(
         self, image: str | Image | Snapshot, options: Mapping[str, Any], timeout: float | None, parent_host: str | None

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from etude.pods.pod import Egress, Limits, Pod, PodError, PodGone, Snapshot, Sna
 from etude.pods.registry import PodRegistry
 from etude.pods.runtime.backend import Backend, LocalPod, PodSpec, Storage
 from etude.pods.scheduling.admission import Admission, FairQueue, Reservation, ResourceRequest, Thresholds
-from etude.pods.scheduling.pools import WarmPool, WarmPoolKey, warm_pool_key
+from etude.pods.scheduling.pools import PodKind, Prepare, WarmPool
 from etude.pods.scheduling.pressure import read_pressure
 from etude.pods.scheduling.router import HostReport, capability_labels
 
@@ -53,7 +53,7 @@ class Host:
         self.foreign_pods: set[str] = set()  # ids of pods owned by another live process
         self.reservations: dict[str, Reservation] = {}
         self.pods_by_key: dict[str, asyncio.Task[LocalPod]] = {}
-        self.pools: dict[WarmPoolKey, WarmPool] = {}
+        self.pools: dict[PodKind, WarmPool] = {}
         self.layer_refs: Counter[str] = Counter()  # in-memory layers: references by this process's pods and snapshots
         self.unreferenced_layers: set[str] = set()
         self.tasks: set[asyncio.Task[Any]] = set()  # finite; awaited by `close`
@@ -75,9 +75,7 @@ class Host:
         """Close this process's attached pods and disconnect from the others."""
         for task in self.timers:
             task.cancel()
-        for pool in self.pools.values():
-            if pool.refill_task:
-                pool.refill_task.cancel()
+        await asyncio.gather(*(pool.close() for pool in self.pools.values()))
         attached = [pod for pod in self.pods.values() if pod.spec.attached and pod.id not in self.foreign_pods]
         await asyncio.gather(*(self.close_pod(pod) for pod in attached), return_exceptions=True)
         if self.tasks:  # such as pods that are being closed: otherwise they would stay half removed
@@ -124,19 +122,19 @@ class Host:
         attached: bool = True,
         lease: float = 0.0,
         timeout: float | None = None,
+        prepare: Prepare | None = None,
     ) -> LocalPod:
         """Create a pod once admission allows it; with a `key`, return the pod already created for that key, if any.
 
-        A pod with a `lease` ends after that many seconds unless the lease is renewed (protocol.OWN) before.
+        A pod with a `lease` ends after that many seconds unless the lease is renewed (protocol.OWN) before. With
+        `prepare`, its result is the pod's `prepared`; where a warm pool has such a pod, it ran in advance.
         """
         if key and key in self.pods_by_key:
             return await asyncio.shield(self.pods_by_key[key])
-        source = self.resolve(image)
-        source = source.with_(env={**source.env, **env}) if env else source
-        spec = self._spec(source, limits, egress, storage, ttl, key, tenant, attached)
+        spec = self._spec(image, env, limits, egress, storage, ttl, key, tenant, attached)
         if not 0 <= lease < math.inf:
             raise InputError(f"a pod's lease is {lease!r}; expected seconds, or 0 for none")
-        work = asyncio.create_task(self._create(replace(spec, lease=lease), timeout))
+        work = asyncio.create_task(self._create(replace(spec, lease=lease), timeout, prepare))
         if key:
             self.pods_by_key[key] = work
             work.add_done_callback(lambda done: self.pods_by_key.pop(key, None) if _failed(done) else None)
@@ -149,7 +147,8 @@ class Host:
 
     def _spec(
         self,
-        image: Image,
+        source: str | Image | Snapshot,
+        env: Mapping[str, str] | None,
         limits: Limits | None,
         egress: Egress | None,
         storage: Storage,
@@ -158,6 +157,8 @@ class Host:
         tenant: str,
         attached: bool,
     ) -> PodSpec:
+        image = self.resolve(source)
+        image = image.with_(env={**image.env, **env}) if env else image
         can, requested = self.backend.capabilities, limits or Limits()
         for name in requested.specified():
             can.require(f"a limit on {name}", name in can.limits, "omit it or use another backend")
@@ -190,24 +191,40 @@ class Host:
             created=time.time(),
         )
 
-    async def _create(self, spec: PodSpec, timeout: float | None) -> LocalPod:
+    async def _create(self, spec: PodSpec, timeout: float | None, prepare: Prepare | None = None) -> LocalPod:
         if self.draining:
             raise PodError(f"host {self.name} is draining and takes no new pods")
-        if (pod := self._take_warm(spec)) is not None:
-            try:
-                await self._hand_over(pod, spec)
-            except BaseException:
-                await self.close_pod(pod)
-                raise
+        pool = self.pools.get(PodKind.of(spec, prepare))
+        pod = pool.take() if pool is not None else None
+        try:
+            if pod is None:
+                return await self._create_cold(spec, timeout, prepare)
+            spec = replace(spec, id=pod.id)
+            self.registry.write(spec)
+            await pod.claim(spec)
             return pod
-        request = ResourceRequest(
-            spec.image.id, int(spec.limits.memory or DEFAULT_LIMITS.memory or GIB), int(spec.limits.disk or 0)
-        )
-        if spec.storage == "memory":
-            request = replace(request, disk=0)
-        async with self.queue.acquire(spec.tenant, request, timeout=timeout) as reservation:
+        except BaseException:
+            if pod is not None:
+                await self.close_pod(pod)
+            raise
+        finally:
+            if pool is not None:
+                asyncio.get_running_loop().call_soon(pool.refill)  # once the caller has its pod
+
+    async def _create_cold(
+        self, spec: PodSpec, timeout: float | None, prepare: Prepare | None, tenant: str = ""
+    ) -> LocalPod:
+        disk = 0 if spec.storage == "memory" else int(spec.limits.disk or 0)
+        request = ResourceRequest(spec.image.id, int(spec.limits.memory or DEFAULT_LIMITS.memory or GIB), disk)
+        async with self.queue.acquire(tenant or spec.tenant, request, timeout=timeout) as reservation:
             pod = await self._start(spec)
             self.reservations[pod.id] = reservation
+        if prepare is not None:
+            try:
+                pod.prepared = await prepare(pod)
+            except BaseException:
+                self._spawn(self.close_pod(pod))
+                raise
         return pod
 
     async def _start(self, spec: PodSpec) -> LocalPod:
@@ -247,53 +264,26 @@ class Host:
         limits: Limits | None = None,
         egress: Egress | None = None,
         storage: Storage = "memory",
+        env: Mapping[str, str] | None = None,
+        prepare: Prepare | None = None,
     ) -> None:
-        """Keep `size` pods of this kind started in advance; 0 closes them."""
+        """Keep `size` pods of this kind started in advance, each after `await prepare(pod)`; 0 closes them.
+
+        `create` with the same image, limits, egress, storage, env and `prepare` claims one of them.
+        """
 
         def spec() -> PodSpec:
-            return self._spec(self.resolve(image), limits, egress, storage, None, "", "", True)
+            return self._spec(image, env, limits, egress, storage, None, "", "", True)
+
+        def start() -> Coroutine[Any, Any, LocalPod]:
+            return self._create_cold(spec(), None, prepare, tenant="warm pools")
 
         first = spec()
-        pool_key = warm_pool_key(first)
-        pool = self.pools.setdefault(pool_key, WarmPool(size, spec, []))
-        pool.size = size
-        while len(pool.ready) > size:
-            await self.close_pod(pool.ready.pop())
+        kind = PodKind.of(first, prepare)
+        pool = self.pools.setdefault(kind, WarmPool(first.image, start))
         if size == 0:
-            del self.pools[pool_key]
-        self._refill(pool)
-
-    def _take_warm(self, spec: PodSpec) -> LocalPod | None:
-        pool = self.pools.get(warm_pool_key(spec))
-        if pool is None:
-            return None
-        self._refill(pool)
-        while pool.ready:
-            pod = pool.ready.pop()
-            if pod.id in self.pods:
-                return pod
-        return None
-
-    async def _hand_over(self, pod: LocalPod, spec: PodSpec) -> None:
-        spec = replace(spec, id=pod.id)
-        self.registry.write(spec)
-        await pod.claim(spec)
-
-    def _refill(self, pool: WarmPool) -> None:
-        async def fill() -> None:
-            while len(pool.ready) < pool.size:
-                pool.ready.append(await self._create_cold(pool.spec()))
-
-        if pool.refill_task is None or pool.refill_task.done():
-            pool.refill_task = asyncio.create_task(fill())
-            pool.refill_task.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-    async def _create_cold(self, spec: PodSpec) -> LocalPod:
-        request = ResourceRequest(spec.image.id, int(spec.limits.memory or DEFAULT_LIMITS.memory or GIB))
-        async with self.queue.acquire("warm pools", request) as reservation:
-            pod = await self._start(spec)
-            self.reservations[pod.id] = reservation
-        return pod
+            del self.pools[kind]
+        await pool.resize(size)
 
     # ------------------------------------------------------------------------------------------- snapshots and forks
 
@@ -428,6 +418,9 @@ class Host:
     def _forget_pod(self, pod: LocalPod) -> None:
         """Remove a pod from this process's tables and release its reservation."""
         del self.pods[pod.id]
+        for pool in self.pools.values():
+            if pod in pool.ready:
+                pool.ready.remove(pod)
         self.foreign_pods.discard(pod.id)
         if reservation := self.reservations.pop(pod.id, None):
             reservation.release()
@@ -576,7 +569,9 @@ class Host:
 
     def report(self, address: str = "") -> HostReport:
         """Return this host's state for the router."""
-        pressure = read_pressure(self.state)
+        pressure, warm = read_pressure(self.state), Counter[str]()
+        for pool in self.pools.values():  # a placement request names its image by id or by name
+            warm.update(dict.fromkeys({pool.image.id, pool.image.name}, len(pool.ready)))
         return HostReport(
             host=self.name,
             address=address,
@@ -588,7 +583,7 @@ class Host:
             capabilities=capability_labels(self.backend.name, self.backend.capabilities),
             images=frozenset({"host", *(name for image in self.store.images() for name in (image.id, image.name))}),
             snapshots=frozenset(saved.snapshot.id for saved in self.store.snapshots()),
-            warm=dict(Counter({pool_key.image: len(pool.ready) for pool_key, pool in self.pools.items()})),
+            warm=warm,
             cores=pressure.cores,
             starting=sum(reservation.creating for reservation in self.reservations.values()),
             draining=self.draining,

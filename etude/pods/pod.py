@@ -224,6 +224,7 @@ class Pod(ABC):
     limits: Limits
     egress: Egress
     workdir: str  # working directory of commands; always writable
+    prepared: Any = None  # result of the `prepare` that it was created with
 
     # -- commands
 
