@@ -198,7 +198,7 @@ async def test_an_ambiguous_request_is_never_forwarded(request_bytes: bytes) -> 
             b"3\r\nabc\r\n0\r\n\r\n",
         ),
         (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, b"\r\n\r\nok"),
-        (b"HTTP/1.0 200\r\n\r\nuntil the end", b"Connection: close\r\n\r\nuntil the end"),
+        (b"HTTP/1.0 200\r\n\r\nuntil the end", b"\r\nd\r\nuntil the end\r\n0\r\n\r\n"),
         (b"HTTP/1.1 204 No Content\r\n\r\n", b"keep-alive\r\n\r\n"),
     ],
 )
@@ -283,7 +283,8 @@ async def test_bodies_are_uploaded_chunked_and_whole_and_an_early_response_is_fo
         assert answer.endswith(b"world")
         early = head("/early", "Content-Length: 900000000") + b"x" * 500_000
         assert b" 413 " in await exchange(port, early)
-        bad = head("/", "Transfer-Encoding: chunked") + b"5\r\nhelloXX"
-        assert b" 400 " in await exchange(port, bad)
-        records = await running.wait_for_records(4)
-        assert [record.get("error", "")[:3] for record in records] == ["", "", "", "bad"]
+        bodies = [b"5\r\nhelloXX", b"\r\n", b"-1\r\n", b"0x1\r\n", b"1 2\r\n", b"1" * 21 + b"\r\n", b"1\n\r\n"]
+        for body in bodies:
+            assert b" 400 " in await exchange(port, head("/", "Transfer-Encoding: chunked") + body)
+        records = await running.wait_for_records(3 + len(bodies))
+        assert [record.get("error", "")[:3] for record in records] == ["", "", ""] + ["bad"] * len(bodies)

@@ -12,8 +12,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
+import h11
+
 from etude.errors import InputError
-from etude.pods.network import policy
+from etude.pods.network import http, policy
 from etude.pods.network.policy import EgressRule, ProtocolError
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -21,7 +23,6 @@ Connect = Callable[[str, int, EgressRule], Awaitable[Connection]]
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 
 CHUNK = 1 << 16  # bytes in one read; at most about four of these are held per direction of a connection
-MAX_HEAD = 64 << 10
 NEXT_ADDRESS_S = 0.25  # delay before the next address of a name is tried in parallel (RFC 8305)
 FROM_ENVIRONMENT = "environment"
 
@@ -86,17 +87,21 @@ class Connector:
 
     async def _through_proxy(self, authority: str) -> Connection:
         assert self._proxy is not None
-        reader, writer = await asyncio.open_connection(self._proxy.hostname, self._proxy.port or 80, limit=MAX_HEAD)
-        lines = [f"CONNECT {authority} HTTP/1.1", f"Host: {authority}"]
+        reader, writer = await asyncio.open_connection(
+            self._proxy.hostname, self._proxy.port or 80, limit=http.MAX_HEAD
+        )
+        headers = [("Host", authority)]
         if self._proxy.username is not None:
             login = f"{unquote(self._proxy.username)}:{unquote(self._proxy.password or '')}"
-            lines.append("Proxy-Authorization: Basic " + base64.b64encode(login.encode()).decode())
+            headers.append(("Proxy-Authorization", "Basic " + base64.b64encode(login.encode()).decode()))
+        state = h11.Connection(h11.CLIENT, http.MAX_HEAD)
         connected = False
         try:
-            writer.write("\r\n".join([*lines, "", ""]).encode())
-            head = policy.parse_head(await reader.readuntil(b"\r\n\r\n"))
-            if not head.start[1].startswith("2"):
-                raise UpstreamUnreachable(502, f"the upstream proxy answered {head.start[1][:3]}")
+            writer.write(state.send(h11.Request(method="CONNECT", target=authority, headers=headers)) or b"")
+            head = http.parse_head(state, await reader.readuntil(b"\r\n\r\n"))
+            assert not isinstance(head, h11.Request)
+            if head.status_code // 100 != 2:
+                raise UpstreamUnreachable(502, f"the upstream proxy answered {head.status_code}")
             connected = True
             return reader, writer
         except (EOFError, asyncio.LimitOverrunError, ProtocolError):

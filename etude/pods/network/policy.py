@@ -2,14 +2,13 @@
 
 A pod has a network namespace with only `lo`. It opens the sockets of `EgressPolicy.listen_specs` there and hands them
 to the host process, so allowed connections arrive in the egress proxy (`proxy.py`) and everything else has no route:
-nothing can fail open. This module does no I/O and reads no clock. The parsers take untrusted bytes: each runs in linear
-time and raises only `ProtocolError`, whose text never repeats what was sent.
+nothing can fail open. This module does no I/O and reads no clock. The parsers (TLS, DNS; `http.py` has those of HTTP)
+take untrusted bytes: each runs in linear time and raises only `ProtocolError`, whose text never repeats what was sent.
 """
 
 import ipaddress
 import re
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Self
@@ -26,19 +25,6 @@ MAX_RULES = 1000
 
 MAX_HELLO = 16 << 10  # a browser's ClientHello with post-quantum keys is about 2 KiB
 MAX_LINE = 8 << 10  # bytes of an unfinished first line before the protocol is decided without its end
-
-# fmt: off
-HOP_BY_HOP = frozenset({
-    "connection", "keep-alive", "proxy-connection", "proxy-authenticate", "te", "trailer", "transfer-encoding",
-    "upgrade", "expect",
-})
-# Never forwarded with a plain HTTP request: credentials that a program in a pod has must not travel in the clear.
-SENSITIVE = frozenset({
-    "authorization", "proxy-authorization", "cookie", "cookie2", "x-api-key", "api-key", "x-auth-token",
-    "x-access-token", "x-csrf-token", "private-token", "x-amz-security-token", "x-goog-api-key",
-})
-# fmt: on
-CHUNKED, UNTIL_CLOSE = -1, -2  # body lengths that are not a number of bytes
 
 
 class ProtocolError(EtudeError):
@@ -466,126 +452,3 @@ def dns_answer(packet: bytes, question: DnsQuestion | None, code: int, address: 
     record += b"" if address is None else ipaddress.IPv4Address(address).packed
     counts = struct.pack(">4H", question is not None, address is not None, 0, 0)
     return packet[:2] + struct.pack(">H", flags) + counts + (question.raw if question else b"") + record
-
-
-# -- parsers: HTTP/1
-
-
-@dataclass(frozen=True, slots=True)
-class HttpHead:
-    """The start line (three words) and the headers of an HTTP/1 message, unmodified."""
-
-    start: tuple[str, str, str]
-    headers: tuple[tuple[str, str], ...]
-
-    def values(self, name: str) -> list[str]:
-        return [value for key, value in self.headers if key.lower() == name]
-
-    def tokens(self, name: str) -> set[str]:
-        return {token.strip().lower() for value in self.values(name) for token in value.split(",")} - {""}
-
-    def forwarded(self, dropped: Iterable[str]) -> list[tuple[str, str]]:
-        """Return the headers to forward: not the hop-by-hop ones, not those that Connection names, not `dropped`."""
-        # Connection must not remove headers that frame the message.
-        without = HOP_BY_HOP | set(dropped) | (self.tokens("connection") - {"content-length", "host"})
-        return [(key, value) for key, value in self.headers if key.lower() not in without]
-
-
-def parse_head(data: bytes) -> HttpHead:
-    """Parse a head strictly, including its empty line; whatever two servers could read differently is refused."""
-    if not data.endswith(b"\r\n\r\n"):
-        raise ProtocolError("the HTTP head has no end")
-    first, *lines = data[:-4].split(b"\r\n")
-    if re.search(rb"[\x00-\x08\x0a-\x1f\x7f]", data.replace(b"\r\n", b"")):
-        raise ProtocolError("a control character in the HTTP head")
-    words = first.decode("latin-1").split(" ", 2)
-    headers = []
-    for line in lines:
-        name, colon, value = line.partition(b":")
-        if not colon or not re.fullmatch(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):  # refuses folded lines too
-            raise ProtocolError("a header line that is not `name: value`")
-        headers.append((name.decode("ascii"), value.decode("latin-1").strip(" \t")))
-    if len(words) == 2 and words[0].startswith("HTTP/"):
-        words.append("")  # a response may omit its reason phrase
-    if len(words) != 3:
-        raise ProtocolError("the first line of the HTTP head does not have three words")
-    return HttpHead((words[0], words[1], words[2]), tuple(headers))
-
-
-def _framing(head: HttpHead) -> int | None:
-    lengths, codings = head.values("content-length"), head.values("transfer-encoding")
-    if lengths and codings:
-        raise ProtocolError("both Content-Length and Transfer-Encoding")
-    if codings:
-        if [coding.lower() for coding in codings] != ["chunked"]:
-            raise ProtocolError("a Transfer-Encoding other than chunked")
-        return CHUNKED
-    if lengths:
-        if len(lengths) > 1 or not re.fullmatch(r"[0-9]{1,18}", lengths[0]):
-            raise ProtocolError("Content-Length must be there once, as one number")
-        return int(lengths[0])
-    return None
-
-
-def request_length(head: HttpHead) -> int:
-    """Return the length of a request's body, or CHUNKED, after validating the request line and the Host header."""
-    method, target, version = head.start
-    if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}", method) or not re.fullmatch(r"[!-~]+", target):
-        raise ProtocolError("the request line is not `METHOD target HTTP/1.1`")
-    if version not in ("HTTP/1.1", "HTTP/1.0"):
-        raise ProtocolError("only HTTP/1.0 and HTTP/1.1 are spoken here")
-    hosts = len(head.values("host"))
-    if hosts > 1 or (hosts == 0 and version == "HTTP/1.1" and method != "CONNECT"):  # CONNECT has it in its target
-        raise ProtocolError("expected one Host header")
-    length = _framing(head)
-    if length == CHUNKED and version == "HTTP/1.0":
-        raise ProtocolError("HTTP/1.0 has no Transfer-Encoding")
-    return length or 0
-
-
-def response_length(head: HttpHead, method: str) -> int:
-    """Return the length of a response's body, CHUNKED or UNTIL_CLOSE."""
-    version, status, _ = head.start
-    if not re.fullmatch(r"HTTP/1\.[01]", version) or not re.fullmatch(r"[1-9][0-9]{2}", status) or status == "101":
-        raise ProtocolError("the server's first line is not one of HTTP/1")
-    length = _framing(head)
-    if method == "HEAD" or status in ("204", "304") or status.startswith("1"):
-        return 0
-    return UNTIL_CLOSE if length is None else length
-
-
-def split_target(head: HttpHead, origin_port: int | None) -> tuple[str, int, str]:
-    """Return host, port and path of a request.
-
-    For a proxy (`origin_port` None) the target is an absolute `http://` URL, and Host must agree with it. On a socket
-    that stands for the server it is a path, the host is in Host, and the port is the one connected to.
-    """
-    target, hosts = head.start[1], head.values("host")
-    try:
-        if origin_port is not None:
-            if not target.startswith("/") and target != "*":
-                raise ProtocolError("expected a path in the request line")
-            if not hosts:
-                raise ProtocolError("the request has no Host header, so its host is unknown")
-            host, port = split_authority(hosts[0], origin_port)
-            if port != origin_port:
-                raise ProtocolError("the Host header names another port")
-            return host, port, target
-        if target[:7].lower() != "http://":
-            raise ProtocolError("expected http://host/path in the request line (https goes through CONNECT)")
-        location = re.split(r"[/?#]", target[7:], maxsplit=1)[0]
-        host, port = split_authority(location, 80)
-        if hosts and split_authority(hosts[0], 80) != (host, port):
-            raise ProtocolError("the Host header and the URL name different hosts")
-    except InputError:
-        raise ProtocolError("the host in the request is not `host` or `host:port`") from None
-    path = target[7 + len(location) :]
-    return host, port, path if path.startswith("/") else "/" + path
-
-
-def parse_chunk_size(line: bytes) -> int:
-    """Return the size in the line before a chunk; extensions are ignored."""
-    size = line.removesuffix(b"\r\n").partition(b";")[0].rstrip(b" \t")
-    if not re.fullmatch(rb"[0-9a-fA-F]{1,15}", size) or re.search(rb"[\x00-\x08\x0a-\x1f\x7f]", line[:-2]):
-        raise ProtocolError("a chunk does not begin with its size")
-    return int(size, 16)

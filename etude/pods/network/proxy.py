@@ -20,30 +20,23 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import h11
+
 from etude.errors import InputError
+from etude.pods.network import http
 from etude.pods.network import policy as egress
 from etude.pods.network.connect import (
     CHUNK,
     FROM_ENVIRONMENT,
-    MAX_HEAD,
     Connect,
     Connector,
     EgressRefused,
     Resolver,
     UpstreamUnreachable,
 )
-from etude.pods.network.policy import (
-    CHUNKED,
-    SENSITIVE,
-    UNTIL_CLOSE,
-    ClientHelloReader,
-    EgressPolicy,
-    EgressRule,
-    HttpHead,
-    ListenSpec,
-    ProtocolError,
-)
-from etude.pods.network.stream import LINGER_S, BufferedStream, UpstreamClosed, relay_body
+from etude.pods.network.http import MAX_HEAD, SENSITIVE, HttpPeer
+from etude.pods.network.policy import ClientHelloReader, EgressPolicy, EgressRule, ListenSpec, ProtocolError
+from etude.pods.network.stream import LINGER_S, BufferedStream
 
 Record = Callable[[Mapping[str, Any]], None]
 
@@ -88,29 +81,6 @@ class EgressConnection:
         record["rule"] = str(self.rule) if record["allowed"] else None
         record |= {name: text for name in ("reason", "error", "note") if (text := getattr(self, name))}
         return record | {"up": self.up, "down": self.down, "seconds": round(time.monotonic() - self.started, 3)}
-
-
-# -- messages
-
-
-def _head_bytes(first: str, headers: list[tuple[str, str]]) -> bytes:
-    return "\r\n".join([first, *(f"{name}: {value}" for name, value in headers), "", ""]).encode("latin-1")
-
-
-def _request_bytes(head: HttpHead, connection: EgressConnection, path: str, length: int) -> bytes:
-    """Return the request as sent to the server: one per connection, so nothing after it can pass for another."""
-    host = egress.authority(connection.host, connection.port).removesuffix(":80")
-    framing = [("Transfer-Encoding", "chunked")] if length == CHUNKED else []
-    headers = [("Host", host), *head.forwarded(SENSITIVE | {"host"}), *framing, ("Connection", "close")]
-    return _head_bytes(f"{head.start[0]} {path} {head.start[2]}", headers)
-
-
-def _error_response(status: int, text: str) -> bytes:
-    phrases = {400: "Bad Request", 403: "Forbidden by the egress rules of this pod", 408: "Request Timeout"}
-    body = (text + "\n").encode("utf-8", "replace")
-    headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))]
-    first = f"HTTP/1.1 {status} {phrases.get(status, 'Bad Gateway' if status == 502 else 'Gateway Timeout')}"
-    return _head_bytes(first, [*headers, ("Connection", "close")]) + body
 
 
 class _DnsProtocol(asyncio.DatagramProtocol):
@@ -281,7 +251,7 @@ class EgressProxy:
         finally:
             self._report(connection)
         if status and answer and not connection.answered:
-            await self._respond(client, _error_response(status, text))
+            await self._respond(client, http.error_response(status, text))
         elif status:
             client.abort()
 
@@ -397,25 +367,28 @@ class EgressProxy:
         connection = EgressConnection("carry", listen.host, listen.port) if listen else EgressConnection("http")
         async with self._handle_errors(client, connection, answer=listen is None):
             async with asyncio.timeout(self.limits.header_s):
-                head = egress.parse_head(await client.read_until(b"\r\n\r\n", MAX_HEAD))
-            length = egress.request_length(head)
-            if head.start[0] == "CONNECT" and listen is None and length == 0:
+                state, request = http.parse_request(await client.read_until(b"\r\n\r\n", MAX_HEAD))
+            method, has_body = (
+                request.method,
+                bool({b"content-length", b"transfer-encoding"} & dict(request.headers).keys()),
+            )
+            if method == b"CONNECT" and listen is None and not has_body:
                 connection.way = "connect"
-                await self._serve_connect(client, head, connection)
-            elif head.start[0] in ("CONNECT", "TRACE"):
-                raise ProtocolError(f"{head.start[0]} is not possible here")
+                await self._serve_connect(client, request, connection)
+            elif method in (b"CONNECT", b"TRACE"):
+                raise ProtocolError(f"{method.decode()} is not possible here")
             else:
-                connection.host, connection.port, path = egress.split_target(head, listen.port if listen else None)
+                connection.host, connection.port, path = http.split_target(request, listen.port if listen else None)
                 if listen and listen.host and connection.host != listen.host:
                     raise EgressRefused(f"this connection is for {listen.host}")
                 self._decide(connection)
                 async with upstream or await self._open_upstream(connection) as server:
-                    connection.keep_alive = await self._exchange(client, server, head, path, length, connection)
+                    await self._exchange(HttpPeer(client, state), server, request, path, connection)
         return connection.keep_alive
 
-    async def _serve_connect(self, client: BufferedStream, head: HttpHead, connection: EgressConnection) -> None:
+    async def _serve_connect(self, client: BufferedStream, request: h11.Request, connection: EgressConnection) -> None:
         try:
-            connection.host, connection.port = egress.split_authority(head.start[1], None)
+            connection.host, connection.port = egress.split_authority(request.target.decode("ascii"), None)
         except InputError:
             raise ProtocolError("expected CONNECT host:port") from None
         self._decide(connection)
@@ -427,75 +400,52 @@ class EgressProxy:
             await self._tunnel(connection, client, server)
 
     async def _exchange(
-        self,
-        client: BufferedStream,
-        server: BufferedStream,
-        head: HttpHead,
-        path: str,
-        length: int,
-        connection: EgressConnection,
-    ) -> bool:
-        """Forward one request and its response; return True if the client's connection can carry another."""
-        if head.values("expect") and head.start[2] == "HTTP/1.1":  # Expect is answered by the next hop
-            await client.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request = _request_bytes(head, connection, path, length)
-        await self._transfer(connection, server, request, len(request), up=True)
-        upload, answer = (
-            self._upload(client, server, length, connection),
-            self._download(client, server, head, connection),
+        self, client: HttpPeer, stream: BufferedStream, request: h11.Request, path: str, connection: EgressConnection
+    ) -> None:
+        """Forward one request and its response; note if the client's connection can carry another."""
+        server = HttpPeer(stream, h11.Connection(h11.CLIENT, MAX_HEAD))
+        if client.state.they_are_waiting_for_100_continue:  # Expect is answered by the next hop
+            await client.stream.write(
+                client.encode(h11.InformationalResponse(status_code=100, reason="Continue", headers=[]))
+            )
+        # One request per connection, so that nothing after it can pass for another.
+        headers = [(b"Host", connection.authority.removesuffix(":80").encode())]
+        headers += http.forwarded(request, SENSITIVE | {b"host"})
+        if http.values(request, b"transfer-encoding"):
+            headers.append((b"Transfer-Encoding", b"chunked"))
+        headers.append((b"Connection", b"close"))
+        head = server.encode(h11.Request(method=request.method, target=path, headers=headers))
+        await self._transfer(connection, stream, head, len(head), up=True)
+        upload = self._upload(client, server, connection)
+        complete = await self._run_both(
+            connection, upload, self._download(client, server, request, connection), both=False
         )
-        return await self._run_both(connection, upload, answer, both=False) and connection.keep_alive
+        connection.keep_alive = complete and client.state.our_state is h11.DONE
 
-    async def _upload(
-        self, client: BufferedStream, server: BufferedStream, length: int, connection: EgressConnection
-    ) -> bool:
-        async def send(data: bytes) -> None:
-            framed = b"%x\r\n%b\r\n" % (len(data), data) if length == CHUNKED else data
+    async def _upload(self, client: HttpPeer, server: HttpPeer, connection: EgressConnection) -> bool:
+        async for data in client.body():
             try:
-                await self._transfer(connection, server, framed, len(data), up=True)
-            except OSError:
-                raise UpstreamClosed from None
-
-        try:
-            await relay_body(client, length, send)
-            if length == CHUNKED:
-                await server.write(b"0\r\n\r\n")
-        except UpstreamClosed:
-            return False
+                await self._transfer(connection, server.stream, server.encode(h11.Data(data)), len(data), up=True)
+            except OSError:  # the server accepts no more of the request; it may have answered already
+                return False
+        await server.stream.write(server.encode(h11.EndOfMessage()))
         return True
 
     async def _download(
-        self, client: BufferedStream, server: BufferedStream, head: HttpHead, connection: EgressConnection
+        self, client: HttpPeer, server: HttpPeer, request: h11.Request, connection: EgressConnection
     ) -> bool:
-        method, _, version = head.start
         try:
-            answer = egress.parse_head(await server.read_until(b"\r\n\r\n", MAX_HEAD))
-            while answer.start[1].startswith("1"):  # 100 Continue: already sent by this proxy
-                egress.response_length(answer, method)
-                answer = egress.parse_head(await server.read_until(b"\r\n\r\n", MAX_HEAD))
-            length = egress.response_length(answer, method)
+            answer = await server.read_response()
         except ProtocolError as error:
             raise UpstreamUnreachable(502, f"the answer of {connection.authority}: {error}") from None
-        if length == CHUNKED and version == "HTTP/1.0":
-            raise UpstreamUnreachable(
-                502, f"the answer of {connection.authority} is chunked, which HTTP/1.0 does not know"
-            )
-        closing = "close" in head.tokens("connection") | head.tokens("proxy-connection")
-        keep_alive = version == "HTTP/1.1" and length != UNTIL_CLOSE and not closing
-        headers = answer.forwarded(()) + ([("Transfer-Encoding", "chunked")] if length == CHUNKED else [])
-        first = f"HTTP/1.1 {answer.start[1]} {answer.start[2]}"
-        message = _head_bytes(first, [*headers, ("Connection", "keep-alive" if keep_alive else "close")])
-
-        async def send(data: bytes) -> None:
-            framed = b"%x\r\n%b\r\n" % (len(data), data) if length == CHUNKED else data
-            await self._transfer(connection, client, framed, len(data), up=False)
-
+        closing = b"close" in http.tokens(request, b"proxy-connection")  # h11 heeds Connection itself
+        headers = [*http.forwarded(answer), (b"Connection", b"close" if closing else b"keep-alive")]
+        head = client.encode(h11.Response(status_code=answer.status_code, reason=answer.reason, headers=headers))
         connection.answered = True
-        await self._transfer(connection, client, message, len(message), up=False)
-        await relay_body(server, length, send)
-        if length == CHUNKED:
-            await client.write(b"0\r\n\r\n")
-        connection.keep_alive = keep_alive
+        await self._transfer(connection, client.stream, head, len(head), up=False)
+        async for data in server.body():
+            await self._transfer(connection, client.stream, client.encode(h11.Data(data)), len(data), up=False)
+        await client.stream.write(client.encode(h11.EndOfMessage()))
         return True
 
     # -- sockets that stand for hosts (transparent)

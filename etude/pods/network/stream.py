@@ -1,21 +1,16 @@
-"""One end of a connection through the egress proxy, and the relaying of bodies from one end to the other."""
+"""One end of a connection through the egress proxy."""
 
 import asyncio
 import socket
 import struct
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Literal, Self
 
 from etude.pods.network import policy
 from etude.pods.network.connect import CHUNK
-from etude.pods.network.policy import CHUNKED, UNTIL_CLOSE, ProtocolError
+from etude.pods.network.policy import ProtocolError
 
 LINGER_S = 1.0  # how long a close waits for the peer to receive the last bytes
-
-
-class UpstreamClosed(Exception):
-    """The server accepts no more of a request; it may have answered already."""
 
 
 class BufferedStream:
@@ -81,25 +76,3 @@ class BufferedStream:
                 async with asyncio.timeout(LINGER_S):
                     await self.writer.wait_closed()
         self.abort()
-
-
-async def relay_body(source: BufferedStream, length: int, send: Callable[[bytes], Awaitable[None]]) -> None:
-    """Pass the content of a body to `send` in chunks, without its framing."""
-    if length == UNTIL_CLOSE:
-        while data := await source.read():
-            await send(data)
-    elif length == CHUNKED:
-        while size := policy.parse_chunk_size(await source.read_until(b"\r\n", 4096)):
-            await relay_body(source, size, send)
-            await source.read_until(b"\r\n", 2)
-        for _ in range(100):  # trailers are dropped
-            if await source.read_until(b"\r\n", 4096) == b"\r\n":
-                return
-        raise ProtocolError("too many trailers")
-    else:
-        while length:
-            data = await source.read(min(length, CHUNK))
-            if not data:
-                raise ProtocolError("the connection ended in the middle of a body")
-            length -= len(data)
-            await send(data)
