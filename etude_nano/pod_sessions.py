@@ -21,9 +21,9 @@ from etude.chat.tokenizer import CHAT_TEMPLATE
 from etude.errors import EtudeError
 from etude.harness.budget import Budget
 from etude.harness.model_client import TokenModelClient
-from etude.harness.prompt import SessionRequest, system_message
+from etude.harness.prompt import system_message
 from etude.harness.scripted_policy import ScriptedPolicy
-from etude.harness.session_factory import open_session
+from etude.harness.session import SessionSpec
 from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
 from etude.harness.tools.executor import exposed_tools
@@ -31,6 +31,7 @@ from etude.harness.trace import Trace
 from etude.inference.sampling import Sampling
 from etude.pods.fleet import Fleet
 from etude.tasks.environment import open_environment
+from etude.tasks.session_agent import open_task_session
 from etude.tasks.task import Task
 from etude.tasks.verifier import verify_environment
 from etude.tasks.verifier_result import VerifierResult
@@ -117,16 +118,8 @@ async def run_demonstration(
     """Run one demonstration in a pod and verify it like any other session."""
     turns = demonstration_turns(read_files(task.directory), seed, style)
     async with open_environment(fleet, task) as environment:
-        opened = open_session(
-            SessionRequest(task.instruction, id=task.name),
-            scripted_client(dialect, turns),
-            environment.pod,
-            tool_set=tool_set.model_copy(update={"root": environment.workspace}),
-            budget=BUDGET,
-            summaries=NO_SUMMARIES,
-            id=f"{task.name}-expert-{seed}",
-        )
-        async with opened as (session, _):
+        spec = SessionSpec(tool_set, BUDGET, NO_SUMMARIES, id=f"{task.name}-expert-{seed}")
+        async with open_task_session(environment, None, scripted_client(dialect, turns), spec) as (session, _):
             trace = await session.run()
         if verify:
             await environment.write_final_message(trace.final)

@@ -26,7 +26,7 @@ from etude.chat.messages import Message, ToolCall, ToolSchema
 from etude.harness.model_client import TokenModelClient
 from etude.harness.prompt import SessionRequest
 from etude.harness.scripted_policy import ScriptedPolicy
-from etude.harness.session import Session
+from etude.harness.session import Session, SessionSpec
 from etude.harness.tool_set import ToolSet
 from etude.harness.tools.executor import exposed_tools
 from etude.harness.tools.tool import ErrorClass, ToolOutcome
@@ -99,10 +99,7 @@ async def simulate_session(
             SessionRequest(request, id=task or id),
             _NonCountingClient(policy, dialect, Sampling(), window=WINDOW, model="expert"),
             tools,
-            tool_set=tool_set,
-            budget=BUDGET,
-            summaries=NO_SUMMARIES,
-            id=id,
+            SessionSpec(tool_set, BUDGET, NO_SUMMARIES, id=id),
         )
         trace = await session.run()
     except CannotSimulate:

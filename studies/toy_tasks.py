@@ -19,7 +19,7 @@ from etude.harness.budget import Budget
 from etude.harness.model_client import TokenModelClient
 from etude.harness.prompt import SessionRequest
 from etude.harness.scripted_policy import ScriptedPolicy
-from etude.harness.session import Session
+from etude.harness.session import Session, SessionSpec
 from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
 from etude.harness.tools.tool import ToolOutcome
@@ -101,10 +101,7 @@ async def _run_session(
         SessionRequest(task.request),
         TokenModelClient(policy, dialect, Sampling(seed=seed), window=settings.window),
         NoteTools(task.notes),
-        tool_set=ToolSet(short_system_prompt=True),
-        budget=settings.budget,
-        summaries=settings.summaries,
-        id=str(seed),
+        SessionSpec(ToolSet(short_system_prompt=True), settings.budget, settings.summaries, id=str(seed)),
     )
     return await session.run()
 

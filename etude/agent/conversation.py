@@ -30,7 +30,7 @@ from etude.harness.model_client import ModelClient, TokenModelClient
 from etude.harness.open_client import open_model_client
 from etude.harness.prompt import SessionRequest
 from etude.harness.search.searcher import open_searcher
-from etude.harness.session import Session
+from etude.harness.session import Session, SessionSpec
 from etude.harness.session_factory import open_session
 from etude.harness.summary import SummarySettings
 from etude.harness.tools.executor import Approve, ToolExecutor
@@ -119,19 +119,21 @@ class AgentConversation:
                 request,
                 self.client,
                 self.pod,
-                tool_set=options.tool_set,
-                budget=Budget(
-                    turns=options.turns,
-                    tokens=options.tokens,
-                    seconds=options.seconds,
-                    max_turn_tokens=options.max_turn_tokens,
+                SessionSpec(
+                    tool_set=options.tool_set,
+                    budget=Budget(
+                        turns=options.turns,
+                        tokens=options.tokens,
+                        seconds=options.seconds,
+                        max_turn_tokens=options.max_turn_tokens,
+                    ),
+                    summaries=SummarySettings(reserve=min(SummarySettings().reserve, max(1, self.client.window // 4))),
+                    searcher=searcher,
+                    approve=self._approve,
+                    id=self.id,
+                    facts=self._facts(),
+                    on_step=self.screen.show_step,
                 ),
-                summaries=SummarySettings(reserve=min(SummarySettings().reserve, max(1, self.client.window // 4))),
-                searcher=searcher,
-                approve=self._approve,
-                id=self.id,
-                facts=self._facts(),
-                on_step=self.screen.show_step,
             )
         )
         self.client.on_text = self.screen.stream_text

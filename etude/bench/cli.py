@@ -138,6 +138,7 @@ def run(
     from etude.bench.policies import parse_policies, parse_prices
     from etude.harness.budget import Budget
     from etude.harness.search.searcher import open_searcher
+    from etude.harness.session import SessionSpec
     from etude.harness.summary import SummarySettings
     from etude.harness.tool_set import ALL_TOOLS, ToolSet
     from etude.harness.tools.executor import exposed_tools
@@ -156,14 +157,14 @@ def run(
         short_system_prompt=brief,
     )
     exposed_tools(tool_set)  # refuses unknown tools
-    settings = RolloutOptions(
-        tool_set=tool_set,
-        budget=Budget(turns=turns, tokens=tokens, seconds=seconds, max_turn_tokens=answer),
-        summaries=SummarySettings(mode=summaries, reserve=reserve),
-        temperature=temperature,
-        host_settings=host_settings_from_options(maps, build_allow, allow, env),
-        searcher=open_searcher() if "codebase_search" in tool_set.tools else None,
+    session = SessionSpec(
+        tool_set,
+        Budget(turns=turns, tokens=tokens, seconds=seconds, max_turn_tokens=answer),
+        SummarySettings(mode=summaries, reserve=reserve),
+        open_searcher() if "codebase_search" in tool_set.tools else None,
     )
+    host_settings = host_settings_from_options(maps, build_allow, allow, env)
+    settings = RolloutOptions(session, temperature=temperature, host_settings=host_settings)
     found = find_named_tasks(tasks, limit)
     token_prices = parse_prices(prices or (), [each.name for each in compared])
     profiles = asyncio.run(probe_policies(bench, compared, dialect, window))

@@ -93,9 +93,9 @@ class BenchSpec:
             "samples": self.samples,
             "seed": self.seed,
             "temperature": settings.temperature,
-            "environment": settings.tool_set.model_dump(mode="json"),
-            "budget": settings.budget.model_dump(),
-            "summaries": settings.summaries.model_dump(),
+            "environment": settings.session.tool_set.model_dump(mode="json"),
+            "budget": settings.session.budget.model_dump(),
+            "summaries": settings.session.summaries.model_dump(),
             "prices": {name: asdict(price) for name, price in self.prices.items()},
         }
 

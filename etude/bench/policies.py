@@ -1,6 +1,6 @@
 """The policies that are compared: checkpoints in this process, and models behind OpenAI-compatible endpoints.
 
-A BenchPolicy is parsed from the command line; `open_trial_runner` opens it for trials. A checkpoint is sampled by our
+A BenchPolicy is parsed from the command line; `open_policy` opens it for trials. A checkpoint is sampled by our
 engine, token for token; an endpoint is asked through its chat API. API keys come from environment variables, stay in
 this process, and are removed from an endpoint's answers and errors before anything is written.
 """
@@ -8,27 +8,23 @@ this process, and are removed from an endpoint's answers and errors before anyth
 import asyncio
 import os
 import re
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from etude.bench.chat_rollout import RedactingChat, run_chat_rollout
+from etude.bench.redacting_chat import RedactingChat
 from etude.chat.dialects import dialect_for
-from etude.chat.dialects.dialect import Dialect
 from etude.chat.tokenizer import Tokenizer, check_vocabulary
 from etude.errors import EtudeError, InputError
 from etude.files import files_digest
 from etude.harness.open_client import CHAT_WINDOW
 from etude.inference.clients.transport import RetryPolicy, ServerError, ServerUnreachable
 from etude.model.config import ModelConfig
-from etude.pods.fleet import Fleet
-from etude.rollouts.rollout import PolicyBinding, Rollout, RolloutFailed, RolloutOptions, run_rollout
-from etude.tasks.task import Task
+from etude.rollouts.rollout import ChatBinding, ModelBinding, PolicyBinding, RolloutFailed
 
 DEFAULT_KEY_ENV = "ETUDE_API_KEY"  # the variable that holds an endpoint's API key unless --key-env names another
 FATAL_STATUSES = (401, 403, 404)  # wrong key or wrong model: a retry does not help
@@ -230,34 +226,29 @@ def _client(policy: BenchPolicy, retry: RetryPolicy) -> RedactingChat:
 # ------------------------------------------------------------------------------------------- trials
 
 
-class PolicyTrialRunner(ABC):
-    """An opened policy that can run trials."""
+@dataclass(frozen=True)
+class OpenedPolicy:
+    """A policy that trials can use. `check` raises an EtudeError if after this failure all trials would fail."""
 
-    @abstractmethod
-    async def run_trial(
-        self, fleet: Fleet, task: Task, settings: RolloutOptions, *, seed: int, id: str, facts: Mapping[str, Any]
-    ) -> Rollout:
-        """Run one trial: a session in a pod, verified and scored. Raise RolloutFailed if nothing can be scored."""
-
-    @abstractmethod
-    async def check(self, failure: RolloutFailed) -> None:
-        """Raise EtudeError if this failure means that further trials would fail too."""
+    model: ModelBinding
+    check: Callable[[RolloutFailed], Awaitable[None]]
 
 
 @asynccontextmanager
-async def open_trial_runner(
+async def open_policy(
     policy: BenchPolicy, profile: PolicyProfile, *, at_once: int, device: str = "auto"
-) -> AsyncIterator[PolicyTrialRunner]:
-    """Load a checkpoint or connect to an endpoint; yield a runner for its trials."""
+) -> AsyncIterator[OpenedPolicy]:
+    """Load a checkpoint or connect to an endpoint."""
     if policy.directory is None:
         client = _client(policy, TRIAL_RETRY)
         try:
-            yield EndpointTrialRunner(policy, client, profile.window)
+            yield OpenedPolicy(ChatBinding(client, profile.window), lambda failure: _check_endpoint(policy, failure))
         finally:
             await client.close()
         return
 
     # Imported here: endpoints need neither torch nor the engine.
+    from etude.inference.clients.inprocess import InProcessPolicy
     from etude.inference.engine import Engine, EngineOptions
     from etude.inference.service import EngineService
     from etude.kernels import usable_device
@@ -270,44 +261,18 @@ async def open_trial_runner(
         kv_cache_tokens=(-(-kv_cache_tokens // PAGE_SIZE) + 2) * PAGE_SIZE, page_size=PAGE_SIZE, max_sequences=at_once
     )
     async with EngineService(Engine(network, options, tokenizer=tokenizer)) as service:
-        dialect = dialect_for(tokenizer, profile.dialect)
-        yield CheckpointTrialRunner(policy, service, dialect, min(profile.window, service.max_sequence_tokens))
+
+        async def check(failure: RolloutFailed) -> None:
+            if service.failure is not None:
+                raise service.failure
+
+        window, dialect = min(profile.window, service.max_sequence_tokens), dialect_for(tokenizer, profile.dialect)
+        yield OpenedPolicy(PolicyBinding(InProcessPolicy(service), dialect, window, policy.name), check)
 
 
-class CheckpointTrialRunner(PolicyTrialRunner):
-    """Runs trials of a checkpoint in this process, token for token."""
-
-    def __init__(self, policy: BenchPolicy, service: Any, dialect: Dialect, window: int) -> None:
-        from etude.inference.clients.inprocess import InProcessPolicy
-
-        self.service = service
-        self.binding = PolicyBinding(InProcessPolicy(service), dialect, window, policy.name)
-
-    async def run_trial(
-        self, fleet: Fleet, task: Task, settings: RolloutOptions, *, seed: int, id: str, facts: Mapping[str, Any]
-    ) -> Rollout:
-        return await run_rollout(fleet, task, self.binding, settings, seed=seed, id=id, facts=facts)
-
-    async def check(self, failure: RolloutFailed) -> None:
-        if self.service.failure is not None:
-            raise self.service.failure
-
-
-class EndpointTrialRunner(PolicyTrialRunner):
-    """Runs trials of a model behind a chat API."""
-
-    def __init__(self, policy: BenchPolicy, client: RedactingChat, window: int) -> None:
-        self.policy, self.client, self.window = policy, client, window
-
-    async def run_trial(
-        self, fleet: Fleet, task: Task, settings: RolloutOptions, *, seed: int, id: str, facts: Mapping[str, Any]
-    ) -> Rollout:
-        # no seed: not every endpoint accepts one, and those that do guarantee nothing
-        return await run_chat_rollout(fleet, task, self.client, self.window, settings, id=id, facts=facts)
-
-    async def check(self, failure: RolloutFailed) -> None:
-        cause = failure.__cause__
-        if isinstance(cause, ServerError) and cause.status in FATAL_STATUSES:
-            raise cause
-        if isinstance(cause, ServerUnreachable):  # raises if the endpoint is gone
-            await _probe_endpoint(self.policy, 0)
+async def _check_endpoint(policy: BenchPolicy, failure: RolloutFailed) -> None:
+    cause = failure.__cause__
+    if isinstance(cause, ServerError) and cause.status in FATAL_STATUSES:
+        raise cause
+    if isinstance(cause, ServerUnreachable):  # raises if the endpoint is gone
+        await _probe_endpoint(policy, 0)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.bench.directory import BenchDirectory, BenchSpec, read_all_results
-from etude.bench.policies import BenchPolicy, PolicyTrialRunner, TokenPrice, open_trial_runner
+from etude.bench.policies import BenchPolicy, OpenedPolicy, TokenPrice, open_policy
 from etude.bench.report import render_page
 from etude.bench.results import latest_groups, summarize, task_name, trial_rows
 from etude.errors import EtudeError
@@ -25,7 +25,7 @@ from etude.files import write_atomically
 from etude.harness.trace_store import save_trace
 from etude.pods.fleet import Fleet
 from etude.rollouts.queue import RolloutQueue, Slot
-from etude.rollouts.rollout import Rollout, RolloutFailed, rollout_seed
+from etude.rollouts.rollout import Rollout, RolloutFailed, rollout_seed, run_rollout
 from etude.rollouts.settings import QueueSettings, evaluation_queue
 from etude.system.progress import progress_bars
 from etude.tasks.task import Task
@@ -108,17 +108,16 @@ class _BenchRun:
             self.update_progress(policy, slots)
             if all(group.is_finished for group in latest_groups(slots).values()):
                 return
-            profile = spec.profiles[policy.name]
-            opened = open_trial_runner(policy, profile, at_once=self.at_once, device=self.device)
+            opening = open_policy(policy, spec.profiles[policy.name], at_once=self.at_once, device=self.device)
             try:
-                async with opened as runner, asyncio.TaskGroup() as group:
+                async with opening as opened, asyncio.TaskGroup() as group:
                     for _ in range(self.at_once):
-                        group.create_task(self.run_queued_trials(number, policy, runner, slots))
+                        group.create_task(self.run_queued_trials(number, policy, opened, slots))
             finally:
                 slots.release()
 
     async def run_queued_trials(
-        self, number: int, policy: BenchPolicy, runner: PolicyTrialRunner, slots: RolloutQueue
+        self, number: int, policy: BenchPolicy, opened: OpenedPolicy, slots: RolloutQueue
     ) -> None:
         """Run trials until none is queued. A failed trial is queued again by the loop that ran it, which continues."""
         while True:
@@ -127,24 +126,24 @@ class _BenchRun:
                 if slot is None:
                     return
                 try:
-                    rollout = await self.run_trial(number, policy, runner, slot)
+                    rollout = await self.run_trial(number, policy, opened, slot)
                 except RolloutFailed as error:
                     slots.fail(slot, str(error)[:MAX_REASON_LENGTH])
                     self.update_progress(policy, slots)
-                    await runner.check(error)
+                    await opened.check(error)
                     check_some_trial_scored(slots, error)
                 else:
                     await self.save_trial(policy, slots, slot, rollout)
 
-    async def run_trial(self, number: int, policy: BenchPolicy, runner: PolicyTrialRunner, slot: Slot) -> Rollout:
+    async def run_trial(self, number: int, policy: BenchPolicy, opened: OpenedPolicy, slot: Slot) -> Rollout:
         name, task = self.bench.root.name, task_name(slot.task)
         # The attempt is not part of the seed: a trial that is run again is the same trial.
         seed = rollout_seed(self.spec.seed, number, self.numbers[task], slot.number)
         facts = {"bench": name, "policy": policy.name, "sample": slot.number}
         id = f"{name}/{policy.name}/{task}/{slot.number:02d}"
         try:
-            return await runner.run_trial(
-                self.fleet, self.spec.tasks[task], self.spec.settings, seed=seed, id=id, facts=facts
+            return await run_rollout(
+                self.fleet, self.spec.tasks[task], opened.model, self.spec.settings, seed=seed, id=id, facts=facts
             )
         except EtudeError:
             raise

@@ -138,6 +138,9 @@ class LocalServices:
         service.process = None
         service.deaths = [when for when in service.deaths if now - when < DEATH_WINDOW_S] + [now]
         self.on_death(service.name, reason)
+        status = read_status(self.layout, service.name) or {}
+        if code == InputError.exit_code and status.get("state") == "failed":
+            raise InputError(status["problem"])  # in its own words: they name what to change
         final = code in FINAL_EXIT_CODES
         if final or len(service.deaths) >= MAX_DEATHS:
             count = f" for the {len(service.deaths)}th time in {DEATH_WINDOW_S / 60:.0f} minutes"

@@ -115,6 +115,7 @@ class TokenModelClient(ModelClient):
         self._last_turn: Sequence[int] = ()  # tokens of the turn that ends the segment; empty after a prompt
         self._pending: list[Message] = []
         self._turns = self._calls = 0
+        self._since: int | None = None  # weight version of the first token sampled here
 
     @property
     def size(self) -> int:
@@ -144,12 +145,16 @@ class TokenModelClient(ModelClient):
             max_tokens=max_tokens,
             seed=turn_seed(self.sampling.seed, self._turns),
             stop=self.sampling.stop | self.dialect.stops,
+            # Weights may change between turns as within one: the session keeps the KV cache of the older weights.
+            since=self._since,
         )
         completion, streamer = await self._complete(sampling)
         span = self._builder.append_sampled(
             completion.tokens, completion.logprobs, completion.raw_logprobs, completion.versions
         )
         self._builder.set_routing(completion.routing)
+        if self._since is None and completion.versions:
+            self._since = completion.versions[0]
         self._last_turn = completion.tokens
         parsed = self.dialect.parse(completion.tokens, self._tools, first_call=self._calls)
         self._turns += 1

@@ -8,14 +8,15 @@ sampler) are raised, never graded.
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from etude.chat.messages import Message, ToolCall, ToolSchema
 from etude.harness.budget import Budget
 from etude.harness.model_client import ModelClient, Turn
 from etude.harness.prompt import Recap, SessionRequest, opening_messages
+from etude.harness.search.searcher import CodebaseSearcher
 from etude.harness.summary import (
     SUMMARY_PROMPT,
     SUMMARY_RETRY_PROMPT,
@@ -24,6 +25,8 @@ from etude.harness.summary import (
     why_unusable,
 )
 from etude.harness.tool_set import ToolSet
+from etude.harness.tools.context import WebProvider
+from etude.harness.tools.executor import Approve
 from etude.harness.tools.tool import ToolOutcome
 from etude.harness.trace import Cost, SegmentKind, SessionEnding, Step, StepKind, Trace
 
@@ -33,6 +36,21 @@ ABORTED = ToolOutcome("This call was stopped before its end.", "aborted")
 MIN_TURN_TOKENS = 16  # minimum room in the window for requesting a turn
 MIN_RESULT = 200  # characters of a result that are never cut
 CUT_NOTICE = "\n[cut here: the rest does not fit in the context]"
+
+
+@dataclass(frozen=True)
+class SessionSpec:
+    """How a session works: what the model is shown, its limits, and what is recorded."""
+
+    tool_set: ToolSet = field(default_factory=ToolSet)
+    budget: Budget = field(default_factory=Budget)
+    summaries: SummarySettings = field(default_factory=SummarySettings)
+    searcher: CodebaseSearcher | None = None
+    web: WebProvider | None = None
+    approve: Approve | None = None
+    id: str = ""  # default: a random one
+    facts: Mapping[str, Any] = field(default_factory=dict)  # recorded in the trace
+    on_step: Callable[[Step], None] = lambda step: None
 
 
 class SessionTools(Protocol):
@@ -61,19 +79,15 @@ class Session:
         request: SessionRequest,
         client: ModelClient,
         tools: SessionTools,
-        *,
-        tool_set: ToolSet | None = None,
-        budget: Budget | None = None,
-        summaries: SummarySettings | None = None,
-        id: str = "",
-        facts: Mapping[str, Any] | None = None,
-        on_step: Callable[[Step], None] = lambda step: None,
+        spec: SessionSpec | None = None,
     ) -> None:
-        self.request, self.client, self.tools, self.facts = request, client, tools, dict(facts or {})
-        self.tool_set, self.budget = tool_set or ToolSet(), budget or Budget()
-        self.summaries, self.id, self.on_step = summaries or SummarySettings(), id or uuid.uuid4().hex, on_step
+        self.request, self.client, self.tools, self.spec = request, client, tools, spec or SessionSpec()
+        self.budget, self.summaries = self.spec.budget, self.spec.summaries
+        self.id = self.spec.id or uuid.uuid4().hex
         self.steps: list[Step] = []
         self.cost = Cost()
+        self.unanswered_s = 0.0  # how long the last turn was waited for in vain
+        self._earlier_pod_s = 0.0  # of the pods before a restore
         self._started = time.monotonic()
         self._segment = -1
         self._inbox: list[str] = []
@@ -83,8 +97,8 @@ class Session:
 
     # ------------------------------------------------------------------------------------------- loop
 
-    async def run(self) -> Trace:
-        """Run until the session ends; return its trace."""
+    async def run(self, on_turn: Callable[[], Awaitable[None]] | None = None) -> Trace:
+        """Run until the session ends; return its trace. `on_turn` is awaited before every turn, when nothing runs."""
         if self._segment < 0:
             self._open_segment(None)
         while (ending := self._exhausted()) is None:
@@ -92,6 +106,8 @@ class Session:
                 ending = self._exhausted() or ("interrupted" if self._interrupted.is_set() else "context")
                 break
             self._append_inbox()
+            if on_turn is not None:
+                await on_turn()
             turn = await self._next_turn(self._turn_tokens_left())
             if turn is not None and turn.parsed.calls:
                 await self._run_calls(turn)
@@ -112,7 +128,10 @@ class Session:
         """Return the next model turn, of at most `max_tokens` tokens; None if it was interrupted."""
         span = self.client.flush()
         self.steps = [replace(step, span=span) if step.span == PENDING_SPAN else step for step in self.steps]
-        return await self._unless_interrupted(self.client.complete(max_tokens))
+        asked = time.monotonic()
+        turn = await self._unless_interrupted(self.client.complete(max_tokens))
+        self.unanswered_s = 0.0 if turn else time.monotonic() - asked
+        return turn
 
     async def _run_calls(self, turn: Turn) -> None:
         """Run the calls of a turn and append their results."""
@@ -250,7 +269,7 @@ class Session:
 
     def trace(self, ending: SessionEnding) -> Trace:
         """Return the trace so far."""
-        cost = replace(self.cost, pod_s=self.tools.pod_seconds, wall_s=time.monotonic() - self._started)
+        pod_s, wall_s = self._earlier_pod_s + self.tools.pod_seconds, time.monotonic() - self._started
         client = self.client
         return Trace(
             id=self.id,
@@ -261,15 +280,15 @@ class Session:
             segments=client.segments(),
             steps=tuple(self.steps),
             ending=ending,
-            cost=cost,
+            cost=replace(self.cost, pod_s=pod_s, wall_s=wall_s),
             exact=client.exact,
-            facts=self.facts,
+            facts=dict(self.spec.facts),
         )
 
     def restore(self, trace: Trace) -> None:
         """Continue an earlier run of this session; the caller restores its pod and the state of its tools."""
         self.id, self.steps, self.cost = trace.id, list(trace.steps), trace.cost
-        self._started = time.monotonic() - trace.cost.wall_s
+        self._started, self._earlier_pod_s = time.monotonic() - trace.cost.wall_s, trace.cost.pod_s
         self._segment = len(trace.segments) - 1
         ends_with_turn = self.client.restore(trace)
         last = max((index for index, step in enumerate(self.steps) if step.kind in ("turn", "summary")), default=-1)
@@ -280,7 +299,7 @@ class Session:
                 self.client.append([step.message])
 
     def _open_segment(self, recap: Recap | None) -> None:
-        messages = opening_messages(self.request, self.tool_set, self.tools.root, recap)
+        messages = opening_messages(self.request, self.spec.tool_set, self.tools.root, recap)
         self._begin_segment("summary" if recap else "start", messages, self.tools.schemas)
 
     def _begin_segment(self, kind: SegmentKind, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
@@ -312,5 +331,5 @@ class Session:
     def _add(self, step: Step) -> Step:
         step = replace(step, time=time.monotonic() - self._started)
         self.steps.append(step)
-        self.on_step(step)
+        self.spec.on_step(step)
         return step

@@ -4,24 +4,19 @@ Rollouts, evaluation trials and `etude agent` all open their sessions here, so t
 same tool set the model sees identical prompts.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import replace
 
 from etude.errors import EtudeError, InputError
-from etude.harness.budget import Budget
 from etude.harness.model_client import ModelClient, TokenModelClient
 from etude.harness.prompt import SessionRequest, opening_messages
 from etude.harness.search.render import render_result
 from etude.harness.search.searcher import CodebaseSearcher
 from etude.harness.search.source import FileSource
-from etude.harness.session import MIN_TURN_TOKENS, Session
-from etude.harness.summary import SummarySettings
-from etude.harness.tool_set import ToolSet
-from etude.harness.tools.context import WebProvider
-from etude.harness.tools.executor import Approve, ToolExecutor, open_tool_executor
+from etude.harness.session import MIN_TURN_TOKENS, Session, SessionSpec
+from etude.harness.tools.executor import ToolExecutor, open_tool_executor
 from etude.harness.tools.tool import ToolError
-from etude.harness.trace import Step
 from etude.pods.pod import Pod, PodFileError
 
 INSTRUCTIONS = "AGENTS.md"  # instructions of a repository for coding agents
@@ -48,41 +43,20 @@ async def open_session(
     request: SessionRequest,
     client: ModelClient,
     pod: Pod,
-    *,
-    tool_set: ToolSet | None = None,
-    budget: Budget | None = None,
-    summaries: SummarySettings | None = None,
-    searcher: CodebaseSearcher | None = None,
-    web: WebProvider | None = None,
-    approve: Approve | None = None,
-    id: str = "",
-    facts: Mapping[str, Any] | None = None,
-    on_step: Callable[[Step], None] = lambda step: None,
+    spec: SessionSpec | None = None,
 ) -> AsyncIterator[tuple[Session, ToolExecutor]]:
     """Open a session and its tools in a pod that already contains the workspace.
 
     The workspace's AGENTS.md becomes the instructions, unless the tool set has instructions or a short system prompt.
     """
-    tool_set, summaries = tool_set or ToolSet(), summaries or SummarySettings()
-    search = CodebaseSearchProvider(searcher) if searcher is not None else None
-    async with open_tool_executor(pod, tool_set, searcher=search, web=web, approve=approve) as tools:
+    spec = spec or SessionSpec()
+    tool_set, searcher = spec.tool_set, CodebaseSearchProvider(spec.searcher) if spec.searcher else None
+    async with open_tool_executor(pod, tool_set, searcher=searcher, web=spec.web, approve=spec.approve) as tools:
         if not tool_set.instructions and not tool_set.short_system_prompt:
             tool_set = tool_set.model_copy(update={"instructions": await read_instructions(pod, tools.root)})
-        check_prompt_fits(request, tool_set, summaries, client, tools)
-        yield (
-            Session(
-                request,
-                client,
-                tools,
-                tool_set=tool_set,
-                budget=budget,
-                summaries=summaries,
-                id=id,
-                facts=facts,
-                on_step=on_step,
-            ),
-            tools,
-        )
+        spec = replace(spec, tool_set=tool_set)
+        check_prompt_fits(request, spec, client, tools)
+        yield Session(request, client, tools, spec), tools
 
 
 async def read_instructions(pod: Pod, root: str) -> str:
@@ -94,14 +68,12 @@ async def read_instructions(pod: Pod, root: str) -> str:
     return data.decode("utf-8", "replace").strip()
 
 
-def check_prompt_fits(
-    request: SessionRequest, tool_set: ToolSet, summaries: SummarySettings, client: ModelClient, tools: ToolExecutor
-) -> None:
+def check_prompt_fits(request: SessionRequest, spec: SessionSpec, client: ModelClient, tools: ToolExecutor) -> None:
     """Raise InputError if the prompt leaves no room to work: the session would summarize forever."""
     if not isinstance(client, TokenModelClient):
         return  # chat endpoints report token counts only after a reply
-    size = len(client.dialect.render(opening_messages(request, tool_set, tools.root), tools.schemas))
-    room = client.window - MIN_TURN_TOKENS if summaries.mode == "off" else summaries.at(client.window)
+    size = len(client.dialect.render(opening_messages(request, spec.tool_set, tools.root), tools.schemas))
+    room = client.window - MIN_TURN_TOKENS if spec.summaries.mode == "off" else spec.summaries.at(client.window)
     if size >= room:
         raise InputError(
             f"the prompt has {size:,} tokens, but only {room:,} of the window of {client.window:,} are free for it: "

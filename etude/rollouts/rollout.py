@@ -1,8 +1,10 @@
 """One rollout: a trial of a task, scored, with checkpoints to resume from.
 
-The session, tools, environment and verifier are those of evaluation and of `etude tasks run`. An infrastructure failure
-(pod, host, samplers, verifier, time limit of the infrastructure) is RolloutFailed: there is no reward, and the slot is
-retried. Cancelling a rollout closes its pod.
+    task -> environment -> session -> trace -> workspace diff -> verifier -> reward
+
+The same for a policy sampled by token ids and for a chat API, in training, evaluation and `etude bench`. An
+infrastructure failure (pod, host, samplers, verifier, time limit of the infrastructure) is RolloutFailed: there is no
+reward, and the slot is retried. Cancelling a rollout closes its pod.
 
 Between two turns a session is idle. At intervals its pod is snapshotted there and its trace saved; after a crash,
 another worker continues from that checkpoint to the same tokens. A snapshot has files but no processes, so a session
@@ -11,41 +13,37 @@ with a running background command is not checkpointed until the command has ende
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from etude.chat.dialects.dialect import Dialect
 from etude.errors import EtudeError, InputError
-from etude.harness.budget import Budget
-from etude.harness.model_client import SEED_LIMIT, ModelClient, TokenModelClient, turn_seed
-from etude.harness.search.searcher import CodebaseSearcher
-from etude.harness.session import Session
-from etude.harness.summary import SummarySettings
-from etude.harness.tool_set import ToolSet
+from etude.harness.model_client import SEED_LIMIT, ChatModelClient, ModelClient, TokenModelClient, turn_seed
+from etude.harness.session import Session, SessionSpec
 from etude.harness.tools.executor import ToolExecutor, exposed_tools
 from etude.harness.trace import Trace
 from etude.harness.trace_store import load_trace, save_trace
-from etude.inference.policy import Policy, PolicyBase, Weights
-from etude.inference.request import Completion
+from etude.inference.clients.openai import OpenAIChat
+from etude.inference.policy import Policy
 from etude.inference.sampling import Sampling
 from etude.pods.fleet import Fleet
-from etude.pods.pod import Unsupported
+from etude.pods.pod import PodError, Unsupported
 from etude.rewards.effort import EffortSettings
 from etude.rewards.monitors import behaviour_rates
 from etude.rewards.reward import Reward, VerifiedTrial, score
 from etude.tasks.base_images import HostSettings
 from etude.tasks.environment import EnvironmentCheckpoint, EnvironmentCheckpointLost, TaskEnvironment
 from etude.tasks.schema import DEFAULT_VERIFIER_TIMEOUT_S
-from etude.tasks.session_agent import ResumedSession, session_agent
+from etude.tasks.session_agent import open_task_session
 from etude.tasks.task import Task, TaskStep
-from etude.tasks.trial import TrialAgent, run_trial
+from etude.tasks.trial import run_trial
 from etude.tasks.verifier import verified_in_place
 from etude.tasks.verifier_result import VerifierFailed, VerifierResult
 
-RolloutPhase = Literal["environment", "answer", "tools", "checkpoint", "grading"]
+RolloutPhase = Literal["environment", "session", "checkpoint", "grading"]
 
 SESSION_S = 3600.0  # time limit of a session if neither the budget nor the task has one
 SETUP_S = 900.0  # to open the environment, including image build and admission; again for the verifier's
@@ -56,28 +54,50 @@ class RolloutFailed(EtudeError):
     """The infrastructure failed, not the agent: there is no reward. The message says what failed."""
 
 
+class ModelBinding(ABC):
+    """A model that sessions can use: a policy sampled by token ids, or a chat API."""
+
+    @abstractmethod
+    def open_client(self, session: str, sampling: Sampling) -> ModelClient:
+        """Return the model client of one session."""
+
+
 @dataclass(frozen=True)
-class PolicyBinding:
+class PolicyBinding(ModelBinding):
     """A policy with the dialect and context window in which sessions use it."""
 
     policy: Policy
     dialect: Dialect
     window: int  # tokens
-    model: str = ""  # name recorded in traces
+    model: str = "policy"  # name recorded in traces
+
+    def open_client(self, session: str, sampling: Sampling) -> ModelClient:
+        return TokenModelClient(
+            self.policy, self.dialect, sampling, window=self.window, session=session, model=self.model
+        )
+
+
+@dataclass(frozen=True)
+class ChatBinding(ModelBinding):
+    """A chat API with its context window."""
+
+    chat: OpenAIChat
+    window: int  # tokens
+
+    def open_client(self, session: str, sampling: Sampling) -> ModelClient:
+        # no seed: not every endpoint accepts one, and those that do guarantee nothing
+        return ChatModelClient(self.chat, Sampling(temperature=sampling.temperature), window=self.window)
 
 
 @dataclass(frozen=True)
 class RolloutOptions:
     """The options shared by all rollouts of a run."""
 
-    tool_set: ToolSet = field(default_factory=ToolSet)
-    budget: Budget = field(default_factory=Budget)
-    summaries: SummarySettings = field(default_factory=SummarySettings)
+    session: SessionSpec = field(default_factory=SessionSpec)  # its id and facts are those of each rollout
     temperature: float = 1.0
     effort: EffortSettings = field(default_factory=EffortSettings)
-    checkpoint_s: float = 0.0  # seconds between checkpoints of one rollout; 0: no checkpoints
+    checkpoint_s: float = 60.0  # seconds between checkpoints of one rollout, if its caller keeps them
     host_settings: HostSettings = field(default_factory=HostSettings)
-    searcher: CodebaseSearcher | None = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +158,7 @@ def rollout_seed(seed: int, *path: int) -> int:
 async def run_rollout(
     fleet: Fleet,
     task: Task,
-    binding: PolicyBinding,
+    model: ModelBinding,
     options: RolloutOptions,
     *,
     seed: int = 0,
@@ -151,232 +171,163 @@ async def run_rollout(
 ) -> Rollout:
     """Run, verify and score one session. Raise RolloutFailed if there is no verifier result.
 
-    `weights` returns the reward weights for a weight version. If the snapshot of `resume` is lost, the rollout starts
-    from the beginning.
+    `weights` returns the reward weights for a weight version. Checkpoints are made only for an `on_checkpoint` that
+    keeps them. If the snapshot of `resume` is lost, the rollout starts from the beginning. An InputError is raised as
+    it is: a retry would fail the same way.
     """
     if task.steps:
-        raise RolloutFailed(f"{task.name} is a multi-step task; a rollout supports one session only")
-    runner = RolloutRunner(
-        task, binding, options, resume.seed if resume else seed, id, facts or {}, on_checkpoint, on_phase
+        raise InputError(f"{task.name} is a multi-step task; a rollout supports one session only")
+    budget = options.session.budget
+    session_s = budget.seconds or task.agent.timeout_s or SESSION_S
+    session = replace(
+        options.session, budget=budget.model_copy(update={"seconds": session_s}), id=id, facts=dict(facts or {})
     )
-    limit = 2 * SETUP_S + runner.session_s + (task.verifier.timeout_s or DEFAULT_VERIFIER_TIMEOUT_S)
+    runner = RolloutRunner(
+        task, model, replace(options, session=session), resume.seed if resume else seed, resume, on_checkpoint, on_phase
+    )
+    limit = 2 * SETUP_S + session_s + (task.verifier.timeout_s or DEFAULT_VERIFIER_TIMEOUT_S)
     try:
         async with asyncio.timeout(limit):
             try:
-                return await runner.run(fleet, resume, weights)
+                return await runner.run(fleet, weights)
             except EnvironmentCheckpointLost as error:
-                runner.reset(seed, f"restarted from the beginning: {error}")
-                return await runner.run(fleet, None, weights)
+                again = replace(runner, seed=seed, resume=None, note=f"restarted from the beginning: {error}")
+                return await again.run(fleet, weights)
     except TimeoutError:
-        raise RolloutFailed(f"{task.name}: not finished after {limit:.0f} s, in phase {runner.phase}") from None
+        raise RolloutFailed(f"{task.name}: not finished after {limit:.0f} s") from None
     except RolloutFailed:
         raise
+    except InputError as error:
+        raise InputError(f"{task.name}: {error}") from error
     except VerifierFailed as error:
         raise RolloutFailed(f"{error.cause}: {error}") from error
     except (EtudeError, OSError) as error:
         raise RolloutFailed(f"{type(error).__name__}: {error}") from error
 
 
+@dataclass(frozen=True)
 class RolloutRunner:
-    """Runs one rollout and writes its checkpoints."""
+    """One attempt at a rollout, from the beginning or from a checkpoint."""
 
-    def __init__(
-        self,
-        task: Task,
-        binding: PolicyBinding,
-        options: RolloutOptions,
-        seed: int,
-        id: str,
-        facts: Mapping[str, Any],
-        on_checkpoint: Callable[[RolloutCheckpoint], Awaitable[None]] | None,
-        on_phase: Callable[[RolloutPhase], None],
-    ) -> None:
-        self.task, self.binding, self.options, self.seed, self.id = task, binding, options, seed, id
-        self.extra_facts, self.on_checkpoint, self.on_phase = facts, on_checkpoint, on_phase
-        self.session_s = options.budget.seconds or task.agent.timeout_s or SESSION_S
-        self.phase: RolloutPhase = "environment"
-        self.note = ""
-        self.trace: Trace | None = None
-        self.opened: tuple[TaskEnvironment, Session, ToolExecutor] | None = None
-        self.checkpointed_at = time.monotonic()
-        self.checkpointed_turns = 0
-        self.waited = 0.0  # for a completion that did not arrive before the session's time limit
+    task: Task
+    model: ModelBinding
+    options: RolloutOptions
+    seed: int
+    resume: RolloutCheckpoint | None
+    on_checkpoint: Callable[[RolloutCheckpoint], Awaitable[None]] | None
+    on_phase: Callable[[RolloutPhase], None]
+    note: str = ""
 
-    def reset(self, seed: int, note: str) -> None:
-        self.seed, self.note, self.trace, self.opened = seed, note, None, None
+    async def run(self, fleet: Fleet, weights: Callable[[int], Mapping[str, float]]) -> Rollout:
+        """Run the trial and score it."""
+        self.on_phase("environment")
+        resume, started = self.resume, time.monotonic()
+        ready = started
 
-    def enter(self, phase: RolloutPhase) -> None:
-        self.phase = phase
-        self.on_phase(phase)
+        async def agent(environment: TaskEnvironment, step: TaskStep | None) -> Trace:
+            nonlocal ready
+            ready = time.monotonic()
+            trace = resume.trace if resume and resume.finished else await self.run_session(environment)
+            self.on_phase("grading")
+            return trace
 
-    async def run(
-        self, fleet: Fleet, resume: RolloutCheckpoint | None, weights: Callable[[int], Mapping[str, float]]
-    ) -> Rollout:
-        self.enter("environment")
-        times = [time.monotonic()]
-        run_session = self.agent(resume)
-
-        async def agent(environment: TaskEnvironment, step: TaskStep | None) -> None:
-            times.append(time.monotonic())
-            await run_session(environment, step)
-            await self.checkpoint_at_end(environment, resume)
-            self.enter("grading")
-
-        host_settings, checkpoint = self.options.host_settings, resume.environment if resume else None
-        result = await run_trial(fleet, self.task, agent, host_settings=host_settings, checkpoint=checkpoint)
-        assert self.trace is not None
-        trace = self.with_earlier_pod_time(self.trace, resume)
-        if trace.ending == "time" and self.waited > self.session_s / 2:
-            raise RolloutFailed(
-                f"{self.task.name}: no completion for {self.waited:.0f} s, until the session's time limit"
-            )
-        oldest, newest = trace.versions()
-        reward = score(VerifiedTrial(self.task, trace, result), weights(newest))
+        environment = resume.environment if resume else None
+        trial = await run_trial(
+            fleet, self.task, agent, host_settings=self.options.host_settings, checkpoint=environment
+        )
+        (trace,), result = trial.traces, trial.result
+        versions = trace.versions()
+        reward = score(VerifiedTrial(self.task, trace, result), weights(versions[1]))
         recorded = {"total": reward.total, "parts": dict(reward.parts), "hack": reward.hack, "score": result.score}
-        trace = replace(trace, facts={**trace.facts, "versions": [oldest, newest], "reward": recorded})
-        seconds = {"ground": times[1] - times[0], "session": trace.cost.wall_s, "grading": result.seconds}
+        sampled = {"versions": list(versions)} if trace.exact else {}
+        trace = replace(trace, facts={**trace.facts, **sampled, "reward": recorded})
+        seconds = {"ground": ready - started, "session": trace.cost.wall_s, "grading": result.seconds}
         return Rollout(trace, result, reward, seconds, self.note)
 
-    def agent(self, resume: RolloutCheckpoint | None) -> TrialAgent:
-        """Return an agent that runs the session, new or resumed; one that does nothing if the session has finished."""
-        if resume is not None and resume.finished:
-            return self._finished_agent(resume.trace)
-        options = self.options
-        return session_agent(
-            self._open_client,
-            tool_set=options.tool_set,
-            budget=options.budget.model_copy(update={"seconds": self.session_s}),
-            summaries=options.summaries,
-            searcher=options.searcher,
-            session_id=self.id,
-            facts=self.trace_facts(),
-            resume_from=ResumedSession(resume.trace, resume.tools) if resume else None,
-            on_open=self._on_open,
-            on_trace=self._on_trace,
-        )
+    async def run_session(self, environment: TaskEnvironment) -> Trace:
+        """Run the session, new or resumed, with checkpoints between its turns and at its end."""
+        sampling = Sampling(temperature=self.options.temperature, seed=self.seed)
+        client = self.model.open_client(self.options.session.id, sampling)
+        spec = replace(self.options.session, facts=self.trace_facts(client))
+        async with open_task_session(environment, None, client, spec) as (session, tools):
+            if self.resume is not None:
+                session.restore(self.resume.trace)
+                tools.restore(self.resume.tools)
+            checkpoints = CheckpointWriter(self, environment, session, tools)
+            self.on_phase("session")
+            try:
+                trace = await session.run(checkpoints.between_turns)
+            except (InputError, PodError):
+                raise
+            except EtudeError:  # the next attempt, when there are samplers again, can then continue from here
+                await checkpoints.between_turns(force=True)
+                raise
+        limit = self.options.session.budget.seconds or SESSION_S
+        if trace.ending == "time" and session.unanswered_s > limit / 2:
+            waited = f"no completion for {session.unanswered_s:.0f} s, until the session's time limit"
+            raise RolloutFailed(f"{self.task.name}: {waited}")
+        await environment.write_final_message(trace.final)
+        await checkpoints.at_end(trace)
+        return trace
 
-    def trace_facts(self) -> dict[str, Any]:
+    def trace_facts(self, client: ModelClient) -> dict[str, Any]:
         """Return the facts recorded in the trace."""
-        exposed = exposed_tools(self.options.tool_set)
+        exposed = exposed_tools(self.options.session.tool_set)
         return {
-            **self.extra_facts,
+            **self.options.session.facts,
             "effort": self.options.effort.model_dump(),
-            "seed": self.seed,
+            **({"seed": self.seed} if client.exact else {}),
             "temperature": self.options.temperature,
             "tool_names": {name: each.tool.name for name, each in exposed.items()},
             **({"note": self.note} if self.note else {}),
         }
 
-    def with_earlier_pod_time(self, trace: Trace, resume: RolloutCheckpoint | None) -> Trace:
-        """Return the trace with the pod seconds before the checkpoint added."""
-        before = resume.trace.cost.pod_s if resume and not resume.finished else 0.0
-        return replace(trace, cost=trace.cost.plus(pod_s=before)) if before else trace
 
-    def _finished_agent(self, trace: Trace) -> TrialAgent:
-        async def agent(environment: TaskEnvironment, step: TaskStep | None) -> None:
-            self.trace = trace
+class CheckpointWriter:
+    """Writes the checkpoints of one session, at most one in `checkpoint_s` seconds. A shorter session has none."""
 
-        return agent
-
-    def _on_open(self, environment: TaskEnvironment, session: Session, tools: ToolExecutor) -> None:
-        self.opened = environment, session, tools
-        self.checkpointed_at, self.checkpointed_turns = time.monotonic(), session.cost.turns
-        self.enter("tools")
-
-    def _on_trace(self, trace: Trace) -> None:
-        self.trace = trace
-
-    @asynccontextmanager
-    async def _open_client(self, id: str) -> AsyncIterator[ModelClient]:
-        binding = self.binding
-        sampling = Sampling(temperature=self.options.temperature, seed=self.seed)
-        policy = CheckpointingPolicy(self)
-        yield TokenModelClient(
-            policy, binding.dialect, sampling, window=binding.window, session=self.id, model=binding.model or "policy"
-        )
-
-    # -- checkpoints
+    def __init__(
+        self, runner: RolloutRunner, environment: TaskEnvironment, session: Session, tools: ToolExecutor
+    ) -> None:
+        self.runner, self.environment, self.session, self.tools = runner, environment, session, tools
+        self.interval = runner.options.checkpoint_s if runner.on_checkpoint is not None else 0.0
+        self.written_at, self.written_turns = time.monotonic(), session.cost.turns
 
     @property
-    def checkpoint_due(self) -> bool:
-        interval = self.options.checkpoint_s
-        return self.on_checkpoint is not None and interval > 0 and time.monotonic() - self.checkpointed_at >= interval
+    def is_due(self) -> bool:
+        return self.interval > 0 and time.monotonic() - self.written_at >= self.interval
 
-    async def checkpoint_between_turns(self, force: bool = False) -> None:
+    async def between_turns(self, force: bool = False) -> None:
         """Write a checkpoint if one is due, or in any case with `force`, if checkpoints are enabled."""
-        due = self.checkpoint_due or (force and self.on_checkpoint and self.options.checkpoint_s)
-        if self.opened is None or not due:
+        if not self.is_due and not (force and self.interval):
             return
-        environment, session, tools = self.opened
-        trace = session.trace("interrupted")
-        if trace.cost.turns == self.checkpointed_turns:
+        trace = self.session.trace("interrupted")
+        if trace.cost.turns == self.written_turns:
             return  # nothing new
-        if session.steps[-1].kind == "summary-request" or trace.segments[-1].kind == "compaction":
+        if self.session.steps[-1].kind == "summary-request" or trace.segments[-1].kind == "compaction":
             return  # a resumed session would request the summary again
-        state = tools.state()
-        self.enter("checkpoint")
-        await tools.stop_server()
-        await self._write_checkpoint(environment, trace, state, finished=False)
+        state = self.tools.state()
+        await self.tools.stop_server()
+        await self._write(trace, state, finished=False)
+        self.runner.on_phase("session")
 
-    async def checkpoint_at_end(self, environment: TaskEnvironment, resume: RolloutCheckpoint | None) -> None:
-        """Write a checkpoint of a finished session if one is due."""
-        if self.checkpoint_due and self.trace is not None and not (resume and resume.finished):
-            self.enter("checkpoint")
-            trace = self.with_earlier_pod_time(self.trace, resume)
-            await self._write_checkpoint(environment, trace, {}, finished=True)
+    async def at_end(self, trace: Trace) -> None:
+        """Write a checkpoint of the finished session if one is due: then it only has to be verified."""
+        if self.is_due:
+            await self._write(trace, {}, finished=True)
 
-    async def _write_checkpoint(
-        self, environment: TaskEnvironment, trace: Trace, tools: Mapping[str, Any], *, finished: bool
-    ) -> None:
-        assert self.on_checkpoint is not None
-        self.checkpointed_at, self.checkpointed_turns = time.monotonic(), trace.cost.turns
+    async def _write(self, trace: Trace, tools: Mapping[str, Any], *, finished: bool) -> None:
+        assert self.runner.on_checkpoint is not None
+        self.runner.on_phase("checkpoint")
+        self.written_at, self.written_turns = time.monotonic(), trace.cost.turns
         try:
-            saved = await environment.checkpoint()
+            saved = await self.environment.checkpoint()
         except Unsupported:  # by this backend, or because a process is running
             return
-        if saved.snapshot.kind != "fs" and (not finished or verified_in_place(self.task)):  # processes would be missing
-            await environment.fleet.remove_snapshot(saved.snapshot.id)
+        if saved.snapshot.kind != "fs" and (not finished or verified_in_place(self.runner.task)):
+            await self.environment.fleet.remove_snapshot(saved.snapshot.id)  # processes would be missing
             return
-        await self.on_checkpoint(RolloutCheckpoint(trace, saved, tools, self.seed, finished))
-
-
-class CheckpointingPolicy(PolicyBase):
-    """The policy of a rollout. It writes a checkpoint, if one is due, before each completion."""
-
-    def __init__(self, runner: RolloutRunner) -> None:
-        self.runner, self.policy = runner, runner.binding.policy
-        self._since: int | None = None  # weight version of the first sampled token
-
-    async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
-        await self.runner.checkpoint_between_turns()
-        self.runner.enter("answer")
-        started = time.monotonic()
-        try:
-            # Weights may change between turns as within one: the session keeps the KV cache of the older weights.
-            found = await self.policy.complete_many(tokens, replace(sampling, since=self._since), session=session)
-            if self._since is None and found[0].versions:
-                self._since = found[0].versions[0]
-            return found
-        except asyncio.CancelledError:
-            self.runner.waited = time.monotonic() - started
-            raise
-        except InputError:  # the request is wrong: a retry would fail too
-            raise
-        except EtudeError:
-            # The next attempt, when there are samplers again, can then continue from here.
-            await self.runner.checkpoint_between_turns(force=True)
-            raise
-        finally:
-            self.runner.enter("tools")
-
-    async def load(self, weights: Weights, version: int) -> None:
-        raise InputError("a rollout does not load weights; samplers do")
-
-    async def version(self) -> int:
-        return await self.policy.version()
-
-    async def close(self) -> None:
-        """Do nothing: the wrapped policy is closed by its owner."""
+        await self.runner.on_checkpoint(RolloutCheckpoint(trace, saved, tools, self.runner.seed, finished))
 
 
 # ------------------------------------------------------------------------------------------- checkpoint files

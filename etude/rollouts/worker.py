@@ -27,6 +27,7 @@ from etude.chat.tokenizer import Tokenizer
 from etude.config import load_table, read_toml
 from etude.errors import EtudeError, InputError
 from etude.harness.search.searcher import open_searcher
+from etude.harness.session import SessionSpec
 from etude.harness.trace_store import SUFFIX, save_trace
 from etude.inference.policy import Policy
 from etude.model.config import ModelConfig
@@ -200,7 +201,11 @@ class Worker:
         self._stop.set()
 
     async def run(self) -> None:
-        """Claim and run slots until stopped. An unexpected error ends the worker; the orchestrator restarts it."""
+        """Claim and run slots until stopped.
+
+        An InputError of a rollout ends the worker and the run. So does any other error that cannot be reported to the
+        queue, but then the orchestrator restarts the worker.
+        """
         await self.queues.release()  # slots of an earlier process of this name
         loops = [self._claim_loop(), self._heartbeat_loop(), self._status_loop(), self._sweep_loop()]
         running = [asyncio.create_task(work) for work in (*loops, self._stop.wait())]
@@ -306,8 +311,8 @@ class Worker:
                 await self._finish(claim, rollout)
             except RolloutFailed as error:
                 await self._fail(claim, error)
-            except StaleClaim:
-                self.counts["lost"] += 1
+            except (StaleClaim, InputError):
+                raise
             except Exception as error:  # a bug of ours must not end the other rollouts
                 log.exception("slot %d of %s", slot.id, slot.task)
                 await self._fail(claim, RolloutFailed(f"bug: {type(error).__name__}: {error}"))
@@ -381,12 +386,9 @@ class Worker:
         plain = name if queue == "training" else name.partition("/")[2]
         directory = self.config.tasks[queue].get(plain)
         if directory is None:
-            raise RolloutFailed(f"there is no task {plain} in {self.layout.tasks}")
+            raise InputError(f"there is no task {plain} in {self.layout.tasks}")
         if directory not in self._tasks:
-            try:
-                self._tasks[directory] = read_task(directory)
-            except InputError as error:
-                raise RolloutFailed(str(error)) from error
+            self._tasks[directory] = read_task(directory)
         return self._tasks[directory]
 
     # -- checkpoints
@@ -474,16 +476,13 @@ class Worker:
 
 def worker_config(layout: RunLayout, settings: RolloutSettings, seed: int) -> WorkerConfig:
     """Return the configuration of a run's workers."""
+    searcher = open_searcher() if "codebase_search" in settings.tool_set.tools else None
     training = RolloutOptions(
-        tool_set=settings.tool_set,
-        budget=settings.budget,
-        summaries=settings.summaries,
+        SessionSpec(settings.tool_set, settings.budget, settings.summaries, searcher),
         temperature=settings.temperature,
         effort=settings.effort,
         checkpoint_s=settings.checkpoint_rollouts_s,
     )
-    if "codebase_search" in training.tool_set.tools:
-        training = replace(training, searcher=open_searcher())
     tasks = read_task_lists(layout)
     queues: dict[QueueName, QueueSettings] = {"training": settings}
     options: dict[QueueName, RolloutOptions] = {"training": training}
@@ -526,6 +525,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", required=True, help="name of this worker, such as worker-0")
     given = parser.parse_args(arguments)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
+    layout: RunLayout | None = None
     try:
         die_with_parent(parent_process())
         layout = RunLayout(run_directory(given.run))
@@ -535,6 +535,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asyncio.run(run_worker(given.name, worker_config(layout, settings, seed), settings))
     except EtudeError as error:
         print(f"{given.name}: {error}", file=sys.stderr, flush=True)
+        if layout is not None:
+            write_status(layout, given.name, state="failed", problem=str(error))
         return error.exit_code
     return 0
 

@@ -198,7 +198,7 @@ def run(
     host_settings = host_settings_from_options(maps, build_allow, allow, env)
     runner = TrialRunner(host_settings, in_place, out, at_once)
     paths = find_all_tasks(directories)
-    agent = model_agent(model, endpoint, key_env, turns, out) if model or endpoint else agent_by_name(agent_name)
+    agent = model_agent(model, endpoint, key_env, turns) if model or endpoint else agent_by_name(agent_name)
     rows = with_fleet(state, lambda fleet: runner.run(fleet, paths, agent))
     if as_json:
         print(json.dumps(rows))

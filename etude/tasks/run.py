@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import InputError
+from etude.harness.trace import Trace
+from etude.harness.trace_store import SUFFIX, save_trace
 from etude.pods.fleet import Fleet
 from etude.system.cores import usable_cores
 from etude.system.progress import progress_line
 from etude.tasks.base_images import HostSettings
+from etude.tasks.environment import TaskEnvironment
 from etude.tasks.harbor import read_task
+from etude.tasks.task import TaskStep
 from etude.tasks.trial import SolutionFailed, TrialAgent, commands_agent, nop_agent, oracle_agent, run_trial
 from etude.tasks.verifier_result import VerifierFailed, VerifierResult
 
@@ -28,24 +32,16 @@ def agent_by_name(name: str) -> TrialAgent:
     return commands_agent(file.read_text())
 
 
-def model_agent(model: str, endpoint: str, key_env: str, turns: int, out: Path | None) -> TrialAgent:
-    """Return an agent that runs harness sessions with a model; traces are saved below `out`."""
+def model_agent(model: str, endpoint: str, key_env: str, turns: int) -> TrialAgent:
+    """Return an agent that runs harness sessions with a model."""
     from etude.harness.budget import Budget
     from etude.harness.model_options import ModelOptions
     from etude.harness.open_client import open_model_client
-    from etude.harness.trace import Trace
-    from etude.harness.trace_store import SUFFIX, save_trace
+    from etude.harness.session import SessionSpec
     from etude.tasks.session_agent import session_agent
 
     chosen = ModelOptions(name=model, endpoint=endpoint, key_env=key_env)
-
-    def save(trace: Trace) -> None:
-        if out is not None:
-            directory = out / trace.task.replace("/", "__")
-            directory.mkdir(parents=True, exist_ok=True)
-            save_trace(trace, directory / f"session{SUFFIX}")
-
-    return session_agent(lambda id: open_model_client(chosen, id), budget=Budget(turns=turns), on_trace=save)
+    return session_agent(lambda id: open_model_client(chosen, id), SessionSpec(budget=Budget(turns=turns)))
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ class TrialRunner:
 
     async def _one(self, fleet: Fleet, directory: Path, agent: TrialAgent) -> dict[str, Any]:
         task = read_task(directory)
-        out = self.out / task.name.replace("/", "__") if self.out is not None else None
+        out = self._directory(task.name)
         row: dict[str, Any] = {"task": task.name, "reward": None, "rewards": {}, "seconds": 0.0, "changed": 0}
         started = asyncio.get_running_loop().time()
         try:
@@ -85,9 +81,15 @@ class TrialRunner:
             if out is not None:
                 out.mkdir(parents=True, exist_ok=True)
                 artifacts = _unused_path(out / "artifacts")
-            result = await run_trial(
-                fleet, task, agent, host_settings=self.host_settings, in_place=self.in_place, artifacts=artifacts
+            trial = await run_trial(
+                fleet,
+                task,
+                self._recorded(agent),
+                host_settings=self.host_settings,
+                in_place=self.in_place,
+                artifacts=artifacts,
             )
+            result = trial.result
         except (VerifierFailed, SolutionFailed) as error:
             cause = error.cause if isinstance(error, VerifierFailed) else "solution"
             note = f"no reward ({cause}): {str(error).splitlines()[0]}"
@@ -99,6 +101,23 @@ class TrialRunner:
             (out / "verifier.log").write_text(result.log)
             (out / "grade.json").write_text(json.dumps({key: row[key] for key in row if key != "log"}, indent=1))
         return row
+
+    def _recorded(self, agent: TrialAgent) -> TrialAgent:
+        """Return an agent that saves its traces, also those of trials that cannot be verified."""
+
+        async def run(environment: TaskEnvironment, step: TaskStep | None) -> Trace | None:
+            trace = await agent(environment, step)
+            directory = self._directory(trace.task) if trace is not None else None
+            if trace is not None and directory is not None:
+                directory.mkdir(parents=True, exist_ok=True)
+                save_trace(trace, directory / f"session{SUFFIX}")
+            return trace
+
+        return run
+
+    def _directory(self, name: str) -> Path | None:
+        """Return the directory of the results of a task or of one of its steps."""
+        return self.out / name.replace("/", "__") if self.out is not None else None
 
 
 def _unused_path(path: Path) -> Path:

@@ -1,14 +1,16 @@
 """One trial of a task: an agent works in the environment, then the verifier runs; for multi-step tasks, once per step.
 
-An agent is an async function of the environment and the step. `nop_agent` and `oracle_agent` validate a task,
-`commands_agent` runs a script, `etude.tasks.session_agent` runs a session of the harness.
+An agent is an async function of the environment and the step that returns the trace of its session, or None if it has
+none. `nop_agent` and `oracle_agent` validate a task, `commands_agent` runs a script, `etude.tasks.session_agent` runs
+a session of the harness.
 """
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etude.errors import InputError
+from etude.harness.trace import Trace
 from etude.pods.fleet import Fleet
 from etude.tasks.base_images import HostSettings
 from etude.tasks.environment import EnvironmentCheckpoint, TaskEnvironment, copy_files, open_environment
@@ -27,8 +29,16 @@ from etude.tasks.verifier import (
 )
 from etude.tasks.verifier_result import VerifierResult
 
-TrialAgent = Callable[[TaskEnvironment, TaskStep | None], Awaitable[None]]
+TrialAgent = Callable[[TaskEnvironment, TaskStep | None], Awaitable[Trace | None]]
 DEFAULT_AGENT_TIMEOUT_S = 3600.0  # for scripts, if the task sets no agent timeout
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The outcome of a trial. `traces` are those of its sessions, one per step; a script leaves none."""
+
+    result: VerifierResult
+    traces: tuple[Trace, ...] = ()
 
 
 async def nop_agent(environment: TaskEnvironment, step: TaskStep | None) -> None:
@@ -92,7 +102,7 @@ async def run_trial(
     in_place: bool = False,
     artifacts: Path | None = None,
     checkpoint: EnvironmentCheckpoint | None = None,
-) -> VerifierResult:
+) -> Trial:
     """Run an agent on a task and verify the outcome. Raise VerifierFailed if there is no result.
 
     With a `checkpoint` the trial continues in the restored environment; multi-step tasks cannot be resumed.
@@ -104,12 +114,13 @@ async def run_trial(
             return await _run_steps(fleet, task, agent, host_settings, in_place, artifacts)
     with infrastructure_failures(task):
         async with open_environment(fleet, task, host_settings=host_settings, checkpoint=checkpoint) as environment:
-            await agent(environment, None)
+            trace = await agent(environment, None)
+            traces = () if trace is None else (trace,)
             if in_place or verified_in_place(task):
-                return await verify_in_place(environment, artifacts=artifacts)
+                return Trial(await verify_in_place(environment, artifacts=artifacts), traces)
             changes = await environment.changes()
         # The agent's pod is closed first: trials that hold one pod while waiting for a second could deadlock.
-        return await verify_changes(environment, changes, artifacts=artifacts)
+        return Trial(await verify_changes(environment, changes, artifacts=artifacts), traces)
 
 
 async def _run_steps(
@@ -119,17 +130,20 @@ async def _run_steps(
     host_settings: HostSettings | None,
     in_place: bool,
     artifacts: Path | None,
-) -> VerifierResult:
+) -> Trial:
     results: list[VerifierResult] = []
+    traces: list[Trace] = []
     stopped = ""
     async with open_environment(fleet, task, host_settings=host_settings) as environment:
         for step in task.steps:
             step_artifacts = artifacts / step.name if artifacts else None
             await environment.begin_step(step)
-            await agent(environment, step)
+            if (trace := await agent(environment, step)) is not None:
+                traces.append(trace)
             verify = verify_in_place if in_place else verify_environment
             results.append(await verify(environment, step=step, artifacts=step_artifacts))
             if stopped := below_min_reward(step, results[-1].rewards):
                 break
     combined = combine_step_results(task, results)
-    return replace(combined, facts={**combined.facts, "stopped": stopped}) if stopped else combined
+    combined = replace(combined, facts={**combined.facts, "stopped": stopped}) if stopped else combined
+    return Trial(combined, tuple(traces))

@@ -170,7 +170,7 @@ async def _run_and_verify(
     for number in range(MAX_TRIES):
         try:
             if not clean:
-                result = await run_trial(fleet, task, agent, host_settings=host_settings)
+                result = (await run_trial(fleet, task, agent, host_settings=host_settings)).result
                 return VerifiedChanges(result, result.changes)
             if changes is None:
                 with infrastructure_failures(task):
@@ -196,7 +196,8 @@ async def _reject_failed_solution(
     """Reject a failing solution; verify it in place to find out whether it changed files outside the workspace."""
     if clean:
         try:
-            in_place = await run_trial(fleet, task, oracle_agent, host_settings=host_settings, in_place=True)
+            trial = await run_trial(fleet, task, oracle_agent, host_settings=host_settings, in_place=True)
+            in_place = trial.result
         except VerifierFailed as error:
             in_place = VerifierResult({"reward": 0.0}, log=str(error))
         if in_place.score >= passing:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,20 @@ from starlette.responses import JSONResponse, Response
 from stub_endpoint import StubEndpoint, StubTurn, call, says, serving
 from typer.testing import CliRunner, Result
 
-from etude.bench.chat_rollout import RedactingChat, run_chat_rollout
 from etude.bench.cli import app
 from etude.bench.directory import BenchDirectory
 from etude.bench.policies import DEFAULT_KEY_ENV
+from etude.bench.redacting_chat import RedactingChat
 from etude.bench.run import trial_record
 from etude.errors import EtudeError, InputError
 from etude.harness.budget import Budget
+from etude.harness.session import SessionSpec
 from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
 from etude.harness.trace_store import load_trace
 from etude.pods import open_fleet
 from etude.rollouts.queue import RolloutQueue
-from etude.rollouts.rollout import Rollout, RolloutFailed, RolloutOptions
+from etude.rollouts.rollout import ChatBinding, Rollout, RolloutFailed, RolloutOptions, run_rollout
 from etude.tasks.harbor import read_task
 from etude_nano.source import generate_nano
 
@@ -48,11 +50,12 @@ COMMON_OPTIONS = (
     "--budget-answer",
     24,
 )
-SETTINGS = RolloutOptions(
-    tool_set=ToolSet(tools=TOOLS, short_system_prompt=True),
-    budget=Budget(turns=4, max_turn_tokens=24),
-    summaries=SummarySettings(mode="off"),
+SESSION = SessionSpec(
+    ToolSet(tools=TOOLS, short_system_prompt=True),
+    Budget(turns=4, max_turn_tokens=24),
+    SummarySettings(mode="off"),
 )
+SETTINGS = RolloutOptions(SESSION)
 
 
 class SolvingEndpoint(StubEndpoint):
@@ -320,7 +323,7 @@ def chat_trial(endpoint: SolvingEndpoint, task: Path, state: Path, settings: Rol
         client = RedactingChat(endpoint.url, SECRET, model="stub")
         async with open_fleet(state=state) as fleet:
             try:
-                return await run_chat_rollout(fleet, read_task(task), client, 8000, settings, id="trial")
+                return await run_rollout(fleet, read_task(task), ChatBinding(client, 8000), settings, id="trial")
             finally:
                 await client.close()
                 assert fleet.local is not None
@@ -352,8 +355,8 @@ def test_an_endpoint_that_does_not_answer_in_time_is_an_infrastructure_failure(
     endpoint: SolvingEndpoint, tasks: Path, state: Path
 ) -> None:
     endpoint.on_ask = lambda number: time.sleep(3)
-    hurried = RolloutOptions(SETTINGS.tool_set, Budget(turns=4, seconds=1.0), SETTINGS.summaries)
-    with pytest.raises(RolloutFailed, match=r"no answer for \d s"):
+    hurried = RolloutOptions(replace(SESSION, budget=Budget(turns=4, seconds=1.0)))
+    with pytest.raises(RolloutFailed, match=r"no completion for \d s"):
         chat_trial(endpoint, tasks / "nano-held-out-000000", state, hurried)
 
 

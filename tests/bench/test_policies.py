@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from stub_endpoint import StubEndpoint, says, serving
 
-from etude.bench.chat_rollout import REDACTED, RedactingChat
 from etude.bench.policies import (
     DEFAULT_KEY_ENV,
     BenchPolicy,
@@ -19,6 +18,7 @@ from etude.bench.policies import (
     parse_prices,
     probe_policy,
 )
+from etude.bench.redacting_chat import REDACTED, RedactingChat
 from etude.errors import EtudeError, InputError
 from etude.inference.clients.transport import RetryPolicy, ServerError
 

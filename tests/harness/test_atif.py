@@ -22,7 +22,7 @@ from etude.errors import InputError
 from etude.harness.atif import from_atif, to_atif
 from etude.harness.prompt import SessionRequest
 from etude.harness.scripted_policy import ScriptLine
-from etude.harness.session import Session
+from etude.harness.session import Session, SessionSpec
 from etude.harness.summary import SummarySettings
 from etude.harness.trace import Cost, Trace
 from etude.harness.trace_store import load_trace, save_trace
@@ -234,7 +234,9 @@ def test_a_session_with_summaries_round_trips(tmp_path: Path) -> None:
         says("Fixed."),
     ]
     request = SessionRequest("Fix the bug.", past=(Message("user", "Hello."), Message("assistant", "Hi.")), id="bug-1")
-    session = Session(request, scripted_client(script), FakeTools(), summaries=SummarySettings(trigger=2500))
+    session = Session(
+        request, scripted_client(script), FakeTools(), SessionSpec(summaries=SummarySettings(trigger=2500))
+    )
     trace = replace(asyncio.run(session.run()), facts={"seed": 1})
     document = to_atif(trace)
     assert valid(document)

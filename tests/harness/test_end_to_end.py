@@ -12,8 +12,8 @@ from etude.harness.budget import Budget
 from etude.harness.model_client import TokenModelClient
 from etude.harness.prompt import SessionRequest
 from etude.harness.scripted_policy import ReplayPolicy, ScriptedPolicy
+from etude.harness.session import SessionSpec
 from etude.harness.session_factory import open_session
-from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
 from etude.inference.policy import Policy
 from etude.inference.sampling import Sampling
@@ -58,7 +58,7 @@ async def workspace(fleet: Fleet) -> Pod:
 
 async def play(pod: Pod, policy: Policy, budget: Budget | None = None, after: Trace | None = None) -> Trace:
     client = TokenModelClient(policy, chatml(), Sampling(), window=100_000)
-    async with open_session(REQUEST, client, pod, tool_set=ToolSet(), budget=budget) as (session, _):
+    async with open_session(REQUEST, client, pod, SessionSpec(budget=budget or Budget())) as (session, _):
         if after is not None:
             session.restore(after)
         return await session.run()

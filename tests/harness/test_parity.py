@@ -22,8 +22,8 @@ from etude.harness.model_client import ModelClient, TokenModelClient
 from etude.harness.model_options import ModelOptions
 from etude.harness.prompt import SessionRequest
 from etude.harness.scripted_policy import ReplayPolicy, ScriptedPolicy
+from etude.harness.session import SessionSpec
 from etude.harness.session_factory import open_session
-from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
 from etude.harness.trace_store import load_trace
 from etude.inference.policy import Policy
@@ -65,7 +65,7 @@ def rollout(
         client = TokenModelClient(policy, dialect_for(tokenizer), Sampling(), window=WINDOW)
         async with open_fleet() as fleet, await fleet.create("host") as pod:
             await upload_directory(pod, pod.workdir, workspace.project)
-            async with open_session(request, client, pod, tool_set=ToolSet(), budget=budget) as (session, _):
+            async with open_session(request, client, pod, SessionSpec(budget=budget)) as (session, _):
                 return await session.run()
 
     return asyncio.run(go())

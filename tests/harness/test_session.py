@@ -15,7 +15,7 @@ from etude.harness.budget import Budget
 from etude.harness.model_client import TokenModelClient, turn_seed
 from etude.harness.prompt import SessionRequest, opening_messages
 from etude.harness.scripted_policy import ReplayDiverged, ReplayPolicy, ScriptedPolicy
-from etude.harness.session import Session
+from etude.harness.session import Session, SessionSpec
 from etude.harness.summary import SUMMARY_PROMPT, SummarySettings
 from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
@@ -43,7 +43,7 @@ def text_of(trace: Trace, segment: int) -> str:
 
 def test_a_session_is_one_token_sequence_with_sampled_tokens_marked() -> None:
     mouth, bench = scripted_client(SCRIPT), FakeTools()
-    trace = play(Session(REQUEST, mouth, bench, id="s"))
+    trace = play(Session(REQUEST, mouth, bench, SessionSpec(id="s")))
     (segment,) = trace.segments
     dialect = chatml()
     assert trace.ending == "final"
@@ -135,7 +135,7 @@ def test_a_malformed_call_gets_an_error_and_stays_in_the_trace() -> None:
 def test_budgets_end_a_session(budget: Budget, ending: str) -> None:
     lines = [says("", call("sleep", seconds=0.2)) for _ in range(50)]
     script = [says("A long final message that is cut off before its end.")] if ending == "length" else lines
-    trace = play(Session(REQUEST, scripted_client(script), FakeTools(), budget=budget))
+    trace = play(Session(REQUEST, scripted_client(script), FakeTools(), SessionSpec(budget=budget)))
     assert trace.ending == ending
     if budget.tokens:
         assert trace.cost.sampled == 30
@@ -144,7 +144,10 @@ def test_budgets_end_a_session(budget: Budget, ending: str) -> None:
 def test_the_time_budget_stops_a_running_tool() -> None:
     trace = play(
         Session(
-            REQUEST, scripted_client([says("", call("sleep", seconds=60))]), FakeTools(), budget=Budget(seconds=0.2)
+            REQUEST,
+            scripted_client([says("", call("sleep", seconds=60))]),
+            FakeTools(),
+            SessionSpec(budget=Budget(seconds=0.2)),
         )
     )
     assert trace.ending == "time"
@@ -155,7 +158,7 @@ def test_the_time_budget_stops_a_running_tool() -> None:
 def test_a_full_window_ends_a_session_without_summaries() -> None:
     lines = [says("", call("echo", text="word " * 30)) for _ in range(100)]
     mouth = scripted_client(lines, window=1200)
-    trace = play(Session(REQUEST, mouth, FakeTools(), summaries=SummarySettings(mode="off")))
+    trace = play(Session(REQUEST, mouth, FakeTools(), SessionSpec(summaries=SummarySettings(mode="off"))))
     assert trace.ending == "context"
     assert len(trace.segments[0]) <= 1200
 
@@ -163,7 +166,12 @@ def test_a_full_window_ends_a_session_without_summaries() -> None:
 def test_a_result_that_does_not_fit_is_cut_and_says_so() -> None:
     lines = [says("", call("echo", text="0123456789", times=5000), call("echo", text="short")), says("Enough.")]
     trace = play(
-        Session(REQUEST, scripted_client(lines, window=2000), FakeTools(), summaries=SummarySettings(reserve=500))
+        Session(
+            REQUEST,
+            scripted_client(lines, window=2000),
+            FakeTools(),
+            SessionSpec(summaries=SummarySettings(reserve=500)),
+        )
     )
     (first, *_) = (step for step in trace.steps if step.kind == "turn")
     assert first.outcomes[0].text.endswith("does not fit in the context]")
@@ -175,7 +183,10 @@ def test_a_result_that_does_not_fit_is_cut_and_says_so() -> None:
 def test_results_of_hundreds_of_calls_are_cut_quickly() -> None:
     lines = [says("", *(call("echo", text="0123456789", times=50) for _ in range(300))), says("Enough.")]
     session = Session(
-        REQUEST, scripted_client(lines, window=60_000), FakeTools(), budget=Budget(max_turn_tokens=50_000, turns=1)
+        REQUEST,
+        scripted_client(lines, window=60_000),
+        FakeTools(),
+        SessionSpec(budget=Budget(max_turn_tokens=50_000, turns=1)),
     )
     before = time.monotonic()
     trace = play(session)
@@ -253,7 +264,7 @@ def test_an_infrastructure_failure_is_raised() -> None:
 @pytest.mark.parametrize("after", range(1, 4))
 def test_a_session_restored_from_its_trace_goes_on_to_the_same_tokens(after: int) -> None:
     whole = play(Session(REQUEST, scripted_client(SCRIPT), FakeTools()))
-    before = play(Session(REQUEST, scripted_client(SCRIPT), FakeTools(), budget=Budget(turns=after)))
+    before = play(Session(REQUEST, scripted_client(SCRIPT), FakeTools(), SessionSpec(budget=Budget(turns=after))))
     session = Session(REQUEST, scripted_client(SCRIPT[after:]), FakeTools())
     session.restore(before)
     if after == len(SCRIPT):
@@ -297,7 +308,7 @@ def chain(*summaries: object, mode: str = "self") -> Trace:
     lines += [says("", call("echo", text="after")), says("Finished.")]
     trigger = opening_size() + 5 * result_size(facts[0])  # each fact is there twice: in its call and in its result
     options = SummarySettings(mode=mode, trigger=trigger, reserve=900)  # type: ignore[arg-type]
-    return play(Session(REQUEST, scripted_client(lines, window=6000), FakeTools(), summaries=options))  # type: ignore[arg-type]
+    return play(Session(REQUEST, scripted_client(lines, window=6000), FakeTools(), SessionSpec(summaries=options)))  # type: ignore[arg-type]
 
 
 def test_a_summary_ends_a_segment_and_the_next_starts_from_it() -> None:
@@ -354,7 +365,7 @@ def test_several_summaries_count_up() -> None:
             REQUEST,
             scripted_client([*lines, says("Done.")], window=6000),
             FakeTools(),
-            summaries=SummarySettings(trigger=trigger, reserve=700),
+            SessionSpec(summaries=SummarySettings(trigger=trigger, reserve=700)),
         )
     )
     assert [segment.kind for segment in trace.segments] == ["start", "summary", "summary", "summary"]

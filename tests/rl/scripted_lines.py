@@ -12,6 +12,7 @@ from session_helpers import call, chatml, says
 from etude.chat.messages import Message
 from etude.harness.budget import Budget
 from etude.harness.scripted_policy import scripted_completion
+from etude.harness.session import SessionSpec
 from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
 from etude.inference.generate_protocol import completion_to_json
@@ -24,9 +25,12 @@ from etude.runs.service_status import write_status
 
 WINDOW = 20_000
 OPTIONS = RolloutOptions(
-    tool_set=ToolSet(tools=("read_file", "run_terminal_cmd"), short_system_prompt=True),
-    budget=Budget(turns=12, max_turn_tokens=500),
-    summaries=SummarySettings(mode="off"),
+    SessionSpec(
+        ToolSet(tools=("read_file", "run_terminal_cmd"), short_system_prompt=True),
+        Budget(turns=12, max_turn_tokens=500),
+        SummarySettings(mode="off"),
+    ),
+    checkpoint_s=0,
 )
 CHECKPOINTING = replace(OPTIONS, checkpoint_s=0.001)
 # Rewards three lines in order, so it detects a command that was run twice.

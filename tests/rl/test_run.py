@@ -131,6 +131,18 @@ def test_a_run_trains_evaluates_and_saves_its_checkpoint(recipe: Path, tmp_path:
     assert json.loads(again.stdout)["stages"]["rl"] == facts
 
 
+def test_an_input_error_in_a_rollout_ends_the_run_with_its_own_words(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, tasks=8, held_out=1, window=160, steps=2)
+    done = subprocess.run(
+        command(recipe, tmp_path / "run"), capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.search(r"nano-\S+: the prompt has [\d,]+ tokens, but only 144 of the window of 160 are free for it", last)
+    with sqlite3.connect(RunLayout(tmp_path / "run").slots) as db:
+        assert db.execute("SELECT SUM(failures) FROM slots").fetchone() == (0,), "it was retried"
+
+
 @pytest.mark.slow
 def test_every_process_may_be_killed_at_any_time(recipe: Path, tmp_path: Path) -> None:
     """Kill trainer, sampler, worker and orchestrator at random times; the run must finish."""

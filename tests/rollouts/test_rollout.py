@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scripted_lines import CHECKPOINTING, LINES, OPTIONS, TASK, TEST, LinesPolicy, bind, writes
 from session_helpers import call, says
 
-from etude.errors import EtudeError
+from etude.errors import EtudeError, InputError
 from etude.harness.budget import Budget
 from etude.harness.trace import Trace
 from etude.inference.clients.transport import ServerUnreachable
@@ -93,7 +93,7 @@ def test_a_rollout_has_trace_verifier_result_and_reward(state: Path, task: Task)
         assert rollout.trace.facts["versions"] == [7, 7]
         assert rollout.trace.facts["effort"]["turn"] == 0.2
         assert weights == [7]
-        assert list(dict.fromkeys(phases)) == ["environment", "tools", "answer", "grading"]
+        assert list(dict.fromkeys(phases)) == ["environment", "session", "grading"]
 
     inside(state, check)
 
@@ -158,8 +158,15 @@ def test_infrastructure_failures_have_no_reward(state: Path, tmp_path: Path, tas
         assert "bad-reward" in await fails(run_rollout(fleet, odd, bind(LinesPolicy()), OPTIONS))
         assert "ServerUnreachable" in await fails(run_rollout(fleet, task, bind(LinesPolicy(hook=gone)), OPTIONS))
         assert "sandbox" in await fails(run_rollout(fleet, task, bind(LinesPolicy(hook=kill)), OPTIONS))
+
+    inside(state, check)
+
+
+def test_a_prompt_that_does_not_fit_is_an_input_error_and_not_retried(state: Path, task: Task) -> None:
+    async def check(fleet: Fleet) -> None:
         small = replace(bind(LinesPolicy()), window=100)
-        assert "tokens" in await fails(run_rollout(fleet, task, small, OPTIONS))
+        with pytest.raises(InputError, match=r"etude/lines: the prompt has \d+ tokens"):
+            await run_rollout(fleet, task, small, OPTIONS)
 
     inside(state, check)
 
@@ -169,7 +176,8 @@ def test_a_session_that_timed_out_waiting_for_a_completion_has_no_reward(state: 
         await asyncio.sleep(30 if turn == 2 else 0)
 
     async def check(fleet: Fleet) -> None:
-        limited = replace(OPTIONS, budget=Budget(turns=12, max_turn_tokens=500, seconds=1.0))
+        budget = Budget(turns=12, max_turn_tokens=500, seconds=1.0)
+        limited = replace(OPTIONS, session=replace(OPTIONS.session, budget=budget))
         why = await fails(run_rollout(fleet, task, bind(LinesPolicy(hook=slow)), limited))
         assert "no completion for" in why
         busy = [says("", call("run_terminal_cmd", command="sleep 30")), says("Done.")]

@@ -18,6 +18,7 @@ import pytest
 from scripted_lines import CHECKPOINTING, LINES, OPTIONS, TASK, TEST, LinesPolicy, bind, lines_sampler
 from session_helpers import chatml
 
+from etude.errors import InputError
 from etude.files import write_atomically
 from etude.harness.trace_store import load_trace
 from etude.inference.clients.transport import ServerUnreachable
@@ -232,16 +233,17 @@ def test_a_worker_abandons_a_slot_claimed_by_another(state: Path, tmp_path: Path
     assert run.one().reward == {"total": 0.5}
 
 
-def test_an_unreadable_task_fails_only_its_slot(state: Path, tmp_path: Path) -> None:
-    run = PreparedRun(tmp_path, SINGLE.model_copy(update={"max_attempts": 1}))
-    run.queue.add([("unknown", 0), ("lines", 0)])
+def test_an_input_error_ends_the_worker_and_is_no_failure_of_the_slot(state: Path, tmp_path: Path) -> None:
+    run = PreparedRun(tmp_path, SINGLE)
+    run.queue.add([("unknown", 0)])
 
     async def work() -> None:
-        async with working(run, state, LinesPolicy()):
-            await until(lambda: run.queue.counts() == {"dropped": 1, "ready": 1})
+        async with working(run, state, LinesPolicy()) as (worker, _):
+            await until(lambda: worker._stop.is_set())
 
-    inside(work())
-    assert "there is no task unknown" in run.queue.incidents()[0].why
+    with pytest.raises(InputError, match="there is no task unknown"):
+        inside(work())
+    assert (run.one().state, run.failures()) == ("queued", 0)
 
 
 def test_unneeded_snapshots_are_removed(tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:

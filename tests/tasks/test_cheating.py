@@ -271,7 +271,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], V
 
             async def one(kind: str, name: str, agent: TrialAgent) -> None:
                 async with semaphore:
-                    found[kind, name] = await run_trial(fleet, tasks[kind], agent)
+                    found[kind, name] = (await run_trial(fleet, tasks[kind], agent)).result
 
             await asyncio.gather(*(one(kind, name, AGENTS[name]) for kind, name in TRIALS))
 

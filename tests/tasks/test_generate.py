@@ -579,7 +579,7 @@ def scores_of(generated: GeneratedSet, tries: dict[str, tuple[str, ...]]) -> dic
                 graded = await run_trial(
                     fleet, generated.of(generator), commands_agent(*lines), host_settings=host_settings
                 )
-                found[generator] = graded.score
+                found[generator] = graded.result.score
         return found
 
     return asyncio.run(work())

@@ -74,7 +74,7 @@ def scores(directory: Path, *cheats: str) -> list[float | None]:
 
     async def one(fleet: Any, agent: Any) -> float | None:
         try:
-            return (await run_trial(fleet, task, agent)).score
+            return (await run_trial(fleet, task, agent)).result.score
         except VerifierFailed as error:
             return None if error.cause == "no-reward" else math.nan
 

@@ -15,12 +15,10 @@ from typer.testing import CliRunner, Result
 from etude.cli import app
 from etude.errors import InputError
 from etude.harness.model_client import ModelClient
-from etude.harness.trace import Trace
 from etude.pods import open_fleet
 from etude.tasks.harbor import task_digest, write_task
 from etude.tasks.session_agent import session_agent
-from etude.tasks.trial import run_trial
-from etude.tasks.verifier_result import VerifierResult
+from etude.tasks.trial import Trial, run_trial
 
 CONFIG = 'schema_version = "1.4"\n[metadata]\ncategory = "debugging"\n[environment]\nnetwork_mode = "no-network"\n'
 CHECK = "grep -q 2 said.txt && r=1 || r=0; echo $r > /logs/verifier/reward.txt"
@@ -110,21 +108,21 @@ def test_a_harness_session_is_an_agent(tasks: Path) -> None:
     )
     task = write_task(tasks / "asked", {**TASK, "task.toml": config, "tests/test.sh": f"#!/bin/sh\n{check}\n"})
     lines = [says("", call("run_terminal_cmd", command="echo 2 > said.txt")), says("It is done.")]
-    traces: list[Trace] = []
 
     @asynccontextmanager
     async def speaking(id: str) -> AsyncIterator[ModelClient]:
         yield scripted_client(lines)
 
-    async def go() -> VerifierResult:
+    async def go() -> Trial:
         async with open_fleet() as fleet:
-            return await run_trial(fleet, task, session_agent(speaking, on_trace=traces.append))
+            return await run_trial(fleet, task, session_agent(speaking))
 
-    result = asyncio.run(go())
+    trial = asyncio.run(go())
+    result, (trace,) = trial.result, trial.traces
     assert result.score == 1.0, result.log
     assert [change.path for change in result.changes] == ["said.txt"], "a final message is no change of the workspace"
-    assert (traces[0].task, traces[0].final) == ("asked", "It is done.")
-    assert "Make it say 2." in traces[0].steps[1].message.content
+    assert (trace.task, trace.final) == ("asked", "It is done.")
+    assert "Make it say 2." in trace.steps[1].message.content
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def make_task(directory: Path, test: str, config: str = "", **files: str) -> Tas
 def run_agent(task: Task, agent: TrialAgent = nop_agent, **options: Any) -> VerifierResult:
     async def go() -> VerifierResult:
         async with open_fleet() as fleet:
-            return await run_trial(fleet, task, agent, **options)
+            return (await run_trial(fleet, task, agent, **options)).result
 
     return asyncio.run(go())
 
