@@ -49,7 +49,7 @@ def load_settings(
     return settings
 
 
-def make_settings(settings: type[SettingsT], what: str, **values: Any) -> SettingsT:
+def make_settings(settings: type[SettingsT], what: str, /, **values: Any) -> SettingsT:
     """Return settings made from command-line options; InputError, with a line per problem, if they are not valid."""
     try:
         return settings.model_validate(values)

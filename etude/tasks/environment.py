@@ -249,7 +249,7 @@ def carried_paths(task: Task) -> tuple[str, ...]:
         raise InputError(f"{task.directory}/task.toml: metadata.carry is {found!r}; expected a list of paths")
     if any(".." in path.split("/") or path.strip("/") == "" for path in found):
         raise InputError(f"{task.directory}/task.toml: metadata.carry is {found!r}; expected paths without .., not /")
-    collected = [str(entry["source"]) for entry in task.artifacts if str(entry["source"]).startswith("/")]
+    collected = [entry.source for entry in task.artifacts if entry.source.startswith("/")]
     return tuple(dict.fromkeys(path.rstrip("/") for path in (*found, ARTIFACTS, *collected)))
 
 
@@ -339,8 +339,9 @@ def _check_features(task: Task, machine: MachineSpec) -> None:
     where = f"{task.directory}/task.toml: environment"
     if table.get("gpus") or table.get("tpu"):
         raise InputError(f"{where}: requests GPUs or TPUs; pods have none")
-    if table.get("mcp_servers"):
-        raise InputError(f"{where}.mcp_servers: the harness does not support MCP; the task cannot run here")
+    for key, what in (("mcp_servers", "MCP"), ("skills_dir", "skills")):
+        if table.get(key):
+            raise InputError(f"{where}.{key}: the harness does not support {what}; the task cannot run here")
     for step in task.steps:
         if step.agent.network not in (None, task.agent.network or machine.network):
             raise InputError(

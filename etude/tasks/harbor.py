@@ -30,30 +30,29 @@ def read_task(directory: Path | str) -> Task:
     """Read and validate the task in a directory."""
     top = Path(directory)
     config = _read_config(top)
-    table = schema.TomlTable(config, str(top / "task.toml"))
-    schema.read_version(table)
-    machine = schema.read_machine(table.table("environment"))
+    table = schema.read_config(config, str(top / "task.toml"))
+    machine = table.environment.spec()
     if not machine.image and not (top / "environment").is_dir():
         raise InputError(f"{top}: has neither environment/ nor environment.docker_image; expected one of them")
     _check_links(top)
-    verifier, own = schema.read_verifier(table.table("verifier"))
-    steps = _read_steps(top, table)
+    verifier_machine = table.verifier.machine(machine)
+    steps = tuple(_read_step(top, step, machine, verifier_machine) for step in table.steps)
     if not steps:
         _require_test(top, "tests")
-    separate = table.table("verifier").string("environment_mode") == "separate" or own is not None
     return Task(
         directory=top,
-        name=schema.read_name(table, top.name),
+        name=table.task.name if table.task else top.name,
         instruction="" if steps else read_instruction(top / "instruction.md"),
         machine=machine,
-        agent=schema.read_agent(table.table("agent")),
-        verifier=verifier,
-        solution=TaskPhase(env=table.table("solution").env()),
+        agent=table.agent.phase(),
+        verifier=table.verifier.verifier_phase(schema.DEFAULT_VERIFIER_TIMEOUT_S),
+        solution=TaskPhase(env=table.solution.env),
         steps=steps,
-        step_reward_strategy=schema.read_step_reward_strategy(table),
-        verifier_machine=(own or machine) if separate else None,
-        artifacts=schema.read_artifacts(table),
-        metadata=table.table("metadata").values,
+        step_reward_strategy=table.multi_step_reward_strategy,
+        verifier_machine=verifier_machine,
+        artifacts=tuple(each.artifact() for each in table.artifacts),
+        collect=tuple(each.hook() for each in table.verifier.collect),
+        metadata=table.metadata,
         config=config,
     )
 
@@ -86,25 +85,22 @@ def strip_canary(text: str) -> str:
     return "\n".join(lines)
 
 
-def _read_steps(top: Path, config: schema.TomlTable) -> tuple[TaskStep, ...]:
-    steps, seen = [], set[str]()
-    for table in config.tables("steps"):
-        name = schema.read_step_name(table, seen)
-        directory = f"steps/{name}"
-        if not (top / directory / "tests/test.sh").is_file():
-            _require_test(top, "tests", f"{directory}/tests")
-        verifier, _ = schema.read_verifier(table.table("verifier"), None)
-        schema.read_artifacts(table)
-        steps.append(
-            TaskStep(
-                name=name,
-                instruction=read_instruction(top / directory / "instruction.md"),
-                agent=schema.read_agent(table.table("agent")),
-                verifier=verifier,
-                min_rewards=schema.read_min_rewards(table),
-            )
-        )
-    return tuple(steps)
+def _read_step(
+    top: Path, table: schema.StepTable, machine: MachineSpec, verifier_machine: MachineSpec | None
+) -> TaskStep:
+    directory = f"steps/{table.name}"
+    if not (top / directory / "tests/test.sh").is_file():
+        _require_test(top, "tests", f"{directory}/tests")
+    return TaskStep(
+        name=table.name,
+        instruction=read_instruction(top / directory / "instruction.md"),
+        agent=table.agent.phase(),
+        verifier=table.verifier.verifier_phase(None),
+        min_rewards=table.min_reward,
+        verifier_machine=table.verifier.machine(machine, verifier_machine),
+        artifacts=tuple(each.artifact() for each in table.artifacts),
+        collect=tuple(each.hook() for each in table.verifier.collect),
+    )
 
 
 def _require_test(top: Path, *directories: str) -> None:
@@ -124,21 +120,6 @@ def _check_links(top: Path) -> None:
             path = Path(directory, name)
             if path.is_symlink() and not path.resolve().is_relative_to(real):
                 raise InputError(f"{path}: link leads out of the task to {path.resolve()}; copy the file into the task")
-
-
-def verifier_machine(task: Task, step: TaskStep | None = None) -> MachineSpec | None:
-    """Return the machine of a separate verifier, or None; a step's setting overrides the task's."""
-    if step is None:
-        return task.verifier_machine
-    tables = {str(table.get("name")): table for table in task.config.get("steps", [])}
-    verifier = schema.TomlTable(tables[step.name].get("verifier", {}), f"{task.directory}/task.toml: steps.{step.name}")
-    _, own = schema.read_verifier(verifier)
-    mode = verifier.string("environment_mode")
-    if mode == "shared":
-        return None
-    if own is not None:
-        return own
-    return task.verifier_machine or task.machine if mode == "separate" else task.verifier_machine
 
 
 # ------------------------------------------------------------------------------------------------- files

@@ -69,7 +69,7 @@ def _config(task: Task) -> Iterator[LintFinding]:
     version = str(task.config.get("schema_version", task.config.get("version", SCHEMA_VERSION)))
     if not re.fullmatch(r"1\.[0-4]", version):
         yield LintFinding("schema-version", "note", f"{version} is not a known version of the format", "task.toml")
-    for name in ("mcp_servers", "gpus", "tpu"):
+    for name in ("mcp_servers", "skills_dir", "gpus", "tpu"):
         if environment.get(name):
             yield LintFinding("unsupported", "error", f"environment.{name}: not supported by pods", "task.toml")
     if (task.directory / "trajectory.json").exists():
@@ -124,7 +124,7 @@ def _isolation(task: Task) -> Iterator[LintFinding]:
 
 
 def _artifacts(task: Task) -> Iterator[LintFinding]:
-    sources = [str(entry["source"]).rstrip("/") for entry in task.artifacts]
+    sources = [entry.source.rstrip("/") for entry in task.artifacts]
     for number, one in enumerate(sources):
         if any(one != other and one.startswith(f"{other}/") for other in sources) or one in sources[:number]:
             yield LintFinding("overlapping-artifacts", "warning", f"{one} is collected twice", "task.toml")

@@ -1,269 +1,264 @@
-"""Read task.toml of the Harbor format, schema 1.4: defaults, legacy key names, validation.
+"""The tables of task.toml in the Harbor format, schema 1.4: types, defaults, legacy key names.
 
-Unknown keys are ignored, as Harbor does (they may come from a newer writer); `unknown_keys` lists them for lint. A
-value of the wrong type is an error that names the key.
+A value of the wrong type is an error that names the file and the key. Unknown keys are accepted, as Harbor does (they
+may come from a newer writer); `unknown_keys` lists them for lint.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, Self
 
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from etude.config import Settings, make_settings
 from etude.errors import InputError
-from etude.tasks.task import MachineSpec, NetworkAccess, NetworkMode, TaskPhase
+from etude.tasks.task import Artifact, CollectCommand, MachineSpec, NetworkAccess, NetworkMode, TaskPhase
 
 SCHEMA_VERSION = "1.4"
 DEFAULT_VERIFIER_TIMEOUT_S = 600.0
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_STEP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SIZE = re.compile(r"([0-9.]+)\s*([GMK])", re.IGNORECASE)
 
-_PHASE = ("network_mode", "allowed_hosts")
-_MACHINE = (
-    *("build_timeout_sec", "docker_image", "os", "cpus", "memory_mb", "storage_mb", "gpus", "gpu_types", "tpu", "env"),
-    *("network_mode", "allowed_hosts", "mcp_servers", "skills_dir", "workdir", "healthcheck"),
-    *("memory", "storage", "allow_internet"),  # legacy names
-)
-_VERIFIER = ("timeout_sec", "env", "user", *_PHASE, "environment_mode", "environment", "collect")
-_HEALTH = ("command", "interval_sec", "timeout_sec", "start_period_sec", "start_interval_sec", "retries")
-KNOWN_KEYS: Mapping[str, tuple[str, ...]] = {
-    "": (
-        *("schema_version", "version", "source", "artifacts", "steps", "multi_step_reward_strategy"),
-        *("multi_step_reward_mode", "task", "metadata", "agent", "verifier", "solution", "environment"),
-    ),
-    "task": ("name", "version", "description", "authors", "keywords"),
-    "agent": ("timeout_sec", "user", *_PHASE),
-    "verifier": _VERIFIER,
-    "verifier.environment": _MACHINE,
-    "verifier.environment.healthcheck": _HEALTH,
-    "verifier.collect": ("command", "service", "timeout_sec", "user"),
-    "solution": ("env",),
-    "environment": _MACHINE,
-    "environment.healthcheck": _HEALTH,
-    "environment.mcp_servers": ("name", "transport", "url", "command", "args", "headers"),
-    "artifacts": ("source", "destination", "exclude", "service"),
-    "steps": ("name", "agent", "verifier", "min_reward", "healthcheck", "artifacts"),
-    "steps.agent": ("timeout_sec", "user", *_PHASE),
-    "steps.verifier": _VERIFIER,
-    "steps.verifier.environment": _MACHINE,
-    "steps.healthcheck": _HEALTH,
-    "steps.artifacts": ("source", "destination", "exclude", "service"),
-}
-_FREE_FORM = ("metadata", "env", "headers", "min_reward", "authors", "tpu")  # tables with arbitrary keys
+
+def read_config(config: Mapping[str, Any], where: str) -> "TaskTable":
+    """Return the tables of a parsed task.toml; InputError starts with `where` and names the key."""
+    return make_settings(TaskTable, where, **config)
 
 
-def unknown_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield keys of task.toml that the format does not define, as dotted paths."""
-    for key, value in config.items():
-        path = f"{prefix}.{key}" if prefix else key
-        if prefix in KNOWN_KEYS and key not in KNOWN_KEYS[prefix]:
-            yield path
-            continue
-        if key in _FREE_FORM:
-            continue
-        for table in value if isinstance(value, list) else [value]:
-            if isinstance(table, dict):
-                yield from unknown_keys(table, path)
+def unknown_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a valid task.toml that the format does not define, as dotted paths."""
+    return list(_unknown(read_config(config, "task.toml"), ""))
 
 
-class TomlTable:
-    """One table of task.toml with typed access to its keys; errors name the file and the key."""
+def _unknown(table: "TomlTable", prefix: str) -> Iterator[str]:
+    yield from (f"{prefix}{key}" for key in table.model_extra or ())
+    for name in table.model_fields_set:
+        value = getattr(table, name, None)
+        for inner in value if isinstance(value, list) else [value]:
+            if isinstance(inner, TomlTable):
+                yield from _unknown(inner, f"{prefix}{name}.")
 
-    def __init__(self, values: Any, where: str) -> None:
-        if not isinstance(values, Mapping):
-            raise InputError(f"{where}: expected a table")
-        self.values, self.where = values, where
 
-    def error(self, key: str, expected: str) -> InputError:
-        return InputError(f"{self.where}.{key}: {self.values.get(key)!r}; expected {expected}")
+# ------------------------------------------------------------------------------------------------- values
 
-    def table(self, key: str) -> "TomlTable":
-        return TomlTable(self.values.get(key, {}), f"{self.where}.{key}")
 
-    def tables(self, key: str) -> list["TomlTable"]:
-        found = self.values.get(key, [])
-        if not isinstance(found, list):
-            raise self.error(key, "a list of tables")
-        return [TomlTable(values, f"{self.where}.{key}[{number}]") for number, values in enumerate(found)]
+def _matching(pattern: str, expected: str) -> AfterValidator:
+    """Return a check that a text matches completely."""
 
-    def string(self, key: str, default: str = "") -> str:
-        value = self.values.get(key, default)
-        if not isinstance(value, str):
-            raise self.error(key, "a string")
-        return value
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"must be {expected}, not {text!r}")
+        return text
 
-    def number(self, key: str, *, integer: bool = False, above: float = 0.0) -> float | None:
-        value = self.values.get(key)
-        if value is None:
-            return None
-        types = (int,) if integer else (int, float)
-        if isinstance(value, bool) or not isinstance(value, types) or not above < value < 1e12:
-            raise self.error(key, f"{'an integer' if integer else 'a number'} over {above:g}")
-        return float(value)
+    return AfterValidator(check)
 
-    def one_of(self, key: str, allowed: tuple[str, ...], default: str) -> str:
-        value = self.string(key, default)
-        if value not in allowed:
-            raise self.error(key, " or ".join(allowed))
-        return value
 
-    def strings(self, key: str) -> tuple[str, ...]:
-        value = self.values.get(key) or []
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.error(key, "a list of strings")
-        return tuple(value)
+def _user(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
-    def env(self) -> dict[str, str]:
-        value = self.values.get("env", {})
-        if not isinstance(value, Mapping) or not all(isinstance(item, str) for item in value.values()):
-            raise self.error("env", "a table of strings")
-        return dict(value)
 
-    def user(self) -> str | None:
-        value = self.values.get("user")
-        if value is not None and (isinstance(value, bool) or not isinstance(value, str | int) or value == ""):
-            raise self.error("user", "a user name or id")
-        return None if value is None else str(value)
+def _rewards(value: Any) -> Any:
+    """A single number is the least value of the key `reward`."""
+    return value if isinstance(value, dict) else {"reward": value}
+
+
+def _artifact(value: Any) -> Any:
+    return {"source": value} if isinstance(value, str) else value
+
+
+_UP = r"(^|.*/)\.\.(/.*|$)"  # a path with ..
+Positive = Annotated[float, Field(gt=0, lt=1e12)]
+NotNegative = Annotated[float, Field(ge=0, lt=1e12)]
+Size = Annotated[str, _matching(rf"\s*{_SIZE.pattern}\s*|", 'a size such as "2G" or "512M"')]
+User = Annotated[str, BeforeValidator(_user), Field(min_length=1)]
+DirectoryInPod = Annotated[str, _matching(rf"(?!{_UP})/.*|", "an absolute path")]
+PathInPod = Annotated[str, _matching(rf"(?!{_UP}).+", "a path in the pod without ..")]
+CollectedPath = Annotated[
+    str, _matching(rf"(?!/|{_UP}|manifest\.json$).*", "a relative path without .., other than manifest.json")
+]
 
 
 # ------------------------------------------------------------------------------------------------- tables
 
 
-def read_network(table: TomlTable) -> NetworkAccess | None:
-    """Return the network access a table requests, or None if it sets none."""
-    mode: str | None = None
-    if "network_mode" in table.values:
-        mode = table.one_of("network_mode", ("public", "no-network", "allowlist"), "public")
-    elif isinstance(legacy := table.values.get("allow_internet"), bool):
-        mode = "public" if legacy else "no-network"
-    hosts = table.strings("allowed_hosts")
-    if mode is None:
-        if hosts:
-            raise table.error("allowed_hosts", 'none without network_mode = "allowlist"')
-        return None
-    if mode != "allowlist" and hosts:
-        raise table.error("allowed_hosts", 'none unless network_mode is "allowlist"')
-    return NetworkAccess(cast(NetworkMode, mode), hosts)
+class TomlTable(Settings, extra="allow"):
+    """One table of task.toml."""
 
 
-def read_machine(table: TomlTable) -> MachineSpec:
-    """Read an [environment] table, of the task or of its verifier."""
-    if table.one_of("os", ("linux", "windows"), "linux") == "windows":
-        raise table.error("os", "linux; pods run no other system")
-    memory, storage = table.number("memory_mb"), table.number("storage_mb")
-    health = table.table("healthcheck").values if "healthcheck" in table.values else {}
-    return MachineSpec(
-        image=table.string("docker_image"),
-        build_timeout_s=table.number("build_timeout_sec") or DEFAULT_VERIFIER_TIMEOUT_S,
-        cpus=table.number("cpus"),
-        memory_mb=int(memory) if memory is not None else _legacy_size(table, "memory"),
-        storage_mb=int(storage) if storage is not None else _legacy_size(table, "storage"),
-        network=read_network(table) or NetworkAccess(),
-        env=table.env(),
-        workdir=_absolute(table, "workdir"),
-        healthcheck=dict(health),
-    )
+class HealthcheckTable(TomlTable):
+    command: str = ""
+    interval_sec: NotNegative | None = None
+    timeout_sec: NotNegative | None = None
+    start_period_sec: NotNegative | None = None
+    start_interval_sec: NotNegative | None = None
+    retries: int | None = None
 
 
-def _legacy_size(table: TomlTable, key: str) -> int | None:
-    """Read a size such as `memory = "2G"`, the form used before memory_mb."""
-    text = table.string(key)
-    if not text:
-        return None
+class NetworkTable(TomlTable):
+    """The keys of a table that may set the network access of a phase."""
+
+    network_mode: NetworkMode | None = None
+    allowed_hosts: list[str] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _hosts_need_the_allowlist(self) -> Self:
+        if self.allowed_hosts and self.network_mode != "allowlist":
+            raise ValueError('allowed_hosts must be absent unless network_mode is "allowlist"')
+        return self
+
+    def network(self) -> NetworkAccess | None:
+        """Return the network access that the table requests, or None if it sets none."""
+        return NetworkAccess(self.network_mode, tuple(self.allowed_hosts)) if self.network_mode else None
+
+
+class MachineTable(NetworkTable):
+    """An [environment] table, of the task or of its verifier."""
+
+    build_timeout_sec: Positive = DEFAULT_VERIFIER_TIMEOUT_S
+    docker_image: str = ""
+    os: Literal["linux"] = "linux"  # pods run no other system
+    cpus: Positive | None = None
+    memory_mb: Positive | None = None
+    storage_mb: Positive | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    workdir: DirectoryInPod = ""
+    healthcheck: HealthcheckTable | None = None
+    # not supported by pods: an error when the task is run
+    gpus: Any = None
+    gpu_types: Any = None
+    tpu: Any = None
+    mcp_servers: Any = None
+    skills_dir: Any = None
+    # legacy names
+    memory: Size = ""
+    storage: Size = ""
+    allow_internet: Any = None
+
+    def spec(self) -> MachineSpec:
+        legacy = self.allow_internet
+        network = NetworkAccess("public" if legacy else "no-network") if isinstance(legacy, bool) else NetworkAccess()
+        return MachineSpec(
+            image=self.docker_image,
+            build_timeout_s=self.build_timeout_sec,
+            cpus=self.cpus,
+            memory_mb=int(self.memory_mb) if self.memory_mb is not None else _legacy_size(self.memory),
+            storage_mb=int(self.storage_mb) if self.storage_mb is not None else _legacy_size(self.storage),
+            network=self.network() or network,
+            env=self.env,
+            workdir=self.workdir,
+            healthcheck=self.healthcheck.model_dump(exclude_none=True) if self.healthcheck else {},
+        )
+
+
+def _legacy_size(text: str) -> int | None:
+    """Return the megabytes of a size such as "2G", the form used before memory_mb."""
     found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise table.error(key, 'a size such as "2G" or "512M"')
-    return int(float(found[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[found[2].upper()])
+    return int(float(found[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[found[2].upper()]) if found else None
 
 
-def _absolute(table: TomlTable, key: str) -> str:
-    path = table.string(key)
-    if path and (not path.startswith("/") or ".." in path.split("/")):
-        raise table.error(key, "an absolute path")
-    return path
+class AgentTable(NetworkTable):
+    timeout_sec: Positive | None = None
+    user: User | None = None
+
+    def phase(self) -> TaskPhase:
+        return TaskPhase(self.timeout_sec, self.user, {}, self.network())
 
 
-def read_agent(table: TomlTable) -> TaskPhase:
-    return TaskPhase(table.number("timeout_sec"), table.user(), {}, read_network(table))
+class CollectTable(TomlTable):
+    """A command that runs before artifacts are collected."""
+
+    command: Annotated[str, Field(min_length=1)]
+    service: Any = None
+    timeout_sec: Positive = 60.0
+    user: User | None = None
+
+    def hook(self) -> CollectCommand:
+        return CollectCommand(self.command, self.timeout_sec, self.user)
 
 
-def read_verifier(
-    table: TomlTable, default_s: float | None = DEFAULT_VERIFIER_TIMEOUT_S
-) -> tuple[TaskPhase, MachineSpec | None]:
-    """Read a [verifier] table and its own machine, if any. The caller resolves "separate" without a machine."""
-    mode = table.string("environment_mode")
-    if mode and mode not in ("shared", "separate"):
-        raise table.error("environment_mode", "shared or separate")
-    if mode == "shared" and "environment" in table.values:
-        raise table.error("environment", 'none when environment_mode is "shared"')
-    for hook in table.tables("collect"):
-        if not hook.string("command"):
-            raise hook.error("command", "a shell command")
-    own = read_machine(table.table("environment")) if "environment" in table.values else None
-    phase = TaskPhase(table.number("timeout_sec") or default_s, table.user(), table.env(), read_network(table))
-    return phase, own
+class VerifierTable(AgentTable):
+    env: dict[str, str] = Field(default_factory=dict)
+    environment_mode: Literal["shared", "separate"] | None = None
+    environment: MachineTable | None = None
+    collect: list[CollectTable] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _shared_has_no_machine(self) -> Self:
+        if self.environment_mode == "shared" and self.environment is not None:
+            raise ValueError('environment must be absent when environment_mode is "shared"')
+        return self
+
+    def verifier_phase(self, default_s: float | None) -> TaskPhase:
+        return TaskPhase(self.timeout_sec or default_s, self.user, self.env, self.network())
+
+    def machine(self, default: MachineSpec, inherited: MachineSpec | None = None) -> MachineSpec | None:
+        """Return the machine of a separate verifier, None if it shares the agent's; `inherited` is the task's."""
+        if self.environment is not None:
+            return self.environment.spec()
+        return {"shared": None, "separate": inherited or default}.get(self.environment_mode or "", inherited)
 
 
-def read_artifacts(table: TomlTable) -> tuple[Mapping[str, Any], ...]:
-    """Read `artifacts`: each entry is a path, or a table with a `source` path."""
-    found = table.values.get("artifacts", [])
-    if not isinstance(found, list):
-        raise table.error("artifacts", "a list of paths or tables")
-    return tuple(_artifact(item, f"{table.where}.artifacts[{number}]") for number, item in enumerate(found))
+class ArtifactTable(TomlTable):
+    source: PathInPod
+    destination: CollectedPath = ""
+    exclude: list[str] = Field(default_factory=list)
+    service: Literal["main"] = "main"  # pods have no other services
+
+    def artifact(self) -> Artifact:
+        return Artifact(self.source, self.destination, tuple(self.exclude))
 
 
-def _artifact(item: Any, where: str) -> Mapping[str, Any]:
-    entry = TomlTable({"source": item} if isinstance(item, str) else item, where)
-    source, target = entry.string("source"), entry.string("destination")
-    if not source or ".." in source.split("/"):
-        raise entry.error("source", "a path in the pod without ..")
-    if target and (target.startswith("/") or ".." in target.split("/") or target == "manifest.json"):
-        raise entry.error("destination", "a relative path without .., other than manifest.json")
-    if entry.string("service", "main") != "main":
-        raise entry.error("service", "main; pods have no other services")
-    return {"source": source, "destination": target, "exclude": entry.strings("exclude")}
+class StepTable(TomlTable):
+    name: Annotated[str, _matching(r"[A-Za-z0-9][A-Za-z0-9._-]*", "a single directory name")]
+    agent: AgentTable = AgentTable()
+    verifier: VerifierTable = VerifierTable()
+    min_reward: Annotated[dict[str, float], BeforeValidator(_rewards)] = Field(default_factory=dict)
+    healthcheck: HealthcheckTable | None = None
+    artifacts: list[Annotated[ArtifactTable, BeforeValidator(_artifact)]] = Field(default_factory=list)
 
 
-def read_min_rewards(table: TomlTable) -> dict[str, float]:
-    """Read `min_reward`: a number for the key `reward`, or a table with one number per key."""
-    value = table.values.get("min_reward")
-    if value is None:
-        return {}
-    found = value if isinstance(value, Mapping) else {"reward": value}
-    if any(isinstance(item, bool) or not isinstance(item, int | float) for item in found.values()):
-        raise table.error("min_reward", "a number, or a table of numbers")
-    return {key: float(item) for key, item in found.items()}
+class SolutionTable(TomlTable):
+    env: dict[str, str] = Field(default_factory=dict)
 
 
-def read_name(config: TomlTable, directory: str) -> str:
-    """Return the task's name: `[task] name`, else the directory's name."""
-    if "task" not in config.values:
-        return directory
-    name = config.table("task").string("name")
-    if not _NAME.fullmatch(name):
-        raise config.table("task").error("name", 'a name of the form "org/name"')
-    return name
+class NameTable(TomlTable):
+    """The table [task]."""
+
+    name: Annotated[
+        str, _matching(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", 'a name of the form "org/name"')
+    ]
+    version: Any = None
+    description: Any = None
+    authors: Any = None
+    keywords: Any = None
 
 
-def read_version(config: TomlTable) -> str:
-    """Return the schema version, under its current or legacy key. Any string is accepted: some sets put their own
-    version there."""
-    version = config.values.get("schema_version", config.values.get("version", SCHEMA_VERSION))
-    if not isinstance(version, str):
-        raise config.error("schema_version", f'a string such as "{SCHEMA_VERSION}"')
-    return version
+class TaskTable(TomlTable):
+    """A whole task.toml. Any version is accepted: some sets put their own version there."""
+
+    schema_version: str = SCHEMA_VERSION
+    version: str = SCHEMA_VERSION  # the legacy name
+    source: Any = None
+    artifacts: list[Annotated[ArtifactTable, BeforeValidator(_artifact)]] = Field(default_factory=list)
+    steps: list[StepTable] = Field(default_factory=list)
+    multi_step_reward_strategy: Literal["mean", "final"] = "mean"
+    multi_step_reward_mode: Any = None
+    task: NameTable | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    agent: AgentTable = AgentTable()
+    verifier: VerifierTable = VerifierTable()
+    solution: SolutionTable = SolutionTable()
+    environment: MachineTable = MachineTable()
+
+    @model_validator(mode="after")
+    def _step_names_are_unique(self) -> Self:
+        names = [step.name for step in self.steps]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                raise ValueError(f"steps[{number}].name must be unique, not {name!r}")
+        return self
 
 
-def read_step_name(table: TomlTable, seen: set[str]) -> str:
-    name = table.string("name")
-    if not _STEP.fullmatch(name) or name in seen:
-        raise table.error("name", "a unique name that is a single directory name")
-    seen.add(name)
-    return name
-
-
-def read_step_reward_strategy(config: TomlTable) -> Literal["mean", "final"]:
-    found = config.one_of("multi_step_reward_strategy", ("mean", "final"), "mean")
-    return "final" if found == "final" else "mean"
+# ------------------------------------------------------------------------------------------------- variables
 
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")

@@ -49,6 +49,24 @@ class TaskPhase:
 
 
 @dataclass(frozen=True)
+class Artifact:
+    """A file or directory of the agent's pod that is collected for a separate verifier."""
+
+    source: str  # relative to the workspace, or absolute
+    destination: str = ""  # in the directory of artifacts; "" is the source's name
+    exclude: tuple[str, ...] = ()  # globs
+
+
+@dataclass(frozen=True)
+class CollectCommand:
+    """A command that runs in the agent's pod before artifacts are collected."""
+
+    command: str
+    timeout_s: float
+    user: str | None
+
+
+@dataclass(frozen=True)
 class TaskStep:
     """One step of a multi-step task; its files are in steps/<name>."""
 
@@ -57,6 +75,9 @@ class TaskStep:
     agent: TaskPhase
     verifier: TaskPhase
     min_rewards: Mapping[str, float] = field(default_factory=dict)  # a lower reward ends the trial after this step
+    verifier_machine: MachineSpec | None = None  # of a separate verifier
+    artifacts: tuple[Artifact, ...] = ()  # beside the task's
+    collect: tuple[CollectCommand, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,7 +94,8 @@ class Task:
     steps: tuple[TaskStep, ...] = ()
     step_reward_strategy: Literal["mean", "final"] = "mean"
     verifier_machine: MachineSpec | None = None  # of a separate verifier
-    artifacts: tuple[Mapping[str, Any], ...] = ()
+    artifacts: tuple[Artifact, ...] = ()
+    collect: tuple[CollectCommand, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)  # parsed task.toml
 

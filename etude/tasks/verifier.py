@@ -27,7 +27,7 @@ from etude.pods.pod import Pod, PodError
 from etude.tasks.artifacts import collect_artifacts
 from etude.tasks.base_images import HostSettings
 from etude.tasks.environment import PreparedEnvironments, TaskEnvironment, copy_files, open_environment
-from etude.tasks.harbor import files_to_upload, verifier_machine
+from etude.tasks.harbor import files_to_upload
 from etude.tasks.image import BuildFailed, FileToCopy, ImagePlan
 from etude.tasks.reward_file import REWARD_JSON, REWARD_TXT, Rewards, read_if_exists, read_rewards
 from etude.tasks.schema import DEFAULT_VERIFIER_TIMEOUT_S, resolve_env
@@ -200,7 +200,7 @@ async def _verify(
 ) -> VerifierOutput:
     """Run the verifier in the environment, or in a separate one with the collected artifacts."""
     task, phase = environment.task, _verifier_phase(environment.task, step)
-    own = verifier_machine(task, step)
+    own = (step or task).verifier_machine
     if own is None:
         seal = await upload_tests(environment.pod, task, step, times)
         # a verifier without root runs as the same user as the tested code, which could read the seal

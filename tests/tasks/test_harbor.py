@@ -12,7 +12,6 @@ from etude.tasks.harbor import (
     read_task,
     strip_canary,
     task_digest,
-    verifier_machine,
     write_task,
 )
 from etude.tasks.schema import resolve_env, unknown_keys
@@ -91,10 +90,10 @@ def test_every_field_is_read(tmp_path: Path) -> None:
     assert (task.machine.cpus, task.machine.memory_mb, task.machine.storage_mb) == (2.0, 512, 256)
     assert task.machine.network == NetworkAccess("allowlist", ("a.example.org",))
     assert (task.machine.workdir, task.machine.env) == ("/app", {"A": "1"})
-    assert [entry["destination"] for entry in task.artifacts] == ["", "logs/app"]
+    assert [entry.destination for entry in task.artifacts] == ["", "logs/app"]
     assert task.step_reward_strategy == "final"
     assert task.category == "debugging"
-    assert list(unknown_keys(task.config)) == []
+    assert unknown_keys(task.config) == []
 
 
 def test_legacy_names_are_read(tmp_path: Path) -> None:
@@ -180,8 +179,8 @@ timeout_sec = 7
     assert (two.instruction, two.min_rewards, two.verifier.timeout_s) == ("Then.\n", {"reward": 1.0, "other": 2.0}, 7.0)
     assert task.step_reward_strategy == "mean"
     assert task.instruction == ""
-    assert verifier_machine(task, one) is None
-    assert verifier_machine(task, two) == task.machine
+    assert one.verifier_machine is None
+    assert two.verifier_machine == task.machine
 
 
 def test_harborignore_keeps_files_out_of_the_upload(tmp_path: Path) -> None:
