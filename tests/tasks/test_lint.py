@@ -48,6 +48,7 @@ def test_a_good_task_has_no_findings(tmp_path: Path) -> None:
         ("overlapping-artifacts", "warning", "task.toml", 'artifacts = ["/a/b", "/a"]\n' + CONFIG),
         ("artifact-log-overlap", "warning", "task.toml", 'artifacts = ["/logs/agent"]\n' + CONFIG),
         ("unsupported", "error", "task.toml", CONFIG + "gpus = 1\n"),
+        ("unsupported", "error", "task.toml", CONFIG + 'skills_dir = "skills"\n'),
         ("unpinned-image", "warning", "environment/Dockerfile", "FROM python\nWORKDIR /work\n"),
         ("unmapped-image", "note", "environment/Dockerfile", "FROM registry.example.org/a/b:1\nWORKDIR /work\n"),
         (
