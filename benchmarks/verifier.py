@@ -21,13 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.pods import Fleet, open_fleet
+from etude.pods.workspace import FileChange, FileState
 from etude.tasks.environment import open_environment
 from etude.tasks.harbor import write_task
 from etude.tasks.runner import cases_files, pytest_files
 from etude.tasks.task import Task
 from etude.tasks.trial import oracle_agent
 from etude.tasks.verifier import PhaseTimes, upload_tests, verify
-from etude.tasks.verifier_result import FileChange, VerifierResult
+from etude.tasks.verifier_result import VerifierResult
 
 CONFIG = 'schema_version = "1.4"\n[metadata]\nprotected = ["tests/**"]\n[environment]\nnetwork_mode = "no-network"\n'
 WRONG = "def add(a, b):\n    return a - b\n"
@@ -82,7 +83,9 @@ async def verifier_alone(fleet: Fleet, task: Task, times: int = 5) -> float:
 async def measure(fleet: Fleet, tasks: list[Task], at_once: int) -> tuple[float, list[VerifierResult]]:
     """Verify every task once, `at_once` at a time; return the seconds and the results."""
     semaphore = asyncio.Semaphore(at_once)
-    change = FileChange("calc.py", WRONG.encode(), WRONG.replace("a - b", "a + b").encode())
+    change = FileChange(
+        "calc.py", *(FileState.file(text.encode()) for text in (WRONG, WRONG.replace("a - b", "a + b")))
+    )
 
     async def one(task: Task) -> VerifierResult:
         async with semaphore:

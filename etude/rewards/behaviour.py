@@ -147,7 +147,7 @@ _SCRATCH = re.compile(r"(^|/)(scratch|debug|tmp|temp|repro|reproduce)\w*\.(py|sh
 
 
 def _python_changes(trial: VerifiedTrial) -> list[tuple[str, tuple[tuple[int, str], ...]]]:
-    texts = {file.path: (file.after or b"").decode("utf-8", "replace") for file in trial.verifier_result.changes}
+    texts = {file.path: file.text("after").decode("utf-8", "replace") for file in trial.verifier_result.changes}
     found = line_changes(trial.verifier_result.changes)
     return [(texts[change.path], change.added) for change in found if change.path.endswith(".py")]
 

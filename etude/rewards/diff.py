@@ -6,7 +6,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from etude.tasks.verifier_result import FileChange
+from etude.pods.workspace import FileChange
 
 MAX_LINES = 20_000  # of a file that is compared line by line; a larger one counts as replaced
 
@@ -23,9 +23,9 @@ class LineChanges:
 def line_changes(changes: Iterable[FileChange]) -> Iterator[LineChanges]:
     """Give the line changes of each changed file."""
     for change in changes:
-        if change.kind != "file":
-            continue
         before, after = change.lines("before"), change.lines("after")
+        if before == after:  # a link, or only the mode
+            continue
         if max(len(before), len(after)) > MAX_LINES:
             yield LineChanges(change.path, tuple(enumerate(after, 1)), len(before))
             continue

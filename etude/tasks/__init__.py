@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from etude.pods.workspace import FileChange
     from etude.tasks.base_images import HostSettings
     from etude.tasks.environment import EnvironmentCheckpoint, PreparedEnvironments, TaskEnvironment, open_environment
     from etude.tasks.export import export_tasks
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
     from etude.tasks.trial import TrialAgent, commands_agent, nop_agent, oracle_agent, run_trial
     from etude.tasks.validate import ValidationCache, ValidationReport, validate_all
     from etude.tasks.verifier import verify
-    from etude.tasks.verifier_result import FileChange, VerifierFailed, VerifierResult
+    from etude.tasks.verifier_result import VerifierFailed, VerifierResult
 
 _MODULES = {  # imported when first used
     "DemonstrationRow": "etude.tasks.sources",
     "EnvironmentCheckpoint": "etude.tasks.environment",
-    "FileChange": "etude.tasks.verifier_result",
+    "FileChange": "etude.pods.workspace",
     "HostSettings": "etude.tasks.base_images",
     "MachineSpec": "etude.tasks.task",
     "PreparedEnvironments": "etude.tasks.environment",

@@ -1,4 +1,4 @@
-"""The environment of a trial: a pod with the task's image and files, and a manifest of its initial workspace.
+"""The environment of a trial: a pod with the task's image and files, and the changes that an agent made to them.
 
     async with open_environment(fleet, task) as environment:
         await environment.pod.exec("...", cwd=environment.workspace)
@@ -22,31 +22,31 @@ from typing import Any, Self
 from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet
 from etude.pods.images.records import Image
-from etude.pods.pod import Egress, Pod, PodError, PodFileError, Snapshot, Unsupported
+from etude.pods.pod import Egress, FileInfo, Pod, PodError, PodFileError, Snapshot, Unsupported
+from etude.pods.workspace import (
+    CACHE_DIRECTORIES,
+    FileChange,
+    FileState,
+    changed_files,
+    full_path,
+    read_files,
+    run_limited,
+    touched_paths,
+)
 from etude.tasks.base_images import HostSettings
 from etude.tasks.image import FileToCopy, ImagePlan, plan_image, pod_limits
 from etude.tasks.task import MachineSpec, NetworkAccess, Task, TaskPhase, TaskStep
-from etude.tasks.verifier_result import FileChange
-from etude.tasks.workspace import (
-    MAX_FILE,
-    MAX_FILES,
-    Manifest,
-    WorkspaceEntry,
-    changed_paths,
-    changes_between,
-    create_symlink,
-    file_entry,
-    is_tracked,
-    run_limited,
-    scan_workspace,
-    symlink_entry,
-)
 
+MAX_FILE = 16 << 20  # bytes of one changed file
+MAX_BYTES = 256 << 20  # bytes of all changed files
+MAX_IMAGE_FILES = 50_000  # files of the workspace in the image
+GIT = ".git"
 ARTIFACTS = "/logs/artifacts"  # always collected
 LOG_DIRECTORIES = ("/logs/agent", "/logs/verifier", ARTIFACTS)
 FINAL_MESSAGE = "/logs/agent/final.txt"  # the session's final message, for tasks whose `carry` lists this file
-_image_manifests: dict[tuple[str, str, tuple[str, ...]], dict[str, WorkspaceEntry]] = {}
-_MAX_IMAGE_MANIFESTS = 64
+Baseline = Mapping[str, FileToCopy | None]  # initial files by path; None: of the image, not copied from this host
+_image_files: dict[tuple[str, str, tuple[str, ...]], Baseline] = {}
+_MAX_IMAGES = 64
 # One lock per fleet and Dockerfile: the first of many tasks with the same Dockerfile builds it for all of them.
 _plan_locks: weakref.WeakKeyDictionary[Fleet, dict[str, asyncio.Lock]] = weakref.WeakKeyDictionary()
 
@@ -57,27 +57,27 @@ class EnvironmentCheckpointLost(EtudeError):
 
 @dataclass(frozen=True)
 class EnvironmentCheckpoint:
-    """A snapshot of an environment's pod, and the manifest of its initial workspace."""
+    """A snapshot of an environment's pod, the initial files, and the paths touched since then."""
 
     snapshot: Snapshot
-    baseline: Manifest
+    baseline: Baseline
+    touched: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
         """Return the checkpoint as JSON; the inverse of `from_json`."""
-        baseline = {
-            name: [entry.kind, entry.digest, entry.executable, str(entry.source) if entry.source else ""]
-            for name, entry in self.baseline.items()
+        files = {
+            path: [str(file.source), file.target, file.mode] if file else None for path, file in self.baseline.items()
         }
-        return {"snapshot": asdict(self.snapshot), "before": baseline}
+        return {"snapshot": asdict(self.snapshot), "files": files, "touched": sorted(self.touched)}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Self:
         """Raise KeyError, TypeError or ValueError for anything that `to_json` did not return."""
         baseline = {
-            str(name): WorkspaceEntry(kind, digest, bool(executable), Path(source) if source else None)
-            for name, (kind, digest, executable, source) in state["before"].items()
+            path: FileToCopy(Path(file[0]), str(file[1]), int(file[2])) if file else None
+            for path, file in dict(state["files"]).items()
         }
-        return cls(Snapshot(**state["snapshot"]), baseline)
+        return cls(Snapshot(**state["snapshot"]), baseline, frozenset(state["touched"]))
 
 
 class PreparedEnvironments:
@@ -111,8 +111,8 @@ class PreparedEnvironments:
 
     async def create_pod(
         self, plan: ImagePlan, carry: tuple[str, ...], options: Mapping[str, Any]
-    ) -> tuple[Pod, Manifest] | None:
-        """Return a pod of a plan's prepared environment and its manifest; None where snapshots are not possible."""
+    ) -> tuple[Pod, Baseline] | None:
+        """Return a pod of a plan's prepared environment and its initial files; None on a backend without snapshots."""
         image = plan.image.id if isinstance(plan.image, Image) else plan.image
         key = (image, plan.workspace, plan.directories, plan.files, tuple(plan.env.items()), carry, options["storage"])
         lock = self._locks.setdefault(key, asyncio.Lock())
@@ -154,15 +154,16 @@ class PreparedEnvironments:
 
 @dataclass
 class TaskEnvironment:
-    """The prepared pod in which a trial runs. `baseline` is the manifest of the initial workspace."""
+    """The prepared pod in which a trial runs. `baseline` has the initial files of the workspace."""
 
     fleet: Fleet
     task: Task
     plan: ImagePlan
     pod: Pod
-    baseline: Manifest
+    baseline: Baseline
     host_settings: HostSettings
     prepared: PreparedEnvironments | None = None
+    touched: frozenset[str] = frozenset()  # paths changed before the snapshot of the pod, or by us: not in its diff
     left_out: tuple[str, ...] = ()  # files that the last call of `changes` skipped
     seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -175,15 +176,44 @@ class TaskEnvironment:
         return carried_paths(self.task)
 
     async def changes(self) -> tuple[FileChange, ...]:
-        """Return the changes to the workspace and the carried paths, with contents before and after."""
-        after = await scan_workspace(self.pod, self.workspace, self.carry, self.baseline)
-        self.left_out = tuple(after.left_out)
-        changed = [path for path in changed_paths(self.baseline, after) if path in self.baseline]
-        return changes_between(self.baseline, after, await self.original_contents(changed))
+        """Return the changes to the workspace and the carried paths; bytecode, caches and .git are skipped."""
+        found = changed_files(await self._touched(), self.baseline)
+        files = {path: info for path, info in found.items() if is_tracked(path, self.carry)}
+        unnamed = [path for path in files if not _is_utf8(path)]
+        for path in unnamed:
+            del files[path]
+        after, left_out = await read_files(self.pod, self.workspace, files, MAX_FILE, MAX_BYTES)
+        before = await self._originals([path for path in after if path in self.baseline])
+        left_out += [path for path in after if path in self.baseline and path not in before]
+        self.left_out = (*left_out, *map(repr, unnamed))
+        changes = [FileChange(path, before.get(path), after[path]) for path in sorted(after) if path not in left_out]
+        return tuple(change for change in changes if change.before != change.after)
+
+    async def _touched(self) -> dict[str, FileInfo | None]:
+        """Return the paths changed since the initial state, and their present state."""
+        outside = [path for path in self.carry if path.startswith("/")]
+        touched = await touched_paths(self.pod, self.workspace, outside)
+
+        async def stat(path: str) -> None:
+            touched[path] = await stat_if_exists(self.pod, full_path(self.workspace, path))
+
+        await run_limited(stat(path) for path in self.touched - touched.keys())
+        return touched
+
+    async def _originals(self, paths: Sequence[str]) -> dict[str, FileState]:
+        """Return the initial states of files: from the task directory, else from a new pod of the same task."""
+        found = {path: _source_state(file) for path in paths if (file := self.baseline[path]) is not None}
+        if missing := [path for path in paths if path not in found]:
+            async with self.open_clean() as clean:
+                files = {path: await clean.pod.stat(full_path(self.workspace, path)) for path in missing}
+                states, _ = await read_files(clean.pod, self.workspace, files, MAX_BYTES, MAX_BYTES)
+            found |= {path: state for path, state in states.items() if state is not None}
+        return found
 
     async def checkpoint(self) -> EnvironmentCheckpoint:
         """Take a snapshot of the pod that `open_environment` can restore; the caller removes it."""
-        return EnvironmentCheckpoint(await self.pod.snapshot(), self.baseline)
+        touched = frozenset(await self._touched())
+        return EnvironmentCheckpoint(await self.pod.snapshot(), self.baseline, touched)
 
     def open_clean(self) -> AbstractAsyncContextManager["TaskEnvironment"]:
         """Open another environment of the same task as it was before the agent's work."""
@@ -195,32 +225,10 @@ class TaskEnvironment:
         """Write the session's final message where verifiers read it. Call before `changes`."""
         await self.pod.write(FINAL_MESSAGE, text)
 
-    async def original_contents(self, paths: Sequence[str]) -> dict[str, bytes]:
-        """Return the initial contents of files: from the task directory, else from a new pod of the same task."""
-        found: dict[str, bytes] = {}
-        missing = []
-        for path in paths:
-            source = self.baseline[path].source
-            if source is None:
-                missing.append(path)
-            elif self.baseline[path].kind == "symlink":
-                found[path] = os.fsencode(os.readlink(source))
-            else:
-                found[path] = source.read_bytes()
-        if missing:
-            async with self.open_clean() as clean:
-                for path in missing:
-                    full_path = path if path.startswith("/") else f"{self.workspace}/{path}"
-                    if self.baseline[path].kind == "symlink":
-                        found[path] = os.fsencode((await clean.pod.stat(full_path)).target)
-                    else:
-                        found[path] = await clean.pod.read(full_path)
-        return found
-
     async def begin_step(self, step: TaskStep) -> None:
         """Prepare a step: copy its workdir/ files, run its setup.sh, wait for its health check."""
         directory = self.task.directory / "steps" / step.name / "workdir"
-        entries: dict[str, WorkspaceEntry] = {}
+        entries: Baseline = {}
         if directory.is_dir():
             files = [
                 FileToCopy(
@@ -230,7 +238,7 @@ class TaskEnvironment:
                 if not path.is_dir() or path.is_symlink()
             ]
             entries = await copy_files(self.pod, files, self.workspace, self.carry)
-        self.baseline = {**self.baseline, **entries}
+        self.baseline, self.touched = {**self.baseline, **entries}, self.touched | entries.keys()
         user = step.agent.user or self.task.agent.user
         if "setup.sh" in entries:
             done = await self.pod.exec(["bash", "setup.sh"], cwd=self.workspace, user=user, env=self.plan.env)
@@ -288,12 +296,14 @@ async def open_environment(
     pod, baseline = await _create_pod(fleet, plan, carried_paths(task), options, prepared, checkpoint)
     created = time.monotonic()
     try:
+        touched = checkpoint.touched if checkpoint else frozenset[str]()
         if baseline is None:
             baseline = await _populate(pod, plan, carried_paths(task))
+            touched = frozenset(path for path, file in baseline.items() if file)
         if checkpoint is None:
             await wait_until_healthy(pod, machine.healthcheck, plan.workspace, None)
         seconds = {"plan": planned - started, "pod": created - planned, "fill": time.monotonic() - created}
-        yield TaskEnvironment(fleet, task, plan, pod, baseline, settings, prepared, seconds=seconds)
+        yield TaskEnvironment(fleet, task, plan, pod, baseline, settings, prepared, touched, seconds=seconds)
     finally:
         await pod.close()
 
@@ -305,8 +315,8 @@ async def _create_pod(
     options: Mapping[str, Any],
     prepared: PreparedEnvironments | None,
     checkpoint: EnvironmentCheckpoint | None,
-) -> tuple[Pod, Manifest | None]:
-    """Create the pod of an environment from a checkpoint, a prepared snapshot, or its image, then without manifest."""
+) -> tuple[Pod, Baseline | None]:
+    """Create the pod of an environment from a checkpoint, a prepared snapshot, or its image, then without its files."""
     if checkpoint is not None:
         try:
             return await fleet.create(checkpoint.snapshot, **{**options, "env": None}), checkpoint.baseline
@@ -359,42 +369,80 @@ def _egress(network: NetworkAccess, host_settings: HostSettings, task: Task) -> 
     return host_settings.egress
 
 
-async def _populate(pod: Pod, plan: ImagePlan, carry: tuple[str, ...]) -> dict[str, WorkspaceEntry]:
-    """Create directories and copy the plan's files; return the manifest of the initial workspace."""
+async def _populate(pod: Pod, plan: ImagePlan, carry: tuple[str, ...]) -> Baseline:
+    """Create directories and copy the plan's files; return the initial files."""
     for path in (*plan.directories, plan.workspace, *LOG_DIRECTORIES):
         await pod.make_directory(path, 0o777 if path in LOG_DIRECTORIES else 0o755)
-    baseline = await _image_manifest(pod, plan, carry)
-    return {**baseline, **await copy_files(pod, plan.files, plan.workspace, carry)}
+    of_image = await _files_of_image(pod, plan, carry)
+    return {**of_image, **await copy_files(pod, plan.files, plan.workspace, carry)}
 
 
-async def _image_manifest(pod: Pod, plan: ImagePlan, carry: tuple[str, ...]) -> dict[str, WorkspaceEntry]:
-    """Return the manifest of the workspace in the image itself; scanned once per image."""
-    key = (plan.image.id, plan.workspace, carry) if isinstance(plan.image, Image) else None
-    if key is None or key not in _image_manifests:
-        found = await scan_workspace(pod, plan.workspace, carry)
-        if skipped := [path for path in found.left_out if path.endswith("/")]:
-            message = f"{plan.workspace} has over {MAX_FILES:,} files or is too deep ({skipped[0]})"
-            raise InputError(f"{message}; choose a smaller WORKDIR")
-        entries = found.entries
-        if key is None:
-            return entries
-        while len(_image_manifests) >= _MAX_IMAGE_MANIFESTS:
-            del _image_manifests[next(iter(_image_manifests))]
-        _image_manifests[key] = entries
-    return _image_manifests[key]
+async def _files_of_image(pod: Pod, plan: ImagePlan, carry: tuple[str, ...]) -> Baseline:
+    """Return the files of the workspace and of carried paths in the image itself; listed once per image."""
+    key_of_image = (plan.image.id if isinstance(plan.image, Image) else plan.image, plan.workspace, carry)
+    if key_of_image in _image_files:
+        return _image_files[key_of_image]
+    found: dict[str, None] = {}
+    pending = [("", plan.workspace)]
+    for path in carry:
+        info = await stat_if_exists(pod, path) if path.startswith("/") else None
+        if info is not None and info.kind == "directory":
+            pending.append((path, path))
+        elif info is not None:
+            found[path] = None
+    while pending:
+        key, directory = pending.pop()
+        for info in await pod.list(directory):
+            path = f"{key}/{info.name}" if key else info.name
+            if info.kind != "directory":
+                found[path] = None
+            elif is_tracked(path, carry):
+                pending.append((path, f"{directory}/{info.name}"))
+        if len(found) > MAX_IMAGE_FILES:
+            raise InputError(f"{plan.workspace} has over {MAX_IMAGE_FILES:,} files; choose a smaller WORKDIR")
+    if isinstance(plan.image, Image):
+        while len(_image_files) >= _MAX_IMAGES:
+            del _image_files[next(iter(_image_files))]
+        _image_files[key_of_image] = found
+    return found
+
+
+async def stat_if_exists(pod: Pod, path: str) -> FileInfo | None:
+    try:
+        return await pod.stat(path)
+    except PodFileError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        return None
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_tracked(path: str, carry: Sequence[str]) -> bool:
+    """Return whether changes to a file are reported: not to caches, which could hide a cheat, and git's own files."""
+    if path.startswith("/") and not any(path == top or path.startswith(f"{top}/") for top in carry):
+        return False
+    names = path.split("/")
+    skipped = CACHE_DIRECTORIES if GIT in carry else {*CACHE_DIRECTORIES, GIT}
+    return not skipped.intersection(names) and not path.endswith((".pyc", ".pyo"))
 
 
 async def copy_files(
     pod: Pod, files: Sequence[FileToCopy], workspace: str, carry: Sequence[str] = ()
-) -> dict[str, WorkspaceEntry]:
-    """Copy files into a pod; return the manifest entries of those in the workspace or in carried paths."""
-    found: dict[str, WorkspaceEntry] = {}
+) -> dict[str, FileToCopy]:
+    """Copy files into a pod, links last; return those in the workspace or in carried paths, by path."""
+    found: dict[str, FileToCopy] = {}
 
     async def copy(file: FileToCopy) -> None:
         target = file.target
         if file.source.is_symlink():
-            await create_symlink(pod, target, os.readlink(file.source))
-            entry = replace(symlink_entry(os.readlink(file.source)), source=file.source)
+            await pod.symlink(os.readlink(file.source), target)
         else:
             data = file.source.read_bytes()
             try:
@@ -404,14 +452,19 @@ async def copy_files(
                     raise
                 target = f"{target}/{file.source.name}"
                 await pod.write(target, data, mode=file.mode)
-            entry = file_entry(data, file.mode, file.source)
         path = target.removeprefix(f"{workspace.rstrip('/')}/")
-        if is_tracked(path, carry) and file.source.lstat().st_size <= MAX_FILE:
-            found[path] = entry
+        if is_tracked(path, carry):
+            found[path] = file
 
-    await run_limited(copy(file) for file in files if not file.source.is_symlink())
-    await run_limited(copy(file) for file in files if file.source.is_symlink())
+    for links in (False, True):
+        await run_limited(copy(file) for file in files if file.source.is_symlink() == links)
     return found
+
+
+def _source_state(file: FileToCopy) -> FileState:
+    if file.source.is_symlink():
+        return FileState.symlink(os.readlink(file.source))
+    return FileState.file(file.source.read_bytes(), bool(file.mode & 0o100))
 
 
 async def wait_until_healthy(pod: Pod, check: Mapping[str, Any], workspace: str, user: str | None) -> None:

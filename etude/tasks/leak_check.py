@@ -14,10 +14,10 @@ from typing import Any
 
 from etude.pods.fleet import Fleet
 from etude.pods.payload import pack
+from etude.pods.workspace import FileChange
 from etude.tasks.base_images import HostSettings
 from etude.tasks.environment import open_environment
 from etude.tasks.task import Task
-from etude.tasks.verifier_result import FileChange
 
 SCAN_TIMEOUT_S = 60.0
 MIN_LINE_LENGTH = 6  # shorter lines are not distinctive
@@ -45,14 +45,14 @@ def solution_names(changes: Sequence[FileChange]) -> list[str]:
     before, after = set[str](), set[str]()
     for change in changes:
         if change.path.endswith(".py"):
-            before |= _names(change.before)
-            after |= _names(change.after)
+            before |= _names(change.text("before"))
+            after |= _names(change.text("after"))
     return sorted(after - before)
 
 
-def _names(data: bytes | None) -> set[str]:
+def _names(data: bytes) -> set[str]:
     try:
-        tree = ast.parse(data or b"")
+        tree = ast.parse(data)
     except (SyntaxError, ValueError):
         return set()
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -67,9 +67,9 @@ def git_ids(data: bytes) -> list[str]:
 
 def scan_request(workspace: str, changes: Sequence[FileChange]) -> dict[str, Any]:
     """Return the JSON request of `leak_scan.py`."""
-    texts = [change for change in changes if change.kind == "file" and change.after is not None]
+    texts = [change for change in changes if change.after is not None and change.after.kind == "file"]
     files = [
-        {"path": change.path, "lines": solution_lines(change, set()), "ids": git_ids(change.after or b"")}
+        {"path": change.path, "lines": solution_lines(change, set()), "ids": git_ids(change.text("after"))}
         for change in texts
         if not change.path.startswith("/")
     ]

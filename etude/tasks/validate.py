@@ -14,6 +14,7 @@ from pathlib import Path
 
 from etude.errors import InputError
 from etude.pods.fleet import Fleet
+from etude.pods.workspace import FileChange
 from etude.system.cores import usable_cores
 from etude.tasks.base_images import HostSettings
 from etude.tasks.environment import open_environment
@@ -22,7 +23,7 @@ from etude.tasks.leak_check import find_leaks
 from etude.tasks.task import Task
 from etude.tasks.trial import SolutionFailed, TrialAgent, has_solution, nop_agent, oracle_agent, run_trial
 from etude.tasks.verifier import infrastructure_failures, verified_in_place, verify
-from etude.tasks.verifier_result import FileChange, VerifierFailed, VerifierResult
+from etude.tasks.verifier_result import VerifierFailed, VerifierResult
 
 RERUNS = 3
 MAX_TRIES = 2  # for sandbox failures

@@ -24,16 +24,16 @@ from etude.errors import InputError
 from etude.globs import Globs
 from etude.pods.fleet import Fleet
 from etude.pods.pod import Pod, PodError
+from etude.pods.workspace import FileChange, apply_to_pod, parents, remove_if_exists
 from etude.tasks.artifacts import collect_artifacts
 from etude.tasks.base_images import HostSettings
-from etude.tasks.environment import PreparedEnvironments, TaskEnvironment, copy_files, open_environment
+from etude.tasks.environment import PreparedEnvironments, TaskEnvironment, copy_files, is_tracked, open_environment
 from etude.tasks.harbor import files_to_upload
 from etude.tasks.image import BuildFailed, FileToCopy, ImagePlan
 from etude.tasks.reward_file import REWARD_JSON, REWARD_TXT, Rewards, read_if_exists, read_rewards
 from etude.tasks.schema import DEFAULT_VERIFIER_TIMEOUT_S, resolve_env
 from etude.tasks.task import MachineSpec, Task, TaskPhase, TaskStep
-from etude.tasks.verifier_result import FileChange, VerifierFailed, VerifierResult
-from etude.tasks.workspace import apply_changes, remove_if_exists, split_changes
+from etude.tasks.verifier_result import VerifierFailed, VerifierResult
 
 STDOUT = "/logs/verifier/test-stdout.txt"
 SEAL = "/logs/verifier/seal"
@@ -101,14 +101,28 @@ async def verify(
             with times.measure("apply"):
                 for earlier in _steps_through(task, step):
                     await environment.begin_step(earlier)
-                protected = Globs(task.protected)
-                allowed, refused = split_changes(changes, environment.baseline, protected, environment.carry)
-                await apply_changes(environment.pod, environment.workspace, environment.baseline, allowed)
+                refused = refused_paths(changes, Globs(task.protected), environment)
+                allowed = [change for change in changes if change.path not in refused]
+                await apply_to_pod(environment.pod, environment.workspace, allowed)
             output = await _verify(environment, step, settings, times, artifacts)
     facts: dict[str, Any] = {"seconds": times.seconds}
     if refused:
-        facts["protected"] = sorted({change.path for change in refused})
+        facts["protected"] = sorted(refused)
     return output.result(changes, started, facts)
+
+
+def refused_paths(changes: Sequence[FileChange], protected: Globs, environment: TaskEnvironment) -> set[str]:
+    """Return the paths of changes that are not applied: to protected files, to a parent directory of one, and to files
+    whose changes are not reported."""
+    kept = {parent for path in environment.baseline if protected.matches(path) for parent in parents(path)}
+    return {
+        change.path
+        for change in changes
+        if protected.matches(change.path)
+        or (change.path in kept and change.after is not None)
+        or ".." in change.path.split("/")
+        or not is_tracked(change.path, environment.carry)
+    }
 
 
 async def verify_in_place(

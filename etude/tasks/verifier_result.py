@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from etude.errors import EtudeError
+from etude.pods.workspace import FileChange
 
 # The causes of Harbor's taxonomy that yield no reward. An exhausted budget or a refusal is not among them.
 FailureCause = Literal["sandbox", "verifier-timeout", "no-reward", "bad-reward", "build", "bug"]
@@ -19,21 +20,6 @@ class VerifierFailed(EtudeError):
     def __init__(self, cause: FailureCause, message: str) -> None:
         super().__init__(message)
         self.cause = cause
-
-
-@dataclass(frozen=True)
-class FileChange:
-    """One file that differs from the initial workspace. None means that the file does not exist on that side."""
-
-    path: str  # relative to the workspace
-    before: bytes | None
-    after: bytes | None
-    kind: Literal["file", "symlink", "mode"] = "file"
-
-    def lines(self, which: Literal["before", "after"]) -> list[str]:
-        """Return the lines of one side; none if the file does not exist there."""
-        data = self.before if which == "before" else self.after
-        return (data or b"").decode("utf-8", "replace").splitlines()
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from typing import Any
 from etude.chat.messages import Message, ToolCall
 from etude.harness.tools.tool import ToolOutcome
 from etude.harness.trace import Cost, Step, Trace
+from etude.pods.workspace import FileChange, FileState
 from etude.rewards import VerifiedTrial
 from etude.tasks.task import MachineSpec, Task, TaskPhase
-from etude.tasks.verifier_result import FileChange, VerifierResult
+from etude.tasks.verifier_result import VerifierResult
 
 TOOLS = ("read_file", "search_replace", "write", "run_terminal_cmd", "todo_write")
 Did = tuple[str, Mapping[str, Any], ToolOutcome]
@@ -22,7 +23,7 @@ def did(
 
 
 def changed(path: str, before: str | None, after: str | None) -> FileChange:
-    return FileChange(path, *(None if text is None else text.encode() for text in (before, after)))
+    return FileChange(path, *(None if text is None else FileState.file(text.encode()) for text in (before, after)))
 
 
 def case(

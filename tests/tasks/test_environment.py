@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from etude.errors import InputError
 from etude.pods import Fleet, open_fleet
 from etude.pods.pod import Pod, PodFileError
 from etude.pods.remote.client import RemoteHostClient
+from etude.pods.workspace import FileChange, FileState, apply_to_pod
 from etude.tasks.base_images import HostSettings, mapped_image, short_image_name
 from etude.tasks.environment import (
     EnvironmentCheckpoint,
@@ -23,7 +25,6 @@ from etude.tasks.environment import (
 from etude.tasks.harbor import write_task
 from etude.tasks.image import BuildFailed
 from etude.tasks.task import Task
-from etude.tasks.workspace import apply_changes, scan_workspace
 from tests.pods.serving import TOKEN, server
 
 CONFIG = 'schema_version = "1.4"\n[environment]\nnetwork_mode = "no-network"\n'
@@ -100,7 +101,8 @@ mkfifo pipe; truncate -s 20M large; echo '\x80' > $(printf 'bad\\377'); echo out
 """
 
 
-def test_every_kind_of_change_is_reported_and_can_be_applied_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("from_snapshot", [False, True])
+def test_every_kind_of_change_is_reported_and_can_be_applied_elsewhere(tmp_path: Path, from_snapshot: bool) -> None:
     context = {
         "repo/a.py": "A = 1\n",
         "repo/b.py": "",
@@ -123,33 +125,31 @@ def test_every_kind_of_change_is_reported_and_can_be_applied_elsewhere(tmp_path:
         ).stdout
 
     async def go() -> None:
-        async with open_fleet() as fleet, open_environment(fleet, task) as environment:
+        async with AsyncExitStack() as stack:
+            fleet = await stack.enter_async_context(open_fleet())
+            prepared = await stack.enter_async_context(PreparedEnvironments(fleet)) if from_snapshot else None
+            environment = await stack.enter_async_context(open_environment(fleet, task, prepared=prepared))
             await environment.pod.exec(["bash", "-c", CHANGE])
             changes = await environment.changes()
-            reported = {(change.path, change.kind): (change.before, change.after) for change in changes}
-            assert reported == {
-                ("a.py", "file"): (b"A = 1\n", b"A = 3\n"),
-                ("directory", "file"): (None, b"file\n"),
-                ("directory/x", "file"): (b"x", None),
-                ("file", "file"): (b"file", None),
-                ("file/inside", "file"): (None, b"inside\n"),
-                ("gone.py", "file"): (b"gone", None),
-                ("link", "symlink"): (b"a.py", b"b.py"),
-                ("new.py", "file"): (None, b"new\n"),
-                ("plain.txt", "mode"): (b"644", b"755"),
-                ("tool.sh", "mode"): (b"755", b"644"),
-                ("turned.py", "file"): (b"was a file", None),
-                ("turned.py", "symlink"): (None, b"a.py"),
+            file, link = FileState.file, FileState.symlink
+            assert {change.path: (change.before, change.after) for change in changes} == {
+                "a.py": (file(b"A = 1\n"), file(b"A = 3\n")),
+                "directory": (None, file(b"file\n")),
+                "directory/x": (file(b"x"), None),
+                "file": (file(b"file"), None),
+                "file/inside": (None, file(b"inside\n")),
+                "gone.py": (file(b"gone"), None),
+                "link": (link("a.py"), link("b.py")),
+                "new.py": (None, file(b"new\n")),
+                "plain.txt": (file(b""), file(b"", executable=True)),
+                "tool.sh": (file(b"t", executable=True), file(b"t")),
+                "turned.py": (file(b"was a file"), link("a.py")),
             }
             assert set(environment.left_out) >= {"large", "pipe"}
-            async with open_environment(fleet, task) as other:
-                await apply_changes(other.pod, other.workspace, other.baseline, changes)
+            async with open_environment(fleet, task, prepared=prepared) as other:
+                await apply_to_pod(other.pod, other.workspace, changes)
                 assert await listing(other.pod) == await listing(environment.pod)
-                again = await scan_workspace(other.pod, other.workspace)
-                assert {path: entry.digest for path, entry in again.entries.items()} == {
-                    path: entry.digest
-                    for path, entry in (await scan_workspace(environment.pod, environment.workspace)).entries.items()
-                }
+                assert await other.changes() == changes
                 with pytest.raises(PodFileError):
                     await other.pod.stat("/srv/outside")
 
@@ -174,7 +174,7 @@ COPY late.txt .
                     seen.append(await environment.pod.read("random.txt"))
                     await environment.pod.write("made.txt", "changed\n")
                     (change,) = await environment.changes()
-                    assert (change.path, change.before, change.after) == ("made.txt", b"built\n", b"changed\n")
+                    assert change == FileChange("made.txt", FileState.file(b"built\n"), FileState.file(b"changed\n"))
             assert seen[0] == seen[1], "the second environment built nothing"
 
     asyncio.run(go())
@@ -222,6 +222,17 @@ def test_changes_to_carried_paths_are_reported(tmp_path: Path) -> None:
             "/srv/kept/old",
             "/srv/kept/new",
         }
+
+    in_environment(task, act)
+
+
+def test_changes_are_found_in_a_workspace_behind_a_link(tmp_path: Path) -> None:
+    dockerfile = "FROM host\nRUN mkdir -p /srv/app && ln -s /srv/app /app\nWORKDIR /app\nCOPY x a.py\n"
+    task = make_task(tmp_path / "t", dockerfile, x="1\n")
+
+    async def act(environment: TaskEnvironment) -> None:
+        await environment.pod.exec("echo 2 > a.py; mkdir d; echo 3 > d/new", cwd="/app")
+        assert [change.path for change in await environment.changes()] == ["a.py", "d/new"]
 
     in_environment(task, act)
 

@@ -9,13 +9,14 @@ import pytest
 
 from etude.errors import InputError
 from etude.pods import open_fleet
+from etude.pods.workspace import FileChange, FileState
 from etude.tasks.base_images import HostSettings
 from etude.tasks.harbor import write_task
 from etude.tasks.reward_file import parse_json, parse_text
 from etude.tasks.task import Task
 from etude.tasks.trial import TrialAgent, commands_agent, nop_agent, run_trial
 from etude.tasks.verifier import combine_step_results, verify
-from etude.tasks.verifier_result import FileChange, VerifierFailed, VerifierResult
+from etude.tasks.verifier_result import VerifierFailed, VerifierResult
 
 CONFIG = 'schema_version = "1.4"\n[environment]\nnetwork_mode = "no-network"\n'
 
@@ -148,10 +149,11 @@ def test_the_verifier_runs_as_the_format_specifies(tmp_path: Path) -> None:
     assert lines[7] == "test-stdout.txt"
     assert "to-stderr" in lines
     assert lines[-2:] == ["9", "new"]
-    assert [(change.path, change.before, change.after) for change in found.changes] == [
+    assert [(change.path, change.text("before"), change.text("after")) for change in found.changes] == [
         ("a.txt", b"a\n", b"9\n"),
-        ("new.txt", None, b"new\n"),
+        ("new.txt", b"", b"new\n"),
     ]
+    assert found.changes[1].before is None
     assert set(found.facts["seconds"]) >= {"pod", "fill", "apply", "upload", "run"}
 
 
@@ -205,8 +207,9 @@ def test_changes_are_verified_without_the_pod_they_were_made_in(tmp_path: Path) 
 
     async def go() -> list[float]:
         async with open_fleet() as fleet:
-            change = FileChange("a.txt", b"a\n", b"b\n")
-            foreign = [FileChange(path, None, b"b\n") for path in ("../work/a.txt", "/work/a.txt", "__pycache__/a.pyc")]
+            a, b = FileState.file(b"a\n"), FileState.file(b"b\n")
+            change = FileChange("a.txt", a, b)
+            foreign = [FileChange(path, None, b) for path in ("../work/a.txt", "/work/a.txt", "__pycache__/a.pyc")]
             return [(await verify(fleet, task, changes)).score for changes in ((), (change,), foreign)]
 
     assert asyncio.run(go()) == [0.0, 1.0, 0.0]

@@ -20,13 +20,13 @@ from etude.errors import EtudeError
 from etude.pods.fleet import Fleet
 from etude.pods.payload import pack
 from etude.pods.pod import ExecResult, Limits, Pod, Snapshot
+from etude.pods.workspace import remove_if_exists
 from etude.tasks.base_images import HostSettings, host_python
 from etude.tasks.environment import copy_files
 from etude.tasks.generators.packages import pytest_plugin_names
 from etude.tasks.generators.source import RepositorySource
 from etude.tasks.image import FileToCopy, plan_image
 from etude.tasks.task import MachineSpec
-from etude.tasks.workspace import remove_if_exists
 
 PROGRAM_DIR = "/trial"
 WORKSPACE = "/work"

@@ -1,0 +1,214 @@
+"""Workspaces: the states of files, what changed in a pod, and applying changes to a pod.
+
+The changes of a pod come from `Pod.diff`, so finding them takes time in the number of changed files. Files of a pod are
+untrusted: sizes are bounded and links never followed.
+"""
+
+import asyncio
+import errno
+import hashlib
+import os
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from etude.pods.pod import FileInfo, Pod, PodFileError
+
+MAX_CONCURRENT_CALLS = 32  # calls to a pod; a call is mostly waiting
+# Left by test runs. Python would prefer stale or planted bytecode to its source.
+CACHE_DIRECTORIES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"})
+
+
+@dataclass(frozen=True)
+class FileState:
+    """A file or symbolic link. Equal states have equal contents; `data` is None where only the digest is known."""
+
+    kind: Literal["file", "symlink"]
+    digest: str
+    executable: bool = False
+    data: bytes | None = field(default=None, compare=False, repr=False)  # a link's target
+
+    @classmethod
+    def file(cls, data: bytes, executable: bool = False) -> "FileState":
+        return cls("file", hashlib.sha256(data).hexdigest(), executable, data)
+
+    @classmethod
+    def symlink(cls, target: str) -> "FileState":
+        data = os.fsencode(target)
+        return cls("symlink", hashlib.sha256(data).hexdigest(), False, data)
+
+    @property
+    def contents(self) -> bytes:
+        """The contents, where they are known to be known."""
+        if self.data is None:
+            raise ValueError(f"the contents of the {self.kind} with digest {self.digest} are not known")
+        return self.data
+
+    @property
+    def target(self) -> str:
+        """The target of a link."""
+        return os.fsdecode(self.contents)
+
+
+@dataclass(frozen=True)
+class FileChange:
+    """One path before and after; None where there is no file. Paths are relative to the workspace or absolute."""
+
+    path: str
+    before: FileState | None
+    after: FileState | None
+
+    def text(self, which: Literal["before", "after"]) -> bytes:
+        """Return the contents of the file on one side; empty if there is none, or a link."""
+        state = self.before if which == "before" else self.after
+        return state.contents if state is not None and state.kind == "file" else b""
+
+    def lines(self, which: Literal["before", "after"]) -> list[str]:
+        """Return the lines of one side; none if there is no file."""
+        return self.text(which).decode("utf-8", "replace").splitlines()
+
+
+def parents(path: str) -> Iterator[str]:
+    """Yield the directories above a path, from the nearest."""
+    while path := path.rpartition("/")[0]:
+        yield path
+
+
+async def run_limited(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Await coroutines, MAX_CONCURRENT_CALLS at a time; the first failure cancels the rest."""
+    semaphore = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+
+    async def one(each: Coroutine[Any, Any, None]) -> None:
+        async with semaphore:
+            await each
+
+    tasks = [asyncio.create_task(one(each)) for each in work]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+# ------------------------------------------------------------------------------------------------- reading a pod
+
+
+async def touched_paths(pod: Pod, root: str, others: Sequence[str] = ()) -> dict[str, FileInfo | None]:
+    """Return what changed at and below `root` and other paths since the pod was created (see `Pod.diff`).
+
+    Paths below `root` are relative to it, others absolute.
+    """
+    tops = {await _real_path(pod, top): top for top in (root, *others)}
+    found: dict[str, FileInfo | None] = {}
+    for path, info in (await pod.diff()).items():
+        for real, top in tops.items():
+            if path == real or path.startswith(f"{real}/"):
+                found[f"{top}{path.removeprefix(real)}".removeprefix(f"{root}/")] = info
+                break
+    return found
+
+
+async def _real_path(pod: Pod, path: str, links: int = 16) -> str:
+    """Resolve the links in a path of a pod: the paths of a diff contain none."""
+    found = ""
+    parts = path.strip("/").split("/")
+    for number, part in enumerate(parts, 1):
+        try:
+            info = await pod.stat(f"{found}/{part}")
+        except PodFileError:
+            return path
+        if info.kind == "symlink" and links:
+            target = os.path.normpath("/".join((found if info.target[:1] != "/" else "", info.target, *parts[number:])))
+            return await _real_path(pod, target, links - 1)
+        found += f"/{part}"
+    return found
+
+
+def changed_files(touched: Mapping[str, FileInfo | None], known: Collection[str]) -> dict[str, FileInfo | None]:
+    """Return the files among touched paths, and the known files that were removed with a directory.
+
+    `known` has the paths of the files that there were before.
+    """
+    files = {path: info for path, info in touched.items() if info is not None and info.kind != "directory"}
+    removed = {path for path, info in touched.items() if info is None}
+    gone = [
+        path
+        for path in known
+        if path not in files and (path in touched or any(each in files or each in removed for each in parents(path)))
+    ]
+    return {**files, **dict.fromkeys(gone)}
+
+
+async def read_files(
+    pod: Pod, root: str, files: Mapping[str, FileInfo | None], max_file: int, max_bytes: int
+) -> tuple[dict[str, FileState | None], list[str]]:
+    """Return the states of files in a pod, and the paths left out: special files, and those over a limit of bytes."""
+    found: dict[str, FileState | None] = {}
+    left_out: list[str] = []
+    left = max_bytes
+
+    async def read(path: str, info: FileInfo) -> None:
+        nonlocal left
+        try:
+            data = await pod.read(full_path(root, path), length=max_file + 1)
+        except PodFileError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+                raise
+            found[path] = None  # removed meanwhile
+            return
+        left -= len(data)
+        if len(data) > max_file or left < 0:
+            left_out.append(path)
+        else:
+            found[path] = FileState.file(data, bool(info.mode & 0o100))
+
+    pending = []
+    for path, info in files.items():
+        if info is None:
+            found[path] = None
+        elif info.kind == "symlink":
+            found[path] = FileState.symlink(info.target)
+        elif info.kind == "file" and info.size <= max_file:
+            pending.append(read(path, info))
+        else:
+            left_out.append(path)
+    await run_limited(pending)
+    return found, sorted(left_out)
+
+
+def full_path(root: str, path: str) -> str:
+    return path if path.startswith("/") else f"{root}/{path}"
+
+
+# ------------------------------------------------------------------------------------------------- applying
+
+
+async def apply_to_pod(pod: Pod, root: str, changes: Sequence[FileChange]) -> None:
+    """Apply changes in a pod whose files are as before them. Links come last: nothing is written through one."""
+    removed = {change.path for change in changes if change.after is None}
+    above = {parent for path in removed for parent in parents(path)}  # directories that a file or link may replace
+    files: list[tuple[str, FileState]] = []
+    links: list[tuple[str, FileState]] = []
+    for change in changes:
+        if change.after is not None:
+            (links if change.after.kind == "symlink" else files).append((change.path, change.after))
+            both_files = change.before is not None and change.before.kind == change.after.kind == "file"
+            if change.path in above or (change.before is not None and not both_files):
+                removed.add(change.path)
+    for path in sorted(removed, reverse=True):
+        await remove_if_exists(pod, full_path(root, path))
+    await run_limited(
+        pod.write(full_path(root, path), state.contents, mode=0o755 if state.executable else 0o644)
+        for path, state in files
+    )
+    await run_limited(pod.symlink(state.target, full_path(root, path)) for path, state in links)
+
+
+async def remove_if_exists(pod: Pod, path: str) -> None:
+    try:
+        await pod.remove(path)
+    except PodFileError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
