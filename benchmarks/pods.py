@@ -95,8 +95,6 @@ async def measure_exec(host: Host, rounds: int, found: dict[str, float | str]) -
         found["exec"] = median(await timed(rounds, lambda: pod.exec(["/bin/true"])))
         found["exec bash -c"] = median(await timed(rounds, lambda: pod.exec(["bash", "-c", "echo hi"])))
         found["write 1 KB"] = median(await timed(rounds, lambda: pod.write("file", b"x" * 1024)))
-        shell = await pod.shell()
-        found["command in a shell"] = median(await timed(rounds, lambda: shell.run("echo hi")))
 
 
 async def measure_forks(host: Host, rounds: int, found: dict[str, float | str]) -> None:

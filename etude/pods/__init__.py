@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         PodError,
         PodFileError,
         PodGone,
-        Shell,
         Snapshot,
         Unsupported,
     )
@@ -44,7 +43,6 @@ __all__ = [
     "PodError",
     "PodFileError",
     "PodGone",
-    "Shell",
     "Snapshot",
     "Unsupported",
     "open_fleet",

@@ -561,7 +561,7 @@ class Host:
             await asyncio.sleep(MEASURE_INTERVAL_S)
             for pod in list(self.pods.values()):
                 if self._expired(pod.spec) and pod.id not in self.foreign_pods:
-                    pod.record("died", {"reason": "its ttl has passed"})  # a paused guest init cannot end itself
+                    pod.record("died", {"reason": "its ttl has passed"})  # a frozen guest init cannot end itself
                     self._spawn(self.close_pod(pod))
             for id in self.reservations.keys() & self.pods.keys():
                 if memory := self.pods[id].memory_used():

@@ -140,7 +140,7 @@ Listing = list[FileInfo]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event in a pod's life: created, exit, out-of-memory, egress, paused, snapshot, closed."""
+    """An event in a pod's life: created, exit, out-of-memory, egress, snapshot, closed."""
 
     time: float
     kind: str
@@ -167,7 +167,6 @@ class Capabilities:
     egress: frozenset[str] = frozenset()  # subset of "proxy", "transparent"
     images: bool = True  # False: only "host", the machine's own root
     snapshots: frozenset[str] = frozenset()  # subset of SnapshotKind
-    pause: bool = False
     users: bool = False  # commands may run as a user other than the pod's
     notes: tuple[str, ...] = ()  # what is missing and why, as text
 
@@ -203,17 +202,6 @@ class Job(ABC):
     @abstractmethod
     async def wait(self, timeout: float | None = None) -> ExecResult:
         """Wait for its end; raise TimeoutError after `timeout` seconds, leaving it running."""
-
-
-class Shell(ABC):
-    """A persistent bash: directory, variables and functions last from command to command."""
-
-    @abstractmethod
-    async def run(self, command: str, timeout: float | None = None, max_output: int = MAX_OUTPUT) -> ExecResult:
-        """Run a command. After a timeout it is interrupted, and the shell restarted if necessary."""
-
-    @abstractmethod
-    async def close(self) -> None: ...
 
 
 class Pod(ABC):
@@ -258,14 +246,6 @@ class Pod(ABC):
         terminal: tuple[int, int] | None = None,
     ) -> Job:
         """Start a command without waiting; with `terminal` (rows, columns) on its own pty."""
-
-    async def pty(self, command: Command = ("bash",), *, rows: int = 24, columns: int = 80, **options: Any) -> Job:
-        """Start a command on a pty."""
-        return await self.spawn(command, terminal=(rows, columns), **options)
-
-    @abstractmethod
-    async def shell(self, *, cwd: str | None = None, env: Mapping[str, str] | None = None) -> Shell:
-        """Start a persistent shell."""
 
     # -- files: paths are inside the pod, relative ones start at `workdir`; nothing outside the pod is reachable
 
@@ -313,13 +293,6 @@ class Pod(ABC):
         """Copy a file or a tree out of the pod to `target`, which must not exist. Nothing is written outside it."""
 
     # -- lifecycle
-
-    @abstractmethod
-    async def pause(self) -> None:
-        """Freeze every process."""
-
-    @abstractmethod
-    async def resume(self) -> None: ...
 
     @abstractmethod
     async def snapshot(self, kind: SnapshotKind | None = None) -> Snapshot:

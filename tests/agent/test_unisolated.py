@@ -74,7 +74,7 @@ def test_commands_have_our_environment_except_hidden_variables(tmp_path: Path, m
 def test_operations_that_need_isolation_are_unsupported(tmp_path: Path) -> None:
     async def work() -> None:
         async with open_unisolated(tmp_path) as pod:
-            for asked in (pod.snapshot, pod.fork, pod.pause, pod.resume):
+            for asked in (pod.snapshot, pod.fork, pod.diff):
                 with pytest.raises(Unsupported, match="in an unisolated pod"):
                     await asked()
             with pytest.raises(Unsupported, match="another user"):

@@ -7,7 +7,7 @@ import signal
 import time
 
 from etude.pods.pod import Job, PodError
-from tests.pods.conformance import CheckContext, check, eventually, raises
+from tests.pods.conformance import CheckContext, check, raises
 
 
 async def gather_output(job: Job) -> dict[str, bytes]:
@@ -167,7 +167,7 @@ async def a_job_that_cannot_start_raises(context: CheckContext) -> None:
 @check
 async def a_terminal_echoes_and_knows_its_size(context: CheckContext) -> None:
     async with context.pod() as pod:
-        job = await pod.pty(["sh"], rows=33, columns=101, env={"PS1": "ready> ", "TERM": "dumb"})
+        job = await pod.spawn(["sh"], terminal=(33, 101), env={"PS1": "ready> ", "TERM": "dumb"})
         await read_until(job, rb"ready> ")
         await job.write(b"test -t 0 && stty size\n")
         await read_until(job, rb"stty size\r\n.*33 101\r\n")
@@ -183,7 +183,7 @@ async def a_terminal_echoes_and_knows_its_size(context: CheckContext) -> None:
 @check
 async def a_terminal_handles_the_interrupt_and_end_of_input_keys(context: CheckContext) -> None:
     async with context.pod() as pod:
-        job = await pod.pty(["sh"], env={"PS1": "ready> ", "TERM": "dumb"})
+        job = await pod.spawn(["sh"], terminal=(24, 80), env={"PS1": "ready> ", "TERM": "dumb"})
         await read_until(job, rb"ready> ")
         await job.write(b"sleep 600; echo interrupted=$?\n")
         await asyncio.sleep(0.2)
@@ -203,113 +203,10 @@ async def a_terminal_handles_the_interrupt_and_end_of_input_keys(context: CheckC
 @check
 async def a_terminal_handles_large_input_and_output(context: CheckContext) -> None:
     async with context.pod() as pod:
-        job = await pod.pty(["sh", "-c", "stty raw -echo; echo go; head -c 300000 | wc -c"])
+        job = await pod.spawn(["sh", "-c", "stty raw -echo; echo go; head -c 300000 | wc -c"], terminal=(24, 80))
         await read_until(job, rb"go")
         await job.write(b"q" * 300_000)
         await read_until(job, rb"300000")
-        flood = await pod.pty(["head", "-c", "5000000", "/dev/zero"])
+        flood = await pod.spawn(["head", "-c", "5000000", "/dev/zero"], terminal=(24, 80))
         assert len((await gather_output(flood))["stdout"]) == 5_000_000
         assert (await flood.wait(10)).ok
-
-
-@check
-async def a_shell_keeps_directory_variables_and_functions(context: CheckContext) -> None:
-    async with context.pod() as pod:
-        shell = await pod.shell(env={"GIVEN": "yes"})
-        assert (await shell.run("mkdir -p d && cd d && X=5 && f() { echo called $1; }; export Y=6")).ok
-        result = await shell.run('pwd; echo $X $GIVEN; f two; sh -c "echo $Y"')
-        assert result.stdout == f"{pod.workdir}/d\n5 yes\ncalled two\n6\n"
-        assert (await shell.run("false")).exit_code == 1
-        assert (await shell.run("(exit 42)")).exit_code == 42
-        both = await shell.run("echo out; echo err >&2; printf 'no newline'")
-        assert (both.stdout, both.stderr) == ("out\nno newline", "err\n")
-        assert (await shell.run("cat")).stdout == ""  # there is no input
-        assert (await shell.run("x='a\nb'; echo \"$x\" # comment")).stdout == "a\nb\n"
-        assert (await shell.run("cat <<E\nhere\nE")).stdout == "here\n"
-        await shell.close()
-        await shell.close()
-
-
-@check
-async def a_shell_survives_syntax_errors_and_an_exit(context: CheckContext) -> None:
-    async with context.pod() as pod:
-        shell = await pod.shell()
-        wrong = await shell.run("if then fi (((")
-        assert wrong.exit_code != 0
-        assert "syntax" in wrong.stderr
-        assert (await shell.run('echo "unclosed')).exit_code != 0
-        await shell.run("mkdir -p here && cd here")
-        assert (await shell.run("echo last; exit 9")).exit_code == 9
-        assert (await shell.run("pwd")).stdout == f"{pod.workdir}/here\n"  # a new shell in the old one's directory
-        assert (await shell.run("kill -9 $$")).exit_code == 137
-        assert (await shell.run("echo again")).stdout == "again\n"
-        assert (await shell.run("set -e; false; echo not reached")).exit_code == 1
-        assert (await shell.run("echo on")).stdout == "on\n"
-        await shell.close()
-
-
-@check
-async def a_shell_command_can_time_out(context: CheckContext) -> None:
-    async with context.pod() as pod:
-        shell = await pod.shell()
-        await shell.run("X=kept")
-        started = time.monotonic()
-        slow = await shell.run("echo before; sleep 600", timeout=0.3)
-        assert slow.timed_out
-        assert slow.stdout == "before\n"
-        assert time.monotonic() - started < 3
-        assert (await shell.run("echo $X")).stdout == "kept\n"
-        stubborn = await shell.run("trap '' INT; while :; do sleep 0.1; done", timeout=0.2)
-        assert stubborn.timed_out
-        assert (await shell.run("echo back")).stdout == "back\n"
-        cancelled = asyncio.create_task(shell.run("echo lost; sleep 600"))
-        await asyncio.sleep(0.2)
-        cancelled.cancel()
-        with raises(asyncio.CancelledError):
-            await cancelled
-        assert (await shell.run("echo mine")).stdout == "mine\n"
-        await shell.close()
-
-
-@check
-async def a_shell_truncates_large_output_and_finds_the_end(context: CheckContext) -> None:
-    async with context.pod() as pod:
-        shell = await pod.shell()
-        big = await shell.run("head -c 20000000 /dev/zero; echo tail; (exit 3)")
-        assert len(big.stdout_bytes) == 1 << 20
-        assert big.truncated
-        assert big.exit_code == 3
-        small = await shell.run("printf 0123456789", max_output=4)
-        assert (small.stdout, small.truncated) == ("0123", True)
-        exact = await shell.run("printf 0123", max_output=4)
-        assert (exact.stdout, exact.truncated) == ("0123", False)
-        await shell.close()
-
-
-@check
-async def background_output_neither_blocks_a_shell_nor_fills_our_memory(context: CheckContext) -> None:
-    async with context.pod() as pod:
-        shell = await pod.shell()
-        await shell.run("(while :; do head -c 65536 /dev/zero; done) & noise=$!")
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        await asyncio.sleep(0.5)
-        assert (await shell.run("cd /; (exit 5)", timeout=20)).exit_code == 5
-        assert (await shell.run("kill -9 $noise; wait $noise 2>&-; true", timeout=20)).ok
-        await asyncio.sleep(0.1)
-        assert (await shell.run("pwd", timeout=20)).stdout.endswith("/\n")
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        assert grown < 100_000, f"{grown} KiB"
-        await shell.close()
-
-
-@check
-async def closing_a_shell_ends_it(context: CheckContext) -> None:
-    async with context.pod() as pod:
-        shell = await pod.shell()
-        await shell.run("echo $$ > pid")
-        await shell.close()
-
-        async def gone() -> bool:
-            return (await pod.exec("kill -0 $(cat pid)")).exit_code != 0
-
-        await eventually(gone)

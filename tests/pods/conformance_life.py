@@ -1,7 +1,6 @@
 """Conformance: limits, pause, time to live, keys, events, closing, and no network by default."""
 
 import asyncio
-import time
 
 from etude.errors import InputError
 from etude.pods.pod import Egress, Limits, PodError, PodGone, Unsupported
@@ -84,49 +83,6 @@ async def disk_and_inode_limits_are_enforced(context: CheckContext) -> None:
 
 
 @check
-async def a_paused_pod_does_not_answer_and_loses_nothing(context: CheckContext) -> None:
-    async with context.pod() as pod:
-        if not context.can.pause:
-            with raises(Unsupported):
-                await pod.pause()
-            return
-        job = await pod.spawn("i=0; while [ $i -lt 40 ]; do echo $i; i=$((i+1)); sleep 0.01; done")
-        await pod.pause()
-        with raises(TimeoutError):
-            await asyncio.wait_for(pod.read("/etc/hosts"), 0.3)
-        waiting = asyncio.create_task(pod.exec("echo after"))
-        await asyncio.sleep(0.2)
-        assert not waiting.done()
-        await pod.pause()  # idempotent
-        await pod.resume()
-        await pod.resume()
-        assert (await waiting).stdout == "after\n"
-        lines = b"".join([data async for _, data in job.output()]).split()
-        assert [int(line) for line in lines] == list(range(40))
-        assert {"paused", "resumed"} <= {event.kind for event in pod.events()}
-
-
-@check
-async def a_paused_pod_can_be_snapshotted_and_closed(context: CheckContext) -> None:
-    if not context.can.pause or "fs-live" not in context.can.snapshots:
-        raise Skip(f"no pause here: {'; '.join(context.can.notes)}")
-    async with context.pod() as pod:
-        await pod.exec("echo kept > file")
-        await pod.spawn("while :; do date +%N > now; sleep 0.01; done")
-        await pod.pause()
-        snapshot = await asyncio.wait_for(pod.snapshot(), 10)
-        assert snapshot.kind == "fs-live"
-        with raises(TimeoutError):
-            await asyncio.wait_for(pod.read("file"), 0.3)  # still paused
-        async with context.pod(snapshot) as later:
-            assert await later.read("file") == b"kept\n"
-        await context.host.remove_snapshot(snapshot.id)
-        started = time.monotonic()
-        await pod.close()
-        assert time.monotonic() - started < 3
-
-
-@check
 async def a_pod_ends_when_its_ttl_expires(context: CheckContext) -> None:
     pod = await context.host.create(ttl=0.6)
     job = await pod.spawn("sleep 600")
@@ -150,11 +106,11 @@ async def a_pod_ends_when_its_ttl_expires(context: CheckContext) -> None:
 
 
 @check
-async def ttl_applies_to_a_paused_pod(context: CheckContext) -> None:
-    if not context.can.pause:
-        raise Skip(f"no pause here: {'; '.join(context.can.notes)}")
+async def ttl_applies_to_a_frozen_pod(context: CheckContext) -> None:
+    if "fs-live" not in context.can.snapshots:
+        raise Skip(f"pods cannot be frozen here: {'; '.join(context.can.notes)}")
     pod = await context.host.create(ttl=0.5)
-    await pod.pause()
+    await asyncio.to_thread(pod.group.freeze, True)
 
     async def gone() -> bool:
         return pod.id not in context.host.pods
@@ -201,7 +157,7 @@ async def closing_is_idempotent_and_a_closed_pod_is_gone(context: CheckContext) 
     await asyncio.sleep(0.1)
     await asyncio.gather(pod.close(), pod.close())
     await pod.close()
-    for late in (waiting, job.wait(5), pod.exec("true"), pod.read("x"), pod.spawn("true"), pod.shell(), pod.stats()):
+    for late in (waiting, job.wait(5), pod.exec("true"), pod.read("x"), pod.spawn("true"), pod.diff(), pod.stats()):
         with raises(PodGone):
             await late
     for late in (pod.fork(), pod.snapshot()):

@@ -15,6 +15,7 @@ import pytest
 
 from etude.pods.fleet import open_host
 from etude.pods.pod import Pod, PodError
+from etude.pods.runtime import LocalPod
 from tests.pods import inventory
 from tests.pods.attacking import run_in_pod, well
 
@@ -131,7 +132,7 @@ def test_signals_to_the_guest_init_have_no_effect(command: str, zygote: str, sta
 def test_injecting_terminal_input_is_refused(zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         code = "import fcntl, termios\nfor c in 'id\\n': fcntl.ioctl(0, termios.TIOCSTI, c.encode())"
-        job = await pod.pty(["python3", "-c", code])
+        job = await pod.spawn(["python3", "-c", code], terminal=(24, 80))
         text = b"".join([data async for _, data in job.output()])
         assert b"PermissionError" in text or b"OSError" in text, text
 
@@ -140,7 +141,8 @@ def test_injecting_terminal_input_is_refused(zygote: str, state: Path) -> None:
 
 def test_an_unresponsive_pod_can_be_closed(zygote: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
-        await pod.pause()
+        assert isinstance(pod, LocalPod)
+        await asyncio.to_thread(pod.group.freeze, True)
         calls = [pod.exec("true"), pod.read("/etc/hosts"), pod.write("x", "y"), pod.list("/"), pod.spawn("true")]
         for call in calls:
             with pytest.raises(TimeoutError):

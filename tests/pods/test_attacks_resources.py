@@ -131,13 +131,11 @@ def test_closing_a_busy_pod_leaves_nothing_behind(default_zygote: str, state: Pa
         tasks = [asyncio.create_task(pod.exec("cat /dev/zero")) for _ in range(5)]
         tasks += [asyncio.create_task(pod.exec("setsid sleep 600 & sleep 600")) for _ in range(5)]
         jobs = [await pod.spawn("cat /dev/zero") for _ in range(3)]
-        tty = await pod.pty(["sh"])
-        shell = await pod.shell()
-        running = asyncio.create_task(shell.run("sleep 600"))
+        tty = await pod.spawn(["sh"], terminal=(24, 80))
         await asyncio.sleep(0.2)
         await pod.close()
         waits = (job.wait() for job in (*jobs, tty))
-        for ended in await asyncio.gather(*tasks, running, *waits, return_exceptions=True):
+        for ended in await asyncio.gather(*tasks, *waits, return_exceptions=True):
             assert isinstance(ended, PodError), ended
 
     run_in_pod(default_zygote, state, act, SMALL)

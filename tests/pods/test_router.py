@@ -204,9 +204,9 @@ def test_busy_cores_are_the_last_choice_but_better_than_none(clock: Clock) -> No
 
 def test_required_capabilities_select_hosts(clock: Clock) -> None:
     can = capability_labels(
-        "fire", Capabilities("vm", limits=frozenset({"disk"}), snapshots=frozenset({"full"}), pause=True)
+        "fire", Capabilities("vm", limits=frozenset({"disk"}), snapshots=frozenset({"full"}), users=True)
     )
-    assert can >= {"backend:fire", "isolation:vm", "limit:disk", "snapshot:full", "images", "pause"}
+    assert can >= {"backend:fire", "isolation:vm", "limit:disk", "snapshot:full", "images", "users"}
     made = router(clock, report("plain"), report("vm", capabilities=can))
     assert made.place(replace(ONE, requires=frozenset({"isolation:vm"}))).host == "vm"
     with pytest.raises(
@@ -253,7 +253,7 @@ def test_a_removed_host_may_return(clock: Clock) -> None:
 
 
 def test_a_report_survives_json_and_another_version_is_refused() -> None:
-    sent = report("a", images=frozenset({"x", "y"}), warm={"x": 1}, capabilities=frozenset({"pause"}), memory_some=None)
+    sent = report("a", images=frozenset({"x", "y"}), warm={"x": 1}, capabilities=frozenset({"users"}), memory_some=None)
     wire = json.loads(json.dumps(sent.to_wire()))
     assert HostReport.from_wire(wire) == sent
     with pytest.raises(InputError, match="version 99; this router reads 1"):

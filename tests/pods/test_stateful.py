@@ -78,7 +78,6 @@ class FleetMachine(RuleBasedStateMachine):
         self.state = Path(self.directory) / "state"
         self.pods: dict[str, Files] = {}
         self.detached: set[str] = set()
-        self.paused: set[str] = set()
         self.snapshots: dict[str, tuple[Files, bool]] = {}
         self.orphaned = False  # the zygote was killed
 
@@ -88,8 +87,6 @@ class FleetMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "service") and sys.exc_info()[0] is None:
-            for id in self.paused:
-                self.service.ask("call", id, "resume")
             for id in [*self.pods]:
                 self.service.ask("call", id, "close")
             left = inventory.zygote_of(self.state)
@@ -106,12 +103,11 @@ class FleetMachine(RuleBasedStateMachine):
             self.service.end(signal.SIGKILL)
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def pick(self, n: int, running: bool = True) -> str:
-        ids = [id for id in self.pods if not running or id not in self.paused]
-        return ids[n % len(ids)]
+    def pick(self, n: int) -> str:
+        return [*self.pods][n % len(self.pods)]
 
     def has_pods(self) -> bool:
-        return any(id not in self.paused for id in self.pods)
+        return bool(self.pods)
 
     def has_room(self) -> bool:
         return len(self.pods) < MOST
@@ -191,28 +187,13 @@ class FleetMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pods)
     @rule(n=PICKS)
     def close(self, n: int) -> None:
-        self.gone(self.pick(n, running=False), ask=True)
+        self.gone(self.pick(n), ask=True)
 
     def gone(self, id: str, ask: bool = False) -> None:
         if ask:
             self.service.ask("call", id, "close")
         del self.pods[id]
         self.detached.discard(id)
-        self.paused.discard(id)
-
-    @precondition(has_pods)
-    @rule(n=PICKS)
-    def pause(self, n: int) -> None:
-        id = self.pick(n)
-        self.service.ask("call", id, "pause")
-        self.paused.add(id)
-
-    @precondition(lambda self: self.paused)
-    @rule(n=PICKS)
-    def resume(self, n: int) -> None:
-        id = sorted(self.paused)[n % len(self.paused)]
-        self.service.ask("call", id, "resume")
-        self.paused.discard(id)
 
     @rule()
     def collect_garbage(self) -> None:
@@ -243,8 +224,8 @@ def explore(examples: int, steps: int) -> None:
     verdict = asyncio.run(probe("namespace"))
     if not verdict.works:
         pytest.skip(f"no namespaces here: {verdict.reason}")
-    if verdict.capabilities is not None and not verdict.capabilities.pause:
-        pytest.skip(f"pods cannot be paused here: {'; '.join(verdict.capabilities.notes)}")
+    if verdict.capabilities is not None and "fs-live" not in verdict.capabilities.snapshots:
+        pytest.skip(f"no live snapshots here: {'; '.join(verdict.capabilities.notes)}")
     machine = FleetMachine.TestCase()
     machine.settings = settings(
         max_examples=examples,

@@ -144,7 +144,7 @@ def capability_lines(capabilities: dict[str, Any] | None) -> list[str]:
     if capabilities is None:
         return []
     limits, egress, snapshots = (", ".join(capabilities[key]) or "none" for key in ("limits", "egress", "snapshots"))
-    others = [name for name in ("images", "pause", "users") if capabilities[name]]
+    others = [name for name in ("images", "users") if capabilities[name]]
     return [
         f"isolation {capabilities['isolation']}; limits: {limits}",
         f"egress: {egress}; snapshots: {snapshots}; also: {', '.join(others) or 'nothing'}",

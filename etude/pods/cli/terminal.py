@@ -10,6 +10,7 @@ import termios
 import threading
 import tty
 from collections.abc import Iterator
+from typing import Any
 
 from etude.pods.pod import Command, ExecResult, Job, Pod, PodError
 
@@ -33,15 +34,15 @@ async def forward(job: Job, *, stdin: bool, terminal: bool) -> ExecResult:
         return await job.wait()
 
 
-async def run_on_streams(pod: Pod, command: Command, *, stdin: bool, terminal: bool, **options: object) -> ExecResult:
+async def run_on_streams(pod: Pod, command: Command, *, stdin: bool, terminal: bool, **options: Any) -> ExecResult:
     """Run a command in a pod on this process's streams, or on its terminal."""
     if terminal:
         rows, columns = window_size()
-        env = dict(options.pop("env", None) or {})  # type: ignore[call-overload]
+        env = dict(options.pop("env", None) or {})
         options["env"] = {"TERM": os.environ.get("TERM", "xterm"), **env}
-        job = await pod.pty(command, rows=rows, columns=columns, **options)
+        job = await pod.spawn(command, terminal=(rows, columns), **options)
     else:
-        job = await pod.spawn(command, **options)  # type: ignore[arg-type]
+        job = await pod.spawn(command, **options)
         if not stdin:
             await close_stdin(job)
     return await forward(job, stdin=stdin or terminal, terminal=terminal)

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from etude.pods.guest import protocol, transfer
 from etude.pods.guest.client import GuestClient, Link, StreamJob, decode_exit, decode_failure, not_started, spawn_fields
-from etude.pods.guest.shell import BashShell
 from etude.pods.pod import (
     MAX_OUTPUT,
     Command,
@@ -24,7 +23,6 @@ from etude.pods.pod import (
     PodError,
     PodFileError,
     PodGone,
-    Shell,
 )
 
 MAX_READ = 1 << 30  # bytes that `read` returns without an explicit length
@@ -230,11 +228,6 @@ class GuestPod(Pod):
             self.record("out-of-memory", {"exit_code": result.exit_code})
         self.record("exit", {"exit_code": result.exit_code, "timed_out": result.timed_out})
         return result
-
-    async def shell(self, *, cwd: str | None = None, env: Mapping[str, str] | None = None) -> Shell:
-        shell = BashShell(self, cwd, env)
-        await shell.start()
-        return shell
 
     # ------------------------------------------------------------------------------------------- files
 

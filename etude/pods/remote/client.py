@@ -396,7 +396,7 @@ class RemotePod(GuestPod):
             guest.close()
 
     def _renew(self) -> None:
-        """Send a lease renewal to the guest init, without waiting for the answer: a paused pod gives none."""
+        """Send a lease renewal to the guest init, without waiting for the answer: a frozen one gives none."""
         if not self.renews or not self.lease or self.connection is None or self.connection.closed_error is not None:
             return
         granted = max(0.001, min(self.lease, self.deadline - time.monotonic()))
@@ -472,13 +472,6 @@ class RemotePod(GuestPod):
         if self.end_error is not None:
             raise self.end_error
         return await self.client.request(method, f"/pods/{self.id}/{verb}".rstrip("/"), **options)
-
-    async def pause(self) -> None:
-        await self._request("POST", "pause")
-
-    async def resume(self) -> None:
-        await self._request("POST", "resume")
-        self._renew()
 
     async def diff(self) -> Mapping[str, FileInfo | None]:
         return messages.changes_from_json(await self._request("GET", "diff", long=True))

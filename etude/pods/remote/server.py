@@ -198,14 +198,6 @@ class HostService:
         await pod.close()
         return JSONResponse(self._events_of(pod, request))
 
-    async def pause(self, request: Request) -> Response:
-        await (await self._find(request)).pause()
-        return JSONResponse({})
-
-    async def resume(self, request: Request) -> Response:
-        await (await self._find(request)).resume()
-        return JSONResponse({})
-
     async def memory(self, request: Request) -> Response:
         """Return whether the kernel killed a process for memory since the last request."""
         return JSONResponse({"ran_out": (await self._find(request)).memory_ran_out()})
@@ -440,8 +432,6 @@ def app(host: Host, token: str, *, max_upload: int = MAX_UPLOAD) -> Starlette:
             route("GET", "/pods/{id}", service.pod),
             route("GET", "/pods/{id}/events", service.events),
             route("DELETE", "/pods/{id}", service.close),
-            route("POST", "/pods/{id}/pause", service.pause),
-            route("POST", "/pods/{id}/resume", service.resume),
             route("POST", "/pods/{id}/memory", service.memory),
             route("GET", "/pods/{id}/diff", service.diff),
             route("POST", "/pods/{id}/snapshot", service.snapshot),

@@ -70,7 +70,6 @@ class LocalPod(GuestPod):
     host: PodHost
     backend: "Backend"
     group: PodCgroup
-    paused: bool
 
     async def snapshot(self, kind: SnapshotKind | None = None) -> Snapshot:
         return await self.host.snapshot_pod(self, kind)
@@ -101,20 +100,6 @@ class LocalPod(GuestPod):
     def memory_used(self) -> int:
         return int(self.group.memory())
 
-    async def pause(self) -> None:
-        self.backend.capabilities.require("pausing a pod", self.backend.capabilities.pause)
-        await self.ready()
-        await asyncio.to_thread(self.group.freeze, True)
-        self.paused = True
-        self.record("paused", {})
-
-    async def resume(self) -> None:
-        self.backend.capabilities.require("pausing a pod", self.backend.capabilities.pause)
-        await self.ready()
-        await asyncio.to_thread(self.group.freeze, False)
-        self.paused = False
-        self.record("resumed", {})
-
     async def processes(self) -> int:
         """Return the number of processes besides the guest init."""
         ((_, fields),) = await (await self.ready()).request(protocol.PROCESSES)
@@ -123,7 +108,7 @@ class LocalPod(GuestPod):
     async def choose_snapshot_kind(self, kind: SnapshotKind | None) -> SnapshotKind:
         """Return the kind of snapshot to take: the requested one, or by whether processes are running."""
         if kind is None:
-            kind = "fs-live" if self.paused or await self.processes() else "fs"
+            kind = "fs-live" if await self.processes() else "fs"
         can = self.backend.capabilities
         can.require(f"a snapshot of kind {kind}", kind in can.snapshots, f"it can do {sorted(can.snapshots)}")
         return kind

@@ -6,11 +6,12 @@ of a state directory live below one base group, so that they compete with the ho
 killed service left behind can be found.
 """
 
+import asyncio
 import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -241,13 +242,19 @@ class PodCgroup:
                 raise PodError(f"pod {self.name} did not freeze within {FREEZE_TIMEOUT_S:g} s")
             time.sleep(0.0002)
 
-    def frozen(self) -> bool:
-        """Return whether a freeze of the group was requested."""
-        if self.layout.unified is None:
-            return False
-        with contextlib.suppress(OSError):
-            return (self.layout.unified / self.name / "cgroup.freeze").read_text().strip() == "1"
-        return False
+    def thaw(self) -> None:
+        """Thaw the group if it exists."""
+        if self.unified is not None and self.unified.is_dir():
+            self.freeze(False)
+
+    @contextlib.asynccontextmanager
+    async def frozen(self) -> AsyncIterator[None]:
+        """Keep every process in the group frozen."""
+        await asyncio.to_thread(self.freeze, True)
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self.freeze, False)
 
     def remove(self) -> bool:
         """Remove the group; return False when it still contains a process."""

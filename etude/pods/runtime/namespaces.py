@@ -58,7 +58,7 @@ class NamespaceBackend(Backend):
         if missing:
             notes.append(f"no limit on {', '.join(missing)}: {layout.reason or 'no such controller'}")
         if layout.unified is None:
-            notes.append(f"no pause and no live snapshot: no cgroup v2 group ({layout.reason})")
+            notes.append(f"no live snapshot: no cgroup v2 group ({layout.reason})")
         if not self.root:
             notes.append("one user in a pod (its root), because only one id is mapped without root")
         return Capabilities(
@@ -66,7 +66,6 @@ class NamespaceBackend(Backend):
             limits=frozenset({*layout.controllers, "disk", "inodes"}),
             egress=frozenset({"proxy", "transparent"}),
             snapshots=frozenset({"fs", "fs-live"} if layout.unified else {"fs"}),
-            pause=layout.unified is not None,
             users=self.root,
             notes=tuple(notes),
         )
@@ -89,16 +88,11 @@ class NamespaceBackend(Backend):
 
     async def adopt(self, spec: PodSpec) -> "NamespacePod | None":
         pod = NamespacePod(self, spec)
-        pod.paused = pod.group.frozen()
         try:
-            if pod.paused:  # thaw for a moment: the guest init has to accept us
-                await asyncio.to_thread(pod.group.freeze, False)
+            await asyncio.to_thread(pod.group.thaw)  # its service may have died during a live snapshot
             await pod.connect(timeout=1.0, own=not spec.attached)
         except (OSError, PodError):
             return None
-        finally:
-            if pod.paused:
-                await asyncio.to_thread(pod.group.freeze, True)
         return pod
 
     async def reap(self, known: Iterable[str]) -> list[str]:
@@ -233,7 +227,6 @@ class NamespacePod(LocalPod):
         self.layers: tuple[Layer, ...] = spec.image.layers
         self.group = PodCgroup(backend.layout, spec.id)
         self.proxy: EgressProxy | None = None
-        self.paused = False
         self.closed = False
 
     # ------------------------------------------------------------------------------------------- starting
@@ -370,7 +363,6 @@ class NamespacePod(LocalPod):
     async def _seal_stopped(self) -> Layer:
         """Stop the pod and turn its writes into a layer by moving them: as fast for a gigabyte as for nothing."""
         await self._stop()
-        self.paused = False
         shift = FIRST_ID if self.backend.root else 0
         if self.spec.storage == "disk":
             await self.backend.zygote.request(zygote_protocol.KILL, (zygote_protocol.ID, self.id.encode()))
@@ -388,12 +380,8 @@ class NamespacePod(LocalPod):
     async def _seal_live(self) -> Layer:
         """Copy the pod's writes into a layer while its processes are frozen."""
         with await self._open_writes() as directory:
-            try:
-                await asyncio.to_thread(self.group.freeze, True)
+            async with self.group.frozen():
                 return await self.backend.copy_to_store(directory, FIRST_ID if self.backend.root else 0)
-            finally:
-                if not self.paused:
-                    await asyncio.to_thread(self.group.freeze, False)
 
     async def _stop(self) -> None:
         if self.proxy is not None:

@@ -2,7 +2,7 @@
 
 A guest init runs in a subprocess, in the given directory, with the caller's user and environment. Everything it starts
 stays a descendant of that process and ends with it, even if it forks or detaches. Operations that need isolation
-(snapshots, forks, pausing, other users) raise Unsupported.
+(snapshots, forks, diffs, other users) raise Unsupported.
 """
 
 import asyncio
@@ -69,12 +69,6 @@ class UnisolatedPod(GuestPod):
         if user:
             _cannot(f"a command as another user ({user!r})")
         return None
-
-    async def pause(self) -> None:
-        _cannot("pausing")
-
-    async def resume(self) -> None:
-        _cannot("pausing")
 
     async def diff(self) -> Mapping[str, FileInfo | None]:
         _cannot("a diff")

@@ -74,11 +74,11 @@ class HostReport:
 
 
 def capability_labels(backend: str, capabilities: Capabilities) -> frozenset[str]:
-    """Return a backend's capabilities as labels that a request can require: `isolation:vm`, `limit:disk`, `pause`."""
+    """Return a backend's capabilities as labels that a request can require: `isolation:vm`, `limit:disk`, `users`."""
     labels = {f"backend:{backend}", f"isolation:{capabilities.isolation}"}
     labels |= {f"limit:{name}" for name in capabilities.limits} | {f"egress:{name}" for name in capabilities.egress}
     labels |= {f"snapshot:{kind}" for kind in capabilities.snapshots}
-    labels |= {name for name in ("images", "pause", "users") if getattr(capabilities, name)}
+    labels |= {name for name in ("images", "users") if getattr(capabilities, name)}
     return frozenset(labels)
 
 

@@ -92,7 +92,7 @@ class DirectoryBackend(Backend):
         if missing := [name for name in CONTROLLERS if name not in self.layout.controllers]:
             notes.append(f"no limit on {', '.join(missing)}: {self.layout.reason or 'no such controller'}")
         if self.layout.unified is None:
-            notes.append(f"no pause and no live snapshot: no cgroup v2 group ({self.layout.reason})")
+            notes.append(f"no live snapshot: no cgroup v2 group ({self.layout.reason})")
         notes.append("a pod's paths contain its id: an absolute path that a program stored is not valid in a fork")
         notes.append("a program that kills the guest init, its parent, ends the pod")
         return notes
@@ -121,17 +121,12 @@ class DirectoryBackend(Backend):
 
     async def adopt(self, spec: PodSpec) -> "DirectoryPod | None":
         pod = DirectoryPod(self, spec)
-        pod.paused = pod.group.frozen()
         try:
-            if pod.paused:  # thaw for a moment: the guest init has to accept us
-                await asyncio.to_thread(pod.group.freeze, False)
+            await asyncio.to_thread(pod.group.thaw)  # its service may have died during a live snapshot
             await pod.connect(timeout=1.0, own=not spec.attached)
         except (OSError, PodError):
             pod.release()
             return None
-        finally:
-            if pod.paused:
-                await asyncio.to_thread(pod.group.freeze, True)
         return pod
 
     async def reap(self, known: Iterable[str]) -> list[str]:
@@ -251,7 +246,6 @@ class LandlockBackend(DirectoryBackend):
             egress=frozenset({"proxy"}) if self.abi >= 4 else frozenset(),
             images=False,
             snapshots=self.snapshots,
-            pause=self.layout.unified is not None,
             notes=tuple(notes),
         )
 
@@ -278,7 +272,6 @@ class SubprocessBackend(DirectoryBackend):
             limits=frozenset(self.layout.controllers),
             images=False,
             snapshots=self.snapshots,
-            pause=self.layout.unified is not None,
             notes=tuple(notes),
         )
 
@@ -304,7 +297,6 @@ class DirectoryPod(LocalPod):
         self.directory = backend.state / "pods" / spec.id
         self.group = PodCgroup(backend.layout, spec.id)
         self.proxy: EgressProxy | None = None
-        self.paused = False
         self.closed = False
 
     # ------------------------------------------------------------------------------------------- starting
@@ -410,17 +402,11 @@ class DirectoryPod(LocalPod):
     async def seal(self, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
         kind = await self.choose_snapshot_kind(kind)
         if kind == "fs":
-            if self.paused:  # its programs have to end, and its guest init has to answer
-                await self.resume()
             await self.guest.request(protocol.KILLALL)
             layer = await asyncio.to_thread(self._copy_to_layer)
         else:
-            await asyncio.to_thread(self.group.freeze, True)
-            try:
+            async with self.group.frozen():
                 layer = await asyncio.to_thread(self._copy_to_layer)
-            finally:
-                if not self.paused:
-                    await asyncio.to_thread(self.group.freeze, False)
         self.record("snapshot", {"kind": kind, "layer": layer.id})
         return (*self.spec.base_layers[-1:], layer), kind
 
