@@ -139,6 +139,7 @@ def test_snapshots_forks_and_events(host: Server) -> None:
         assert [await each.read("a") for each in (old, *children)] == [b"1", b"2", b"2"]
         assert [await each.exec("cat b") for each in children][1].stdout == "kept\n"
         await job.signal(9)
+        assert (await job.wait(10)).exit_code == 137
         await pod.close()
         await pod.close()
         kinds = [event.kind for event in pod.events()]
