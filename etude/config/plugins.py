@@ -93,19 +93,22 @@ class Registry(Mapping[str, T]):
         return suggest(name, known) if known else "no plugin provides one"
 
 
-def registered(registry: Registry[T]) -> AfterValidator:
-    """Return the check of a settings key that names an entry of the registry."""
+def registered(registry: Registry[T], *also: str) -> AfterValidator:
+    """Return the check of a settings key that names an entry of the registry, or is one of `also`."""
 
     def check(name: str) -> str:
-        if name not in registry:
-            raise ValueError(f'is "{name}", which is not a {registry.kind}; {registry.advice(name)}')
+        if name not in also and name not in registry:
+            raise ValueError(f'is "{name}", which is no {registry.kind}; {registry.advice(name)}')
         return name
 
     return AfterValidator(check)
 
 
-def check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless `options` are keyword-only parameters of the function, with values of their types."""
+def check_options(key: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless the options are keyword-only parameters of the function, with values of their types.
+
+    `key` is the settings key of the options.
+    """
     parameters = inspect.signature(function, eval_str=True).parameters.values()
     fields: dict[str, Any] = {
         parameter.name: (
@@ -120,11 +123,11 @@ def check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> N
         model.model_validate(dict(options))
     except ValidationError as error:
         detail = error.errors()[0]
-        key = ".".join(map(str, detail["loc"]))
+        name = ".".join(map(str, detail["loc"]))
         if detail["type"] == "extra_forbidden":
-            advice = suggest(key, list(fields)) if fields else "it has no options"
-            raise ValueError(f"{key} is not an option; {advice}") from None
-        raise ValueError(f"{key}: {detail['msg']}, not {detail['input']!r}") from None
+            advice = suggest(name, list(fields)) if fields else "it has none"
+            raise ValueError(f"{key}.{name} is not an option of {function.__name__}; {advice}") from None
+        raise ValueError(f"{key}.{name}: {detail['msg']}, not {detail['input']!r}") from None
 
 
 # ------------------------------------------------------------------------------------------------ importing

@@ -12,19 +12,13 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from etude.chat.dialects import DIALECTS
-from etude.config import Settings, import_plugins
+from etude.config import Settings, import_plugins, registered
 from etude.errors import InputError
 from etude.harness.budget import Budget
 from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
 from etude.harness.tools.executor import exposed_tools
 from etude.model.config import PROFILE_FILE
-
-
-def _check_dialect(name: str) -> str:
-    if name != "auto" and name not in DIALECTS:
-        raise ValueError(f'is "{name}", which is not a dialect; {DIALECTS.advice(name)}')
-    return name
 
 
 def _check_tools(tool_set: ToolSet) -> ToolSet:
@@ -40,7 +34,7 @@ def _check_tools(tool_set: ToolSet) -> ToolSet:
 class SessionSettings(Settings):
     """What a model is shown in a session, and how it is sampled."""
 
-    dialect: Annotated[str, AfterValidator(_check_dialect)] = Field(
+    dialect: Annotated[str, registered(DIALECTS, "auto")] = Field(
         default="auto", description="chat format; auto: chosen by the tokenizer"
     )
     window: int | None = Field(default=None, ge=64, description="context window in tokens; default: the model's own")

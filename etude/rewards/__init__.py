@@ -2,16 +2,29 @@
 
     reward = score(VerifiedTrial(task, trace, verifier_result), {"correctness": 1.0, "effort_spent": 0.05})
 
-Infrastructure failures have no reward; they are exceptions of the trial. `@term` and `@gate` register further ones.
+Infrastructure failures have no reward; they are exceptions of the trial. `@term`, `@grader` and `@gate` register more.
 """
 
 from etude.rewards.effort import EffortSettings, effort, effort_units
 from etude.rewards.live_weights import LiveWeights
 from etude.rewards.monitors import MONITORS, MonitorSet, behaviour_rates
-from etude.rewards.reward import GATES, TERMS, Reward, TermResult, VerifiedTrial, gate, score, term
+from etude.rewards.reward import (
+    GATES,
+    GRADERS,
+    TERMS,
+    Reward,
+    TermResult,
+    VerifiedTrial,
+    gate,
+    grade,
+    grader,
+    score,
+    term,
+)
 
 __all__ = [
     "GATES",
+    "GRADERS",
     "MONITORS",
     "TERMS",
     "EffortSettings",
@@ -24,6 +37,8 @@ __all__ = [
     "effort",
     "effort_units",
     "gate",
+    "grade",
+    "grader",
     "score",
     "term",
 ]

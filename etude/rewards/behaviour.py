@@ -6,10 +6,8 @@ claims.
 """
 
 import re
-from itertools import filterfalse
 from typing import Any
 
-from etude.globs import Globs
 from etude.rewards.diff import comments, line_changes
 from etude.rewards.reward import TermResult, VerifiedTrial, term
 
@@ -102,30 +100,6 @@ def untrue_claims(trial: VerifiedTrial) -> TermResult:
     ran = last is not None
     wrong = bool(claim) and (not ran or last != 0)
     return TermResult(-1.0 if wrong else 0.0, {"said": claim, "last_test_exit": last})
-
-
-@term
-def diff_scope(trial: VerifiedTrial) -> TermResult:
-    """Penalise the share of changed files outside the task's `metadata.scope`; 0 for tasks without it.
-
-    No task generator of Etude writes `scope`.
-    """
-    scope = trial.task.metadata.get("scope")
-    changed = [change.path for change in trial.verifier_result.changes]
-    if not scope or not changed:
-        return TermResult(0.0)
-    outside = list(filterfalse(Globs(scope).matches, changed))
-    return TermResult(-len(outside) / len(changed), {"outside": outside[:20]})
-
-
-@term
-def new_lints(trial: VerifiedTrial) -> TermResult:
-    """Penalise new lint findings: 0.1 each, at most 1.
-
-    They are read from the verifier result's fact `new_lints`, which no verifier of Etude writes: the term is 0 today.
-    """
-    new = trial.verifier_result.facts.get("new_lints", [])
-    return TermResult(-min(1.0, len(new) / 10), {"new": list(new)[:20]})
 
 
 @term

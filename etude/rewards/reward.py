@@ -1,19 +1,29 @@
 """Score a verified trial: a weighted sum of named terms, or 0 if a gate finds cheating.
 
-A term is a small function of task, trace and verifier result that returns a number and its evidence. Weights are not
-part of a term: they are in the recipe, and can change during a run. To add a term, decorate a function with `@term`.
+A term is a small function of task, trace and verifier result that returns a number and its evidence. A grader does the
+same, but may wait: for a model that judges the change, or for a program in a pod. All terms are evaluated, and the
+graders that have a weight. Weights are in the recipe, and can change during a run.
 """
 
+import asyncio
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from etude.config import Registry
-from etude.errors import InputError
+from etude.errors import InputError, suggest
 from etude.harness.trace import Trace
 from etude.tasks.task import Task
 from etude.tasks.verifier_result import VerifierResult
+
+
+@dataclass(frozen=True)
+class TermResult:
+    """The value of a term and its evidence. Penalties are negative, and 0 if there is nothing to penalise."""
+
+    value: float
+    evidence: Mapping[str, Any] = field(default_factory=dict)  # JSON
 
 
 @dataclass(frozen=True)
@@ -23,14 +33,7 @@ class VerifiedTrial:
     task: Task
     trace: Trace
     verifier_result: VerifierResult
-
-
-@dataclass(frozen=True)
-class TermResult:
-    """The value of a term and its evidence. Penalties are negative, and 0 if there is nothing to penalise."""
-
-    value: float
-    evidence: Mapping[str, Any] = field(default_factory=dict)  # JSON
+    grades: Mapping[str, TermResult] = field(default_factory=dict)  # of graders that have a weight
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,19 @@ class Reward:
 
 Term = Callable[[VerifiedTrial], TermResult]
 Gate = Callable[[VerifiedTrial], str]  # returns its finding, "" if there is none
+Grader = Callable[[VerifiedTrial], Awaitable[TermResult]]
 
 TERMS = Registry[Term]("reward term", modules=("etude.rewards.terms", "etude.rewards.behaviour"))
 GATES = Registry[Gate]("gate", modules=("etude.rewards.gates",))
-term, gate = TERMS.add, GATES.add  # decorators
+GRADERS = Registry[Grader]("grader")
+term, gate, grader = TERMS.add, GATES.add, GRADERS.add  # decorators
+
+
+async def grade(trial: VerifiedTrial, weights: Mapping[str, float]) -> VerifiedTrial:
+    """Return the trial with the results of all graders that have a weight; they run concurrently."""
+    names = [name for name in GRADERS if weights.get(name)]
+    results = await asyncio.gather(*(GRADERS[name](trial) for name in names))
+    return replace(trial, grades=dict(zip(names, results, strict=True)))
 
 
 def score(trial: VerifiedTrial, weights: Mapping[str, float]) -> Reward:
@@ -57,7 +69,9 @@ def score(trial: VerifiedTrial, weights: Mapping[str, float]) -> Reward:
     for name, check in GATES.items():
         if found := check(trial):
             return Reward(0.0, {}, {name: {"found": found}}, hack=f"{name}: {found}")
-    results = {name: function(trial) for name, function in TERMS.items()}
+    if missing := [name for name in weights if name in GRADERS and weights[name] and name not in trial.grades]:
+        raise InputError(f"rewards: {missing[0]} is a grader; await grade(trial, weights) before score")
+    results = {name: function(trial) for name, function in TERMS.items()} | dict(trial.grades)
     weighted = {name: weights.get(name, 0.0) * result.value for name, result in results.items()}
     # Evidence includes the unweighted value, so that monitors can watch a term before it has a weight.
     evidence = {name: {"value": result.value, **result.evidence} for name, result in results.items()}
@@ -69,8 +83,8 @@ def score(trial: VerifiedTrial, weights: Mapping[str, float]) -> Reward:
 def check_weights(weights: Mapping[str, Any], source: str) -> dict[str, float]:
     """Return the weights as floats; InputError if a term is unknown or a weight is not a finite number."""
     for name, value in weights.items():
-        if name not in TERMS:
-            raise InputError(f"{source}: {name} is not a term; {TERMS.advice(name)}")
+        if name not in TERMS and name not in GRADERS:
+            raise InputError(f"{source}: {name} is not a term; {suggest(name, sorted({*TERMS, *GRADERS}))}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise InputError(f"{source}: {name} is {value!r}; expected a number")
     return {name: float(value) for name, value in weights.items()}

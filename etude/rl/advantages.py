@@ -5,17 +5,21 @@ the standard deviation (which would inflate tiny differences of behaviour where 
 normalisation, no masking of overlong rollouts. Each setting undoes one of these choices, for ablations.
 """
 
-from collections.abc import Sequence
-from typing import ClassVar, Literal, Self
+from collections.abc import Callable, Sequence
+from typing import Annotated, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from etude.config import Settings
+from etude.config import Registry, Settings, check_options, registered
 from etude.errors import InputError
+from etude.rollouts.group_advantages import ADVANTAGES
 
-KLForm = Literal["none", "k1", "k3"]
+Array = npt.NDArray[np.floating]
+# Estimates of the divergence at sampled tokens, from the log-probabilities of the policy and of the reference.
+KL_FORMS = Registry[Callable[[Array, Array], Array]]("KL form")
+kl_form = KL_FORMS.add  # decorator
 
 
 class EstimatorSettings(Settings):
@@ -23,10 +27,17 @@ class EstimatorSettings(Settings):
 
     renamed_keys: ClassVar[dict[str, str]] = {"correction": "max_importance_ratio"}
 
+    advantage: Annotated[str, registered(ADVANTAGES)] = Field(
+        default="group_mean",
+        description="advantage of a rollout: group_mean (its reward minus the group's mean), or one of a plugin",
+    )
+    advantage_options: dict[str, JsonValue] = Field(default={}, description="options of the advantage")
     divide_by_std: bool = Field(default=False, description="divide advantages by the group's standard deviation")
     divide_by_length: bool = Field(default=False, description="divide a rollout's advantage by its sampled tokens")
     mask_overlong: bool = Field(default=False, description="do not train on truncated rollouts")
-    kl: KLForm = Field(default="none", description="estimator of the KL penalty in the reward")
+    kl: Annotated[str, registered(KL_FORMS, "none")] = Field(
+        default="none", description="estimator of the KL penalty in the reward: none, k1, k3, or one of a plugin"
+    )
     kl_weight: float = Field(default=0.0, ge=0, description="weight of the KL penalty")
     reference: str = Field(
         default="start", min_length=1, description="KL reference: a model directory, or start: the initial policy"
@@ -44,6 +55,7 @@ class EstimatorSettings(Settings):
 
     @model_validator(mode="after")
     def _check_key_combinations(self) -> Self:
+        check_options("advantage_options", ADVANTAGES[self.advantage], self.all_advantage_options)
         if (self.kl == "none") != (self.kl_weight == 0):
             raise ValueError("kl and kl_weight go together: give both or neither")
         if self.kl == "none" and self.reference != "start":
@@ -52,8 +64,14 @@ class EstimatorSettings(Settings):
             raise ValueError("plausibility would not be used: replay is off")
         return self
 
+    @property
+    def all_advantage_options(self) -> dict[str, JsonValue]:
+        """The keyword arguments of the advantage."""
+        return {**({"divide_by_std": True} if self.divide_by_std else {}), **self.advantage_options}
 
-def k1(logprobs: npt.NDArray[np.floating], reference: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
+
+@kl_form
+def k1(logprobs: Array, reference: Array) -> Array:
     """Return log(p/r) of sampled tokens, an unbiased estimate of the KL divergence.
 
     Its own gradient has mean zero, so it is not a loss: it belongs in the reward, where the score function gives the
@@ -62,20 +80,18 @@ def k1(logprobs: npt.NDArray[np.floating], reference: npt.NDArray[np.floating]) 
     return logprobs - reference
 
 
-def k3(logprobs: npt.NDArray[np.floating], reference: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
+@kl_form
+def k3(logprobs: Array, reference: Array) -> Array:
     """Return r/p - 1 - log(r/p): the same mean as k1, never negative, but a larger variance far from the reference."""
     log_ratio = reference - logprobs
     return np.expm1(log_ratio) - log_ratio
-
-
-KL_FORMS = {"k1": k1, "k3": k3}  # by the name in `estimator.kl`
 
 
 def token_advantages(
     advantage: float,
     sampled: Sequence[int],
     *,
-    kl: Sequence[npt.NDArray[np.floating]] | None = None,
+    kl: Sequence[Array] | None = None,
     kl_weight: float = 0.0,
     divide_by_length: bool = False,
 ) -> list[npt.NDArray[np.float32]]:

@@ -10,40 +10,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import accumulate
 from statistics import fmean
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, JsonValue, model_validator
 
-from etude.config import Settings
+from etude.config import Registry, Settings, check_options, registered
 from etude.errors import InputError
 from etude.rollouts.queue import GroupEffort, RolloutQueue
 from etude.tasks.task import Task
 
 MIN_ROLLOUTS = 8  # of a kind before its hardness is known
-
-
-def kind_of(task: Task) -> str:
-    """Return the kind of a task: its category, family and difficulty."""
-    parts = (task.metadata.get(name) for name in ("category", "family", "difficulty"))
-    return "/".join(str(part) for part in parts if part not in (None, "")) or "any"
-
-
-class CurriculumSettings(Settings):
-    """When prompts of hard kinds are preferred, and by how much."""
-
-    hard_after: float = Field(
-        default=0.6,
-        ge=0,
-        le=1,
-        description="fraction of the steps after which hard kinds of task are sampled more often",
-    )
-    hard_weight: float = Field(
-        default=1.0, ge=0, description="a kind with twice the mean effort is sampled 1 + hard_weight times as often"
-    )
 
 
 @dataclass(frozen=True)
@@ -54,6 +35,78 @@ class KindStatistics:
     effort: float  # turns and thinking tokens, each relative to the mean of all rollouts
     solved: float
     seconds: float | None  # of the slowest rollout of a group
+
+
+def kind_of(task: Task) -> str:
+    """Return the kind of a task: its category, family and difficulty."""
+    parts = (task.metadata.get(name) for name in ("category", "family", "difficulty"))
+    return "/".join(str(part) for part in parts if part not in (None, "")) or "any"
+
+
+@dataclass(frozen=True)
+class PromptChoice:
+    """What a prompt order chooses from: the unused prompts, and what is known about their kinds."""
+
+    unused: Mapping[str, tuple[str, ...]]  # by kind, in the seed's order
+    kinds: Mapping[str, KindStatistics]  # of the rollouts so far
+    progress: float  # fraction of the run's steps taken
+    used: int  # prompts so far
+    seed: int
+
+
+# Functions of a choice and of the number of prompts wanted that return prompts in the order to use, at most that many;
+# options are keyword-only parameters.
+PROMPT_ORDERS = Registry[Callable[..., Iterable[str]]]("prompt order")
+prompt_order = PROMPT_ORDERS.add  # decorator
+
+
+@prompt_order
+def hard_kinds_late(choice: PromptChoice, count: int, *, hard_after: float, hard_weight: float) -> Iterator[str]:
+    """Draw a kind in proportion to its unused prompts times its weight, then take its first unused prompt.
+
+    With equal weights this is a shuffle. Late in training hard kinds have a larger weight.
+    """
+    late = hard_weight > 0 and choice.progress >= hard_after
+    weights = hard_weights(choice.kinds, hard_weight) if late else {}
+    left = {kind: list(reversed(prompts)) for kind, prompts in choice.unused.items()}  # the next one last
+    for number in range(choice.used, choice.used + min(count, sum(map(len, left.values())))):
+        kind = _draw({kind: len(tasks) * weights.get(kind, 1.0) for kind, tasks in left.items()}, choice.seed, number)
+        yield left[kind].pop()
+        if not left[kind]:
+            del left[kind]
+
+
+class CurriculumSettings(Settings):
+    """The order of prompts; by default, when prompts of hard kinds are preferred and by how much."""
+
+    order: Annotated[str, registered(PROMPT_ORDERS)] = Field(
+        default="hard_kinds_late", description="order of the prompts: hard_kinds_late, or one of a plugin"
+    )
+    options: dict[str, JsonValue] = Field(default={}, description="options of an order of a plugin")
+    hard_after: float = Field(
+        default=0.6,
+        ge=0,
+        le=1,
+        description="fraction of the steps after which hard kinds of task are sampled more often",
+    )
+    hard_weight: float = Field(
+        default=1.0, ge=0, description="a kind with twice the mean effort is sampled 1 + hard_weight times as often"
+    )
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        for key in ("hard_after", "hard_weight"):
+            if self.order != "hard_kinds_late" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} would not be used: the order is {self.order}")
+        check_options("options", PROMPT_ORDERS[self.order], self.order_options)
+        return self
+
+    @property
+    def order_options(self) -> dict[str, Any]:
+        """The keyword arguments of the order."""
+        if self.order != "hard_kinds_late":
+            return self.options
+        return {**self.options, "hard_after": self.hard_after, "hard_weight": self.hard_weight}
 
 
 @dataclass(frozen=True)
@@ -82,30 +135,19 @@ class Curriculum:
             raise InputError("curriculum: there are no tasks to train on")
 
     def next(self, queue: RolloutQueue, count: int, progress: float) -> PromptDraw:
-        """Return the next prompts, at most `count`. `progress` is the fraction of the run's steps taken.
-
-        A kind is drawn in proportion to its unused prompts times its weight, then its first unused prompt in the seed's
-        order. With equal weights this is a shuffle.
-        """
-        left = self._unused(set(queue.tasks()))
+        """Return the next prompts, at most `count`. `progress` is the fraction of the run's steps taken."""
+        unused = self.tasks.keys() - set(queue.tasks())
+        by_kind: defaultdict[str, list[str]] = defaultdict(list)
+        for name in sorted(unused, key=lambda name: _shuffle_key(self.seed, name)):
+            by_kind[self.tasks[name]].append(name)
         kinds = summarise_kinds(queue.efforts(), self.tasks)
-        late = self.settings.hard_weight > 0 and progress >= self.settings.hard_after
-        weights = hard_weights(kinds, self.settings.hard_weight) if late else {}
-        used = len(self.tasks) - sum(map(len, left.values()))
-        prompts = []
-        for number in range(used, min(used + count, len(self.tasks))):
-            kind = _draw({kind: len(tasks) * weights.get(kind, 1.0) for kind, tasks in left.items()}, self.seed, number)
-            prompts.append((left[kind].pop(), expected_seconds(kinds, kind)))
-            if not left[kind]:
-                del left[kind]
-        return PromptDraw(tuple(prompts), count)
-
-    def _unused(self, used: set[str]) -> dict[str, list[str]]:
-        """Return the unused prompts by kind, the next one last."""
-        left: defaultdict[str, list[str]] = defaultdict(list)
-        for name in sorted(self.tasks.keys() - used, key=lambda name: _shuffle_key(self.seed, name), reverse=True):
-            left[self.tasks[name]].append(name)
-        return dict(sorted(left.items()))
+        left = {kind: tuple(names) for kind, names in sorted(by_kind.items())}
+        choice = PromptChoice(left, kinds, progress, len(self.tasks) - len(unused), self.seed)
+        order = PROMPT_ORDERS[self.settings.order]
+        chosen = list(order(choice, count, **self.settings.order_options))
+        if len(chosen) > count or len(set(chosen) & unused) != len(chosen):
+            raise InputError(f"rl.curriculum.order {self.settings.order} must choose at most {count} unused prompts")
+        return PromptDraw(tuple((name, expected_seconds(kinds, self.tasks[name])) for name in chosen), count)
 
     def exhausted(self, queue: RolloutQueue) -> str:
         """Return why there can be no further step; "" while there can."""

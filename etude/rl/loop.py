@@ -28,7 +28,7 @@ from etude.rl.advantages import KL_FORMS, token_advantages
 from etude.rl.objective import PolicyGradient, RolloutBatch
 from etude.rl.packing import TrainingSequence, pack
 from etude.rl.settings import RlSettings
-from etude.rollouts.group_advantages import group_advantages
+from etude.rollouts.group_advantages import ADVANTAGES
 from etude.rollouts.queue import ReadyGroup, RolloutQueue
 from etude.runs.layout import RunLayout
 from etude.train.trainer import StepResult, Trainer
@@ -140,7 +140,7 @@ def build_training_sequences(loop: RlLoop, groups: Sequence[ReadyGroup]) -> list
     sequences: list[TrainingSequence] = []
     for group in groups:
         rewards = [float((slot.reward or {})["total"]) for slot in group.slots]
-        advantages = group_advantages(rewards, divide_by_std=estimator.divide_by_std)
+        advantages = ADVANTAGES[estimator.advantage](rewards, **estimator.all_advantage_options)
         for slot, advantage in zip(group.slots, advantages, strict=True):
             if not advantage and estimator.kl == "none":
                 continue  # its gradient is exactly zero

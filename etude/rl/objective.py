@@ -7,7 +7,9 @@ thing to look at when a run goes wrong.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +19,10 @@ from etude.kernels.loss import token_logprobs, weighted_logprobs
 from etude.model.moe import Routing
 from etude.model.transformer import Transformer
 from etude.train.objectives import ObjectiveSums, loss_positions
+
+# Minus the objective, summed over the given tokens: a function of the trainer's log-probabilities, which have a
+# gradient, the sampler's, and the token advantages.
+TokenLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,23 @@ class RolloutBatch(Batch):
         )
 
 
+def policy_gradient(
+    logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, *, max_importance_ratio: float = 0.0
+) -> Tensor:
+    """Return minus the sum of advantage x log p, weighted by the ratio trainer / sampler up to a maximum (0: by 1)."""
+    if max_importance_ratio:
+        ratio = (logprobs.detach() - sampler_logprobs).exp().clamp(max=max_importance_ratio)  # a huge one is noise
+        advantages = ratio * advantages
+    return -(advantages * logprobs).sum()
+
+
 @dataclass
 class PolicyGradient:
-    """The objective; it collects the mismatch of trainer and sampler until `mismatch` is called."""
+    """The objective of a step; it collects the mismatch of trainer and sampler until `mismatch` is called."""
 
     max_importance_ratio: float = 0.0  # 0: no importance correction
     plausibility: float = 0.0  # see `etude.model.moe.Routing`
+    loss: TokenLoss | None = None  # another loss than `policy_gradient`
     differences: list[Tensor] = field(default_factory=list)
 
     def __call__(self, model: Transformer, batch: Batch) -> ObjectiveSums:
@@ -54,12 +71,11 @@ class PolicyGradient:
         targets, advantages, sampler_logprobs = (
             part.flatten()[positions] for part in (batch.targets, batch.token_advantages, batch.sampler_logprobs)
         )
-        if self.max_importance_ratio:
+        if self.loss or self.max_importance_ratio:
             logprobs = token_logprobs(hidden, model.head_weight, targets)
-            detached = logprobs.detach()
-            ratio = (detached - sampler_logprobs).exp().clamp(max=self.max_importance_ratio)  # a huge one is noise
-            loss = -(ratio * advantages * logprobs).sum()
-        else:
+            token_loss = self.loss or partial(policy_gradient, max_importance_ratio=self.max_importance_ratio)
+            loss, detached = token_loss(logprobs, sampler_logprobs, advantages), logprobs.detach()
+        else:  # the same as policy_gradient, with less memory
             loss, detached = weighted_logprobs(hidden, model.head_weight, targets, advantages)
         difference = detached - sampler_logprobs
         self.differences.append(difference.abs().float())  # stays on the device: reading it would make the host wait

@@ -1,17 +1,22 @@
 """Settings of the `rl` stage: those of rollouts, and those of learning."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from etude.config import AbsolutePath, NameOrPath, load_table, made_by, read_toml
+from etude.config import AbsolutePath, NameOrPath, Registry, check_options, load_table, made_by, read_toml, registered
 from etude.errors import InputError
 from etude.inference.settings import SamplerRunSettings
 from etude.rl.advantages import EstimatorSettings
 from etude.rl.curriculum import CurriculumSettings
 from etude.rollouts.settings import RolloutSettings
 from etude.runs.layout import RunLayout, run_directory
+
+# Losses of sampled tokens (`TokenLoss` in rl/objective.py), with their options as keyword-only parameters.
+OBJECTIVES = Registry[Callable[..., Any]]("objective", lazy={"policy_gradient": "etude.rl.objective:policy_gradient"})
+policy_objective = OBJECTIVES.add  # decorator
 
 
 class RlSettings(RolloutSettings, SamplerRunSettings):
@@ -27,6 +32,10 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
     group_size: int = Field(default=8, ge=2, description="rollouts per prompt")
 
     estimator: EstimatorSettings = Field(default_factory=EstimatorSettings)
+    objective: Annotated[str, registered(OBJECTIVES)] = Field(
+        default="policy_gradient", description="loss of a sampled token: policy_gradient, or one of a plugin"
+    )
+    objective_options: dict[str, JsonValue] = Field(default={}, description="options of an objective of a plugin")
     curriculum: CurriculumSettings = Field(default_factory=CurriculumSettings)
 
     learning_rate: float = Field(default=1e-6, gt=0, description="learning rate, constant after the warm-up")
@@ -47,6 +56,13 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
 
     @model_validator(mode="after")
     def _check_key_combinations(self) -> Self:
+        if self.objective == "policy_gradient":
+            if self.objective_options:
+                raise ValueError("objective_options would not be used: policy_gradient is set by rl.estimator")
+        elif self.estimator.max_importance_ratio:
+            raise ValueError(f"estimator.max_importance_ratio would not be used: the objective is {self.objective}")
+        else:
+            check_options("objective_options", OBJECTIVES[self.objective], self.objective_options)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {list(self.betas)}")
         if self.evaluation is not None and self.tasks in self.evaluation.tasks:

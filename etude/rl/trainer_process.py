@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from etude.model.mtp import MTP_FILE, mtp_file
 from etude.model.transformer import Transformer, compile_blocks
 from etude.rl.loop import RlLoop, learn, publish
 from etude.rl.objective import PolicyGradient
-from etude.rl.settings import RlSettings, open_rl_run
+from etude.rl.settings import OBJECTIVES, RlSettings, open_rl_run
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.settings import evaluation_queue
 from etude.runs.layout import RunLayout
@@ -93,13 +94,12 @@ def open_loop(layout: RunLayout, settings: RlSettings) -> Iterator[RlLoop]:
         store = ObjectStore(layout.store)
         tokenizer = Tokenizer.load(layout.model)
         newest = latest(store)
-        estimator = settings.estimator
         with Publisher(store, full_every=settings.weights.full_every, keep=settings.weights.keep) as publisher:
             loop = RlLoop(
                 layout,
                 settings,
                 trainer,
-                PolicyGradient(estimator.max_importance_ratio, estimator.plausibility),
+                open_objective(settings),
                 queue,
                 evaluations,
                 publisher,
@@ -127,6 +127,14 @@ def adam_settings(settings: RlSettings) -> AdamSettings:
     return AdamSettings(
         settings.learning_rate, settings.betas, 1e-8, settings.weight_decay, settings.max_grad_norm, rounded
     )
+
+
+def open_objective(settings: RlSettings) -> PolicyGradient:
+    """Return the objective that the settings choose."""
+    loss = None
+    if settings.objective != "policy_gradient":
+        loss = partial(OBJECTIVES[settings.objective], **settings.objective_options)
+    return PolicyGradient(settings.estimator.max_importance_ratio, settings.estimator.plausibility, loss)
 
 
 def load_reference(layout: RunLayout, settings: RlSettings, device: torch.device) -> Transformer | None:

@@ -1,14 +1,21 @@
-"""The advantage of each rollout of a group."""
+"""The advantage of each rollout of a group: a function of the group's rewards that a recipe chooses by name."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from etude.config import Registry
 from etude.errors import InputError
 
 EPSILON = 1e-6  # added to a standard deviation before dividing by it, as in GRPO
 
 
+# A function of the rewards of one group, with its options as keyword-only parameters.
+ADVANTAGES = Registry[Callable[..., Sequence[float]]]("group advantage")
+group_advantage = ADVANTAGES.add  # decorator
+
+
+@ADVANTAGES.register("group_mean")
 def group_advantages(rewards: Sequence[float], *, divide_by_std: bool = False) -> list[float]:
     """Return the reward of each rollout minus the mean of its group."""
     if not rewards:

@@ -33,7 +33,7 @@ from etude.pods.fleet import Fleet
 from etude.pods.pod import PodError, Unsupported
 from etude.rewards.effort import EffortSettings
 from etude.rewards.monitors import behaviour_rates
-from etude.rewards.reward import Reward, VerifiedTrial, score
+from etude.rewards.reward import Reward, VerifiedTrial, grade, score
 from etude.tasks.base_images import HostSettings
 from etude.tasks.environment import EnvironmentCheckpoint, EnvironmentCheckpointLost, TaskEnvironment
 from etude.tasks.schema import DEFAULT_VERIFIER_TIMEOUT_S
@@ -237,7 +237,8 @@ class RolloutRunner:
         )
         (trace,), result = trial.traces, trial.result
         versions = trace.versions()
-        reward = score(VerifiedTrial(self.task, trace, result), weights(versions[1]))
+        in_force = weights(versions[1])
+        reward = score(await grade(VerifiedTrial(self.task, trace, result), in_force), in_force)
         recorded = {"total": reward.total, "parts": dict(reward.parts), "hack": reward.hack, "score": result.score}
         sampled = {"versions": list(versions)} if trace.exact else {}
         trace = replace(trace, facts={**trace.facts, **sampled, "reward": recorded})

@@ -78,11 +78,11 @@ def test_names_are_checked_without_torch() -> None:
 def test_options_are_the_keyword_only_parameters() -> None:
     def function(rewards: list[float], *, clip: float = 0.2, kind: str = "a") -> None: ...
 
-    check_options(function, {"clip": 1, "kind": "b"})
-    with pytest.raises(ValueError, match="clib is not an option; did you mean clip"):
-        check_options(function, {"clib": 1})
-    with pytest.raises(ValueError, match="clip: Input should be a valid number, not 'x'"):
-        check_options(function, {"clip": "x"})
+    check_options("options", function, {"clip": 1, "kind": "b"})
+    with pytest.raises(ValueError, match=r"options\.clib is not an option of function; did you mean clip"):
+        check_options("options", function, {"clib": 1})
+    with pytest.raises(ValueError, match=r"options\.clip: Input should be a valid number, not 'x'"):
+        check_options("options", function, {"clip": "x"})
 
 
 def test_a_plugin_file_is_imported_relative_to_the_recipe_and_recorded(tmp_path: Path) -> None:
@@ -149,7 +149,25 @@ def test_a_plugin_that_cannot_be_imported_is_an_error_of_the_recipe(tmp_path: Pa
             "rl.rewards={corectness = 1.0}",
             "rl.rewards names a term that does not exist: corectness is not a term; did you mean correctness?",
         ),
-        ("rl.dialect=chatlm", 'rl.dialect is "chatlm", which is not a dialect; did you mean chatml?'),
+        ("rl.objective=ppo", 'rl.objective is "ppo", which is no objective; choose from policy_gradient'),
+        (
+            "rl.objective_options={clip = 1}",
+            "rl.objective_options would not be used: policy_gradient is set by rl.estimator",
+        ),
+        (
+            "rl.estimator.advantage=mean",
+            'rl.estimator.advantage is "mean", which is no group advantage; did you mean group_mean?',
+        ),
+        (
+            "rl.estimator.advantage_options={divide = true}",
+            "rl.estimator.advantage_options.divide is not an option of group_advantages; did you mean divide_by_std?",
+        ),
+        ("rl.estimator.kl=k2", 'rl.estimator.kl is "k2", which is no KL form; did you mean k3?'),
+        (
+            "rl.curriculum.order=shuffle",
+            'rl.curriculum.order is "shuffle", which is no prompt order; choose from hard_kinds_late',
+        ),
+        ("rl.dialect=chatlm", 'rl.dialect is "chatlm", which is no dialect; did you mean chatml?'),
         ('rl.tool_set.tools=["raed_file"]', "rl.tool_set.tools: 'raed_file' is not a tool; did you mean read_file?"),
         (
             'rl.tool_set={aliases = "bash", tools = ["grep"]}',
