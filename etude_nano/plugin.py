@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.tasks.settings import TaskSetSettings
-from etude.tasks.sources import DemonstrationRow, task_source
+from etude.tasks.sources import DemonstrationRow, TaskSource, task_source
 
 if TYPE_CHECKING:
     from etude.chat.dialects.dialect import Dialect
@@ -16,7 +16,7 @@ DEMONSTRATION_SEED_OFFSET = 1_000_000_000  # added to a set's seed: the first ta
 
 
 @task_source("nano")
-class NanoTaskSource:
+class NanoTaskSource(TaskSource):
     """Tiny tasks from templates, with scripted demonstrations that run without pods."""
 
     def tasks(self, settings: TaskSetSettings) -> Iterator[tuple[str, Mapping[str, str]]]:
@@ -45,8 +45,3 @@ class NanoTaskSource:
             if shown is not None and not shown.deviation:
                 tokens = sum(len(segment.tokens) for segment in shown.trace.segments)
                 yield DemonstrationRow(shown.task, shown.row(), tokens)
-
-    def vocabulary_texts(self, tasks: int = 2000) -> Iterator[str]:
-        from etude_nano import pod_sessions
-
-        return pod_sessions.vocabulary_texts(tasks)

@@ -32,7 +32,7 @@ from etude.model.settings import BaseModelSettings, InitSettings
 from etude.rl.settings import RlSettings
 from etude.runs.run import RunSettings
 from etude.tasks.settings import TaskSetsSettings
-from etude.tasks.sources import TASK_SOURCES
+from etude.tasks.sources import TASK_SOURCES, TaskSource
 from etude.train.settings import ExtendSettings, MtpSettings, PretrainSettings, SftSettings, TrainingSettings
 
 
@@ -127,6 +127,9 @@ class Recipe(RunSettings):
             if each.source is not None and each.source not in TASK_SOURCES:
                 advice = TASK_SOURCES.advice(each.source)
                 raise ValueError(f'tasks.build {each.name}: there is no task source "{each.source}"; {advice}')
+            makes_none = each.source and TASK_SOURCES[each.source].demonstrations is TaskSource.demonstrations
+            if each.demonstrations and makes_none:
+                raise ValueError(f"tasks.build {each.name}: the task source {each.source} makes no demonstrations")
         for corpus in self.corpus.build if self.corpus else ():
             for source in corpus.sources:
                 name = source.removeprefix(DEMONSTRATIONS)

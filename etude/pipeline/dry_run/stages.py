@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -93,8 +94,8 @@ class PlanContext:
     def _source_texts(self) -> list[str]:
         """Return texts of the recipe's task sources; without one, some code of the standard library."""
         sets = self.recipe.tasks.build if self.recipe.tasks else ()
-        names = sorted({task_set.source for task_set in sets if task_set.source is not None})
-        texts = [text for name in names for text in TASK_SOURCES[name]().vocabulary_texts(60)]
+        made = [islice(TASK_SOURCES[each.source]().tasks(each), 60) for each in sets if each.source is not None]
+        texts = [text for tasks in made for _, files in tasks for text in files.values()]
         return texts or [Path(json.__file__).read_text(encoding="utf-8")]
 
     def measurable_tokens(self, memory: ProcessMemory, tokens: int) -> int | None:
