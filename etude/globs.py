@@ -8,8 +8,8 @@ Runs on the host and, packed, in pods: standard library only, Python 3.8.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # typing is slow to import
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 

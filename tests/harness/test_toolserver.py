@@ -340,8 +340,7 @@ said = []
 server.jobs.run({"command": "sleep 9", "block_s": 0, "timeout_s": 60}, lambda result: said.append(result()))
 server.jobs.kill({"job_id": 1}, lambda result: said.append(result()))
 while len(said) < 2:
-    for key, _ in server.selector.select():
-        key.data()
+    server.handle_events()
 print(said[1]["text"])
 """
 

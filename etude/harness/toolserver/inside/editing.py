@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-from typing import Any
 
 from etude.harness.toolserver.inside import nearest
 from etude.harness.toolserver.inside.paths import (
@@ -22,6 +21,10 @@ from etude.harness.toolserver.inside.paths import (
     refusal_for,
     replace_file,
 )
+
+TYPE_CHECKING = False  # typing is slow to import
+if TYPE_CHECKING:
+    from typing import Any
 
 MAX_ORIGINAL = 1 << 20  # bytes of a file whose original is saved
 

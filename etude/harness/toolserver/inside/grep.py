@@ -11,14 +11,15 @@ import json
 import os
 import re
 import subprocess
-from typing import TYPE_CHECKING, Any
 
 from etude.globs import GitGlobs
 from etude.harness.toolserver.inside.ignore import files_below, is_hidden
 from etude.harness.toolserver.inside.paths import SAMPLE, Refusal, ToolWorkspace, lent_program, read_bytes, refusal_for
 
+TYPE_CHECKING = False  # typing is slow to import
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from typing import Any
 
 DEFAULT_LIMIT = 100  # matching lines, or files
 MAX_LIMIT = 1000

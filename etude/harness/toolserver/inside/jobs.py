@@ -11,13 +11,14 @@ import json
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
 
 from etude.harness.toolserver.inside import output, shell
 from etude.harness.toolserver.inside.paths import Refusal, ToolWorkspace
 
+TYPE_CHECKING = False  # typing is slow to import
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any
 
     from etude.harness.toolserver.inside.server import ToolServerProcess
 
@@ -40,7 +41,7 @@ class ShellJob:
         self.foreground = False
         self.shown = 0  # bytes of the log that the model has seen
         self.ended: dict[str, Any] | None = None
-        self.on_end: list[Callable[[], None]] = []  # called at its end
+        self.waits: list[PendingWait] = []  # requests that wait for its end
         self.cwd_before = ""  # of the shell
 
     def size(self, at_end: bool = False) -> int:
@@ -110,13 +111,7 @@ class ShellJobs:
         if not job.foreground:
             respond(lambda: self.report(job, "run"))
             return lambda: None
-        waiting = PendingWait(self, job, block_s, lambda reason: respond(lambda: self.report(job, "run")))
-
-        def cancel() -> None:
-            waiting.finish("cancelled", silent=True)
-            self.terminate(job)
-
-        return cancel
+        return PendingWait(self, job, "run", respond).start(block_s)
 
     def create(self) -> tuple[ShellJob, int]:
         """Create a job with the next free number, and its lock; another server may use the directory too."""
@@ -168,8 +163,8 @@ class ShellJobs:
         if job.foreground and "code" in (job.ended or {}):
             self.shell.adopt(job.base + ".state")
         shell.remove_state(job.base + ".state")
-        for callback in list(job.on_end):
-            callback()
+        for waiting in list(job.waits):
+            waiting.check()
 
     # -- wait and kill
 
@@ -191,52 +186,20 @@ class ShellJobs:
 
     def wait(self, arguments: dict[str, Any], respond: Respond) -> Callable[[], None]:
         """Respond when the job ends, prints a line that matches `pattern`, or `block_s` have passed."""
-        job = self.find(arguments)
-        job.refresh()
-        if job.ended is not None:
-            respond(lambda: self.report(job, "await"))
-            return lambda: None
-        watcher = 0
-        if pattern := arguments.get("pattern"):
+        waiting = PendingWait(self, self.find(arguments), "await", respond)
+        waiting.job.refresh()
+        if (pattern := arguments.get("pattern")) and waiting.job.ended is None:
             from etude.harness.toolserver.inside.watch import watch
 
-            watcher = watch(self.server, job.log, job.shown, pattern, lambda: waiting.finish("matched"))
-
-        def done(reason: str) -> None:
-            if watcher:
-                self.server.kill(watcher)
-            respond(lambda: self.report(job, "await", matched=reason == "matched"))
-
-        waiting = PendingWait(self, job, float(arguments["block_s"]), done)
-
-        def cancel() -> None:
-            waiting.finish("cancelled", silent=True)
-            if watcher:
-                self.server.kill(watcher)
-
-        return cancel
+            log, shown = waiting.job.log, waiting.job.shown
+            waiting.watcher = watch(self.server, log, shown, pattern, lambda: waiting.finish(matched=True))
+        return waiting.start(float(arguments["block_s"]))
 
     def kill(self, arguments: dict[str, Any], respond: Respond) -> Callable[[], None]:
         """End a job with all its processes."""
         job = self.find(arguments)
-        job.refresh()
-        if job.ended is not None and not is_locked(job.base + ".lock"):
-            respond(lambda: self.report(job, "kill"))
-            return lambda: None
         self.terminate(job)
-        if job.ended is None:
-            waiting = PendingWait(self, job, KILL_S, lambda reason: respond(lambda: self.report(job, "kill")))
-            return lambda: waiting.finish("cancelled", silent=True)
-        until = time.monotonic() + KILL_S
-
-        def poll() -> None:  # the command ended, but not its background processes
-            if is_locked(job.base + ".lock") and time.monotonic() < until:
-                self.server.call_at(time.monotonic() + POLL_S, poll)
-            else:
-                respond(lambda: self.report(job, "kill"))
-
-        poll()
-        return lambda: None
+        return PendingWait(self, job, "kill", respond).start(KILL_S)
 
     def terminate(self, job: ShellJob) -> None:
         """Signal the supervisor to end the job, if it lives: the lock shows that the pid is still its own."""
@@ -299,34 +262,45 @@ class ShellJobs:
 
 
 class PendingWait:
-    """A request that waits for the end of a job or a timeout; `done` is called once."""
+    """A request that is answered once: when the job has ended, when `finish` is called, or after a time limit."""
 
-    def __init__(self, jobs: ShellJobs, job: ShellJob, block_s: float, done: Callable[[str], None]) -> None:
-        self.jobs, self.job, self.done = jobs, job, done
-        self.deadline = time.monotonic() + block_s
+    def __init__(self, jobs: ShellJobs, job: ShellJob, verb: str, respond: Respond) -> None:
+        self.jobs, self.job, self.verb, self.respond = jobs, job, verb, respond
+        self.watcher = 0  # pid of the process that waits for a pattern
         self.finished = False
-        job.on_end.append(self.check)
-        jobs.server.call_at(self.deadline, self.on_timeout)
-        if not job.started_here:
-            self.poll()
+
+    def start(self, block_s: float) -> Callable[[], None]:
+        """Wait for at most `block_s`; return the cancel function of the request."""
+        self.job.waits.append(self)
+        self.jobs.server.call_at(time.monotonic() + block_s, self.finish)
+        self.check()
+        return self.cancel
 
     def check(self) -> None:
-        if self.job.ended is not None:
-            self.finish("ended")
-
-    def poll(self) -> None:
-        if not self.finished:
-            self.job.refresh()
-            self.check()
-            self.jobs.server.call_at(time.monotonic() + POLL_S, self.poll)
-
-    def on_timeout(self) -> None:
-        self.finish("time")
-
-    def finish(self, reason: str, silent: bool = False) -> None:
+        """Finish if the job has ended; look again soon if that is not reported to this server."""
         if self.finished:
             return
+        self.job.refresh()
+        left = self.verb == "kill" and is_locked(self.job.base + ".lock")  # its background processes, for one
+        if self.job.ended is not None and not left:
+            self.finish()
+        elif self.job.ended is not None or not self.job.started_here:
+            self.jobs.server.call_at(time.monotonic() + POLL_S, self.check)
+
+    def finish(self, matched: bool = False) -> None:
+        if not self.finished:
+            self.stop()
+            self.respond(lambda: self.jobs.report(self.job, self.verb, matched))
+
+    def cancel(self) -> None:
+        """Give up the request: a command that it started ends too."""
+        if not self.finished:
+            self.stop()
+            if self.verb == "run":
+                self.jobs.terminate(self.job)
+
+    def stop(self) -> None:
         self.finished = True
-        self.job.on_end.remove(self.check)
-        if not silent:
-            self.done(reason)
+        self.job.waits.remove(self)
+        if self.watcher:
+            self.jobs.server.kill(self.watcher)

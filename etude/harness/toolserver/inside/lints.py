@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import warnings
-from typing import TYPE_CHECKING, Any
 
 from etude.harness.toolserver.inside.editing import originals
 from etude.harness.toolserver.inside.ignore import files_below
@@ -25,7 +24,10 @@ PROGRAM_S = 30.0
 # A project's configuration may enable fixes; linting must not change files.
 RUFF = ("check", "--no-cache", "--no-fix", "--no-fix-only", "--exit-zero", "--quiet", "--output-format", "json")
 
+TYPE_CHECKING = False  # typing is slow to import
 if TYPE_CHECKING:
+    from typing import Any
+
     Problem = tuple[int, int, str, str]  # line, column, code, message
 
 

@@ -10,11 +10,14 @@ import contextlib
 import hashlib
 import json
 import os
-from typing import Any
 
 from etude.globs import GitGlobs
 from etude.harness.toolserver.inside.ignore import is_hidden, walk
 from etude.harness.toolserver.inside.paths import SAMPLE, ToolWorkspace, quote_name, refusal_for, replace_file
+
+TYPE_CHECKING = False  # typing is slow to import
+if TYPE_CHECKING:
+    from typing import Any
 
 MAX_FILE = 1 << 20
 MAX_FILES = 50_000

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # typing is slow to import
 if TYPE_CHECKING:
     from collections.abc import Callable
 

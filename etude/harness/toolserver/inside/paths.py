@@ -14,8 +14,8 @@ import stat
 MAX_FILE = 64 << 20  # bytes of a file that is read completely
 SAMPLE = 8192  # first bytes, in which a NUL means binary, as in git
 
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\ufeff]")
-_ESCAPED = re.compile(r'\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|([ntr\\"]))')
+_UNSAFE = "[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\ufeff]"  # compiled when first used: it takes a millisecond
+_ESCAPED = r'\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|([ntr\\"]))'
 _SHORT = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", '"': '\\"'}
 _LONG = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", '"': '"'}
 _MAGIC = (
@@ -42,7 +42,7 @@ class Refusal(Exception):
 
 def quote_name(name: str) -> str:
     """Return a name on one line: as it is, or quoted with escapes if it is ambiguous."""
-    if not _UNSAFE.search(name) and not name.startswith('"'):
+    if not re.search(_UNSAFE, name) and not name.startswith('"'):
         return name
     parts = []
     for char in name:
@@ -51,9 +51,9 @@ def quote_name(name: str) -> str:
             parts.append(_SHORT[char])
         elif 0xDC80 <= code <= 0xDCFF:  # a byte that is not UTF-8, decoded with surrogateescape
             parts.append(f"\\x{code - 0xDC00:02x}")
-        elif code < 0x80 and _UNSAFE.match(char):
+        elif code < 0x80 and re.match(_UNSAFE, char):
             parts.append(f"\\x{code:02x}")
-        elif _UNSAFE.match(char):
+        elif re.match(_UNSAFE, char):
             parts.append(f"\\u{code:04x}")
         else:
             parts.append(char)
@@ -70,7 +70,7 @@ def unquote_name(text: str) -> str:
             return chr(number if number < 0x80 else number + 0xDC00)
         return chr(int(code, 16)) if code else _LONG[letter]
 
-    return _ESCAPED.sub(char, text[1:-1])
+    return re.sub(_ESCAPED, char, text[1:-1])
 
 
 def session_start_ns(state: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from etude.globs import GitGlobs
 from etude.harness.toolserver.inside.paths import (
@@ -14,6 +13,10 @@ from etude.harness.toolserver.inside.paths import (
     read_bytes,
     refusal_for,
 )
+
+TYPE_CHECKING = False  # typing is slow to import
+if TYPE_CHECKING:
+    from typing import Any
 
 MAX_LINES = 2000
 MAX_BYTES = 50 << 10

@@ -3,27 +3,27 @@
 Single-threaded. Quick requests run in the loop; slow ones run in a forked child with a deadline, so that no regular
 expression can block anything else (a thread could not do that: matching holds the GIL). Forking is safe because there
 are no threads. Cancelling a request kills its child.
+
+Imports are most of the time until the first answer: what only some requests need is imported by them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import json
 import os
-import resource
-import selectors
+import select
 import signal
 import sys
 import time
-import traceback
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from etude.harness.toolserver.inside.paths import Refusal, ToolWorkspace
 
+TYPE_CHECKING = False  # importing typing would take a tenth of the start time
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from typing import Any
 
     from etude.harness.toolserver.inside.jobs import ShellJobs
 
@@ -59,8 +59,9 @@ class ToolServerProcess:
 
     def __init__(self, workspace: ToolWorkspace, responses: int) -> None:
         self.workspace, self.responses = workspace, responses
-        self.selector = selectors.DefaultSelector()
-        self.timers: list[tuple[float, int, Callable[[], None]]] = []
+        self.poll = select.poll()
+        self.readers: dict[int, Callable[[], None]] = {}  # descriptor -> what reads it
+        self.timers: list[tuple[float, int, Callable[[], None]]] = []  # sorted
         self.count = 0
         self.active: dict[int, Cancel] = {}  # request -> its cancel function
         self._jobs: ShellJobs | None = None
@@ -70,7 +71,8 @@ class ToolServerProcess:
     def call_at(self, when: float, call: Callable[[], None]) -> None:
         """Run `call` at a monotonic time."""
         self.count += 1
-        heapq.heappush(self.timers, (when, self.count, call))
+        self.timers.append((when, self.count, call))
+        self.timers.sort()
 
     def read_to_end(self, fd: int, done: Callable[[bytes], None]) -> None:
         """Read a pipe to its end, then pass its data to `done`."""
@@ -84,11 +86,17 @@ class ToolServerProcess:
                 return
             parts.append(data)
             if not data or sum(map(len, parts)) > MAX_RESPONSE:
-                self.selector.unregister(fd)
+                self.poll.unregister(fd)
+                del self.readers[fd]
                 os.close(fd)
                 done(b"".join(parts))
 
-        self.selector.register(fd, selectors.EVENT_READ, readable)
+        self.read_with(fd, readable)
+
+    def read_with(self, fd: int, readable: Callable[[], None]) -> None:
+        """Call `readable` whenever a descriptor has data or is closed."""
+        self.readers[fd] = readable
+        self.poll.register(fd, select.POLLIN)
 
     def fork(self, work: Callable[[int], None], done: Callable[[bytes], None], kept_fd: int = -1) -> int:
         """Run `work` in a child process with a pipe to write to; then pass what it wrote to `done`.
@@ -125,7 +133,7 @@ class ToolServerProcess:
             work(pipe)
             code = 0
         except BaseException:
-            traceback.print_exc()
+            print_exception()
         finally:
             os._exit(code)
 
@@ -133,6 +141,18 @@ class ToolServerProcess:
         """Signal a child; the kernel reaps it."""
         with contextlib.suppress(OSError):
             os.kill(pid, number)
+
+    def handle_events(self) -> None:
+        """Wait for data or the next timer, and handle all that are due."""
+        wait = max(0.0, self.timers[0][0] - time.monotonic()) * 1000 + 1 if self.timers else None
+        due = [self.readers[fd] for fd, _ in self.poll.poll(wait)]
+        while self.timers and self.timers[0][0] <= time.monotonic():
+            due.append(self.timers.pop(0)[2])
+        for call in due:
+            try:
+                call()
+            except Exception:  # other requests continue; this one ends with the client's time limit
+                print_exception()
 
     @property
     def jobs(self) -> ShellJobs:
@@ -172,18 +192,10 @@ class ToolServerProcess:
             elif len(buffer) > MAX_REQUEST:
                 raise SystemExit("a request is too long")
 
-        self.selector.register(requests, selectors.EVENT_READ, readable)
+        self.read_with(requests, readable)
         self.call_at(time.monotonic() + LOAD_S, self.load)
         while more:
-            wait = max(0.0, self.timers[0][0] - time.monotonic()) if self.timers else None
-            due = [key.data for key, _ in self.selector.select(wait)]
-            while self.timers and self.timers[0][0] <= time.monotonic():
-                due.append(heapq.heappop(self.timers)[2])
-            for call in due:
-                try:
-                    call()
-                except Exception:  # other requests continue; this one ends with the client's time limit
-                    traceback.print_exc()
+            self.handle_events()
 
     def handle(self, line: bytes) -> None:
         """Start a request."""
@@ -217,6 +229,8 @@ class ToolServerProcess:
         work = handler({**QUICK, **SLOW}, operation)
 
         def child(pipe: int) -> None:
+            import resource
+
             if operation != "lints":  # which starts ruff, whose address space is not limited
                 resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
             seconds = int(limit_s) + 1  # of the programs that it starts too, which are not killed with it
@@ -278,6 +292,12 @@ def close_others(kept: Iterable[int]) -> None:
                 os.close(fd)
 
 
+def print_exception() -> None:
+    import traceback
+
+    traceback.print_exc()
+
+
 def handler(
     table: dict[str, tuple[str, str]], operation: str
 ) -> Callable[[ToolWorkspace, dict[str, Any]], dict[str, Any]]:
@@ -296,6 +316,8 @@ def failure(error: Exception) -> dict[str, Any]:
         return {"error": {"kind": "environment", "message": "it needs more memory than there is; narrow it"}}
     if isinstance(error, OSError):
         return {"error": {"kind": "environment", "message": str(error.strerror or error).lower()}}
+    import traceback
+
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return {"error": {"kind": "bug", "message": f"{type(error).__name__}: {error}", "trace": trace[-4000:]}}
 

@@ -13,10 +13,11 @@ import select
 import signal
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # typing is slow to import
 if TYPE_CHECKING:
     from types import FrameType
+    from typing import Any
 
 LOG_CAP = 64 << 20  # bytes of a log; beyond that only the end is kept
 LOG_TAIL = 64 << 10

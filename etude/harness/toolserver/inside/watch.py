@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import TYPE_CHECKING
 
 from etude.harness.toolserver.inside.paths import Refusal
 
+TYPE_CHECKING = False  # typing is slow to import
 if TYPE_CHECKING:
     from collections.abc import Callable
 
