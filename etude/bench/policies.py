@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from etude.bench.redacting_chat import RedactingChat
 from etude.chat.dialects import dialect_for
 from etude.chat.tokenizer import Tokenizer, check_vocabulary
 from etude.errors import EtudeError, InputError
 from etude.files import files_digest
 from etude.harness.open_client import CHAT_WINDOW
+from etude.inference.clients.openai import OpenAIChat
 from etude.inference.clients.transport import RetryPolicy, ServerError, ServerUnreachable
 from etude.model.config import ModelConfig
 from etude.rollouts.rollout import ChatBinding, ModelBinding, PolicyBinding, RolloutFailed
@@ -217,10 +217,10 @@ def _window(requested: int, available: int) -> int:
     return requested or available
 
 
-def _client(policy: BenchPolicy, retry: RetryPolicy) -> RedactingChat:
+def _client(policy: BenchPolicy, retry: RetryPolicy) -> OpenAIChat:
     # OpenAI's newer models refuse "max_tokens".
     limit = "max_completion_tokens" if urlsplit(policy.url).hostname == "api.openai.com" else "max_tokens"
-    return RedactingChat(policy.url, policy.key(), model=policy.model, limit=limit, retry=retry)
+    return OpenAIChat(policy.url, policy.key(), model=policy.model, limit=limit, retry=retry)
 
 
 # ------------------------------------------------------------------------------------------- trials

@@ -14,25 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from etude.chat.dialects.dialect import Dialect
-from etude.chat.dialects.json_calls import MalformedCall, read_arguments
 from etude.chat.dialects.streaming import TurnStreamer
-from etude.chat.messages import (
-    CallStatus,
-    Message,
-    ParsedTurn,
-    PartListener,
-    StreamPart,
-    ToolCall,
-    ToolSchema,
-    tool_names,
-)
+from etude.chat.messages import Message, ParsedTurn, PartListener, StreamPart, ToolSchema
 from etude.errors import InputError
 from etude.harness.trace import Segment, SegmentBuilder, SegmentKind, Trace
-from etude.inference.chat_format import ParsedToolCall
-from etude.inference.clients.openai import OpenAIChat, Reply
+from etude.inference.clients.openai import OpenAIChat
 from etude.inference.policy import Completion, Policy
 from etude.inference.sampling import Sampling
 
+BYTES_PER_TOKEN = 4.0  # of text or code, for an endpoint that has not counted any tokens yet
 SEED_LIMIT = 1 << 62  # exclusive upper bound of sampling seeds
 
 
@@ -167,8 +157,12 @@ class TokenModelClient(ModelClient):
         tokens = self._builder.tokens
         if self.on_text is _ignore_part:
             return await self.policy.complete(tokens, sampling, session=self.session), None
-        streamer = TurnStreamer(self.dialect, self.on_text)
-        return await self.policy.complete_streaming(tokens, sampling, streamer.feed, session=self.session), streamer
+        streamer = TurnStreamer(self.dialect.parse, self.on_text)
+
+        def on_tokens(new: Sequence[int]) -> None:
+            streamer.feed(new)
+
+        return await self.policy.complete_streaming(tokens, sampling, on_tokens, session=self.session), streamer
 
     def flush(self) -> tuple[int, int]:
         pending, self._pending = self._pending, []
@@ -207,6 +201,7 @@ class ChatModelClient(ModelClient):
         self._pending: list[Message] = []
         self._tools: Sequence[ToolSchema] = ()
         self._size = 0
+        self._bytes_per_token = BYTES_PER_TOKEN
         self._kinds: list[SegmentKind] = []
 
     @property
@@ -219,14 +214,18 @@ class ChatModelClient(ModelClient):
         self._messages, self._pending = [_to_chat(message) for message in messages], []
         self._tools = tools
         self._kinds.append(kind)
-        self._size = _estimate_tokens([*self._messages, *tools])
+        self._size = self._estimate_tokens([*self._messages, *tools])
         return 0, self._size
 
     def append(self, messages: Sequence[Message]) -> None:
         self._pending += messages
 
     def count_tokens(self, messages: Sequence[Message]) -> int:
-        return _estimate_tokens([_to_chat(message) for message in messages])
+        return self._estimate_tokens([_to_chat(message) for message in messages])
+
+    def _estimate_tokens(self, values: Sequence[Mapping[str, Any]]) -> int:
+        """Estimate tokens that the endpoint has not counted yet, with as many bytes a token as in those it counted."""
+        return int(_count_bytes(values) / self._bytes_per_token) + 4 * len(values)
 
     def flush(self) -> tuple[int, int]:
         start, self._size = self._size, self.size
@@ -238,13 +237,15 @@ class ChatModelClient(ModelClient):
         started = time.monotonic()
         listener = None if self.on_text is _ignore_part else self.on_text
         sampling = replace(self.sampling, max_tokens=max_tokens)
-        reply = _without_lone_surrogates(await self.client.chat(self._messages, self._tools, sampling, listener))
-        self._messages.append(reply.message)
-        parsed = _parse_reply(reply, self._tools)
+        reply = await self.client.chat(self._messages, self._tools, sampling, listener)
         usage = reply.usage
+        if usage.counted:
+            size = _count_bytes([*self._messages, *self._tools])
+            self._bytes_per_token = min(BYTES_PER_TOKEN, size / max(1, usage.prompt_tokens))
+        self._messages.append(reply.message)
         self._size = usage.prompt_tokens + usage.completion_tokens
         span = usage.prompt_tokens, self._size
-        return Turn(parsed, span, usage.prompt_tokens, usage.cached_tokens, time.monotonic() - started)
+        return Turn(reply.turn, span, usage.prompt_tokens, usage.cached_tokens, time.monotonic() - started)
 
     def segments(self) -> list[Segment]:
         return [SegmentBuilder(kind, ()).segment() for kind in self._kinds]
@@ -260,7 +261,7 @@ class ChatModelClient(ModelClient):
                 messages.append(step.message)
                 messages += step.results() if index < last_turn else []
         self._messages = [_to_chat(message) for message in messages]
-        self._size = _estimate_tokens([*self._messages, *self._tools])
+        self._size = self._estimate_tokens([*self._messages, *self._tools])
         return True
 
 
@@ -273,9 +274,8 @@ def _ignore_part(part: StreamPart, text: str) -> None:
     """Default listener: does nothing."""
 
 
-def _estimate_tokens(values: Sequence[Mapping[str, Any]]) -> int:
-    """Estimate tokens that the endpoint has not counted yet: a token is about four bytes of text or code."""
-    return sum(len(json.dumps(value, ensure_ascii=False).encode()) // 4 + 4 for value in values)
+def _count_bytes(values: Sequence[Mapping[str, Any]]) -> int:
+    return sum(len(json.dumps(value, ensure_ascii=False).encode()) for value in values)
 
 
 def _to_chat(message: Message) -> dict[str, Any]:
@@ -288,40 +288,3 @@ def _to_chat(message: Message) -> dict[str, Any]:
             for call in message.calls
         ]
     return out
-
-
-def _without_lone_surrogates(reply: Reply) -> Reply:
-    """Replace lone surrogates: JSON can encode them, but they can neither be stored nor sent back."""
-    calls = [[call.name, call.arguments, call.id] for call in reply.tool_calls]
-    encoded = json.dumps([reply.text, reply.message, calls], ensure_ascii=False)
-    text, message, calls = json.loads(encoded.encode("utf-8", "replace"))
-    return replace(reply, text=text, message=message, tool_calls=tuple(ParsedToolCall(*call) for call in calls))
-
-
-def _parse_reply(reply: Reply, tools: Sequence[ToolSchema]) -> ParsedTurn:
-    """Convert a reply to a parsed turn; of token kinds, an endpoint counts at most the thinking tokens."""
-    known, calls = tool_names(tools), []
-    for call in reply.tool_calls:
-        status: CallStatus = "ok"
-        arguments, problem = None, ""
-        try:
-            arguments = read_arguments(call.arguments or "{}", call.name)
-        except MalformedCall as error:
-            status, problem = error.status, error.problem
-        else:
-            if call.name not in known:
-                status, problem = "unknown_tool", f"there is no tool {call.name}"
-        calls.append(ToolCall(call.name, arguments, call.id, status, call.arguments, problem=problem))
-    thinking = reply.message.get("reasoning_content") or reply.message.get("reasoning") or ""
-    total = reply.usage.completion_tokens
-    thinking_tokens = min(reply.usage.reasoning_tokens, total)
-    rest = total - thinking_tokens
-    return ParsedTurn(
-        thinking=str(thinking),
-        text=reply.text,
-        calls=tuple(calls),
-        closed=reply.finish != "length",
-        thinking_tokens=thinking_tokens,
-        call_tokens=rest if calls else 0,
-        text_tokens=0 if calls else rest,
-    )

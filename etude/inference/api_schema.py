@@ -1,65 +1,60 @@
 """Request schemas: OpenAI's chat and completion, and the token-exact endpoints.
 
-No field is ignored silently. A field that OpenAI defines and this server does not support is an error unless its value
-is the default behaviour; an unknown field is an error that names it. Only `user` is accepted and unused.
+A field of OpenAI's schema that this server does not support is an error unless its value is the default behaviour, and
+an unknown field is an error that names it. `IGNORED` lists the fields that are accepted with any value and not used.
 """
 
 import difflib
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+import json
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from etude.chat.messages import Message, ToolCall
 from etude.errors import InputError
-from etude.inference.sampling import MAX_SAMPLES, Sampling
+from etude.inference.sampling import MAX_SAMPLES, MAX_STOPS, Sampling, StopText
 
-NUMBER = Field(allow_inf_nan=False, strict=True)  # accepts whole numbers; not true or "1"
-# Every new token of every completion is searched for every stop text.
-MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
-StopText = Annotated[StrictStr, Field(max_length=MAX_STOP_LENGTH)]
 MAX_VERSION = 2**63 - 1
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+PositiveInt = Annotated[int, Field(ge=1)]
 RequestT = TypeVar("RequestT", bound=BaseModel)
 COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use the rest of the context
 
+# Fields of requests and messages that have no effect here: they address the operator of a hosted service, or, as
+# `parallel_tool_calls`, ask for what only a model can decide.
+IGNORED = {
+    "metadata",
+    "name",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
 # Unsupported fields of OpenAI's schema, with the values that equal this server's behaviour.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "metadata": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "suffix": ("",),
-    "audio": (),
-    "function_call": (),
-    "functions": (),
-    "moderation": (),
-    "prediction": (),
-    "prompt_cache_key": (),
-    "prompt_cache_retention": (),
-    "reasoning_effort": (),
-    "safety_identifier": (),
-    "verbosity": (),
-    "web_search_options": (),
-}
-# Fields of an OpenAI assistant message that is sent back unchanged.
-NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "top_logprobs": (0,),
     "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "refusal": (),
+    "include_obfuscation": (False,),
+    **dict.fromkeys(("audio", "function_call", "functions", "moderation", "prediction", "reasoning_effort"), ()),
+    **dict.fromkeys(("refusal", "verbosity", "web_search_options"), ()),
 }
 
 
 class StrictModel(BaseModel):
-    """Treats null fields as absent; any other field that is not declared is an error."""
+    """Treats null and ignored fields as absent; any other field that is not declared is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -68,45 +63,48 @@ class StrictModel(BaseModel):
             return given
         kept = {}
         for name, value in given.items():
-            if value is None:
-                if name in cls.model_fields or name in cls.neutral:
-                    continue
-            elif name in cls.neutral:
-                if value not in cls.neutral[name]:
-                    raise ValueError(f"{name} is {value!r:.80}, which this server does not support; leave it out")
-                continue
-            if name not in cls.model_fields:
+            if name in cls.model_fields:
+                if value is not None:
+                    kept[name] = value
+            elif name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
+                raise ValueError(f"{name} is {value!r:.80}, which this server does not support; leave it out")
+            elif name not in NEUTRAL and name not in IGNORED:
                 close = difflib.get_close_matches(name, cls.model_fields, 1)
                 raise ValueError(f"unknown field {name!r:.80}" + (f"; did you mean {close[0]}?" if close else ""))
-            kept[name] = value
         return kept
 
 
 class TextPart(StrictModel):
     type: Literal["text"]
-    text: StrictStr
+    text: str
 
 
 class CalledFunction(StrictModel):
-    name: StrictStr
-    arguments: StrictStr
+    name: str
+    arguments: str
 
 
 class RequestToolCall(StrictModel):
-    id: StrictStr = ""
+    id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
+    def to_call(self) -> ToolCall:
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise InputError(f"messages: the arguments of call {self.id!r:.80} are not a JSON object")
+        return ToolCall(self.function.name, arguments, self.id)
+
 
 class RequestMessage(StrictModel):
-    neutral = NEUTRAL_IN_MESSAGES
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | list[TextPart] | None = None
-    name: StrictStr | None = None
+    content: str | list[TextPart] | None = None
     tool_calls: list[RequestToolCall] | None = None
-    tool_call_id: StrictStr | None = None
-    reasoning_content: StrictStr | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="after")
     def _check_role(self) -> "RequestMessage":
@@ -118,15 +116,17 @@ class RequestMessage(StrictModel):
             raise ValueError(f"content is missing in a message of role {self.role}")
         return self
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the message for the chat template. `developer` is OpenAI's newer word for `system`."""
-        message = self.model_dump(exclude_none=True)
-        return {**message, "role": "system"} if self.role == "developer" else message
+    def to_message(self, called: dict[str, str]) -> Message:
+        """Return the message for a dialect. `called` has the tools by call id. `developer` is OpenAI's new `system`."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        calls = tuple(call.to_call() for call in self.tool_calls or ())
+        role, call = ("system" if self.role == "developer" else self.role), self.tool_call_id or ""
+        return Message(role, content, self.reasoning_content or "", calls, call, called.get(call, ""))
 
 
 class FunctionTool(StrictModel):
-    name: Annotated[StrictStr, Field(min_length=1)]
-    description: StrictStr | None = None
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Literal[False] | None = None  # enforcing a schema would need constrained sampling
 
@@ -137,34 +137,33 @@ class RequestTool(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    neutral = {"include_obfuscation": (False,)}
-
-    include_usage: StrictBool = False
+    include_usage: bool = False
 
 
 class BaseRequest(StrictModel):
     """Fields common to chats and completions. `top_k` and `min_p` are not OpenAI's, but widely used."""
 
-    neutral = NEUTRAL
-
-    model: StrictStr | None = None
-    n: Annotated[StrictInt, Field(ge=1, le=MAX_SAMPLES)] = 1
-    stream: StrictBool = False
+    max_tokens: PositiveInt | None = None
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    stream: bool = False
     stream_options: StreamOptions | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
-    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
-    temperature: Annotated[float, NUMBER] = 1.0
-    top_p: Annotated[float, NUMBER] = 1.0
-    top_k: StrictInt = 0
-    min_p: Annotated[float, NUMBER] = 0.0
-    seed: StrictInt | None = None
-    user: StrictStr | None = None
+    temperature: Finite | None = None  # default: that of the model's profile
+    top_p: Finite = 1.0
+    top_k: int = 0
+    min_p: Finite = 0.0
+    seed: int | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "BaseRequest":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options requires stream: true")
         return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -174,15 +173,15 @@ class BaseRequest(StrictModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, max_tokens: int, default_seed: int, stop: frozenset[int]) -> Sampling:
-        """Return the sampling parameters. OpenAI's seeds may be negative, ours are not."""
+    def sampling(self, max_tokens: int, temperature: float, seed: int, stop: frozenset[int]) -> Sampling:
+        """Return the sampling parameters, with these defaults. OpenAI's seeds may be negative, ours are not."""
         return Sampling(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
+            max_tokens=self.limit or max_tokens,
+            temperature=temperature if self.temperature is None else self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
-            seed=default_seed if self.seed is None else self.seed % 2**61,
+            seed=seed if self.seed is None else self.seed % 2**61,
             samples=self.n,
             stop=stop,
             stop_text=self.stops,
@@ -193,9 +192,9 @@ class ChatRequest(BaseRequest):
     messages: Annotated[list[RequestMessage], Field(min_length=1)]
     tools: list[RequestTool] | None = None
     tool_choice: Any = "auto"
-    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
-    logprobs: StrictBool = False
-    top_logprobs: StrictInt = 0
+    max_completion_tokens: PositiveInt | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
 
     @model_validator(mode="after")
     def _check_supported(self) -> "ChatRequest":
@@ -215,10 +214,15 @@ class ChatRequest(BaseRequest):
     def usable_tools(self) -> list[dict[str, Any]]:
         return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
+    def chat(self) -> list[Message]:
+        """Return the messages for a dialect."""
+        called = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
+        return [message.to_message(called) for message in self.messages]
+
 
 class CompletionRequest(BaseRequest):
-    prompt: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]]
-    logprobs: StrictInt | None = None
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = None
 
     @model_validator(mode="after")
     def _check_supported(self) -> "CompletionRequest":
@@ -238,41 +242,16 @@ class CompletionRequest(BaseRequest):
         return self.prompt if isinstance(first, int) or isinstance(self.prompt, str) else first  # type: ignore[return-value]
 
 
-class SamplingFields(StrictModel):
-    """`Sampling` as JSON; `Sampling` itself checks the values."""
-
-    max_tokens: StrictInt = 256
-    temperature: Annotated[float, NUMBER] = 1.0
-    top_p: Annotated[float, NUMBER] = 1.0
-    top_k: StrictInt = 0
-    min_p: Annotated[float, NUMBER] = 0.0
-    seed: StrictInt = 0
-    samples: StrictInt = 1
-    stop: list[StrictInt] = Field(default_factory=list)
-    stop_text: Annotated[list[StopText], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
-    since: StrictInt | None = None
-
-    def sampling(self) -> Sampling:
-        others = self.model_dump(exclude={"stop", "stop_text"})
-        return Sampling(**others, stop=frozenset(self.stop), stop_text=tuple(self.stop_text))
-
-
 class GenerateRequest(StrictModel):
-    tokens: list[StrictInt]
-    sampling: SamplingFields = SamplingFields()
-    routing: StrictBool = False
-    stream: StrictBool = False
+    tokens: list[int]
+    sampling: Sampling = Sampling()
+    routing: bool = False
+    stream: bool = False
 
 
 class LoadWeightsRequest(StrictModel):
-    path: Annotated[StrictStr, Field(min_length=1)]
-    version: Annotated[StrictInt, Field(ge=0, le=MAX_VERSION)]
-
-    @model_validator(mode="after")
-    def _check_path(self) -> "LoadWeightsRequest":
-        if "\0" in self.path:
-            raise ValueError(f"path is {self.path!r:.80}; a path cannot contain a null character")
-        return self
+    path: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+    version: Annotated[int, Field(ge=0, le=MAX_VERSION)]
 
 
 def explain(error: ValidationError) -> tuple[str, str | None]:
@@ -284,6 +263,8 @@ def explain(error: ValidationError) -> tuple[str, str | None]:
     named = [part for part in first["loc"] if not isinstance(part, str) or (part.isidentifier() and part != "str")]
     place = ".".join(map(str, named))
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "unexpected_keyword_argument":
+        place, message = "", f"unknown field {named[-1]!r:.80}"
     return (f"{place}: {message}" if place else message), place or None
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -46,6 +47,10 @@ def serve(
     drafts: Annotated[
         int, typer.Option(min=0, help="Tokens that the MTP layers draft per verification (slower so far); 0: none.")
     ] = 0,
+    dialect: Annotated[
+        str,
+        typer.Option(help="Dialect of chats; default: that of the checkpoint's profile, else by its chat template."),
+    ] = "",
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Make results independent of what else is in the batch; slower.")
     ] = False,
@@ -68,6 +73,9 @@ def serve(
     model_name = name or checkpoint.resolve().name
     with server.bind(host, port) as listener:  # before loading, which takes minutes: the port may be taken
         engine = _engine(checkpoint, torch_dtype, device, options)
+        model = server.ServedModel.of(model_name, engine.tokenizer, dialect, _read_profile(checkpoint))
+        if model.dialect is None:
+            print(f"etude: warning: no chats: {model.problem}", file=sys.stderr)
 
         async def serve_until_stopped() -> None:
             address = listener.getsockname()
@@ -77,7 +85,7 @@ def serve(
                 print(f"{url}/v1  {model_name} on {engine.device}, room for {tokens:,} tokens", flush=True)
 
             async with EngineService(engine, max_waiting=max_waiting) as service:
-                await server.run(service, listener, name=model_name, token=token, grace=grace, ready=ready)
+                await server.run(service, listener, model, token=token, grace=grace, ready=ready)
                 if service.failure is not None:
                     raise service.failure
 
@@ -104,6 +112,17 @@ def _engine(checkpoint: Path, dtype: torch.dtype | None, device: str, options: E
     weight = model.head_weight
     mtp = load_mtp(checkpoint, model.config, weight.dtype, weight.device) if options.drafts else None
     return Engine(model, options, tokenizer=tokenizer, mtp=mtp)
+
+
+def _read_profile(checkpoint: Path) -> dict[str, Any] | None:
+    """Return the agent.json of a checkpoint; its clients check it."""
+    from etude.model.config import PROFILE_FILE
+
+    file = checkpoint / PROFILE_FILE
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{file}: not readable as a JSON object: {error}") from None
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

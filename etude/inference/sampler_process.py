@@ -240,7 +240,8 @@ class Sampler:
                 self._set_state("ready", "")
 
             token = sampler_token(self.layout)
-            await server.run(service, listener, name=self.name, token=token, grace=0.0, ready=ready)
+            model = server.ServedModel.of(self.name, engine.tokenizer)
+            await server.run(service, listener, model, token=token, grace=0.0, ready=ready)
             if service.failure is not None:
                 raise service.failure
 

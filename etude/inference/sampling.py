@@ -7,19 +7,26 @@ distribution it was sampled from, and under the model's own (temperature 1, untr
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from etude.errors import InputError
 from etude.kernels.draw import Drawn, apply_temperature, draw_from, draw_untruncated
 
 MAX_SAMPLES = 1024  # of one prompt
+# Every new token of every completion is searched for every stop text.
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
+StopText = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to complete a prompt. Temperature 0 is greedy."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # as JSON, in requests to a server
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -29,7 +36,8 @@ class Sampling:
     seed: int = 0
     samples: int = 1  # completions of the prompt; number i uses seed + i
     stop: frozenset[int] = field(default_factory=frozenset)  # token ids that end it; they are part of the completion
-    stop_text: tuple[str, ...] = ()  # needs an engine with a tokenizer
+    # needs an engine with a tokenizer
+    stop_text: Annotated[tuple[StopText, ...], Field(max_length=MAX_STOPS)] = ()
     since: int | None = None  # oldest weight version that cached keys and values may come from; None: the current one
 
     def __post_init__(self) -> None:

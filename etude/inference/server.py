@@ -18,9 +18,8 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from dataclasses import asdict
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +34,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from etude.chat.dialects import dialect_for
+from etude.chat.dialects.turns import TurnDialect
 from etude.chat.tokenizer import Tokenizer
 from etude.errors import EtudeError, InputError
 from etude.inference.api_schema import (
@@ -45,11 +46,9 @@ from etude.inference.api_schema import (
     LoadWeightsRequest,
     parse_request,
 )
-from etude.inference.chat_format import HermesChatFormat, ServerChatFormat
 from etude.inference.generate_protocol import array_to_json, check_logprobs_finite, completion_to_json
-from etude.inference.incremental_text import IncrementalDetokenizer
 from etude.inference.metrics import prometheus
-from etude.inference.responses import ChoiceBuilder, ResponseBuilder, chat_schema, completion_schema
+from etude.inference.responses import ChatChoice, Choice, ResponseBuilder, TextChoice
 from etude.inference.service import ContextLengthExceeded, Draining, EngineBroken, EngineService, Generation, QueueFull
 
 MAX_BODY = 64 << 20  # bytes of a JSON body: a prompt of a few million tokens
@@ -76,14 +75,57 @@ class TokenAuthMiddleware:
         await self.app(scope, receive, send)
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """How a model is served: its name for clients, the dialect of chats, and the profile in its checkpoint."""
+
+    name: str
+    dialect: TurnDialect | None = None
+    problem: str = "this model is served without a tokenizer; send token ids to /generate"  # why there is no dialect
+    profile: Mapping[str, Any] | None = None  # agent.json; clients of ours use it
+
+    @classmethod
+    def of(
+        cls, name: str, tokenizer: Tokenizer | None, dialect: str = "", profile: Mapping[str, Any] | None = None
+    ) -> "ServedModel":
+        """Return a model with the given dialect, that of its profile, or the one that fits its tokenizer.
+
+        A model whose chat template fits no dialect is served without chats.
+        """
+        if tokenizer is None:
+            return cls(name, profile=profile)
+        trained = (profile or {}).get("dialect", "auto")
+        chosen = dialect or (None if trained == "auto" else trained)
+        try:
+            return cls(name, dialect_for(tokenizer, chosen), profile=profile)
+        except InputError as error:
+            if chosen:
+                raise
+            problem = f"{error}: start the server with --dialect NAME, or use /v1/completions"
+            return cls(name, None, problem, profile)
+
+    @property
+    def dialect_name(self) -> str | None:
+        return self.dialect.name if self.dialect is not None else None
+
+    @property
+    def temperature(self) -> float:
+        """Return the temperature of requests that give none: that of the model's training sessions."""
+        return float((self.profile or {}).get("temperature", 1.0))
+
+    def chat_dialect(self) -> TurnDialect:
+        if self.dialect is None:
+            raise InputError(self.problem)
+        return self.dialect
+
+
 class InferenceServer:
     """The endpoints, one method each."""
 
-    def __init__(self, service: EngineService, name: str, chat_format: ServerChatFormat | None, max_body: int) -> None:
-        self.service, self.name, self.max_body = service, name, max_body
+    def __init__(self, service: EngineService, model: ServedModel, max_body: int) -> None:
+        self.service, self.served, self.max_body = service, model, max_body
+        self.name = model.name
         self.started = int(time.time())
-        tokenizer = service.engine.tokenizer
-        self.chat_format = chat_format or (HermesChatFormat(tokenizer) if tokenizer is not None else None)
         # A full set of weights in float32 and its header, with room to spare.
         engine = service.engine
         parts = [engine.model, *([engine.mtp] if engine.mtp is not None else [])]
@@ -99,21 +141,21 @@ class InferenceServer:
         return JSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": self.started, "owned_by": "etude"}
+        facts: dict[str, Any] = {"id": self.name, "object": "model", "created": self.started, "owned_by": "etude"}
+        facts["max_model_len"] = self.service.max_sequence_tokens  # vLLM's name
+        return facts | {"etude": {"profile": self.served.profile, "dialect": self.served.dialect_name}}
 
     async def chat(self, request: Request) -> Response:
         body = parse_request(ChatRequest, await self._json(request))
-        tokenizer = self._check_model(body.model)
-        assert self.chat_format is not None
-        messages = [message.for_template() for message in body.messages]
+        self._check_model(body.model)
+        dialect, messages, tools = self.served.chat_dialect(), body.chat(), body.usable_tools
         try:
-            prompt = await asyncio.to_thread(self.chat_format.encode, messages, body.usable_tools)
+            prompt = await asyncio.to_thread(dialect.render, messages, tools)
         except RecursionError:
             raise BadField("a tool's parameters are nested too deeply to be serialized", "tools") from None
-        schema = chat_schema(self.name, tokenizer, body.logprobs)
-        tool_parser = self.chat_format.tool_parser if body.usable_tools else lambda: None
-        choices = [ChoiceBuilder(i, self._detokenizer(tokenizer, body.stops), tool_parser()) for i in range(body.n)]
-        return await self._respond(request, body, prompt, partial(ResponseBuilder, schema=schema, choices=choices))
+        first_call = sum(len(message.calls) for message in messages)
+        choices = [ChatChoice(i, dialect, body.stops, body.logprobs, tools, first_call) for i in range(body.n)]
+        return await self._respond(request, body, prompt, choices)
 
     async def complete(self, request: Request) -> Response:
         body = parse_request(CompletionRequest, await self._json(request))
@@ -123,29 +165,17 @@ class InferenceServer:
             prompt = [*tokenizer.prefix, *await asyncio.to_thread(tokenizer.encode, given)]
         else:
             prompt = given
-        schema = completion_schema(self.name, tokenizer, body.logprobs is not None)
-        choices = [ChoiceBuilder(i, self._detokenizer(tokenizer, body.stops)) for i in range(body.n)]
-        return await self._respond(request, body, prompt, partial(ResponseBuilder, schema=schema, choices=choices))
-
-    def _detokenizer(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(tokenizer, stops, tokenizer.stop_ids)
+        choices = [TextChoice(i, tokenizer, body.stops, body.logprobs is not None) for i in range(body.n)]
+        return await self._respond(request, body, prompt, choices)
 
     async def _respond(
-        self,
-        request: Request,
-        body: ChatRequest | CompletionRequest,
-        prompt: list[int],
-        make: Callable[[Generation], ResponseBuilder],
+        self, request: Request, body: ChatRequest | CompletionRequest, prompt: list[int], choices: Sequence[Choice]
     ) -> Response:
-        tokenizer, limit = self._check_model(body.model), self.service.max_sequence_tokens
-        room = limit - len(prompt)
-        if room < 1:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(prompt):,} tokens; prompt and completion together may have {limit:,} here"
-            )
-        sampling = body.sampling(body.limit or room, random.getrandbits(60), tokenizer.stop_ids)
+        room = max(1, self.service.max_sequence_tokens - len(prompt))
+        stop = self._check_model(body.model).stop_ids
+        sampling = body.sampling(room, self.served.temperature, random.getrandbits(60), stop)
         submitting = self.service.submit(prompt, sampling, streaming=body.stream)
-        response = make(await cancel_on_disconnect(request, submitting))
+        response = ResponseBuilder(self.name, await cancel_on_disconnect(request, submitting), choices)
         if body.stream:
             return CancellableResponse(response.events(body.include_usage), response.generation, "text/event-stream")
         return JSONResponse(await cancel_on_disconnect(request, response.full()))
@@ -162,8 +192,7 @@ class InferenceServer:
 
     async def generate(self, request: Request) -> Response:
         body = parse_request(GenerateRequest, await self._json(request))
-        sampling = body.sampling.sampling()
-        submitting = self.service.submit(body.tokens, sampling, streaming=body.stream)
+        submitting = self.service.submit(body.tokens, body.sampling, streaming=body.stream)
         generation = await cancel_on_disconnect(request, submitting)
         if body.stream:
             return CancellableResponse(completion_lines(generation, body.routing), generation, "application/x-ndjson")
@@ -356,16 +385,9 @@ def _retry_later(status: int, body: Mapping[str, Any], seconds: float) -> Respon
 # --------------------------------------------------------------------------------------------------- running
 
 
-def app(
-    service: EngineService,
-    *,
-    name: str,
-    token: str = "",
-    chat_format: ServerChatFormat | None = None,
-    max_body: int = MAX_BODY,
-) -> Starlette:
+def app(service: EngineService, model: ServedModel, *, token: str = "", max_body: int = MAX_BODY) -> Starlette:
     """Return the application around a running service. Without a token it serves every client that can connect."""
-    server = InferenceServer(service, name, chat_format, max_body)
+    server = InferenceServer(service, model, max_body)
 
     def route(method: str, path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> Route:
         return Route(path, endpoint, methods=[method])
@@ -435,8 +457,8 @@ class UvicornServer(uvicorn.Server):
 async def run(
     service: EngineService,
     listener: socket.socket,
+    model: ServedModel,
     *,
-    name: str,
     token: str = "",
     grace: float = GRACE_S,
     ready: Callable[[], None] = lambda: None,
@@ -446,7 +468,7 @@ async def run(
     A broken engine ends it too, so that a supervisor can start another process.
     """
     config = uvicorn.Config(
-        app(service, name=name, token=token),
+        app(service, model, token=token),
         log_level="warning",
         access_log=False,
         lifespan="off",

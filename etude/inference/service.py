@@ -271,10 +271,16 @@ class EngineService:
         if invalid := [token for token in sampling.stop if not 0 <= token < size]:
             raise InputError(f"stop token id {invalid[0]} is not in the vocabulary of {size:,}: it would never stop")
         if len(prompt) + sampling.max_tokens > self.max_sequence_tokens:
+            # Clients such as litellm recognise the error by its first words.
             raise ContextLengthExceeded(
-                f"{len(prompt):,} prompt tokens and {sampling.max_tokens:,} new ones are more than the "
-                f"{self.max_sequence_tokens:,} that the model and its cache can hold"
+                f"This model's maximum context length is {self.max_sequence_tokens} tokens, but the prompt has "
+                f"{len(prompt)} and max_tokens is {sampling.max_tokens}; shorten the prompt or lower max_tokens"
+                f"{self._advice()}"
             )
+
+    def _advice(self) -> str:
+        model, cache = self.engine.model.config.max_length, self.max_sequence_tokens
+        return f" (the model allows {model}: serve it with a larger KV cache, --tokens)" if cache < model else ""
 
     def _check_capacity(self, samples: int) -> None:
         if self._failure is not None:

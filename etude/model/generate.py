@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from etude.chat.incremental_text import IncrementalDetokenizer
 from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
 from etude.model.cache import KVCache
@@ -52,12 +53,6 @@ def generate(
 
 def stream_text(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the text of a token stream; an incomplete UTF-8 character is held back until its last byte."""
-    received: list[int] = []
-    emitted = ""
-    for token in tokens:
-        received.append(token)
-        text = tokenizer.decode(received)
-        if not text.endswith("�"):
-            yield text[len(emitted) :]
-            emitted = text
-    yield tokenizer.decode(received)[len(emitted) :]
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special=False)
+    yield from (detokenizer.feed([token]) for token in tokens)
+    yield detokenizer.feed((), last=True)

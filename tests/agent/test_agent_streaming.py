@@ -70,9 +70,9 @@ def ask_both(stub: StubEndpoint) -> tuple[object, object, TextRecorder]:
 
 def test_a_streamed_answer_adds_up_to_the_whole_one() -> None:
     whole, streamed, recorder = ask_both(StubEndpoint([LINE]))
-    assert streamed.text == whole.text == LINE.text == recorder.said("text")  # type: ignore[attr-defined]
-    assert streamed.tool_calls == whole.tool_calls  # type: ignore[attr-defined]
-    assert [json.loads(each.arguments) for each in streamed.tool_calls] == [dict(args) for _, args in LINE.calls]  # type: ignore[attr-defined]
+    assert streamed.turn.text == whole.turn.text == LINE.text == recorder.said("text")  # type: ignore[attr-defined]
+    assert streamed.turn.calls == whole.turn.calls  # type: ignore[attr-defined]
+    assert [each.arguments for each in streamed.turn.calls] == [dict(args) for _, args in LINE.calls]  # type: ignore[attr-defined]
     assert streamed.usage == whole.usage  # type: ignore[attr-defined]
     assert streamed.finish == "tool_calls"  # type: ignore[attr-defined]
     assert recorder.said("thinking") == LINE.thinking
@@ -81,8 +81,8 @@ def test_a_streamed_answer_adds_up_to_the_whole_one() -> None:
 
 def test_a_server_that_does_not_stream_is_shown_at_the_end() -> None:
     _, streamed, recorder = ask_both(StubEndpoint([LINE], streams=False))
-    assert streamed.text == recorder.said("text") == LINE.text  # type: ignore[attr-defined]
-    assert len(streamed.tool_calls) == 2  # type: ignore[attr-defined]
+    assert streamed.turn.text == recorder.said("text") == LINE.text  # type: ignore[attr-defined]
+    assert len(streamed.turn.calls) == 2  # type: ignore[attr-defined]
 
 
 def test_token_counts_without_usage_are_marked_as_estimates() -> None:
@@ -133,7 +133,7 @@ def test_calls_without_numbers_are_told_apart_by_their_ids() -> None:
         events.feed(f"data: {json.dumps({'choices': [{'delta': delta}]})}".encode())
     events.feed(b"data: [DONE]")
     reply = read_reply(events.merged({"messages": []}), "http://x")
-    assert [(each.id, each.name) for each in reply.tool_calls] == [("a", "one"), ("b", "two")]
+    assert [(each.id, each.name) for each in reply.turn.calls] == [("a", "one"), ("b", "two")]
 
 
 def test_a_session_over_a_chat_api_has_no_tokens_and_is_not_exact() -> None:
@@ -189,11 +189,11 @@ def watch(
     """Stream an answer in our dialect in pieces, parsing after each of them."""
     recorder, dialect = TextRecorder(), chatml()
     tokens = dialect.write(says(text, *calls, thinking=thinking))  # type: ignore[arg-type]
-    live = TurnStreamer(dialect, recorder)  # type: ignore[arg-type]
+    live = TurnStreamer(dialect.parse, recorder)  # type: ignore[arg-type]
     at = 0
     while at < len(tokens):
         size = pieces(len(tokens))
-        live._next_parse = 0.0
+        live._next_parse = TurnStreamer._parser_free_at = 0.0
         live.feed(tokens[at : at + size])
         at += size
     live.finish(dialect.parse(tokens))

@@ -23,7 +23,6 @@ from typer.testing import CliRunner, Result
 from etude.bench.cli import app
 from etude.bench.directory import BenchDirectory
 from etude.bench.policies import DEFAULT_KEY_ENV
-from etude.bench.redacting_chat import RedactingChat
 from etude.bench.run import trial_record
 from etude.errors import EtudeError, InputError
 from etude.harness.budget import Budget
@@ -31,6 +30,7 @@ from etude.harness.session import SessionSpec
 from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
 from etude.harness.trace_store import load_trace
+from etude.inference.clients.openai import OpenAIChat
 from etude.pods import open_fleet
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.rollout import ChatBinding, Rollout, RolloutFailed, RolloutOptions, run_rollout
@@ -320,7 +320,7 @@ def test_two_comparisons_are_not_mixed(
 
 def chat_trial(endpoint: SolvingEndpoint, task: Path, state: Path, settings: RolloutOptions = SETTINGS) -> Rollout:
     async def main() -> Rollout:
-        client = RedactingChat(endpoint.url, SECRET, model="stub")
+        client = OpenAIChat(endpoint.url, SECRET, model="stub")
         async with open_fleet(state=state) as fleet:
             try:
                 return await run_rollout(fleet, read_task(task), ChatBinding(client, 8000), settings, id="trial")

@@ -20,6 +20,7 @@ from etude.bench.policies import (
 )
 from etude.bench.redacting_chat import REDACTED, RedactingChat
 from etude.errors import EtudeError, InputError
+from etude.inference.clients.openai import REDACTED, OpenAIChat
 from etude.inference.clients.transport import RetryPolicy, ServerError
 
 SECRET = "sk-0123456789abcdef"
@@ -162,10 +163,10 @@ def test_a_missing_endpoint_or_a_wrong_key_is_reported_before_any_trial(
 
 def test_a_key_that_an_endpoint_repeats_is_redacted() -> None:
     async def ask(stub: StubEndpoint, key: str) -> str:
-        client = RedactingChat(stub.url, key, model="stub", retry=RetryPolicy(attempts=1))
+        client = OpenAIChat(stub.url, key, model="stub", retry=RetryPolicy(attempts=1))
         try:
             reply = await client.chat([{"role": "user", "content": "hello"}])
-            return f"{reply.text} {reply.message} {reply.tool_calls}"
+            return f"{reply.turn.text} {reply.message} {reply.turn.calls}"
         except ServerError as error:
             return str(error)
         finally:
@@ -174,16 +175,16 @@ def test_a_key_that_an_endpoint_repeats_is_redacted() -> None:
     with serving(StubEndpoint([says(f"Your key is {SECRET}.", ("run", {"with": [SECRET]}))])) as stub:
         answer = asyncio.run(ask(stub, SECRET))
         assert SECRET not in answer
-        assert answer.count(REDACTED) == 4
+        assert answer.count(REDACTED) == 5
     with serving(KeyRepeatingEndpoint([])) as stub:
         assert asyncio.run(ask(stub, SECRET)).endswith(f"400: Bearer {REDACTED} is not known here")
 
 
 def test_a_short_key_is_not_redacted_in_answers() -> None:
     async def ask(url: str) -> str:
-        client = RedactingChat(url, "EMPTY", model="stub")
+        client = OpenAIChat(url, "EMPTY", model="stub")
         try:
-            return (await client.chat([{"role": "user", "content": "hello"}])).text
+            return (await client.chat([{"role": "user", "content": "hello"}])).turn.text
         finally:
             await client.close()
 

@@ -121,11 +121,37 @@ def follow(chain: Sequence[int]) -> Transformer:
     return model
 
 
+class ScriptedModel(Transformer):
+    """A model that writes a script, whose first token has the position `start` in every sequence."""
+
+    def __init__(self, config: ModelConfig, start: int, script: Sequence[int]) -> None:
+        super().__init__(config)
+        self.start, self.script = start, script
+
+    def hidden(self, tokens: torch.Tensor, *, cache: Any = None, **_: Any) -> torch.Tensor:
+        return cache.batch.positions[None, :, None].float()
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = torch.zeros(*hidden.shape[:-1], self.config.vocab_size)
+        for row, position in enumerate(hidden[..., 0].long().tolist()):
+            scores[row, self.script[min(max(0, position + 1 - self.start), len(self.script) - 1)]] = 100.0
+        return scores
+
+
+def scripted(tokenizer: Tokenizer, start: int, script: Sequence[int]) -> Engine:
+    """Return an engine that answers a prompt of `start` tokens with a script."""
+    changes = {"vocab_size": len(tokenizer), "max_position_embeddings": LENGTH}
+    config = ModelConfig.from_hugging_face(small_config("llama", **changes))
+    return Engine(ScriptedModel(config, start, script), EngineOptions(kv_cache_tokens=8192), tokenizer=tokenizer)
+
+
 @contextlib.asynccontextmanager
 async def serving(service: EngineService, **options: Any) -> AsyncIterator[str]:
     """Run a server around a service in this event loop; yield its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    application = server.app(service, **{"name": NAME, **options})
+    names = {key: options.pop(key) for key in ("dialect", "profile") if key in options}
+    model = server.ServedModel.of(NAME, service.engine.tokenizer, **names)
+    application = server.app(service, model, **options)
     async with running(application, listener):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 

@@ -25,7 +25,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": 0.5}, "frequency_penalty is 0.5, which this server does not support"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"tool_choice": "required"}, "tool_choice is 'required'"),
     ({"top_logprobs": 2, "logprobs": True}, "top_logprobs: this server returns those of sampled tokens only"),
@@ -75,9 +74,12 @@ class TestBadInput:
             {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": None},
             {"response_format": {"type": "text"}, "parallel_tool_calls": True, "store": False},
             {"stop": None, "seed": None, "tools": None, "user": "me"},
+            {"parallel_tool_calls": False, "metadata": {"a": "b"}, "store": True, "prompt_cache_key": "x"},
+            {"tools": [{"type": "function", "function": {"name": "a", "strict": False}}], "service_tier": "flex"},
+            {"messages": [{"role": "user", "name": "Ada", "content": [{"type": "text", "text": "Hi"}]}]},
         ],
     )
-    def test_neutral_values_are_accepted(self, hello: str, neutral: dict[str, Any]) -> None:
+    def test_neutral_and_ignored_values_are_accepted(self, hello: str, neutral: dict[str, Any]) -> None:
         assert httpx.post(f"{hello}/v1/chat/completions", json={**CHAT, **neutral}).status_code == 200
 
     @pytest.mark.parametrize("body", [b"", b"{", b"[1,2", b"\xff\xfe", b"null", b"[]", b"[" * 100_000])
@@ -125,6 +127,8 @@ class TestBadInput:
             with pytest.raises(openai.BadRequestError) as caught:
                 client.chat.completions.create(model=NAME, **options)
             assert caught.value.code == "context_length_exceeded"
+            # litellm recognises the error by these words.
+            assert "This model's maximum context length is 2048 tokens" in caught.value.message
         response = httpx.post(f"{hello}/generate", json={"tokens": [1] * 3000})
         assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -243,17 +242,17 @@ TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "
 
 class TestOpenAIChat:
     def test_chats_with_our_server(self) -> None:
-        engine = parrot("I will.", "\n<tool_call>", '{"name": "run", "arguments": {"x": 1}}', "</tool_call>")
+        engine = parrot("I will.", " \n", "<tool_call>", '{"name": "run", "arguments": {"x": 1}}', "</tool_call>")
 
         async def work() -> None:
             async with EngineService(engine) as service, serving(service, token=TOKEN) as url:
                 chat = OpenAIChat(f"{url}/v1", TOKEN, model=NAME, retry=QUICK)
                 sampling = Sampling(max_tokens=20, temperature=0.5, seed=2, stop_text=("xyz",))
                 reply = await chat.chat([{"role": "user", "content": "Go"}], [TOOL], sampling)
-                assert (reply.text, reply.finish) == ("I will.", "tool_calls")
-                (call,) = reply.tool_calls
-                assert (call.name, json.loads(call.arguments)) == ("run", {"x": 1})
-                assert reply.usage.completion_tokens == 5
+                assert (reply.turn.text, reply.finish) == ("I will. ", "tool_calls")
+                (call,) = reply.turn.calls
+                assert (call.name, call.arguments) == ("run", {"x": 1})
+                assert reply.usage.completion_tokens == 6
                 result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
                 again = await chat.chat([{"role": "user", "content": "Go"}, reply.message, result], [TOOL])
                 assert again.usage.cached_tokens > 0
@@ -261,12 +260,9 @@ class TestOpenAIChat:
 
         asyncio.run(work())
 
-    def test_gives_no_training_data(self) -> None:
+    def test_refuses_sampling_that_a_chat_api_does_not_have(self) -> None:
         async def work() -> None:
             chat = OpenAIChat("http://x/v1", model="m")
-            for ask in (chat.complete([1], Sampling()), chat.complete_many([1], Sampling())):
-                with pytest.raises(InputError, match="it can only be evaluated"):
-                    await ask
             for unsupported in (
                 Sampling(top_k=3),
                 Sampling(min_p=0.1),

@@ -119,7 +119,7 @@ def test_weights_by_path_and_invalid_weights(tmp_path: Path) -> None:
             (httpx.post(f"{url}/weights?version={'9' * 5000}", content=b"junk", headers=raw), "version is '999"),
             (
                 httpx.post(f"{url}/weights", json={"path": "a\0b", "version": 4}),
-                "a path cannot contain a null character",
+                "path: String should match pattern",
             ),
             (httpx.post(f"{url}/weights", json={"path": "x" * 5000, "version": 4}), "name too long"),
             (httpx.post(f"{url}/weights", json={"path": "x", "version": 10**40}), "version: "),

@@ -22,7 +22,7 @@ for _builtin in (ChatML, Qwen3, Qwen3Coder, KimiK2, DeepSeekV3):
     DIALECTS.add(_builtin)
 
 
-def dialect_for(tokenizer: Tokenizer, name: str | None = None) -> Dialect:
+def dialect_for(tokenizer: Tokenizer, name: str | None = None) -> TurnDialect:
     """Return the named dialect or, without a name, the one that matches the tokenizer's tokens and chat template."""
     if name is not None:
         return DIALECTS[name](tokenizer)

@@ -6,40 +6,44 @@ is held back: half a character, whitespace that may belong to a mark, a line tha
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
-from etude.chat.dialects.dialect import Dialect
 from etude.chat.messages import ParsedTurn, PartListener, StreamPart
 
-MIN_INTERVAL_S = 0.03  # between two parses; more often would not be visible to a reader
-PARSE_INTERVAL_RATIO = 5  # limits parsing to about a fifth of the time, however long the turn
+MIN_INTERVAL_S = 0.03  # between two parses of a turn; more often would not be visible to a reader
+PARSE_INTERVAL_RATIO = 5  # limits parsing to about a fifth of the time, however long the turns and however many
 MARK = re.compile(r"<[^\s>]*")  # start of a mark that is spelled as text, which stands at the start of a line
 
 
 class TurnStreamer:
-    """Parses tokens as they arrive and passes new text to `listener`."""
+    """Parses the tokens so far with `parse` as they arrive, and passes new text to `listener`."""
 
-    def __init__(self, dialect: Dialect, listener: PartListener) -> None:
-        self.dialect, self.listener = dialect, listener
-        self._tokens: list[int] = []
+    _parser_free_at: ClassVar[float] = 0.0  # no turn of this process is parsed before
+
+    def __init__(self, parse: Callable[[Sequence[int]], ParsedTurn], listener: PartListener) -> None:
+        self.parse, self.listener = parse, listener
+        self.tokens: list[int] = []
         self._emitted: dict[StreamPart, str] = {"thinking": "", "text": ""}
         self._calls = 0
         self._next_parse = 0.0
 
-    def feed(self, tokens: Sequence[int]) -> None:
-        """Add sampled tokens; parse them unless the last parse was too recent."""
-        self._tokens += tokens
+    def feed(self, tokens: Sequence[int]) -> ParsedTurn | None:
+        """Add sampled tokens; return all of them parsed, or None if the last parse was too recent."""
+        self.tokens += tokens
         now = time.monotonic()
-        if not tokens or now < self._next_parse:
-            return
-        turn = self.dialect.parse(self._tokens)
+        if not tokens or now < max(self._next_parse, TurnStreamer._parser_free_at):
+            return None
+        turn = self.parse(self.tokens)
         for part, text in (("thinking", turn.thinking), ("text", turn.text)):
             self._emit(part, _stable_prefix(text))  # type: ignore[arg-type]
         if len(turn.calls) > self._calls:
             self._calls = len(turn.calls)
             self.listener("call", turn.calls[-1].name)
         after = time.monotonic()
-        self._next_parse = after + max(MIN_INTERVAL_S, PARSE_INTERVAL_RATIO * (after - now))
+        self._next_parse = after + MIN_INTERVAL_S
+        TurnStreamer._parser_free_at = after + PARSE_INTERVAL_RATIO * (after - now)
+        return turn
 
     def finish(self, turn: ParsedTurn) -> None:
         """Emit the text of the complete turn that was held back."""

@@ -104,17 +104,45 @@ class TurnDialect(Dialect):
         items, end = self._scanner.scan(tokens)
         blocks = read_blocks(items, in_thinking=self._prompt_opens_thinking)
         calls = [block for block in blocks if block.kind == "call"]
+        parsed = [self._parse_call(block, tokens, tools, first_call + n) for n, block in enumerate(calls)]
+        return self._make_turn(blocks, parsed, len(tokens), closed=end < len(tokens))
+
+    def parse_reply(
+        self, tokens: Sequence[int], tools: Sequence[ToolSchema] = (), *, first_call: int = 0, partial: bool = False
+    ) -> ParsedTurn:
+        """Parse the sampled tokens of one turn for a chat API: what is not a valid call stays text, as it was written.
+
+        Without `tools` there are no calls. A `partial` turn is still being sampled: a call that has begun is left out.
+        """
+        items, end = self._scanner.scan(tokens)
+        blocks = read_blocks(items, in_thinking=self._prompt_opens_thinking)
+        if partial and tools and blocks and blocks[-1].kind == "call" and blocks[-1].ending == "open":
+            blocks.pop()
+        calls: list[ToolCall] = []
+        for index, block in enumerate(blocks):
+            call = self._parse_call(block, tokens, tools, first_call + len(calls)) if block.kind == "call" else None
+            if call is not None and tools and call.arguments is not None:
+                calls.append(call)
+            elif call is not None or (block.kind == "section" and not tools):
+                blocks[index] = replace(
+                    block, kind="text", parts=(self._scanner.decode(tokens[block.start : block.end]),)
+                )
+        return self._make_turn(blocks, calls, len(tokens), closed=end < len(tokens))
+
+    def _make_turn(
+        self, blocks: Sequence[TurnBlock], calls: Sequence[ToolCall], size: int, *, closed: bool
+    ) -> ParsedTurn:
         thinking = [block for block in blocks if block.kind == "thinking"]
         thinking_tokens = sum(block.end - block.start for block in thinking)
         call_tokens = sum(block.end - block.start for block in blocks if block.kind in ("call", "section"))
         return ParsedTurn(
             thinking="\n\n".join(filter(None, map(self._read_thinking, thinking))),
             text=self._read_text(blocks),
-            calls=tuple(self._parse_call(block, tokens, tools, first_call + n) for n, block in enumerate(calls)),
-            closed=end < len(tokens),
+            calls=tuple(calls),
+            closed=closed,
             thinking_tokens=thinking_tokens,
             call_tokens=call_tokens,
-            text_tokens=len(tokens) - thinking_tokens - call_tokens,
+            text_tokens=size - thinking_tokens - call_tokens,
         )
 
     def write(self, message: Message, *, first_call: int = 0) -> list[int]:

@@ -1,22 +1,25 @@
 """Client for any OpenAI-compatible chat API, for evaluation only: messages in, text and tool calls out.
 
-It gives no token ids, so nothing can be trained on its output; the `Policy` methods that would return completions raise
-InputError. With a listener the response is streamed, and its events are merged and parsed like a complete response.
+It gives no token ids, so it is no `Policy` and nothing can be trained on its output. With a listener the response is
+streamed, and its events are merged and parsed like a complete response. The API key is removed from replies and errors:
+some endpoints and proxies repeat it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from etude.chat.messages import PartListener, StreamPart
-from etude.errors import InputError
-from etude.inference.chat_format import ParsedToolCall
+from etude.chat.dialects.json_calls import MalformedCall, read_arguments
+from etude.chat.messages import CallStatus, ParsedTurn, PartListener, StreamPart, ToolCall, ToolSchema, tool_names
+from etude.errors import EtudeError, InputError
 from etude.inference.clients.transport import RetryPolicy, ServerError, ServerUnreachable, Transport
 from etude.inference.generate_protocol import InvalidResponse, member
-from etude.inference.policy import Weights
 from etude.inference.sampling import Sampling
+
+REDACTED = "[key]"
+MIN_SECRET_LENGTH = 16  # shorter keys, such as "EMPTY", are not redacted in answers: they may be ordinary words
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,7 @@ class ChatUsage:
 class Reply:
     """The model's reply. `message` is the unchanged assistant message, to be sent back in the next turn."""
 
-    text: str
-    tool_calls: tuple[ParsedToolCall, ...]
+    turn: ParsedTurn
     usage: ChatUsage
     finish: str
     message: Mapping[str, Any]
@@ -47,7 +49,7 @@ class OpenAIChat:
     def __init__(
         self, url: str, key: str = "", *, model: str, limit: str = "max_tokens", retry: RetryPolicy | None = None
     ) -> None:
-        self.url, self.model, self.limit = url.rstrip("/"), model, limit
+        self.url, self.model, self.limit, self._key = url.rstrip("/"), model, limit, key
         self._transport = Transport(key, retry)
 
     async def close(self) -> None:
@@ -56,7 +58,7 @@ class OpenAIChat:
     async def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[ToolSchema] = (),
         sampling: Sampling | None = None,
         listen: PartListener | None = None,
     ) -> Reply:
@@ -66,19 +68,22 @@ class OpenAIChat:
             body["tools"] = list(tools)
         path = "/chat/completions"
         where = f"{self.url}{path}"
-        if listen is None:
-            return read_reply(await self._transport.call("POST", path, lambda: self.url, json=body), where)
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-        events = ChatEventParser(where, listen)
-        async with aclosing(self._transport.lines(path, lambda: self.url, json=body)) as lines:
-            async for line in lines:
-                events.feed(line)
-        return read_reply(events.merged(body), where)
+        with self._redact_errors():
+            if listen is None:
+                response = await self._transport.call("POST", path, lambda: self.url, json=body)
+                return read_reply(self._clean(response), where, tools)
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+            events = ChatEventParser(where, listen)
+            async with aclosing(self._transport.lines(path, lambda: self.url, json=body)) as lines:
+                async for line in lines:
+                    events.feed(line)
+            return read_reply(self._clean(events.merged(body)), where, tools)
 
     async def models(self) -> list[Mapping[str, Any]]:
         """Return the models that are served there."""
         path = "/models"
-        response = await self._transport.call("GET", path, lambda: self.url)
+        with self._redact_errors():
+            response = await self._transport.call("GET", path, lambda: self.url)
         found: list[Mapping[str, Any]] = member(response, "data", list, f"{self.url}{path}")
         return found
 
@@ -99,43 +104,63 @@ class OpenAIChat:
             parameters["stop"] = list(sampling.stop_text)
         return parameters
 
-    async def complete(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> NoReturn:
-        raise InputError(f"{self.url}: a chat API gives no token ids or log-probabilities; it can only be evaluated")
+    @contextmanager
+    def _redact_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except EtudeError as error:
+            if self._key:
+                error.args = tuple(str(part).replace(self._key, REDACTED) for part in error.args)
+            raise
 
-    async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> NoReturn:
-        await self.complete(tokens, sampling, session=session)
-        raise AssertionError
-
-    async def load(self, weights: Weights, version: int) -> NoReturn:
-        raise InputError(f"{self.url}: a chat API cannot load weights")
-
-    async def version(self) -> NoReturn:
-        raise InputError(f"{self.url}: a chat API does not report the version of its weights")
+    def _clean(self, response: Any) -> Any:
+        """Return a response without the key and without lone surrogates, which can be neither stored nor sent back."""
+        text = json.dumps(response, ensure_ascii=False)
+        if len(self._key) >= MIN_SECRET_LENGTH:
+            text = text.replace(json.dumps(self._key, ensure_ascii=False)[1:-1], REDACTED)
+        return json.loads(text.encode("utf-8", "replace"))
 
 
-def read_reply(response: Any, where: str) -> Reply:
+def read_reply(response: Any, where: str, tools: Sequence[ToolSchema] = ()) -> Reply:
     """Return the first choice of a chat completion."""
     choices = member(response, "choices", list, where)
     if not choices:
         raise InvalidResponse(f"{where}: choices is empty")
     message = member(choices[0], "message", dict, where)
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = member(call, "function", dict, where)
-        name, arguments = (member(function, part, str, where) for part in ("name", "arguments"))
-        calls.append(ParsedToolCall(name, arguments, member(call, "id", str, where)))
+    calls = tuple(_read_call(call, tools, where) for call in message.get("tool_calls") or ())
     usage = member(response, "usage", dict, where)
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
     prompt, completion = (member(usage, part, int, where) for part in ("prompt_tokens", "completion_tokens"))
-    counted = not usage.get("guessed")
-    return Reply(
-        message.get("content") or "",
-        tuple(calls),
-        ChatUsage(prompt, completion, int(cached), int(reasoning), counted),
-        str(choices[0].get("finish_reason")),
-        message,
+    counts = ChatUsage(prompt, completion, int(cached), int(reasoning), counted=not usage.get("guessed"))
+    finish = str(choices[0].get("finish_reason"))
+    # Of the kinds of tokens, an endpoint counts at most those of thinking.
+    thinking_tokens = min(counts.reasoning_tokens, completion)
+    turn = ParsedTurn(
+        thinking=str(message.get("reasoning_content") or message.get("reasoning") or ""),
+        text=message.get("content") or "",
+        calls=calls,
+        closed=finish != "length",
+        thinking_tokens=thinking_tokens,
+        call_tokens=completion - thinking_tokens if calls else 0,
+        text_tokens=0 if calls else completion - thinking_tokens,
     )
+    return Reply(turn, counts, finish, message)
+
+
+def _read_call(given: Any, tools: Sequence[ToolSchema], where: str) -> ToolCall:
+    function = member(given, "function", dict, where)
+    name, text = (member(function, part, str, where) for part in ("name", "arguments"))
+    status: CallStatus = "ok"
+    arguments, problem = None, ""
+    try:
+        arguments = read_arguments(text or "{}", name)
+    except MalformedCall as error:
+        status, problem = error.status, error.problem
+    else:
+        if name not in tool_names(tools):
+            status, problem = "unknown_tool", f"there is no tool {name}"
+    return ToolCall(name, arguments, member(given, "id", str, where), status, text, problem=problem)
 
 
 class ChatEventParser:
@@ -206,7 +231,7 @@ class ChatEventParser:
         if self._unstreamed and not self._done and self._finish is None:
             response = self._read(self._unstreamed)
             reply = read_reply(response, self.where)
-            self.listen("text", reply.text)
+            self.listen("text", reply.turn.text)
             return response
         if self._finish is None and not self._done:
             raise ServerUnreachable(f"{self.where}: the response broke off before its end")
