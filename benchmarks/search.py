@@ -101,7 +101,7 @@ ETUDE: Questions = [
     ),
     (
         "do not print a half received unicode character while streaming an answer",
-        "inference/incremental_text.py:IncrementalDetokenizer model/generate.py:stream_text",
+        "chat/incremental_text.py:IncrementalDetokenizer model/generate.py:stream_text",
     ),
     (
         "wait and try again when the remote sampling server does not respond",

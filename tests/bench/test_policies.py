@@ -18,7 +18,6 @@ from etude.bench.policies import (
     parse_prices,
     probe_policy,
 )
-from etude.bench.redacting_chat import REDACTED, RedactingChat
 from etude.errors import EtudeError, InputError
 from etude.inference.clients.openai import REDACTED, OpenAIChat
 from etude.inference.clients.transport import RetryPolicy, ServerError

@@ -200,7 +200,7 @@ def test_a_full_queue_refuses_and_has_room_again_later() -> None:
             [1] * 100,
             Sampling(max_tokens=2000),
             ContextLengthExceeded,
-            "100 prompt tokens and 2,000 new ones are more than the 2,048",
+            "maximum context length is 2048 tokens, but the prompt has 100 and max_tokens is 2000",
         ),
     ],
 )
