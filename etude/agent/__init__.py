@@ -10,37 +10,16 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.agent.apply import ApplyResult, apply_changes
-    from etude.agent.conversation import AgentConversation, open_conversation
-    from etude.agent.diff import FileDiff, find_changes, format_patch
-    from etude.agent.manifest import FileManifest, ManifestEntry
-    from etude.agent.options import AgentOptions
-    from etude.agent.upload import upload_directory
+    from etude.agent.apply import ApplyResult as ApplyResult
+    from etude.agent.apply import apply_changes as apply_changes
+    from etude.agent.conversation import AgentConversation as AgentConversation
+    from etude.agent.conversation import open_conversation as open_conversation
+    from etude.agent.diff import FileDiff as FileDiff
+    from etude.agent.diff import find_changes as find_changes
+    from etude.agent.diff import format_patch as format_patch
+    from etude.agent.manifest import FileManifest as FileManifest
+    from etude.agent.manifest import ManifestEntry as ManifestEntry
+    from etude.agent.options import AgentOptions as AgentOptions
+    from etude.agent.upload import upload_directory as upload_directory
 
-_MODULES = {  # imported when first used
-    "AgentConversation": "etude.agent.conversation",
-    "AgentOptions": "etude.agent.options",
-    "ApplyResult": "etude.agent.apply",
-    "FileDiff": "etude.agent.diff",
-    "FileManifest": "etude.agent.manifest",
-    "ManifestEntry": "etude.agent.manifest",
-    "apply_changes": "etude.agent.apply",
-    "find_changes": "etude.agent.diff",
-    "format_patch": "etude.agent.diff",
-    "open_conversation": "etude.agent.conversation",
-    "upload_directory": "etude.agent.upload",
-}
-__all__ = [
-    "AgentConversation",
-    "AgentOptions",
-    "ApplyResult",
-    "FileDiff",
-    "FileManifest",
-    "ManifestEntry",
-    "apply_changes",
-    "find_changes",
-    "format_patch",
-    "open_conversation",
-    "upload_directory",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

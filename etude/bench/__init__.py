@@ -10,33 +10,15 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.bench.directory import BenchDirectory, BenchSpec
-    from etude.bench.policies import BenchPolicy, PolicyProfile, TokenPrice
-    from etude.bench.results import PolicyResults, read_results, summarize
-    from etude.bench.run import run_trials, write_outputs
+    from etude.bench.directory import BenchDirectory as BenchDirectory
+    from etude.bench.directory import BenchSpec as BenchSpec
+    from etude.bench.policies import BenchPolicy as BenchPolicy
+    from etude.bench.policies import PolicyProfile as PolicyProfile
+    from etude.bench.policies import TokenPrice as TokenPrice
+    from etude.bench.results import PolicyResults as PolicyResults
+    from etude.bench.results import read_results as read_results
+    from etude.bench.results import summarize as summarize
+    from etude.bench.run import run_trials as run_trials
+    from etude.bench.run import write_outputs as write_outputs
 
-_MODULES = {  # imported when first used
-    "BenchDirectory": "etude.bench.directory",
-    "BenchPolicy": "etude.bench.policies",
-    "BenchSpec": "etude.bench.directory",
-    "PolicyProfile": "etude.bench.policies",
-    "PolicyResults": "etude.bench.results",
-    "TokenPrice": "etude.bench.policies",
-    "read_results": "etude.bench.results",
-    "run_trials": "etude.bench.run",
-    "summarize": "etude.bench.results",
-    "write_outputs": "etude.bench.run",
-}
-__all__ = [
-    "BenchDirectory",
-    "BenchPolicy",
-    "BenchSpec",
-    "PolicyProfile",
-    "PolicyResults",
-    "TokenPrice",
-    "read_results",
-    "run_trials",
-    "summarize",
-    "write_outputs",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

@@ -11,29 +11,13 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.chat.dialects import chat_dialect, dialect_for
-    from etude.chat.dialects.dialect import Dialect
-    from etude.chat.messages import Message, ParsedTurn, ToolCall
-    from etude.chat.tokenizer import Tokenizer, train_tokenizer
+    from etude.chat.dialects import chat_dialect as chat_dialect
+    from etude.chat.dialects import dialect_for as dialect_for
+    from etude.chat.dialects.dialect import Dialect as Dialect
+    from etude.chat.messages import Message as Message
+    from etude.chat.messages import ParsedTurn as ParsedTurn
+    from etude.chat.messages import ToolCall as ToolCall
+    from etude.chat.tokenizer import Tokenizer as Tokenizer
+    from etude.chat.tokenizer import train_tokenizer as train_tokenizer
 
-_MODULES = {
-    "ToolCall": "etude.chat.messages",
-    "Dialect": "etude.chat.dialects.dialect",
-    "Message": "etude.chat.messages",
-    "ParsedTurn": "etude.chat.messages",
-    "Tokenizer": "etude.chat.tokenizer",
-    "chat_dialect": "etude.chat.dialects",
-    "dialect_for": "etude.chat.dialects",
-    "train_tokenizer": "etude.chat.tokenizer",
-}
-__all__ = [
-    "Dialect",
-    "Message",
-    "ParsedTurn",
-    "Tokenizer",
-    "ToolCall",
-    "chat_dialect",
-    "dialect_for",
-    "train_tokenizer",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

@@ -10,53 +10,24 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.data.conversations import Chat, ChatFormat, ConversationSegment, read_conversations
-    from etude.data.corpus import CorpusOptions, CorpusReport, build_corpus, read_report
-    from etude.data.documents import Document, File, ReadLimits, read_source
-    from etude.data.mixture import DocumentStore, Mixture, MixtureSource
-    from etude.data.packing import Batch, next_batch
-    from etude.data.shards import Shards, ShardWriter
+    from etude.data.conversations import Chat as Chat
+    from etude.data.conversations import ChatFormat as ChatFormat
+    from etude.data.conversations import ConversationSegment as ConversationSegment
+    from etude.data.conversations import read_conversations as read_conversations
+    from etude.data.corpus import CorpusOptions as CorpusOptions
+    from etude.data.corpus import CorpusReport as CorpusReport
+    from etude.data.corpus import build_corpus as build_corpus
+    from etude.data.corpus import read_report as read_report
+    from etude.data.documents import Document as Document
+    from etude.data.documents import File as File
+    from etude.data.documents import ReadLimits as ReadLimits
+    from etude.data.documents import read_source as read_source
+    from etude.data.mixture import DocumentStore as DocumentStore
+    from etude.data.mixture import Mixture as Mixture
+    from etude.data.mixture import MixtureSource as MixtureSource
+    from etude.data.packing import Batch as Batch
+    from etude.data.packing import next_batch as next_batch
+    from etude.data.shards import Shards as Shards
+    from etude.data.shards import ShardWriter as ShardWriter
 
-_MODULES = {  # imported when first used: packing loads torch, which worker processes must not
-    "Batch": "etude.data.packing",
-    "Chat": "etude.data.conversations",
-    "ChatFormat": "etude.data.conversations",
-    "ConversationSegment": "etude.data.conversations",
-    "CorpusOptions": "etude.data.corpus",
-    "CorpusReport": "etude.data.corpus",
-    "Document": "etude.data.documents",
-    "DocumentStore": "etude.data.mixture",
-    "File": "etude.data.documents",
-    "Mixture": "etude.data.mixture",
-    "MixtureSource": "etude.data.mixture",
-    "ReadLimits": "etude.data.documents",
-    "ShardWriter": "etude.data.shards",
-    "Shards": "etude.data.shards",
-    "build_corpus": "etude.data.corpus",
-    "next_batch": "etude.data.packing",
-    "read_conversations": "etude.data.conversations",
-    "read_report": "etude.data.corpus",
-    "read_source": "etude.data.documents",
-}
-__all__ = [
-    "Batch",
-    "Chat",
-    "ChatFormat",
-    "ConversationSegment",
-    "CorpusOptions",
-    "CorpusReport",
-    "Document",
-    "DocumentStore",
-    "File",
-    "Mixture",
-    "MixtureSource",
-    "ReadLimits",
-    "ShardWriter",
-    "Shards",
-    "build_corpus",
-    "next_batch",
-    "read_conversations",
-    "read_report",
-    "read_source",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

@@ -12,66 +12,27 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.harness.atif import from_atif, to_atif
-    from etude.harness.budget import Budget
-    from etude.harness.model_client import ChatModelClient, ModelClient, TokenModelClient
-    from etude.harness.profile import AgentProfile
-    from etude.harness.prompt import SessionRequest
-    from etude.harness.session import Session
-    from etude.harness.session_factory import open_session
-    from etude.harness.summary import SummarySettings
-    from etude.harness.tool_set import ToolSet
-    from etude.harness.tools.context import ToolContext
-    from etude.harness.tools.tool import Tool, ToolError, ToolOutcome, tool
-    from etude.harness.trace import Segment, Step, Trace
-    from etude.harness.trace_store import load_trace, save_trace
+    from etude.harness.atif import from_atif as from_atif
+    from etude.harness.atif import to_atif as to_atif
+    from etude.harness.budget import Budget as Budget
+    from etude.harness.model_client import ChatModelClient as ChatModelClient
+    from etude.harness.model_client import ModelClient as ModelClient
+    from etude.harness.model_client import TokenModelClient as TokenModelClient
+    from etude.harness.profile import AgentProfile as AgentProfile
+    from etude.harness.prompt import SessionRequest as SessionRequest
+    from etude.harness.session import Session as Session
+    from etude.harness.session_factory import open_session as open_session
+    from etude.harness.summary import SummarySettings as SummarySettings
+    from etude.harness.tool_set import ToolSet as ToolSet
+    from etude.harness.tools.context import ToolContext as ToolContext
+    from etude.harness.tools.tool import Tool as Tool
+    from etude.harness.tools.tool import ToolError as ToolError
+    from etude.harness.tools.tool import ToolOutcome as ToolOutcome
+    from etude.harness.tools.tool import tool as tool
+    from etude.harness.trace import Segment as Segment
+    from etude.harness.trace import Step as Step
+    from etude.harness.trace import Trace as Trace
+    from etude.harness.trace_store import load_trace as load_trace
+    from etude.harness.trace_store import save_trace as save_trace
 
-_MODULES = {
-    "AgentProfile": "etude.harness.profile",
-    "Budget": "etude.harness.budget",
-    "ChatModelClient": "etude.harness.model_client",
-    "ModelClient": "etude.harness.model_client",
-    "Segment": "etude.harness.trace",
-    "Session": "etude.harness.session",
-    "SessionRequest": "etude.harness.prompt",
-    "Step": "etude.harness.trace",
-    "SummarySettings": "etude.harness.summary",
-    "TokenModelClient": "etude.harness.model_client",
-    "Tool": "etude.harness.tools.tool",
-    "ToolContext": "etude.harness.tools.context",
-    "ToolError": "etude.harness.tools.tool",
-    "ToolOutcome": "etude.harness.tools.tool",
-    "ToolSet": "etude.harness.tool_set",
-    "Trace": "etude.harness.trace",
-    "from_atif": "etude.harness.atif",
-    "load_trace": "etude.harness.trace_store",
-    "open_session": "etude.harness.session_factory",
-    "save_trace": "etude.harness.trace_store",
-    "to_atif": "etude.harness.atif",
-    "tool": "etude.harness.tools.tool",
-}
-__all__ = [
-    "AgentProfile",
-    "Budget",
-    "ChatModelClient",
-    "ModelClient",
-    "Segment",
-    "Session",
-    "SessionRequest",
-    "Step",
-    "SummarySettings",
-    "TokenModelClient",
-    "Tool",
-    "ToolContext",
-    "ToolError",
-    "ToolOutcome",
-    "ToolSet",
-    "Trace",
-    "from_atif",
-    "load_trace",
-    "open_session",
-    "save_trace",
-    "to_atif",
-    "tool",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

@@ -11,43 +11,17 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.inference.clients.http import HttpPolicy
-    from etude.inference.clients.inprocess import InProcessPolicy
-    from etude.inference.clients.openai import OpenAIChat
-    from etude.inference.clients.sglang import SglangPolicy
-    from etude.inference.clients.vllm import VllmPolicy
-    from etude.inference.engine import Engine, EngineOptions
-    from etude.inference.policy import Policy, PolicyBase
-    from etude.inference.request import Completion
-    from etude.inference.sampling import Sampling
-    from etude.inference.service import EngineService
+    from etude.inference.clients.http import HttpPolicy as HttpPolicy
+    from etude.inference.clients.inprocess import InProcessPolicy as InProcessPolicy
+    from etude.inference.clients.openai import OpenAIChat as OpenAIChat
+    from etude.inference.clients.sglang import SglangPolicy as SglangPolicy
+    from etude.inference.clients.vllm import VllmPolicy as VllmPolicy
+    from etude.inference.engine import Engine as Engine
+    from etude.inference.engine import EngineOptions as EngineOptions
+    from etude.inference.policy import Policy as Policy
+    from etude.inference.policy import PolicyBase as PolicyBase
+    from etude.inference.request import Completion as Completion
+    from etude.inference.sampling import Sampling as Sampling
+    from etude.inference.service import EngineService as EngineService
 
-_MODULES = {  # imported when first used
-    "Completion": "etude.inference.request",
-    "Engine": "etude.inference.engine",
-    "EngineOptions": "etude.inference.engine",
-    "EngineService": "etude.inference.service",
-    "HttpPolicy": "etude.inference.clients.http",
-    "InProcessPolicy": "etude.inference.clients.inprocess",
-    "OpenAIChat": "etude.inference.clients.openai",
-    "Policy": "etude.inference.policy",
-    "PolicyBase": "etude.inference.policy",
-    "Sampling": "etude.inference.sampling",
-    "SglangPolicy": "etude.inference.clients.sglang",
-    "VllmPolicy": "etude.inference.clients.vllm",
-}
-__all__ = [
-    "Completion",
-    "Engine",
-    "EngineOptions",
-    "EngineService",
-    "HttpPolicy",
-    "InProcessPolicy",
-    "OpenAIChat",
-    "Policy",
-    "PolicyBase",
-    "Sampling",
-    "SglangPolicy",
-    "VllmPolicy",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

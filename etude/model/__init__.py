@@ -11,43 +11,19 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.kernels.attention import Documents
-    from etude.model.cache import KVCache
-    from etude.model.checkpoint import load, save
-    from etude.model.config import ConfigReader, ModelConfig, common_keys, family, read_head_dim, read_rope
-    from etude.model.moe import Routing
-    from etude.model.transformer import Transformer, compile_blocks, initialize
+    from etude.kernels.attention import Documents as Documents
+    from etude.model.cache import KVCache as KVCache
+    from etude.model.checkpoint import load as load
+    from etude.model.checkpoint import save as save
+    from etude.model.config import ConfigReader as ConfigReader
+    from etude.model.config import ModelConfig as ModelConfig
+    from etude.model.config import common_keys as common_keys
+    from etude.model.config import family as family
+    from etude.model.config import read_head_dim as read_head_dim
+    from etude.model.config import read_rope as read_rope
+    from etude.model.moe import Routing as Routing
+    from etude.model.transformer import Transformer as Transformer
+    from etude.model.transformer import compile_blocks as compile_blocks
+    from etude.model.transformer import initialize as initialize
 
-_MODULES = {  # imported when first used
-    "ConfigReader": "etude.model.config",
-    "Documents": "etude.kernels.attention",
-    "KVCache": "etude.model.cache",
-    "ModelConfig": "etude.model.config",
-    "Routing": "etude.model.moe",
-    "Transformer": "etude.model.transformer",
-    "common_keys": "etude.model.config",
-    "compile_blocks": "etude.model.transformer",
-    "family": "etude.model.config",
-    "initialize": "etude.model.transformer",
-    "load": "etude.model.checkpoint",
-    "read_head_dim": "etude.model.config",
-    "read_rope": "etude.model.config",
-    "save": "etude.model.checkpoint",
-}
-__all__ = [
-    "ConfigReader",
-    "Documents",
-    "KVCache",
-    "ModelConfig",
-    "Routing",
-    "Transformer",
-    "common_keys",
-    "compile_blocks",
-    "family",
-    "initialize",
-    "load",
-    "read_head_dim",
-    "read_rope",
-    "save",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

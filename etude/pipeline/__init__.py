@@ -7,12 +7,13 @@ package when it starts: importing this package does not load torch.
 from typing import TYPE_CHECKING
 
 from etude.lazy import lazy_exports
-from etude.pipeline.stage_summary import summarize_stage
-from etude.pipeline.stages import STAGES, StageFunction, run_recipe
+from etude.pipeline.stage_summary import summarize_stage as summarize_stage
+from etude.pipeline.stages import STAGES as STAGES
+from etude.pipeline.stages import StageFunction as StageFunction
+from etude.pipeline.stages import run_recipe as run_recipe
 
 if TYPE_CHECKING:
-    from etude.pipeline.dry_run.plan import RunPlan, make_plan
+    from etude.pipeline.dry_run.plan import RunPlan as RunPlan
+    from etude.pipeline.dry_run.plan import make_plan as make_plan
 
-_MODULES = {"RunPlan": "etude.pipeline.dry_run.plan", "make_plan": "etude.pipeline.dry_run.plan"}  # they load torch
-__all__ = ["STAGES", "RunPlan", "StageFunction", "make_plan", "run_recipe", "summarize_stage"]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

@@ -13,41 +13,20 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.pods.fleet import Fleet, open_fleet
-    from etude.pods.pod import (
-        Capabilities,
-        Egress,
-        Event,
-        ExecResult,
-        FileInfo,
-        Job,
-        Limits,
-        Pod,
-        PodError,
-        PodFileError,
-        PodGone,
-        Snapshot,
-        Unsupported,
-    )
+    from etude.pods.fleet import Fleet as Fleet
+    from etude.pods.fleet import open_fleet as open_fleet
+    from etude.pods.pod import Capabilities as Capabilities
+    from etude.pods.pod import Egress as Egress
+    from etude.pods.pod import Event as Event
+    from etude.pods.pod import ExecResult as ExecResult
+    from etude.pods.pod import FileInfo as FileInfo
+    from etude.pods.pod import Job as Job
+    from etude.pods.pod import Limits as Limits
+    from etude.pods.pod import Pod as Pod
+    from etude.pods.pod import PodError as PodError
+    from etude.pods.pod import PodFileError as PodFileError
+    from etude.pods.pod import PodGone as PodGone
+    from etude.pods.pod import Snapshot as Snapshot
+    from etude.pods.pod import Unsupported as Unsupported
 
-__all__ = [
-    "Capabilities",
-    "Egress",
-    "Event",
-    "ExecResult",
-    "FileInfo",
-    "Fleet",
-    "Job",
-    "Limits",
-    "Pod",
-    "PodError",
-    "PodFileError",
-    "PodGone",
-    "Snapshot",
-    "Unsupported",
-    "open_fleet",
-]
-
-
-_MODULES = dict.fromkeys(__all__, "etude.pods.pod") | dict.fromkeys(("Fleet", "open_fleet"), "etude.pods.fleet")
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

@@ -8,59 +8,30 @@
 from typing import TYPE_CHECKING
 
 from etude.lazy import lazy_exports
-from etude.rl.advantages import EstimatorSettings, k1, k3, kl_form, token_advantages
-from etude.rollouts.group_advantages import group_advantage, group_advantages
+from etude.rl.advantages import EstimatorSettings as EstimatorSettings
+from etude.rl.advantages import k1 as k1
+from etude.rl.advantages import k3 as k3
+from etude.rl.advantages import kl_form as kl_form
+from etude.rl.advantages import token_advantages as token_advantages
+from etude.rollouts.group_advantages import group_advantage as group_advantage
+from etude.rollouts.group_advantages import group_advantages as group_advantages
 
 if TYPE_CHECKING:
-    from etude.rl.curriculum import Curriculum, CurriculumSettings, PromptChoice, prompt_order
-    from etude.rl.health import RlHealth, rl_health
-    from etude.rl.loop import RlLoop, learn
-    from etude.rl.objective import PolicyGradient, RolloutBatch
-    from etude.rl.orchestrator import run_rl
-    from etude.rl.packing import TrainingSequence, pack
-    from etude.rl.settings import RlSettings, open_rl_run, policy_objective
+    from etude.rl.curriculum import Curriculum as Curriculum
+    from etude.rl.curriculum import CurriculumSettings as CurriculumSettings
+    from etude.rl.curriculum import PromptChoice as PromptChoice
+    from etude.rl.curriculum import prompt_order as prompt_order
+    from etude.rl.health import RlHealth as RlHealth
+    from etude.rl.health import rl_health as rl_health
+    from etude.rl.loop import RlLoop as RlLoop
+    from etude.rl.loop import learn as learn
+    from etude.rl.objective import PolicyGradient as PolicyGradient
+    from etude.rl.objective import RolloutBatch as RolloutBatch
+    from etude.rl.orchestrator import run_rl as run_rl
+    from etude.rl.packing import TrainingSequence as TrainingSequence
+    from etude.rl.packing import pack as pack
+    from etude.rl.settings import RlSettings as RlSettings
+    from etude.rl.settings import open_rl_run as open_rl_run
+    from etude.rl.settings import policy_objective as policy_objective
 
-_MODULES = {  # imported when first used
-    "Curriculum": "etude.rl.curriculum",
-    "CurriculumSettings": "etude.rl.curriculum",
-    "PolicyGradient": "etude.rl.objective",
-    "PromptChoice": "etude.rl.curriculum",
-    "RlHealth": "etude.rl.health",
-    "RlLoop": "etude.rl.loop",
-    "RlSettings": "etude.rl.settings",
-    "RolloutBatch": "etude.rl.objective",
-    "TrainingSequence": "etude.rl.packing",
-    "learn": "etude.rl.loop",
-    "open_rl_run": "etude.rl.settings",
-    "pack": "etude.rl.packing",
-    "policy_objective": "etude.rl.settings",
-    "prompt_order": "etude.rl.curriculum",
-    "rl_health": "etude.rl.health",
-    "run_rl": "etude.rl.orchestrator",
-}
-__all__ = [
-    "Curriculum",
-    "CurriculumSettings",
-    "EstimatorSettings",
-    "PolicyGradient",
-    "PromptChoice",
-    "RlHealth",
-    "RlLoop",
-    "RlSettings",
-    "RolloutBatch",
-    "TrainingSequence",
-    "group_advantage",
-    "group_advantages",
-    "k1",
-    "k3",
-    "kl_form",
-    "learn",
-    "open_rl_run",
-    "pack",
-    "policy_objective",
-    "prompt_order",
-    "rl_health",
-    "run_rl",
-    "token_advantages",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

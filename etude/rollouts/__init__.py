@@ -10,50 +10,20 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.rollouts.queue import ReadyGroup, RolloutQueue, Slot, StaleClaim
-    from etude.rollouts.rollout import (
-        PolicyBinding,
-        Rollout,
-        RolloutCheckpoint,
-        RolloutFailed,
-        RolloutOptions,
-        run_rollout,
-    )
-    from etude.rollouts.sampler_pool import SamplerPool, SamplersUnavailable, open_sampler_pool
-    from etude.rollouts.settings import QueueSettings, RolloutSettings
+    from etude.rollouts.queue import ReadyGroup as ReadyGroup
+    from etude.rollouts.queue import RolloutQueue as RolloutQueue
+    from etude.rollouts.queue import Slot as Slot
+    from etude.rollouts.queue import StaleClaim as StaleClaim
+    from etude.rollouts.rollout import PolicyBinding as PolicyBinding
+    from etude.rollouts.rollout import Rollout as Rollout
+    from etude.rollouts.rollout import RolloutCheckpoint as RolloutCheckpoint
+    from etude.rollouts.rollout import RolloutFailed as RolloutFailed
+    from etude.rollouts.rollout import RolloutOptions as RolloutOptions
+    from etude.rollouts.rollout import run_rollout as run_rollout
+    from etude.rollouts.sampler_pool import SamplerPool as SamplerPool
+    from etude.rollouts.sampler_pool import SamplersUnavailable as SamplersUnavailable
+    from etude.rollouts.sampler_pool import open_sampler_pool as open_sampler_pool
+    from etude.rollouts.settings import QueueSettings as QueueSettings
+    from etude.rollouts.settings import RolloutSettings as RolloutSettings
 
-_MODULES = {
-    "PolicyBinding": "etude.rollouts.rollout",
-    "QueueSettings": "etude.rollouts.settings",
-    "ReadyGroup": "etude.rollouts.queue",
-    "Rollout": "etude.rollouts.rollout",
-    "RolloutCheckpoint": "etude.rollouts.rollout",
-    "RolloutFailed": "etude.rollouts.rollout",
-    "RolloutOptions": "etude.rollouts.rollout",
-    "RolloutQueue": "etude.rollouts.queue",
-    "RolloutSettings": "etude.rollouts.settings",
-    "SamplerPool": "etude.rollouts.sampler_pool",
-    "SamplersUnavailable": "etude.rollouts.sampler_pool",
-    "Slot": "etude.rollouts.queue",
-    "StaleClaim": "etude.rollouts.queue",
-    "open_sampler_pool": "etude.rollouts.sampler_pool",
-    "run_rollout": "etude.rollouts.rollout",
-}
-__all__ = [
-    "PolicyBinding",
-    "QueueSettings",
-    "ReadyGroup",
-    "Rollout",
-    "RolloutCheckpoint",
-    "RolloutFailed",
-    "RolloutOptions",
-    "RolloutQueue",
-    "RolloutSettings",
-    "SamplerPool",
-    "SamplersUnavailable",
-    "Slot",
-    "StaleClaim",
-    "open_sampler_pool",
-    "run_rollout",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

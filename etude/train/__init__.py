@@ -11,46 +11,21 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.train.objectives import Objective, ObjectiveSums, next_token, with_mtp
-    from etude.train.optim import AdamSettings, LRSchedule, MasterAdamW
-    from etude.train.phase import TrainingPhase, train
-    from etude.train.settings import ExtendSettings, MtpSettings, PretrainSettings, SftSettings, TrainingSettings
-    from etude.train.trainer import StepResult, Trainer
+    from etude.train.objectives import Objective as Objective
+    from etude.train.objectives import ObjectiveSums as ObjectiveSums
+    from etude.train.objectives import next_token as next_token
+    from etude.train.objectives import with_mtp as with_mtp
+    from etude.train.optim import AdamSettings as AdamSettings
+    from etude.train.optim import LRSchedule as LRSchedule
+    from etude.train.optim import MasterAdamW as MasterAdamW
+    from etude.train.phase import TrainingPhase as TrainingPhase
+    from etude.train.phase import train as train
+    from etude.train.settings import ExtendSettings as ExtendSettings
+    from etude.train.settings import MtpSettings as MtpSettings
+    from etude.train.settings import PretrainSettings as PretrainSettings
+    from etude.train.settings import SftSettings as SftSettings
+    from etude.train.settings import TrainingSettings as TrainingSettings
+    from etude.train.trainer import StepResult as StepResult
+    from etude.train.trainer import Trainer as Trainer
 
-_MODULES = {  # imported when first used
-    "AdamSettings": "etude.train.optim",
-    "ExtendSettings": "etude.train.settings",
-    "LRSchedule": "etude.train.optim",
-    "MasterAdamW": "etude.train.optim",
-    "MtpSettings": "etude.train.settings",
-    "Objective": "etude.train.objectives",
-    "ObjectiveSums": "etude.train.objectives",
-    "PretrainSettings": "etude.train.settings",
-    "SftSettings": "etude.train.settings",
-    "StepResult": "etude.train.trainer",
-    "Trainer": "etude.train.trainer",
-    "TrainingPhase": "etude.train.phase",
-    "TrainingSettings": "etude.train.settings",
-    "next_token": "etude.train.objectives",
-    "train": "etude.train.phase",
-    "with_mtp": "etude.train.objectives",
-}
-__all__ = [
-    "AdamSettings",
-    "ExtendSettings",
-    "LRSchedule",
-    "MasterAdamW",
-    "MtpSettings",
-    "Objective",
-    "ObjectiveSums",
-    "PretrainSettings",
-    "SftSettings",
-    "StepResult",
-    "Trainer",
-    "TrainingPhase",
-    "TrainingSettings",
-    "next_token",
-    "train",
-    "with_mtp",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

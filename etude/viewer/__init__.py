@@ -10,18 +10,11 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.viewer.api import RunApi, list_runs
-    from etude.viewer.report import ReportSummary, write_report
-    from etude.viewer.serve import serve
-    from etude.viewer.server import make_app
+    from etude.viewer.api import RunApi as RunApi
+    from etude.viewer.api import list_runs as list_runs
+    from etude.viewer.report import ReportSummary as ReportSummary
+    from etude.viewer.report import write_report as write_report
+    from etude.viewer.serve import serve as serve
+    from etude.viewer.server import make_app as make_app
 
-_MODULES = {  # imported when first used
-    "ReportSummary": "etude.viewer.report",
-    "RunApi": "etude.viewer.api",
-    "list_runs": "etude.viewer.api",
-    "make_app": "etude.viewer.server",
-    "serve": "etude.viewer.serve",
-    "write_report": "etude.viewer.report",
-}
-__all__ = ["ReportSummary", "RunApi", "list_runs", "make_app", "serve", "write_report"]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

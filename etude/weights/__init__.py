@@ -10,37 +10,17 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.weights.delta import DeltaError, apply_delta, encode_delta
-    from etude.weights.object_store import ObjectStore
-    from etude.weights.publisher import Publisher, PublishingFailed
-    from etude.weights.versions import BrokenChain, Version, WeightState, follow, latest, read_version
+    from etude.weights.delta import DeltaError as DeltaError
+    from etude.weights.delta import apply_delta as apply_delta
+    from etude.weights.delta import encode_delta as encode_delta
+    from etude.weights.object_store import ObjectStore as ObjectStore
+    from etude.weights.publisher import Publisher as Publisher
+    from etude.weights.publisher import PublishingFailed as PublishingFailed
+    from etude.weights.versions import BrokenChain as BrokenChain
+    from etude.weights.versions import Version as Version
+    from etude.weights.versions import WeightState as WeightState
+    from etude.weights.versions import follow as follow
+    from etude.weights.versions import latest as latest
+    from etude.weights.versions import read_version as read_version
 
-_MODULES = {
-    "BrokenChain": "etude.weights.versions",
-    "DeltaError": "etude.weights.delta",
-    "ObjectStore": "etude.weights.object_store",
-    "Publisher": "etude.weights.publisher",
-    "PublishingFailed": "etude.weights.publisher",
-    "Version": "etude.weights.versions",
-    "WeightState": "etude.weights.versions",
-    "apply_delta": "etude.weights.delta",
-    "encode_delta": "etude.weights.delta",
-    "follow": "etude.weights.versions",
-    "latest": "etude.weights.versions",
-    "read_version": "etude.weights.versions",
-}
-__all__ = [
-    "BrokenChain",
-    "DeltaError",
-    "ObjectStore",
-    "Publisher",
-    "PublishingFailed",
-    "Version",
-    "WeightState",
-    "apply_delta",
-    "encode_delta",
-    "follow",
-    "latest",
-    "read_version",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

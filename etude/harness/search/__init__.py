@@ -10,26 +10,12 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.harness.search.render import render_result
-    from etude.harness.search.searcher import CodebaseSearcher, SearchResult, open_searcher
-    from etude.harness.search.source import FileSource, LocalFiles, SearchLimits
+    from etude.harness.search.render import render_result as render_result
+    from etude.harness.search.searcher import CodebaseSearcher as CodebaseSearcher
+    from etude.harness.search.searcher import SearchResult as SearchResult
+    from etude.harness.search.searcher import open_searcher as open_searcher
+    from etude.harness.search.source import FileSource as FileSource
+    from etude.harness.search.source import LocalFiles as LocalFiles
+    from etude.harness.search.source import SearchLimits as SearchLimits
 
-_MODULES = {
-    "CodebaseSearcher": "etude.harness.search.searcher",
-    "FileSource": "etude.harness.search.source",
-    "LocalFiles": "etude.harness.search.source",
-    "SearchLimits": "etude.harness.search.source",
-    "SearchResult": "etude.harness.search.searcher",
-    "open_searcher": "etude.harness.search.searcher",
-    "render_result": "etude.harness.search.render",
-}
-__all__ = [
-    "CodebaseSearcher",
-    "FileSource",
-    "LocalFiles",
-    "SearchLimits",
-    "SearchResult",
-    "open_searcher",
-    "render_result",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

@@ -8,26 +8,12 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.harness.tools.context import ToolContext
-    from etude.harness.tools.executor import ToolExecutor, exposed_tools, open_tool_executor
-    from etude.harness.tools.tool import Tool, ToolError, ToolOutcome
+    from etude.harness.tools.context import ToolContext as ToolContext
+    from etude.harness.tools.executor import ToolExecutor as ToolExecutor
+    from etude.harness.tools.executor import exposed_tools as exposed_tools
+    from etude.harness.tools.executor import open_tool_executor as open_tool_executor
+    from etude.harness.tools.tool import Tool as Tool
+    from etude.harness.tools.tool import ToolError as ToolError
+    from etude.harness.tools.tool import ToolOutcome as ToolOutcome
 
-_MODULES = {
-    "Tool": "etude.harness.tools.tool",
-    "ToolContext": "etude.harness.tools.context",
-    "ToolError": "etude.harness.tools.tool",
-    "ToolExecutor": "etude.harness.tools.executor",
-    "ToolOutcome": "etude.harness.tools.tool",
-    "exposed_tools": "etude.harness.tools.executor",
-    "open_tool_executor": "etude.harness.tools.executor",
-}
-__all__ = [
-    "Tool",
-    "ToolContext",
-    "ToolError",
-    "ToolExecutor",
-    "ToolOutcome",
-    "exposed_tools",
-    "open_tool_executor",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

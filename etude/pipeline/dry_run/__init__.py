@@ -14,16 +14,10 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.pipeline.dry_run.plan import RunPlan, make_plan
-    from etude.pipeline.dry_run.render import plan_data, plan_text
-    from etude.pipeline.dry_run.stages import StagePlan
+    from etude.pipeline.dry_run.plan import RunPlan as RunPlan
+    from etude.pipeline.dry_run.plan import make_plan as make_plan
+    from etude.pipeline.dry_run.render import plan_data as plan_data
+    from etude.pipeline.dry_run.render import plan_text as plan_text
+    from etude.pipeline.dry_run.stages import StagePlan as StagePlan
 
-_MODULES = {  # imported when first used: they load torch
-    "RunPlan": "etude.pipeline.dry_run.plan",
-    "StagePlan": "etude.pipeline.dry_run.stages",
-    "make_plan": "etude.pipeline.dry_run.plan",
-    "plan_data": "etude.pipeline.dry_run.render",
-    "plan_text": "etude.pipeline.dry_run.render",
-}
-__all__ = ["RunPlan", "StagePlan", "make_plan", "plan_data", "plan_text"]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

@@ -10,16 +10,10 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.pods.guest.client import GuestClient, Link, SocketLink
-    from etude.pods.guest.guest_pod import GuestPod
-    from etude.pods.guest.init import GuestInit
+    from etude.pods.guest.client import GuestClient as GuestClient
+    from etude.pods.guest.client import Link as Link
+    from etude.pods.guest.client import SocketLink as SocketLink
+    from etude.pods.guest.guest_pod import GuestPod as GuestPod
+    from etude.pods.guest.init import GuestInit as GuestInit
 
-_MODULES = {
-    "GuestClient": "etude.pods.guest.client",
-    "GuestInit": "etude.pods.guest.init",
-    "GuestPod": "etude.pods.guest.guest_pod",
-    "Link": "etude.pods.guest.client",
-    "SocketLink": "etude.pods.guest.client",
-}
-__all__ = ["GuestClient", "GuestInit", "GuestPod", "Link", "SocketLink"]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

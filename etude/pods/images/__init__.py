@@ -10,36 +10,14 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.pods.images.dockerfile import build
-    from etude.pods.images.records import Image, Layer, SnapshotRecord
-    from etude.pods.images.sources import (
-        image_from_debootstrap,
-        image_from_directory,
-        image_from_oci_layout,
-        image_from_tar,
-    )
-    from etude.pods.images.store import Store
+    from etude.pods.images.dockerfile import build as build
+    from etude.pods.images.records import Image as Image
+    from etude.pods.images.records import Layer as Layer
+    from etude.pods.images.records import SnapshotRecord as SnapshotRecord
+    from etude.pods.images.sources import image_from_debootstrap as image_from_debootstrap
+    from etude.pods.images.sources import image_from_directory as image_from_directory
+    from etude.pods.images.sources import image_from_oci_layout as image_from_oci_layout
+    from etude.pods.images.sources import image_from_tar as image_from_tar
+    from etude.pods.images.store import Store as Store
 
-_MODULES = {
-    "Image": "etude.pods.images.records",
-    "Layer": "etude.pods.images.records",
-    "SnapshotRecord": "etude.pods.images.records",
-    "Store": "etude.pods.images.store",
-    "build": "etude.pods.images.dockerfile",
-    "image_from_debootstrap": "etude.pods.images.sources",
-    "image_from_directory": "etude.pods.images.sources",
-    "image_from_oci_layout": "etude.pods.images.sources",
-    "image_from_tar": "etude.pods.images.sources",
-}
-__all__ = [
-    "Image",
-    "Layer",
-    "SnapshotRecord",
-    "Store",
-    "build",
-    "image_from_debootstrap",
-    "image_from_directory",
-    "image_from_oci_layout",
-    "image_from_tar",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

@@ -10,15 +10,10 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.pods.network.policy import EgressPolicy, EgressRule, parse_rule
-    from etude.pods.network.proxy import EgressLimits, EgressProxy
+    from etude.pods.network.policy import EgressPolicy as EgressPolicy
+    from etude.pods.network.policy import EgressRule as EgressRule
+    from etude.pods.network.policy import parse_rule as parse_rule
+    from etude.pods.network.proxy import EgressLimits as EgressLimits
+    from etude.pods.network.proxy import EgressProxy as EgressProxy
 
-_MODULES = {
-    "EgressLimits": "etude.pods.network.proxy",
-    "EgressPolicy": "etude.pods.network.policy",
-    "EgressProxy": "etude.pods.network.proxy",
-    "EgressRule": "etude.pods.network.policy",
-    "parse_rule": "etude.pods.network.policy",
-}
-__all__ = ["EgressLimits", "EgressPolicy", "EgressProxy", "EgressRule", "parse_rule"]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

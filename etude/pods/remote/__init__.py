@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.pods.remote.client import RemoteHostClient, RemotePod
-    from etude.pods.remote.host_client import PodService, open_pod_service
+    from etude.pods.remote.client import RemoteHostClient as RemoteHostClient
+    from etude.pods.remote.client import RemotePod as RemotePod
+    from etude.pods.remote.host_client import PodService as PodService
+    from etude.pods.remote.host_client import open_pod_service as open_pod_service
 
-_MODULES = {
-    "PodService": "etude.pods.remote.host_client",
-    "RemoteHostClient": "etude.pods.remote.client",
-    "RemotePod": "etude.pods.remote.client",
-    "open_pod_service": "etude.pods.remote.host_client",
-}
-__all__ = ["PodService", "RemoteHostClient", "RemotePod", "open_pod_service"]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

@@ -10,28 +10,13 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.pods.runtime.backend import Backend, LocalPod, PodSpec, Storage
-    from etude.pods.runtime.probe import ProbeResult, choose_backend, make_backend
-    from etude.pods.runtime.unisolated import open_unisolated
+    from etude.pods.runtime.backend import Backend as Backend
+    from etude.pods.runtime.backend import LocalPod as LocalPod
+    from etude.pods.runtime.backend import PodSpec as PodSpec
+    from etude.pods.runtime.backend import Storage as Storage
+    from etude.pods.runtime.probe import ProbeResult as ProbeResult
+    from etude.pods.runtime.probe import choose_backend as choose_backend
+    from etude.pods.runtime.probe import make_backend as make_backend
+    from etude.pods.runtime.unisolated import open_unisolated as open_unisolated
 
-_MODULES = {
-    "Backend": "etude.pods.runtime.backend",
-    "LocalPod": "etude.pods.runtime.backend",
-    "PodSpec": "etude.pods.runtime.backend",
-    "ProbeResult": "etude.pods.runtime.probe",
-    "Storage": "etude.pods.runtime.backend",
-    "choose_backend": "etude.pods.runtime.probe",
-    "make_backend": "etude.pods.runtime.probe",
-    "open_unisolated": "etude.pods.runtime.unisolated",
-}
-__all__ = [
-    "Backend",
-    "LocalPod",
-    "PodSpec",
-    "ProbeResult",
-    "Storage",
-    "choose_backend",
-    "make_backend",
-    "open_unisolated",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

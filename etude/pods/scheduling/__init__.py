@@ -10,50 +10,20 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.pods.scheduling.admission import (
-        Admission,
-        FairQueue,
-        NeverFits,
-        Reservation,
-        ResourceRequest,
-        Thresholds,
-        WaitedTooLong,
-    )
-    from etude.pods.scheduling.pressure import Pressure, read_pressure
-    from etude.pods.scheduling.router import HostReport, NoHost, Placement, PlacementPolicy, PlacementRequest, PodRouter
+    from etude.pods.scheduling.admission import Admission as Admission
+    from etude.pods.scheduling.admission import FairQueue as FairQueue
+    from etude.pods.scheduling.admission import NeverFits as NeverFits
+    from etude.pods.scheduling.admission import Reservation as Reservation
+    from etude.pods.scheduling.admission import ResourceRequest as ResourceRequest
+    from etude.pods.scheduling.admission import Thresholds as Thresholds
+    from etude.pods.scheduling.admission import WaitedTooLong as WaitedTooLong
+    from etude.pods.scheduling.pressure import Pressure as Pressure
+    from etude.pods.scheduling.pressure import read_pressure as read_pressure
+    from etude.pods.scheduling.router import HostReport as HostReport
+    from etude.pods.scheduling.router import NoHost as NoHost
+    from etude.pods.scheduling.router import Placement as Placement
+    from etude.pods.scheduling.router import PlacementPolicy as PlacementPolicy
+    from etude.pods.scheduling.router import PlacementRequest as PlacementRequest
+    from etude.pods.scheduling.router import PodRouter as PodRouter
 
-_MODULES = {
-    "Admission": "etude.pods.scheduling.admission",
-    "FairQueue": "etude.pods.scheduling.admission",
-    "HostReport": "etude.pods.scheduling.router",
-    "NeverFits": "etude.pods.scheduling.admission",
-    "NoHost": "etude.pods.scheduling.router",
-    "Placement": "etude.pods.scheduling.router",
-    "PlacementPolicy": "etude.pods.scheduling.router",
-    "PlacementRequest": "etude.pods.scheduling.router",
-    "PodRouter": "etude.pods.scheduling.router",
-    "Pressure": "etude.pods.scheduling.pressure",
-    "Reservation": "etude.pods.scheduling.admission",
-    "ResourceRequest": "etude.pods.scheduling.admission",
-    "Thresholds": "etude.pods.scheduling.admission",
-    "WaitedTooLong": "etude.pods.scheduling.admission",
-    "read_pressure": "etude.pods.scheduling.pressure",
-}
-__all__ = [
-    "Admission",
-    "FairQueue",
-    "HostReport",
-    "NeverFits",
-    "NoHost",
-    "Placement",
-    "PlacementPolicy",
-    "PlacementRequest",
-    "PodRouter",
-    "Pressure",
-    "Reservation",
-    "ResourceRequest",
-    "Thresholds",
-    "WaitedTooLong",
-    "read_pressure",
-]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

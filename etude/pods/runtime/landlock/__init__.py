@@ -9,13 +9,8 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.pods.runtime.landlock.backend import LandlockBackend, SubprocessBackend
-    from etude.pods.runtime.landlock.client import landlock_available
+    from etude.pods.runtime.landlock.backend import LandlockBackend as LandlockBackend
+    from etude.pods.runtime.landlock.backend import SubprocessBackend as SubprocessBackend
+    from etude.pods.runtime.landlock.client import landlock_available as landlock_available
 
-_MODULES = {
-    "LandlockBackend": "etude.pods.runtime.landlock.backend",
-    "SubprocessBackend": "etude.pods.runtime.landlock.backend",
-    "landlock_available": "etude.pods.runtime.landlock.client",
-}
-__all__ = ["LandlockBackend", "SubprocessBackend", "landlock_available"]
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)
