@@ -10,16 +10,11 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from etude.agent.apply import ApplyResult as ApplyResult
-    from etude.agent.apply import apply_changes as apply_changes
+    from etude.agent.changes import find_changes as find_changes
+    from etude.agent.changes import format_patch as format_patch
     from etude.agent.conversation import AgentConversation as AgentConversation
     from etude.agent.conversation import open_conversation as open_conversation
-    from etude.agent.diff import FileDiff as FileDiff
-    from etude.agent.diff import find_changes as find_changes
-    from etude.agent.diff import format_patch as format_patch
-    from etude.agent.manifest import FileManifest as FileManifest
-    from etude.agent.manifest import ManifestEntry as ManifestEntry
     from etude.agent.options import AgentOptions as AgentOptions
-    from etude.agent.upload import upload_directory as upload_directory
+    from etude.agent.upload import open_workspace as open_workspace
 
 __getattr__ = lazy_exports(__name__)

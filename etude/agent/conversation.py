@@ -5,24 +5,19 @@ differ from those on disk; a resumed session continues with the same tokens and 
 """
 
 import asyncio
-import contextlib
-import io
-import tarfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from etude.agent.apply import ApplyResult, apply_changes
-from etude.agent.diff import FileDiff, find_changes
-from etude.agent.manifest import ManifestEntry
+from etude.agent.changes import find_changes
 from etude.agent.options import AgentOptions
 from etude.agent.screen import Screen, call_title, escape_control
 from etude.agent.session_store import SessionRecord, directory_identity, save_session, sessions_directory
-from etude.agent.upload import recent_files, unpack_tar, upload_directory
+from etude.agent.upload import open_workspace, recent_files
 from etude.chat.messages import ToolCall
 from etude.errors import EtudeError, InputError
 from etude.harness.budget import Budget
@@ -37,8 +32,9 @@ from etude.harness.tools.executor import Approve, ToolExecutor
 from etude.harness.tools.tool import Tool
 from etude.harness.trace import Trace
 from etude.pods.fleet import open_fleet
-from etude.pods.pod import Egress, Pod, PodFileError, Unsupported
+from etude.pods.pod import Egress, Pod, Unsupported
 from etude.pods.runtime.unisolated import open_unisolated
+from etude.pods.workspace import ApplyResult, FileChange, FileState, apply_to_directory, apply_to_pod, remove_if_exists
 
 POD_TIMEOUT_S = 120.0  # how long to wait for a pod on a full machine
 TICK_S = 0.1
@@ -50,7 +46,7 @@ class LoadedSession:
 
     record: SessionRecord
     trace: Trace
-    changes: Sequence[FileDiff]
+    changes: Sequence[FileChange]
 
 
 class AgentConversation:
@@ -62,7 +58,7 @@ class AgentConversation:
         screen: Screen,
         client: ModelClient,
         pod: Pod,
-        manifest: dict[str, ManifestEntry],
+        manifest: dict[str, FileState],
         approve: Approve | None,
         id: str,
     ) -> None:
@@ -72,7 +68,7 @@ class AgentConversation:
         self.started = time.time()
         self.request: SessionRequest | None = None
         self.trace: Trace | None = None  # as last saved
-        self.changes: list[FileDiff] = []
+        self.changes: list[FileChange] = []
         self.session: Session | None = None
         self.tools: ToolExecutor | None = None
         self.saved_at: Path | None = None  # directory of the saved session
@@ -167,26 +163,29 @@ class AgentConversation:
 
     # ------------------------------------------------------------------------------------------- changes
 
-    async def refresh_changes(self) -> list[FileDiff]:
+    async def refresh_changes(self) -> list[FileChange]:
         """Compare the pod with the manifest; update and return the changes not applied yet."""
         if not self.options.direct:
             root = self.tools.root if self.tools else self.pod.workdir
-            self.changes = await find_changes(self.pod, root, self.manifest, self.changes)
+            self.changes = await find_changes(self.pod, root, self.manifest, self.options.directory, self.changes)
         return self.changes
 
-    async def apply(self, changes: Sequence[FileDiff]) -> ApplyResult:
+    async def apply(self, changes: Sequence[FileChange]) -> ApplyResult:
         """Apply changes to the directory and remove the applied ones from `changes`."""
-        result = await asyncio.to_thread(apply_changes, self.options.directory, changes)
-        for change in result.applied:
-            if change.after is None:
-                self.manifest.pop(change.path, None)
-            else:
-                self.manifest[change.path] = change.after
+        result = await asyncio.to_thread(apply_to_directory, self.options.directory, changes)
+        self._set_manifest({change.path: change.after for change in result.applied})
         done = {change.path for change in result.applied}
         self.changes = [change for change in self.changes if change.path not in done]
         if self.trace is not None:
             await asyncio.to_thread(self._write, self.trace)
         return result
+
+    def _set_manifest(self, states: Mapping[str, FileState | None]) -> None:
+        for path, state in states.items():
+            if state is None:
+                self.manifest.pop(path, None)
+            else:
+                self.manifest[path] = replace(state, data=None)
 
     # ------------------------------------------------------------------------------------------- disk
 
@@ -239,12 +238,11 @@ class AgentConversation:
         self.saved_at, self.trace = sessions_directory() / record.id, loaded.trace
         if self.options.direct:
             return
-        await restore_changes(self.pod, self.tools.root, loaded.changes)
-        for change in loaded.changes:
-            if change.before is None:
-                self.manifest.pop(change.path, None)
-            else:
-                self.manifest[change.path] = change.before
+        for change in loaded.changes:  # the files on disk may be others by now
+            await remove_if_exists(self.pod, f"{self.tools.root}/{change.path}")
+        await apply_to_pod(self.pod, self.tools.root, loaded.changes)
+        self._set_manifest({change.path: change.before for change in loaded.changes})
+        self.changes = list(loaded.changes)
         await self.refresh_changes()
 
     async def close(self) -> None:
@@ -273,7 +271,7 @@ async def open_conversation(
 
 
 @asynccontextmanager
-async def _open_workspace(options: AgentOptions, screen: Screen) -> AsyncIterator[tuple[Pod, dict[str, ManifestEntry]]]:
+async def _open_workspace(options: AgentOptions, screen: Screen) -> AsyncIterator[tuple[Pod, dict[str, FileState]]]:
     """Open the pod in which the tools act; yield it with the manifest of its files."""
     if options.direct:
         async with open_unisolated(options.directory, hidden=[options.model.key_env]) as here:
@@ -284,33 +282,20 @@ async def _open_workspace(options: AgentOptions, screen: Screen) -> AsyncIterato
             fleet = await stack.enter_async_context(open_fleet())
         except Unsupported as error:
             raise Unsupported(f"{error}\n  or use --direct: on the directory itself, with your approval") from None
-        egress = Egress.to(*options.egress) if options.egress else None
-        pod = await stack.enter_async_context(await fleet.create(options.image, egress=egress, timeout=POD_TIMEOUT_S))
-        root = options.tool_set.root or pod.workdir
-        upload = await upload_directory(pod, root, options.directory, include=options.include, history=options.history)
+        opened = open_workspace(
+            fleet,
+            options.image,
+            options.directory,
+            root=options.tool_set.root,
+            include=options.include,
+            history=options.history,
+            egress=Egress.to(*options.egress) if options.egress else None,
+            timeout=POD_TIMEOUT_S,
+        )
+        pod, upload = await stack.enter_async_context(opened)
         for note in upload.notes:
             screen.note(note)
         yield pod, dict(upload.manifest)
-
-
-async def restore_changes(pod: Pod, root: str, changes: Sequence[FileDiff]) -> None:
-    """Apply the changes of a saved session to the files of a new pod."""
-    for change in changes:
-        with contextlib.suppress(PodFileError):  # does not exist
-            await pod.remove(f"{root}/{change.path}")
-    with io.BytesIO() as file:
-        with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar:
-            for change in changes:
-                if change.after is None:
-                    continue
-                member = tarfile.TarInfo(change.path)
-                member.mode = 0o755 if change.after.executable else 0o644
-                if change.after.kind == "link":
-                    member.type, member.linkname = tarfile.SYMTYPE, change.after.digest
-                member.size, member.mtime = len(change.data), time.time()
-                tar.addfile(member, io.BytesIO(change.data))
-        file.seek(0)
-        await unpack_tar(pod, root, file)
 
 
 def tokenizer_digest(client: ModelClient) -> str:

@@ -6,8 +6,8 @@ import signal
 from dataclasses import asdict
 from typing import Any
 
+from etude.agent.changes import format_patch
 from etude.agent.conversation import LoadedSession, open_conversation
-from etude.agent.diff import format_patch
 from etude.agent.options import AgentOptions
 from etude.agent.screen import Screen, escape_control
 from etude.harness.trace import Trace
@@ -28,7 +28,7 @@ async def run_print_mode(
             loop.remove_signal_handler(signal.SIGINT)
         assert conversation.saved_at is not None
         changes = list(conversation.changes)
-        text = format_patch(changes, options.directory)
+        text = format_patch(changes)
         refused: dict[str, str] = {}
         if apply and changes and trace.ending == "final":
             result = await conversation.apply(changes)

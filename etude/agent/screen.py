@@ -13,10 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from etude.agent.diff import FileDiff, count_changed_lines, find_renames
+from etude.agent.changes import count_changed_lines, describe_change, find_renames
 from etude.chat.messages import StreamPart, ToolCall
 from etude.harness.tools.tool import ToolOutcome
 from etude.harness.trace import Cost, Step
+from etude.pods.workspace import FileChange
 
 DEFAULT_WIDTH = 160  # characters of a line without a terminal
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -145,15 +146,15 @@ class Screen:
     def error(self, text: str) -> None:
         self.print(text, "red")
 
-    def show_changes(self, changes: Sequence[FileDiff]) -> None:
+    def show_changes(self, changes: Sequence[FileChange]) -> None:
         """Print one line per changed file."""
         moved = find_renames(changes)
         for change in changes:
             if change.path in moved.values():
                 continue
             source = moved.get(change.path)
-            verb = f"renamed from {source}" if source else change.verb
-            link = f" -> {change.after.digest}" if change.after and change.after.kind == "link" else ""
+            verb = f"renamed from {source}" if source else describe_change(change)
+            link = f" -> {change.after.target}" if change.after and change.after.kind == "symlink" else ""
             self.print(f"  {change.path}{link}  ({verb})", "bold")
 
     def show_patch(self, text: str, max_lines: int | None = None, more: str = "/diff shows all") -> None:

@@ -7,19 +7,18 @@
 API keys are never written, only the name of the variable that holds the key.
 """
 
+import io
 import json
 import os
 import re
 import time
-import uuid
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from etude.agent.diff import FileDiff, format_patch
-from etude.agent.manifest import ManifestEntry
+from etude.agent.changes import format_patch
 from etude.errors import InputError
 from etude.files import write_atomically
 from etude.harness.model_options import ModelOptions
@@ -27,8 +26,9 @@ from etude.harness.prompt import SessionRequest
 from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
 from etude.harness.trace_store import from_json, load_trace, save_trace, to_json
+from etude.pods.workspace import FileChange, FileState
 
-VERSION = 1
+VERSION = 2
 RECORD_FILE, TRACE_FILE, CHANGES_FILE, PATCH_FILE = "session.json", "session.trace", "changes.zip", "changes.patch"
 ID_PATTERN = re.compile(r"[0-9a-f]{4,32}")
 SHORT_ID_LENGTH = 12  # characters of an id that are displayed
@@ -69,14 +69,13 @@ def directory_identity(directory: Path) -> tuple[int, int]:
     return info.st_dev, info.st_ino
 
 
-def save_session(record: SessionRecord, trace: Trace, changes: Sequence[FileDiff]) -> Path:
+def save_session(record: SessionRecord, trace: Trace, changes: Sequence[FileChange]) -> Path:
     """Save a session and return its directory."""
     directory = sessions_directory() / record.id
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     save_trace(trace, directory / TRACE_FILE)
     _write_changes(directory / CHANGES_FILE, changes)
-    text = format_patch(changes, Path(record.directory))
-    write_atomically(directory / PATCH_FILE, text.encode("utf-8", "surrogateescape"))
+    write_atomically(directory / PATCH_FILE, format_patch(changes).encode("utf-8", "surrogateescape"))
     write_atomically(
         directory / RECORD_FILE,
         json.dumps(to_json(replace(record, updated=time.time()), "session"), indent=1).encode(),
@@ -84,7 +83,7 @@ def save_session(record: SessionRecord, trace: Trace, changes: Sequence[FileDiff
     return directory
 
 
-def load_session(id: str) -> tuple[SessionRecord, Trace, list[FileDiff]]:
+def load_session(id: str) -> tuple[SessionRecord, Trace, list[FileChange]]:
     """Load a session by its id or a unique prefix of it."""
     directory = find_session(id)
     return (
@@ -142,27 +141,36 @@ def latest_session_id(directory: Path) -> str:
     return found[0].id
 
 
-def _write_changes(file: Path, changes: Sequence[FileDiff]) -> None:
-    part = file.with_name(f".{uuid.uuid4().hex}.part")
-    table = [[change.path, to_json(change.before, "before"), to_json(change.after, "after")] for change in changes]
-    try:
-        with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("table.json", json.dumps(table))
+def _write_changes(file: Path, changes: Sequence[FileChange]) -> None:
+    """Write the states of the files as a table, and their contents where they are known."""
+    table = []
+    with io.BytesIO() as out:
+        with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
             for number, change in enumerate(changes):
-                archive.writestr(str(number), change.data)
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+                row: list[Any] = [change.path]
+                for side, state in (("before", change.before), ("after", change.after)):
+                    row.append(state and [state.kind, state.digest, state.executable])
+                    if state is not None and state.data is not None:
+                        archive.writestr(f"{number}.{side}", state.data)
+                table.append(row)
+            archive.writestr("table.json", json.dumps(table))
+        write_atomically(file, out.getvalue())
 
 
-def _read_changes(file: Path) -> list[FileDiff]:
+def _read_changes(file: Path) -> list[FileChange]:
+    def state(row: Any, name: str) -> FileState | None:
+        if row is None:
+            return None
+        kind, digest, executable = from_json(tuple[Literal["file", "symlink"], str, bool], row, str(file))
+        return FileState(kind, digest, executable, archive.read(name) if name in names else None)
+
     try:
         with zipfile.ZipFile(file) as archive:
+            names = set(archive.namelist())
             table = json.loads(archive.read("table.json"))
-            found = []
-            for number, row in enumerate(table):
-                path, before, after = from_json(tuple[str, ManifestEntry | None, ManifestEntry | None], row, str(file))
-                found.append(FileDiff(path, before, after, archive.read(str(number))))
-            return found
+            return [
+                FileChange(str(path), state(before, f"{number}.before"), state(after, f"{number}.after"))
+                for number, (path, before, after) in enumerate(table)
+            ]
     except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
         raise InputError(f"{file}: cannot be read: {error}") from None

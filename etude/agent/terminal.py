@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
+from etude.agent.changes import format_file_patch, format_patch
 from etude.agent.conversation import AgentConversation, LoadedSession, open_conversation
-from etude.agent.diff import FileDiff, format_file_patch, format_patch
 from etude.agent.options import AgentOptions
 from etude.agent.permission import Permissions
 from etude.agent.screen import Screen, call_title, escape_control
@@ -23,6 +23,7 @@ from etude.chat.messages import ToolCall
 from etude.errors import EtudeError
 from etude.harness.tools.tool import Tool
 from etude.pods.pod import PodGone
+from etude.pods.workspace import FileChange
 
 T = TypeVar("T")
 MAX_PATCH_LINES = 120  # shown without /diff
@@ -115,7 +116,7 @@ class TerminalConversation:
         self.options, self.screen = options, screen
         self.background = BackgroundLoop()
         self.conversation: AgentConversation | None = None
-        self.declined: Sequence[FileDiff] = ()
+        self.declined: Sequence[FileChange] = ()
         self.interrupts = 0  # Ctrl-C presses since the last input
 
     def run(self, request: str, loaded: LoadedSession | None) -> int:
@@ -203,7 +204,7 @@ class TerminalConversation:
         elif name == "diff":
             changes = self.background.run(conversation.refresh_changes())
             self.screen.show_changes(changes)
-            self.screen.show_patch(format_patch(changes, self.options.directory))
+            self.screen.show_patch(format_patch(changes))
         elif name == "apply":
             self._offer_changes(again=True)
         elif name == "cost":
@@ -224,10 +225,10 @@ class TerminalConversation:
                 self.screen.note("(nothing to apply)")
             return
         self.screen.show_changes(changes)
-        self.screen.show_patch(format_patch(changes, self.options.directory), MAX_PATCH_LINES)
+        self.screen.show_patch(format_patch(changes), MAX_PATCH_LINES)
         count = f"{len(changes)} change{'s' if len(changes) > 1 else ''}"
         answer = self._confirm(f"Apply {count} to {self.options.directory}? [y]es  [n]o  [f]ile by file: ")
-        chosen: Sequence[FileDiff] = ()
+        chosen: Sequence[FileChange] = ()
         if answer in ("y", "yes"):
             chosen = changes
         elif answer in ("f", "file"):
@@ -239,8 +240,8 @@ class TerminalConversation:
                 self.screen.error(f"not applied: {change.path}: {why}")
         self.declined = list(conversation.changes)
 
-    def _confirm_file(self, change: FileDiff) -> bool:
-        self.screen.show_patch(format_file_patch(change, self.options.directory))
+    def _confirm_file(self, change: FileChange) -> bool:
+        self.screen.show_patch(format_file_patch(change))
         return self._confirm(f"Apply {escape_control(change.path)}? [y]es  [n]o: ") in ("y", "yes")
 
     def _print_farewell(self) -> None:

@@ -1,4 +1,4 @@
-"""Upload the user's directory into a pod: select the files, pack them as a tar, unpack it in the pod.
+"""Upload the user's directory into a pod: select the files and copy them.
 
 From a git work tree: the tracked files, the untracked ones that are not ignored, and the history without anything that
 may hold a secret (configuration, remotes, credentials). From any other directory: everything. Symlinks stay symlinks.
@@ -7,25 +7,24 @@ A directory that is too large is refused, with its largest entries.
 
 import asyncio
 import contextlib
-import hashlib
-import io
 import os
 import stat
 import subprocess
-import tarfile
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import Any
 
-from etude.agent.manifest import MAX_BYTES, MAX_FILES, FileManifest, ManifestEntry, is_workspace_path
 from etude.errors import EtudeError, InputError
-from etude.pods.pod import Pod, PodError
+from etude.pods.fleet import Fleet
+from etude.pods.pod import Pod
+from etude.pods.workspace import FileState, is_workspace_path, read_state, run_limited
 
-CHUNK_BYTES = 1 << 20
+MAX_FILES = 100_000
+MAX_BYTES = 512 << 20  # of a workspace, and of its changes: a pod holds its files in memory
 MAX_RECENT_FILES = 10  # files named in the prompt as changed lately
 
 # Git settings that are uploaded: how files are stored, and the author. No remotes: their URLs may hold passwords.
@@ -37,19 +36,12 @@ EXCLUDED_FROM_GIT_DIR = ("worktrees", "modules", "lfs", "annex", "config", "conf
 # Git recognises no repository without these directories, and they may be empty.
 REQUIRED_GIT_DIRECTORIES = (".git/objects", ".git/refs", ".git/refs/heads")
 
-UNPACK_PROGRAM = """\
-import sys, tarfile
-tar = tarfile.open(fileobj=sys.stdin.buffer, mode="r|")
-tar.extraction_filter = lambda member, path: member
-tar.extractall(".")
-"""
-
 
 @dataclass(frozen=True)
 class UploadResult:
     """The manifest of the uploaded files, and notes for the user about files that were left out."""
 
-    manifest: FileManifest
+    manifest: Mapping[str, FileState]
     notes: tuple[str, ...] = ()
 
 
@@ -63,40 +55,61 @@ class UploadSelection:
     notes: tuple[str, ...] = ()
 
 
+@asynccontextmanager
+async def open_workspace(
+    fleet: Fleet,
+    image: str,
+    directory: Path,
+    *,
+    root: str = "",
+    include: Sequence[str] = (),
+    history: bool = True,
+    **options: Any,
+) -> AsyncIterator[tuple[Pod, UploadResult]]:
+    """Open a pod with the files of a directory at `root`, or in its working directory; its diff contains only changes
+    to them. `options` are those of `Fleet.create`."""
+    async with AsyncExitStack() as stack:
+        pod = await stack.enter_async_context(await fleet.create(image, **options))
+        uploaded = await upload_directory(pod, root or pod.workdir, directory, include=include, history=history)
+        snapshot = await pod.snapshot("fs")
+        try:
+            await pod.close()
+            pod = await stack.enter_async_context(await fleet.create(snapshot, **options))
+        finally:
+            await fleet.remove_snapshot(snapshot.id)
+        yield pod, uploaded
+
+
 async def upload_directory(
     pod: Pod, root: str, directory: Path, *, include: Sequence[str] = (), history: bool = True
 ) -> UploadResult:
     """Copy a directory to `root` in the pod. `include` names ignored paths that are copied nevertheless."""
     selection = await asyncio.to_thread(select_files, directory, include, history)
-    with tempfile.TemporaryFile(prefix="etude-upload-") as file:
-        manifest = await asyncio.to_thread(write_tar, directory, selection, file)
-        file.seek(0)
-        await unpack_tar(pod, root, file)
+    manifest: dict[str, FileState] = {}
+
+    async def send(path: str) -> None:
+        try:
+            state = read_state(None, str(directory / path))
+        except OSError:
+            state = None
+        if state is None or not state.digest:
+            return
+        if state.kind == "symlink":
+            await pod.symlink(state.target, f"{root}/{path}")
+        else:
+            await pod.write(f"{root}/{path}", state.contents, mode=0o755 if state.executable else 0o644)
+        manifest[path] = replace(state, data=None)
+
+    await run_limited(send(path) for path in selection.files)
+    for path in REQUIRED_GIT_DIRECTORIES if selection.history else ():
+        await pod.make_directory(f"{root}/{path}")
+    await run_limited(pod.upload(source, f"{root}/{path}") for path, source in selection.history)
+    if selection.config is not None:
+        await pod.write(f"{root}/.git/config", selection.config)
     skipped = [path for path in selection.files if path not in manifest]
     count = len(skipped)
     notes = (f"{count} left out (not regular files, or unreadable), first: {skipped[0]!r}",) if skipped else ()
     return UploadResult(manifest, (*selection.notes, *notes))
-
-
-async def unpack_tar(pod: Pod, root: str, file: IO[bytes]) -> None:
-    """Stream a tar file into the pod and unpack it at `root`."""
-    job = await pod.spawn(["python3", "-I", "-S", "-c", UNPACK_PROGRAM], cwd=root)
-    output = bytearray()
-
-    async def collect_output() -> None:
-        async for _, data in job.output():
-            output.extend(data[: 4096 - len(output)])
-
-    collector = asyncio.create_task(collect_output())
-    with contextlib.suppress(PodError):  # the job ended before its input; its output says why
-        while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
-            await job.write(data)
-        await job.close_stdin()
-    done = await job.wait()
-    await collector
-    if not done.ok:
-        lines = output.decode("utf-8", "replace").strip().splitlines()
-        raise EtudeError(f"the files could not be copied into the pod: {lines[-1] if lines else done.exit_code}")
 
 
 # ------------------------------------------------------------------------------------------------- selection
@@ -278,69 +291,3 @@ def check_size(directory: Path, files: Sequence[str], history: Sequence[tuple[st
         f"(the largest: {largest});\n  {advice}name a smaller directory with -C, add files that are not needed to "
         ".gitignore, or work on the directory itself with --direct"
     )
-
-
-# ------------------------------------------------------------------------------------------------- packing
-
-
-def write_tar(directory: Path, selection: UploadSelection, out: IO[bytes]) -> FileManifest:
-    """Write the selected files as a tar; return the manifest of the workspace's files as they were read."""
-    manifest: dict[str, ManifestEntry] = {}
-    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar:
-        for path in selection.files:
-            if (entry := add_file(tar, path, directory / path)) is not None:
-                manifest[path] = entry
-        for path in REQUIRED_GIT_DIRECTORIES if selection.history else ():
-            member = tarfile.TarInfo(path)
-            member.type, member.mode = tarfile.DIRTYPE, 0o755
-            tar.addfile(member)
-        for path, source in selection.history:
-            add_file(tar, path, source)
-        if selection.config is not None:
-            info = tarfile.TarInfo(".git/config")
-            info.size = len(selection.config)
-            tar.addfile(info, io.BytesIO(selection.config))
-    return manifest
-
-
-def add_file(tar: tarfile.TarFile, path: str, source: Path) -> ManifestEntry | None:
-    """Add a file or symlink to the tar and return its entry; None if it is neither, gone, or unreadable."""
-    try:
-        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return add_link(tar, path, source)
-    with os.fdopen(descriptor, "rb") as file:
-        info = os.fstat(file.fileno())
-        if not stat.S_ISREG(info.st_mode):
-            return None
-        member = tarfile.TarInfo(path)
-        member.size, member.mode, member.mtime = info.st_size, info.st_mode & 0o777, info.st_mtime
-        reader = _DigestingReader(file)
-        try:
-            tar.addfile(member, reader)  # type: ignore[arg-type]  # tarfile only calls read()
-        except OSError as error:
-            raise EtudeError(f"{source}: changed while it was copied ({error}); try again") from None
-        return ManifestEntry("file", reader.digest.hexdigest(), info.st_size, bool(info.st_mode & 0o100))
-
-
-def add_link(tar: tarfile.TarFile, path: str, source: Path) -> ManifestEntry | None:
-    try:
-        target = os.readlink(source)
-    except OSError:
-        return None
-    member = tarfile.TarInfo(path)
-    member.type, member.linkname = tarfile.SYMTYPE, target
-    tar.addfile(member)
-    return ManifestEntry("link", target)
-
-
-class _DigestingReader:
-    """Computes the digest of a file while it is read."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.digest = file, hashlib.sha256()
-
-    def read(self, size: int) -> bytes:
-        data = self.file.read(size)
-        self.digest.update(data)
-        return data

@@ -1,22 +1,31 @@
-"""Workspaces: the states of files, what changed in a pod, and applying changes to a pod.
+"""Workspaces: the states of files, what changed in a pod, and applying changes to a pod or to a local directory.
 
 The changes of a pod come from `Pod.diff`, so finding them takes time in the number of changed files. Files of a pod are
-untrusted: sizes are bounded and links never followed.
+untrusted: sizes are bounded and links never followed. `apply_to_directory` opens directories from the root by
+descriptor, so nothing outside is written; it does not touch .git, creates no link that points outside, and leaves a
+file alone that is not as the change expects it.
 """
 
 import asyncio
+import contextlib
 import errno
 import hashlib
 import os
+import secrets
+import stat
 from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+from etude.errors import EtudeError
 from etude.pods.pod import FileInfo, Pod, PodFileError
 
 MAX_CONCURRENT_CALLS = 32  # calls to a pod; a call is mostly waiting
 # Left by test runs. Python would prefer stale or planted bytecode to its source.
 CACHE_DIRECTORIES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"})
+OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -206,9 +215,166 @@ async def apply_to_pod(pod: Pod, root: str, changes: Sequence[FileChange]) -> No
     await run_limited(pod.symlink(state.target, full_path(root, path)) for path, state in links)
 
 
+async def stat_if_exists(pod: Pod, path: str) -> FileInfo | None:
+    try:
+        return await pod.stat(path)
+    except PodFileError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        return None
+
+
 async def remove_if_exists(pod: Pod, path: str) -> None:
     try:
         await pod.remove(path)
     except PodFileError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
+
+
+class ChangeRefused(EtudeError):
+    """A change was not applied; the message says why."""
+
+
+@dataclass(frozen=True)
+class ApplyResult:
+    """Changes that were applied, and those that were not with the reason."""
+
+    applied: tuple[FileChange, ...]
+    refused: tuple[tuple[FileChange, str], ...]
+
+
+def apply_to_directory(directory: Path, changes: Sequence[FileChange]) -> ApplyResult:
+    """Apply every change that can be applied. Deletions come first, so that a file can replace a directory."""
+    applied, refused = [], []
+    root = os.open(directory, OPEN_DIRECTORY)
+    try:
+        for change in sorted(changes, key=lambda change: (change.after is not None, change.path)):
+            try:
+                _apply(root, change)
+                applied.append(change)
+            except ChangeRefused as error:
+                refused.append((change, str(error)))
+            except OSError as error:
+                refused.append((change, f"{error.strerror}".lower()))
+    finally:
+        os.close(root)
+    return ApplyResult(tuple(applied), tuple(refused))
+
+
+def _apply(root: int, change: FileChange) -> None:
+    before, after = change.before, change.after
+    if not is_workspace_path(change.path):
+        raise ChangeRefused("the path is outside the directory or in .git")
+    if after is not None and after.kind == "symlink" and link_escapes(change.path, after.target):
+        raise ChangeRefused(f"the link points outside the directory, to {after.target}")
+    try:
+        with _open_parent(root, change.path, make=after is not None) as (here, name):
+            if read_state(here, name) == after:
+                return  # the same change was already made on disk
+            _check_unchanged(here, name, before)
+            if after is None:
+                os.unlink(name, dir_fd=here)
+            else:
+                _replace(here, name, before, after)
+    except FileNotFoundError:
+        if after is not None:
+            raise
+    if after is None:
+        for parent in parents(change.path):  # directories that the deletion left empty
+            with contextlib.suppress(OSError, ChangeRefused), _open_parent(root, parent, make=False) as (here, name):
+                os.rmdir(name, dir_fd=here)
+
+
+@contextlib.contextmanager
+def _open_parent(root: int, path: str, make: bool) -> Iterator[tuple[int, str]]:
+    """Open the parent directory of a path, creating it if `make`; yield its descriptor and the last name."""
+    *above, name = path.split("/")
+    here = os.dup(root)
+    try:
+        for part in above:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=here)
+            try:
+                below = os.open(part, OPEN_DIRECTORY, dir_fd=here)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                    raise ChangeRefused(f"{part} in its path is not a directory") from None
+                raise
+            os.close(here)
+            here = below
+        yield here, name
+    finally:
+        os.close(here)
+
+
+def _check_unchanged(here: int, name: str, before: FileState | None) -> None:
+    now = read_state(here, name)
+    if now == before:
+        return
+    if now is None:
+        raise ChangeRefused("it was deleted on disk meanwhile")
+    if not now.digest:
+        raise ChangeRefused("something that is not a file has that name")
+    appeared = "a file of that name appeared on disk meanwhile"
+    raise ChangeRefused(appeared if before is None else "it changed on disk meanwhile")
+
+
+def _replace(here: int, name: str, before: FileState | None, after: FileState) -> None:
+    """Write the new file next to the old one, then rename it over the old one."""
+    part = f".etude-{secrets.token_hex(8)}"
+    try:
+        if after.kind == "symlink":
+            os.symlink(after.target, part, dir_fd=here)
+        else:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with os.fdopen(os.open(part, flags, 0o777 if after.executable else 0o666, dir_fd=here), "wb") as file:
+                file.write(after.contents)
+                file.flush()
+                if before is not None and before.kind == "file":
+                    # Keep the permissions; users that may read an executable file may execute it.
+                    mode = os.stat(name, dir_fd=here, follow_symlinks=False).st_mode & 0o777
+                    mode = mode | (mode & 0o444) >> 2 if after.executable else mode & ~0o111
+                    os.fchmod(file.fileno(), mode)
+                os.fsync(file.fileno())
+        _check_unchanged(here, name, before)  # again: it may have changed during the write
+        os.replace(part, name, src_dir_fd=here, dst_dir_fd=here)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part, dir_fd=here)
+        raise
+
+
+def read_state(here: int | None, name: str) -> FileState | None:
+    """Return the state of a file of this machine; None if it does not exist, digest "" if it is no file.
+
+    The name is relative to the open directory `here`, if given.
+    """
+    try:
+        info = os.stat(name, dir_fd=here, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISLNK(info.st_mode):
+        return FileState.symlink(os.readlink(name, dir_fd=here))
+    if not stat.S_ISREG(info.st_mode):
+        return FileState("file", "")
+    with os.fdopen(os.open(name, OPEN_FILE, dir_fd=here), "rb") as file:
+        return FileState.file(file.read(), bool(info.st_mode & 0o100))
+
+
+def is_workspace_path(path: str) -> bool:
+    """Return whether a path may be written in a workspace: it stays below the root and outside .git."""
+    parts = path.split("/")
+    unsafe = {"", ".", ".."} & set(parts) or "\0" in path or any(part.lower() == ".git" for part in parts)
+    return bool(path) and not unsafe
+
+
+def link_escapes(path: str, target: str) -> bool:
+    """Return whether a symlink may point outside the directory. ".." is allowed only at the front of the target: after
+    a name, which may itself be a link, its meaning is unknown."""
+    parts = [part for part in target.split("/") if part not in ("", ".")]
+    up = 0
+    while up < len(parts) and parts[up] == "..":
+        up += 1
+    return target.startswith("/") or not target or ".." in parts[up:] or up > path.count("/")

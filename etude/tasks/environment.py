@@ -31,6 +31,7 @@ from etude.pods.workspace import (
     full_path,
     read_files,
     run_limited,
+    stat_if_exists,
     touched_paths,
 )
 from etude.tasks.base_images import HostSettings
@@ -405,15 +406,6 @@ async def _files_of_image(pod: Pod, plan: ImagePlan, carry: tuple[str, ...]) -> 
             del _image_files[next(iter(_image_files))]
         _image_files[key_of_image] = found
     return found
-
-
-async def stat_if_exists(pod: Pod, path: str) -> FileInfo | None:
-    try:
-        return await pod.stat(path)
-    except PodFileError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise
-        return None
 
 
 def _is_utf8(path: str) -> bool:

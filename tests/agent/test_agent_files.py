@@ -1,24 +1,25 @@
 """Uploading files and applying changes: no secret is uploaded, no edit overwritten, nothing written outside."""
 
-import io
-import json
+import asyncio
 import os
 import shutil
 import subprocess
-import sys
-import tarfile
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from agent_workspace import open_pods
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.agent import upload
-from etude.agent.apply import apply_changes, link_escapes
-from etude.agent.diff import FileDiff, find_changes, find_renames, format_file_patch, format_patch
-from etude.agent.manifest import CACHE_DIRECTORIES, LIST_PROGRAM, ManifestEntry, is_workspace_path, parse_listing
-from etude.agent.upload import recent_files, select_files, write_tar
+from etude.agent.changes import describe_change, find_changes, find_renames, format_file_patch, format_patch
+from etude.agent.upload import open_workspace, recent_files, select_files, upload_directory
 from etude.errors import EtudeError, InputError
+from etude.pods import open_fleet
+from etude.pods.runtime.unisolated import open_unisolated
+from etude.pods.workspace import FileChange, FileState, apply_to_directory, is_workspace_path, link_escapes
 
 TIDY = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}
 
@@ -52,50 +53,36 @@ def write(directory: Path, files: dict[str, str]) -> None:
         (directory / path).write_text(text)
 
 
-def packed(directory: Path, **options: object) -> tuple[dict[str, ManifestEntry], Path]:
-    """Pack a directory for upload and unpack it beside the directory; return its manifest and the copy."""
-    selection = select_files(directory, **options)  # type: ignore[arg-type]
-    file = io.BytesIO()
-    manifest = write_tar(directory, selection, file)
-    file.seek(0)
+def uploaded(directory: Path, **options: Any) -> tuple[dict[str, FileState], Path]:
+    """Upload a directory to another one beside it; return the manifest and the copy."""
     there = directory.parent / f"{directory.name}-pod"
     shutil.rmtree(there, ignore_errors=True)
-    with tarfile.open(fileobj=file) as tar:
-        tar.extraction_filter = staticmethod(lambda member, path: member)  # type: ignore[assignment]
-        tar.extractall(there)
-    return dict(manifest), there
+    there.mkdir()
+
+    async def go() -> dict[str, FileState]:
+        async with open_unisolated(there) as pod:
+            return dict((await upload_directory(pod, str(there), directory, **options)).manifest)
+
+    return asyncio.run(go()), there
 
 
-def listed(there: Path, known: dict[str, ManifestEntry]) -> dict[str, ManifestEntry]:
-    """Run the pod's listing program on a directory."""
-    command = [sys.executable, "-I", "-S", "-c", LIST_PROGRAM, json.dumps(CACHE_DIRECTORIES), "1000", "1000000"]
-    given = "\0".join(known).encode("utf-8", "surrogateescape")
-    done = subprocess.run(command, cwd=there, input=given, capture_output=True, check=True)
-    return dict(parse_listing(done.stdout))
+@pytest.fixture(scope="module")
+def pods() -> Any:
+    with open_pods() as state:
+        yield state
 
 
-class Disk:
-    """A fake pod on a directory, with the methods that `find_changes` needs."""
+def changes_of(pods: Path, directory: Path, script: str, **options: Any) -> list[FileChange]:
+    """Upload a directory to a pod, run a script there and return the changes."""
 
-    id = "disk"
+    async def go() -> list[FileChange]:
+        async with open_fleet(state=pods) as fleet, open_workspace(fleet, "host", directory, **options) as (pod, there):
+            assert await find_changes(pod, pod.workdir, there.manifest, directory) == []
+            done = await pod.exec(["bash", "-ec", script])
+            assert done.ok, done.stderr
+            return await find_changes(pod, pod.workdir, there.manifest, directory)
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    async def exec(self, command: list[str], *, cwd: str, stdin: bytes, **_: object) -> object:
-        from etude.pods.pod import ExecResult
-
-        done = subprocess.run([sys.executable, *command[1:]], cwd=cwd, input=stdin, capture_output=True)
-        return ExecResult(done.returncode, done.stdout, done.stderr)
-
-    async def read(self, path: str, **_: object) -> bytes:
-        return Path(path).read_bytes()
-
-
-def changed(there: Path, before: dict[str, ManifestEntry]) -> list[FileDiff]:
-    import asyncio
-
-    return asyncio.run(find_changes(Disk(there), str(there), before))  # type: ignore[arg-type]
+    return asyncio.run(go())
 
 
 # ------------------------------------------------------------------------------------------------- upload
@@ -107,7 +94,7 @@ def test_ignored_files_and_possible_secrets_are_not_uploaded(tmp_path: Path) -> 
     git(here, "remote", "add", "origin", "https://user:password@example.org/r.git")
     git(here, "config", "http.extraHeader", "Authorization: basic password")
     (here / ".git" / "credentials").write_text("password")
-    manifest, there = packed(here)
+    manifest, there = uploaded(here)
     assert sorted(manifest) == [".gitignore", "a.py", "new.py", "sub/b.py"]
     assert git(there, "log", "--format=%s") == "first\n"
     assert git(there, "status", "--short") == "?? new.py\n"
@@ -115,12 +102,13 @@ def test_ignored_files_and_possible_secrets_are_not_uploaded(tmp_path: Path) -> 
     assert found.stdout == ""
 
 
-def test_an_ignored_path_can_be_included(tmp_path: Path) -> None:
+def test_an_ignored_path_can_be_included(tmp_path: Path, pods: Path) -> None:
     here = repository(tmp_path / "w", {"a.py": "x", ".gitignore": "data/\n"})
     write(here, {"data/one": "1", "data/two": "2"})
-    manifest, there = packed(here, include=["data"])
+    manifest, _ = uploaded(here, include=["data"])
     assert {"data/one", "data/two"} < manifest.keys()
-    assert listed(there, manifest) == manifest  # although git ignores them there as well
+    (change,) = changes_of(pods, here, "echo 3 > data/one; echo new > data/new", include=["data"])
+    assert change.path == "data/one"  # although git ignores it there as well
     for wrong in ("../w/a.py", "/etc/passwd", "nothing", ".git"):
         with pytest.raises(InputError, match="--include"):
             select_files(here, [wrong])
@@ -133,32 +121,33 @@ def test_symlinks_stay_symlinks_and_special_files_are_skipped(tmp_path: Path) ->
     os.mkfifo(here / "pipe")
     (here / "b.sh").write_text("#!/bin/sh\n")
     (here / "b.sh").chmod(0o755)
-    manifest, there = packed(here)
-    assert manifest["link"] == ManifestEntry("link", "/etc/passwd")
+    manifest, there = uploaded(here)
+    assert manifest["link"] == FileState.symlink("/etc/passwd")
     assert manifest["b.sh"].executable
     assert "pipe" not in manifest
     assert os.readlink(there / "link") == "/etc/passwd"
-    assert listed(there, manifest) == manifest
+    assert os.access(there / "b.sh", os.X_OK)
 
 
 def test_a_linked_work_tree_has_its_own_head_in_the_pod(tmp_path: Path) -> None:
     main = repository(tmp_path / "main", {"a.py": "x"})
     git(main, "worktree", "add", "-q", "-b", "other", str(tmp_path / "w"))
-    _, there = packed(tmp_path / "w")
+    _, there = uploaded(tmp_path / "w")
     assert git(there, "branch", "--show-current") == "other\n"
     assert git(there, "status", "--short") == ""
 
 
-def test_packed_refs_and_submodules_are_uploaded(tmp_path: Path) -> None:
+def test_packed_refs_and_submodules_are_uploaded(tmp_path: Path, pods: Path) -> None:
     inner = repository(tmp_path / "inner", {"deep.py": "d"})
     here = repository(tmp_path / "w", {"a.py": "x"})
     git(here, "submodule", "--quiet", "add", str(inner), "lib")
     git(here, "commit", "-qm", "second")
     git(here, "gc", "-q")
-    manifest, there = packed(here)
+    manifest, there = uploaded(here)
     assert "lib/deep.py" in manifest
     assert git(there, "log", "--format=%s").splitlines() == ["second", "first"]
-    assert listed(there, manifest) == manifest
+    (change,) = changes_of(pods, here, "echo new > lib/new.py")
+    assert change.path == "lib/new.py"
 
 
 def test_a_subdirectory_is_uploaded_without_the_rest_and_with_a_note(tmp_path: Path) -> None:
@@ -192,7 +181,7 @@ def test_a_home_directory_is_not_a_project(tmp_path: Path) -> None:
 def test_a_directory_ignored_by_its_repository_is_a_plain_directory(tmp_path: Path) -> None:
     here = repository(tmp_path / "w", {"a.py": "x", ".gitignore": "scratch/\n"})
     write(here, {"scratch/b.py": "y"})
-    manifest, _ = packed(here / "scratch")
+    manifest, _ = uploaded(here / "scratch")
     assert list(manifest) == ["b.py"]
     assert recent_files(here / "scratch") == ()
 
@@ -228,24 +217,27 @@ def test_a_repository_that_git_refuses_is_not_taken_for_a_plain_directory(tmp_pa
 # ------------------------------------------------------------------------------------------------- changes
 
 
-def test_changes_of_every_kind_are_found_and_caches_are_not(tmp_path: Path) -> None:
-    files = {"same": "s", "old": "o\n", "gone": "g", "moved": "m" * 20, "mode": "x", "type": "t", "dir/f": "f"}
-    here = repository(tmp_path / "w", {**files, ".gitignore": "*.log\n"})
-    manifest, there = packed(here)
-    (there / "old").write_text("new\n")
-    (there / "gone").unlink()
-    (there / "moved").rename(there / "place")
-    (there / "mode").chmod(0o755)
-    (there / "type").unlink()
-    (there / "type").symlink_to("same")
-    (there / "bin").write_bytes(b"\0\1")
-    write(there, {"x.log": "ignored", "__pycache__/a.pyc": "c", "dir/.pytest_cache/y": "c"})
-    (there / ".git" / "hooks").mkdir(exist_ok=True)
-    (there / ".git" / "hooks" / "pre-commit").write_text("evil")
-    changes = changed(there, manifest)
-    verbs = {change.path: change.verb for change in changes}
-    assert verbs == {
+def test_changes_of_every_kind_are_found_and_caches_are_not(tmp_path: Path, pods: Path) -> None:
+    files = {
+        "same": "s",
+        "old": "o\n",
+        "gone": "g",
+        "moved": "m" * 20,
+        "mode": "x",
+        "type": "t",
+        "dir/f": "f",
+        "d/e": "e",
+    }
+    here = repository(tmp_path / "w", {**files, "d/e": "e", ".gitignore": "*.log\n"})
+    script = """
+    echo new > old; rm gone; mv moved place; chmod +x mode; rm type; ln -s same type; printf '\\0\\1' > bin; rm -r d
+    mkdir -p __pycache__ dir/.pytest_cache .git/hooks; mkfifo pipe
+    echo ignored > x.log; echo c > __pycache__/a.pyc; echo c > dir/.pytest_cache/y; echo evil > .git/hooks/pre-commit
+    """
+    changes = changes_of(pods, here, script)
+    assert {change.path: describe_change(change) for change in changes} == {
         "bin": "new",
+        "d/e": "deleted",
         "gone": "deleted",
         "mode": "mode",
         "moved": "deleted",
@@ -254,12 +246,37 @@ def test_changes_of_every_kind_are_found_and_caches_are_not(tmp_path: Path) -> N
         "type": "file to link",
     }
     assert find_renames(changes) == {"place": "moved"}
-    text = format_patch(changes, here)
+    text = format_patch(changes)
     for line in ("rename from moved", "deleted file mode 100644", "old mode 100644", "Binary files", "+new", "-o"):
         assert line in text
-    applied = apply_changes(here, changes)
-    assert applied.refused == ()
-    assert changed(there, dict(packed(here)[0])) == []
+    assert apply_to_directory(here, changes).refused == ()
+    for change in changes:
+        path = here / change.path
+        assert os.path.lexists(path) == (change.after is not None)
+        if change.after is not None and change.after.kind == "file":
+            assert path.read_bytes() == change.after.data
+    assert os.readlink(here / "type") == "same"
+    assert os.access(here / "mode", os.X_OK)
+    assert not (here / "d").exists()
+    assert not (here / ".git/hooks/pre-commit").exists()
+
+
+def test_the_original_of_a_file_that_was_edited_meanwhile_is_remembered_or_unknown(tmp_path: Path, pods: Path) -> None:
+    here = tmp_path / "w"
+    write(here, {"a": "old\n", "b": "old\n"})
+
+    async def go() -> list[FileChange]:
+        async with open_fleet(state=pods) as fleet, open_workspace(fleet, "host", here) as (pod, there):
+            await pod.exec("echo new > a")
+            known = await find_changes(pod, pod.workdir, there.manifest, here)
+            await pod.exec("echo new > b")
+            write(here, {"a": "mine\n", "b": "mine\n"})
+            return await find_changes(pod, pod.workdir, there.manifest, here, known)
+
+    a, b = asyncio.run(go())
+    assert "-old" in format_file_patch(a)
+    assert "changed on disk meanwhile" in format_file_patch(b)
+    assert len(apply_to_directory(here, [a, b]).refused) == 2
 
 
 FILES = st.dictionaries(st.sampled_from(["a", "b c", 'd"e', "f/g", "ü"]), st.text("ab\n\r\f ", max_size=40), max_size=4)
@@ -268,43 +285,32 @@ FILES = st.dictionaries(st.sampled_from(["a", "b c", 'd"e', "f/g", "ü"]), st.te
 @settings(max_examples=15, deadline=None)
 @given(old=FILES, new=FILES)
 def test_the_patch_is_one_that_git_applies(old: dict[str, str], new: dict[str, str]) -> None:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as place:
-        here, there, copy = (Path(place) / name for name in ("here", "there", "copy"))
-        for directory, files in ((here, old), (there, new), (copy, old)):
+        here, copy = (Path(place) / name for name in ("here", "copy"))
+        for directory in (here, copy):
             directory.mkdir()
-            for path, text in files.items():
+            for path, text in old.items():
                 (directory / path).parent.mkdir(exist_ok=True)
                 (directory / path).write_bytes(text.encode())
-        before = listed(here, {})
-        changes = changed(there, before)
-        text = format_patch(changes, here).encode("utf-8", "surrogateescape")
-        if text:
-            subprocess.run(["git", "apply", "-"], cwd=copy, input=text, check=True, capture_output=True)
-        applied = apply_changes(here, changes)
-        assert applied.refused == ()
+        states = [{path: file(text) for path, text in files.items()} for files in (old, new)]
+        paths = sorted(path for path in {*old, *new} if old.get(path) != new.get(path))
+        changes = [FileChange(path, states[0].get(path), states[1].get(path)) for path in paths]
+        patch = format_patch(changes).encode("utf-8", "surrogateescape")
+        if patch:
+            subprocess.run(["git", "apply", "-"], cwd=copy, input=patch, check=True, capture_output=True)
+        assert apply_to_directory(here, changes).refused == ()
         for result in (here, copy):
             found = {str(p.relative_to(result)): p.read_bytes() for p in result.rglob("*") if p.is_file()}
             assert found == {path: text.encode() for path, text in new.items()}
 
 
-def test_a_huge_sparse_file_is_named_in_the_error(tmp_path: Path) -> None:
-    there = tmp_path / "w"
-    there.mkdir()
-    with (there / "hole").open("wb") as file:
-        file.truncate(1 << 40)
-    assert listed(there, {})["hole"] == ManifestEntry("file", "too large", 1 << 40)
+def test_changes_that_are_too_large_or_too_many_are_named_in_the_error(tmp_path: Path, pods: Path) -> None:
+    here = tmp_path / "w"
+    write(here, {"a": "x"})
     with pytest.raises(EtudeError, match=r"over 512 MiB, with hole of 1,099,511,627,776 bytes"):
-        changed(there, {})
-
-
-def test_the_listing_of_a_pod_is_checked() -> None:
-    rows = [["../x", "file", "d", 1, False], [".git/hooks/x", "file", "d", 1, True], ["ok", "file", "d", 1, False]]
-    assert list(parse_listing("\n".join(map(json.dumps, rows)).encode())) == ["ok"]
-    for wrong in (b"{}", b"[1]", b'["a", "socket", "d", 1, false]', b'["a", "file", "d", "1", false]', b"\xff"):
-        with pytest.raises(EtudeError, match="listing is malformed"):
-            parse_listing(wrong)
+        changes_of(pods, here, "truncate -s 1T hole")
+    with pytest.raises(EtudeError, match=r"5,001 files changed in the pod \(in many\); at most 5,000"):
+        changes_of(pods, here, "mkdir many; cd many; seq 5001 | xargs touch")
 
 
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "../a", "a/../b", "a//b", "./a", ".git/x", "a/.GIT/x", "a\0b"])
@@ -315,10 +321,8 @@ def test_paths_outside_the_workspace(path: str) -> None:
 # ------------------------------------------------------------------------------------------------- applying
 
 
-def file(text: str, executable: bool = False) -> ManifestEntry:
-    import hashlib
-
-    return ManifestEntry("file", hashlib.sha256(text.encode()).hexdigest(), len(text), executable)
+def file(text: str, executable: bool = False) -> FileState:
+    return FileState.file(text.encode(), executable)
 
 
 def test_a_file_that_changed_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
@@ -326,15 +330,15 @@ def test_a_file_that_changed_meanwhile_is_not_overwritten(tmp_path: Path) -> Non
     (tmp_path / "dir").mkdir()
     (tmp_path / "mode").chmod(0o755)
     changes = [
-        FileDiff("edited", file("old"), file("new"), b"new"),
-        FileDiff("appeared", None, file("new"), b"new"),
-        FileDiff("vanished", file("old"), file("new"), b"new"),
-        FileDiff("kept", file("old"), file("new"), b"new"),
-        FileDiff("mode", file("old"), file("new"), b"new"),
-        FileDiff("dir", None, file("new"), b"new"),
-        FileDiff("edited", file("old"), None),
+        FileChange("edited", file("old"), file("new")),
+        FileChange("appeared", None, file("new")),
+        FileChange("vanished", file("old"), file("new")),
+        FileChange("kept", file("old"), file("new")),
+        FileChange("mode", file("old"), file("new")),
+        FileChange("dir", None, file("new")),
+        FileChange("edited", file("old"), None),
     ]
-    applied = apply_changes(tmp_path, changes)
+    applied = apply_to_directory(tmp_path, changes)
     assert [change.path for change in applied.applied] == ["kept"]
     reasons = {change.path: why for change, why in applied.refused}
     assert reasons["appeared"] == "a file of that name appeared on disk meanwhile"
@@ -347,8 +351,8 @@ def test_a_file_that_changed_meanwhile_is_not_overwritten(tmp_path: Path) -> Non
 
 def test_a_change_that_is_already_on_disk_is_not_refused(tmp_path: Path) -> None:
     write(tmp_path, {"a": "new"})
-    changes = [FileDiff("a", file("old"), file("new"), b"new"), FileDiff("gone/deep", file("x"), None)]
-    assert apply_changes(tmp_path, changes).refused == ()
+    changes = [FileChange("a", file("old"), file("new")), FileChange("gone/deep", file("x"), None)]
+    assert apply_to_directory(tmp_path, changes).refused == ()
 
 
 def test_nothing_is_written_through_a_link_or_outside(tmp_path: Path) -> None:
@@ -358,16 +362,16 @@ def test_nothing_is_written_through_a_link_or_outside(tmp_path: Path) -> None:
     (here / "way").symlink_to(outside)
     (here / "file").symlink_to(outside / "secret")
     changes = [
-        FileDiff("way/evil", None, file("x"), b"x"),
-        FileDiff("../outside/evil", None, file("x"), b"x"),
-        FileDiff(str(outside / "evil"), None, file("x"), b"x"),
-        FileDiff(".git/hooks/pre-commit", None, file("x", True), b"x"),
-        FileDiff("file", file(""), file("x"), b"x"),
-        FileDiff("up", None, ManifestEntry("link", "../outside")),
-        FileDiff("abs", None, ManifestEntry("link", "/etc")),
-        FileDiff("fine", None, ManifestEntry("link", "dir/x")),
+        FileChange("way/evil", None, file("x")),
+        FileChange("../outside/evil", None, file("x")),
+        FileChange(str(outside / "evil"), None, file("x")),
+        FileChange(".git/hooks/pre-commit", None, file("x", True)),
+        FileChange("file", file(""), file("x")),
+        FileChange("up", None, FileState.symlink("../outside")),
+        FileChange("abs", None, FileState.symlink("/etc")),
+        FileChange("fine", None, FileState.symlink("dir/x")),
     ]
-    applied = apply_changes(here, changes)
+    applied = apply_to_directory(here, changes)
     assert [change.path for change in applied.applied] == ["fine"]
     assert list(outside.iterdir()) == []
     assert not (here / ".git").exists()
@@ -396,12 +400,12 @@ def test_permissions_are_kept_and_empty_directories_removed(tmp_path: Path) -> N
     (tmp_path / "private").chmod(0o600)
     (tmp_path / "script").chmod(0o640)
     changes = [
-        FileDiff("private", file("old"), file("new"), b"new"),
-        FileDiff("script", file("old"), file("new", True), b"new"),
-        FileDiff("d/e/f", file("old"), None),
-        FileDiff("d/h/i", None, file("new", True), b"new"),
+        FileChange("private", file("old"), file("new")),
+        FileChange("script", file("old"), file("new", True)),
+        FileChange("d/e/f", file("old"), None),
+        FileChange("d/h/i", None, file("new", True)),
     ]
-    assert apply_changes(tmp_path, changes).refused == ()
+    assert apply_to_directory(tmp_path, changes).refused == ()
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "script").stat().st_mode & 0o777 == 0o750
     assert (tmp_path / "d/h/i").stat().st_mode & 0o111
@@ -410,12 +414,6 @@ def test_permissions_are_kept_and_empty_directories_removed(tmp_path: Path) -> N
 
 def test_a_file_can_replace_a_directory(tmp_path: Path) -> None:
     write(tmp_path, {"d/f": "old"})
-    changes = [FileDiff("d", None, file("new"), b"new"), FileDiff("d/f", file("old"), None)]
-    assert apply_changes(tmp_path, changes).refused == ()
+    changes = [FileChange("d", None, file("new")), FileChange("d/f", file("old"), None)]
+    assert apply_to_directory(tmp_path, changes).refused == ()
     assert (tmp_path / "d").read_text() == "new"
-
-
-def test_the_patch_of_a_file_whose_original_is_gone_has_a_note(tmp_path: Path) -> None:
-    write(tmp_path, {"a": "edited"})
-    text = format_file_patch(FileDiff("a", file("old"), file("new"), b"new"), tmp_path)
-    assert "changed on disk meanwhile" in text

@@ -78,15 +78,6 @@ async def variables_are_added_to_those_of_the_image(context: CheckContext) -> No
 
 
 @check
-async def variables_given_at_creation_are_those_of_every_command_and_of_forks(context: CheckContext) -> None:
-    async with context.pod(env={"GIVEN": "x y"}) as pod:
-        assert (await pod.exec('echo "$GIVEN"; echo ${PATH:+path}')).stdout == "x y\npath\n"
-        (child,) = await pod.fork()
-        async with child:
-            assert (await child.exec('echo "$GIVEN"')).stdout == "x y\n"
-
-
-@check
 async def a_command_inherits_no_variable_of_the_service(context: CheckContext) -> None:
     async with context.pod() as pod:
         assert "ETUDE_CONFORMANCE_SECRET" in os.environ

@@ -16,6 +16,15 @@ def need(context: CheckContext, kind: str) -> None:
 
 
 @check
+async def variables_given_at_creation_are_those_of_every_command_and_of_forks(context: CheckContext) -> None:
+    async with context.pod(env={"GIVEN": "x y"}) as pod:
+        assert (await pod.exec('echo "$GIVEN"; echo ${PATH:+path}')).stdout == "x y\npath\n"
+        (child,) = await pod.fork()
+        async with child:
+            assert (await child.exec('echo "$GIVEN"')).stdout == "x y\n"
+
+
+@check
 async def a_snapshot_preserves_the_files(context: CheckContext) -> None:
     for kind in sorted(context.can.snapshots - {"full"}):
         async with context.pod() as pod:
