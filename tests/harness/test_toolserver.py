@@ -120,7 +120,7 @@ def test_a_hanging_server_is_restarted(pods: PodFixture, monkeypatch: pytest.Mon
     async def check(tools: PodTools) -> None:
         await tools.sh("kill -STOP $(ps -eo pid,args | awk '/server-.*pyz/ && !/awk/ {print $1}')")
         with pytest.raises(client.ToolError) as caught:
-            await tools.executor.context.request("read_file", {"target_file": "a"}, 0.5)
+            await tools.executor.context.server.request("read_file", {"target_file": "a"}, 0.5)
         assert caught.value.kind == "timeout"
         assert await tools.text("read_file", target_file="a") == "1|x"
 
@@ -164,7 +164,7 @@ def test_invalid_responses_of_a_replaced_server_are_environment_errors(pods: Pod
 def test_a_bug_in_the_server_raises(pods: PodFixture, caplog: pytest.LogCaptureFixture) -> None:
     async def check(tools: PodTools) -> None:
         with pytest.raises(client.ToolServerBug, match="KeyError"):
-            await tools.executor.context.request("read_file", {})
+            await tools.executor.context.server.request("read_file", {})
         assert await tools.text("read_file", target_file="a") == "1|x"
 
     pods.run(check, files={"a": "x\n"})
@@ -313,7 +313,7 @@ def test_a_hostile_repository_neither_breaks_the_server_nor_escapes_the_workspac
         await tools.error("denied", "write", file_path="slash/etc/passwd", contents="")
         await tools.text("read_lints", paths=["etude.py"])
         assert "exit code 9" in await tools.text("run_terminal_cmd", command="python3 -c 'import json'")
-        entries = await tools.executor.context.listing()
+        entries = await tools.executor.context.server.listing()
         assert {"deep/x", "json.py"} <= {entry.path for entry in entries}
         assert not {entry.path for entry in entries} & {"trap.py", "endless.py"}
         assert "fine" in await tools.text("run_terminal_cmd", command="cd deep; rm ~/shadowed; git status; echo fine")

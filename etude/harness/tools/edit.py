@@ -8,7 +8,7 @@ from etude.harness.tools.tool import Tool, ToolOutcome
 
 
 async def _search_replace(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
-    outcome = await context.call_tool_server("search_replace", arguments)
+    outcome = await context.server.call("search_replace", arguments)
     if arguments["old_string"] == "":
         context.mark_seen(outcome)  # a new file: the model knows its content
     return outcome

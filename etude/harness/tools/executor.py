@@ -200,9 +200,17 @@ class ToolExecutor:
         return [ABORTED if task.cancelled() else task.result() for task in tasks]
 
     async def _run_one(self, call: ToolCall) -> ToolOutcome:
+        """Run a call if it is well-formed, its arguments are valid and it is approved."""
         started = time.monotonic()
         try:
-            outcome = await self._validate_and_run(call)
+            exposed, arguments = self._recognize(call)
+            given, ignored = check_arguments(call.name, exposed.accepts, arguments, self.context.tool_set.strict)
+            # approval is for the validated arguments, not for those the model wrote
+            await self._require_approval(replace(call, arguments=given), exposed.tool)
+            outcome = await exposed.tool.run(self.context, exposed.alias.to_tool_arguments(given))
+            if ignored:
+                text = f"{outcome.text}\n[ignored: there is no argument {', '.join(key[:100] for key in ignored)}]"
+                outcome = replace(outcome, text=text)
         except ToolError as error:
             outcome = ToolOutcome(str(error), error.kind)
         except PodError:
@@ -213,8 +221,8 @@ class ToolExecutor:
             outcome = ToolOutcome(f"{call.name} failed because of a defect in the tool, not in the call.", "bug")
         return replace(outcome, seconds=time.monotonic() - started)
 
-    async def _validate_and_run(self, call: ToolCall) -> ToolOutcome:
-        """Run a call if it is well-formed, its arguments are valid and it is approved."""
+    def _recognize(self, call: ToolCall) -> tuple[ExposedTool, Mapping[str, Any]]:
+        """Return the tool and the arguments of a well-formed call."""
         if call.status in MALFORMED_CALL:
             raise ToolError("malformed_call", call.problem or MALFORMED_CALL[call.status])
         exposed = self.tools.get(call.name)
@@ -222,14 +230,7 @@ class ToolExecutor:
             raise ToolError("unknown_tool", f"there is no tool {call.name[:100]!r}; there are {', '.join(self.tools)}")
         if not isinstance(call.arguments, Mapping):
             raise ToolError("malformed_call", call.problem or MALFORMED_CALL["bad_structure"])
-        given, ignored = check_arguments(call.name, exposed.accepts, call.arguments, self.context.tool_set.strict)
-        # approval is for the validated arguments, not for those the model wrote
-        await self._require_approval(replace(call, arguments=given), exposed.tool)
-        outcome = await exposed.tool.run(self.context, exposed.alias.to_tool_arguments(given))
-        if ignored:
-            text = f"{outcome.text}\n[ignored: there is no argument {', '.join(key[:100] for key in ignored)}]"
-            outcome = replace(outcome, text=text)
-        return outcome
+        return exposed, call.arguments
 
     async def _require_approval(self, call: ToolCall, tool: Tool) -> None:
         if self.approve is None:

