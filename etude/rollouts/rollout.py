@@ -35,7 +35,12 @@ from etude.rewards.effort import EffortSettings
 from etude.rewards.monitors import behaviour_rates
 from etude.rewards.reward import Reward, VerifiedTrial, grade, score
 from etude.tasks.base_images import HostSettings
-from etude.tasks.environment import EnvironmentCheckpoint, EnvironmentCheckpointLost, TaskEnvironment
+from etude.tasks.environment import (
+    EnvironmentCheckpoint,
+    EnvironmentCheckpointLost,
+    PreparedEnvironments,
+    TaskEnvironment,
+)
 from etude.tasks.schema import DEFAULT_VERIFIER_TIMEOUT_S
 from etude.tasks.session_agent import open_task_session
 from etude.tasks.task import Task, TaskStep
@@ -98,6 +103,7 @@ class RolloutOptions:
     effort: EffortSettings = field(default_factory=EffortSettings)
     checkpoint_s: float = 60.0  # seconds between checkpoints of one rollout, if its caller keeps them
     host_settings: HostSettings = field(default_factory=HostSettings)
+    prepared: PreparedEnvironments | None = None
 
 
 @dataclass(frozen=True)
@@ -231,9 +237,13 @@ class RolloutRunner:
             self.on_phase("grading")
             return trace
 
-        environment = resume.environment if resume else None
         trial = await run_trial(
-            fleet, self.task, agent, host_settings=self.options.host_settings, checkpoint=environment
+            fleet,
+            self.task,
+            agent,
+            host_settings=self.options.host_settings,
+            prepared=self.options.prepared,
+            checkpoint=resume.environment if resume else None,
         )
         (trace,), result = trial.traces, trial.result
         versions = trace.versions()

@@ -28,6 +28,7 @@ from etude.config import load_table, read_toml
 from etude.errors import EtudeError, InputError
 from etude.harness.search.searcher import open_searcher
 from etude.harness.session import SessionSpec
+from etude.harness.toolserver.client import launch_tool_server
 from etude.harness.trace_store import SUFFIX, save_trace
 from etude.inference.policy import Policy
 from etude.model.config import ModelConfig
@@ -51,9 +52,10 @@ from etude.rollouts.rollout import (
 from etude.rollouts.sampler_pool import SamplersUnavailable, open_sampler_pool
 from etude.rollouts.settings import QueueSettings, RolloutSettings, evaluation_queue
 from etude.runs.layout import RunLayout, read_task_lists, run_directory
-from etude.runs.service_status import write_status
+from etude.runs.service_status import read_statuses, write_status
+from etude.system.cores import usable_cores
 from etude.system.processes import die_with_parent, parent_process
-from etude.tasks.environment import open_environment
+from etude.tasks.environment import PreparedEnvironments, environment_kind
 from etude.tasks.harbor import read_task
 from etude.tasks.task import Task
 
@@ -67,6 +69,8 @@ HEARTBEATS_PER_LEASE = 4  # at least ...
 HEARTBEAT_S = 2.0  # ... and at least this often, so that the queue shows the current state
 SWEEP_S = 60.0  # seconds between searches for unneeded snapshots
 STOP_S = 8.0  # seconds to stop after SIGTERM; the orchestrator sends SIGKILL after ten
+KIND_SAMPLE = 32  # tasks whose environments are compared to find the kind to keep warm
+MIN_SNAPSHOT_FILES = 500  # of a task: fewer are copied into a warm pod before a new pod's tool server has started
 MAX_REASON = 1000  # characters of a failure reason stored in the queue
 
 log = logging.getLogger("etude.rollouts.worker")
@@ -185,6 +189,7 @@ class Worker:
     def __init__(self, name: str, config: WorkerConfig, fleet: Fleet, binding: PolicyBinding) -> None:
         self.name, self.config, self.fleet, self.binding = name, config, fleet, binding
         self.layout = config.layout
+        self.prepared = PreparedEnvironments(fleet, min_files=MIN_SNAPSHOT_FILES, prepare_pod=launch_tool_server)
         self.queues = RolloutQueueClient(name, config.layout, config.queues)
         self.weights = LiveWeights(config.layout.run, config.rewards)
         self.claims: dict[tuple[QueueName, int], ClaimedSlot] = {}
@@ -220,16 +225,18 @@ class Worker:
             for task in (*running, prewarming):
                 task.cancel()
             await asyncio.gather(*running, prewarming, return_exceptions=True)
-            await self._shut_down()
+            async with self.prepared:
+                await self._shut_down()
 
     async def _prewarm(self) -> None:
-        """Open the environment of one task while the samplers load: similar tasks then find their image built."""
-        name = next(iter(self.config.tasks["training"]), None)
+        """Build the image that most tasks have, and keep pods of it ready, each with its tool server."""
+        names = list(self.config.tasks["training"])[:KIND_SAMPLE]
         with contextlib.suppress(EtudeError, OSError):  # the first rollout will report the error
-            if name is not None:
-                host_settings = self.config.options["training"].host_settings
-                async with open_environment(self.fleet, self._task("training", name), host_settings=host_settings):
-                    pass
+            tasks = {environment_kind(task): task for task in (self._task("training", name) for name in names)}
+            kinds = Counter(environment_kind(self._task("training", name)) for name in names)
+            for kind, count in kinds.most_common(1):
+                size = min(self.config.max_rollouts, usable_cores()) if count > 1 else 0
+                await self.prepared.keep_warm(tasks[kind], size, self.config.options["training"].host_settings)
 
     async def _shut_down(self) -> None:
         """Cancel all rollouts and release their slots, without counting failures."""
@@ -337,7 +344,7 @@ class Worker:
             self.fleet,
             task,
             self.binding,
-            config.options[queue],
+            replace(config.options[queue], prepared=self.prepared),
             seed=rollout_seed(config.seed, QUEUES.index(queue), slot.group, slot.number, slot.attempt),
             id=f"{self.layout.run.name}/{queue}/{slot.group:06d}/{slot.number:02d}-{slot.attempt}",
             facts={"run": self.layout.run.name, "set": queue, "group": slot.group, "number": slot.number},
@@ -427,13 +434,15 @@ class Worker:
             (self.layout.root / claim.checkpoint_file).unlink(missing_ok=True)
 
     async def _sweep_loop(self) -> None:
-        """Remove snapshots that no slot refers to in two consecutive sweeps.
+        """Remove snapshots that no slot and no worker refers to in two consecutive sweeps.
 
         They belong to finished rollouts, or to workers killed before they recorded the checkpoint.
         """
         local = self.fleet.local
         while local is not None:
-            needed = await self.queues.snapshots()
+            needed = await self.queues.snapshots() | {
+                id for status in read_statuses(self.layout).values() for id in status.get("prepared", ())
+            }
             existing = {saved.snapshot.id for saved in await asyncio.to_thread(local.store.snapshots)}
             for id in (existing - needed) & self._unneeded:
                 await self.fleet.remove_snapshot(id)
@@ -466,6 +475,7 @@ class Worker:
             doing=dict(Counter(claim.phase for claim in claims)),
             counts=dict(self.counts),
             last_failure=self.last_failure,
+            prepared=sorted(self.prepared.snapshots),  # other workers' sweeps spare them
             cpu_s=time.process_time(),
             weights_problem=self.weights.problem,
         )

@@ -23,6 +23,7 @@ from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet
 from etude.pods.images.records import Image
 from etude.pods.pod import Egress, FileInfo, Pod, PodError, PodFileError, Snapshot, Unsupported
+from etude.pods.scheduling.pools import Prepare
 from etude.pods.workspace import (
     CACHE_DIRECTORIES,
     FileChange,
@@ -89,12 +90,19 @@ class PreparedEnvironments:
 
     An environment opened this way, and the clean pod of its verifier, are pods of one snapshot. Trials of the same task
     that start together wait for the first to prepare it. At most `max_snapshots` are kept, the most recently used;
-    leaving the context removes them. A lost snapshot is made again. On a backend without snapshots every environment is
-    prepared by itself.
+    leaving the context removes them and the warm pods. A lost snapshot is made again. On a backend without snapshots
+    every environment is prepared by itself.
+
+    A task with fewer than `min_files` files is copied into a pod of its image instead. `prepare_pod` prepares every pod
+    of an agent; `keep_warm` has some of them ready in advance.
     """
 
-    def __init__(self, fleet: Fleet, max_snapshots: int = 32) -> None:
-        self.fleet, self.max_snapshots = fleet, max_snapshots
+    def __init__(
+        self, fleet: Fleet, max_snapshots: int = 32, *, min_files: int = 0, prepare_pod: Prepare | None = None
+    ) -> None:
+        self.fleet, self.max_snapshots, self.min_files = fleet, max_snapshots, min_files
+        self.prepare_pod = prepare_pod
+        self._pools: list[tuple[str | Image, dict[str, Any]]] = []
         self._found: OrderedDict[Hashable, EnvironmentCheckpoint] = OrderedDict()
         self._locks: weakref.WeakValueDictionary[Hashable, asyncio.Lock] = weakref.WeakValueDictionary()
 
@@ -102,6 +110,8 @@ class PreparedEnvironments:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        for image, options in self._pools:
+            await self.fleet.pool(image, 0, **options)
         for key in list(self._found):
             await self._remove(key)
 
@@ -110,10 +120,22 @@ class PreparedEnvironments:
         """The ids of the snapshots that are kept, which a sweep of unused snapshots must spare."""
         return frozenset(each.snapshot.id for each in self._found.values())
 
+    async def keep_warm(self, task: Task, size: int, host_settings: HostSettings | None = None) -> None:
+        """Keep `size` pods ready for agents of tasks with the image, limits and network of this one; 0: its image."""
+        settings = host_settings or HostSettings()
+        plan = await _plan(self.fleet, task.directory / "environment", task.machine, settings)
+        options = _pod_options(task, task.machine, task.agent, plan, settings)
+        if size:
+            options["prepare"] = self.prepare_pod
+            self._pools.append((plan.image, options))
+            await self.fleet.pool(plan.image, size, **options)
+
     async def create_pod(
         self, plan: ImagePlan, carry: tuple[str, ...], options: Mapping[str, Any]
     ) -> tuple[Pod, Baseline] | None:
-        """Return a pod of a plan's prepared environment and its initial files; None on a backend without snapshots."""
+        """Return a pod of a plan's prepared environment and its initial files; None if there is no snapshot of it."""
+        if len(plan.files) < self.min_files:
+            return None
         image = plan.image.id if isinstance(plan.image, Image) else plan.image
         key = (image, plan.workspace, plan.directories, plan.files, tuple(plan.env.items()), carry, options["storage"])
         lock = self._locks.setdefault(key, asyncio.Lock())
@@ -141,7 +163,7 @@ class PreparedEnvironments:
     async def _prepare(
         self, key: Hashable, plan: ImagePlan, carry: tuple[str, ...], options: Mapping[str, Any]
     ) -> EnvironmentCheckpoint | None:
-        async with await self.fleet.create(plan.image, **{**options, "egress": Egress()}) as pod:
+        async with await self.fleet.create(plan.image, **{**options, "egress": Egress(), "prepare": None}) as pod:
             baseline = await _populate(pod, plan, carry)
             try:
                 snapshot = await pod.snapshot("fs")
@@ -219,7 +241,12 @@ class TaskEnvironment:
     def open_clean(self) -> AbstractAsyncContextManager["TaskEnvironment"]:
         """Open another environment of the same task as it was before the agent's work."""
         return open_environment(
-            self.fleet, self.task, host_settings=self.host_settings, plan=self.plan, prepared=self.prepared
+            self.fleet,
+            self.task,
+            host_settings=self.host_settings,
+            phase=self.task.agent,
+            plan=self.plan,
+            prepared=self.prepared,
         )
 
     async def write_final_message(self, text: str) -> None:
@@ -251,6 +278,13 @@ class TaskEnvironment:
         await wait_until_healthy(self.pod, tables[step.name].get("healthcheck") or {}, self.workspace, user)
 
 
+def environment_kind(task: Task) -> str:
+    """Return what the pods of a task's environment are made of: those of equal kinds can be kept warm together."""
+    dockerfile = task.directory / "environment/Dockerfile"
+    text = dockerfile.read_text(encoding="utf-8", errors="replace") if dockerfile.is_file() else ""
+    return f"{task.machine}\n{task.agent.network}\n{text}"
+
+
 def carried_paths(task: Task) -> tuple[str, ...]:
     """Return paths outside the workspace (or its `.git`) whose changes reach the verifier: `carry` and artifacts."""
     found = task.metadata.get("carry", ())
@@ -279,8 +313,9 @@ async def open_environment(
     """Open a pod for a phase of a task, by default the agent's; it is destroyed on exit.
 
     `egress` applies to tasks with a public network; none by default. A separate verifier passes its own `machine` and
-    `context`. `plan` reuses an earlier plan of the same environment, `prepared` its snapshot. With a `checkpoint` the
-    pod is restored from its snapshot; EnvironmentCheckpointLost is raised if that no longer exists.
+    `context`. `plan` reuses an earlier plan of the same environment, `prepared` its snapshot or its
+    warm pods. With a `checkpoint` the pod is restored from its snapshot; EnvironmentCheckpointLost is raised if that no
+    longer exists.
     """
     settings = host_settings or HostSettings()
     settings = settings if egress is None else replace(settings, egress=egress)
@@ -289,11 +324,9 @@ async def open_environment(
     started = time.monotonic()
     plan = plan or await _plan(fleet, context or task.directory / "environment", machine, settings)
     planned = time.monotonic()
-    network = (phase or task.agent).network or machine.network
-    limits, storage = pod_limits(machine)
-    options: dict[str, Any] = {"limits": limits, "storage": storage, "egress": _egress(network, settings, task)}
-    if not isinstance(plan.image, Image):  # a name, which does not include the plan's variables
-        options["env"] = plan.env
+    options = _pod_options(task, machine, phase or task.agent, plan, settings)
+    if prepared is not None and phase is None:
+        options["prepare"] = prepared.prepare_pod
     pod, baseline = await _create_pod(fleet, plan, carried_paths(task), options, prepared, checkpoint)
     created = time.monotonic()
     try:
@@ -309,6 +342,18 @@ async def open_environment(
         await pod.close()
 
 
+def _pod_options(
+    task: Task, machine: MachineSpec, phase: TaskPhase, plan: ImagePlan, settings: HostSettings
+) -> dict[str, Any]:
+    """Return the limits, storage, network and variables of a pod."""
+    limits, storage = pod_limits(machine)
+    options: dict[str, Any] = {"limits": limits, "storage": storage}
+    options["egress"] = _egress(phase.network or machine.network, settings, task)
+    if not isinstance(plan.image, Image):  # a name, which does not include the plan's variables
+        options["env"] = plan.env
+    return options
+
+
 async def _create_pod(
     fleet: Fleet,
     plan: ImagePlan,
@@ -320,7 +365,8 @@ async def _create_pod(
     """Create the pod of an environment from a checkpoint, a prepared snapshot, or its image, then without its files."""
     if checkpoint is not None:
         try:
-            return await fleet.create(checkpoint.snapshot, **{**options, "env": None}), checkpoint.baseline
+            options = {**options, "env": None, "prepare": None}
+            return await fleet.create(checkpoint.snapshot, **options), checkpoint.baseline
         except (PodError, InputError) as error:
             raise EnvironmentCheckpointLost(f"snapshot {checkpoint.snapshot.id} cannot be restored: {error}") from error
     if prepared is not None and (found := await prepared.create_pod(plan, carry, options)) is not None:

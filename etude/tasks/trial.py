@@ -13,7 +13,13 @@ from etude.errors import InputError
 from etude.harness.trace import Trace
 from etude.pods.fleet import Fleet
 from etude.tasks.base_images import HostSettings
-from etude.tasks.environment import EnvironmentCheckpoint, TaskEnvironment, copy_files, open_environment
+from etude.tasks.environment import (
+    EnvironmentCheckpoint,
+    PreparedEnvironments,
+    TaskEnvironment,
+    copy_files,
+    open_environment,
+)
 from etude.tasks.harbor import files_to_upload
 from etude.tasks.image import FileToCopy
 from etude.tasks.schema import resolve_env
@@ -101,6 +107,7 @@ async def run_trial(
     host_settings: HostSettings | None = None,
     in_place: bool = False,
     artifacts: Path | None = None,
+    prepared: PreparedEnvironments | None = None,
     checkpoint: EnvironmentCheckpoint | None = None,
 ) -> Trial:
     """Run an agent on a task and verify the outcome. Raise VerifierFailed if there is no result.
@@ -113,7 +120,9 @@ async def run_trial(
         with infrastructure_failures(task):
             return await _run_steps(fleet, task, agent, host_settings, in_place, artifacts)
     with infrastructure_failures(task):
-        async with open_environment(fleet, task, host_settings=host_settings, checkpoint=checkpoint) as environment:
+        async with open_environment(
+            fleet, task, host_settings=host_settings, prepared=prepared, checkpoint=checkpoint
+        ) as environment:
             trace = await agent(environment, None)
             traces = () if trace is None else (trace,)
             if in_place or verified_in_place(task):

@@ -15,10 +15,12 @@ from session_helpers import call, says
 
 from etude.errors import EtudeError, InputError
 from etude.harness.budget import Budget
+from etude.harness.toolserver.client import LaunchedToolServer, launch_tool_server
 from etude.harness.trace import Trace
 from etude.inference.clients.transport import ServerUnreachable
 from etude.pods import open_fleet
 from etude.pods.fleet import Fleet
+from etude.pods.pod import Pod
 from etude.rollouts.rollout import (
     Rollout,
     RolloutCheckpoint,
@@ -29,6 +31,7 @@ from etude.rollouts.rollout import (
     run_rollout,
     save_checkpoint,
 )
+from etude.tasks.environment import PreparedEnvironments
 from etude.tasks.harbor import write_task
 from etude.tasks.task import Task
 
@@ -134,6 +137,30 @@ def test_turns_may_use_the_cache_of_the_weights_the_session_started_with(state: 
 @given(st.sets(st.tuples(*[st.integers(0, 5000)] * 3), min_size=2, max_size=50), st.integers(0, 2**62))
 def test_no_two_rollouts_have_the_same_seed(paths: set[tuple[int, int, int]], seed: int) -> None:
     assert len({rollout_seed(seed, *path) for path in paths}) == len(paths)
+
+
+@pytest.mark.parametrize("files", [0, 1])
+def test_a_warm_or_prepared_pod_gives_the_same_rollout(state: Path, task: Task, files: int) -> None:
+    async def check(fleet: Fleet) -> None:
+        assert fleet.local is not None
+        whole = await run_rollout(fleet, task, bind(LinesPolicy()), OPTIONS, seed=9)
+        launched: list[str] = []
+
+        async def launch(pod: Pod) -> LaunchedToolServer:
+            launched.append(pod.id)
+            return await launch_tool_server(pod)
+
+        async with PreparedEnvironments(fleet, min_files=100 * files, prepare_pod=launch) as prepared:
+            await prepared.keep_warm(task, files)
+            while len(launched) < files:
+                await asyncio.sleep(0.01)
+            rollout = await run_rollout(fleet, task, bind(LinesPolicy()), replace(OPTIONS, prepared=prepared), seed=9)
+            assert len(prepared.snapshots) == 1 - files, "few files are copied into a warm pod, many are in a snapshot"
+        assert launched
+        assert tokens_of(rollout.trace) == tokens_of(whole.trace)
+        assert rollout.reward.total == 1.0
+
+    inside(state, check)
 
 
 # ------------------------------------------------------------------------------------------- failures

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from etude.errors import EtudeError
@@ -60,6 +61,36 @@ class ToolServerNotStarted(PodError):
     """The server ended before its first message."""
 
 
+@dataclass(frozen=True)
+class LaunchedToolServer:
+    """A tool server that waits for its configuration, and its state directory in the pod."""
+
+    state: str
+    connection: "_ServerConnection"
+
+
+async def launch_tool_server(pod: Pod, state: str = "") -> LaunchedToolServer:
+    """Start the process of a tool server, and install it first unless `state` has it.
+
+    A warm pool prepares its pods with this: what the server is shown comes with the first request of a session.
+    """
+    state = state or await _install(pod)
+    job = await pod.spawn(["python3", "-I", "-S", f"{state}/server-{program().digest}.pyz"])
+    return LaunchedToolServer(state, _ServerConnection(job))
+
+
+async def _install(pod: Pod) -> str:
+    """Write the server into the pod; return its state directory."""
+    done = await pod.exec(["sh", "-c", INSTALL % program().digest], stdin=program().data, timeout=START_S)
+    if done.exit_code == 4:
+        raise PodError(f"image {pod.image!r} has no python3, which the tool server needs; install Python 3.8+")
+    where = done.stdout.strip()
+    if not done.ok or not where.startswith("/"):
+        what = (done.stderr.strip() or f"exit code {done.exit_code}")[-MAX_ERRORS:]
+        raise PodError(f"pod {pod.id}: the tool server could not be written to a temporary directory: {what}")
+    return where
+
+
 class ToolServer:
     """The tool server of a pod."""
 
@@ -81,11 +112,12 @@ class ToolServer:
         async with self._starting:
             if self._connection is not None and self._connection.closed is None:
                 return self._connection
-            if not self.state:
-                await self._install()
+            launched, self.pod.prepared = self.pod.prepared, None
+            if not isinstance(launched, LaunchedToolServer) or launched.connection.closed is not None:
+                launched = await launch_tool_server(self.pod, self.state)
+            self.state, self._connection = launched.state, launched.connection
+            connection = launched.connection
             config = json.dumps({"root": self.root, "state": self.state, "names": self.names})
-            job = await self.pod.spawn(["python3", "-I", "-S", f"{self.state}/server-{program().digest}.pyz"])
-            self._connection = connection = _ServerConnection(job)
             try:
                 hello = await connection.hello(config, START_S)
             except ToolServerDied as error:
@@ -99,16 +131,6 @@ class ToolServer:
             self.root = str(hello.get("root", self.root))
             self.starts += 1
             return connection
-
-    async def _install(self) -> None:
-        done = await self.pod.exec(["sh", "-c", INSTALL % program().digest], stdin=program().data, timeout=START_S)
-        if done.exit_code == 4:
-            raise PodError(f"image {self.pod.image!r} has no python3, which the tool server needs; install Python 3.8+")
-        where = done.stdout.strip()
-        if not done.ok or not where.startswith("/"):
-            what = (done.stderr.strip() or f"exit code {done.exit_code}")[-MAX_ERRORS:]
-            raise PodError(f"pod {self.pod.id}: the tool server could not be written to a temporary directory: {what}")
-        self.state = where
 
     async def stop(self) -> None:
         """Stop the server. Jobs keep running; the next request restarts it. A snapshot of an idle pod costs nothing."""
