@@ -320,22 +320,3 @@ def test_the_host_image_is_independent_of_the_umask(tmp_path: Path, machine: Pat
     finally:
         os.umask(before)
     assert one == two
-
-
-def test_more_host_paths_can_be_exposed(store: Store, tmp_path: Path) -> None:
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "link").symlink_to("tools")
-    image = host_image(store, [str(tmp_path / "tools"), "/usr/bin"])
-    assert image.binds[-1] == str(tmp_path / "tools")
-    assert "/usr/bin" not in image.binds
-    assert (root_of(store, image) / str(tmp_path / "tools")[1:]).is_dir()
-    for path, why in (
-        ("relative", "absolute"),
-        ("/usr/../root", "absolute"),
-        ("/", "its own"),
-        ("/etc", "its own"),
-        (str(tmp_path / "link"), "through a link"),
-        (str(tmp_path / "nothing"), "no such path"),
-    ):
-        with pytest.raises(InputError, match=why):
-            host_image(store, [path])

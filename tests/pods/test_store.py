@@ -37,6 +37,10 @@ def snapshot_of(store: Store, id: str, image: Image, *deltas: Layer) -> None:
     store.save_snapshot(Snapshot(id, image.name or image.id), image.with_(layers=(*image.layers, *deltas)))
 
 
+def intact(store: Store, layer: Layer) -> bool:
+    return trees.tree_digest(store.layer_path(layer)) == layer.id
+
+
 def child(store: Store, script: str) -> "subprocess.Popen[str]":
     """Start a process that runs `script` with `store`, and prints a line when it has reached the tested point."""
     head = "import os, sys, time; from pathlib import Path; from etude.pods.images.store import *"
@@ -53,7 +57,7 @@ def test_the_same_content_is_the_same_layer(store: Store) -> None:
     assert text_layer(store, a="1") != one
     assert (store.layer_path(one) / "a").read_text() == "1"
     assert os.listdir(store.root / "staging") == []
-    store.verify(one)
+    assert intact(store, one)
 
 
 @pytest.mark.parametrize("change", ["content", "mode", "name", "link", "opaque", "whiteout", "attribute"])
@@ -235,12 +239,9 @@ def test_a_damaged_record_names_the_file_and_stops_garbage_collection(store: Sto
     assert store.layer_path(layer).exists()
 
 
-def test_a_missing_or_changed_layer_is_named(store: Store) -> None:
+def test_a_missing_layer_is_named(store: Store) -> None:
     layer = text_layer(store, a="1")
     store.add_image(Image.of((layer,), "one"))
-    (store.layer_path(layer) / "a").write_text("2")
-    with pytest.raises(PodError, match=r"damaged .*changed"):
-        store.verify(layer)
     trees.remove_tree(store.layer_path(layer))
     with pytest.raises(PodError, match=f"image one: layer .*{layer.id}.* is missing"):
         store.image("one")
@@ -289,7 +290,7 @@ print(store.add_layer(fill, key="same").id, flush=True)
     assert len(made) == 1
     assert os.listdir(store.root / "layers") == list(made)
     assert os.listdir(store.root / "staging") == []
-    store.verify(Layer(made.pop()))
+    assert intact(store, Layer(made.pop()))
 
 
 def test_killed_while_building_leaves_nothing_after_the_next_collection(store: Store) -> None:
@@ -405,8 +406,7 @@ def test_export_and_import_round_trip(store: Store, tmp_path: Path) -> None:
     mine, theirs = store.snapshot(snap), other.snapshot(snap)
     assert theirs.snapshot == mine.snapshot
     assert theirs.image == mine.image, "layers named by content keep their names"
-    for layer in theirs.image.layers:
-        other.verify(layer)
+    assert all(intact(other, layer) for layer in theirs.image.layers)
     assert other.import_(tmp_path / "base.tar") == image.id
     assert other.image("base") == image
     assert os.listdir(other.root / "staging") == os.listdir(other.root / "pins") == []
@@ -426,26 +426,10 @@ def test_adopted_layers_are_exported_without_their_shift(store: Store, tmp_path:
     other = Store(tmp_path / "other")
     last = other.snapshot(other.import_(tmp_path / "sealed.tar")).image.layers[-1]
     assert last.shift == 0
-    other.verify(last)
+    assert intact(other, last)
     if shift:
         info = (other.layer_path(last) / "f").stat()
         assert (info.st_uid, info.st_gid) == (5, 6)
-
-
-def test_a_partial_export_needs_its_base(store: Store, tmp_path: Path) -> None:
-    _, snap = filled(store)
-    store.export(snap, tmp_path / "part.tar", include_base=False)
-    store.export("base", tmp_path / "base.tar")
-    with tarfile.open(tmp_path / "part.tar") as tar:
-        assert len([name for name in tar.getnames() if name.startswith("blobs/")]) == 3
-    other = Store(tmp_path / "other")
-    with pytest.raises(InputError, match=r"leaves out layer .* of its image base, which is not in this store"):
-        other.import_(tmp_path / "part.tar")
-    other.import_(tmp_path / "base.tar")
-    assert other.import_(tmp_path / "part.tar") == snap
-    assert other.snapshot(snap).image == store.snapshot(snap).image
-    with pytest.raises(InputError, match="no base to leave out"):
-        store.export("base", tmp_path / "x.tar", include_base=False)
 
 
 def test_an_import_replaces_no_existing_name_or_snapshot(store: Store, tmp_path: Path) -> None:
@@ -461,13 +445,12 @@ def test_an_import_replaces_no_existing_name_or_snapshot(store: Store, tmp_path:
     assert other.snapshot("snap").image.layers == mine.layers
 
 
-def test_an_import_binds_no_host_path_without_permission(store: Store, tmp_path: Path) -> None:
+def test_an_import_binds_only_system_directories_of_the_host(store: Store, tmp_path: Path) -> None:
     store.add_image(Image.of((text_layer(store, a="1"),), "evil", binds=("/usr", "/home/me")))
     store.export("evil", tmp_path / "evil.tar")
     other = Store(tmp_path / "other")
     with pytest.raises(InputError, match="binds the host paths /home/me"):
         other.import_(tmp_path / "evil.tar")
-    other.import_(tmp_path / "evil.tar", binds=["/home/me"])
 
 
 def rewrite(file: Path, change: "dict[str, bytes]") -> None:
@@ -488,13 +471,14 @@ def test_a_changed_export_is_refused(store: Store, tmp_path: Path) -> None:
     store.export(snap, tmp_path / "good.tar")
     with tarfile.open(tmp_path / "good.tar") as tar:
         blobs = [name for name in tar.getnames() if name.startswith("blobs/")]
-    other = Store(tmp_path / "other")
     file = tmp_path / "bad.tar"
-    for blob in blobs:
+    for number, blob in enumerate(blobs):
+        other = Store(tmp_path / f"other-{number}")  # a layer that a store has is not read again
         file.write_bytes((tmp_path / "good.tar").read_bytes())
         rewrite(file, {blob: b"{}"})
         with pytest.raises(InputError, match=r"another digest|damaged"):
             other.import_(file)
+        assert other.snapshots() == other.images() == []
     for change in ({"index.json": b"{"}, {"index.json": b'{"manifests": [{"digest": "sha256:../../x"}]}'}):
         file.write_bytes((tmp_path / "good.tar").read_bytes())
         rewrite(file, change)

@@ -1,12 +1,13 @@
 """Layers as tar archives in OCI form: `.wh.NAME` deletes a name, `.wh..wh..opq` makes a directory opaque.
 
-`unpack` accepts untrusted archives. It writes by directory descriptors below the target only, follows no link, creates
-no device, and raises InputError, naming the member, for absolute names, `..`, names that pass through a link, hard
-links to anything outside the archive, and more data or entries than allowed. Whiteouts apply to lower layers only,
-wherever they stand in the archive. The caller removes the target when it fails.
+`unpack` accepts untrusted archives. It writes below the target only, follows no link, creates no device, and raises
+InputError, naming the member, for absolute names, `..`, names that pass through a link, hard links to anything outside
+the archive, and more data or entries than allowed. Whiteouts apply to lower layers only, wherever they stand in the
+archive. The caller removes the target when it fails.
 """
 
 import bz2
+import errno
 import gzip
 import hashlib
 import io
@@ -27,6 +28,7 @@ from etude.errors import InputError
 from etude.pods.images.trees import (
     MAX_ID,
     OVERFLOW_ID,
+    Metadata,
     can_chown,
     check_depth,
     components,
@@ -38,7 +40,8 @@ from etude.pods.images.trees import (
     open_to_read,
     portable_xattrs,
     readable_directory,
-    remove_at,
+    remove_tree,
+    set_metadata,
     unshift_id,
 )
 from etude.pods.pod import PodError
@@ -58,7 +61,6 @@ _HEADERS = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
 )
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DAMAGE = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, ValueError, OverflowError)
 
 
@@ -258,12 +260,12 @@ def unpack(
         # padding and headers of the tar come on top of the file contents
         counted = HashingReader(decompress(source), limits.size + 2048 * limits.entries + _MAX_HEADER, label)
         stream = io.BufferedReader(counted, _BLOCK)
-        with _Unpacker(target, label, limits) as unpacker:
-            with tarfile.open(fileobj=stream, mode="r|", bufsize=_BLOCK, tarinfo=_CheckedInfo, encoding="utf-8") as tar:
-                for member in tar:
-                    unpacker.add(tar, member)
-                    tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it has read
-            unpacker.finish(lowest)
+        unpacker = _Unpacker(target, label, limits)
+        with tarfile.open(fileobj=stream, mode="r|", bufsize=_BLOCK, tarinfo=_CheckedInfo, encoding="utf-8") as tar:
+            for member in tar:
+                unpacker.add(tar, member)
+                tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it has read
+        unpacker.finish(lowest)
         while stream.read(_BLOCK):
             pass  # bytes after the end marker are part of the layer's digest
         return unpacker.implied
@@ -277,63 +279,50 @@ def unpack(
         raise InputError(f"{label}: the archive is damaged (too many headers in a row)") from error
 
 
-@dataclass(slots=True)
-class _Metadata:
-    mode: int
-    owner: tuple[int, int]
-    time: float
-    xattrs: dict[str, bytes]
-
-
 class _Unpacker:
-    """Writes one archive into a directory. Modes and times of directories are set last: a mode may forbid writing."""
+    """Writes one archive into a directory that nothing else writes to.
+
+    Every directory is in `directories`, so a name that exists and is not there is a file or a link, and nothing is
+    created below it. Modes and times of directories are set last: a mode may forbid writing.
+    """
 
     def __init__(self, target: Path, label: str, limits: UnpackLimits) -> None:
-        self._label, self._limits = label, limits
-        self._top = os.open(target, _DIRECTORY)
-        self._current: tuple[str, int] = ("", os.dup(self._top))  # the directory of the last member
-        self._directories: dict[str, _Metadata] = {}
-        self._whiteouts: list[tuple[str, str]] = []
+        self._target, self._label, self._limits = target, label, limits
+        self._directories: dict[str, Metadata | None] = {"": None}  # None: no member describes it
+        self._whiteouts: list[str] = []
         self._opaque: set[str] = set()
         self._size = self._entries = 0
-        self._implied: set[str] = {""}
 
     @property
     def implied(self) -> list[str]:
         """Return the directories that no member describes: they exist only because of their contents."""
-        return sorted(self._implied - set(self._directories))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self._current[1])
-        os.close(self._top)
+        return sorted(path for path, metadata in self._directories.items() if metadata is None)
 
     def _refuse(self, member: str, why: str) -> InputError:
         return InputError(f"{self._label}: member {member!r} {why}; nothing was unpacked")
 
+    def _place(self, path: str) -> str:
+        return f"{self._target}/{path}"
+
     def add(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         """Unpack one member."""
-        self._count(member)
-        parts = self._parts(member.name, member.name)
-        try:
-            self._put(tar, member, "/".join(parts[:-1]), parts[-1] if parts else "")
-        except (OSError, UnicodeError) as error:
-            if isinstance(error, OSError) and error.errno in (28, 122, 5):  # ENOSPC, EDQUOT, EIO: of the disk
-                raise
-            raise self._refuse(member.name, f"cannot be created ({error})") from error
-
-    def _count(self, member: tarfile.TarInfo) -> None:
         self._entries += 1
         self._size += max(member.size, 0) if member.isreg() else 0
         if self._entries > self._limits.entries:
             raise self._refuse(member.name, f"is one more than the {self._limits.entries} entries allowed")
         if self._size > self._limits.size:
             raise self._refuse(member.name, f"makes it more than the {self._limits.size} bytes allowed")
+        path = self._path(member.name, member.name)
+        try:
+            self._put(tar, member, path)
+        except (OSError, UnicodeError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # of the disk
+                raise
+            raise self._refuse(member.name, f"cannot be created ({error})") from error
 
-    def _parts(self, path: str, member: str) -> list[str]:
-        parts = list(components(path))
+    def _path(self, path: str, member: str) -> str:
+        """Return a checked name of the archive, relative to the target."""
+        parts = components(path)
         if path.startswith("/"):
             raise self._refuse(member, f"has the absolute path {path!r}")
         if ".." in parts:
@@ -342,103 +331,71 @@ class _Unpacker:
             raise self._refuse(member, "has a NUL in its name")
         if len(parts) > self._limits.depth:
             raise self._refuse(member, f"is nested deeper than {self._limits.depth} directories")
-        return parts
+        return "/".join(parts)
 
-    def _directory(self, path: str, member: str) -> int:
-        """Return a descriptor of `path`, creating it if missing, without following links. It must not be closed."""
-        current, handle = self._current
-        if current == path:
-            return handle
-        inside = bool(current) and path.startswith(current + "/")
-        at = os.dup(handle if inside else self._top)
+    def _make_directory(self, path: str, member: str) -> None:
+        """Create a directory and its parents."""
+        if path in self._directories:
+            return
+        parent, _, name = path.rpartition("/")
+        self._make_directory(parent, member)
         try:
-            reached = current if inside else ""
-            for name in components(path[len(current) :] if inside else path):
-                reached = f"{reached}/{name}" if reached else name
-                with suppress(FileExistsError):
-                    os.mkdir(name, 0o755, dir_fd=at)
-                    self._implied.add(reached)
-                try:
-                    below = os.open(name, _DIRECTORY, dir_fd=at)
-                except NotADirectoryError:
-                    raise self._refuse(member, f"passes through {name!r}, which is a link or a file") from None
-                os.close(at)
-                at = below
-        except BaseException:
-            os.close(at)
-            raise
-        os.close(handle)
-        self._current = (path, at)
-        return at
+            os.mkdir(self._place(path), 0o755)
+        except FileExistsError:
+            raise self._refuse(member, f"passes through {name!r}, which is a link or a file") from None
+        self._directories[path] = None
 
-    def _reset_current(self) -> None:
-        """Close the current directory: it may have been removed."""
-        os.close(self._current[1])
-        self._current = ("", os.dup(self._top))
-
-    def _put(self, tar: tarfile.TarFile, member: tarfile.TarInfo, parent: str, name: str) -> None:
-        path = f"{parent}/{name}" if parent else name
+    def _put(self, tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
+        parent, _, name = path.rpartition("/")
         if name.startswith(WHITEOUT):
-            return self._add_marker(member, parent, name)
-        if not name:
-            if not member.isdir():
-                raise self._refuse(member.name, "has no name")
-            self._directories[""] = self._metadata(member)
-            return None
-        at = self._directory(parent, member.name)
-        if member.ischr() and member.devmajor == member.devminor == 0:
-            self._whiteouts.append((parent, name))
-            return None
-        if member.ischr() or member.isblk():
-            return None  # a pod has its own /dev
-        if self._replace_existing(at, name, path, member.isdir()):
-            at = self._directory(parent, member.name)
-        if member.isdir():
-            with suppress(FileExistsError):
-                os.mkdir(name, 0o755, dir_fd=at)
-            self._directories[path] = self._metadata(member)
-        elif member.isreg():
-            self._write(tar, member, at, name)
+            self._add_marker(member, parent, name)
+        elif not path and not member.isdir():
+            raise self._refuse(member.name, "has no name")
+        elif member.ischr() and member.devmajor == member.devminor == 0:
+            self._whiteouts.append(path)
+        elif member.ischr() or member.isblk():
+            self._make_directory(parent, member.name)  # only its directory: a pod has its own /dev
+        else:
+            self._make_directory(parent, member.name)
+            if not member.isdir() or path not in self._directories:
+                self._remove_earlier(path)
+            if member.isdir():
+                self._make_directory(path, member.name)
+                self._directories[path] = _metadata(member)
+            else:
+                self._create(tar, member, path)
+
+    def _remove_earlier(self, path: str) -> None:
+        """Remove an earlier member of the same name."""
+        if path not in self._directories:
+            with suppress(FileNotFoundError):
+                os.unlink(self._place(path))
+            return
+        remove_tree(Path(self._place(path)))
+        gone = {each for each in self._directories if each == path or each.startswith(path + "/")}
+        self._opaque -= gone
+        for each in gone:
+            del self._directories[each]
+
+    def _create(self, tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
+        place = self._place(path)
+        if member.islnk():
+            self._link(member, path)
+            return
+        if member.isreg():
+            self._write(tar, member, place)
         elif member.issym():
-            os.symlink(member.linkname, name, dir_fd=at)
-            self._apply_at(at, name, self._metadata(member))
-        elif member.islnk():
-            self._link(member, parent, name)
+            os.symlink(member.linkname, place)
         elif member.isfifo():
-            os.mkfifo(name, dir_fd=at)
-            self._apply_at(at, name, self._metadata(member))
+            os.mkfifo(place)
         else:
             raise self._refuse(member.name, f"has the unknown type {member.type!r}")
-        return None
+        set_metadata(place, _metadata(member))
 
-    def _replace_existing(self, at: int, name: str, path: str, directory: bool) -> bool:
-        """Remove an earlier member of the same name. Return whether directories were removed."""
-        try:
-            old = os.stat(name, dir_fd=at, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        if not stat.S_ISDIR(old.st_mode):
-            os.unlink(name, dir_fd=at)
-            return False
-        if directory:
-            return False
-        remove_at(at, name)
-        self._directories = {
-            known: metadata
-            for known, metadata in self._directories.items()
-            if known != path and not known.startswith(path + "/")
-        }
-        for paths in (self._opaque, self._implied):
-            paths -= {known for known in paths if known == path or known.startswith(path + "/")}
-        self._reset_current()
-        return True
-
-    def _write(self, tar: tarfile.TarFile, member: tarfile.TarInfo, at: int, name: str) -> None:
+    def _write(self, tar: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> None:
         source = tar.extractfile(member)
         assert source is not None
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.open(name, flags, 0o600, dir_fd=at)
-        try:
+        with open(place, "xb") as file:
             left = member.size
             while left:
                 block = source.read(min(_BLOCK, left))
@@ -446,101 +403,55 @@ class _Unpacker:
                     raise EOFError(f"member {member.name!r} is truncated")
                 left -= len(block)
                 if member.issparse() and not block.strip(b"\0"):
-                    os.lseek(file, len(block), os.SEEK_CUR)
+                    file.seek(len(block), os.SEEK_CUR)
                 else:
-                    view = memoryview(block)
-                    while view:
-                        view = view[os.write(file, view) :]
-            os.ftruncate(file, member.size)
-            self._apply(file, self._metadata(member))
-        finally:
-            os.close(file)
+                    file.write(block)
+            file.truncate(member.size)
 
-    def _link(self, member: tarfile.TarInfo, parent: str, name: str) -> None:
-        parts = self._parts(member.linkname, member.name)
+    def _link(self, member: tarfile.TarInfo, path: str) -> None:
+        source = self._path(member.linkname, member.name)
         missing = self._refuse(member.name, f"links to {member.linkname!r}, not an earlier file of the archive")
-        if not parts or "/".join(parts) == (f"{parent}/{name}" if parent else name):
+        if source == path or source in self._directories or os.path.dirname(source) not in self._directories:
             raise missing
-        source = os.dup(self._directory("/".join(parts[:-1]), member.name))
         try:
-            info = os.stat(parts[-1], dir_fd=source, follow_symlinks=False)
-            if stat.S_ISDIR(info.st_mode):
-                raise missing
-            at = self._directory(parent, member.name)
-            os.link(parts[-1], name, src_dir_fd=source, dst_dir_fd=at, follow_symlinks=False)
+            os.link(self._place(source), self._place(path), follow_symlinks=False)
         except FileNotFoundError:
             raise missing from None
-        finally:
-            os.close(source)
 
     def _add_marker(self, member: tarfile.TarInfo, parent: str, name: str) -> None:
         if name == OPAQUE_NAME:
-            self._directory(parent, member.name)
+            self._make_directory(parent, member.name)
             self._opaque.add(parent)
         elif name.startswith(WHITEOUT * 2):
             return  # metadata of aufs, where this format comes from
         elif name[len(WHITEOUT) :] in ("", ".", ".."):
             raise self._refuse(member.name, "is a whiteout without a name")
         else:
-            self._whiteouts.append((parent, name[len(WHITEOUT) :]))
-
-    # -- metadata
-
-    def _metadata(self, member: tarfile.TarInfo) -> _Metadata:
-        xattrs = {
-            key[len(XATTR) :]: value.encode("utf-8", "surrogateescape")
-            for key, value in member.pax_headers.items()
-            if key.startswith(XATTR) and is_portable_xattr(key[len(XATTR) :])
-        }
-        uid, gid = (owner if 0 <= owner <= MAX_ID else OVERFLOW_ID for owner in (member.uid, member.gid))
-        time = float(member.mtime)
-        if not math.isfinite(time) or not 0 <= time < 1 << 33:
-            time = 0.0
-        return _Metadata(member.mode & 0o7777, (uid, gid), time, xattrs)
-
-    def _apply_at(self, at: int, name: str, metadata: _Metadata) -> None:
-        """Set owner, mode and time of a link or a pipe, which cannot be opened."""
-        if can_chown():
-            os.chown(name, *metadata.owner, dir_fd=at, follow_symlinks=False)
-        if not stat.S_ISLNK(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
-            os.chmod(name, metadata.mode, dir_fd=at)
-        os.utime(name, (metadata.time, metadata.time), dir_fd=at, follow_symlinks=False)
-
-    def _apply(self, file: int, metadata: _Metadata) -> None:
-        if can_chown():
-            os.fchown(file, *metadata.owner)
-        for name, value in metadata.xattrs.items():
-            os.setxattr(file, name, value)
-        os.fchmod(file, metadata.mode)
-        os.utime(file, (metadata.time, metadata.time))
+            self._whiteouts.append(f"{parent}/{name[len(WHITEOUT) :]}".lstrip("/"))
 
     def finish(self, lowest: bool) -> None:
         """Write whiteouts and opaque markers, then the metadata of directories, deepest first."""
-        for parent, name in self._whiteouts:
-            self._whiteout(parent, name, lowest)
+        for path in self._whiteouts if not lowest else ():
+            parent = os.path.dirname(path)
+            self._make_directory(parent, f"{parent}/{WHITEOUT}{os.path.basename(path)}")
+            if path in self._directories:  # deleted in lower layers and created again here
+                self._opaque.add(path)
+            elif parent not in self._opaque and not os.path.lexists(self._place(path)):
+                make_whiteout(self._place(path))
         for path in self._opaque if not lowest else ():
-            make_opaque(self._directory(path, path))
-        plain = dict.fromkeys(self.implied, _Metadata(0o755, (0, 0), 0.0, {}))
-        known = {**plain, **self._directories}
-        for path in sorted(known, key=lambda path: path.count("/") + bool(path), reverse=True):
-            handle = os.dup(self._top) if not path else self._open_directory(path)
-            try:
-                self._apply(handle, known[path])
-            finally:
-                os.close(handle)
+            make_opaque(self._place(path))
+        plain = Metadata(0o755, (0, 0), (0, 0), {})
+        for path in sorted(self._directories, key=lambda path: path.count("/") + bool(path), reverse=True):
+            set_metadata(self._place(path), self._directories[path] or plain)
 
-    def _open_directory(self, path: str) -> int:
-        parent, _, name = path.rpartition("/")
-        return os.open(name, _DIRECTORY, dir_fd=self._directory(parent, path))
 
-    def _whiteout(self, parent: str, name: str, lowest: bool) -> None:
-        if lowest:
-            return
-        at = self._directory(parent, f"{parent}/{WHITEOUT}{name}")
-        with suppress(FileNotFoundError):
-            here = os.stat(name, dir_fd=at, follow_symlinks=False)
-            if stat.S_ISDIR(here.st_mode):  # deleted in lower layers and created again here
-                self._opaque.add(f"{parent}/{name}" if parent else name)
-            return
-        if parent not in self._opaque:
-            make_whiteout(name, at)
+def _metadata(member: tarfile.TarInfo) -> Metadata:
+    xattrs = {
+        key[len(XATTR) :]: value.encode("utf-8", "surrogateescape")
+        for key, value in member.pax_headers.items()
+        if key.startswith(XATTR) and is_portable_xattr(key[len(XATTR) :])
+    }
+    uid, gid = (owner if 0 <= owner <= MAX_ID else OVERFLOW_ID for owner in (member.uid, member.gid))
+    time = float(member.mtime)
+    ns = int(time * 1e9) if math.isfinite(time) and 0 <= time < 1 << 33 else 0
+    return Metadata(None if member.issym() else member.mode & 0o7777, (uid, gid), (ns, ns), xattrs)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from etude.errors import InputError
+from etude.files import write_atomically
 from etude.globs import Globs
 from etude.pods.images.records import SYSTEM_BINDS, Image
 from etude.pods.images.store import Store
@@ -23,67 +24,21 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 WORKDIR = "/work"
 
 # allow-list of names in /etc
-_ALLOWED = Globs(
-    [
-        *(
-            "nsswitch.conf",
-            "host.conf",
-            "gai.conf",
-            "services",
-            "protocols",
-            "rpc",
-            "networks",
-            "ethertypes",
-            "netconfig",
-        ),
-        *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld-musl-*", "alternatives", "localtime", "timezone"),
-        *("ssl", "pki", "ca-certificates", "ca-certificates.conf", "crypto-policies"),
-        *("profile", "bash.bashrc", "bashrc", "inputrc", "terminfo", "shells", "login.defs", "skel"),
-        *("os-release", "debian_version", "lsb-release", "redhat-release", "alpine-release", "arch-release"),
-        *("mime.types", "magic", "magic.mime", "locale.alias", "locale.gen", "locale.conf", "xattr.conf"),
-        *("python", "python2*", "python3*", "perl", "java*", "fonts", "groff", "vim", "sgml", "xml", "glvnd", "OpenCL"),
-        *(
-            "ImageMagick-*",
-            "texmf",
-            "R",
-            "ghc",
-            "octave.conf",
-            "manpath.config",
-            "gprofng.rc",
-            "bindresvport.blacklist",
-        ),
-    ]
-)
+_ALLOWED = """
+    nsswitch.conf host.conf gai.conf services protocols rpc networks ethertypes netconfig
+    ld.so.cache ld.so.conf ld.so.conf.d ld-musl-* alternatives localtime timezone
+    ssl pki ca-certificates ca-certificates.conf crypto-policies
+    profile bash.bashrc bashrc inputrc terminfo shells login.defs skel
+    os-release debian_version lsb-release redhat-release alpine-release arch-release
+    mime.types magic magic.mime locale.alias locale.gen locale.conf xattr.conf
+    python python2* python3* perl java* fonts groff vim sgml xml glvnd OpenCL
+    ImageMagick-* texmf R ghc octave.conf manpath.config gprofng.rc bindresvport.blacklist
+"""
 # deny-list of names at any depth
-_DENIED = Globs(
-    [
-        *(
-            "shadow*",
-            "gshadow*",
-            "ssh*",
-            "sudoers*",
-            "machine-id",
-            "gitconfig",
-            "pip.conf",
-            "netrc",
-            ".netrc",
-            "docker",
-        ),
-        *(
-            "kubernetes",
-            "private",
-            "*.key",
-            "*.p12",
-            "*.pfx",
-            "*password*",
-            "*secret*",
-            "*credential*",
-            "*token*",
-            ".*",
-        ),
-        *("*-", "*~", "*.bak"),
-    ]
-)
+_DENIED = """
+    shadow* gshadow* ssh* sudoers* machine-id gitconfig pip.conf netrc .netrc docker kubernetes private
+    *.key *.p12 *.pfx *password* *secret* *credential* *token* .* *- *~ *.bak
+"""
 _DIRECTORIES: Mapping[str, int] = {
     **dict.fromkeys(("proc", "sys", "dev", "run", "home", "mnt", "media", "srv", "usr", "opt", "etc", "var"), 0o755),
     **dict.fromkeys(("var/lib", "var/cache", "var/log", "var/spool", "run/lock", WORKDIR[1:]), 0o755),
@@ -96,22 +51,22 @@ _FILES: Mapping[str, str] = {
     "etc/hostname": "pod\n",
     "etc/resolv.conf": "",  # a regular file: pods with network have theirs mounted over it
 }
-_NOT_EXPOSABLE = ("/", "/proc", "/sys", "/dev", "/run", "/etc", "/root", "/tmp", "/var")
 
 
-def host_image(store: Store, expose: Sequence[str] = (), *, root: Path = Path("/")) -> Image:
-    """Return the image `host`. `expose` are more host paths, mounted read-only at the same path."""
-    cache_file = store.root / "keys" / f"{digest('host', str(root), *expose)}.host"
-    if (known := _unchanged(store, cache_file)) is not None and all(map(os.path.exists, expose)):
+_ALLOWED_GLOBS, _DENIED_GLOBS = Globs(_ALLOWED.split()), Globs(_DENIED.split())
+
+
+def host_image(store: Store, *, root: Path = Path("/")) -> Image:
+    """Return the image `host`, made from the machine whose files are below `root`."""
+    cache_file = store.root / "keys" / f"{digest('host', str(root))}.host"
+    if (known := _unchanged(store, cache_file)) is not None:
         return known
     links, binds = _top(root)
-    binds += _exposed(expose, binds)
     stamps = _stamps(root)  # before the copy, so that a change during it is detected next time
     layer = store.add_layer(lambda target: _skeleton(target, root, links, binds))
     env = {"PATH": PATH, "LANG": "C.UTF-8", "HOME": "/root"}
-    name = "host" if not expose else ""  # only the image without exposed paths has the name
-    image = store.add_image(Image.of((layer,), name, binds=tuple(binds), env=env, workdir=WORKDIR))
-    store.write_cache_file(cache_file, {"image": image.id, "name": name, "stamps": stamps})
+    image = store.add_image(Image.of((layer,), "host", binds=tuple(binds), env=env, workdir=WORKDIR))
+    write_atomically(cache_file, json.dumps({"image": image.id, "stamps": stamps}))
     return image
 
 
@@ -123,7 +78,7 @@ def _unchanged(store: Store, cache_file: Path) -> Image | None:
         given = json.loads(cache_file.read_bytes())
         if any(_stamp(path) != stamp for path, stamp in given["stamps"].items()):
             return None
-        return store.image(given["image"]).named(given["name"])
+        return store.image(given["image"]).named("host")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, PodError, InputError):
         return None  # not cached, or the image was removed
 
@@ -154,9 +109,9 @@ def _allowed(directory: str, depth: int) -> Iterator[tuple[str, os.stat_result]]
     except OSError:
         return
     for name in names:
-        if _DENIED.matches(name):
+        if _DENIED_GLOBS.matches(name):
             continue
-        if depth == 0 and not _ALLOWED.matches(name):
+        if depth == 0 and not _ALLOWED_GLOBS.matches(name):
             continue
         path = f"{directory}/{name}"
         try:
@@ -186,22 +141,6 @@ def _top(root: Path) -> tuple[dict[str, str], list[str]]:
     return links, binds
 
 
-def _exposed(expose: Sequence[str], binds: Sequence[str]) -> list[str]:
-    more: list[str] = []
-    for path in expose:
-        if not path.startswith("/") or path != os.path.normpath(path):
-            raise InputError(f"expose {path!r}: expected an absolute path without dots")
-        if path in _NOT_EXPOSABLE:
-            raise InputError(f"expose {path!r}: a pod has its own; name a directory inside")
-        if os.path.realpath(path) != path:
-            raise InputError(f"expose {path!r}: it leads through a link; name {os.path.realpath(path)!r}")
-        if not os.path.exists(path):
-            raise InputError(f"expose {path!r}: there is no such path on this machine")
-        if not any(path == bind or path.startswith(bind + "/") for bind in (*binds, *more)):
-            more.append(path)
-    return more
-
-
 def _skeleton(target: Path, root: Path, links: Mapping[str, str], binds: Sequence[str]) -> None:
     for name, mode in _DIRECTORIES.items():
         (target / name).mkdir(parents=True, exist_ok=True)
@@ -217,7 +156,7 @@ def _skeleton(target: Path, root: Path, links: Mapping[str, str], binds: Sequenc
     groups = _accounts(root / "etc/group", 4)
     (target / "etc/group").write_text("".join(":".join(_group(fields, names)) + "\n" for fields in groups))
     for bind in binds:
-        _mount_point(target, bind[1:], (root / bind[1:]).is_dir())
+        (target / bind[1:]).mkdir(exist_ok=True)
     for path, directories, files in os.walk(target):  # independent of the umask of this process
         for name in (*directories, *files):
             info = os.lstat(f"{path}/{name}")
@@ -264,12 +203,3 @@ def _user(fields: Sequence[str]) -> list[str]:
 def _group(fields: Sequence[str], users: set[str]) -> list[str]:
     name, _, gid, members = fields
     return [name, "x", gid, ",".join(member for member in members.split(",") if member in users)]
-
-
-def _mount_point(target: Path, path: str, directory: bool) -> None:
-    place = target / path
-    if directory:
-        place.mkdir(parents=True, exist_ok=True)
-    else:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.touch()

@@ -24,7 +24,6 @@ from etude.pods.images.trees import (
     make_opaque,
     make_whiteout,
     readable_directory,
-    unshift_id,
 )
 
 _MAX_LINKS = 40  # symbolic links followed in one path, as in the kernel
@@ -228,12 +227,6 @@ class LayerStack:
             with readable_directory(layer_dir.path) as here:
                 names.update(here)
         return sorted((name for name in names if lookup(found.dirs, name).exists), key=os.fsencode)
-
-    def owner(self, found: StackEntry) -> tuple[int, int]:
-        """Return the uid and gid that a pod sees."""
-        assert found.info is not None
-        shift = found.dirs[0].shift
-        return unshift_id(found.info.st_uid, shift), unshift_id(found.info.st_gid, shift)
 
 
 def _directory_info(dirs: tuple[LayerDir, ...]) -> os.stat_result | None:

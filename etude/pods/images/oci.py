@@ -1,25 +1,34 @@
-"""Read OCI image layouts: a directory with index.json and blobs named by their digest.
+"""OCI image layouts: read those of other tools; export an image or a snapshot as one file, and import it again.
 
-Every blob is verified against its digest, layers both compressed and uncompressed. No string of a layout is used as a
-path before it is checked to be a digest.
+A layout is a directory with index.json and blobs named by their digest. An export is one in a tar, with the store's own
+record as an annotation of the manifest. Every layout is untrusted: blobs are verified by digest, layers both compressed
+and uncompressed, no string is used as a path before it is checked to be a digest, layers are unpacked like any
+untrusted archive, a name in use stays with its image, and only system directories of the host are bound.
 """
 
+import hashlib
 import io
-import json
 import os
 import platform
 import re
+import secrets
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+import tarfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar, cast
+
+import zstandard
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic.alias_generators import to_camel, to_pascal
 
 from etude.errors import InputError
-from etude.pods.images.archive import HashingReader, UnpackLimits, decompress, unpack
+from etude.pods.images.archive import HashingReader, UnpackLimits, decompress, pack, unpack
 from etude.pods.images.layers import LayerStack
-from etude.pods.images.records import Layer
+from etude.pods.images.records import IMAGE, SNAPSHOT, SYSTEM_BINDS, Image, Layer, SnapshotRecord, check_id, reason
 from etude.pods.images.trees import copy_metadata, digest, is_opaque
 
 if TYPE_CHECKING:
@@ -30,17 +39,116 @@ MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 CONFIG = "application/vnd.oci.image.config.v1+json"
 LAYER = "application/vnd.oci.image.layer.v1.tar+zstd"
 REF = "org.opencontainers.image.ref.name"
+IMAGE_RECORD, SNAPSHOT_RECORD = "org.etude.image", "org.etude.snapshot"
 
 _INDEXES = (INDEX, "application/vnd.docker.distribution.manifest.list.v2+json")
 _DIGEST = re.compile(r"sha(256:[0-9a-f]{64}|512:[0-9a-f]{128})")
 _MAX_JSON = 8 << 20
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "i686": "386", "ppc64le": "ppc64le"}
+_M = TypeVar("_M", bound=BaseModel)
 
 
 def architecture() -> str:
     """Return this machine's architecture by its OCI name."""
     machine = platform.machine()
     return _MACHINES.get(machine, machine)
+
+
+# -- documents of a layout
+
+
+def _check_digest(value: str) -> str:
+    if not _DIGEST.fullmatch(value):
+        raise ValueError(f"{value!r} is not a digest")
+    return value
+
+
+Digest = Annotated[str, AfterValidator(_check_digest)]
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
+
+
+class Descriptor(_Document):
+    """A reference to a blob."""
+
+    digest: Digest
+    media_type: str = ""
+    size: int | None = None
+    annotations: dict[str, str] | None = None
+    platform: dict[str, Any] | None = None
+
+    @property
+    def ref(self) -> str:
+        return (self.annotations or {}).get(REF, "")
+
+    @property
+    def fits(self) -> bool:
+        """Whether an image is for this machine's platform."""
+        here = {"os": "linux", "architecture": architecture()}
+        return {**here, **(self.platform or {})}.items() >= here.items()
+
+
+class Index(_Document):
+    """The images of a layout, or those of one name for several platforms."""
+
+    manifests: list[Descriptor]
+    schema_version: int = 2
+    media_type: str = INDEX
+
+
+class Manifest(_Document):
+    """One image: its configuration and layers."""
+
+    config: Descriptor
+    layers: list[Descriptor]
+    schema_version: int = 2
+    media_type: str = MANIFEST
+    annotations: dict[str, str] | None = None
+
+
+class ProcessConfig(BaseModel):
+    """The process settings of an image."""
+
+    model_config = ConfigDict(alias_generator=to_pascal, populate_by_name=True)
+
+    env: list[str] | None = None
+    working_dir: str | None = None
+    user: str | None = None
+    entrypoint: list[str] | None = None
+    cmd: list[str] | None = None
+    labels: dict[str, str] | None = None
+
+    def to_image_fields(self) -> dict[str, Any]:
+        """Return the settings as fields of `Image`."""
+        return {
+            "env": {name: value for name, _, value in (entry.partition("=") for entry in self.env or ())},
+            "workdir": self.working_dir or "/",
+            "user": self.user or "",
+            "entrypoint": tuple(self.entrypoint or ()),
+            "command": tuple(self.cmd or ()),
+            "labels": self.labels or {},
+        }
+
+
+class RootFs(BaseModel):
+    """The digests of the uncompressed layers."""
+
+    type: str = "layers"
+    diff_ids: list[Digest] = []
+
+
+class ImageConfig(BaseModel):
+    """The configuration of an image."""
+
+    config: ProcessConfig | None = None
+    rootfs: RootFs = RootFs()
+    architecture: str = ""
+    os: str = "linux"
+
+
+# -- reading
 
 
 class OciLayout:
@@ -51,71 +159,48 @@ class OciLayout:
         if not (directory / "index.json").is_file():
             raise InputError(f"{label}: no index.json, so this is not an OCI image layout")
         with self._open("index.json") as file:
-            self._index = self._parse(file.read(_MAX_JSON), "index.json")
+            self._index = self._parse(Index, file.read(_MAX_JSON), "index.json")
 
-    def manifest(self, ref: str | None = None) -> dict[str, Any]:
+    def manifest(self, ref: str | None = None) -> Manifest:
         """Return the manifest for this machine's platform: the one named `ref`, or the only one."""
-        entries = self._entries(self._index)
-        if ref is not None:
-            entries = [entry for entry in entries if self._ref(entry) == ref]
-        matching = list(self._matching(entries, 0))
+        named = [entry for entry in self._index.manifests if ref is None or entry.ref == ref]
+        matching = list(self._matching(named, 0))
         if len(matching) == 1:
-            return self.json(matching[0])
-        refs = sorted({self._ref(entry) or "(no name)" for entry in self._entries(self._index)})
+            return self.read(Manifest, matching[0])
+        refs = sorted({entry.ref or "(no name)" for entry in self._index.manifests})
         found = f"{len(matching)} images" if matching else "no image"
         raise InputError(
             f"{self._label}: {found} {f'called {ref} ' if ref else ''}for linux/{architecture()}; "
             f"name one of: {', '.join(refs)}"
         )
 
-    def _matching(self, entries: Sequence[Mapping[str, Any]], depth: int) -> Iterator[Mapping[str, Any]]:
+    def _matching(self, entries: Sequence[Descriptor], depth: int) -> Iterator[Descriptor]:
         """Yield the manifests in `entries`, and in nested indexes, that match this machine's platform."""
         for entry in entries:
-            if entry.get("mediaType") in _INDEXES and depth < 5:
-                yield from self._matching(self._entries(self.json(entry)), depth + 1)
-                continue
-            wanted = entry.get("platform") or {}
-            if wanted.get("os", "linux") == "linux" and wanted.get("architecture", architecture()) == architecture():
+            if entry.media_type in _INDEXES and depth < 5:
+                yield from self._matching(self.read(Index, entry).manifests, depth + 1)
+            elif entry.fits:
                 yield entry
 
-    def _entries(self, index: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        entries = index.get("manifests")
-        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            raise InputError(f"{self._label}: an index without a list of manifests")
-        return entries
-
-    @staticmethod
-    def _ref(entry: Mapping[str, Any]) -> str:
-        return str((entry.get("annotations") or {}).get(REF, ""))
-
-    def json(self, descriptor: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a blob that is a JSON object."""
-        name = self.name(descriptor)
+    def read(self, kind: type[_M], descriptor: Descriptor) -> _M:
+        """Return the document in a blob."""
         with self.blob(descriptor) as reader:
             data = reader.read(_MAX_JSON + 1)
             if len(data) > _MAX_JSON:
-                raise InputError(f"{self._label}: blob {name} is larger than {_MAX_JSON} bytes")
-        return self._parse(data, name)
+                raise InputError(f"{self._label}: blob {descriptor.digest} is larger than {_MAX_JSON} bytes")
+        return self._parse(kind, data, descriptor.digest)
 
     @contextmanager
-    def blob(self, descriptor: Mapping[str, Any]) -> Iterator[HashingReader]:
+    def blob(self, descriptor: Descriptor) -> Iterator[HashingReader]:
         """Yield a reader of a blob; at the end of the block, read the rest and verify the digest."""
-        name = self.name(descriptor)
-        kind, _, wanted = name.partition(":")
+        kind, _, wanted = descriptor.digest.partition(":")
         with self._open(f"blobs/{kind}/{wanted}") as file:
             reader = HashingReader(file, kind=kind)
             yield reader
-            if reader.drain() != wanted or descriptor.get("size", reader.size) != reader.size:
+            if reader.drain() != wanted or descriptor.size not in (None, reader.size):
                 raise InputError(
-                    f"{self._label}: blob {name} is damaged (its content has another digest); get it again"
+                    f"{self._label}: blob {descriptor.digest} is damaged (its content has another digest); get it again"
                 )
-
-    def name(self, descriptor: Mapping[str, Any]) -> str:
-        """Return a descriptor's digest, which is then safe to use in a path."""
-        name = descriptor.get("digest")
-        if not isinstance(name, str) or not _DIGEST.fullmatch(name):
-            raise InputError(f"{self._label}: {name!r} is not a digest")
-        return name
 
     def _open(self, name: str) -> io.BufferedReader:
         try:
@@ -127,93 +212,204 @@ class OciLayout:
             raise InputError(f"{self._label}: {name} is not a file")
         return file
 
-    def _parse(self, data: bytes, name: str) -> dict[str, Any]:
+    def _parse(self, kind: type[_M], data: bytes, name: str) -> _M:
         try:
-            value = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{self._label}: {name} is not JSON ({error})") from None
-        if not isinstance(value, dict):
-            raise InputError(f"{self._label}: {name} is not a JSON object")
-        return value
+            return kind.model_validate_json(data)
+        except ValidationError as error:
+            raise InputError(
+                f"{self._label}: {name} is not {kind.__name__} of an OCI layout ({reason(error)})"
+            ) from None
+
+    def import_image(self, store: "Store", manifest: Manifest, limits: UnpackLimits) -> Image:
+        """Return the image of a manifest, without a name; its layers are in the store then."""
+        config = self.read(ImageConfig, manifest.config)
+        diff_ids = config.rootfs.diff_ids
+        if len(manifest.layers) != len(diff_ids):
+            raise InputError(
+                f"{self._label}: {len(manifest.layers)} layers in the manifest, {len(diff_ids)} in the configuration"
+            )
+        taken: list[Layer] = []
+        chain = ""
+        for descriptor, diff_id in zip(manifest.layers, diff_ids, strict=True):
+            # a directory that a layer does not describe takes its metadata from below: layers depend on lower ones
+            chain = digest("oci", chain, diff_id)
+            below = LayerStack.of(store.layer_dirs(taken))
+            layer = store.add_layer(partial(self._unpack, descriptor, diff_id, below, limits), key=chain)
+            if is_opaque(str(store.layer_path(layer))):
+                taken.clear()  # it hides everything below; overlayfs ignores the marker on the root itself
+            taken.append(layer)
+        return Image.of(tuple(taken), **(config.config or ProcessConfig()).to_image_fields())
+
+    def _unpack(
+        self, descriptor: Descriptor, diff_id: str, below: LayerStack, limits: UnpackLimits, target: Path
+    ) -> None:
+        kind, _, wanted = diff_id.partition(":")
+        with self.blob(descriptor) as raw:
+            plain = HashingReader(decompress(cast(IO[bytes], raw)), kind=kind)
+            implied = unpack(cast(IO[bytes], plain), target, self._label, limits, lowest=not below.layers)
+            if plain.drain() != wanted:
+                raise InputError(
+                    f"{self._label}: layer {diff_id} is damaged (its content has another digest); get it again"
+                )
+        for path in implied:  # directories that no member describes: as in the layers below
+            resolved, found = below.locate(path, follow=False)
+            if found.is_directory and found.info is not None and resolved.strip("/") == path:
+                copy_metadata(found.dirs[0].path, str(target / path), found.info, found.dirs[0].shift)
 
 
-def import_layers(
-    store: "Store",
-    layout: OciLayout,
-    descriptors: Sequence[Any],
-    diff_ids: Sequence[Any],
-    label: str,
-    limits: UnpackLimits,
-) -> tuple[Layer, ...]:
-    """Return the layers of a manifest, lowest first, unpacking those that are not in the store."""
-    if len(descriptors) != len(diff_ids) or not all(isinstance(entry, dict) for entry in descriptors):
-        raise InputError(f"{label}: {len(descriptors)} layers in the manifest, {len(diff_ids)} in the configuration")
-    taken: list[Layer] = []
-    chain = ""
-    for descriptor, diff_id in zip(descriptors, diff_ids, strict=True):
-        # a directory that a layer does not describe takes its metadata from below: a layer depends on those under it
-        chain = digest("oci", chain, str(diff_id))
-        fill = partial(_fill, store, layout, descriptor, str(diff_id), tuple(taken), label, limits)
-        layer = store.add_layer(fill, key=chain)
-        if is_opaque(str(store.layer_path(layer))):
-            taken.clear()  # it hides everything below; overlayfs ignores the marker on the root itself
-        taken.append(layer)
-    return tuple(taken)
-
-
-def _fill(
-    store: "Store",
-    layout: OciLayout,
-    descriptor: Mapping[str, Any],
-    diff_id: str,
-    below: tuple[Layer, ...],
-    label: str,
-    limits: UnpackLimits,
-    target: Path,
-) -> None:
-    implied = unpack_blob(layout, descriptor, diff_id, target, label, limits, lowest=not below)
-    inherit_metadata(target, LayerStack.of(store.layer_dirs(below)), implied)
-
-
-def unpack_blob(
-    layout: OciLayout,
-    descriptor: Mapping[str, Any],
-    diff_id: str,
-    target: Path,
-    label: str,
-    limits: UnpackLimits,
-    lowest: bool,
-) -> list[str]:
-    """Unpack one layer and verify its digests; return the directories that `unpack` returns."""
-    kind, _, wanted = layout.name({"digest": diff_id}).partition(":")
-    with layout.blob(descriptor) as raw:
-        plain = HashingReader(decompress(cast(IO[bytes], raw)), kind=kind)
-        implied = unpack(cast(IO[bytes], plain), target, label, limits, lowest)
-        if plain.drain() != wanted:
-            raise InputError(f"{label}: layer {diff_id} is damaged (its content has another digest); get it again")
-    return implied
-
-
-def inherit_metadata(layer: Path, below: LayerStack, implied: Sequence[str]) -> None:
-    """Give directories that no member describes the owner and mode they have in the layers below."""
-    for path in implied:
-        resolved, found = below.locate(path, follow=False)
-        if found.is_directory and found.info is not None and resolved.strip("/") == path:
-            copy_metadata(found.dirs[0].path, str(layer / path), found.info, found.dirs[0].shift)
-
-
-def parse_config(config: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Return an image configuration's process settings as fields of `Image`."""
-    given = config.get("config") or {}
+def open_layout(file: Path, staging: Path) -> OciLayout:
+    """Open a layout in a directory, or in a tar, which is unpacked into `staging`."""
+    if file.is_dir():
+        return OciLayout(file, str(file))
+    directory = staging / "layout"
+    directory.mkdir()
     try:
-        env = dict(str(entry).split("=", 1) for entry in given.get("Env") or ())
-        return {
-            "env": env,
-            "workdir": str(given.get("WorkingDir") or "/"),
-            "user": str(given.get("User") or ""),
-            "entrypoint": tuple(map(str, given.get("Entrypoint") or ())),
-            "command": tuple(map(str, given.get("Cmd") or ())),
-            "labels": {str(key): str(value) for key, value in (given.get("Labels") or {}).items()},
-        }
-    except (ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"{label}: the image's configuration cannot be read ({error})") from None
+        with open(file, "rb") as source:
+            unpack(source, directory, str(file), lowest=True)
+    except FileNotFoundError:
+        raise InputError(f"{file}: there is no such file or directory") from None
+    return OciLayout(directory, str(file))
+
+
+# -- export
+
+
+class _HashingWriter(io.RawIOBase):
+    """Writes to another stream, computing the digest and size of what was written."""
+
+    def __init__(self, target: Any) -> None:
+        self._target, self._hash, self.size = target, hashlib.sha256(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        self.size += len(data)
+        self._target.write(data)
+        return len(data)
+
+    @property
+    def digest(self) -> str:
+        return f"sha256:{self._hash.hexdigest()}"
+
+
+class _LayoutWriter:
+    """Writes a layout into an empty directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "blobs/sha256").mkdir(parents=True)
+        (directory / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
+
+    def add(self, document: BaseModel, media_type: str) -> Descriptor:
+        data = document.model_dump_json(by_alias=True, exclude_none=True).encode()
+        name = hashlib.sha256(data).hexdigest()
+        (self.directory / "blobs/sha256" / name).write_bytes(data)
+        return Descriptor(digest=f"sha256:{name}", media_type=media_type, size=len(data))
+
+    def add_layer(self, layer: Path, shift: int) -> tuple[Descriptor, str]:
+        """Add a layer as a compressed tar; return its blob, and the digest of the plain tar."""
+        part = self.directory / "blobs/part"
+        with open(part, "xb") as file:
+            packed = _HashingWriter(file)
+            compressor = zstandard.ZstdCompressor(level=3, threads=-1)
+            with compressor.stream_writer(cast(IO[bytes], packed), closefd=False) as stream:
+                plain = _HashingWriter(stream)
+                pack(layer, cast(IO[bytes], plain), shift)
+        part.rename(self.directory / "blobs" / packed.digest.replace(":", "/"))
+        return Descriptor(digest=packed.digest, media_type=LAYER, size=packed.size), plain.digest
+
+    def write_tar(self, file: IO[bytes]) -> None:
+        def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+            member.uid = member.gid = member.mtime = 0
+            member.uname = member.gname = ""
+            return member
+
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            for path in sorted(path for path in self.directory.rglob("*") if path.is_file()):
+                tar.add(path, path.relative_to(self.directory), filter=plain)
+
+
+def export(store: "Store", id: str, file: Path) -> None:
+    """Write the image or snapshot `id` to `file`, atomically."""
+    if file.exists() and not file.is_file():
+        raise InputError(f"{file}: exists and is not a regular file; name another")
+    record, image = _find(store, id)
+    with store.staging() as staging:
+        layout = _LayoutWriter(staging / "layout")
+        added = [layout.add_layer(store.layer_path(layer), layer.shift) for layer in image.layers]
+        process = ProcessConfig(
+            env=[f"{key}={value}" for key, value in image.env.items()],
+            working_dir=image.workdir,
+            user=image.user,
+            entrypoint=list(image.entrypoint),
+            cmd=list(image.command),
+            labels=dict(image.labels),
+        )
+        rootfs = RootFs(diff_ids=[diff_id for _, diff_id in added])
+        config = layout.add(ImageConfig(config=process, rootfs=rootfs, architecture=architecture()), CONFIG)
+        own = (SNAPSHOT_RECORD, SNAPSHOT.dump_json(record)) if record else (IMAGE_RECORD, IMAGE.dump_json(image))
+        manifest = Manifest(config=config, layers=[blob for blob, _ in added], annotations={own[0]: own[1].decode()})
+        entry = layout.add(manifest, MANIFEST).model_copy(update={"annotations": {REF: image.name or id}})
+        index = Index(manifests=[entry]).model_dump_json(by_alias=True, exclude_none=True)
+        (layout.directory / "index.json").write_text(index)
+        part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
+        try:
+            with open(part, "xb") as out:
+                layout.write_tar(out)
+                out.flush()
+                os.fsync(out.fileno())
+            os.rename(part, file)
+        except OSError as error:
+            raise InputError(f"export to {file}: {error.strerror}; name a file that can be written") from None
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _find(store: "Store", id: str) -> tuple[SnapshotRecord | None, Image]:
+    try:
+        record = store.snapshot(id)
+        return record, record.image
+    except InputError:
+        try:
+            return None, store.image(id)
+        except InputError:
+            raise InputError(f"there is no image and no snapshot {id!r} in {store.root}") from None
+
+
+# -- import
+
+
+def import_(store: "Store", file: Path) -> str:
+    """Import a file that `export` wrote; return the id of the image or snapshot."""
+    with store.staging() as staging, store.pin() as pin:
+        layout = open_layout(file, staging)
+        manifest = layout.manifest()
+        own = manifest.annotations or {}
+        try:
+            record = SNAPSHOT.validate_json(own[SNAPSHOT_RECORD]) if SNAPSHOT_RECORD in own else None
+            image = record.image if record else IMAGE.validate_json(own[IMAGE_RECORD])
+            check_id(record.snapshot.id if record else image.id)
+        except (KeyError, ValueError) as error:
+            raise InputError(f"{file}: the file is not an export of a store, or damaged ({error!r})") from None
+        if refused := sorted(set(image.binds) - set(SYSTEM_BINDS)):
+            raise InputError(f"{file}: binds the host paths {', '.join(refused)}; only system directories can be bound")
+        layers = layout.import_image(store, manifest, UnpackLimits()).layers
+        pin(layers)
+        return _add_to_store(store, record, image.with_(layers=layers))
+
+
+def _add_to_store(store: "Store", record: SnapshotRecord | None, image: Image) -> str:
+    if record is None:
+        taken = {other.name: other.id for other in store.images()}
+        free = taken.get(image.name, image.id) == image.id
+        return store.add_image(image if free else image.named("")).id
+    snapshot = record.snapshot
+    for other in store.snapshots():
+        if other.snapshot.id == snapshot.id:
+            if other.image == replace(image, id=snapshot.id, name=""):
+                return snapshot.id
+            snapshot = replace(snapshot, id=secrets.token_hex(16))
+    store.save_snapshot(replace(snapshot, durable=True), image)
+    return snapshot.id

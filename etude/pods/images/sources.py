@@ -12,7 +12,6 @@ from pathlib import Path
 from etude.errors import InputError
 from etude.pods.images import layers, oci
 from etude.pods.images.archive import UnpackLimits, unpack
-from etude.pods.images.bundle import open_layout
 from etude.pods.images.host_image import PATH, host_image
 from etude.pods.images.records import Image
 from etude.pods.images.store import Store
@@ -64,21 +63,11 @@ def image_from_oci_layout(
     store: Store, source: Path, ref: str | None = None, name: str = "", *, limits: UnpackLimits | None = None
 ) -> Image:
     """Make an image from an OCI layout (directory or tar): the one named `ref`, or the only one for this platform."""
-    if not source.exists():
-        raise InputError(f"{source}: there is no such file or directory")
-    label = str(source)
     with store.staging() as staging, store.pin() as pin:
-        layout = open_layout(source, staging)
-        manifest = layout.manifest(ref)
-        if not isinstance(manifest.get("config"), dict) or not isinstance(manifest.get("layers"), list):
-            raise InputError(f"{label}: the manifest has no config or no layers; only images can be used")
-        config = layout.json(manifest["config"])
-        diff_ids = (config.get("rootfs") or {}).get("diff_ids") or []
-        imported = oci.import_layers(store, layout, manifest["layers"], diff_ids, label, limits or UnpackLimits())
-        pin(imported)
-        fields = oci.parse_config(config, label)
-        fields["env"] = {**ENV, **fields["env"]}
-        return store.add_image(Image.of(imported, name, **fields))
+        layout = oci.open_layout(source, staging)
+        image = layout.import_image(store, layout.manifest(ref), limits or UnpackLimits())
+        pin(image.layers)
+        return store.add_image(image.with_(name=name, env={**ENV, **image.env}))
 
 
 def image_from_debootstrap(

@@ -23,22 +23,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
+
+from pydantic import TypeAdapter
 
 from etude.errors import InputError
-from etude.files import take_lock
-from etude.pods.images import bundle, layers
+from etude.files import take_lock, write_atomically
+from etude.pods.images import layers, oci
 from etude.pods.images.records import (
+    IMAGE,
+    IMAGE_NAME,
+    SNAPSHOT,
     Image,
+    ImageName,
     Layer,
     SnapshotRecord,
     check_id,
-    damaged_record,
-    image_from_json,
-    image_to_json,
-    read_json,
-    snapshot_from_json,
-    snapshot_to_json,
+    reason,
 )
 from etude.pods.images.trees import can_chown, digest, remove_tree, tree_digest
 from etude.pods.pod import PodError, Snapshot
@@ -47,8 +48,13 @@ __all__ = ["Image", "Layer", "SnapshotRecord", "Store"]
 
 GRACE_S = 3600.0  # minimum age of unreferenced layers to collect: their creator may be about to write a record
 _LOCK_GRACE_S = 60.0  # minimum age of unlocked directories to collect: their creator may be about to lock them
-_REBUILD = "delete the file and build the image again"
+_REMEDIES = {
+    "images": "delete the file and build the image again",
+    "names": "delete the file and build the image again",
+    "snapshots": "delete the file; the snapshot cannot be restored",
+}
 _DIRECTORIES = ("layers", "images", "names", "snapshots", "keys", "pins", "staging", "trash")
+T = TypeVar("T")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -88,13 +94,7 @@ class Store:
             cached = self._cached_image(key) if key is not None else None
         if cached is not None:
             return cached.layers[0]
-        with self.staging() as staging:
-            made = staging / "fs"
-            made.mkdir(mode=0o755)
-            os.chmod(made, 0o755)
-            fill(made)
-            layer = Layer(tree_digest(made))
-            self._commit_layer(made, layer)
+        layer = self._build_layer(fill, lambda made: Layer(tree_digest(made)))
         if key is not None:
             self.cache_image(key, Image.of((layer,)))
         return layer
@@ -108,12 +108,7 @@ class Store:
     def copy_layer(self, directory: Path, shift: int = 0) -> Layer:
         """Copy an upper directory or an in-memory layer into the store."""
         layer = Layer(f"up-{secrets.token_hex(16)}", shift if can_chown() else 0)
-        with self.staging() as staging:
-            made = staging / "fs"
-            made.mkdir()
-            layers.copy(directory, made, shift, keep_shift=True)
-            self._commit_layer(made, layer)
-        return layer
+        return self._build_layer(lambda made: layers.copy(directory, made, shift, keep_shift=True), lambda made: layer)
 
     def flatten(self, stack: Sequence[Layer], below: Sequence[Layer]) -> Layer:
         """Merge `stack` into one layer that looks the same on top of `below`; both are lowest first.
@@ -129,18 +124,19 @@ class Store:
         with self._shared():
             if self._present(layer):
                 return layer
+        sources, lower = self.layer_dirs(stack), self.layer_dirs(below)
+        return self._build_layer(lambda made: layers.merge(sources, lower, made, link=link), lambda made: layer)
+
+    def _build_layer(self, fill: Callable[[Path], None], name: Callable[[Path], Layer]) -> Layer:
+        """Commit the layer that `fill` writes into an empty directory and `name` then describes."""
         with self.staging() as staging:
             made = staging / "fs"
             made.mkdir()
-            layers.merge(self.layer_dirs(stack), self.layer_dirs(below), made, link=link)
+            os.chmod(made, 0o755)
+            fill(made)
+            layer = name(made)
             self._commit_layer(made, layer)
         return layer
-
-    def verify(self, layer: Layer) -> None:
-        """Raise unless a layer exists and, if its id is content-derived, has that content."""
-        path = self._require(layer)
-        if not layer.id.startswith(("up-", "flat-")) and tree_digest(path) != layer.id:
-            raise PodError(f"layer {path} is damaged (its content has changed); remove what uses it and build it again")
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
@@ -198,11 +194,7 @@ class Store:
 
     def cache_image(self, key: str, image: Image) -> None:
         """Record that `key` produced `image`. The cache entry alone keeps no layer alive."""
-        self._write(self._key_file(key), image_to_json(image))
-
-    def write_cache_file(self, file: Path, value: Any) -> None:
-        """Replace a file of `keys` atomically; losing it costs only time."""
-        self._write(file, value)
+        write_atomically(self._key_file(key), IMAGE.dump_json(image))
 
     def cached_image(self, key: str) -> Image | None:
         """Return the image that `key` produced if all its layers exist, and restart their grace period."""
@@ -211,7 +203,7 @@ class Store:
 
     def _cached_image(self, key: str) -> Image | None:
         try:
-            image = image_from_json(json.loads(self._key_file(key).read_bytes()))
+            image = IMAGE.validate_json(self._key_file(key).read_bytes())
         except (FileNotFoundError, ValueError):
             return None  # a lost cache entry only means that the image is built again
         present = [self._present(layer) for layer in image.layers]  # a list: restarts the grace period of all
@@ -226,9 +218,10 @@ class Store:
         """Add an image, under its name if it has one; a name in use moves to this image."""
         self._sync()
         what = f"image {image.name or image.id}"
-        self._write_record("images", image.id, image_to_json(image.named("")), image, what, durable=True)
+        self._write_record("images", image.id, IMAGE.dump_json(image.named("")), image, what, durable=True)
         if image.name:
-            self._write(self._name_file(image.name), {"name": image.name, "image": image.id}, durable=True)
+            data = IMAGE_NAME.dump_json(ImageName(image.name, image.id))
+            write_atomically(self._name_file(image.name), data, durable=True)
         return image
 
     def image(self, name: str) -> Image:
@@ -242,40 +235,21 @@ class Store:
         return found
 
     def _find_image(self, name: str) -> Image | None:
-        file = self._name_file(name)
-        given = read_json(file, "image name", _REBUILD)
-        if given is None:
-            return self._read_image(name, "") if _is_id(name) else None
-        try:
-            found = self._read_image(check_id(given["image"]), name)
-        except (ValueError, KeyError, TypeError) as error:
-            raise damaged_record(file, "image name", error, _REBUILD) from None
+        named = self._read(IMAGE_NAME, self._name_file(name))
+        if named is None:
+            return self._read(IMAGE, self.root / "images" / f"{name}.json") if _is_id(name) else None
+        found = self._read(IMAGE, self.root / "images" / f"{named.image}.json") if _is_id(named.image) else None
         if found is None:
-            raise damaged_record(file, "image name", "its image is missing", _REBUILD)
-        return found
-
-    def _read_image(self, id: str, name: str) -> Image | None:
-        file = self.root / "images" / f"{id}.json"
-        value = read_json(file, "image record", _REBUILD)
-        try:
-            return None if value is None else image_from_json(value).named(name)
-        except ValueError as error:
-            raise damaged_record(file, "image record", error, _REBUILD) from None
+            raise _damaged(self._name_file(name), "its image is missing")
+        return found.named(name)
 
     def images(self) -> list[Image]:
         """Return every image, once for each of its names."""
         names: dict[str, list[str]] = {}
-        for file in sorted((self.root / "names").glob("*.json")):
-            given = read_json(file, "image name", _REBUILD)
-            try:
-                if given is not None:
-                    names.setdefault(check_id(given["image"]), []).append(given["name"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise damaged_record(file, "image name", error, _REBUILD) from None
-        found = []
-        for file in sorted((self.root / "images").glob("*.json")):
-            found += [self._read_image(file.stem, name) for name in names.get(file.stem, [""])]
-        return [image for image in found if image is not None]
+        for named in self._read_all(IMAGE_NAME, "names"):
+            names.setdefault(named.image, []).append(named.name)
+        images = self._read_all(IMAGE, "images")
+        return [image.named(name) for image in images for name in names.get(image.id, [""])]
 
     def remove_image(self, name: str) -> None:
         """Remove a name, and the image with its last name; by id, remove the image and all its names."""
@@ -299,12 +273,14 @@ class Store:
         A snapshot with in-memory layers may be saved too (`snapshot.durable` false); its record outlives the layers.
         """
         record = SnapshotRecord(snapshot, replace(image, id=check_id(snapshot.id), name=""))
-        self._write_record("snapshots", snapshot.id, snapshot_to_json(record), record.image, f"snapshot {snapshot.id}")
+        self._write_record(
+            "snapshots", snapshot.id, SNAPSHOT.dump_json(record), record.image, f"snapshot {snapshot.id}"
+        )
         return record
 
     def snapshot(self, id: str) -> SnapshotRecord:
         """Return a snapshot by its id."""
-        record = self._read_snapshot(id) if _is_id(id) else None
+        record = self._read(SNAPSHOT, self.root / "snapshots" / f"{id}.json") if _is_id(id) else None
         if record is None:
             raise InputError(f"there is no snapshot {id!r} in {self.root}")
         for layer in record.image.layers:
@@ -312,19 +288,9 @@ class Store:
                 self._require(layer, f"snapshot {id}")
         return record
 
-    def _read_snapshot(self, id: str) -> SnapshotRecord | None:
-        file = self.root / "snapshots" / f"{id}.json"
-        remedy = "delete the file; the snapshot cannot be restored"
-        value = read_json(file, "snapshot record", remedy)
-        try:
-            return None if value is None else snapshot_from_json(value)
-        except ValueError as error:
-            raise damaged_record(file, "snapshot record", error, remedy) from None
-
     def snapshots(self) -> list[SnapshotRecord]:
         """Return every snapshot."""
-        found = [self._read_snapshot(file.stem) for file in sorted((self.root / "snapshots").glob("*.json"))]
-        return [record for record in found if record is not None]
+        return self._read_all(SNAPSHOT, "snapshots")
 
     def remove_snapshot(self, id: str) -> None:
         """Remove a snapshot, if it exists; the next garbage collection removes its layers."""
@@ -337,12 +303,12 @@ class Store:
     def pin(self) -> Iterator[Callable[[Iterable[Layer]], None]]:
         """Yield a function that protects the layers given to it from garbage collection, for this block."""
         file = self.root / "pins" / f"{os.getpid()}-{secrets.token_hex(8)}.json"
-        pinned: dict[str, Layer] = {}
+        pinned: set[str] = set()
         lock = take_lock(file.with_suffix(".lock"), f"pin {file}")
 
         def add(stack: Iterable[Layer]) -> None:
-            pinned.update((layer.id, layer) for layer in stack)
-            self._write(file, image_to_json(Image("pin", "", tuple(pinned.values()))))
+            pinned.update(layer.id for layer in stack)
+            write_atomically(file, json.dumps(sorted(pinned)))
 
         try:
             yield add
@@ -353,15 +319,15 @@ class Store:
 
     def references(self, in_use: Iterable[Layer] = ()) -> Counter[str]:
         """Return the reference count of each layer id, from records, pins and `in_use`."""
-        stacks = [image.layers for image in {image.id: image for image in self.images()}.values()]
+        stacks = [image.layers for image in self._read_all(IMAGE, "images")]
         stacks += [record.image.layers for record in self.snapshots()]
-        for file in (self.root / "pins").glob("*.json"):
-            value = read_json(file, "pin", "delete the file")
-            if value is not None and not _abandoned(file.with_suffix(".lock")):
-                stacks.append(image_from_json(value).layers)
         needed = Counter(layer.id for layer in in_use)
         for stack in stacks:
             needed.update({layer.id for layer in stack})
+        for file in (self.root / "pins").glob("*.json"):
+            with contextlib.suppress(FileNotFoundError):
+                if not _abandoned(file.with_suffix(".lock")):
+                    needed.update(json.loads(file.read_bytes()))
         return needed
 
     def collect_garbage(self, in_use: Iterable[Layer] = (), grace: float = GRACE_S) -> list[str]:
@@ -386,7 +352,7 @@ class Store:
                 lock.unlink(missing_ok=True)
         for entry in (self.root / "keys").glob("*.json"):
             with contextlib.suppress(ValueError, FileNotFoundError):
-                if {layer.id for layer in image_from_json(json.loads(entry.read_bytes())).layers}.isdisjoint(removed):
+                if {layer.id for layer in IMAGE.validate_json(entry.read_bytes()).layers}.isdisjoint(removed):
                     continue
             entry.unlink(missing_ok=True)
         for left in (self.root / "trash").iterdir():
@@ -403,49 +369,37 @@ class Store:
 
     # -- export and import
 
-    def export(self, id: str, file: Path, include_base: bool = True) -> None:
-        """Write an image or a snapshot as one file, an OCI image layout in a tar.
+    def export(self, id: str, file: Path) -> None:
+        """Write an image or a snapshot as one file, an OCI image layout in a tar."""
+        oci.export(self, id, file)
 
-        Without `include_base` the layers of a snapshot's image are omitted; the importing store must have them.
-        """
-        bundle.export(self, id, file, include_base)
-
-    def import_(self, file: Path, binds: Sequence[str] = ()) -> str:
-        """Import a file that `export` wrote, verifying every digest. Return the id of the image or snapshot.
-
-        `binds` are host paths that it may bind besides system directories such as /usr.
-        """
-        return bundle.import_(self, file, binds)
+    def import_(self, file: Path) -> str:
+        """Import a file that `export` wrote, verifying every digest. Return the id of the image or snapshot."""
+        return oci.import_(self, file)
 
     # -- records
 
-    def _write_record(self, kind: str, id: str, value: Any, image: Image, what: str, durable: bool = False) -> None:
+    def _read(self, adapter: TypeAdapter[T], file: Path) -> T | None:
+        """Return a record; None if there is no such file."""
+        try:
+            return adapter.validate_json(file.read_bytes(), strict=True)
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise _damaged(file, reason(error)) from None
+
+    def _read_all(self, adapter: TypeAdapter[T], kind: str) -> list[T]:
+        found = [self._read(adapter, file) for file in sorted((self.root / kind).glob("*.json"))]
+        return [record for record in found if record is not None]
+
+    def _write_record(self, kind: str, id: str, data: bytes, image: Image, what: str, durable: bool = False) -> None:
         """Write a record after checking that its layers exist."""
         check_id(id)
         with self._shared():
             for layer in image.layers:
                 if not layer.memory:
                     self._require(layer, what)
-            self._write(self.root / kind / f"{id}.json", value, durable)
-
-    def _write(self, file: Path, value: Any, durable: bool = False) -> None:
-        """Replace a file atomically."""
-        part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
-        try:
-            with open(part, "x", encoding="utf-8") as out:
-                json.dump(value, out, sort_keys=True)
-                out.flush()
-                if durable:
-                    os.fsync(out.fileno())
-            os.rename(part, file)
-        finally:
-            part.unlink(missing_ok=True)
-        if durable:
-            directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            write_atomically(self.root / kind / f"{id}.json", data, durable=durable)
 
     def _shared(self) -> contextlib.AbstractContextManager[None]:
         return self._locked(fcntl.LOCK_SH)
@@ -467,6 +421,10 @@ class Store:
                 raise PodError(f"store {self.root}: {os.strerror(ctypes.get_errno())} while writing it to disk")
         finally:
             os.close(directory)
+
+
+def _damaged(file: Path, why: str) -> PodError:
+    return PodError(f"record {file} is damaged ({why}); {_REMEDIES[file.parent.name]}")
 
 
 def _is_id(name: str) -> bool:

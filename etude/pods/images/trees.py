@@ -12,8 +12,9 @@ import hashlib
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -62,12 +63,12 @@ def is_opaque(directory: str) -> bool:
         raise
 
 
-def make_whiteout(path: str, at: int | None = None) -> None:
+def make_whiteout(path: str) -> None:
     """Create a whiteout; allowed to every user, unlike other devices."""
-    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(0, 0), dir_fd=at)
+    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(0, 0))
 
 
-def make_opaque(directory: str | int) -> None:
+def make_opaque(directory: str) -> None:
     """Mark a directory opaque."""
     try:
         os.setxattr(directory, OPAQUE, b"y")
@@ -280,18 +281,36 @@ def copy_leaf(source: str, target: str, info: os.stat_result, shift: int | None 
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """The metadata of a file in a layer."""
+
+    mode: int | None  # None for a symbolic link, which has none and no attributes
+    owner: tuple[int, int]
+    times: tuple[int, int]  # nanoseconds: of access, of modification
+    xattrs: Mapping[str, bytes]
+
+
+def set_metadata(path: str, metadata: Metadata) -> None:
+    """Set owner, mode, attributes and times; no link is followed."""
+    if can_chown():
+        os.lchown(path, *metadata.owner)
+    if metadata.mode is not None:
+        for name, value in metadata.xattrs.items():
+            os.setxattr(path, name, value)
+        os.chmod(path, metadata.mode)  # after chown, which clears the set-id bits
+    os.utime(path, ns=metadata.times, follow_symlinks=False)
+
+
 def copy_metadata(source: str, target: str, info: os.stat_result, shift: int | None = 0) -> None:
     """Copy owner, mode, attributes and times. `shift` is subtracted from ids; None keeps them as they are on disk."""
-    if can_chown():
-        if shift is None:
-            os.lchown(target, info.st_uid, info.st_gid)
-        else:
-            os.lchown(target, unshift_id(info.st_uid, shift), unshift_id(info.st_gid, shift))
-    if not stat.S_ISLNK(info.st_mode):
-        for name, value in portable_xattrs(source, plain=shift is not None).items():
-            os.setxattr(target, name, value)
-        os.chmod(target, stat.S_IMODE(info.st_mode))  # after chown, which clears the set-id bits
-    os.utime(target, ns=(info.st_atime_ns, info.st_mtime_ns), follow_symlinks=False)
+    owner = (info.st_uid, info.st_gid)
+    if shift is not None:
+        owner = (unshift_id(info.st_uid, shift), unshift_id(info.st_gid, shift))
+    link = stat.S_ISLNK(info.st_mode)
+    xattrs = {} if link else portable_xattrs(source, plain=shift is not None)
+    mode = None if link else stat.S_IMODE(info.st_mode)
+    set_metadata(target, Metadata(mode, owner, (info.st_atime_ns, info.st_mtime_ns), xattrs))
 
 
 def _copy_contents(source: str, target: str) -> None:
