@@ -6,13 +6,10 @@ The whole is one zstd frame with a checksum, so damage is always detected. The h
 each array. Files are validated against the types of `trace.py` on loading, whatever wrote them.
 """
 
-import contextlib
 import functools
 import json
 import math
-import os
 import struct
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
@@ -24,6 +21,7 @@ import zstandard
 
 from etude.config import Settings, make_settings
 from etude.errors import EtudeError, InputError
+from etude.files import write_atomically
 from etude.harness.trace import Segment, SegmentKind, Trace
 
 MAGIC = b"ETUDETRACE"
@@ -49,20 +47,11 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 def save_trace(trace: Trace, path: Path | str) -> None:
     """Write a trace atomically."""
-    path = Path(path)
     data = pack_trace(trace)
-    part = path.with_name(f".{uuid.uuid4().hex}.part")
     try:
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        write_atomically(Path(path), data, durable=True)
     except OSError as error:
         raise EtudeError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):  # renamed, or never created
-            part.unlink()
 
 
 def load_trace(path: Path | str) -> Trace:

@@ -227,10 +227,6 @@ def members(path: str, names: set[str]) -> Iterator[tuple[str, bytes]]:
                 yield item.name, file.read()
 
 
-def same_name(one: str, other: str) -> bool:
-    return os.path.basename(one) == os.path.basename(other)
-
-
 def normalized(name: str) -> str:
     """Return a package name in one spelling, for archives and directories alike."""
     return name.lower().replace("-", "_").replace(".", "_")

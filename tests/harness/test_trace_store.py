@@ -47,10 +47,10 @@ def test_any_trace_round_trips_exactly(trace: Trace) -> None:
 
 def test_a_trace_survives_its_file(tmp_path: Path) -> None:
     trace = small({"seed": 3})
-    save_trace(trace, tmp_path / "s.trace")
-    save_trace(trace, str(tmp_path / "s.trace"))
-    assert equal(load_trace(tmp_path / "s.trace"), trace)
-    assert [path.name for path in tmp_path.iterdir()] == ["s.trace"]
+    save_trace(trace, tmp_path / "new" / "s.trace")
+    save_trace(trace, str(tmp_path / "new" / "s.trace"))
+    assert equal(load_trace(tmp_path / "new" / "s.trace"), trace)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["s.trace"]
 
 
 def test_arrays_are_owned_and_in_the_machines_byte_order() -> None:
@@ -248,9 +248,7 @@ def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "taken" / "x").touch()
     with pytest.raises(EtudeError, match="taken: cannot be written"):
         save_trace(small(), tmp_path / "taken")
-    with pytest.raises(EtudeError, match="cannot be written: No such file"):
-        save_trace(small(), tmp_path / "nowhere" / "s.trace")
-    with pytest.raises(EtudeError, match="cannot be written: Not a directory"):
+    with pytest.raises(EtudeError, match=r"s\.trace: cannot be written"):
         save_trace(small(), tmp_path / "taken" / "x" / "s.trace")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 

@@ -61,6 +61,15 @@ class PythonFunction:
         """The statements without the docstring."""
         return self.node.body[1:] if docstring_node(self.node) is not None else self.node.body
 
+    def own_nodes(self) -> Iterator[ast.AST]:
+        """Yield the nodes of the body in order, without those of nested functions and classes."""
+        waiting: list[ast.AST] = list(reversed(self.body))
+        while waiting:
+            node = waiting.pop()
+            if not isinstance(node, Definition | ast.Lambda):
+                yield node
+                waiting += reversed([*ast.iter_child_nodes(node)])
+
     @property
     def lines(self) -> range:
         """The lines from the first decorator to the end."""
@@ -211,6 +220,18 @@ def docstring_node(node: ast.AST) -> ast.Expr | None:
     if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         return body[0] if isinstance(body[0].value.value, str) else None
     return None
+
+
+def import_text(
+    node: ast.Import | ast.ImportFrom, names: Sequence[ast.alias], indent: str = "", wrap: bool = False
+) -> str:
+    """Return an import of some of the names of an import statement, on one line or with `wrap` on a line per name."""
+    words = [alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in names]
+    if isinstance(node, ast.Import):
+        return f"{indent}import {', '.join(words)}"
+    head = f"{indent}from {'.' * node.level}{node.module or ''} import "
+    lines = "".join(f"{indent}    {word},\n" for word in words)
+    return f"{head}(\n{lines}{indent})" if wrap else head + ", ".join(words)
 
 
 def parameters(node: FunctionNode) -> list[str]:

@@ -8,10 +8,19 @@ import ast
 import builtins
 import re
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from etude.tasks.generators.code import FunctionNode, Module, definitions, mentions, parse_tree, remove_definitions
+from etude.tasks.generators.code import (
+    FunctionNode,
+    Module,
+    definitions,
+    import_text,
+    mentions,
+    parse_tree,
+    remove_definitions,
+    span_lines,
+)
 from etude.tasks.generators.executor import WORKSPACE, TestOutcome
 from etude.tasks.generators.repository import Repository
 
@@ -60,6 +69,14 @@ def test_name(id: str) -> tuple[str, str]:
     """Return the file and the qualified name of a test, without its parameters."""
     file, _, rest = id.partition("::")
     return file, rest.partition("[")[0].replace("::", ".")
+
+
+def names_by_file(ids: Iterable[str]) -> dict[str, set[str]]:
+    """Return the names of tests by their files."""
+    found: dict[str, set[str]] = {}
+    for file, name in map(test_name, ids):
+        found.setdefault(file, set()).add(name)
+    return found
 
 
 def test_node(repository: Repository, id: str) -> tuple[Module, FunctionNode] | None:
@@ -228,7 +245,7 @@ def _required_lines(module: Module, code: ast.Module) -> list[str] | None:
             if name in given:
                 lines[given[name]] = None
             elif name in local and (local[name].end_lineno or 0) - local[name].lineno < 8 and len(pieces) < 3:
-                text = "\n".join(module.lines[_first_line(local[name]) - 1 : local[name].end_lineno])
+                text = "\n".join(module.lines[span_lines(local[name])[0] - 1 : local[name].end_lineno])
                 if text not in pieces:
                     pieces[text] = None
                     waiting.append(local[name])
@@ -237,22 +254,13 @@ def _required_lines(module: Module, code: ast.Module) -> list[str] | None:
     return [*lines, *(f"\n{piece}\n" for piece in pieces)]
 
 
-def _first_line(node: FunctionNode | ast.ClassDef) -> int:
-    return node.decorator_list[0].lineno if node.decorator_list else node.lineno
-
-
 def _imports(module: Module) -> dict[str, str]:
     """Return the names a module imports, each with its import line; relative and `tests` imports are left out."""
     found: dict[str, str] = {}
     for node in module.tree.body:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                line = f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
-                found[alias.asname or alias.name.partition(".")[0]] = line
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and not (node.module or "").startswith("tests"):
-            for alias in node.names:
-                line = f"from {node.module} import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
-                found[alias.asname or alias.name] = line
+        inner = isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("tests"))
+        if isinstance(node, ast.Import | ast.ImportFrom) and not inner:
+            found |= {each.asname or each.name.partition(".")[0]: import_text(node, [each]) for each in node.names}
     return found
 
 
@@ -294,12 +302,8 @@ def mentions_none(report: FailureReport, forbidden_words: Collection[str], log: 
 
 def without_tests(repository: Repository, ids: Collection[str]) -> Mapping[str, bytes | None]:
     """Return the changes that remove these tests; a file without other tests is deleted."""
-    by_file: dict[str, set[str]] = {}
-    for id in ids:
-        file, name = test_name(id)
-        by_file.setdefault(file, set()).add(name)
     changes: dict[str, bytes | None] = {}
-    for file, names in by_file.items():
-        left = {test_name(id)[1] for id in repository.durations if test_name(id)[0] == file} - names
+    for file, names in names_by_file(ids).items():
+        left = names_by_file(repository.durations)[file] - names
         changes[file] = remove_definitions(repository.files[file], file, names) if left else None
     return changes

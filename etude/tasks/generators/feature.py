@@ -86,8 +86,7 @@ def removal_candidate(
     def finish(results: Mapping[str, ExecutionResult]) -> TaskDraft:
         return make_draft(repository, target, removed, workspace, removed_tests, results, rng)
 
-    kind = "class" if isinstance(target.node, ast.ClassDef) else "method" if target.owner else "function"
-    return TaskCandidate(f"{target.file}:{target.qualname}", kind, states, finish)
+    return TaskCandidate(f"{target.file}:{target.qualname}", target.kind, states, finish)
 
 
 def _inner_lines(target: Target) -> range:
@@ -124,7 +123,7 @@ def make_draft(
     size = sum(len(each.lines) for each in removed)
     return TaskDraft(
         category="feature",
-        family="class" if isinstance(target.node, ast.ClassDef) else "method" if target.owner else "function",
+        family=target.kind,
         register=(register := rng.choice(("imperative", "issue", "spec"))),
         request=write_request(repository, target, register, rng)
         + _texts_section(required_texts(repository, target, removed, failed)),

@@ -36,16 +36,6 @@ def neutral_edits(function: PythonFunction, rng: random.Random) -> list[NeutralE
     return [*found, *([local] if local else [])]
 
 
-def _own_nodes(function: PythonFunction) -> Iterator[ast.AST]:
-    stack: list[ast.AST] = list(function.body)
-    while stack:
-        node = stack.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            continue
-        yield node
-        stack += ast.iter_child_nodes(node)
-
-
 def _is_alone(module: Module, node: ast.stmt) -> bool:
     """Return whether a statement is alone on a single line, without a comment."""
     line = module.lines[node.lineno - 1]
@@ -60,7 +50,7 @@ def _names(function: PythonFunction) -> set[str]:
 
 def _name_returns(function: PythonFunction, name: str) -> Iterator[NeutralEdit]:
     module = function.module
-    for node in _own_nodes(function):
+    for node in function.own_nodes():
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Call | ast.BinOp) and _is_alone(module, node):
             text = f"{name} = {module.text(node.value)}\n{' ' * node.col_offset}return {name}"
             yield NeutralEdit("named-return", function, (module.replace(node, text),))
@@ -68,7 +58,7 @@ def _name_returns(function: PythonFunction, name: str) -> Iterator[NeutralEdit]:
 
 def _name_conditions(function: PythonFunction, name: str) -> Iterator[NeutralEdit]:
     module = function.module
-    for node in _own_nodes(function):
+    for node in function.own_nodes():
         if isinstance(node, ast.If) and isinstance(node.test, ast.BoolOp | ast.Compare):
             line = module.lines[node.lineno - 1]
             plain = re.fullmatch(r"\s*if .*:", line) and node.test.end_lineno == node.lineno
@@ -82,7 +72,7 @@ def _name_conditions(function: PythonFunction, name: str) -> Iterator[NeutralEdi
 def _expand_conditionals(function: PythonFunction) -> Iterator[NeutralEdit]:
     """Rewrite `return a if c else b` as an if statement."""
     module = function.module
-    for node in _own_nodes(function):
+    for node in function.own_nodes():
         if isinstance(node, ast.Return) and isinstance(node.value, ast.IfExp) and _is_alone(module, node):
             indent, value = " " * node.col_offset, node.value
             text = (
@@ -95,7 +85,7 @@ def _expand_conditionals(function: PythonFunction) -> Iterator[NeutralEdit]:
 def _invert_branches(function: PythonFunction) -> Iterator[NeutralEdit]:
     """Invert `if not a: x else: y` where both branches are one line."""
     module = function.module
-    for node in _own_nodes(function):
+    for node in function.own_nodes():
         if not isinstance(node, ast.If) or len(node.body) != 1 or len(node.orelse) != 1:
             continue
         one, two = node.body[0], node.orelse[0]

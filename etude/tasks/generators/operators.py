@@ -51,23 +51,13 @@ def mutations(function: PythonFunction) -> list[Mutation]:
     module = function.module
     strings = fstring_node_ids(function.node)
     found: list[Mutation] = []
-    for node in _own_nodes(function):
+    for node in function.own_nodes():
         if id(node) in strings or not hasattr(node, "lineno"):
             continue
         for name, apply in OPERATORS.items():
             for target, edit in apply(module, node):
                 found.append(Mutation(name, function, getattr(target, "lineno", 0), edit))
     return found
-
-
-def _own_nodes(function: PythonFunction) -> Iterator[ast.AST]:
-    waiting: list[ast.AST] = list(reversed(function.body))
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            continue
-        yield node
-        waiting += reversed([*ast.iter_child_nodes(node)])
 
 
 # ------------------------------------------------------------------------------------------------- conditions

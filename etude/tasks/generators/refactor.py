@@ -16,7 +16,7 @@ from etude.tasks.generators.candidate import (
     WorkspaceState,
     generator,
 )
-from etude.tasks.generators.code import FunctionNode, Module, SourceEdit, apply_edits, parse
+from etude.tasks.generators.code import FunctionNode, Module, SourceEdit, apply_edits, import_text, parse
 from etude.tasks.generators.executor import Changes, ExecutionResult
 from etude.tasks.generators.failure_report import test_name
 from etude.tasks.generators.identifiers import alternative_name, is_unique, rename_in_files
@@ -108,11 +108,10 @@ def rename(repository: Repository, target: Target, rng: random.Random) -> TaskCa
     if len(name_uses) < MIN_USES:
         return None
     solution = rename_in_files(repository, old, new)
-    kind = "class" if isinstance(target.node, ast.ClassDef) else "method" if target.owner else "function"
     request = prompts.choose(
         rng,
         f"Rename {prompts.quoted(old)} to {prompts.quoted(new)}, everywhere.",
-        f"The {kind} {prompts.quoted(old)} should be called {prompts.quoted(new)}. No alias, please.",
+        f"The {target.kind} {prompts.quoted(old)} should be called {prompts.quoted(new)}. No alias, please.",
         f"{prompts.quoted(old)} -> {prompts.quoted(new)}, throughout code, tests and docs (not in the changelog).",
         f"I don't like the name {prompts.quoted(old)}. Make it {prompts.quoted(new)} and update whatever uses it.",
     )
@@ -198,7 +197,7 @@ def _imports_for(module: Module, target: Target) -> list[str] | None:
     for node in module.tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
-                found[alias.asname or alias.name.partition(".")[0]] = _single_import(node, alias)
+                found[alias.asname or alias.name.partition(".")[0]] = import_text(node, [alias])
         elif isinstance(node, FunctionNode | ast.ClassDef):
             defined_here.add(node.name)
         else:
@@ -217,13 +216,6 @@ def _imports_for(module: Module, target: Target) -> list[str] | None:
         return None
     future = [line for name, line in found.items() if line.startswith("from __future__")]
     return [*future, *sorted({found[name] for name in used if name in found and found[name] not in future})]
-
-
-def _single_import(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
-    name = alias.name + (f" as {alias.asname}" if alias.asname else "")
-    if isinstance(node, ast.Import):
-        return f"import {name}"
-    return f"from {'.' * node.level}{node.module or ''} import {name}"
 
 
 def _moved_files(
@@ -249,13 +241,7 @@ def _moved_files(
         if not after:
             return None
         at = module.line_span(after, after)[1]
-        edits.append(
-            SourceEdit(
-                at,
-                at,
-                f"from .{stem} import {target.name}\n" if "." in dotted else f"from {stem} import {target.name}\n",
-            )
-        )
+        edits.append(SourceEdit(at, at, f"from {'.' if '.' in dotted else ''}{stem} import {target.name}\n"))
     changes[target.file] = apply_edits(module.data, edits)
     for file in [*python_files(repository, tests=False), *python_files(repository, tests=True)]:
         if file == target.file or target.name not in repository.module(file).names:
@@ -284,14 +270,6 @@ def _redirect_imports(module: Module, name: str, old: str, new: str, stub: bool)
             indent = " " * node.col_offset
             start, end = module.line_span(node.lineno, node.end_lineno or node.lineno)
             kept = [each for each in node.names if each is not alias]
-            rest = _import_statement(node, kept, indent) if kept else ""
+            rest = import_text(node, kept, indent, wrap=node.end_lineno != node.lineno) + "\n" if kept else ""
             edits.append(SourceEdit(start, end, f"{rest}{indent}{line}\n"))
     return apply_edits(module.data, edits)
-
-
-def _import_statement(node: ast.ImportFrom, kept: list[ast.alias], indent: str) -> str:
-    names = [each.name + (f" as {each.asname}" if each.asname else "") for each in kept]
-    source = "." * node.level + (node.module or "")
-    if node.end_lineno == node.lineno:
-        return f"{indent}from {source} import {', '.join(names)}\n"
-    return f"{indent}from {source} import (\n" + "".join(f"{indent}    {name},\n" for name in names) + f"{indent})\n"

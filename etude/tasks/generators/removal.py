@@ -13,12 +13,13 @@ from etude.tasks.generators.code import (
     SourceEdit,
     apply_edits,
     definitions,
+    import_text,
     mentions,
     parse,
     remove_definitions,
     span_lines,
 )
-from etude.tasks.generators.failure_report import test_name, test_text
+from etude.tasks.generators.failure_report import names_by_file, test_name, test_text
 from etude.tasks.generators.repository import Repository
 
 PROSE_SUFFIXES = (".rst", ".md", ".txt")
@@ -43,6 +44,10 @@ class Target:
     @property
     def lines(self) -> range:
         return span_lines(self.node)
+
+    @property
+    def kind(self) -> str:
+        return "class" if isinstance(self.node, ast.ClassDef) else "method" if self.owner else "function"
 
 
 @dataclass(frozen=True)
@@ -209,12 +214,7 @@ def _import_removal(module: Module, node: ast.ImportFrom, names: set[str]) -> So
     if not kept:
         alone = len(module.enclosing_body(node)) == 1
         return SourceEdit(start, end, f"{indent}pass\n" if alone else "")
-    words = [alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in kept]
-    source = "." * node.level + (node.module or "")
-    if node.end_lineno == node.lineno:
-        return SourceEdit(start, end, f"{indent}from {source} import {', '.join(words)}\n")
-    lines = "".join(f"{indent}    {word},\n" for word in words)
-    return SourceEdit(start, end, f"{indent}from {source} import (\n{lines}{indent})\n")
+    return SourceEdit(start, end, import_text(node, kept, indent, wrap=node.end_lineno != node.lineno) + "\n")
 
 
 def _item_removal(module: Module, item: ast.expr, start: int | None = None) -> SourceEdit:
@@ -293,17 +293,13 @@ def without_tests_of_targets(
     repository: Repository, removed: Collection[Target], removed_tests: Collection[str]
 ) -> Mapping[str, bytes | None] | None:
     """Return the changes that remove these tests and imports of removed names; None if other uses remain."""
-    by_file: dict[str, set[str]] = {}
-    for test in removed_tests:
-        file, name = test_name(test)
-        by_file.setdefault(file, set()).add(name)
+    by_file, all_names = names_by_file(removed_tests), names_by_file(repository.durations)
     names = _importable_names(removed)
     changes: dict[str, bytes | None] = {}
     for module in repository.test_modules:
         if module.path not in by_file and not any(name in module.names for name in names):
             continue
-        left = {test_name(id)[1] for id in repository.durations if test_name(id)[0] == module.path}
-        if module.path in by_file and not left - by_file[module.path]:
+        if module.path in by_file and not all_names.get(module.path, set()) - by_file[module.path]:
             changes[module.path] = None
             continue
         data = remove_definitions(module.data, module.path, by_file.get(module.path, set()))

@@ -10,8 +10,9 @@ import shlex
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -146,7 +147,7 @@ def _read_directory(top: Path) -> Iterator[tuple[str, bytes]]:
 def _read_archive(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the regular files of an archive, relative to its single top directory; nothing is extracted to disk."""
     try:
-        found = dict(_read_zip(path) if path.suffix == ".zip" else _read_tar(path))
+        found = dict(_read_members(path))
     except (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
         raise InputError(f"{path}: cannot be unpacked ({error})") from None
     tops = {name.partition("/")[0] for name in found}
@@ -156,35 +157,31 @@ def _read_archive(path: Path) -> Iterator[tuple[str, bytes]]:
         yield name, found[name]
 
 
-def _read_tar(path: Path) -> Iterator[tuple[str, bytes]]:
-    total = 0
-    with tarfile.open(path) as archive:
-        for item in archive:
-            if not item.isfile() or item.size > MAX_FILE_BYTES:
-                continue
-            total += item.size
-            if total > MAX_TOTAL_BYTES:
-                raise InputError(
-                    f"{path}: more than {MAX_TOTAL_BYTES >> 20} MiB of files; expected the sources of one package"
-                )
-            content = archive.extractfile(item)
-            if content is not None and (name := _safe_path(item.name)):
-                yield name, content.read()
+def _members(path: Path) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
+    """Yield the regular files of an archive: name, size and a function that reads it."""
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                link = (entry.external_attr >> 16) & 0o170000 == 0o120000
+                if not entry.is_dir() and not link:
+                    yield entry.filename, entry.file_size, partial(archive.read, entry)
+        return
+    with tarfile.open(path) as tar:
+        for item in tar:
+            if item.isfile() and (content := tar.extractfile(item)) is not None:
+                yield item.name, item.size, content.read
 
 
-def _read_zip(path: Path) -> Iterator[tuple[str, bytes]]:
+def _read_members(path: Path) -> Iterator[tuple[str, bytes]]:
     total = 0
-    with zipfile.ZipFile(path) as archive:
-        for item in archive.infolist():
-            if item.is_dir() or item.file_size > MAX_FILE_BYTES or (item.external_attr >> 16) & 0o170000 == 0o120000:
-                continue
-            total += item.file_size
-            if total > MAX_TOTAL_BYTES:
-                raise InputError(
-                    f"{path}: more than {MAX_TOTAL_BYTES >> 20} MiB of files; expected the sources of one package"
-                )
-            if name := _safe_path(item.filename):
-                yield name, archive.read(item)
+    for name, size, read in _members(path):
+        if size > MAX_FILE_BYTES or not (safe := _safe_path(name)):
+            continue
+        total += size
+        if total > MAX_TOTAL_BYTES:
+            limit = f"{MAX_TOTAL_BYTES >> 20} MiB"
+            raise InputError(f"{path}: more than {limit} of files; expected the sources of one package")
+        yield safe, read()
 
 
 def _safe_path(name: str) -> str:

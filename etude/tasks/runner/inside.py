@@ -50,7 +50,7 @@ def run_pytest(spec: JsonObject, workspace: str) -> tuple[dict[str, str], str, C
     directory = private_directory("canaries")
     try:
         canaries = [_write_canary(directory, number) for number in range(CANARIES)]
-        options = _pytest_options(spec, workspace, directory)
+        options = pytest_options(spec, workspace, directory)
         tests = [canaries[0], *(os.path.join(workspace, test) for test in spec["run"]), *canaries[1:]]
 
         def work(send: Send) -> None:
@@ -90,7 +90,7 @@ def _write_canary(directory: str, number: int) -> str:
     return path
 
 
-def _pytest_options(spec: JsonObject, workspace: str, directory: str) -> list[str]:
+def pytest_options(spec: JsonObject, workspace: str, directory: str) -> list[str]:
     """Return pytest options: the task's configuration only, named plugins only, no cache."""
     config = os.path.join(directory, "pytest.ini")
     with open(config, "w") as file:

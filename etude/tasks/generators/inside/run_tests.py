@@ -28,7 +28,7 @@ from etude.tasks.runner.guard import (
     run_guarded,
     use_site_packages,
 )
-from etude.tasks.runner.inside import child_env, import_roots
+from etude.tasks.runner.inside import child_env, import_roots, pytest_options
 
 MAX_FAILURE_CHARS = 6_000  # kept of a failure
 MAX_TESTS_PER_LINE = 500  # above it only their number is kept: a line that most tests execute is not informative
@@ -65,20 +65,6 @@ def run(spec: JsonObject) -> JsonObject:
         else:
             report["seen"] = True
     return report
-
-
-def pytest_options(spec: JsonObject, workspace: str, directory: str) -> list[str]:
-    """Return the options that the verifier uses: only the task's configuration, only the listed plugins, no cache."""
-    config = os.path.join(directory, "pytest.ini")
-    with open(config, "w") as file:
-        file.write("[pytest]\n")
-        for key, value in spec.get("ini", {}).items():
-            file.write(f"{key} = " + str(value).replace("\n", "\n    ") + "\n")
-    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-c", config]
-    options += [f"--rootdir={workspace}", f"--confcutdir={workspace}"]
-    for plugin in spec.get("plugins", []):
-        options += ["-p", plugin]
-    return options + [str(argument) for argument in spec.get("arguments", [])]
 
 
 def _child(send: Send, arguments: list[str], roots: list[str], measured: list[str] | None) -> None:
