@@ -1,17 +1,14 @@
-"""The interactive conversation. The main thread reads the terminal; the session runs on an event loop in another.
+"""The interactive conversation. The event loop runs while the session works, and stands while the user types.
 
 Ctrl-C stops the running answer or tool and returns to the prompt; a second one, with nothing typed in between, quits.
-Questions from the session (may this command run?) are asked in the main thread, one at a time.
 """
 
 import asyncio
 import contextlib
-import queue
 import re
+import signal
 import sys
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from etude.agent.changes import format_file_patch, format_patch
@@ -33,89 +30,21 @@ HELP = """\
 Ctrl-C   stop the model or its tool              a line that ends with \\ continues on the next"""
 PROMPT = "> "
 ARGUMENT_SIGNS = {"old_string": "-", "new_string": "+", "contents": "+", "content": "+"}  # shown as lines of a patch
-CANCEL_TIMEOUT_S = 10.0  # how long to wait for cancelled work to end
 
 
 class QuitRequested(Exception):
     """The user pressed Ctrl-C to quit."""
 
 
-class BackgroundLoop:
-    """An event loop in its own thread, which can have the main thread answer questions."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.inbox: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="etude-agent", daemon=True)
-        self.thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T], interrupt: Callable[[], None] | None = None) -> T:
-        """Run a coroutine and return its result.
-
-        Ctrl-C calls `interrupt`; a second one, or one without `interrupt`, cancels the work and raises QuitRequested.
-        """
-        finished = threading.Event()
-
-        async def run_work() -> T:
-            try:
-                return await work
-            finally:
-                finished.set()
-
-        future = asyncio.run_coroutine_threadsafe(run_work(), self.loop)
-        future.add_done_callback(lambda _: self.inbox.put(None))
-        interrupted = False
-        while True:
-            try:
-                if (item := self.inbox.get()) is not None:
-                    self._answer(*item)
-                elif future.done():  # otherwise this marks the end of earlier, abandoned work
-                    return future.result()
-            except KeyboardInterrupt:
-                if interrupted or interrupt is None:
-                    future.cancel()
-                    finished.wait(CANCEL_TIMEOUT_S)
-                    raise QuitRequested from None
-                interrupted = True
-                self.loop.call_soon_threadsafe(interrupt)
-            except CancelledError:
-                raise QuitRequested from None
-
-    def _answer(self, question: Callable[[], Any], reply: "asyncio.Future[Any]") -> None:
-        if reply.done():  # cancelled
-            return
-        answer = question()
-        self.loop.call_soon_threadsafe(lambda: None if reply.done() else reply.set_result(answer))
-
-    def ask(self, question: Callable[[], T]) -> Awaitable[T]:
-        """Have the main thread call `question`; await the result."""
-        reply: asyncio.Future[T] = self.loop.create_future()
-        self.inbox.put((question, reply))
-        return reply
-
-    def close(self) -> None:
-        async def cancel_all() -> None:
-            others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            await self.loop.shutdown_asyncgens()
-
-        with contextlib.suppress(QuitRequested):
-            self.run(cancel_all())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(5)
-        if not self.thread.is_alive():
-            self.loop.close()
-
-
 class TerminalConversation:
     """Reads messages and commands from the user and runs them in an AgentConversation."""
 
+    conversation: AgentConversation  # once it is open
+
     def __init__(self, options: AgentOptions, screen: Screen) -> None:
         self.options, self.screen = options, screen
-        self.background = BackgroundLoop()
-        self.conversation: AgentConversation | None = None
+        self.runner = asyncio.Runner()
+        self.on_sigint: Callable[[], object] = lambda: None  # while the event loop runs
         self.declined: Sequence[FileChange] = ()
         self.interrupts = 0  # Ctrl-C presses since the last input
 
@@ -123,23 +52,45 @@ class TerminalConversation:
         """Run the conversation until the user quits; return the exit code."""
         approve = Permissions(str(self.options.directory), self._ask_permission) if self.options.direct else None
         opened = open_conversation(self.options, self.screen, approve, loaded)
-        code = 0
         try:
-            self.conversation = self.background.run(opened.__aenter__())
-            self._print_banner(loaded)
-            self._run_loop(request)
+            self.conversation = self._await(opened.__aenter__())
+            try:
+                self._print_banner(loaded)
+                self._run_loop(request)
+            finally:
+                self._print_farewell()
         except (QuitRequested, KeyboardInterrupt):
-            code = 130
+            return 130
         finally:
-            self._print_farewell()
             with contextlib.suppress(QuitRequested):
-                self.background.run(opened.__aexit__(None, None, None))
-            self.background.close()
-        return code
+                self._await(opened.__aexit__(None, None, None))
+            self.runner.close()
+        return 0
+
+    def _await(self, work: Coroutine[Any, Any, T], interrupt: Callable[[], None] | None = None) -> T:
+        """Run a coroutine and return its result.
+
+        Ctrl-C calls `interrupt`; a second one, or one without `interrupt`, cancels the work and raises QuitRequested.
+        """
+
+        async def run() -> T:
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None
+            actions = iter(() if interrupt is None else (interrupt,))
+            self.on_sigint = lambda: next(actions, task.cancel)()
+            loop.add_signal_handler(signal.SIGINT, self.on_sigint)
+            try:
+                return await work
+            finally:
+                loop.remove_signal_handler(signal.SIGINT)
+
+        try:
+            return self.runner.run(run())
+        except asyncio.CancelledError:
+            raise QuitRequested from None
 
     def _print_banner(self, loaded: LoadedSession | None) -> None:
         conversation = self.conversation
-        assert conversation is not None
         where = "directly, asking before each change" if self.options.direct else "in a pod; changes are shown first"
         self.screen.note(f"{conversation.client.model} works on {self.options.directory} {where}; /help lists commands")
         if loaded is not None:
@@ -151,32 +102,24 @@ class TerminalConversation:
                 self.screen.print(last)
 
     def _run_loop(self, request: str) -> None:
-        while True:
-            text = request or self._read_message()
+        """Handle messages and commands until the user quits or the input ends."""
+        while (text := request or self._read_message()) is not None:
             request = ""
-            if text is None:
-                self._offer_changes()
-                return
             try:
-                if not self._handle_input(text):
-                    self._offer_changes()
-                    return
+                if command := re.fullmatch(r"/([a-z]+)", text.strip()):
+                    if command[1] in ("quit", "exit"):
+                        break
+                    self._run_command(command[1])
+                elif text.strip():
+                    self._ask(text)
             except PodGone:
                 raise
             except EtudeError as error:
                 self.screen.error(f"{error}\n(send a message to try again, /quit to quit)")
-
-    def _handle_input(self, text: str) -> bool:
-        """Run a command or send a message; return False to quit."""
-        if command := re.fullmatch(r"/([a-z]+)", text.strip()):
-            return self._run_command(command[1])
-        if text.strip():
-            self._ask(text)
-        return True
+        self._offer_changes()
 
     def _ask(self, text: str) -> None:
-        assert self.conversation is not None
-        trace = self.background.run(self.conversation.ask(text), self._interrupt)
+        trace = self._await(self.conversation.ask(text), self._interrupt)
         if trace.ending == "interrupted":
             self.screen.note("(interrupted; type what to do instead, or press Ctrl-C again to quit)")
             return
@@ -186,15 +129,10 @@ class TerminalConversation:
 
     def _interrupt(self) -> None:
         self.interrupts += 1
-        assert self.conversation is not None
         self.conversation.interrupt()
 
-    def _run_command(self, name: str) -> bool:
-        """Run a slash command; return False to quit."""
+    def _run_command(self, name: str) -> None:
         conversation = self.conversation
-        assert conversation is not None
-        if name in ("quit", "exit"):
-            return False
         if name == "help":
             self.screen.print(HELP)
         elif name == "cost" and conversation.session is not None:
@@ -202,7 +140,7 @@ class TerminalConversation:
         elif name in ("diff", "apply") and self.options.direct:
             self.screen.note("(the changes are in the directory already; `git diff` shows them)")
         elif name == "diff":
-            changes = self.background.run(conversation.refresh_changes())
+            changes = self._await(conversation.refresh_changes())
             self.screen.show_changes(changes)
             self.screen.show_patch(format_patch(changes))
         elif name == "apply":
@@ -211,14 +149,12 @@ class TerminalConversation:
             self.screen.note("(nothing yet)")
         else:
             self.screen.note(f"(no command /{name}; /help lists the commands)")
-        return True
 
     # ------------------------------------------------------------------------------------------- changes
 
     def _offer_changes(self, again: bool = False) -> None:
         """Show the changes and apply those that the user accepts."""
         conversation = self.conversation
-        assert conversation is not None
         changes = conversation.changes
         if not changes or (changes == self.declined and not again):
             if again:
@@ -234,7 +170,7 @@ class TerminalConversation:
         elif answer in ("f", "file"):
             chosen = [change for change in changes if self._confirm_file(change)]
         if chosen:
-            result = self.background.run(conversation.apply(chosen))
+            result = self._await(conversation.apply(chosen))
             self.screen.print(f"applied {len(result.applied)}", "green")
             for change, why in result.refused:
                 self.screen.error(f"not applied: {change.path}: {why}")
@@ -247,7 +183,7 @@ class TerminalConversation:
     def _print_farewell(self) -> None:
         """Print how to resume the session, and where changes that were not applied are."""
         conversation = self.conversation
-        if conversation is None or conversation.saved_at is None:
+        if conversation.saved_at is None:
             return
         if conversation.changes:
             self.screen.print(
@@ -259,13 +195,18 @@ class TerminalConversation:
     # ------------------------------------------------------------------------------------------- input
 
     async def _ask_permission(self, call: ToolCall, tool: Tool, choices: str) -> str:
-        def question() -> str:
-            self.screen.set_activity("")
-            self.screen.print(f"{call.name} {call_title(call)}", "bold yellow")
-            self._print_arguments(call)
+        self.screen.set_activity("")
+        self.screen.print(f"{call.name} {call_title(call)}", "bold yellow")
+        self._print_arguments(call)
+        loop = asyncio.get_running_loop()
+        loop.remove_signal_handler(signal.SIGINT)  # so that Ctrl-C ends the input
+        try:
             return self._read_line(f"Allow it? {choices}: ") or ""
-
-        return await self.background.ask(question)
+        except KeyboardInterrupt:
+            self.on_sigint()
+            return ""
+        finally:
+            loop.add_signal_handler(signal.SIGINT, self.on_sigint)
 
     def _print_arguments(self, call: ToolCall) -> None:
         """Print the arguments of a call, for the user to approve."""
