@@ -36,6 +36,7 @@ from etude.pods.workspace import (
     touched_paths,
 )
 from etude.tasks.base_images import HostSettings
+from etude.tasks.harbor import files_to_upload
 from etude.tasks.image import FileToCopy, ImagePlan, plan_image, pod_limits
 from etude.tasks.task import MachineSpec, NetworkAccess, Task, TaskPhase, TaskStep
 
@@ -50,7 +51,8 @@ Baseline = Mapping[str, FileToCopy | None]  # initial files by path; None: of th
 _image_files: dict[tuple[str, str, tuple[str, ...]], Baseline] = {}
 _MAX_IMAGES = 64
 # One lock per fleet and Dockerfile: the first of many tasks with the same Dockerfile builds it for all of them.
-_plan_locks: weakref.WeakKeyDictionary[Fleet, dict[str, asyncio.Lock]] = weakref.WeakKeyDictionary()
+_plan_locks: weakref.WeakKeyDictionary[Fleet, weakref.WeakValueDictionary[str, asyncio.Lock]]
+_plan_locks = weakref.WeakKeyDictionary()
 
 
 class EnvironmentCheckpointLost(EtudeError):
@@ -202,7 +204,7 @@ class TaskEnvironment:
         """Return the changes to the workspace and the carried paths; bytecode, caches and .git are skipped."""
         found = changed_files(await self._touched(), self.baseline)
         files = {path: info for path, info in found.items() if is_tracked(path, self.carry)}
-        unnamed = [path for path in files if not _is_utf8(path)]
+        unnamed = [path for path in files if path.encode("utf-8", "ignore").decode() != path]
         for path in unnamed:
             del files[path]
         after, left_out = await read_files(self.pod, self.workspace, files, MAX_FILE, MAX_BYTES)
@@ -255,23 +257,17 @@ class TaskEnvironment:
 
     async def begin_step(self, step: TaskStep) -> None:
         """Prepare a step: copy its workdir/ files, run its setup.sh, wait for its health check."""
-        directory = self.task.directory / "steps" / step.name / "workdir"
-        entries: Baseline = {}
-        if directory.is_dir():
-            files = [
-                FileToCopy(
-                    path, f"{self.workspace}/{path.relative_to(directory).as_posix()}", path.lstat().st_mode & 0o7777
-                )
-                for path in sorted(directory.rglob("*"))
-                if not path.is_dir() or path.is_symlink()
-            ]
-            entries = await copy_files(self.pod, files, self.workspace, self.carry)
+        directory = f"steps/{step.name}/workdir"
+        files = files_to_upload(self.task, directory, self.workspace)
+        entries = await copy_files(self.pod, files, self.workspace, self.carry)
         self.baseline, self.touched = {**self.baseline, **entries}, self.touched | entries.keys()
         user = step.agent.user or self.task.agent.user
         if "setup.sh" in entries:
             done = await self.pod.exec(["bash", "setup.sh"], cwd=self.workspace, user=user, env=self.plan.env)
             if not done.ok:
-                raise PodError(f"{directory}/setup.sh: exit code {done.exit_code}: {done.stderr[-500:]}")
+                raise PodError(
+                    f"{self.task.directory}/{directory}/setup.sh: exit code {done.exit_code}: {done.stderr[-500:]}"
+                )
             await self.pod.remove(f"{self.workspace}/setup.sh")
             self.baseline = {path: entry for path, entry in self.baseline.items() if path != "setup.sh"}
         tables = {str(table.get("name")): table for table in self.task.config.get("steps", [])}
@@ -380,14 +376,9 @@ async def _plan(fleet: Fleet, context: Path, machine: MachineSpec, host_settings
         key = (context / "Dockerfile").read_text(encoding="utf-8", errors="replace")
     except OSError:  # plan_image reports a missing Dockerfile
         key = ""
-    locks = _plan_locks.setdefault(fleet, {})
-    lock = locks.setdefault(key, asyncio.Lock())
-    try:
-        async with lock:
-            return await plan_image(fleet, context, machine, host_settings)
-    finally:
-        if not lock.locked():
-            locks.pop(key, None)
+    locks = _plan_locks.setdefault(fleet, weakref.WeakValueDictionary())
+    async with locks.setdefault(key, asyncio.Lock()):
+        return await plan_image(fleet, context, machine, host_settings)
 
 
 def _check_features(task: Task, machine: MachineSpec) -> None:
@@ -452,14 +443,6 @@ async def _files_of_image(pod: Pod, plan: ImagePlan, carry: tuple[str, ...]) -> 
             del _image_files[next(iter(_image_files))]
         _image_files[key_of_image] = found
     return found
-
-
-def _is_utf8(path: str) -> bool:
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def is_tracked(path: str, carry: Sequence[str]) -> bool:

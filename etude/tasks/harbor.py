@@ -19,6 +19,7 @@ from typing import Any
 from etude.errors import InputError
 from etude.globs import Globs
 from etude.harness.toolserver.inside.ignore import read_patterns
+from etude.pods.images.context import FileToCopy
 from etude.tasks import schema
 from etude.tasks.task import MachineSpec, Task, TaskPhase, TaskStep
 
@@ -125,18 +126,23 @@ def _check_links(top: Path) -> None:
 # ------------------------------------------------------------------------------------------------- files
 
 
-def files_to_upload(task: Task, subdirectory: str) -> dict[str, Path]:
-    """Return the files below a subdirectory (tests, solution, steps/x/tests), less those .harborignore excludes."""
+def files_to_upload(task: Task, subdirectory: str, target: str, program: str = "") -> list[FileToCopy]:
+    """Return the files below a subdirectory (tests, solution, steps/x/tests), less those .harborignore excludes.
+
+    They are for the directory `target` of a pod, where `program` is made executable.
+    """
     top = task.directory
     ignored = Globs(read_patterns(str(top / ".harborignore")))
-    found: dict[str, Path] = {}
+    found: list[FileToCopy] = []
     for directory, names, files in os.walk(top / subdirectory):
         names.sort()
         for name in sorted(files) + [name for name in names if Path(directory, name).is_symlink()]:
             path = Path(directory, name)
             inside = path.relative_to(top).as_posix()
             if not (_UPLOADED.match(inside) and ignored.matches(inside)):
-                found[path.relative_to(top / subdirectory).as_posix()] = path
+                name = path.relative_to(top / subdirectory).as_posix()
+                mode = path.lstat().st_mode & 0o7777
+                found.append(FileToCopy(path, f"{target}/{name}", mode | 0o111 if name == program else mode))
     return found
 
 

@@ -21,7 +21,6 @@ from etude.tasks.environment import (
     open_environment,
 )
 from etude.tasks.harbor import files_to_upload
-from etude.tasks.image import FileToCopy
 from etude.tasks.schema import resolve_env
 from etude.tasks.task import Task, TaskStep
 from etude.tasks.verifier import (
@@ -57,9 +56,7 @@ async def oracle_agent(environment: TaskEnvironment, step: TaskStep | None) -> N
     directory = "solution" if step is None else f"steps/{step.name}/solution"
     if not has_solution(task, step):
         raise InputError(f"{task.directory}: has no {directory}/solve.sh")
-    uploads = files_to_upload(task, directory)
-    files = [FileToCopy(path, f"/solution/{name}", _mode(path, name)) for name, path in uploads.items()]
-    await copy_files(environment.pod, files, "/solution")
+    await copy_files(environment.pod, files_to_upload(task, directory, "/solution", "solve.sh"), "/solution")
     phase = task.agent if step is None else step.agent
     env = resolve_env(task.solution.env, environment.host_settings.variables, f"{task.directory}/task.toml: solution")
     done = await environment.pod.exec(
@@ -82,11 +79,6 @@ class SolutionFailed(InputError):
 def has_solution(task: Task, step: TaskStep | None = None) -> bool:
     directory = "solution" if step is None else f"steps/{step.name}/solution"
     return (task.directory / directory / "solve.sh").is_file()
-
-
-def _mode(path: Path, name: str) -> int:
-    mode = path.lstat().st_mode & 0o7777
-    return mode | 0o111 if name == "solve.sh" else mode
 
 
 def commands_agent(*lines: str) -> TrialAgent:

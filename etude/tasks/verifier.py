@@ -29,7 +29,7 @@ from etude.tasks.artifacts import collect_artifacts
 from etude.tasks.base_images import HostSettings
 from etude.tasks.environment import PreparedEnvironments, TaskEnvironment, copy_files, is_tracked, open_environment
 from etude.tasks.harbor import files_to_upload
-from etude.tasks.image import BuildFailed, FileToCopy, ImagePlan
+from etude.tasks.image import BuildFailed, ImagePlan
 from etude.tasks.reward_file import REWARD_JSON, REWARD_TXT, Rewards, read_if_exists, read_rewards
 from etude.tasks.schema import DEFAULT_VERIFIER_TIMEOUT_S, resolve_env
 from etude.tasks.task import MachineSpec, Task, TaskPhase, TaskStep
@@ -262,23 +262,14 @@ async def upload_tests(pod: Pod, task: Task, step: TaskStep | None, times: Phase
     """Upload tests/, a step's over the task's. Return the seal, a random token that `tests/.seal` requests and that the
     verifier must write next to its reward; "" if the task does not use one."""
     with times.measure("upload"):
-        files = files_to_upload(task, "tests")
-        if step is not None:
-            files |= files_to_upload(task, f"steps/{step.name}/tests")
-        seal = secrets.token_hex(16) if ".seal" in files else ""
-        tests = [
-            FileToCopy(path, f"/tests/{name}", _mode(path, name)) for name, path in files.items() if name != ".seal"
-        ]
+        directories = ["tests"] if step is None else ["tests", f"steps/{step.name}/tests"]
+        files = {file.target: file for each in directories for file in files_to_upload(task, each, "/tests", "test.sh")}
+        seal = secrets.token_hex(16) if files.pop("/tests/.seal", None) else ""
         await pod.make_directory("/tests", 0o755)
-        await copy_files(pod, tests, "/tests")
+        await copy_files(pod, list(files.values()), "/tests")
         if seal:
             await pod.write("/tests/.seal", seal, mode=0o600)
     return seal
-
-
-def _mode(path: Path, name: str) -> int:
-    mode = path.lstat().st_mode & 0o7777
-    return mode | 0o111 if name == "test.sh" else mode
 
 
 async def _run(

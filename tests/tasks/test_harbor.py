@@ -192,7 +192,11 @@ def test_harborignore_keeps_files_out_of_the_upload(tmp_path: Path) -> None:
         "tests/helper.py": "",
     }
     task = read_task(task_with(tmp_path / "ignoring", BARE["task.toml"], **files))
-    assert sorted(files_to_upload(task, "tests")) == ["helper.py", "keep.log", "test.sh"]
+    assert [file.target for file in files_to_upload(task, "tests", "/t")] == [
+        "/t/helper.py",
+        "/t/keep.log",
+        "/t/test.sh",
+    ]
 
 
 def test_a_digest_depends_on_file_contents_and_modes(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ calls fail with an `environment` error; a lost pod is raised as it is.
 """
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import json
@@ -21,6 +20,7 @@ from etude.harness.search.source import FileEntry
 from etude.harness.tools.tool import ErrorClass, ToolError, ToolOutcome
 from etude.pods.payload import Payload, pack
 from etude.pods.pod import Job, Pod, PodError, PodFileError, PodGone
+from etude.pods.workspace import run_limited
 
 START_S = 60.0  # on an overloaded machine
 LIMIT_S = 30.0  # of a request
@@ -31,7 +31,7 @@ MAX_FACT = 4096  # characters of a fact
 MAX_STRAYS = 1000  # responses without a request before the connection is closed
 MAX_ERRORS = 4 << 10  # bytes of stderr kept for error messages
 MAX_NOISE = 8 << 20  # bytes of stderr in total
-BATCH = 2 << 20  # bytes of files per request
+MAX_FILE = 1 << 20  # bytes of a file whose contents are read
 
 INSIDE = "etude.harness.toolserver.inside"
 
@@ -214,21 +214,15 @@ class ToolServer:
             raise ToolError("environment", "the tool server gave a list of files that cannot be read") from None
 
     async def contents(self, paths: Sequence[str]) -> dict[str, bytes]:
-        """Return files of the workspace by path; unreadable ones are left out (`FileSource`)."""
-        contents: dict[str, bytes] = {}
-        wanted = list(paths)
-        while wanted:
-            result = await self.request("contents", {"paths": wanted, "most": BATCH}, 60.0)
-            try:
-                taken = min(max(1, int(result["taken"])), len(wanted))
-                files = {
-                    path: base64.b64decode(result["files"][path]) for path in wanted[:taken] if path in result["files"]
-                }
-            except (KeyError, TypeError, ValueError, AttributeError):
-                raise ToolError("environment", "the tool server gave files that cannot be read") from None
-            contents |= files
-            wanted = wanted[taken:]
-        return contents
+        """Return files of the workspace by path; unreadable ones are left out."""
+        found: dict[str, bytes] = {}
+
+        async def read(path: str) -> None:
+            with contextlib.suppress(PodFileError):
+                found[path] = await self.pod.read(f"{self.root}/{path}", length=MAX_FILE)
+
+        await run_limited(read(path) for path in paths)
+        return found
 
 
 def _failure(error: Any) -> EtudeError:

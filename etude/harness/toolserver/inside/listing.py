@@ -1,11 +1,10 @@
-"""Finds files by glob; lists the text files with digests, and returns their contents, for an index outside the pod.
+"""Finds files by glob; lists the text files with digests, for an index outside the pod.
 
 Digests of unchanged files are cached in the state directory, so that listing again is cheap, in a fork too.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -97,35 +96,10 @@ def _load_cache(path: str) -> dict[str, list[Any]]:
 
 def _digest(path: str) -> str:
     """Return the digest of a text file, empty if it is binary or unreadable."""
-    data = _read(path)
-    if data is None or b"\0" in data[:SAMPLE]:
-        return ""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _read(path: str) -> bytes | None:
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(file, "rb") as source:
+            data = source.read(MAX_FILE)
     except OSError:
-        return None
-    with os.fdopen(file, "rb") as source:
-        try:
-            return source.read(MAX_FILE)
-        except OSError:
-            return None
-
-
-def contents(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the first of these files, up to `most` bytes together; `taken` is how many were processed."""
-    files: dict[str, str] = {}
-    taken = size = 0
-    for path in arguments["paths"]:
-        real = os.path.join(workspace.root, path)
-        data = _read(real) if os.path.isfile(real) else None
-        if data is not None and size and size + len(data) > arguments["most"]:
-            break
-        taken += 1
-        if data is not None:
-            files[path] = base64.b64encode(data).decode()
-            size += len(data)
-    return {"files": files, "taken": taken}
+        return ""
+    return "" if b"\0" in data[:SAMPLE] else hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -47,7 +47,6 @@ SLOW = {
     "grep": ("grep", "grep"),
     "glob_file_search": ("listing", "glob_file_search"),
     "listing": ("listing", "listing"),
-    "contents": ("listing", "contents"),
     "lints": ("lints", "lints"),
 }
 PRELOADED = ("reading", "editing", "jobs", "supervise", "grep", "listing", "lints", "watch")
