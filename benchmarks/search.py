@@ -47,7 +47,7 @@ ETUDE: Questions = [
     ),
     (
         "decide whether a new sandbox may start right now or has to wait for its turn",
-        "pods/scheduling/admission.py:Admission pods/scheduling/admission.py:FairQueue "
+        "pods/scheduling/admission.py:Admission pods/scheduling/admission.py:AdmissionQueue "
         "pods/scheduling/admission.py:AdmissionDecision",
     ),
     ("convert human readable memory amounts such as 512M into bytes", "pods/cli/units.py:parse_size"),

@@ -18,10 +18,10 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
 from safetensors import SafetensorError
@@ -50,12 +50,11 @@ from etude.inference.generate_protocol import array_to_json, check_logprobs_fini
 from etude.inference.metrics import prometheus
 from etude.inference.responses import ChatChoice, Choice, ResponseBuilder, TextChoice
 from etude.inference.service import ContextLengthExceeded, Draining, EngineBroken, EngineService, Generation, QueueFull
+from etude.system.http import cancel_on_disconnect
 
 MAX_BODY = 64 << 20  # bytes of a JSON body: a prompt of a few million tokens
 GRACE_S = 30.0  # for running requests to finish when the server is stopped
 WATCH_S = 0.5  # between two checks whether the engine still works
-
-T = TypeVar("T")
 
 
 class TokenAuthMiddleware:
@@ -297,26 +296,6 @@ async def completion_lines(generation: Generation, routing: bool) -> AsyncIterat
             yield json.dumps(line).encode() + b"\n"
     except EtudeError as error:
         yield json.dumps(error_body(str(error), "server_error", "engine_broken")).encode() + b"\n"
-
-
-async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which is cancelled if the client disconnects."""
-    task = asyncio.create_task(work)
-
-    async def wait_for_disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    disconnected = asyncio.create_task(wait_for_disconnect())
-    try:
-        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        disconnected.cancel()
-        task.cancel()
-        await asyncio.gather(task, disconnected, return_exceptions=True)
 
 
 def is_json(request: Request) -> bool:

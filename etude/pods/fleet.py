@@ -11,70 +11,27 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Unpack
 
 from etude.errors import InputError
-from etude.pods.host import Host
+from etude.pods.host import Host, PodOptions
+from etude.pods.host_client import HostClient, HostGone, LocalHostClient
 from etude.pods.images.records import Image
 from etude.pods.images.store import Store
-from etude.pods.pod import Egress, Limits, Pod, PodError, Snapshot, SnapshotKind
-from etude.pods.runtime.backend import Storage
+from etude.pods.pod import Limits, Pod, PodError, Snapshot, SnapshotKind
 from etude.pods.runtime.probe import choose_backend, make_backend
 from etude.pods.scheduling.admission import NeverFits, Thresholds, WaitedTooLong
 from etude.pods.scheduling.pools import Prepare
-from etude.pods.scheduling.router import HostReport, NoHost, PlacementRequest, PodRouter
+from etude.pods.scheduling.router import NoHost, PlacementRequest, PodRouter
 
 REPORT_INTERVAL_S = 1.0
 REPORT_TIMEOUT_S = 5.0
 HOST_WAIT_S = 3.0  # for admission on one host, before others are tried
 RETRY_S = 0.25  # between attempts when no host can take a pod
 EXPECTED_MEMORY = 256 << 20  # bytes a new pod is placed for; its host has an estimate for the image
-
-
-class HostGone(PodError):
-    """A host does not answer: its pods are unreachable, and new ones are created elsewhere."""
-
-
-class HostClient(Protocol):
-    """The fleet's interface to a host, in this process or over HTTP."""
-
-    name: str
-
-    async def report(self) -> HostReport: ...
-    async def create(self, image: str | Image | Snapshot, **options: Any) -> Pod: ...
-    async def export(self, snapshot: str, file: Path) -> None: ...
-    async def import_(self, file: Path) -> str: ...
-    async def remove_snapshot(self, id: str) -> None: ...
-    async def close(self) -> None: ...
-
-
-class LocalHostClient:
-    """Client of the host in this process."""
-
-    def __init__(self, host: Host) -> None:
-        self.host, self.name = host, host.name
-
-    async def report(self) -> HostReport:
-        return self.host.report()
-
-    async def create(self, image: str | Image | Snapshot, **options: Any) -> Pod:
-        return await self.host.create(image, **options)
-
-    async def export(self, snapshot: str, file: Path) -> None:
-        await self.host.persist(snapshot)
-        await asyncio.to_thread(self.host.store.export, snapshot, file)
-
-    async def import_(self, file: Path) -> str:
-        return await asyncio.to_thread(self.host.store.import_, file)
-
-    async def remove_snapshot(self, id: str) -> None:
-        await self.host.remove_snapshot(id)
-
-    async def close(self) -> None:
-        await self.host.close()
 
 
 class Fleet:
@@ -92,8 +49,8 @@ class Fleet:
         self.report_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Get the first report of every host, and poll them from then on. A single local host is not polled."""
-        if len(self.clients) > 1 or self.local is None:
+        """Get the first report of every remote host, and poll them from then on."""
+        if self.local is None:
             await self._poll_hosts()
             self.report_task = asyncio.create_task(self._poll_loop())
 
@@ -109,36 +66,19 @@ class Fleet:
         self,
         image: str | Image | Snapshot = "host",
         *,
-        limits: Limits | None = None,
-        egress: Egress | None = None,
-        storage: Storage = "memory",
-        env: Mapping[str, str] | None = None,
         ttl: float | None = None,
-        key: str = "",
-        tenant: str = "",
         timeout: float | None = None,
         prepare: Prepare | None = None,
+        **options: Unpack[PodOptions],
     ) -> Pod:
         """Create a pod from an image ("host" is this machine's own toolchain) or a snapshot.
 
-        Waits for admission, at most `timeout` seconds. A second call with the same idempotency `key` returns the same
-        pod. The pod ends after `ttl` seconds. `env` is added to the image's variables. `storage="disk"` is for pods
-        that write more than fits in memory. `await prepare(pod)` runs before the pod is returned, or has run already in
-        a warm pool; `pod.prepared` is its result.
+        Waits for admission, at most `timeout` seconds. The pod ends after `ttl` seconds. `await prepare(pod)` runs
+        before the pod is returned, or has run already in a warm pool; `pod.prepared` is its result.
         """
-        options = {
-            "limits": limits,
-            "egress": egress,
-            "storage": storage,
-            "env": env,
-            "ttl": ttl,
-            "key": key,
-            "tenant": tenant,
-        }
-        if self.report_task is None:
-            assert self.local is not None
-            return await self.local.create(image, timeout=timeout, prepare=prepare, **options)  # type: ignore[arg-type]
-        pod = await self._place(image, options, timeout, parent_host=None)
+        if self.local is not None:
+            return await self.local.create(image, ttl=ttl, timeout=timeout, prepare=prepare, **options)
+        pod = await self._place(image, ttl, timeout, None, **options)
         if prepare is not None:
             try:
                 pod.prepared = await prepare(pod)
@@ -148,14 +88,20 @@ class Fleet:
         return pod
 
     async def _place(
-        self, image: str | Image | Snapshot, options: Mapping[str, Any], timeout: float | None, parent_host: str | None
+        self,
+        image: str | Image | Snapshot,
+        ttl: float | None,
+        timeout: float | None,
+        parent_host: str | None,
+        **options: Unpack[PodOptions],
     ) -> Pod:
         """Try hosts, best first, until one has created the pod."""
+        request = self._placement_request(image, parent_host, **options)
         deadline = None if timeout is None else time.monotonic() + timeout
         tried: set[str] = set()
         while True:
             try:
-                placement = self.router.place(self._placement_request(image, options, parent_host), exclude=tried)
+                placement = self.router.place(request, exclude=tried)
             except NoHost as error:
                 if not error.retryable or (deadline is not None and time.monotonic() > deadline):
                     raise
@@ -168,7 +114,7 @@ class Fleet:
                     await self._ensure_snapshot(image.id, client)
                 left = math.inf if deadline is None else max(0.1, deadline - time.monotonic())
                 wait = min(left, HOST_WAIT_S) if len(self.clients) > 1 else left
-                pod = await client.create(image, timeout=None if wait == math.inf else wait, **options)
+                pod = await client.create(image, ttl=ttl, timeout=None if wait == math.inf else wait, **options)
             except WaitedTooLong:  # the report was too old to show that the host is full
                 self.router.release(placement)
                 if deadline is not None and time.monotonic() > deadline:
@@ -190,26 +136,25 @@ class Fleet:
             return pod
 
     def _placement_request(
-        self, image: str | Image | Snapshot, options: Mapping[str, Any], parent_host: str | None
+        self, image: str | Image | Snapshot, parent_host: str | None, **options: Unpack[PodOptions]
     ) -> PlacementRequest:
-        limits, egress = options["limits"] or Limits(), options["egress"]
+        limits, egress = options.get("limits") or Limits(), options.get("egress")
         requires = {f"limit:{name}" for name in limits.specified()}
         if egress and egress.allow:
             requires.add("egress:transparent" if egress.transparent else "egress:proxy")
         memory = min(EXPECTED_MEMORY, limits.memory or EXPECTED_MEMORY)
         snapshot = image.id if isinstance(image, Snapshot) else None
         name = image if isinstance(image, str) else image.id if isinstance(image, Image) else image.image
-        return PlacementRequest(name, memory, options["tenant"], snapshot, parent_host, requires=frozenset(requires))
+        return PlacementRequest(name, memory, snapshot, parent_host, requires=frozenset(requires))
 
     async def fork(self, pod: Pod, n: int = 1, kind: SnapshotKind | None = None) -> Sequence[Pod]:
         """Fork a pod on its own host, or on others when that one is over its pressure ceilings."""
         host = self.pod_hosts.get(pod.id)
-        if self.report_task is None or host is None or len(self.clients) == 1:
+        if host is None or len(self.clients) == 1:
             return await pod.fork(n, kind)
         snapshot = await pod.snapshot(kind)
-        options = {"limits": pod.limits, "egress": pod.egress}
-        options |= {"storage": "memory", "env": None, "ttl": None, "key": "", "tenant": ""}
-        made = [asyncio.create_task(self._place(snapshot, options, None, parent_host=host)) for _ in range(n)]
+        options: PodOptions = {"limits": pod.limits, "egress": pod.egress}
+        made = [asyncio.create_task(self._place(snapshot, None, None, host, **options)) for _ in range(n)]
         try:
             return await asyncio.gather(*made)
         except BaseException:
@@ -257,11 +202,18 @@ class Fleet:
                 return
         raise PodError(f"no reachable host has snapshot {snapshot}")
 
-    async def pool(self, image: str | Image | Snapshot, size: int, **options: Any) -> None:
-        """Keep pods of this kind started in advance on this machine."""
+    async def pool(
+        self,
+        image: str | Image | Snapshot,
+        size: int,
+        *,
+        prepare: Prepare | None = None,
+        **options: Unpack[PodOptions],
+    ) -> None:
+        """Keep pods of this kind started in advance on this machine (see `Host.pool`)."""
         if self.local is None:
             raise InputError("remote hosts keep their own warm pools: start `etude pods serve` there with --warm")
-        await self.local.pool(image, size, **options)
+        await self.local.pool(image, size, prepare=prepare, **options)
 
     # ------------------------------------------------------------------------------------------- hosts
 

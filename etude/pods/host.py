@@ -15,17 +15,18 @@ from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from etude.errors import BusyError, InputError
 from etude.pods.images.records import Image, Layer
 from etude.pods.images.sources import host_image
 from etude.pods.images.store import Store
 from etude.pods.images.trees import remove_tree
+from etude.pods.memory_layers import MemoryLayers
 from etude.pods.pod import Egress, Limits, Pod, PodError, PodGone, Snapshot, SnapshotKind, Unsupported
 from etude.pods.registry import PodRegistry
 from etude.pods.runtime.backend import Backend, LocalPod, PodSpec, Storage
-from etude.pods.scheduling.admission import Admission, FairQueue, Reservation, ResourceRequest, Thresholds
+from etude.pods.scheduling.admission import Admission, AdmissionQueue, Reservation, ResourceRequest, Thresholds
 from etude.pods.scheduling.pools import PodKind, Prepare, WarmPool
 from etude.pods.scheduling.pressure import read_pressure
 from etude.pods.scheduling.router import HostReport, capability_labels
@@ -37,7 +38,15 @@ FLATTEN_AT = 48  # layers; overlayfs slows down beyond 64
 MEASURE_INTERVAL_S = 2.0  # between memory measurements, from which admission learns what pods of an image use
 HOST_IMAGE_MAX_AGE_S = 2.0  # between checks of /etc for changes of the host image; each costs half a millisecond
 EXPIRED_S = 0.001  # `PodSpec.remaining` of a pod whose ttl has passed
-LAYER_DROP_DELAY_S = 0.5  # from the last release of an in-memory layer until it is dropped
+
+
+class PodOptions(TypedDict, total=False):
+    """Options of a pod that a warm pod must share with the request that claims it."""
+
+    limits: Limits | None
+    egress: Egress | None
+    storage: Storage  # "disk" is for pods that write more than fits in memory
+    env: Mapping[str, str] | None  # added to the image's variables
 
 
 class Host:
@@ -47,19 +56,17 @@ class Host:
         self.state, self.store, self.backend = state, store, backend
         self.name = f"{os.uname().nodename}-{secrets.token_hex(4)}"
         self.admission = Admission(lambda: read_pressure(state), thresholds)
-        self.queue = FairQueue(self.admission)
+        self.queue = AdmissionQueue(self.admission)
         self.pods: dict[str, LocalPod] = {}
         self.snapshot_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by pod id
         self.foreign_pods: set[str] = set()  # ids of pods owned by another live process
         self.reservations: dict[str, Reservation] = {}
-        self.pods_by_key: dict[str, asyncio.Task[LocalPod]] = {}
         self.pools: dict[PodKind, WarmPool] = {}
-        self.layer_refs: Counter[str] = Counter()  # in-memory layers: references by this process's pods and snapshots
-        self.unreferenced_layers: set[str] = set()
         self.tasks: set[asyncio.Task[Any]] = set()  # finite; awaited by `close`
         self.timers: set[asyncio.Task[Any]] = set()  # cancelled by `close`
         self.draining = False
         self.registry = PodRegistry(state)
+        self.layers = MemoryLayers(backend, store, self.registry)
         self.owner = backend.owner = self.registry.owner
         self.host_image: Image | None = None
         self.host_image_checked = -HOST_IMAGE_MAX_AGE_S
@@ -82,8 +89,7 @@ class Host:
             await asyncio.wait(self.tasks)
         for pod in self.pods.values():
             pod.release()
-        if self.unreferenced_layers:
-            await self._drop_unreferenced_layers()
+        await self.layers.close()
         await self.backend.close()
         self.registry.close()
 
@@ -112,84 +118,52 @@ class Host:
         self,
         image: str | Image | Snapshot = "host",
         *,
-        limits: Limits | None = None,
-        egress: Egress | None = None,
-        storage: Storage = "memory",
-        env: Mapping[str, str] | None = None,
         ttl: float | None = None,
-        key: str = "",
-        tenant: str = "",
         attached: bool = True,
         lease: float = 0.0,
         timeout: float | None = None,
         prepare: Prepare | None = None,
+        **options: Unpack[PodOptions],
     ) -> LocalPod:
-        """Create a pod once admission allows it; with a `key`, return the pod already created for that key, if any.
+        """Create a pod once admission allows it.
 
         A pod with a `lease` ends after that many seconds unless the lease is renewed (protocol.OWN) before. With
         `prepare`, its result is the pod's `prepared`; where a warm pool has such a pod, it ran in advance.
         """
-        if key and key in self.pods_by_key:
-            return await asyncio.shield(self.pods_by_key[key])
-        spec = self._spec(image, env, limits, egress, storage, ttl, key, tenant, attached)
+        if ttl is not None and not 0 < ttl <= MAX_TTL_S:
+            raise InputError(f"a pod's time to live is {ttl!r}; expected seconds, more than 0 and at most ten years")
         if not 0 <= lease < math.inf:
             raise InputError(f"a pod's lease is {lease!r}; expected seconds, or 0 for none")
-        work = asyncio.create_task(self._create(replace(spec, lease=lease), timeout, prepare))
-        if key:
-            self.pods_by_key[key] = work
-            work.add_done_callback(lambda done: self.pods_by_key.pop(key, None) if _failed(done) else None)
-            return await asyncio.shield(work)
+        spec = replace(self._spec(image, **options), ttl=ttl, attached=attached, lease=lease)
+        work = asyncio.create_task(self._create(spec, timeout, prepare))
         try:
             return await work
         except asyncio.CancelledError:  # the pod may just have been created; without a caller it must be closed
             work.add_done_callback(lambda done: None if _failed(done) else self._spawn(self.close_pod(done.result())))
             raise
 
-    def _spec(
-        self,
-        source: str | Image | Snapshot,
-        env: Mapping[str, str] | None,
-        limits: Limits | None,
-        egress: Egress | None,
-        storage: Storage,
-        ttl: float | None,
-        key: str,
-        tenant: str,
-        attached: bool,
-    ) -> PodSpec:
-        image = self.resolve(source)
-        image = image.with_(env={**image.env, **env}) if env else image
-        can, requested = self.backend.capabilities, limits or Limits()
+    def _spec(self, source: str | Image | Snapshot, **options: Unpack[PodOptions]) -> PodSpec:
+        image, env, storage = self.resolve(source), options.get("env"), options.get("storage", "memory")
+        can, requested = self.backend.capabilities, options.get("limits") or Limits()
+        egress = options.get("egress") or Egress()
         for name in requested.specified():
             can.require(f"a limit on {name}", name in can.limits, "omit it or use another backend")
-        if egress and egress.allow:
+        if egress.allow:
             mode = "transparent" if egress.transparent else "proxy"
             can.require(f"{mode} egress", mode in can.egress)
-        if ttl is not None and not 0 < ttl <= MAX_TTL_S:
-            raise InputError(f"a pod's time to live is {ttl!r}; expected seconds, more than 0 and at most ten years")
         possible = can.limits - ({"disk", "inodes"} if storage == "disk" else set())
         defaults = Limits(**{k: v for k, v in DEFAULT_LIMITS.specified().items() if k in possible})  # type: ignore[arg-type]
-        resolved = requested.with_defaults(defaults)
-        if storage == "memory" and resolved.memory and resolved.disk and resolved.disk > resolved.memory:
+        limits = requested.with_defaults(defaults)
+        if storage == "memory" and limits.memory and limits.disk and limits.disk > limits.memory:
             if requested.disk:
                 raise InputError(
-                    f"limits: disk {requested.disk:,} is over memory {resolved.memory:,}, and files are in memory; "
+                    f"limits: disk {requested.disk:,} is over memory {limits.memory:,}, and files are in memory; "
                     'raise memory or use storage="disk"'
                 )
-            resolved = replace(resolved, disk=resolved.memory // 2)
-        return PodSpec(
-            id=secrets.token_hex(6),
-            image=image,
-            limits=resolved,
-            egress=egress or Egress(),
-            storage=storage,
-            ttl=ttl,
-            attached=attached,
-            key=key,
-            tenant=tenant,
-            owner=self.owner,
-            created=time.time(),
-        )
+            limits = replace(limits, disk=limits.memory // 2)
+        image = image.with_(env={**image.env, **env}) if env else image
+        id, now = secrets.token_hex(6), time.time()
+        return PodSpec(id, image, limits, egress, storage, owner=self.owner, created=now)
 
     async def _create(self, spec: PodSpec, timeout: float | None, prepare: Prepare | None = None) -> LocalPod:
         if self.draining:
@@ -212,11 +186,10 @@ class Host:
                 asyncio.get_running_loop().call_soon(pool.refill)  # once the caller has its pod
 
     async def _create_cold(
-        self, spec: PodSpec, timeout: float | None, prepare: Prepare | None, tenant: str = ""
+        self, spec: PodSpec, timeout: float | None = None, prepare: Prepare | None = None, background: bool = False
     ) -> LocalPod:
-        disk = 0 if spec.storage == "memory" else int(spec.limits.disk or 0)
-        request = ResourceRequest(spec.image.id, int(spec.limits.memory or DEFAULT_LIMITS.memory or GIB), disk)
-        async with self.queue.acquire(tenant or spec.tenant, request, timeout=timeout) as reservation:
+        request = _resource_request(spec)
+        async with self.queue.acquire(request, timeout=timeout, background=background) as reservation:
             pod = await self._start(spec)
             self.reservations[pod.id] = reservation
         if prepare is not None:
@@ -229,11 +202,11 @@ class Host:
 
     async def _start(self, spec: PodSpec) -> LocalPod:
         self.registry.write(spec)
-        self._ref_layers(spec.image.layers, 1)
+        self.layers.ref(spec.image.layers, 1)
         try:
             pod = await self.backend.start(spec)
         except BaseException:
-            self._ref_layers(spec.image.layers, -1)
+            self.layers.ref(spec.image.layers, -1)
             self.registry.remove(spec.id)
             raise
         self._adopt(pod)
@@ -241,6 +214,7 @@ class Host:
 
     def _adopt(self, pod: LocalPod) -> None:
         pod.host = self
+        pod.default_command = (*pod.spec.image.entrypoint, *pod.spec.image.command)
         self.pods[pod.id] = pod
         pod.guest.on_disconnect = lambda: self._spawn(self._on_pod_lost(pod))
 
@@ -248,7 +222,7 @@ class Host:
         """Clean up a pod that ended by itself: ttl, out of memory, or death of the zygote."""
         if pod.id in self.foreign_pods:  # it ended, or its owner took a snapshot; the owner cleans up
             self._forget_pod(pod)
-            self._ref_layers(pod.spec.image.layers, -1)
+            self.layers.ref(pod.spec.image.layers, -1)
             pod.release()
         elif pod.id in self.pods:
             pod.record("died", {})
@@ -261,25 +235,19 @@ class Host:
         image: str | Image | Snapshot,
         size: int,
         *,
-        limits: Limits | None = None,
-        egress: Egress | None = None,
-        storage: Storage = "memory",
-        env: Mapping[str, str] | None = None,
         prepare: Prepare | None = None,
+        **options: Unpack[PodOptions],
     ) -> None:
         """Keep `size` pods of this kind started in advance, each after `await prepare(pod)`; 0 closes them.
 
-        `create` with the same image, limits, egress, storage, env and `prepare` claims one of them.
+        `create` with the same image, options and `prepare` claims one of them.
         """
-
-        def spec() -> PodSpec:
-            return self._spec(image, env, limits, egress, storage, None, "", "", True)
+        first = self._spec(image, **options)
+        kind = PodKind.of(first, prepare)
 
         def start() -> Coroutine[Any, Any, LocalPod]:
-            return self._create_cold(spec(), None, prepare, tenant="warm pools")
+            return self._create_cold(self._spec(image, **options), prepare=prepare, background=True)
 
-        first = spec()
-        kind = PodKind.of(first, prepare)
         pool = self.pools.setdefault(kind, WarmPool(first.image, start))
         if size == 0:
             del self.pools[kind]
@@ -291,16 +259,16 @@ class Host:
         sealed, kind = await self._seal_and_restart(pod, kind)
         try:
             await pod.ready()
-            layers = await self._limit_depth(sealed)
+            layers = await self._limit_depth(sealed, sealed[:1])
             id = f"snap-{secrets.token_hex(8)}"
             durable = not any(layer.memory for layer in layers)
             parent = pod.spec.image.id if pod.spec.image.id.startswith("snap-") else None
             snapshot = Snapshot(id, pod.image, parent, kind, durable)
             self.store.save_snapshot(snapshot, pod.spec.image.with_(layers=layers))
-            self._ref_layers(layers, 1)
+            self.layers.ref(layers, 1)
             return snapshot
         finally:
-            self._ref_layers(sealed, -1)
+            self.layers.ref(sealed, -1)
 
     async def _seal_and_restart(
         self, pod: LocalPod, kind: SnapshotKind | None, after: asyncio.Event | None = None
@@ -315,10 +283,10 @@ class Host:
         async def work() -> tuple[tuple[Layer, ...], SnapshotKind]:
             try:
                 sealed, used_kind = await self._seal(pod, kind)
+                self.layers.ref(sealed, 1)
             except BaseException:
                 lock.release()
                 raise
-            self._ref_layers(sealed, 1)
             if used_kind == "fs":
                 pod.restarting = asyncio.create_task(self._restart_sealed(pod, sealed, after))
                 pod.restarting.add_done_callback(lambda task: self._on_restarted(pod, task))
@@ -331,7 +299,7 @@ class Host:
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
-            working.add_done_callback(lambda done: None if _failed(done) else self._ref_layers(done.result()[0], -1))
+            working.add_done_callback(lambda done: None if _failed(done) else self.layers.ref(done.result()[0], -1))
             raise
 
     async def _seal(self, pod: LocalPod, kind: SnapshotKind | None) -> tuple[tuple[Layer, ...], SnapshotKind]:
@@ -351,14 +319,20 @@ class Host:
             kind = "fs-live"
         return await pod.seal(kind)
 
-    async def _restart_sealed(self, pod: LocalPod, layers: tuple[Layer, ...], after: asyncio.Event | None) -> None:
+    async def _restart_sealed(self, pod: LocalPod, sealed: tuple[Layer, ...], after: asyncio.Event | None) -> None:
         """Restart a sealed pod on top of its sealed layers."""
         if after is not None:
             await after.wait()
         if self.pods.get(pod.id) is not pod:
             raise PodGone(f"pod {pod.id} was closed")
-        self._ref_layers(layers, 1)
-        self._ref_layers(pod.spec.image.layers, -1)
+        self.layers.ref(sealed, 1)  # the caller has released its reference
+        try:
+            # Only its own layers are merged: `diff` compares them with those it was created from.
+            layers = await self._limit_depth(sealed, pod.spec.base_layers)
+            self.layers.ref(layers, 1)
+        finally:
+            self.layers.ref(sealed, -1)
+        self.layers.ref(pod.spec.image.layers, -1)
         pod.spec = pod.spec.with_sealed(layers)
         self.registry.write(pod.spec)
         await pod.restart(layers)
@@ -370,14 +344,13 @@ class Host:
         elif self.pods.get(pod.id) is pod:  # waiting requests get the exception
             self._spawn(self._on_pod_lost(pod))
 
-    async def _limit_depth(self, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-        return await self._flatten(layers) if len(layers) > FLATTEN_AT else layers
-
-    async def _flatten(self, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-        """Merge all layers but the lowest into one: a chain of forks must not reach the kernel's limit."""
+    async def _limit_depth(self, layers: tuple[Layer, ...], base: tuple[Layer, ...]) -> tuple[Layer, ...]:
+        """Merge the layers above `base` into one if there are too many for the kernel."""
+        if len(layers) <= max(FLATTEN_AT, len(base) + 1):
+            return layers
         on_disk = [await self.backend.persist(layer) if layer.memory else layer for layer in layers]
-        flat = await asyncio.to_thread(self.store.flatten, on_disk[1:], on_disk[:1])
-        return on_disk[0], flat
+        flat = await asyncio.to_thread(self.store.flatten, on_disk[len(base) :], on_disk[: len(base)])
+        return *on_disk[: len(base)], flat
 
     async def fork_pod(self, pod: LocalPod, n: int, kind: SnapshotKind | None) -> Sequence[LocalPod]:
         max_pods = self.admission.thresholds.max_pods
@@ -387,11 +360,11 @@ class Host:
         sealed, kind = await self._seal_and_restart(pod, kind, ready)
         made: list[asyncio.Task[LocalPod]] = []
         try:
-            layers = await self._limit_depth(sealed)
-            child = replace(pod.spec, image=pod.spec.image.with_(layers=layers), own_layers=0, key="", owner=self.owner)
+            layers = await self._limit_depth(sealed, sealed[:1])
+            child = replace(pod.spec, image=pod.spec.image.with_(layers=layers), own_layers=0, owner=self.owner)
             for _ in range(n):
                 spec = replace(child, id=secrets.token_hex(6), created=time.time())
-                made.append(asyncio.create_task(self._create(spec, timeout=None)))
+                made.append(asyncio.create_task(self._create_cold(spec)))
             return await asyncio.gather(*made)
         except BaseException:
             for task in made:
@@ -401,7 +374,7 @@ class Host:
                     await done.close()
             raise
         finally:
-            self._ref_layers(sealed, -1)  # every child has its own reference
+            self.layers.ref(sealed, -1)  # every child has its own reference
             ready.set()
 
     async def close_pod(self, pod: LocalPod) -> None:
@@ -413,7 +386,7 @@ class Host:
                 await pod.end()
         finally:
             self.snapshot_locks.pop(pod.id, None)
-            self._ref_layers(pod.spec.image.layers, -1)
+            self.layers.ref(pod.spec.image.layers, -1)
 
     def _forget_pod(self, pod: LocalPod) -> None:
         """Remove a pod from this process's tables and release its reservation."""
@@ -424,13 +397,12 @@ class Host:
         self.foreign_pods.discard(pod.id)
         if reservation := self.reservations.pop(pod.id, None):
             reservation.release()
-        self.pods_by_key.pop(pod.spec.key, None)
 
     async def remove_snapshot(self, id: str) -> None:
         """Remove a snapshot and release its layers."""
         saved = self.store.snapshot(id)
         self.store.remove_snapshot(id)
-        self._ref_layers(saved.image.layers, -1)
+        self.layers.ref(saved.image.layers, -1)
 
     async def persist(self, id: str) -> Snapshot:
         """Copy a snapshot's in-memory layers to disk, so that it outlives the zygote."""
@@ -439,38 +411,8 @@ class Host:
         layers = tuple([await self.backend.persist(layer) if layer.memory else layer for layer in before])
         snapshot = replace(saved.snapshot, durable=True)
         self.store.save_snapshot(snapshot, replace(saved.image, layers=layers))
-        self._ref_layers(before, -1)
+        self.layers.ref(before, -1)
         return snapshot
-
-    # ------------------------------------------------------------------------------------------- layers in memory
-
-    def _ref_layers(self, layers: Sequence[Layer], delta: int) -> None:
-        """Change the reference counts of in-memory layers; schedule the drop of those that reach 0."""
-        for layer in layers:
-            if layer.memory:
-                self.layer_refs[layer.id] += delta
-                if self.layer_refs[layer.id] <= 0:
-                    del self.layer_refs[layer.id]
-                    if not self.unreferenced_layers:
-                        self._spawn(self._drop_layers_later(), self.timers)
-                    self.unreferenced_layers.add(layer.id)
-
-    async def _drop_layers_later(self) -> None:
-        await asyncio.sleep(LAYER_DROP_DELAY_S)
-        await self._drop_unreferenced_layers()
-
-    async def _drop_unreferenced_layers(self) -> None:
-        """Drop in-memory layers that neither this process nor, by the records, any other references."""
-        idle, self.unreferenced_layers = self.unreferenced_layers, set()
-        needed = set(self.layer_refs) | await asyncio.to_thread(self._referenced_layers)
-        for id in idle - needed:
-            with contextlib.suppress(PodError):
-                await self.backend.drop(Layer(id, memory=True))
-
-    def _referenced_layers(self) -> set[str]:
-        stacks = [spec.image.layers for spec in self.registry.records()]
-        stacks += [saved.image.layers for saved in self.store.snapshots()]
-        return {layer.id for stack in stacks for layer in stack}
 
     async def collect_garbage(self, grace: float = 60.0) -> dict[str, list[str]]:
         """Remove pods without an owner and layers without a reference. Return the ids of both."""
@@ -498,10 +440,7 @@ class Host:
         removed = await self.backend.reap(self._live_pods(answering))
         for rest in (self.state / "trash").iterdir():  # of a process that was killed while it removed a pod
             self._spawn(asyncio.to_thread(remove_tree, rest))
-        unreferenced = await self.backend.memory_layers() - set(self.layer_refs)
-        for id in unreferenced - await asyncio.to_thread(self._referenced_layers):
-            if not self.registry.alive(id.partition(".")[0]):
-                await self.backend.drop(Layer(id, memory=True))
+        await self.layers.drop_of_dead_owners()
         return removed
 
     def _live_pods(self, answering: set[str]) -> Iterator[str]:
@@ -544,8 +483,8 @@ class Host:
         else:
             self.registry.write(spec)
         self._adopt(pod)
-        self.reservations[pod.id] = self.admission.adopt(ResourceRequest(spec.image.id, int(spec.limits.memory or GIB)))
-        self._ref_layers(spec.image.layers, 1)
+        self.reservations[pod.id] = self.admission.adopt(_resource_request(spec))
+        self.layers.ref(spec.image.layers, 1)
         return pod
 
     # ------------------------------------------------------------------------------------------- background
@@ -589,6 +528,11 @@ class Host:
             draining=self.draining,
             time=time.time(),
         )
+
+
+def _resource_request(spec: PodSpec) -> ResourceRequest:
+    disk = 0 if spec.storage == "memory" else int(spec.limits.disk or 0)
+    return ResourceRequest(spec.image.id, int(spec.limits.memory or DEFAULT_LIMITS.memory or GIB), disk)
 
 
 def _failed(task: "asyncio.Task[Any]") -> bool:

@@ -212,6 +212,7 @@ class Pod(ABC):
     limits: Limits
     egress: Egress
     workdir: str  # working directory of commands; always writable
+    default_command: Sequence[str] = ()  # of its image
     prepared: Any = None  # result of the `prepare` that it was created with
 
     # -- commands

@@ -5,19 +5,17 @@ processes can tell which owners are dead.
 """
 
 import contextlib
-import json
 import os
 import secrets
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from etude.errors import BusyError
-from etude.files import take_lock
-from etude.pods.images.records import image_from_json, image_to_json
-from etude.pods.pod import Egress, Limits
+from pydantic import TypeAdapter, ValidationError
+
+from etude.errors import BusyError, InputError
+from etude.files import take_lock, write_atomically
 from etude.pods.runtime.backend import PodSpec
+
+_RECORD = TypeAdapter(PodSpec)
 
 
 class PodRegistry:
@@ -45,11 +43,7 @@ class PodRegistry:
         """Write a pod's record, atomically."""
         directory = self.state / "pods" / spec.id
         directory.mkdir(mode=0o700, exist_ok=True)
-        plain = {name: getattr(spec, name) for name in PodSpec.__dataclass_fields__}
-        plain |= {"image": image_to_json(spec.image), "limits": asdict(spec.limits), "egress": asdict(spec.egress)}
-        part = directory / ".pod.json"
-        part.write_text(json.dumps(plain))
-        part.rename(directory / "pod.json")
+        write_atomically(directory / "pod.json", _RECORD.dump_json(spec))
 
     def remove(self, id: str) -> None:
         """Remove a pod's record, and its directory if that is empty then."""
@@ -59,9 +53,12 @@ class PodRegistry:
             directory.rmdir()
 
     def records(self) -> list[PodSpec]:
-        """Return the spec of every pod in the state directory."""
-        found = (read_record(directory / "pod.json") for directory in (self.state / "pods").iterdir())
-        return [spec for spec in found if spec is not None]
+        """Return the spec of every pod in the state directory; a record that cannot be read is skipped."""
+        found = []
+        for directory in (self.state / "pods").iterdir():
+            with contextlib.suppress(OSError, ValidationError, InputError):
+                found.append(_RECORD.validate_json((directory / "pod.json").read_bytes()))
+        return found
 
     def owner_file(self, owner: str) -> Path:
         return self.state / "owners" / f"{owner}.lock"
@@ -82,14 +79,3 @@ class PodRegistry:
         """Return the other live processes that have this state directory open."""
         owners = (file.stem for file in (self.state / "owners").glob("*.lock"))
         return [owner for owner in owners if owner != self.owner and self.alive(owner)]
-
-
-def read_record(file: Path) -> PodSpec | None:
-    """Return the pod spec in a record file; None if it cannot be read."""
-    try:
-        plain: Mapping[str, Any] = json.loads(file.read_text())
-        image = image_from_json(plain["image"])
-        egress = Egress(**{**plain["egress"], "allow": tuple(plain["egress"]["allow"])})
-        return PodSpec(**{**plain, "image": image, "limits": Limits(**plain["limits"]), "egress": egress})
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

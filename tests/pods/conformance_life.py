@@ -1,4 +1,4 @@
-"""Conformance: limits, pause, time to live, keys, events, closing, and no network by default."""
+"""Conformance: limits, time to live, events, closing, and no network by default."""
 
 import asyncio
 
@@ -116,19 +116,6 @@ async def ttl_applies_to_a_frozen_pod(context: CheckContext) -> None:
         return pod.id not in context.host.pods
 
     await eventually(gone)
-
-
-@check
-async def the_same_key_returns_the_same_pod(context: CheckContext) -> None:
-    one, two = await asyncio.gather(context.host.create(key="k"), context.host.create(key="k"))
-    three = await context.host.create(key="k")
-    assert one is two is three
-    async with context.pod(key="other") as other:
-        assert other.id != one.id
-    await one.close()
-    again = await context.host.create(key="k")
-    assert again.id != one.id
-    await again.close()
 
 
 @check

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 
 from etude.errors import InputError
+from etude.pods.host import FLATTEN_AT
 from etude.pods.pod import PodError, Unsupported
+from etude.pods.runtime.backend import LocalPod
 from tests.pods.conformance import CheckContext, Skip, check, eventually, raises
 
 KINDS = ("fs", "fs-live")
@@ -272,3 +274,21 @@ async def concurrent_forks_of_a_pod_work(context: CheckContext) -> None:
             assert await pod.read("file") == b"x"
         finally:
             await asyncio.gather(*(child.close() for child in children))
+
+
+@check
+async def a_pod_that_forks_often_keeps_few_layers_and_its_diff(context: CheckContext) -> None:
+    need(context, "fs")
+    async with context.pod() as pod:
+        assert isinstance(pod, LocalPod)
+        for n in range(60):
+            await pod.write(f"file-{n}", str(n))
+            if n:
+                await pod.remove(f"file-{n - 1}")
+            (child,) = await pod.fork()
+            await child.close()
+        await pod.ready()
+        assert len(pod.spec.image.layers) <= FLATTEN_AT + 1
+        assert [info.name for info in await pod.list()] == ["file-59"]
+        assert await pod.read("file-59") == b"59"
+        assert [path for path, info in (await pod.diff()).items() if info] == [f"{pod.workdir}/file-59"]

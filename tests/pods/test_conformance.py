@@ -26,6 +26,7 @@ TRY = "import subprocess, sys, etude.pods.fleet; subprocess.run([sys.executable,
 
 LENGTHY = {  # more than about a quarter of a second
     "a_chain_of_seventy_forks_keeps_all_files",
+    "a_pod_that_forks_often_keeps_few_layers_and_its_diff",
     "a_sparse_file_of_a_terabyte_is_harmless",
     "a_job_without_a_reader_runs_to_its_end",
     "a_job_streams_its_output_in_order",

@@ -37,7 +37,7 @@ def with_host(zygote: str, state: Path, act: Callable[[Host], Awaitable[None]], 
             now = await asyncio.to_thread(inventory.settled, host, before)
             assert now.difference(before) == {}
             assert now.zygote_memory - before.zygote_memory < 2 * MIB
-            assert not host.layer_refs
+            assert not host.layers.refs
         finally:
             await host.close()
             await host.backend.shutdown()

@@ -1,23 +1,30 @@
 """The commands of `etude pods` for images and snapshots, and for exporting and importing them."""
 
 import asyncio
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from etude.errors import InputError
-from etude.pods.cli.options import AsJson, HostUrl, State, with_service
+from etude.pods.cli.options import (
+    Allow,
+    AsJson,
+    HostUrl,
+    State,
+    Transparent,
+    parse_pairs,
+    show,
+    with_client,
+    with_host,
+)
+from etude.pods.host import Host
 from etude.pods.pod import Egress
-from etude.pods.remote.host_client import LocalPodService, PodService
 
 image_app = typer.Typer(no_args_is_help=True, help="Add and remove images.")
-Pairs = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Repeatable.", show_default=False)]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -32,27 +39,20 @@ def add_commands(app: typer.Typer) -> None:
 
 def images(state: State = None, host: HostUrl = None, as_json: AsJson = False) -> None:
     """List the stored images. The image `host`, this machine's toolchain, always exists."""
-    found = with_service(state, host, lambda service: service.images())
-    if as_json:
-        print(json.dumps(found))
-        return
+    found = with_client(state, host, lambda client: client.images())
     table = Table("name", "id", "layers", "workdir", box=None, header_style="bold")
     for image in found:
-        table.add_row(escape(image["name"] or "-"), image["id"][:16], str(image["layers"]), escape(image["workdir"]))
-    Console().print(table if found else "no images except `host`; add one with `etude pods image add`")
+        table.add_row(escape(image.name or "-"), image.id[:16], str(image.layers), escape(image.workdir))
+    show(found, as_json, table if found else "no images except `host`; add one with `etude pods image add`")
 
 
 def snapshots(state: State = None, host: HostUrl = None, as_json: AsJson = False) -> None:
     """List the snapshots. One that is not on disk is lost when the zygote exits."""
-    found = with_service(state, host, lambda service: service.snapshots())
-    if as_json:
-        print(json.dumps(found))
-        return
+    found = with_client(state, host, lambda client: client.snapshots())
     table = Table("snapshot", "of image", "parent", "kind", "on disk", box=None, header_style="bold")
     for each in found:
-        on_disk = "yes" if each["durable"] else "no"
-        table.add_row(each["id"], escape(each["image"][:30]), each["parent"] or "-", each["kind"], on_disk)
-    Console().print(table if found else "no snapshots")
+        table.add_row(each.id, escape(each.image[:30]), each.parent or "-", each.kind, "yes" if each.durable else "no")
+    show(found, as_json, table if found else "no snapshots")
 
 
 @image_app.command(
@@ -60,36 +60,22 @@ def snapshots(state: State = None, host: HostUrl = None, as_json: AsJson = False
     "  etude pods image add task --dockerfile environment/Dockerfile --allow pypi.org"
 )
 def add(
-    name: Annotated[str, typer.Argument(help="The name of the new image.", show_default=False)],
-    directory: Annotated[
-        Path | None, typer.Option(help="A directory with a root filesystem.", show_default=False)
-    ] = None,
-    tar: Annotated[Path | None, typer.Option(help="A tar of a root filesystem.", show_default=False)] = None,
-    oci: Annotated[Path | None, typer.Option(help="An OCI layout, directory or tar.", show_default=False)] = None,
-    debootstrap: Annotated[
-        str | None, typer.Option(metavar="SUITE", help="A Debian suite to install.", show_default=False)
-    ] = None,
-    dockerfile: Annotated[
-        Path | None, typer.Option(help="A Dockerfile to build; RUN executes in pods.", show_default=False)
-    ] = None,
-    ref: Annotated[
-        str | None, typer.Option(help="The name of the image in the OCI layout.", show_default=False)
-    ] = None,
-    include: Annotated[list[str] | None, typer.Option(help="A Debian package; repeatable.", show_default=False)] = None,
+    name: Annotated[str, typer.Argument(help="The name of the new image.")],
+    directory: Annotated[Path | None, typer.Option(help="A directory with a root filesystem.")] = None,
+    tar: Annotated[Path | None, typer.Option(help="A tar of a root filesystem.")] = None,
+    oci: Annotated[Path | None, typer.Option(help="An OCI layout, directory or tar.")] = None,
+    debootstrap: Annotated[str | None, typer.Option(metavar="SUITE", help="A Debian suite to install.")] = None,
+    dockerfile: Annotated[Path | None, typer.Option(help="A Dockerfile to build; RUN executes in pods.")] = None,
+    ref: Annotated[str | None, typer.Option(help="The name of the image in the OCI layout.")] = None,
+    include: Annotated[list[str] | None, typer.Option(help="A Debian package; repeatable.")] = None,
     context: Annotated[Path | None, typer.Option(help="Build context; default: the Dockerfile's directory.")] = None,
-    build_arg: Pairs = None,
+    build_arg: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Repeatable.")] = None,
     base: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=IMAGE", help="Use this image for a name after FROM; repeatable.", show_default=False
-        ),
+        typer.Option(metavar="NAME=IMAGE", help="Use this image for a name after FROM; repeatable."),
     ] = None,
-    allow: Annotated[
-        list[str] | None, typer.Option(metavar="HOST[:PORT]", help="Allow RUN to connect to this host; repeatable.")
-    ] = None,
-    transparent: Annotated[
-        bool, typer.Option("--transparent", help="Forward connections of programs that do not use a proxy.")
-    ] = False,
+    allow: Allow = None,
+    transparent: Transparent = False,
     state: State = None,
     as_json: AsJson = False,
 ) -> None:
@@ -108,9 +94,8 @@ def add(
     require_source(debootstrap, "--debootstrap", include=include)
     egress = Egress.to(*allow or (), transparent=transparent)
 
-    async def work(service: PodService) -> str:
-        assert isinstance(service, LocalPodService)
-        host, store = service.host, service.host.store
+    async def work(host: Host) -> str:
+        store = host.store
         if directory:
             made = await asyncio.to_thread(sources.image_from_directory, store, directory, name)
         elif tar:
@@ -124,14 +109,14 @@ def add(
 
             assert dockerfile is not None
             table = {"host": host.resolve("host"), **{image.name: image for image in store.images() if image.name}}
-            table |= {given: host.resolve(image) for given, image in pairs(base, "--base").items()}
-            args = pairs(build_arg, "--build-arg")
+            table |= {given: host.resolve(image) for given, image in parse_pairs(base, "--base").items()}
+            args = parse_pairs(build_arg, "--build-arg")
             build_context = context or dockerfile.parent
             made = await build(cast(Any, host), store, dockerfile, build_context, table, args, egress, name=name)
         return made.id
 
-    id = with_service(state, None, work)
-    print(json.dumps({"name": name, "id": id}) if as_json else f"{name}  {id[:16]}")
+    id = with_host(state, work)
+    show({"name": name, "id": id}, as_json, f"{name}  {id[:16]}")
 
 
 def require_source(chosen: object, option: str, **given: object) -> None:
@@ -141,54 +126,43 @@ def require_source(chosen: object, option: str, **given: object) -> None:
             raise InputError(f"--{name.replace('_', '-')} needs {option}")
 
 
-def pairs(texts: list[str] | None, option: str) -> dict[str, str]:
-    """Parse options of the form `NAME=VALUE`."""
-    split = [text.partition("=") for text in texts or ()]
-    if bad := [name for name, sign, _ in split if not sign or not name]:
-        raise InputError(f"{option} {bad[0]}: expected NAME=VALUE")
-    return {name: value for name, _, value in split}
-
-
 @image_app.command(epilog="Example:  etude pods image remove debian")
-def remove(
-    name: Annotated[str, typer.Argument(help="The image's name or id.", show_default=False)], state: State = None
-) -> None:
+def remove(name: Annotated[str, typer.Argument(help="The image's name or id.")], state: State = None) -> None:
     """Remove an image. `etude pods gc` then removes the layers that only it used."""
 
-    async def work(service: PodService) -> None:
-        assert isinstance(service, LocalPodService)
-        service.host.store.remove_image(name)
+    async def work(host: Host) -> None:
+        host.store.remove_image(name)
 
-    with_service(state, None, work)
+    with_host(state, work)
 
 
 def export(
-    id: Annotated[str, typer.Argument(metavar="ID", help="A snapshot or an image.", show_default=False)],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The tar to write.", show_default=False)],
+    id: Annotated[str, typer.Argument(metavar="ID", help="A snapshot or an image.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The tar to write.")],
     state: State = None,
     host: HostUrl = None,
 ) -> None:
     """Write a snapshot or an image to one file, an OCI layout in a tar."""
     if not file.absolute().parent.is_dir():
         raise InputError(f"{file}: there is no directory {file.parent}")
-    with_service(state, host, lambda service: service.export(id, file))
+    with_client(state, host, lambda client: client.export(id, file))
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by `export`.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by `export`.")],
     state: State = None,
     host: HostUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Import a file written by `export`, and print the id."""
-    id = with_service(state, host, lambda service: service.import_(file))
-    print(json.dumps({"id": id}) if as_json else id)
+    id = with_client(state, host, lambda client: client.import_(file))
+    show({"id": id}, as_json, id)
 
 
 def forget(
-    snapshot: Annotated[str, typer.Argument(metavar="SNAPSHOT", help="The snapshot's id.", show_default=False)],
+    snapshot: Annotated[str, typer.Argument(metavar="SNAPSHOT", help="The snapshot's id.")],
     state: State = None,
     host: HostUrl = None,
 ) -> None:
     """Remove a snapshot. Pods that were created from it go on."""
-    with_service(state, host, lambda service: service.remove_snapshot(snapshot))
+    with_client(state, host, lambda client: client.remove_snapshot(snapshot))

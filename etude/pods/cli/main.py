@@ -8,12 +8,12 @@ import json
 import os
 import signal
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -21,6 +21,7 @@ from etude.errors import BusyError, InputError
 from etude.pods.cli import images
 from etude.pods.cli.options import (
     DETACHED_TTL_S,
+    Allow,
     AsJson,
     Backend,
     Cwd,
@@ -31,14 +32,20 @@ from etude.pods.cli.options import (
     PodId,
     State,
     Terminal,
+    Timeout,
     TrailingCommand,
+    Transparent,
     Ttl,
     User,
-    with_service,
+    parse_pairs,
+    show,
+    with_client,
+    with_host,
 )
 from etude.pods.cli.units import parse_seconds, parse_size, show_seconds, show_size
-from etude.pods.pod import Egress, ExecResult, Limits, Pod, PodError, PodFileError, SnapshotKind
-from etude.pods.remote.host_client import TOKEN_VARIABLE, LocalPodService, PodService, age
+from etude.pods.host import Host, PodOptions
+from etude.pods.host_client import TOKEN_VARIABLE, HostClient
+from etude.pods.pod import Egress, ExecResult, Limits, Pod, PodError, PodFileError, Snapshot
 from etude.pods.scheduling.admission import Thresholds
 
 app = typer.Typer(no_args_is_help=True)
@@ -64,22 +71,18 @@ def run(
         bool, typer.Option("-d", "--detach", help="Print the pod's id and leave it running; output goes to run.log.")
     ] = False,
     ttl: Ttl = None,
-    memory: Annotated[str | None, typer.Option(help="Memory limit, such as 512M.", show_default=False)] = None,
-    cpu: Annotated[float | None, typer.Option(help="CPU limit in cores, such as 0.5.", show_default=False)] = None,
-    pids: Annotated[int | None, typer.Option(help="Limit on processes and threads.", show_default=False)] = None,
-    disk: Annotated[str | None, typer.Option(help="Limit on bytes written, such as 2G.", show_default=False)] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory limit, such as 512M.")] = None,
+    cpu: Annotated[float | None, typer.Option(help="CPU limit in cores, such as 0.5.")] = None,
+    pids: Annotated[int | None, typer.Option(help="Limit on processes and threads.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Limit on bytes written, such as 2G.")] = None,
     on_disk: Annotated[bool, typer.Option("--on-disk", help="Store written files on disk, not in memory.")] = False,
-    allow: Annotated[
-        list[str] | None, typer.Option(metavar="HOST[:PORT]", help="Allow connections to this host; repeatable.")
-    ] = None,
-    transparent: Annotated[
-        bool, typer.Option("--transparent", help="Forward connections of programs that do not use a proxy.")
-    ] = False,
+    allow: Allow = None,
+    transparent: Transparent = False,
     private: Annotated[bool, typer.Option("--private", help="Allowed names may resolve to private networks.")] = False,
     user: User = None,
     cwd: Cwd = None,
     env: Env = None,
-    timeout: Annotated[str | None, typer.Option(help="Kill the command after this time.", show_default=False)] = None,
+    timeout: Timeout = None,
     backend: Backend = "auto",
     state: State = None,
     host: HostUrl = None,
@@ -97,23 +100,18 @@ def run(
     exec_options = command_options(user, cwd, env, timeout)
     on_terminal = wants_terminal(stdin, terminal)
     egress = Egress.to(*allow or (), transparent=transparent, private=private)
-    pod_options: dict[str, Any] = {
-        "limits": limits,
-        "egress": egress,
-        "storage": "disk" if on_disk else "memory",
-        "ttl": ttl_s,
-    }
+    pod_options: PodOptions = {"limits": limits, "egress": egress, "storage": "disk" if on_disk else "memory"}
 
-    async def work(service: PodService) -> ExecResult | str:
-        pod = await service.create(image, detach=detach, **pod_options)
-        command = given_command(ctx) or service.default_command(pod)
+    async def work(client: HostClient) -> ExecResult | str:
+        pod = await client.create(image, detached=detach, ttl=ttl_s, **pod_options)
+        command = given_command(ctx) or [*pod.default_command]
         if detach:
             return await start_detached(pod, command, exec_options)
         if not command and not on_terminal:
             raise InputError("run: no command; give one after --, or -t for a shell")
         return await run_attached(pod, command, stdin, on_terminal, exec_options)
 
-    result = with_service(state, host, work, backend)
+    result = with_client(state, host, work, backend)
     if isinstance(result, str):
         print(result)
     else:
@@ -129,7 +127,7 @@ def exec_(
     user: User = None,
     cwd: Cwd = None,
     env: Env = None,
-    timeout: Annotated[str | None, typer.Option(help="Kill the command after this time.", show_default=False)] = None,
+    timeout: Timeout = None,
     state: State = None,
     host: HostUrl = None,
 ) -> None:
@@ -139,10 +137,10 @@ def exec_(
         raise InputError(f"exec: no command; give one after --, as in `etude pods exec {pod} -- ls`")
     on_terminal = wants_terminal(stdin, terminal)
 
-    async def work(service: PodService) -> ExecResult:
-        return await run_attached(await service.find(pod), command, stdin, on_terminal, options)
+    async def work(client: HostClient) -> ExecResult:
+        return await run_attached(await client.find(pod), command, stdin, on_terminal, options)
 
-    exit_with_result(with_service(state, host, work))
+    exit_with_result(with_client(state, host, work))
 
 
 @app.command(epilog="Example:  etude pods shell 3fa9")
@@ -151,10 +149,10 @@ def shell(pod: PodId, user: User = None, cwd: Cwd = None, state: State = None, h
     if not wants_terminal(False, True):
         raise InputError("shell: needs a terminal; `etude pods exec` runs commands without one")
 
-    async def work(service: PodService) -> ExecResult:
-        return await run_attached(await service.find(pod), [], True, True, command_options(user, cwd, None, None))
+    async def work(client: HostClient) -> ExecResult:
+        return await run_attached(await client.find(pod), [], True, True, command_options(user, cwd, None, None))
 
-    exit_with_result(with_service(state, host, work))
+    exit_with_result(with_client(state, host, work))
 
 
 def given_command(ctx: typer.Context) -> list[str]:
@@ -163,11 +161,8 @@ def given_command(ctx: typer.Context) -> list[str]:
 
 def command_options(user: str | None, cwd: str | None, env: list[str] | None, timeout: str | None) -> dict[str, Any]:
     """Return the keyword options for `exec` and `spawn`."""
-    pairs = [pair.partition("=") for pair in env or ()]
-    if bad := [name for name, sign, _ in pairs if not sign or not name]:
-        raise InputError(f"--env {bad[0]}: expected NAME=VALUE")
     limit = parse_seconds(timeout, "--timeout") if timeout else None
-    return {"user": user, "cwd": cwd, "env": {name: value for name, _, value in pairs}, "timeout": limit}
+    return {"user": user, "cwd": cwd, "env": parse_pairs(env, "--env"), "timeout": limit}
 
 
 def wants_terminal(stdin: bool, terminal: bool) -> bool:
@@ -228,37 +223,31 @@ def exit_with_result(result: ExecResult, memory: int | None = None) -> None:
 @app.command(epilog="Example:  etude pods ps --json")
 def ps(state: State = None, host: HostUrl = None, as_json: AsJson = False) -> None:
     """List the pods and their resource usage."""
-    pods = with_service(state, host, lambda service: service.pods())
-    if as_json:
-        print(json.dumps(pods))
-        return
+    pods = with_client(state, host, lambda client: client.pods())
     table = Table("pod", "image", "age", "ends in", "memory", "pids", "cpu", "state", box=None, header_style="bold")
     for pod in pods:
-        stats = pod["stats"]
         table.add_row(
-            pod["id"],
-            escape(pod["image"][:30]),
-            show_seconds(age(pod)),
-            show_seconds(pod["remaining"]) if pod["remaining"] is not None else "lease" if pod["lease"] else "-",
-            show_size(stats.get("memory")),
-            f"{stats['pids']:.0f}" if "pids" in stats else "-",
-            f"{stats['cpu_s']:.1f}s" if "cpu_s" in stats else "-",
-            pod["state"],
+            pod.id,
+            escape(pod.image[:30]),
+            show_seconds(max(0.0, time.time() - pod.created)),
+            show_seconds(pod.remaining) if pod.remaining is not None else "lease" if pod.lease else "-",
+            show_size(pod.stats.get("memory")),
+            f"{pod.stats['pids']:.0f}" if "pids" in pod.stats else "-",
+            f"{pod.stats['cpu_s']:.1f}s" if "cpu_s" in pod.stats else "-",
+            pod.state,
         )
-    Console().print(table if pods else "no pods")
+    show(pods, as_json, table if pods else "no pods")
 
 
 @app.command(epilog="Example:  etude pods snapshot 3fa9")
 def snapshot(pod: PodId, kind: Kind = None, state: State = None, host: HostUrl = None, as_json: AsJson = False) -> None:
     """Save a pod's files to disk as a snapshot, from which `run` can start, and print its id."""
 
-    async def work(service: PodService) -> dict[str, Any]:
-        created = await (await service.find(pod)).snapshot(parse_kind(kind))
-        await service.persist(created.id)
-        return next(each for each in await service.snapshots() if each["id"] == created.id)
+    async def work(client: HostClient) -> Snapshot:
+        return await client.persist((await (await client.find(pod)).snapshot(kind)).id)
 
-    created = with_service(state, host, work)
-    print(json.dumps(created) if as_json else created["id"])
+    created = with_client(state, host, work)
+    show(created, as_json, created.id)
 
 
 @app.command(epilog="Example:  etude pods fork 3fa9 -n 4")
@@ -271,26 +260,32 @@ def fork(
     host: HostUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create pods that start with this pod's files, and print their ids."""
+    """Create pods that start with this pod's files, and print their ids: all of them, or none on an error."""
     ttl_s = parse_seconds(ttl or "1h", "--ttl")
 
-    async def work(service: PodService) -> list[str]:
-        return [child.id for child in await service.fork(await service.find(pod), n, parse_kind(kind), ttl_s)]
+    async def work(client: HostClient) -> list[str]:
+        parent = await client.find(pod)
+        snapshot = await parent.snapshot(kind)
+        options: PodOptions = {"limits": parent.limits, "egress": parent.egress}
+        try:
+            making = (client.create(snapshot, ttl=ttl_s, detached=True, **options) for _ in range(n))
+            results = await asyncio.gather(*making, return_exceptions=True)
+        finally:
+            await client.remove_snapshot(snapshot.id)
+        made = [each for each in results if isinstance(each, Pod)]
+        for error in (each for each in results if isinstance(each, BaseException)):
+            await asyncio.gather(*(child.close() for child in made))
+            raise error
+        return [child.id for child in made]
 
-    ids = with_service(state, host, work)
-    print(json.dumps(ids) if as_json else "\n".join(ids))
-
-
-def parse_kind(text: str | None) -> SnapshotKind | None:
-    if text is None or text in ("fs", "fs-live", "full"):
-        return text  # type: ignore[return-value]
-    raise InputError(f"--kind {text}: expected fs or fs-live")
+    ids = with_client(state, host, work)
+    show(ids, as_json, "\n".join(ids))
 
 
 @app.command(epilog="Examples:\n\n  etude pods cp src 3fa9:/root/src\n\n  etude pods cp 3fa9:/root/out.txt .")
 def cp(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A path, or POD:path.", show_default=False)],
-    target: Annotated[str, typer.Argument(metavar="DST", help="A path, or POD:path.", show_default=False)],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A path, or POD:path.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="A path, or POD:path.")],
     state: State = None,
     host: HostUrl = None,
 ) -> None:
@@ -299,8 +294,8 @@ def cp(
     if bool(source_pod) == bool(target_pod):
         raise InputError(f"cp {source} {target}: exactly one of the two must be POD:path")
 
-    async def work(service: PodService) -> None:
-        pod = await service.find(source_pod or target_pod)
+    async def work(client: HostClient) -> None:
+        pod = await client.find(source_pod or target_pod)
         name = Path(source_path.rstrip("/")).resolve().name if target_pod else Path(source_path).name
         if target_pod:
             into = target_path.endswith("/") or await is_directory(pod, target_path)
@@ -309,7 +304,7 @@ def cp(
             to = Path(target_path)
             await pod.download(source_path, to / name if to.is_dir() else to)
 
-    with_service(state, host, work)
+    with_client(state, host, work)
 
 
 def split_path(text: str) -> tuple[str, str]:
@@ -327,9 +322,7 @@ async def is_directory(pod: Pod, path: str) -> bool:
 
 @app.command(epilog="Example:  etude pods close 3fa9 81c2")
 def close(
-    pods: Annotated[
-        list[str] | None, typer.Argument(metavar="POD...", help="Ids of the pods.", show_default=False)
-    ] = None,
+    pods: Annotated[list[str] | None, typer.Argument(metavar="POD...", help="Ids of the pods.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Close every pod.")] = False,
     state: State = None,
     host: HostUrl = None,
@@ -338,26 +331,23 @@ def close(
     if bool(pods) == every:
         raise InputError("close: give pod ids, or --all for every pod")
 
-    async def work(service: PodService) -> None:
-        ids = [pod["id"] for pod in await service.pods()] if every else pods or []
+    async def work(client: HostClient) -> None:
+        ids = [pod.id for pod in await client.pods()] if every else pods or []
         for id in ids:
-            await (await service.find(id)).close()
+            await (await client.find(id)).close()
 
-    with_service(state, host, work)
+    with_client(state, host, work)
 
 
 @app.command(epilog="Example:  etude pods events 3fa9 --host http://10.0.0.7:7741")
 def events(pod: PodId, state: State = None, host: HostUrl = None, as_json: AsJson = False) -> None:
     """Print the events of a pod, oldest first. Only a server (`etude pods serve`) keeps all events of its pods."""
-    found = with_service(state, host, lambda service: service.events(pod))
-    if as_json:
-        print(json.dumps([{"time": event.time, "kind": event.kind, "facts": dict(event.facts)} for event in found]))
-        return
+    found = with_client(state, host, lambda client: client.events(pod))
+    lines = []
     for event in found:
-        facts = " ".join(f"{name}={value}" for name, value in event.facts.items())
-        print(
-            f"{datetime.fromtimestamp(event.time).isoformat(sep=' ', timespec='milliseconds')}  {event.kind}  {facts}"
-        )
+        when = datetime.fromtimestamp(event.time).isoformat(sep=" ", timespec="milliseconds")
+        lines.append(f"{when}  {event.kind}  {' '.join(f'{name}={value}' for name, value in event.facts.items())}")
+    show(found, as_json, "\n".join(lines))
 
 
 # ------------------------------------------------------------------------------------------------- the host
@@ -373,9 +363,7 @@ def gc(
 ) -> None:
     """Remove the remains of dead processes and the layers that nothing uses."""
 
-    async def work(service: PodService) -> dict[str, list[str]]:
-        assert isinstance(service, LocalPodService)
-        host = service.host
+    async def work(host: Host) -> dict[str, list[str]]:
         if not every:
             return {**await host.collect_garbage(grace=3600), "snapshots": []}
         if others := host.registry.other_owners():
@@ -385,14 +373,14 @@ def gc(
             with contextlib.suppress(PodError):  # a pod that does not answer is reaped below
                 await (await host.find(id)).close()
         for each in saved:
-            await service.remove_snapshot(each.snapshot.id)
+            await host.remove_snapshot(each.snapshot.id)
         removed = await host.collect_garbage(grace=0)
         await host.backend.shutdown()
         removed["pods"] = sorted({*removed["pods"], *pods})
         return {**removed, "snapshots": [each.snapshot.id for each in saved]}
 
-    removed = with_service(state, None, work)
-    print(json.dumps(removed) if as_json else "removed " + ", ".join(f"{len(v)} {k}" for k, v in removed.items()))
+    removed = with_host(state, work)
+    show(removed, as_json, "removed " + ", ".join(f"{len(ids)} {kind}" for kind, ids in removed.items()))
 
 
 @app.command(
@@ -403,15 +391,13 @@ def serve(
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="The address to serve on; port 0 takes a free port.")
     ] = "127.0.0.1:7741",
-    token_file: Annotated[
-        Path | None, typer.Option(help=f"A file with the token; default: ${TOKEN_VARIABLE}.", show_default=False)
-    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help=f"A file with the token; default: ${TOKEN_VARIABLE}.")] = None,
     no_token: Annotated[
         bool, typer.Option("--no-token", help="Serve without a token: every user of this machine has access.")
     ] = False,
-    certificate: Annotated[Path | None, typer.Option(help="TLS certificate in PEM.", show_default=False)] = None,
-    key: Annotated[Path | None, typer.Option(help="The certificate's private key.", show_default=False)] = None,
-    max_pods: Annotated[int | None, typer.Option(min=1, help="Maximum number of pods.", show_default=False)] = None,
+    certificate: Annotated[Path | None, typer.Option(help="TLS certificate in PEM.")] = None,
+    key: Annotated[Path | None, typer.Option(help="The certificate's private key.")] = None,
+    max_pods: Annotated[int | None, typer.Option(min=1, help="Maximum number of pods.")] = None,
     warm: Annotated[
         list[str] | None, typer.Option(metavar="IMAGE=N", help="Keep N pods started in advance; repeatable.")
     ] = None,

@@ -7,16 +7,16 @@ runs on for long. A broken connection is re-established; only the commands that 
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import secrets
+import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, Unpack
 from urllib.parse import quote, urlsplit
 
 import httpx
@@ -24,39 +24,29 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from etude.errors import EtudeError, InputError
-from etude.pods.fleet import Fleet, HostGone
+from etude.pods.fleet import Fleet
 from etude.pods.guest import protocol
 from etude.pods.guest.client import GuestClient, Link
 from etude.pods.guest.guest_pod import GuestPod
+from etude.pods.host import PodOptions
+from etude.pods.host_client import HostClient, HostGone, ImageDescription, PodDescription
 from etude.pods.images.records import Image
-from etude.pods.pod import (
-    MAX_OUTPUT,
-    Command,
-    Event,
-    ExecResult,
-    FileInfo,
-    Job,
-    Pod,
-    PodError,
-    PodGone,
-    Snapshot,
-    SnapshotKind,
-)
+from etude.pods.pod import Event, ExecResult, FileInfo, Job, Pod, PodError, PodGone, Snapshot, SnapshotKind
 from etude.pods.remote import messages
+from etude.pods.remote.messages import parse
 from etude.pods.remote.websocket import WebSocketLink
-from etude.pods.scheduling.router import HostReport
+from etude.pods.scheduling.router import REPORT_VERSION, HostReport
 
 CONNECT_S = 10.0
 RESPONSE_S = 60.0
 LONG_S = 1800.0  # for requests that move or copy files
 RETRIES = (0.1, 0.4)  # seconds between attempts of idempotent requests
 RECONNECT_S = 30.0  # at least, before reconnecting to a pod is given up
+# A creation may wait for admission without a byte: the kernel finds out whether the host is still there.
+KEEPALIVE = ((socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20))
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
-
-class RemoteHostClient:
+class RemoteHostClient(HostClient):
     """A remote host, as the fleet sees it. Created by `open`; closing it closes the pods it created."""
 
     def __init__(self, url: str, token: str, lease: float = messages.LEASE_S) -> None:
@@ -71,13 +61,16 @@ class RemoteHostClient:
             base_url=f"{self.url}/v1",
             headers=self.headers,
             timeout=httpx.Timeout(RESPONSE_S, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            verify=self.tls or False,
+            transport=httpx.AsyncHTTPTransport(
+                verify=self.tls or False,
+                trust_env=False,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+                socket_options=KEEPALIVE,
+            ),
             trust_env=False,
         )
-        self.pods: dict[str, RemotePod] = {}
+        self.created: dict[str, RemotePod] = {}  # by id; closed by `close`
         self.fleet: Fleet | None = None
-        self.tasks: set[asyncio.Task[Any]] = set()
 
     @classmethod
     async def open(
@@ -97,15 +90,14 @@ class RemoteHostClient:
         return client
 
     async def close(self) -> None:
-        await asyncio.gather(*(pod.close() for pod in list(self.pods.values())), return_exceptions=True)
-        if self.tasks:
-            await asyncio.wait(self.tasks, timeout=5)
+        await asyncio.gather(*(pod.close() for pod in list(self.created.values())), return_exceptions=True)
         await self.http.aclose()
 
-    async def request(self, method: str, path: str, *, retry: bool = True, long: bool = False, **options: Any) -> Any:
-        """Send a request and return its JSON response; `retry` if idempotent. HostGone if there is no response."""
-        if long:
-            options["timeout"] = httpx.Timeout(LONG_S, connect=CONNECT_S)
+    async def request(
+        self, method: str, path: str, *, retry: bool = True, wait: float | None = RESPONSE_S, **options: Any
+    ) -> bytes:
+        """Send a request and return its response; `retry` if idempotent. HostGone if there is none within `wait`."""
+        options["timeout"] = httpx.Timeout(wait, connect=CONNECT_S)
         for pause in (*(RETRIES if retry else ()), None):
             try:
                 response = await self.http.request(method, path, **options)
@@ -115,58 +107,44 @@ class RemoteHostClient:
                     raise self._unreachable(error) from error
                 await asyncio.sleep(pause)
         if response.is_error:
-            raise messages.error_from_json(response.status_code, _json(response.content), self.url)
-        return response.json()
+            raise messages.error_from_json(response.status_code, response.content, self.url)
+        return response.content
 
     def _unreachable(self, error: Exception) -> HostGone:
         return HostGone(f"host {self.url} does not answer: {str(error) or type(error).__name__}")
 
-    def run_in_background(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine in the background; `close` waits for it for up to 5 s."""
-        task = asyncio.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-
     # ------------------------------------------------------------------------------------------- pods
 
     async def report(self) -> HostReport:
-        return HostReport.from_wire(await self.request("GET", "/report", retry=False))
+        body = await self.request("GET", "/report", retry=False)
+        found = parse(HostReport, body, f"report of {self.url}")
+        if found.version != REPORT_VERSION:
+            raise InputError(
+                f"report of {self.url}: version {found.version}; this router reads {REPORT_VERSION}: "
+                "run the same release on both sides"
+            )
+        return found
 
     async def create(
         self,
         image: str | Image | Snapshot = "host",
         *,
-        key: str = "",
-        lease: float | None = None,
+        ttl: float | None = None,
         timeout: float | None = None,
-        **options: Any,
+        detached: bool = False,
+        **options: Unpack[PodOptions],
     ) -> "RemotePod":
-        """Create a pod on the host, with the options of `Fleet.create`. Requests with the same key give the same pod.
-
-        Without a key a random one is used, so a request whose response was lost can be repeated.
-        """
+        """Create a pod on the host. If the response is lost, the pod ends with its first lease."""
         name = image if isinstance(image, str) else image.id
-        lease_s = self.lease if lease is None else lease
-        request_key = key or f"auto-{secrets.token_hex(12)}"
-        request = messages.CreateRequest(name, key=request_key, lease=lease_s, timeout=timeout, **options)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        try:
-            while "waiting" in (created := await self.request("POST", "/pods", json=request.to_json())):
-                left = None if deadline is None else max(0.01, deadline - time.monotonic())
-                request = replace(request, timeout=left)
-            return await self._connect_pod(created, renews=lease_s > 0)
-        except asyncio.CancelledError:
-            if not key:  # no other caller has the random key
-                self.run_in_background(self._cancel_create(request_key))
-            raise
+        lease = 0.0 if detached else self.lease
+        request = messages.to_json({"image": name, "ttl": ttl, "timeout": timeout, "lease": lease, **options})
+        body = await self.request("POST", "/pods", retry=False, wait=None, json=request)
+        return await self._connect_pod(parse(PodDescription, body, self.url), renews=not detached)
 
-    async def _cancel_create(self, key: str) -> None:
-        with contextlib.suppress(EtudeError):  # if this is lost too, the pod ends with its lease
-            await self.request("DELETE", "/pods", params={"key": key})
-
-    async def _connect_pod(self, description: Mapping[str, Any], renews: bool) -> "RemotePod":
+    async def _connect_pod(self, description: PodDescription, renews: bool) -> "RemotePod":
         pod = RemotePod(self, description, renews)
-        self.pods[pod.id] = pod
+        if renews:
+            self.created[pod.id] = pod
         try:
             await pod.connect()
         except BaseException:
@@ -174,16 +152,25 @@ class RemoteHostClient:
             raise
         return pod
 
-    async def attach(self, id: str) -> "RemotePod":
+    async def find(self, id: str) -> "RemotePod":
         """Return a running pod of the host by its id or a prefix of it, without renewing its lease."""
-        pod = RemotePod(self, await self.request("GET", f"/pods/{quote(id, safe='')}"), renews=False)
+        try:
+            body = await self.request("GET", f"/pods/{quote(id, safe='')}")
+        except PodGone as error:
+            raise InputError(str(error)) from None
+        pod = RemotePod(self, parse(PodDescription, body, self.url), renews=False)
         await pod.connect()
         return pod
 
-    async def list_pods(self) -> list[dict[str, Any]]:
-        return list(await self.request("GET", "/pods"))
+    async def pods(self) -> list[PodDescription]:
+        return parse(list[PodDescription], await self.request("GET", "/pods"), self.url)
 
-    async def adopt_children(self, found: Sequence[Mapping[str, Any]], renews: bool) -> "list[RemotePod]":
+    async def events(self, id: str) -> Sequence[Event]:
+        pod = await self.find(id)
+        await pod.refresh()
+        return pod.events()
+
+    async def adopt_children(self, found: Sequence[PodDescription], renews: bool) -> "list[RemotePod]":
         """Connect to pods that were just forked; on an error all of them are closed."""
         results = await asyncio.gather(*(self._connect_pod(each, renews) for each in found), return_exceptions=True)
         if failed := [each for each in results if isinstance(each, BaseException)]:
@@ -207,7 +194,7 @@ class RemoteHostClient:
                 close_timeout=1,
             )
         except InvalidStatus as refused:
-            body = _json(bytes(refused.response.body or b""))
+            body = bytes(refused.response.body or b"")
             raise messages.error_from_json(refused.response.status_code, body, self.url) from None
         except (OSError, TimeoutError, WebSocketException) as error:
             raise self._unreachable(error) from error
@@ -216,18 +203,18 @@ class RemoteHostClient:
     # ------------------------------------------------------------------------------------------- files
 
     async def snapshots(self) -> list[Snapshot]:
-        return [messages.snapshot_from_json(plain) for plain in await self.request("GET", "/snapshots")]
+        return parse(list[Snapshot], await self.request("GET", "/snapshots"), self.url)
 
-    async def images(self) -> list[dict[str, Any]]:
-        return list(await self.request("GET", "/images"))
+    async def images(self) -> list[ImageDescription]:
+        return parse(list[ImageDescription], await self.request("GET", "/images"), self.url)
 
-    async def export(self, snapshot: str, file: Path) -> None:
+    async def export(self, id: str, file: Path) -> None:
         part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
         timeout = httpx.Timeout(LONG_S, connect=CONNECT_S)
         try:
-            async with self.http.stream("GET", f"/snapshots/{quote(snapshot)}", timeout=timeout) as response:
+            async with self.http.stream("GET", f"/snapshots/{quote(id)}", timeout=timeout) as response:
                 if response.is_error:
-                    raise messages.error_from_json(response.status_code, _json(await response.aread()), self.url)
+                    raise messages.error_from_json(response.status_code, await response.aread(), self.url)
                 with open(part, "xb") as out:
                     async for chunk in response.aiter_bytes(1 << 20):
                         await asyncio.to_thread(out.write, chunk)
@@ -241,16 +228,13 @@ class RemoteHostClient:
         if not file.is_file():
             raise InputError(f"{file}: there is no such file")
         headers = {"content-length": str(file.stat().st_size)}
-        response = await self.request(
-            "PUT", "/images", retry=False, long=True, content=_read_chunks(file), headers=headers
-        )
-        return str(response["id"])
+        content = _read_chunks(file)
+        body = await self.request("PUT", "/images", retry=False, wait=LONG_S, content=content, headers=headers)
+        return parse(dict[str, str], body, self.url)["id"]
 
     async def persist(self, id: str) -> Snapshot:
-        """Make the host write a snapshot that is held in memory to disk."""
-        return messages.snapshot_from_json(
-            await self.request("POST", f"/snapshots/{quote(id, safe='')}/persist", long=True)
-        )
+        body = await self.request("POST", f"/snapshots/{quote(id, safe='')}/persist", wait=LONG_S)
+        return parse(Snapshot, body, self.url)
 
     async def remove_snapshot(self, id: str) -> None:
         await self.request("DELETE", f"/snapshots/{quote(id)}")
@@ -260,13 +244,6 @@ async def _read_chunks(file: Path) -> AsyncIterator[bytes]:
     with open(file, "rb") as source:
         while chunk := await asyncio.to_thread(source.read, 1 << 20):
             yield chunk
-
-
-def _json(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except ValueError:
-        return None
 
 
 class RemoteJob(Job):
@@ -300,29 +277,15 @@ class RemoteJob(Job):
         return await asyncio.wait_for(asyncio.shield(self.result), timeout)
 
 
-def when_connected(
-    call: Callable[Concatenate[GuestPod, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate["RemotePod", P], Coroutine[Any, Any, T]]:
-    """Return a method that connects or reconnects to the pod before the call."""
-
-    async def connect_and_call(self: "RemotePod", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        await self.ensure_connected()
-        return await call(self, *args, **kwargs)
-
-    return connect_and_call
-
-
 class RemotePod(GuestPod):
     """A pod on another machine. With `renews` this client renews its lease, and the pod ends when the client does."""
 
-    def __init__(self, client: RemoteHostClient, description: Mapping[str, Any], renews: bool) -> None:
-        super().__init__(description["id"], description["environment"], description["workdir"], description["user"])
-        self.client, self.description, self.renews = client, dict(description), renews
-        self.image = description["image"]
-        self.limits = messages.limits_from_json(description["limits"])
-        self.egress = messages.egress_from_json(description["egress"])
-        self.lease = float(description["lease"])
-        left = description["remaining"]
+    def __init__(self, client: RemoteHostClient, found: PodDescription, renews: bool) -> None:
+        super().__init__(found.id, found.environment, found.workdir, found.user)
+        self.client, self.renews, self.lease = client, renews, found.lease
+        self.image, self.limits, self.egress = found.image, found.limits, found.egress
+        self.default_command = found.command
+        left = found.remaining
         self.deadline = math.inf if left is None else time.monotonic() + left  # on the local monotonic clock
         self.host_events: list[Event] = []
         self.event_cursor: dict[str, str] = {}  # how far the host's events have been read
@@ -358,16 +321,17 @@ class RemotePod(GuestPod):
     def _start_reconnect(self) -> "asyncio.Task[None]":
         if self.reconnecting is None or self.reconnecting.done():
             self.reconnecting = asyncio.create_task(self._reconnect())
-            # Retrieve the exception, which `ensure_connected` raises, so that asyncio does not log it.
+            # Retrieve the exception, which `ready` raises, so that asyncio does not log it.
             self.reconnecting.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self.reconnecting
 
-    async def ensure_connected(self) -> None:
-        """Wait until the pod is connected; PodGone if the pod has ended, HostGone if its host does not answer."""
+    async def ready(self) -> GuestClient:
+        """Return the guest client, once connected; PodGone if the pod has ended, HostGone if its host is silent."""
         if self.end_error is not None:
             raise self.end_error
         if self.connection is None or self.connection.closed_error is not None:
             await asyncio.shield(self._start_reconnect())
+        return self.guest
 
     async def _reconnect(self) -> None:
         deadline, pause = time.monotonic() + max(self.lease, RECONNECT_S), 0.02
@@ -387,7 +351,7 @@ class RemotePod(GuestPod):
 
     def _end(self, error: PodError) -> None:
         self.end_error = self.end_error or error
-        self.client.pods.pop(self.id, None)
+        self.client.created.pop(self.id, None)
         for task in (self.renewing, self.reconnecting):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
@@ -415,77 +379,45 @@ class RemotePod(GuestPod):
         """Disconnect from the pod without closing it: with `renews` it ends when its lease runs out."""
         self._end(PodGone(f"pod {self.id} was released"))
 
-    # ------------------------------------------------------------------------------------------- commands and files
+    # ------------------------------------------------------------------------------------------- commands
 
-    read = when_connected(GuestPod.read)
-    write = when_connected(GuestPod.write)
-    list = when_connected(GuestPod.list)
-    stat = when_connected(GuestPod.stat)
-    remove = when_connected(GuestPod.remove)
-    make_directory = when_connected(GuestPod.make_directory)
-    symlink = when_connected(GuestPod.symlink)
+    async def exec(self, *command: Any, **options: Any) -> ExecResult:
+        return await self._check_out_of_memory(await super().exec(*command, **options))
 
-    async def exec(
-        self,
-        command: Command,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
-        timeout: float | None = None,
-        max_output: int = MAX_OUTPUT,
-        user: str | None = None,
-    ) -> ExecResult:
-        await self.ensure_connected()
-        result = await super().exec(
-            command, cwd=cwd, env=env, stdin=stdin, timeout=timeout, max_output=max_output, user=user
-        )
-        return await self._check_out_of_memory(result)
-
-    async def spawn(
-        self,
-        command: Command,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        user: str | None = None,
-        terminal: tuple[int, int] | None = None,
-    ) -> Job:
-        await self.ensure_connected()
-        job = await super().spawn(command, cwd=cwd, env=env, timeout=timeout, user=user, terminal=terminal)
-        return RemoteJob(job, self._check_out_of_memory)
+    async def spawn(self, *command: Any, **options: Any) -> Job:
+        return RemoteJob(await super().spawn(*command, **options), self._check_out_of_memory)
 
     async def _check_out_of_memory(self, result: ExecResult) -> ExecResult:
         """Ask the host whether memory ran out, if a command failed in a pod with a memory limit."""
         if result.exit_code == 0 or result.out_of_memory or self.limits.memory is None:
             return result
         with contextlib.suppress(EtudeError):  # the command's result matters more
-            if (await self._request("POST", "memory"))["ran_out"]:
+            if parse(dict[str, bool], await self._request("POST", "memory"), self.client.url)["ran_out"]:
                 self.record("out-of-memory", {"exit_code": result.exit_code})
                 return replace(result, out_of_memory=True)
         return result
 
     # ------------------------------------------------------------------------------------------- lifecycle
 
-    async def _request(self, method: str, verb: str, **options: Any) -> Any:
+    async def _request(self, method: str, verb: str, **options: Any) -> bytes:
         if self.end_error is not None:
             raise self.end_error
         return await self.client.request(method, f"/pods/{self.id}/{verb}".rstrip("/"), **options)
 
     async def diff(self) -> Mapping[str, FileInfo | None]:
-        return messages.changes_from_json(await self._request("GET", "diff", long=True))
+        return messages.changes_from_json(await self._request("GET", "diff", wait=LONG_S))
 
     async def snapshot(self, kind: SnapshotKind | None = None) -> Snapshot:
-        plain = await self._request("POST", "snapshot", retry=False, long=True, json={"kind": kind})
+        body = await self._request("POST", "snapshot", retry=False, wait=LONG_S, json={"kind": kind})
         await self._resync()
-        return messages.snapshot_from_json(plain)
+        return parse(Snapshot, body, self.client.url)
 
     async def fork(self, n: int = 1, kind: SnapshotKind | None = None) -> Sequence[Pod]:
         fleet = self.client.fleet
         if fleet is not None and len(fleet.clients) > 1 and self.id in fleet.pod_hosts:
             return await fleet.fork(self, n, kind)
-        found = await self._request("POST", "fork", retry=False, long=True, json={"n": n, "kind": kind})
+        body = await self._request("POST", "fork", retry=False, wait=LONG_S, json={"n": n, "kind": kind})
+        found = parse(list[PodDescription], body, self.client.url)
         children, _ = await asyncio.gather(self.client.adopt_children(found, self.renews), self._resync())
         return children
 
@@ -493,7 +425,7 @@ class RemotePod(GuestPod):
         """Reconnect and fetch events, after an operation that may have restarted the pod."""
         with contextlib.suppress(PodError):
             await self.guest.request(protocol.PING)
-        await self.ensure_connected()
+        await self.ready()
         with contextlib.suppress(EtudeError):
             await self.refresh()
 
@@ -509,7 +441,7 @@ class RemotePod(GuestPod):
             self.record("unreachable", {"ends_within_s": self.lease})  # its lease is no longer renewed
 
     async def stats(self) -> Mapping[str, float]:
-        return dict((await self._request("GET", ""))["stats"])
+        return parse(PodDescription, await self._request("GET", ""), self.client.url).stats
 
     # ------------------------------------------------------------------------------------------- events
 
@@ -517,9 +449,10 @@ class RemotePod(GuestPod):
         """Fetch the events that the host has recorded since the last call."""
         self._add_events(await self._request("GET", "events", params=self.event_cursor))
 
-    def _add_events(self, response: Mapping[str, Any]) -> None:
-        self.host_events += map(messages.event_from_json, response["events"])
-        self.event_cursor = {"after": str(response["next"]), "of": str(response["of"])}
+    def _add_events(self, body: bytes) -> None:
+        found = parse(messages.Events, body, self.client.url)
+        self.host_events += found.events
+        self.event_cursor = {"after": str(found.next), "of": found.of}
 
     def events(self) -> Sequence[Event]:
         """Return this client's events and the host's, which are fetched at every renewal, snapshot and the end."""

@@ -1,7 +1,7 @@
 """Serve a host over HTTP: its pods, snapshots and images for clients with the token, and a tunnel to each guest init.
 
 Pods created here are detached: they outlive this process, and the next server on the same state directory adopts them
-with their egress and their idempotency keys, so a restart loses nothing. A client keeps its pod alive by renewing a
+with their egress, so a restart loses nothing. A client keeps its pod alive by renewing a
 lease through the tunnel; pods that ended are reaped here. All input is checked and bounded.
 """
 
@@ -9,43 +9,40 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import json
 import logging
 import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from etude.errors import EtudeError, InputError
-from etude.pods.fleet import HostGone
 from etude.pods.guest.client import Link
 from etude.pods.host import Host
-from etude.pods.pod import PodError, PodGone, SnapshotKind
+from etude.pods.host_client import TOKEN_VARIABLE, HostGone, LocalHostClient, describe
+from etude.pods.pod import PodError, PodGone
 from etude.pods.remote import messages
-from etude.pods.remote.host_client import TOKEN_VARIABLE
 from etude.pods.runtime.backend import LocalPod, PodSpec
+from etude.system.http import cancel_on_disconnect
 
 MAX_JSON = 1 << 20
 MAX_UPLOAD = 64 << 30  # bytes of a snapshot or an image; the disk is usually full before
 REAP_S = 10.0
 MAX_TUNNEL_BUFFER = 1 << 20  # bytes buffered for a slow client before reading from the guest init pauses
 RESTART_S = 10.0  # how long a pod may be without a guest init while a snapshot is taken
-MAX_RECENT_PODS = 1000  # pods whose events can be read after they ended
-SNAPSHOT_KINDS = ("fs", "fs-live", "full")
 
 logger = logging.getLogger(__name__)
 
@@ -122,104 +119,69 @@ class HostService:
     """The endpoints of a host, one method each."""
 
     def __init__(self, host: Host, max_upload: int) -> None:
-        self.host, self.max_upload = host, max_upload
-        self.recent: dict[str, LocalPod] = {}  # also ended pods, for their events
+        self.host, self.client, self.max_upload = host, LocalHostClient(host), max_upload
 
     # ------------------------------------------------------------------------------------------- pods
 
-    async def report(self, request: Request) -> Response:
-        return JSONResponse(self.host.report(str(request.base_url)).to_wire())
+    async def report(self, request: Request) -> Any:
+        return self.host.report(str(request.base_url))
 
-    async def create(self, request: Request) -> Response:
-        wanted = messages.CreateRequest.from_json(await read_json(request))
+    async def create(self, request: Request) -> Any:
+        wanted = messages.parse(messages.CreateRequest, await read_body(request), "create")
+        self._require_open()
+        options = {name: getattr(wanted, name) for name in type(wanted).model_fields if name != "image"}
+        return describe(await cancel_on_disconnect(request, self.host.create(wanted.image, attached=False, **options)))
+
+    def _require_open(self) -> None:
         if self.host.draining:
             raise HostGone(f"host {self.host.name} is draining and takes no new pods")
-        creation = self.host.create(
-            wanted.image,
-            limits=wanted.limits,
-            egress=wanted.egress,
-            storage=wanted.storage,
-            env=wanted.env,
-            ttl=wanted.ttl,
-            key=wanted.key,
-            tenant=wanted.tenant,
-            attached=False,
-            lease=wanted.lease,
-            timeout=wanted.timeout,
-        )
-        try:
-            # With a key the creation goes on after the timeout, and a request with the same key waits for it again.
-            pod = await (asyncio.wait_for(creation, messages.WAIT_S) if wanted.key else creation)
-        except TimeoutError:
-            return JSONResponse({"waiting": wanted.key}, 202)
-        self._remember(pod)
-        return JSONResponse(messages.pod_to_json(pod), 201)
 
-    async def cancel_create(self, request: Request) -> Response:
-        """Cancel the creation with this key and close the pod if it exists: its client has given up."""
-        creation = self.host.pods_by_key.get(request.query_params.get("key", ""))
-        if creation is not None:
-            creation.cancel()
-            (pod,) = await asyncio.gather(creation, return_exceptions=True)
-            if isinstance(pod, LocalPod):
-                await pod.close()
-        return JSONResponse({})
+    async def pods(self, _: Request) -> Any:
+        return await self.client.pods()
 
-    async def pods(self, _: Request) -> Response:
-        spare = {pod.id for pool in self.host.pools.values() for pod in pool.ready}
-        return JSONResponse([await describe(pod) for pod in list(self.host.pods.values()) if pod.id not in spare])
+    async def pod(self, request: Request) -> Any:
+        pod = await self._find(request)
+        stats: dict[str, float] = {}
+        with contextlib.suppress(PodError, OSError):  # the pod may be ending
+            stats = dict(await pod.stats())
+        return replace(describe(pod), stats=stats)
 
-    async def pod(self, request: Request) -> Response:
-        return JSONResponse(await describe(await self._find(request)))
+    async def events(self, request: Request) -> Any:
+        return self._events_of(await self._find(request), request)
 
-    async def events(self, request: Request) -> Response:
-        pod = self.recent.get(request.path_params["id"]) or await self._find(request)
-        return JSONResponse(self._events_of(pod, request))
-
-    def _events_of(self, pod: LocalPod, request: Request) -> dict[str, Any]:
+    def _events_of(self, pod: LocalPod, request: Request) -> messages.Events:
         after = request.query_params.get("after", "0")
         if not after.isdigit():
             raise InputError(f"events: after is {after!r}; expected the `next` number of the last response")
         # A pod that was adopted after a restart has a new list, which is read from its beginning.
         start = int(after) if request.query_params.get("of", self.host.name) == self.host.name else 0
         found = pod.history[start:]
-        return {"events": [*map(messages.event_to_json, found)], "next": start + len(found), "of": self.host.name}
+        return messages.Events(events=found, next=start + len(found), of=self.host.name)
 
-    async def close(self, request: Request) -> Response:
-        id = request.path_params["id"]
-        pod = self.host.pods.get(id)
-        if pod is None:
-            try:
-                pod = await self._find(request)
-            except PodGone:
-                pod = self.recent.get(id)
-        if pod is None:
-            return JSONResponse({"events": [], "next": 0, "of": self.host.name})
+    async def close(self, request: Request) -> Any:
+        try:
+            pod = await self._find(request)
+        except PodGone:  # closing a pod twice is allowed
+            return messages.Events(events=[], next=0, of=self.host.name)
         await pod.close()
-        return JSONResponse(self._events_of(pod, request))
+        return self._events_of(pod, request)
 
-    async def memory(self, request: Request) -> Response:
+    async def memory(self, request: Request) -> Any:
         """Return whether the kernel killed a process for memory since the last request."""
-        return JSONResponse({"ran_out": (await self._find(request)).memory_ran_out()})
+        return {"ran_out": (await self._find(request)).memory_ran_out()}
 
-    async def diff(self, request: Request) -> Response:
+    async def diff(self, request: Request) -> Any:
         changes = await (await self._find(request)).diff()
-        return Response(await asyncio.to_thread(messages.changes_to_json, changes), media_type="application/json")
+        return Response(messages.changes_to_json(changes), media_type="application/json")
 
-    async def snapshot(self, request: Request) -> Response:
-        given = messages.check_fields(await read_json(request), "snapshot", kind=(str, type(None)))
-        snapshot = await (await self._find(request)).snapshot(snapshot_kind(given))
-        return JSONResponse(asdict(snapshot), 201)
+    async def snapshot(self, request: Request) -> Any:
+        wanted = messages.parse(messages.SnapshotRequest, await read_body(request), "snapshot")
+        return await (await self._find(request)).snapshot(wanted.kind)
 
-    async def fork(self, request: Request) -> Response:
-        given = messages.check_fields(await read_json(request), "fork", n=int, kind=(str, type(None)))
-        pod, kind = await self._find(request), snapshot_kind(given)
-        if self.host.draining:
-            raise HostGone(f"host {self.host.name} is draining and takes no new pods")
-        children = await self.host.fork_pod(pod, given.get("n", 1), kind)
-        for child in children:
-            self._remember(child)
-        return JSONResponse([messages.pod_to_json(child) for child in children], 201)
+    async def fork(self, request: Request) -> Any:
+        wanted = messages.parse(messages.SnapshotRequest, await read_body(request), "fork")
+        self._require_open()
+        return [*map(describe, await self.host.fork_pod(await self._find(request), wanted.n, wanted.kind))]
 
     async def tunnel(self, websocket: WebSocket) -> None:
         try:
@@ -259,93 +221,56 @@ class HostService:
         id = request.path_params["id"]
         if id in self.host.pods:
             return self.host.pods[id]
-        matches = [spec for spec in self.host.registry.records() if spec.id.startswith(id)]
-        if not matches or (len(matches) > 1 and id in self.recent):
+        if not any(spec.id.startswith(id) for spec in self.host.registry.records()):
             raise PodGone(f"there is no pod {id} on this host: it was closed, its ttl passed, or it never existed")
-        if len(matches) > 1:
-            raise InputError(f"there are {len(matches)} pods whose id begins with {id!r}; `etude pods ps` lists them")
         try:
-            pod = await self.host.adopt(matches[0])
+            return await self.host.find(id)
         except PodError as error:
             raise PodGone(str(error)) from None
-        self._remember(pod)
-        return pod
-
-    def _remember(self, pod: LocalPod) -> None:
-        self.recent[pod.id] = pod
-        for id in list(self.recent)[: max(0, len(self.recent) - MAX_RECENT_PODS)]:
-            if id not in self.host.pods:
-                del self.recent[id]
 
     # ------------------------------------------------------------------------------------------- files
 
-    async def snapshots(self, _: Request) -> Response:
-        return JSONResponse([asdict(saved.snapshot) for saved in self.host.store.snapshots()])
+    async def snapshots(self, _: Request) -> Any:
+        return await self.client.snapshots()
 
-    async def images(self, _: Request) -> Response:
-        return JSONResponse([messages.image_to_json(image) for image in self.host.store.images()])
+    async def images(self, _: Request) -> Any:
+        return await self.client.images()
 
-    async def export(self, request: Request) -> Response:
-        id, store = request.path_params["id"], self.host.store
-        with contextlib.suppress(InputError):  # an image is on disk already
-            await self.host.persist(id)
+    async def export(self, request: Request) -> Any:
         with ExitStack() as stack:
-            file = stack.enter_context(store.staging()) / "export.tar"
-            await asyncio.to_thread(store.export, id, file)
+            file = stack.enter_context(self.host.store.staging()) / "export.tar"
+            await self.client.export(request.path_params["id"], file)
             headers = {"content-length": str(file.stat().st_size)}
             content = stream_file(file, stack.pop_all())
             return StreamingResponse(content, headers=headers, media_type="application/x-tar")
 
-    async def import_file(self, request: Request) -> Response:
+    async def import_file(self, request: Request) -> Any:
         """Import a file written by `export`, whether it holds an image or a snapshot."""
         with self.host.store.staging() as staging:
             file = staging / "import.tar"
             await receive_file(request, file, self.max_upload)
             try:
-                id = await asyncio.to_thread(self.host.store.import_, file)
+                return {"id": await self.client.import_(file)}
             except InputError as error:  # do not show the server's temporary path to the client
                 raise InputError(str(error).replace(str(file), "the file")) from None
-        wanted = request.path_params.get("id", id)
-        if id != wanted:
-            raise InputError(f"the file holds {id}, not {wanted}; it was imported as {id}")
-        return JSONResponse({"id": id}, 201)
 
-    async def persist(self, request: Request) -> Response:
-        return JSONResponse(asdict(await self.host.persist(request.path_params["id"])))
+    async def persist(self, request: Request) -> Any:
+        return await self.client.persist(request.path_params["id"])
 
-    async def remove_snapshot(self, request: Request) -> Response:
+    async def remove_snapshot(self, request: Request) -> Any:
         with contextlib.suppress(InputError):  # removing a missing snapshot is allowed
-            await self.host.remove_snapshot(request.path_params["id"])
-        return JSONResponse({})
+            await self.client.remove_snapshot(request.path_params["id"])
+        return {}
 
 
-def snapshot_kind(given: dict[str, Any]) -> SnapshotKind | None:
-    """Return the kind of snapshot that a request names."""
-    kind = given.get("kind")
-    if kind is not None and kind not in SNAPSHOT_KINDS:
-        raise InputError(f"kind is {kind!r}; expected one of {', '.join(SNAPSHOT_KINDS)}")
-    return cast(SnapshotKind | None, kind)
-
-
-async def describe(pod: LocalPod) -> dict[str, Any]:
-    """Return the description of a pod with its current resource usage."""
-    stats: dict[str, float] = {}
-    with contextlib.suppress(PodError, OSError):  # the pod may be ending
-        stats = dict(await pod.stats())
-    return {**messages.pod_to_json(pod), "stats": stats}
-
-
-async def read_json(request: Request) -> Any:
-    """Parse the JSON body of a request, of at most MAX_JSON bytes."""
+async def read_body(request: Request) -> bytes:
+    """Return the body of a request, of at most MAX_JSON bytes."""
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
         if len(data) > MAX_JSON:
             raise InputError(f"the body is over {MAX_JSON:,} bytes")
-    try:
-        return json.loads(data or b"{}")
-    except ValueError as error:
-        raise InputError(f"the body is not JSON: {error}") from None
+    return bytes(data)
 
 
 async def receive_file(request: Request, file: Path, limit: int) -> None:
@@ -369,23 +294,14 @@ async def stream_file(file: Path, stack: ExitStack) -> AsyncIterator[bytes]:
             yield chunk
 
 
-async def adopt_detached(host: Host) -> list[str]:
-    """Adopt the pods that an earlier server left running, with their egress and keys; return their ids."""
+async def adopt_detached(host: Host) -> None:
+    """Adopt the pods that an earlier server left running, so that their egress goes on."""
 
-    async def completed(pod: LocalPod) -> LocalPod:
-        return pod
+    async def adopt(spec: PodSpec) -> None:
+        with contextlib.suppress(PodError):  # it ended in the meantime: the next reaping removes its remains
+            await host.adopt(spec)
 
-    async def adopt(spec: PodSpec) -> str | None:
-        try:
-            pod = await host.adopt(spec)
-        except PodError:  # it ended in the meantime: the next reaping removes its remains
-            return None
-        if spec.key:
-            host.pods_by_key[spec.key] = asyncio.create_task(completed(pod))
-        return pod.id
-
-    found = [spec for spec in host.registry.records() if not spec.attached]
-    return [id for id in await asyncio.gather(*map(adopt, found)) if id is not None]
+    await asyncio.gather(*(adopt(spec) for spec in host.registry.records() if not spec.attached))
 
 
 async def reap_forever(host: Host) -> None:
@@ -402,6 +318,8 @@ async def error_response(_: Request, error: Exception) -> Response:
     """Return an error as JSON, so that the client can raise the same class."""
     if isinstance(error, HTTPException):
         return JSONResponse({"error": f"{error.detail}", "kind": "InputError"}, error.status_code)
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # not sent: the client has gone
     known = error if isinstance(error, EtudeError) else PodError(f"{type(error).__name__}: {error}")
     status, body = messages.error_to_json(known)
     return JSONResponse(body, status)
@@ -420,34 +338,31 @@ def app(host: Host, token: str, *, max_upload: int = MAX_UPLOAD) -> Starlette:
         finally:
             reaping.cancel()
 
-    def route(method: str, path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> Route:
-        return Route(f"/v1{path}", endpoint, methods=[method])
+    def route(path: str, /, **endpoints: Callable[[Request], Awaitable[Any]]) -> Route:
+        async def respond(request: Request) -> Response:
+            answer = await endpoints[request.method](request)
+            return answer if isinstance(answer, Response) else JSONResponse(messages.to_json(answer))
+
+        return Route(f"/v1{path}", respond, methods=[*endpoints])
 
     return Starlette(
         routes=[
-            route("GET", "/report", service.report),
-            route("POST", "/pods", service.create),
-            route("DELETE", "/pods", service.cancel_create),
-            route("GET", "/pods", service.pods),
-            route("GET", "/pods/{id}", service.pod),
-            route("GET", "/pods/{id}/events", service.events),
-            route("DELETE", "/pods/{id}", service.close),
-            route("POST", "/pods/{id}/memory", service.memory),
-            route("GET", "/pods/{id}/diff", service.diff),
-            route("POST", "/pods/{id}/snapshot", service.snapshot),
-            route("POST", "/pods/{id}/fork", service.fork),
+            route("/report", GET=service.report),
+            route("/pods", GET=service.pods, POST=service.create),
+            route("/pods/{id}", GET=service.pod, DELETE=service.close),
+            route("/pods/{id}/events", GET=service.events),
+            route("/pods/{id}/memory", POST=service.memory),
+            route("/pods/{id}/diff", GET=service.diff),
+            route("/pods/{id}/snapshot", POST=service.snapshot),
+            route("/pods/{id}/fork", POST=service.fork),
             WebSocketRoute("/v1/pods/{id}/agent", service.tunnel),
-            route("GET", "/snapshots", service.snapshots),
-            route("GET", "/snapshots/{id:path}", service.export),
-            route("PUT", "/snapshots/{id:path}", service.import_file),
-            route("DELETE", "/snapshots/{id:path}", service.remove_snapshot),
-            route("POST", "/snapshots/{id}/persist", service.persist),
-            route("GET", "/images", service.images),
-            route("PUT", "/images", service.import_file),
-            route("GET", "/images/{id:path}", service.export),
+            route("/images", GET=service.images, PUT=service.import_file),
+            route("/snapshots", GET=service.snapshots),
+            route("/snapshots/{id}/persist", POST=service.persist),
+            route("/snapshots/{id:path}", GET=service.export, DELETE=service.remove_snapshot),
         ],
         middleware=[Middleware(TokenAuth, token=token)],
-        exception_handlers=dict.fromkeys((HTTPException, EtudeError, OSError, Exception), error_response),
+        exception_handlers=dict.fromkeys((HTTPException, EtudeError, ClientDisconnect, Exception), error_response),
         lifespan=lifespan,
     )
 

@@ -7,9 +7,9 @@ from collections import deque
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from etude.pods.fleet import HostGone
 from etude.pods.guest import protocol
 from etude.pods.guest.client import GuestClient, Link, Receiver
+from etude.pods.host_client import HostGone
 from etude.pods.remote import messages
 
 MAX_QUEUED = 4 * protocol.CHUNK  # bytes queued before `drain` waits

@@ -28,8 +28,6 @@ class PodSpec:
     storage: Storage = "memory"
     ttl: float | None = None  # seconds
     attached: bool = True  # ends with the process that created it
-    key: str = ""  # idempotency
-    tenant: str = ""
     owner: str = ""  # the service that created or adopted it
     lease: float = 0.0  # seconds after which it ends unless renewed; 0: no lease
     created: float = 0.0  # seconds since 1970

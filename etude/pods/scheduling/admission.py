@@ -2,15 +2,14 @@
 
 `Admission` decides by live pressure, not by the sum of limits: a pod uses most while it starts and far less afterwards,
 so summed limits would leave most of the machine empty, and a mere pod count would overload it. Memory of newly admitted
-pods stays reserved until the measurements include it. `FairQueue` orders waiting requests: weighted fair between
-tenants, FIFO within one, rechecked on a timer because falling pressure raises no event. Every refusal gives a reason.
+pods stays reserved until the measurements include it. `AdmissionQueue` holds the requests that wait, rechecked on a
+timer because falling pressure raises no event. Every refusal gives a reason.
 """
 
 import asyncio
 import math
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -337,95 +336,49 @@ class Admission:
         return reasons
 
 
-@dataclass(frozen=True, slots=True)
-class TenantQueueStatus:
-    """One tenant's waiting requests: how many, how long the first has waited, and why."""
-
-    tenant: str
-    waiters: int
-    longest_s: float
-    reason: str
-
-
-class _QueuedRequest:
-    def __init__(
-        self, tenant: str, request: ResourceRequest, cost: float, now: float, reservation: "asyncio.Future[Reservation]"
-    ) -> None:
-        self.tenant = tenant
-        self.request = request
-        self.cost = cost
-        self.since = now
-        self.reservation = reservation
-        self.refused_since: float | None = None  # when it was first at the head of the queue and refused
-        self.reason = "others are ahead in the queue"
+@dataclass(eq=False)
+class _Waiter:
+    request: ResourceRequest
+    background: bool
+    since: float
+    future: "asyncio.Future[Reservation]"
+    refused_since: float | None = None
+    reason: str = "others are ahead in the queue"
 
 
-class _Tenant:
-    def __init__(self, tag: float, order: int) -> None:
-        self.tag = tag  # virtual start time of its next waiter: sum of cost / weight over all it was served
-        self.order = order  # arrival order breaks ties
-        self.waiters: OrderedDict[_QueuedRequest, None] = OrderedDict()  # O(1) removal of a cancelled one
+class AdmissionQueue:
+    """Pods waiting for admission, first come, first served; background requests (warm pools) come after all others.
 
-
-class FairQueue:
-    """Queue of pods waiting for admission: weighted fair between tenants, FIFO within one.
-
-    Start-time fair queueing: a tenant's tag grows by cost / weight with each admitted request, the lowest tag is next,
-    and a tenant that (re)joins starts at the current virtual time, so that neither idling nor flooding gains anything.
-    Tags grow on admission only, so a request that is cancelled costs its tenant nothing.
-
-    A request at the head that does not fit yet is bypassed by smaller ones for `max_bypass_s`; then the queue is held
+    A request that does not fit yet is bypassed by those behind it that do for `max_bypass_s`; then the queue is held
     for it, so that it cannot starve.
     """
 
     def __init__(
         self,
         admission: Admission,
-        weights: Mapping[str, float] | None = None,
         *,
         recheck_s: float = 0.25,  # pressure averages over seconds; a decision costs microseconds
         max_bypass_s: float = 10.0,
     ) -> None:
-        self._admission = admission
-        self._weights: dict[str, float] = {}
-        self._recheck_s = recheck_s
-        self._max_bypass_s = max_bypass_s
-        self._tenants: dict[str, _Tenant] = {}
-        self._virtual_time = 0.0  # tag of the latest admitted request
-        self._orders = 0
+        self._admission, self._recheck_s, self._max_bypass_s = admission, recheck_s, max_bypass_s
+        self._waiting: dict[_Waiter, None] = {}  # ordered, with a fast removal
         self._timer: asyncio.TimerHandle | None = None
-        self._dispatching = False
         admission.on_change(self._dispatch)
-        for tenant, weight in (weights or {}).items():
-            self.set_weight(tenant, weight)
 
-    def set_weight(self, tenant: str, weight: float) -> None:
-        """Give `tenant` this share relative to the others, whose weight is 1 unless set."""
-        if not (weight > 0 and math.isfinite(weight)):
-            raise InputError(f"queue: the weight of {tenant} is {weight!r}; expected a positive number")
-        self._weights[tenant] = weight
-
-    def status(self) -> list[TenantQueueStatus]:
-        """Return the waiting requests by tenant: how many, how long and why."""
-        now, found = asyncio.get_running_loop().time(), []
-        for name, tenant in self._tenants.items():
-            if tenant.waiters:
-                first = next(iter(tenant.waiters))
-                found.append(TenantQueueStatus(name, len(tenant.waiters), now - first.since, first.reason))
-        return found
+    def __len__(self) -> int:
+        """Return the number of waiting requests."""
+        return len(self._waiting)
 
     @asynccontextmanager
     async def acquire(
-        self, tenant: str, request: ResourceRequest, *, cost: float = 1.0, timeout: float | None = None
+        self, request: ResourceRequest, *, timeout: float | None = None, background: bool = False
     ) -> AsyncIterator[Reservation]:
         """Wait for admission; create the pod inside the block. The reservation lasts until `reservation.release()`.
 
         Leaving the block marks the creation as finished; leaving it by an exception releases the reservation.
         """
-        if not (cost > 0 and math.isfinite(cost)):
-            raise InputError(f"queue: the cost of a request is {cost!r}; expected a positive number")
         self._admission.check_feasible(request)
-        reservation = await self._wait(tenant, request, cost, timeout)
+        reservation = await self._wait(request, timeout, background)
         try:
             yield reservation
         except BaseException:
@@ -433,115 +386,65 @@ class FairQueue:
             raise
         reservation.mark_started()
 
-    async def _wait(self, tenant: str, request: ResourceRequest, cost: float, timeout: float | None) -> Reservation:
+    async def _wait(self, request: ResourceRequest, timeout: float | None, background: bool) -> Reservation:
         loop = asyncio.get_running_loop()
-        waiter = _QueuedRequest(tenant, request, cost, loop.time(), loop.create_future())
-        self._enqueue(waiter)
+        waiter = _Waiter(request, background, loop.time(), loop.create_future())
+        self._waiting[waiter] = None
         self._dispatch()
-        deadline = None if timeout is None else loop.call_later(timeout, self._expire, waiter)
         try:
-            return await waiter.reservation
-        except BaseException:
-            future = waiter.reservation
-            if future.done() and not future.cancelled() and future.exception() is None:
-                future.result().release()  # admitted at the moment of cancellation: free it for the next waiter
-            self._remove(waiter)
+            async with asyncio.timeout(timeout):
+                return await waiter.future
+        except BaseException as error:
+            if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
+                waiter.future.result().release()  # admitted at the moment of cancellation: free it for the next waiter
+            message = self._refusal(waiter)
+            self._waiting.pop(waiter, None)
             self._dispatch()
+            if isinstance(error, TimeoutError):
+                raise WaitedTooLong(message) from None
             raise
-        finally:
-            if deadline is not None:
-                deadline.cancel()
 
-    def _enqueue(self, waiter: _QueuedRequest) -> None:
-        tenant = self._tenants.get(waiter.tenant)
-        if tenant is None:
-            tenant = self._tenants[waiter.tenant] = _Tenant(self._virtual_time, self._orders)
-            self._orders += 1
-        if not tenant.waiters:
-            tenant.tag = max(tenant.tag, self._virtual_time)
-        tenant.waiters[waiter] = None
-
-    def _remove(self, waiter: _QueuedRequest) -> None:
-        tenant = self._tenants.get(waiter.tenant)
-        if tenant is not None:
-            tenant.waiters.pop(waiter, None)
-
-    def _expire(self, waiter: _QueuedRequest) -> None:
-        """Fail a waiter whose timeout passed. One that was admitted in the same instant keeps its reservation."""
-        if waiter.reservation.done():
-            return
-        own = list(self._tenants[waiter.tenant].waiters)
-        total = sum(len(tenant.waiters) for tenant in self._tenants.values())
+    def _refusal(self, waiter: _Waiter) -> str:
+        queue = self._in_order()
+        position = queue.index(waiter) + 1 if waiter in self._waiting else 1
         waited = asyncio.get_running_loop().time() - waiter.since
-        waiter.reservation.set_exception(
-            WaitedTooLong(
-                f"a pod of {waiter.request.image} for tenant {waiter.tenant!r} was not admitted within {waited:.1f} s: "
-                f"position {own.index(waiter) + 1} of {len(own)} of its tenant, {total} waiting in all; {own[0].reason}"
-            )
+        return (
+            f"a pod of {waiter.request.image} was not admitted within {waited:.1f} s: position {position} of "
+            f"{len(queue)} waiting; {queue[0].reason if queue else waiter.reason}"
         )
-        self._remove(waiter)
+
+    def _in_order(self) -> list[_Waiter]:
+        return sorted(self._waiting, key=lambda waiter: waiter.background)
 
     def _dispatch(self) -> None:
         """Admit every waiter that can start now; set the recheck timer while any waits."""
-        if self._dispatching:  # an admission may notify of a change: the loop below continues anyway
+        if not self._waiting:
             return
-        self._dispatching = True
-        try:
-            while self._dispatch_one():
-                pass
-            self._drop_idle_tenants()
-        finally:
-            self._dispatching = False
-        waiting = any(tenant.waiters for tenant in self._tenants.values())
-        if not waiting and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        elif waiting and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._recheck_s, self._recheck)
+        loop, refused = asyncio.get_running_loop(), set[ResourceRequest]()
+        for waiter in self._in_order():
+            if waiter.future.done() or waiter.request in refused:  # done: cancelled, its task has not run yet
+                continue
+            try:
+                answer = self._admission.admit(waiter.request)
+            except Exception as error:  # measuring failed, or it can no longer fit: fail this waiter, not the queue
+                del self._waiting[waiter]
+                waiter.future.set_exception(error)
+                continue
+            if isinstance(answer, Reservation):
+                del self._waiting[waiter]
+                waiter.future.set_result(answer)
+                continue
+            waiter.reason = str(answer)
+            waiter.refused_since = loop.time() if waiter.refused_since is None else waiter.refused_since
+            if answer.blocks_all or loop.time() - waiter.refused_since >= self._max_bypass_s:
+                break
+            refused.add(waiter.request)
+        if self._waiting and self._timer is None:
+            self._timer = loop.call_later(self._recheck_s, self._recheck)
 
     def _recheck(self) -> None:
         self._timer = None
         self._dispatch()
-
-    def _dispatch_one(self) -> bool:
-        """Settle the waiter of the lowest tag, or the next that fits; return False when none may start."""
-        due = sorted((tenant for tenant in self._tenants.values() if tenant.waiters), key=lambda t: (t.tag, t.order))
-        for tenant in due:
-            waiter = next(iter(tenant.waiters))
-            if waiter.reservation.done():  # cancelled in this instant, its task has not run yet
-                self._remove(waiter)
-                return True
-            try:
-                answer = self._admission.admit(waiter.request)
-            except Exception as error:  # measuring failed, or it can no longer fit: fail this waiter, not the queue
-                self._remove(waiter)
-                waiter.reservation.set_exception(error)
-                return True
-            if isinstance(answer, Reservation):
-                self._remove(waiter)
-                self._virtual_time = max(self._virtual_time, tenant.tag)
-                tenant.tag += waiter.cost / self._weights.get(waiter.tenant, 1.0)
-                waiter.reservation.set_result(answer)
-                return True
-            waiter.reason = str(answer)
-            now = asyncio.get_running_loop().time()
-            if waiter.refused_since is None:
-                waiter.refused_since = now
-            if answer.blocks_all or now - waiter.refused_since >= self._max_bypass_s:
-                return False
-        return False
-
-    def _drop_idle_tenants(self) -> None:
-        """Drop tenants without waiters whose tag is not ahead of the virtual time; all of them when none waits.
-
-        Tenants come and go by the thousand. When the queue is empty, no tenant is behind, so all restart equal.
-        """
-        any_waiting = any(tenant.waiters for tenant in self._tenants.values())
-        self._tenants = {
-            name: tenant
-            for name, tenant in self._tenants.items()
-            if tenant.waiters or (any_waiting and tenant.tag > self._virtual_time)
-        }
 
 
 def _size(count: float) -> str:

@@ -11,13 +11,11 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from etude.errors import InputError
 from etude.pods.pod import Capabilities, PodError
 from etude.pods.scheduling.admission import Thresholds
 from etude.pods.scheduling.pressure import Pressure
@@ -38,7 +36,7 @@ class NoHost(PodError):
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """A host's state, sent every few seconds. Crosses processes: `to_wire` and `from_wire`."""
+    """A host's state, sent every few seconds."""
 
     host: str
     address: str
@@ -57,21 +55,6 @@ class HostReport:
     time: float = 0.0  # of the host's own clock: only compared with its other reports
     version: int = REPORT_VERSION
 
-    def to_wire(self) -> dict[str, Any]:
-        """Return the report as lists and numbers, for JSON."""
-        plain = asdict(self)
-        return {k: sorted(v) if isinstance(v, frozenset) else v for k, v in plain.items()}
-
-    @classmethod
-    def from_wire(cls, plain: Mapping[str, Any]) -> "HostReport":
-        if plain.get("version") != REPORT_VERSION:
-            raise InputError(
-                f"report of host {plain.get('host')!r}: version {plain.get('version')!r}; "
-                f"this router reads {REPORT_VERSION}: run the same release on both sides"
-            )
-        sets = {name: frozenset(plain[name]) for name in ("capabilities", "images", "snapshots")}
-        return cls(**{**plain, **sets, "pressure": Pressure(**plain["pressure"])})
-
 
 def capability_labels(backend: str, capabilities: Capabilities) -> frozenset[str]:
     """Return a backend's capabilities as labels that a request can require: `isolation:vm`, `limit:disk`, `users`."""
@@ -88,7 +71,6 @@ class PlacementRequest:
 
     image: str
     memory: int
-    tenant: str = ""
     snapshot: str | None = None  # start from this instead of the bare image
     parent_host: str | None = None  # of a fork: the host the parent runs on
     image_size: int | None = None  # bytes to pull where the image is missing, if known
