@@ -337,7 +337,7 @@ class Admission:
 
 
 @dataclass(eq=False)
-class _Waiter:
+class _QueuedRequest:
     request: ResourceRequest
     background: bool
     since: float
@@ -361,7 +361,7 @@ class AdmissionQueue:
         max_bypass_s: float = 10.0,
     ) -> None:
         self._admission, self._recheck_s, self._max_bypass_s = admission, recheck_s, max_bypass_s
-        self._waiting: dict[_Waiter, None] = {}  # ordered, with a fast removal
+        self._waiting: dict[_QueuedRequest, None] = {}  # ordered, with a fast removal
         self._timer: asyncio.TimerHandle | None = None
         admission.on_change(self._dispatch)
 
@@ -388,7 +388,7 @@ class AdmissionQueue:
 
     async def _wait(self, request: ResourceRequest, timeout: float | None, background: bool) -> Reservation:
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(request, background, loop.time(), loop.create_future())
+        waiter = _QueuedRequest(request, background, loop.time(), loop.create_future())
         self._waiting[waiter] = None
         self._dispatch()
         try:
@@ -404,7 +404,7 @@ class AdmissionQueue:
                 raise WaitedTooLong(message) from None
             raise
 
-    def _refusal(self, waiter: _Waiter) -> str:
+    def _refusal(self, waiter: _QueuedRequest) -> str:
         queue = self._in_order()
         position = queue.index(waiter) + 1 if waiter in self._waiting else 1
         waited = asyncio.get_running_loop().time() - waiter.since
@@ -413,7 +413,7 @@ class AdmissionQueue:
             f"{len(queue)} waiting; {queue[0].reason if queue else waiter.reason}"
         )
 
-    def _in_order(self) -> list[_Waiter]:
+    def _in_order(self) -> list[_QueuedRequest]:
         return sorted(self._waiting, key=lambda waiter: waiter.background)
 
     def _dispatch(self) -> None:
