@@ -3,7 +3,7 @@
 Messages, thinking, calls, results, token counts, and ids and log-probabilities of sampled tokens use the fields of the
 format. Everything else is in its `extra` fields, and the segment arrays, compressed, in `extra.etude` of the document:
 `from_atif(to_atif(trace))` returns the identical trace. Documents of other tools have no such arrays: they give a
-conversation that cannot be trained on.
+conversation that cannot be trained on. Import checks the fields that it reads and ignores the others.
 """
 
 import base64
@@ -14,12 +14,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BeforeValidator, Field
 
 from etude import __version__
 from etude.chat.messages import Message, Role, ToolCall
+from etude.config import Settings, make_settings
 from etude.errors import InputError
 from etude.harness.tools.tool import ToolOutcome
 from etude.harness.trace import Cost, SegmentBuilder, SessionEnding, Step, Trace
@@ -34,177 +36,6 @@ Lost = tuple[list[str | int], Any]  # path and value of something JSON cannot re
 SOURCES: dict[Role, str] = {"system": "system", "user": "user", "assistant": "agent", "tool": "system"}
 ROLES: dict[str, Role] = {"system": "system", "user": "user", "agent": "assistant"}
 SURROGATES = re.compile("[\ud800-\udfff]")  # lone surrogates: not valid in UTF-8
-
-
-# ------------------------------------------------------------------------------------------- format
-
-
-@dataclass(frozen=True)
-class Media:
-    media_type: str
-    path: str
-    duration_sec: float | None = None
-
-
-@dataclass(frozen=True)
-class AtifContentPart:
-    type: Literal["text", "image", "audio"]
-    text: str | None = None
-    source: Media | None = None
-
-
-@dataclass(frozen=True)
-class SubagentRef:
-    trajectory_id: str | None = None
-    session_id: str | None = None
-    trajectory_path: str | None = None
-    extra: Json | None = None
-
-
-@dataclass(frozen=True)
-class AtifResult:
-    source_call_id: str | None = None
-    content: str | Sequence[AtifContentPart] | None = None
-    subagent_trajectory_ref: Sequence[SubagentRef] | None = None
-    extra: Json | None = None
-
-
-@dataclass(frozen=True)
-class Observation:
-    results: Sequence[AtifResult]
-
-
-@dataclass(frozen=True)
-class AtifToolCall:
-    tool_call_id: str
-    function_name: str
-    arguments: Json
-    extra: Json | None = None
-
-
-@dataclass(frozen=True)
-class Metrics:
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
-    cost_usd: float | None = None
-    prompt_token_ids: Sequence[int] | None = None
-    completion_token_ids: Sequence[int] | None = None
-    logprobs: Sequence[float] | None = None
-    extra: Json | None = None
-
-
-@dataclass(frozen=True)
-class FinalMetrics:
-    total_prompt_tokens: int | None = None
-    total_completion_tokens: int | None = None
-    total_cached_tokens: int | None = None
-    total_cost_usd: float | None = None
-    total_steps: int | None = None
-    extra: Json | None = None
-
-
-@dataclass(frozen=True)
-class AtifAgent:
-    name: str
-    version: str
-    model_name: str | None = None
-    tool_definitions: Sequence[Json] | None = None
-    extra: Json | None = None
-
-
-@dataclass(frozen=True)
-class TrajectoryStep:
-    step_id: int
-    source: Literal["system", "user", "agent"]
-    message: str | Sequence[AtifContentPart]
-    timestamp: str | None = None
-    model_name: str | None = None
-    reasoning_effort: str | float | None = None
-    reasoning_content: str | None = None
-    tool_calls: Sequence[AtifToolCall] | None = None
-    observation: Observation | None = None
-    metrics: Metrics | None = None
-    is_copied_context: bool | None = None
-    llm_call_count: int | None = None
-    extra: Json | None = None
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    agent: AtifAgent
-    steps: Sequence[TrajectoryStep]
-    schema_version: str = VERSION
-    session_id: str | None = None
-    trajectory_id: str | None = None
-    notes: str | None = None
-    final_metrics: FinalMetrics | None = None
-    continued_trajectory_ref: str | None = None
-    extra: Json | None = None
-    subagent_trajectories: "Sequence[Trajectory] | None" = None
-
-
-AGENT_ONLY = ("model_name", "reasoning_effort", "reasoning_content", "tool_calls", "metrics")
-
-
-def _check(document: Trajectory, where: str) -> None:
-    """Check the rules that the types do not express; InputError names the place."""
-    if not re.fullmatch(r"ATIF-v1\.[0-8]", document.schema_version):
-        raise InputError(f"{where}.schema_version: {document.schema_version!r}; expected ATIF-v1.0 to {VERSION}")
-    if not document.steps:
-        raise InputError(f"{where}.steps: empty; expected at least one step")
-    for index, step in enumerate(document.steps):
-        place = f"{where}.steps[{index}]"
-        if step.step_id != index + 1:
-            raise InputError(f"{place}.step_id: {step.step_id}; expected {index + 1}, counting from 1")
-        _check_step(step, place)
-    final = document.final_metrics
-    if final is not None and (final.total_steps or 0) < 0:
-        raise InputError(f"{where}.final_metrics.total_steps: {final.total_steps}; expected 0 or more")
-    names = set()
-    for index, inner in enumerate(document.subagent_trajectories or ()):
-        place = f"{where}.subagent_trajectories[{index}]"
-        if inner.trajectory_id is None or inner.trajectory_id in names:
-            raise InputError(f"{place}.trajectory_id: {inner.trajectory_id!r}; expected a unique id")
-        names.add(inner.trajectory_id)
-        _check(inner, place)
-
-
-def _check_step(step: TrajectoryStep, where: str) -> None:
-    no_model = step.source == "agent" and step.llm_call_count == 0
-    absent = ("reasoning_content", "metrics") if no_model else () if step.source == "agent" else AGENT_ONLY
-    for name in absent:
-        if getattr(step, name) is not None:
-            why = "llm_call_count is 0" if no_model else f"source is {step.source}"
-            raise InputError(f"{where}.{name}: is not allowed where {why}")
-    if step.llm_call_count is not None and step.llm_call_count < 0:
-        raise InputError(f"{where}.llm_call_count: {step.llm_call_count}; expected 0 or more")
-    _timestamp(step, where)
-    _check_parts(step.message, f"{where}.message")
-    ids = {call.tool_call_id for call in step.tool_calls or ()}
-    for index, result in enumerate(step.observation.results if step.observation else ()):
-        place = f"{where}.observation.results[{index}]"
-        if result.source_call_id is not None and result.source_call_id not in ids:
-            raise InputError(f"{place}.source_call_id: no call of this step is {result.source_call_id!r}")
-        for number, ref in enumerate(result.subagent_trajectory_ref or ()):
-            if ref.trajectory_id is None and ref.trajectory_path is None:
-                raise InputError(f"{place}.subagent_trajectory_ref[{number}]: needs trajectory_id or trajectory_path")
-        _check_parts(result.content, f"{place}.content")
-
-
-def _check_parts(content: str | Sequence[AtifContentPart] | None, where: str) -> None:
-    for index, part in enumerate(() if content is None or isinstance(content, str) else content):
-        is_text = part.type == "text"
-        if (part.text is not None) is not is_text or (part.source is not None) is is_text:
-            expected = "text and no source" if is_text else "a source and no text"
-            raise InputError(f"{where}[{index}]: a part of type {part.type} needs {expected}")
-
-
-def _timestamp(step: TrajectoryStep, where: str) -> datetime | None:
-    try:
-        return None if step.timestamp is None else datetime.fromisoformat(step.timestamp)
-    except ValueError:
-        raise InputError(f"{where}.timestamp: {step.timestamp!r} is not ISO 8601") from None
 
 
 # ------------------------------------------------------------------------------------------- export
@@ -367,6 +198,81 @@ def _encode(value: Any) -> str:
 # ------------------------------------------------------------------------------------------- import
 
 
+def _join_parts(content: Any) -> Any:
+    """Return a list of text, image and audio parts as text; other values are returned unchanged."""
+    if not isinstance(content, list):
+        return content
+    try:
+        return "\n".join(
+            str(part["text"] if part["type"] == "text" else f"[{part['type']}: {part['source']['path']}]")
+            for part in content
+        )
+    except (LookupError, TypeError):
+        raise ValueError("must be text, or a list of parts that have a type and a text or a source") from None
+
+
+def _parse_time(value: Any) -> Any:
+    try:
+        return datetime.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError(f"must be a time in ISO 8601, not {value!r}") from None
+
+
+class AtifObject(Settings, extra="ignore"):
+    """The fields that import reads of an object of the format."""
+
+
+class AtifToolCall(AtifObject):
+    tool_call_id: str
+    function_name: str
+    arguments: dict[str, Any]
+
+
+class AtifResult(AtifObject):
+    source_call_id: str | None = None
+    content: Annotated[str | None, BeforeValidator(_join_parts)] = None
+    subagent_trajectory_ref: list[dict[str, Any]] | None = None
+    extra: dict[str, Any] | None = None
+
+
+class Observation(AtifObject):
+    results: list[AtifResult] = Field(default_factory=list)
+
+
+class Metrics(AtifObject):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class TrajectoryStep(AtifObject):
+    source: Literal["system", "user", "agent"]
+    message: Annotated[str, BeforeValidator(_join_parts)]
+    timestamp: Annotated[datetime | None, BeforeValidator(_parse_time)] = None
+    reasoning_content: str | None = None
+    tool_calls: list[AtifToolCall] | None = None
+    observation: Observation | None = None
+    metrics: Metrics | None = None
+    is_copied_context: bool | None = None
+
+
+class AtifAgent(AtifObject):
+    name: str
+    version: str
+    model_name: str | None = None
+    tool_definitions: list[dict[str, Any]] | None = None
+
+
+class Trajectory(AtifObject):
+    schema_version: Annotated[str, Field(pattern=r"^ATIF-v1\.[0-8]$")] = VERSION
+    session_id: str | None = None
+    trajectory_id: str | None = None
+    agent: AtifAgent
+    steps: Annotated[list[TrajectoryStep], Field(min_length=1)]
+    final_metrics: dict[str, Any] | None = None
+    extra: dict[str, Any] | None = None
+
+
 @dataclass(frozen=True)
 class EtudeExtra:
     """The object `extra.etude` of an exported document."""
@@ -395,24 +301,20 @@ def from_atif(document: Mapping[str, Any], name: str = "document") -> Trace:
 
     InputError names the place, starting with `name`, where the document is invalid.
     """
+    if not isinstance(document, dict):
+        raise InputError(f"{name}: expected an object")
     try:
-        extra = document.get("extra") if isinstance(document, dict) else None
-        etude = extra.get(AGENT) if isinstance(extra, dict) else None
+        trajectory = make_settings(Trajectory, name, **document)
+        etude = (trajectory.extra or {}).get(AGENT)
         if etude is None:
-            return _import_foreign(_read_document(document, name), name)
+            return _import_foreign(trajectory)
         place = f"{name}.extra.{AGENT}"
         if isinstance(etude, dict) and etude.get("format") != FORMAT:
             raise InputError(f"{place}.format: {etude.get('format')!r}; this program reads {FORMAT}")
         kept: EtudeExtra = from_json(EtudeExtra, etude, place)
-        return _restore(_read_document(_restore_lost_values(document, kept, f"{place}.restore"), name), name)
+        return _restore(_restore_lost_values(document, kept, f"{place}.restore"), name)
     except (RecursionError, MemoryError):
         raise InputError(f"{name}: too large or nested too deeply to be read") from None
-
-
-def _read_document(document: Any, name: str) -> Trajectory:
-    trajectory: Trajectory = from_json(Trajectory, document, name)
-    _check(trajectory, name)
-    return trajectory
 
 
 def _restore_lost_values(document: Any, kept: EtudeExtra, where: str) -> Any:
@@ -432,53 +334,58 @@ def _restore_lost_values(document: Any, kept: EtudeExtra, where: str) -> Any:
     return document
 
 
-def _restore(document: Trajectory, name: str) -> Trace:
+def _restore(document: Json, name: str) -> Trace:
     """Return the trace of an exported document."""
     place = f"{name}.extra.{AGENT}"
-    kept: EtudeExtra = from_json(EtudeExtra, (document.extra or {})[AGENT], place)
-    spent = (document.final_metrics.extra if document.final_metrics else None) or {}
+    kept: EtudeExtra = from_json(EtudeExtra, document["extra"][AGENT], place)
+    agent, final = document["agent"], document.get("final_metrics") or {}
+    tools, where = agent.get("tool_definitions") or [], f"{name}.agent.tool_definitions"
     return Trace(
-        id=document.session_id or "",
+        id=from_json(str, document.get("session_id") or "", f"{name}.session_id"),
         task=kept.task,
         dialect=kept.dialect,
-        model=document.agent.model_name or "",
-        tools=tuple(document.agent.tool_definitions or ()),
+        model=from_json(str, agent.get("model_name") or "", f"{name}.agent.model_name"),
+        tools=from_json(Sequence[Mapping[str, Any]], tools, where),
         segments=tuple(
             read_segment(part, _import_array, f"{place}.segments[{i}]") for i, part in enumerate(kept.segments)
         ),
-        steps=tuple(_restore_step(step, f"{name}.steps[{i}]") for i, step in enumerate(document.steps)),
+        steps=tuple(_restore_step(step, f"{name}.steps[{i}]") for i, step in enumerate(document["steps"])),
         ending=kept.ending,
-        cost=from_json(Cost, spent, f"{name}.final_metrics.extra"),
+        cost=from_json(Cost, final.get("extra") or {}, f"{name}.final_metrics.extra"),
         exact=kept.exact,
         facts=kept.facts,
     )
 
 
-def _restore_step(step: TrajectoryStep, where: str) -> Step:
-    extra = step.extra or {}
+def _restore_step(step: Json, where: str) -> Step:
+    extra = step.get("extra") or {}
     rest = from_json(Mapping[str, Any], extra.get("message", {}), f"{where}.extra.message")
-    calls = [
-        {
-            "id": call.tool_call_id,
-            "name": call.function_name,
-            "arguments": None if (call.extra or {}).get("unread") else call.arguments,
-            **_select(call.extra, "status", "raw", "span", "problem"),
+    try:
+        calls = [
+            {
+                "id": call["tool_call_id"],
+                "name": call["function_name"],
+                "arguments": None if (call.get("extra") or {}).get("unread") else call["arguments"],
+                **_select(call.get("extra"), "status", "raw", "span", "problem"),
+            }
+            for call in step.get("tool_calls") or ()
+        ]
+        message = {
+            "role": ROLES[step["source"]],
+            "content": step["message"],
+            "thinking": step.get("reasoning_content") or "",
+            "calls": calls,
         }
-        for call in step.tool_calls or ()
-    ]
-    results = step.observation.results if step.observation else ()
-    message = {
-        "role": ROLES[step.source],
-        "content": _text(step.message),
-        "thinking": step.reasoning_content or "",
-        "calls": calls,
-    }
+        outcomes = [
+            {"text": result.get("content") or "", **_select(result.get("extra"), "error", "facts", "seconds")}
+            for result in (step.get("observation") or {}).get("results", ())
+        ]
+    except DAMAGE as error:
+        raise InputError(f"{where}: damaged: {error}") from error
     form = {
         **_select(extra, "kind", "segment", "span", "closed", "time", "copied"),
         "message": message | dict(rest),
-        "outcomes": [
-            {"text": _text(result.content), **_select(result.extra, "error", "facts", "seconds")} for result in results
-        ],
+        "outcomes": outcomes,
     }
     restored: Step = from_json(Step, form, where)
     return restored
@@ -498,26 +405,25 @@ def _import_array(form: Json) -> Array:
 # ------------------------------------------------------------------------------------------- documents of other tools
 
 
-def _import_foreign(document: Trajectory, name: str) -> Trace:
+def _import_foreign(document: Trajectory) -> Trace:
     """Convert a document of another tool to a trace, as if from a chat API."""
-    timestamps = [_timestamp(step, name) for step in document.steps]
-    started = next(filter(None, timestamps), None)
+    started = next((step.timestamp for step in document.steps if step.timestamp), None)
     steps: list[Step] = []
     cost, segment, replied, now = Cost(), 0, False, 0.0
-    for step, timestamp in zip(document.steps, timestamps, strict=True):
+    for step in document.steps:
         copied = bool(step.is_copied_context)
         if copied and steps and not steps[-1].copied:
             segment, replied = segment + 1, False
-        now = _seconds(started, timestamp) if started and timestamp else now
+        now = _seconds(started, step.timestamp) if started and step.timestamp else now
         imported = _import_foreign_step(step, segment, now, replied)
         steps += imported
         replied = replied or step.source == "agent"
         if step.source == "agent" and not copied:
             cost = _with_step(cost, imported[0], step.metrics or Metrics())
     last = steps[-1]
-    final, facts = document.final_metrics, {"agent": document.agent.name, "agent_version": document.agent.version}
-    if final is not None:
-        facts["final_metrics"] = to_json(final, f"{name}.final_metrics")
+    facts: dict[str, Any] = {"agent": document.agent.name, "agent_version": document.agent.version}
+    if document.final_metrics is not None:
+        facts["final_metrics"] = document.final_metrics
     if started is not None:
         facts["started"] = started.isoformat()
     return Trace(
@@ -548,7 +454,7 @@ def _import_foreign_step(step: TrajectoryStep, segment: int, now: float, replied
             loose.append(result)
     used = step.metrics or Metrics()
     start = used.prompt_tokens or 0
-    message = Message(ROLES[step.source], _text(step.message), step.reasoning_content or "", tuple(map(_call, calls)))
+    message = Message(ROLES[step.source], step.message, step.reasoning_content or "", tuple(map(_call, calls)))
     steps = [
         Step(
             kind="turn" if step.source == "agent" else "message" if replied else "prompt",
@@ -560,7 +466,7 @@ def _import_foreign_step(step: TrajectoryStep, segment: int, now: float, replied
             copied=copied,
         )
     ]
-    texts = [text for result in loose if (text := _text(result.content))]
+    texts = [text for result in loose if (text := result.content)]
     if texts:
         steps.append(Step("message", Message("user", "\n".join(texts)), segment, (0, 0), time=now, copied=copied))
     return steps
@@ -576,8 +482,8 @@ def _outcome(results: Sequence[AtifResult]) -> ToolOutcome:
     for result in results:
         facts |= result.extra or {}
         if result.subagent_trajectory_ref:
-            facts["subagents"] = to_json(result.subagent_trajectory_ref, "subagent_trajectory_ref")
-    return ToolOutcome("\n".join(_text(result.content) for result in results), facts=facts)
+            facts["subagents"] = result.subagent_trajectory_ref
+    return ToolOutcome("\n".join(result.content or "" for result in results), facts=facts)
 
 
 def _with_step(cost: Cost, step: Step, used: Metrics) -> Cost:
@@ -585,12 +491,6 @@ def _with_step(cost: Cost, step: Step, used: Metrics) -> Cost:
     kind = "call" if calls else "final"
     tokens = {kind: used.completion_tokens or 0}
     return cost.plus(turns=1, calls=calls, prompt=used.prompt_tokens or 0, cached=used.cached_tokens or 0, **tokens)
-
-
-def _text(content: str | Sequence[AtifContentPart] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part.text or f"[{part.type}: {part.source.path if part.source else ''}]" for part in content)
 
 
 def _seconds(start: datetime, end: datetime) -> float:
