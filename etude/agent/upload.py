@@ -21,7 +21,8 @@ from typing import Any
 from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet
 from etude.pods.pod import Pod
-from etude.pods.workspace import FileState, is_workspace_path, read_state, run_limited
+from etude.pods.workspace import FileState, is_workspace_path, read_state
+from etude.system.run_limited import run_limited
 
 MAX_FILES = 100_000
 MAX_BYTES = 512 << 20  # of a workspace, and of its changes: a pod holds its files in memory

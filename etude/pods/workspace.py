@@ -6,22 +6,21 @@ descriptor, so nothing outside is written; it does not touch .git, creates no li
 file alone that is not as the change expects it.
 """
 
-import asyncio
 import contextlib
 import errno
 import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from etude.errors import EtudeError
 from etude.pods.pod import FileInfo, Pod, PodFileError
+from etude.system.run_limited import run_limited
 
-MAX_CONCURRENT_CALLS = 32  # calls to a pod; a call is mostly waiting
 # Left by test runs. Python would prefer stale or planted bytecode to its source.
 CACHE_DIRECTORIES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"})
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -81,24 +80,6 @@ def parents(path: str) -> Iterator[str]:
     """Yield the directories above a path, from the nearest."""
     while path := path.rpartition("/")[0]:
         yield path
-
-
-async def run_limited(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Await coroutines, MAX_CONCURRENT_CALLS at a time; the first failure cancels the rest."""
-    semaphore = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-
-    async def one(each: Coroutine[Any, Any, None]) -> None:
-        async with semaphore:
-            await each
-
-    tasks = [asyncio.create_task(one(each)) for each in work]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 # ------------------------------------------------------------------------------------------------- reading a pod
@@ -173,17 +154,17 @@ async def read_files(
         else:
             found[path] = FileState.file(data, bool(info.mode & 0o100))
 
-    pending = []
+    pending: list[tuple[str, FileInfo]] = []
     for path, info in files.items():
         if info is None:
             found[path] = None
         elif info.kind == "symlink":
             found[path] = FileState.symlink(info.target)
         elif info.kind == "file" and info.size <= max_file:
-            pending.append(read(path, info))
+            pending.append((path, info))
         else:
             left_out.append(path)
-    await run_limited(pending)
+    await run_limited(read(path, info) for path, info in pending)
     return found, sorted(left_out)
 
 

@@ -31,10 +31,10 @@ from etude.pods.workspace import (
     changed_files,
     full_path,
     read_files,
-    run_limited,
     stat_if_exists,
     touched_paths,
 )
+from etude.system.run_limited import run_limited
 from etude.tasks.base_images import HostSettings
 from etude.tasks.harbor import files_to_upload
 from etude.tasks.image import FileToCopy, ImagePlan, plan_image, pod_limits

@@ -14,6 +14,7 @@ from etude.harness.trace_store import SUFFIX, save_trace
 from etude.pods.fleet import Fleet
 from etude.system.cores import usable_cores
 from etude.system.progress import progress_line
+from etude.system.run_limited import run_limited
 from etude.tasks.base_images import HostSettings
 from etude.tasks.environment import TaskEnvironment
 from etude.tasks.harbor import read_task
@@ -55,21 +56,17 @@ class TrialRunner:
 
     async def run(self, fleet: Fleet, directories: Sequence[Path], agent: TrialAgent) -> list[dict[str, Any]]:
         """Run every task once; return one row per task, in order."""
-        semaphore = asyncio.Semaphore(self.at_once or max(2, usable_cores()))
         done = 0
         with progress_line("run") as progress:
 
             async def one(directory: Path) -> dict[str, Any]:
                 nonlocal done
-                async with semaphore:
-                    row = await self._one(fleet, directory, agent)
-                    done += 1
-                    progress(done, len(directories))
-                    return row
+                row = await self._one(fleet, directory, agent)
+                done += 1
+                progress(done, len(directories))
+                return row
 
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(directory)) for directory in directories]
-        return [task.result() for task in tasks]
+            return await run_limited(map(one, directories), self.at_once or max(2, usable_cores()))
 
     async def _one(self, fleet: Fleet, directory: Path, agent: TrialAgent) -> dict[str, Any]:
         task = read_task(directory)

@@ -4,7 +4,6 @@ leak check finds nothing; otherwise its report has reason codes and evidence.
 Reports are cached by task digest, so an interrupted validation resumes and unchanged tasks are not validated again.
 """
 
-import asyncio
 import json
 import os
 import time
@@ -16,6 +15,7 @@ from etude.errors import InputError
 from etude.pods.fleet import Fleet
 from etude.pods.workspace import FileChange
 from etude.system.cores import usable_cores
+from etude.system.run_limited import run_limited
 from etude.tasks.base_images import HostSettings
 from etude.tasks.environment import open_environment
 from etude.tasks.harbor import read_task, task_digest
@@ -259,23 +259,14 @@ async def validate_all(
     on_report: Callable[[ValidationReport], None] = lambda report: None,
 ) -> list[ValidationReport]:
     """Validate tasks concurrently, skipping those with a cached report; return reports in the given order."""
-    semaphore = asyncio.Semaphore(at_once or max(2, usable_cores()))
 
     async def one(directory: Path) -> ValidationReport:
-        async with semaphore:
-            cached = cache.load(task_digest(directory), settings_key(host_settings, reruns)) if cache else None
-            report = cached or await validate(fleet, directory, host_settings=host_settings, reruns=reruns)
-            report = replace(report, directory=str(directory))
-            if cache and cached is None and not any(reason.code == "sandbox" for reason in report.reasons):
-                cache.save(report)
-            on_report(report)
-            return report
+        cached = cache.load(task_digest(directory), settings_key(host_settings, reruns)) if cache else None
+        report = cached or await validate(fleet, directory, host_settings=host_settings, reruns=reruns)
+        report = replace(report, directory=str(directory))
+        if cache and cached is None and not any(reason.code == "sandbox" for reason in report.reasons):
+            cache.save(report)
+        on_report(report)
+        return report
 
-    tasks = [asyncio.create_task(one(directory)) for directory in directories]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+    return await run_limited(map(one, directories), at_once or max(2, usable_cores()))

@@ -20,7 +20,7 @@ from etude.harness.search.source import FileEntry
 from etude.harness.tools.tool import ErrorClass, ToolError, ToolOutcome
 from etude.pods.payload import Payload, pack
 from etude.pods.pod import Job, Pod, PodError, PodFileError, PodGone
-from etude.pods.workspace import run_limited
+from etude.system.run_limited import run_limited
 
 START_S = 60.0  # on an overloaded machine
 LIMIT_S = 30.0  # of a request

@@ -7,15 +7,13 @@ exclusively and links never followed, and the total size is limited, whatever si
 import asyncio
 import os
 import stat
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 from etude.errors import InputError
 from etude.pods.images.trees import MAX_DEPTH, remove_tree
 from etude.pods.pod import FileInfo, Pod, PodError
+from etude.system.run_limited import run_limited
 
-MAX_IN_FLIGHT = 32  # requests at once; a request is mostly waiting
 PART_SIZE = 1 << 20  # bytes of a file held in memory at a time
 MAX_BYTES = 16 << 30  # of all files in one download
 MAX_FILES = 1_000_000
@@ -28,20 +26,16 @@ async def upload(pod: Pod, source: Path, path: str) -> None:
     if not source.is_dir() or source.is_symlink():
         await _send(pod, source, path)
         return
-    tasks = _BoundedTasks()
+    found: list[tuple[Path, str]] = []
     modes: list[tuple[str, int]] = []
-    try:
-        for directory, names, files in os.walk(source):
-            here = Path(directory)
-            there = os.path.normpath(os.path.join(path, here.relative_to(source)))
-            await pod.make_directory(there)
-            modes.append((there, stat.S_IMODE(here.stat().st_mode)))
-            links = [name for name in names if (here / name).is_symlink()]
-            for name in files + links:
-                await tasks.add(_send(pod, here / name, f"{there}/{name}"))
-        await tasks.wait()
-    finally:
-        await tasks.stop()
+    for directory, names, files in os.walk(source):
+        here = Path(directory)
+        there = os.path.normpath(os.path.join(path, here.relative_to(source)))
+        await pod.make_directory(there)
+        modes.append((there, stat.S_IMODE(here.stat().st_mode)))
+        links = [name for name in names if (here / name).is_symlink()]
+        found += [(here / name, f"{there}/{name}") for name in files + links]
+    await run_limited(_send(pod, file, there) for file, there in found)
     for there, mode in reversed(modes):  # last: a directory may be read-only
         await pod.make_directory(there, mode)
 
@@ -69,22 +63,20 @@ async def download(pod: Pod, path: str, target: Path) -> None:
     info = await pod.stat(path)
     if info.kind == "other":
         raise PodError(f"pod {pod.id}: {path} is neither a file nor a directory nor a link")
-    tasks = _BoundedTasks()
     try:
-        await _fetch(pod, info, path, target, tasks)
-        await tasks.wait()
+        await _fetch(pod, info, path, target)
     except BaseException as error:
-        await tasks.stop()
         await asyncio.to_thread(remove_tree, target)  # a partial tree is useless, and may be hard to remove by hand
         if isinstance(error, OSError):  # a name too long for this file system, or a duplicate name
             raise PodError(f"pod {pod.id}: {path} cannot be copied to {target}: {error.strerror}") from error
         raise
 
 
-async def _fetch(pod: Pod, info: FileInfo, path: str, target: Path, tasks: "_BoundedTasks") -> None:
+async def _fetch(pod: Pod, info: FileInfo, path: str, target: Path) -> None:
     waiting = [(info, path, target)]
     above = len(target.parts)
     modes: list[tuple[Path, int]] = []
+    files: list[tuple[str, Path, FileInfo]] = []
     budget, seen = _Budget(pod.id), 0
     while waiting:
         info, path, target = waiting.pop()
@@ -104,8 +96,8 @@ async def _fetch(pod: Pod, info: FileInfo, path: str, target: Path, tasks: "_Bou
             os.symlink(info.target, target)
         elif info.kind == "file":
             budget.take(info.size, path)
-            await tasks.add(_receive(pod, path, target, info, budget))
-    await tasks.wait()
+            files.append((path, target, info))
+    await run_limited(_receive(pod, *file, budget) for file in files)
     for directory, mode in modes:
         directory.chmod(mode)
 
@@ -139,30 +131,3 @@ async def _receive(pod: Pod, path: str, target: Path, info: FileInfo, budget: _B
             if len(part) < PART_SIZE:
                 break
         os.fchmod(file.fileno(), info.mode & 0o777)  # no set-id bits from the pod
-
-
-class _BoundedTasks:
-    """A limited number of concurrent tasks; the first failure stops the rest."""
-
-    def __init__(self) -> None:
-        self.running: set[asyncio.Task[Any]] = set()
-
-    async def add(self, work: Coroutine[Any, Any, None]) -> None:
-        self.running.add(asyncio.create_task(work))
-        if len(self.running) >= MAX_IN_FLIGHT:
-            await self._wait_one()
-
-    async def wait(self) -> None:
-        while self.running:
-            await self._wait_one()
-
-    async def stop(self) -> None:
-        """Cancel all tasks and wait for them."""
-        for task in self.running:
-            task.cancel()
-        await asyncio.gather(*self.running, return_exceptions=True)
-
-    async def _wait_one(self) -> None:
-        done, self.running = await asyncio.wait(self.running, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
