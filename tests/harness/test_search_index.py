@@ -72,7 +72,7 @@ def searcher(encoder: WordEncoder | None = None, cache: VectorCache | None = Non
 
 
 def seen(found: SearchResult) -> list[tuple[str, int, int, str, float]]:
-    return [(hit.path, hit.first, hit.last, hit.found_by, hit.score) for hit in found.hits]
+    return [(hit.chunk.path, hit.chunk.first, hit.chunk.last, hit.found_by, hit.score) for hit in found.hits]
 
 
 FUNCTIONS = {
@@ -169,7 +169,7 @@ def test_a_search_returns_at_its_time_limit_and_reports_how_much_was_embedded() 
         one = searcher(encoder, max_wait_s=0.5)
         files = Files({f"m{n}.py": f"def f{n}():\n    return {n}\n" for n in range(200)})
         found = await one.search(files, "f150")
-        assert found.hits[0].path == "m150.py"
+        assert found.hits[0].chunk.path == "m150.py"
         assert 0 < found.embedded < 200
         assert f"{found.embedded} chunks were searched by meaning" in render_result(found)
         await one.prepare(files)  # what was going on in the background is not done again
@@ -239,13 +239,13 @@ def test_every_hit_reports_how_it_was_found() -> None:
             }
         )
         found = await searcher().search(files, "parse_size")
-        assert [(hit.path, hit.found_by) for hit in found.hits] == [("both.py", "both"), ("other.py", "semantic")]
+        assert [(hit.chunk.path, hit.found_by) for hit in found.hits] == [("both.py", "both"), ("other.py", "semantic")]
         text = render_result(found)
         assert text.startswith("2 results in 2 files, 2 chunks, searched by meaning and words.")
         assert "1. both.py:1-2  parse_size  [by meaning and words]\n     1|def parse_size():\n" in text
         lexical = CodebaseSearcher(None, "the embedding model is not installed")
         found = await lexical.search(files, "parse_size")
-        assert [(hit.path, hit.found_by, hit.cosine) for hit in found.hits] == [("both.py", "lexical", None)]
+        assert [(hit.chunk.path, hit.found_by, hit.cosine) for hit in found.hits] == [("both.py", "lexical", None)]
         assert "lexical search only: the embedding model is not installed" in render_result(found)
 
     asyncio.run(main())
@@ -271,7 +271,7 @@ def test_directories_are_paths_or_patterns() -> None:
     async def main() -> None:
         files = Files({"a/x.py": "def needle(): pass\n", "b/x.py": "def needle(): pass\n"})
         found = await searcher().search(files, "needle", ["b"])
-        assert [hit.path for hit in found.hits] == ["b/x.py"]
+        assert [hit.chunk.path for hit in found.hits] == ["b/x.py"]
         with pytest.raises(InputError, match="no files to search in missing"):
             await searcher().search(files, "needle", ["missing"])
         with pytest.raises(InputError, match="query is empty"):
@@ -283,7 +283,7 @@ def test_directories_are_paths_or_patterns() -> None:
 def test_equal_hits_come_in_the_order_of_their_paths() -> None:
     async def main() -> None:
         files = Files(dict.fromkeys(("c.py", "a.py", "b.py"), "def needle():\n    return 1\n"))
-        assert [hit.path for hit in (await CodebaseSearcher(None).search(files, "needle")).hits] == [
+        assert [hit.chunk.path for hit in (await CodebaseSearcher(None).search(files, "needle")).hits] == [
             "a.py",
             "b.py",
             "c.py",
@@ -298,7 +298,7 @@ def test_false_digests_of_a_source_affect_only_that_source() -> None:
         honest, liar = Files({"m.py": "def honest(): pass\n"}), Files({"m.py": "def poisoned(): pass\n"})
         honest.claims = liar.claims = {"m.py": "the same digest"}
         await one.search(liar, "honest")
-        assert [hit.name for hit in (await one.search(honest, "honest")).hits] == ["honest"]
+        assert [hit.chunk.name for hit in (await one.search(honest, "honest")).hits] == ["honest"]
 
         class Pushy(Files):
             async def listing(self) -> Sequence[FileEntry]:
@@ -367,7 +367,7 @@ def test_chunks_beyond_the_limit_are_found_by_their_words() -> None:
         one, files = searcher(embedded_chunks=10), Files(FUNCTIONS | {"z.py": "def needle():\n    pass\n"})
         assert (await one.prepare(files)).embedded == 10
         found = await one.search(files, "needle")
-        assert found.hits[0].path == "z.py"
+        assert found.hits[0].chunk.path == "z.py"
         assert found.hits[0].found_by == "both"  # what its words find is embedded beyond the limit
         assert found.embedded == 11
 
@@ -393,8 +393,8 @@ def test_a_directory_of_this_machine_is_a_source(tmp_path: Path) -> None:
 
     async def main() -> None:
         one, files = searcher(), LocalFiles(tmp_path)
-        assert [hit.path for hit in (await one.search(files, "needle")).hits] == ["src/a.py"]
+        assert [hit.chunk.path for hit in (await one.search(files, "needle")).hits] == ["src/a.py"]
         (tmp_path / "src" / "a.py").write_text("def other(): pass\n")
-        assert [hit.name for hit in (await one.search(files, "other")).hits] == ["other"]
+        assert [hit.chunk.name for hit in (await one.search(files, "other")).hits] == ["other"]
 
     asyncio.run(main())

@@ -8,7 +8,7 @@ import ast
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # About a screenful. The embedding model reads about 25 lines of code; longer chunks are found by their head and words.
 MAX_LINES = 40
@@ -41,13 +41,6 @@ class Chunk:
     name: str = ""
 
 
-@dataclass(frozen=True)
-class _Span:
-    first: int
-    last: int
-    name: str
-
-
 def read_lines(data: bytes) -> list[str] | None:
     """Return the lines of a text file as editors number them; None if it is not text."""
     if b"\0" in data:
@@ -60,11 +53,10 @@ def read_lines(data: bytes) -> list[str] | None:
 
 def cut_chunks(path: str, lines: Sequence[str]) -> list[Chunk]:
     """Return the chunks of a file, ordered by line."""
-    spans = _python_spans(lines) if path.endswith((".py", ".pyi")) else None
+    spans = _python_spans(path, lines) if path.endswith((".py", ".pyi")) else None
     if spans is None:
-        spans = _block_spans(lines, prose=path.endswith(PROSE))
-    parts = (part for span in spans for part in _split_long(lines, span))
-    return [Chunk(path, part.first, part.last, part.name) for part in parts]
+        spans = _block_spans(path, lines)
+    return [part for span in spans for part in _split_long(lines, span)]
 
 
 def chunk_text(chunk: Chunk, lines: Sequence[str]) -> str:
@@ -75,7 +67,7 @@ def chunk_text(chunk: Chunk, lines: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------------- Python
 
 
-def _python_spans(lines: Sequence[str]) -> list[_Span] | None:
+def _python_spans(path: str, lines: Sequence[str]) -> list[Chunk] | None:
     """Return spans from the syntax tree; None if the file does not parse with this Python."""
     if any("\r" in line[:-1] for line in lines):
         return None  # Python treats a lone carriage return as a line end; editors do not
@@ -83,52 +75,51 @@ def _python_spans(lines: Sequence[str]) -> list[_Span] | None:
         tree = ast.parse("\n".join(lines).lstrip("\ufeff"), filename=_SOURCE)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    return list(_tile(tree.body, 1, len(lines), ""))
+    return list(_tile(tree.body, Chunk(path, 1, len(lines))))
 
 
-def _tile(body: Sequence[ast.stmt], first: int, last: int, owner: str) -> Iterator[_Span]:
-    """Yield spans over lines `first` to `last`: each definition with the comments above it, and the runs between."""
-    start = end = first - 1  # the current run has lines start + 1 .. end
+def _tile(body: Sequence[ast.stmt], whole: Chunk) -> Iterator[Chunk]:
+    """Yield spans over the whole: each definition with the comments above it, and the runs between."""
+    start = end = whole.first - 1  # the current run has lines start + 1 .. end
     for node in body:
         stop = node.end_lineno or node.lineno
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             end = max(end, stop)
             continue
         if end > start:
-            yield _Span(start + 1, end, owner)
+            yield replace(whole, first=start + 1, last=end)
         if stop > end:
-            yield from _definition(node, end + 1, stop, owner)
+            yield from _definition(node, replace(whole, first=end + 1, last=stop))
         start = end = max(end, stop)
-    if last > start:
-        yield _Span(start + 1, last, owner)
+    if whole.last > start:
+        yield replace(whole, first=start + 1)
 
 
-def _definition(
-    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, first: int, last: int, owner: str
-) -> Iterator[_Span]:
-    name = f"{owner}.{node.name}" if owner else node.name
-    if isinstance(node, ast.ClassDef) and last - first >= MAX_LINES // 2:
-        yield from _tile(node.body, first, last, name)
+def _definition(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, span: Chunk) -> Iterator[Chunk]:
+    named = replace(span, name=f"{span.name}.{node.name}" if span.name else node.name)
+    if isinstance(node, ast.ClassDef) and span.last - span.first >= MAX_LINES // 2:
+        yield from _tile(node.body, named)
     else:
-        yield _Span(first, last, name)
+        yield named
 
 
 # ------------------------------------------------------------------------------------------------- other languages
 
 
-def _block_spans(lines: Sequence[str], prose: bool) -> list[_Span]:
+def _block_spans(path: str, lines: Sequence[str]) -> list[Chunk]:
     """Return blocks that start unindented after a blank line (in prose, at headings), short ones joined."""
+    prose = path.endswith(PROSE)
     starts = [
         number
         for number, line in enumerate(lines)
         if (_HEADING.match(line) if prose else _opens(lines, number)) or number == 0
     ]
-    spans: list[_Span] = []
+    spans: list[Chunk] = []
     first = 0
     for stop in [*starts[1:], len(lines)]:
         if stop - first < MIN_LINES and stop < len(lines):
             continue
-        spans.append(_Span(first + 1, stop, _name(lines[first:stop], prose)))
+        spans.append(Chunk(path, first + 1, stop, _name(lines[first:stop], prose)))
         first = stop
     return spans
 
@@ -149,7 +140,7 @@ def _name(lines: Sequence[str], prose: bool) -> str:
 # ------------------------------------------------------------------------------------------------- size
 
 
-def _split_long(lines: Sequence[str], span: _Span) -> Iterator[_Span]:
+def _split_long(lines: Sequence[str], span: Chunk) -> Iterator[Chunk]:
     """Yield the span without surrounding blank lines, in overlapping parts if it is long."""
     first, last = span.first, span.last
     while last >= first and not lines[last - 1].strip():
@@ -161,7 +152,7 @@ def _split_long(lines: Sequence[str], span: _Span) -> Iterator[_Span]:
         stop = _last_fitting_line(lines, first, last)
         if stop < last:
             stop = _break_line(lines, first, stop)
-        yield _Span(first, stop, span.name)
+        yield replace(span, first=first, last=stop)
         if stop == last:
             return
         first = max(first + 1, stop + 1 - OVERLAP)

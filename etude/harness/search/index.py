@@ -72,7 +72,7 @@ def content_digest(path: str, data: bytes) -> str:
 
 @dataclass(frozen=True)
 class RankedChunk:
-    """A chunk with its fused score, cosine similarity and BM25 score."""
+    """A search hit: a chunk, how it was found, its fused score, cosine similarity and BM25 score."""
 
     file: IndexedFile
     chunk: Chunk
@@ -80,6 +80,10 @@ class RankedChunk:
     score: float
     cosine: float | None
     bm25: float
+
+    @property
+    def lines(self) -> Sequence[str]:
+        return self.file.lines[self.chunk.first - 1 : self.chunk.last]
 
 
 @dataclass(frozen=True)

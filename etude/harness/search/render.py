@@ -1,6 +1,7 @@
 """Renders search results for the model: place, how it was found, and numbered lines, within a size limit."""
 
-from etude.harness.search.searcher import Hit, SearchResult
+from etude.harness.search.index import RankedChunk
+from etude.harness.search.searcher import SearchResult
 
 HIT_LINES = 24
 LINE_CHARS = 240
@@ -23,17 +24,17 @@ def render_result(result: SearchResult, total_chars: int = TOTAL_CHARS) -> str:
     return "\n\n".join(parts)
 
 
-def render_hit(number: int, hit: Hit) -> str:
+def render_hit(number: int, hit: RankedChunk) -> str:
     """Render one result: a line with its place, and the beginning of the chunk."""
-    shown = hit.lines[:HIT_LINES]
-    name = f"  {_quote_unprintable(hit.name)}" if hit.name else ""
-    lines = [f"{number}. {_quote_unprintable(hit.path)}:{hit.first}-{hit.last}{name}  [{_BY[hit.found_by]}]"]
-    for line_number, line in enumerate(shown, start=hit.first):
+    chunk, shown = hit.chunk, hit.lines[:HIT_LINES]
+    name = f"  {_quote_unprintable(chunk.name)}" if chunk.name else ""
+    lines = [f"{number}. {_quote_unprintable(chunk.path)}:{chunk.first}-{chunk.last}{name}  [{_BY[hit.found_by]}]"]
+    for line_number, line in enumerate(shown, start=chunk.first):
         text = line.rstrip("\r")
         cut = f"{text[:LINE_CHARS]}... ({len(text) - LINE_CHARS} more characters)" if len(text) > LINE_CHARS else text
         lines.append(f"{line_number:6}|{cut}")
     if len(hit.lines) > len(shown):
-        lines.append(f"      ... ({len(hit.lines) - len(shown)} more lines, up to {hit.last})")
+        lines.append(f"      ... ({len(hit.lines) - len(shown)} more lines, up to {chunk.last})")
     return "\n".join(lines)
 
 

@@ -20,7 +20,7 @@ from etude.harness.search import bm25
 from etude.harness.search.cache import VectorCache, default_directory
 from etude.harness.search.chunks import Chunk
 from etude.harness.search.embedder import Embedder, TextEncoder
-from etude.harness.search.index import DEPTH, CodeIndex, FoundBy, IndexedFile, RankedChunk, content_digest
+from etude.harness.search.index import DEPTH, CodeIndex, IndexedFile, RankedChunk, content_digest
 from etude.harness.search.model_package import PACKAGE, find_model
 from etude.harness.search.source import FileEntry, FileSource, SearchLimits, Selection, select, within
 
@@ -31,26 +31,11 @@ MAX_QUESTION = 2_000  # characters
 
 
 @dataclass(frozen=True)
-class Hit:
-    """A search hit: lines `first` to `last` of `path`, and how it was found."""
-
-    path: str
-    first: int
-    last: int
-    name: str  # of the definition; may be empty
-    lines: Sequence[str]
-    found_by: FoundBy
-    score: float
-    cosine: float | None
-    bm25: float
-
-
-@dataclass(frozen=True)
 class SearchResult:
     """The hits of a search, and how much of the workspace was searched."""
 
     question: str
-    hits: Sequence[Hit]
+    hits: Sequence[RankedChunk]
     files: int
     chunks: int
     embedded: int  # chunks searched by meaning; the others by words only
@@ -104,7 +89,7 @@ class CodebaseSearcher:
         ranked = await asyncio.to_thread(index.rank, words, vector, directories, limit)
         return SearchResult(
             question,
-            [_hit(item) for item in ranked],
+            ranked,
             files=len(index.files),
             chunks=index.size,
             embedded=index.embedded if self.embedder else 0,
@@ -239,14 +224,6 @@ def open_searcher(
         return BertEncoder(directory, device)
 
     return CodebaseSearcher(Embedder(load, VectorCache(cache or default_directory())), limits=limits)
-
-
-def _hit(item: RankedChunk) -> Hit:
-    chunk = item.chunk
-    lines = item.file.lines[chunk.first - 1 : chunk.last]
-    return Hit(
-        chunk.path, chunk.first, chunk.last, chunk.name, lines, item.found_by, item.score, item.cosine, item.bm25
-    )
 
 
 def _texts(wanted: Mapping[bytes, tuple[IndexedFile, int]]) -> dict[bytes, str]:
