@@ -150,7 +150,7 @@ class _BaselinePlacer:
             raise NoHost("no live host is below its max_pods", {}, retryable=True)
         row = self._choose(rows)
         self._pods[row] += 1
-        return Placement(self._names[row], "", 0.0, "")
+        return Placement(self._names[row], 0.0)
 
     def _choose(self, rows: "np.typing.NDArray[np.intp]") -> int:
         raise NotImplementedError
@@ -257,8 +257,6 @@ class _SimulatedHost:
         reading = Pressure(cpu, memory, 0, 0, available, spec.memory, GIB, GIB, None, self.starting, spec.cores)
         return HostReport(
             host=spec.name,
-            address="",
-            backend="simulated",
             pressure=reading,
             pods=len(self.pods),
             max_pods=MAX_PODS,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Unpack
 
 from etude.errors import InputError
-from etude.pods.host import Host, PodOptions
+from etude.pods.host import Host, PodOptions, all_or_none
 from etude.pods.host_client import HostClient, HostGone, LocalHostClient
 from etude.pods.images.records import Image
 from etude.pods.images.store import Store
@@ -45,7 +45,6 @@ class Fleet:
         self.router = PodRouter()
         self.pod_hosts: dict[str, str] = {}  # pod id -> host name
         self.transfers: dict[tuple[str, str], asyncio.Task[None]] = {}  # by (snapshot, host)
-        self.copies: dict[str, set[str]] = {}  # snapshot -> hosts it was transferred to
         self.report_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -154,27 +153,17 @@ class Fleet:
             return await pod.fork(n, kind)
         snapshot = await pod.snapshot(kind)
         options: PodOptions = {"limits": pod.limits, "egress": pod.egress}
-        made = [asyncio.create_task(self._place(snapshot, None, None, host, **options)) for _ in range(n)]
         try:
-            return await asyncio.gather(*made)
-        except BaseException:
-            for task in made:
-                task.cancel()
-            for done in await asyncio.gather(*made, return_exceptions=True):
-                if isinstance(done, Pod):
-                    await done.close()
-            raise
+            return await all_or_none(self._place(snapshot, None, None, host, **options) for _ in range(n))
         finally:
-            for name in {self.pod_hosts.get(pod.id, host), *self.copies.pop(snapshot.id, ())} & set(self.clients):
-                with contextlib.suppress(HostGone):
-                    await self.clients[name].remove_snapshot(snapshot.id)
+            await self.remove_snapshot(snapshot.id)
 
     async def remove_snapshot(self, id: str) -> None:
         """Remove a snapshot from every host that has it and can be reached."""
-        self.copies.pop(id, None)
-        for client in list(self.clients.values()):
-            with contextlib.suppress(InputError, PodError):  # unknown snapshot, or unreachable host
-                await client.remove_snapshot(id)
+        removing = (client.remove_snapshot(id) for client in self.clients.values())
+        for error in await asyncio.gather(*removing, return_exceptions=True):
+            if error is not None and not isinstance(error, InputError | PodError):  # unknown there, or unreachable
+                raise error
 
     async def _ensure_snapshot(self, snapshot: str, target: HostClient) -> None:
         """Transfer a snapshot to `target` once, however many children wait for it there."""
@@ -183,7 +172,6 @@ class Fleet:
             task = self.transfers[key] = asyncio.create_task(self._transfer(snapshot, target))
             task.add_done_callback(lambda _: self.transfers.pop(key, None))
         await asyncio.shield(self.transfers[key])
-        self.copies.setdefault(snapshot, set()).add(target.name)
 
     async def _transfer(self, snapshot: str, target: HostClient) -> None:
         """Copy a snapshot from a host that has it to `target`."""

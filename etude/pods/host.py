@@ -12,10 +12,10 @@ import os
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from etude.errors import BusyError, InputError
 from etude.pods.images.records import Image, Layer
@@ -38,6 +38,9 @@ FLATTEN_AT = 48  # layers; overlayfs slows down beyond 64
 MEASURE_INTERVAL_S = 2.0  # between memory measurements, from which admission learns what pods of an image use
 HOST_IMAGE_MAX_AGE_S = 2.0  # between checks of /etc for changes of the host image; each costs half a millisecond
 EXPIRED_S = 0.001  # `PodSpec.remaining` of a pod whose ttl has passed
+
+
+PodT = TypeVar("PodT", bound=Pod)
 
 
 class PodOptions(TypedDict, total=False):
@@ -358,21 +361,11 @@ class Host:
             raise InputError(f"fork: {n} children; expected 1 to {max_pods}, the max_pods of this host")
         ready = asyncio.Event()  # the children start first: the caller waits for them, not for the parent
         sealed, kind = await self._seal_and_restart(pod, kind, ready)
-        made: list[asyncio.Task[LocalPod]] = []
         try:
             layers = await self._limit_depth(sealed, sealed[:1])
             child = replace(pod.spec, image=pod.spec.image.with_(layers=layers), own_layers=0, owner=self.owner)
-            for _ in range(n):
-                spec = replace(child, id=secrets.token_hex(6), created=time.time())
-                made.append(asyncio.create_task(self._create_cold(spec)))
-            return await asyncio.gather(*made)
-        except BaseException:
-            for task in made:
-                task.cancel()
-            for done in await asyncio.gather(*made, return_exceptions=True):
-                if isinstance(done, Pod):
-                    await done.close()
-            raise
+            specs = [replace(child, id=secrets.token_hex(6), created=time.time()) for _ in range(n)]
+            return await all_or_none(map(self._create_cold, specs))
         finally:
             self.layers.ref(sealed, -1)  # every child has its own reference
             ready.set()
@@ -506,15 +499,13 @@ class Host:
                 if memory := self.pods[id].memory_used():
                     self.reservations[id].observe_memory(memory)
 
-    def report(self, address: str = "") -> HostReport:
+    def report(self) -> HostReport:
         """Return this host's state for the router."""
         pressure, warm = read_pressure(self.state), Counter[str]()
         for pool in self.pools.values():  # a placement request names its image by id or by name
             warm.update(dict.fromkeys({pool.image.id, pool.image.name}, len(pool.ready)))
         return HostReport(
             host=self.name,
-            address=address,
-            backend=self.backend.name,
             pressure=pressure,
             pods=len(self.admission),
             max_pods=self.admission.thresholds.max_pods,
@@ -528,6 +519,20 @@ class Host:
             draining=self.draining,
             time=time.time(),
         )
+
+
+async def all_or_none(making: Iterable[Coroutine[Any, Any, PodT]]) -> list[PodT]:
+    """Create pods concurrently; if one fails, close the others and raise its error."""
+    tasks = [asyncio.create_task(each) for each in making]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        for done in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(done, Pod):
+                await done.close()
+        raise
 
 
 def _resource_request(spec: PodSpec) -> ResourceRequest:

@@ -43,7 +43,7 @@ from etude.pods.cli.options import (
     with_host,
 )
 from etude.pods.cli.units import parse_seconds, parse_size, show_seconds, show_size
-from etude.pods.host import Host, PodOptions
+from etude.pods.host import Host, PodOptions, all_or_none
 from etude.pods.host_client import TOKEN_VARIABLE, HostClient
 from etude.pods.pod import Egress, ExecResult, Limits, Pod, PodError, PodFileError, Snapshot
 from etude.pods.scheduling.admission import Thresholds
@@ -269,14 +269,9 @@ def fork(
         options: PodOptions = {"limits": parent.limits, "egress": parent.egress}
         try:
             making = (client.create(snapshot, ttl=ttl_s, detached=True, **options) for _ in range(n))
-            results = await asyncio.gather(*making, return_exceptions=True)
+            return [child.id for child in await all_or_none(making)]
         finally:
             await client.remove_snapshot(snapshot.id)
-        made = [each for each in results if isinstance(each, Pod)]
-        for error in (each for each in results if isinstance(each, BaseException)):
-            await asyncio.gather(*(child.close() for child in made))
-            raise error
-        return [child.id for child in made]
 
     ids = with_client(state, host, work)
     show(ids, as_json, "\n".join(ids))

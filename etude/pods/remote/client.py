@@ -28,7 +28,7 @@ from etude.pods.fleet import Fleet
 from etude.pods.guest import protocol
 from etude.pods.guest.client import GuestClient, Link
 from etude.pods.guest.guest_pod import GuestPod
-from etude.pods.host import PodOptions
+from etude.pods.host import PodOptions, all_or_none
 from etude.pods.host_client import HostClient, HostGone, ImageDescription, PodDescription
 from etude.pods.images.records import Image
 from etude.pods.pod import Event, ExecResult, FileInfo, Job, Pod, PodError, PodGone, Snapshot, SnapshotKind
@@ -172,11 +172,7 @@ class RemoteHostClient(HostClient):
 
     async def adopt_children(self, found: Sequence[PodDescription], renews: bool) -> "list[RemotePod]":
         """Connect to pods that were just forked; on an error all of them are closed."""
-        results = await asyncio.gather(*(self._connect_pod(each, renews) for each in found), return_exceptions=True)
-        if failed := [each for each in results if isinstance(each, BaseException)]:
-            await asyncio.gather(*(pod.close() for pod in results if isinstance(pod, RemotePod)))
-            raise failed[0]
-        return [pod for pod in results if isinstance(pod, RemotePod)]
+        return await all_or_none(self._connect_pod(each, renews) for each in found)
 
     async def open_link(self, id: str) -> WebSocketLink:
         """Open a new connection to a pod's guest init."""

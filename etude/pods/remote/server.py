@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from etude.errors import EtudeError, InputError
-from etude.pods.guest.client import Link
+from etude.pods.guest.client import SocketLink
 from etude.pods.host import Host
 from etude.pods.host_client import TOKEN_VARIABLE, HostGone, LocalHostClient, describe
 from etude.pods.pod import PodError, PodGone
@@ -41,7 +41,7 @@ from etude.system.http import cancel_on_disconnect
 MAX_JSON = 1 << 20
 MAX_UPLOAD = 64 << 30  # bytes of a snapshot or an image; the disk is usually full before
 REAP_S = 10.0
-MAX_TUNNEL_BUFFER = 1 << 20  # bytes buffered for a slow client before reading from the guest init pauses
+TUNNEL_BUFFER = 1 << 20  # bytes buffered for a slow client before reading from the guest init pauses
 RESTART_S = 10.0  # how long a pod may be without a guest init while a snapshot is taken
 
 logger = logging.getLogger(__name__)
@@ -63,58 +63,6 @@ class TokenAuth:
         await self.app(scope, receive, send)
 
 
-class Tunnel:
-    """Forwards bytes between a client and the guest init, with backpressure in both directions."""
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.buffer: list[bytes] = []
-        self.size = 0
-        self.paused = self.ended = False
-        self.changed = asyncio.Event()
-        link.start(self)
-
-    def data_received(self, data: bytes) -> None:
-        # Descriptors that come with HELLO are the pod's egress sockets, which only the host uses.
-        descriptors, self.link.descriptors = self.link.descriptors, []
-        for descriptor in descriptors:
-            os.close(descriptor)
-        self.buffer.append(data)
-        self.size += len(data)
-        if self.size > MAX_TUNNEL_BUFFER and not self.paused:
-            self.paused = True
-            self.link.pause_reading(True)
-        self.changed.set()
-
-    def connection_lost(self) -> None:
-        self.ended = True
-        self.changed.set()
-
-    async def to_client(self, websocket: WebSocket) -> None:
-        """Forward to the client until the guest init closes the connection."""
-        while True:
-            if self.buffer:
-                data, self.buffer, self.size = b"".join(self.buffer), [], 0
-                if self.paused:
-                    self.paused = False
-                    self.link.pause_reading(False)
-                await websocket.send_bytes(data)
-            elif self.ended:
-                return
-            else:
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def to_guest(self, websocket: WebSocket) -> None:
-        """Forward to the guest init until the client closes the connection."""
-        while True:
-            message = await websocket.receive()
-            if message["type"] != "websocket.receive" or message.get("bytes") is None:
-                return
-            self.link.send(message["bytes"])
-            await self.link.drain()
-
-
 class HostService:
     """The endpoints of a host, one method each."""
 
@@ -123,8 +71,8 @@ class HostService:
 
     # ------------------------------------------------------------------------------------------- pods
 
-    async def report(self, request: Request) -> Any:
-        return self.host.report(str(request.base_url))
+    async def report(self, _: Request) -> Any:
+        return self.host.report()
 
     async def create(self, request: Request) -> Any:
         wanted = messages.parse(messages.CreateRequest, await read_body(request), "create")
@@ -184,31 +132,45 @@ class HostService:
         return [*map(describe, await self.host.fork_pod(await self._find(request), wanted.n, wanted.kind))]
 
     async def tunnel(self, websocket: WebSocket) -> None:
+        """Forward bytes between a client and the guest init; each direction waits for its slower side."""
         try:
-            link = await self._open_link(await self._find(websocket))
+            reader, writer = await self._connect(await self._find(websocket))
         except EtudeError as error:
             status, body = messages.error_to_json(error)
             await websocket.send_denial_response(JSONResponse(body, status))
             return
-        tunnel = Tunnel(link)
+
+        async def to_client() -> None:
+            while data := await reader.read(TUNNEL_BUFFER):
+                await websocket.send_bytes(data)
+
+        async def to_guest() -> None:
+            while (data := (await websocket.receive()).get("bytes")) is not None:
+                writer.write(data)
+                await writer.drain()
+
+        await websocket.accept()
+        sending, receiving = asyncio.create_task(to_client()), asyncio.create_task(to_guest())
         try:
-            await websocket.accept()
-            tasks = {asyncio.create_task(tunnel.to_client(websocket)), asyncio.create_task(tunnel.to_guest(websocket))}
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
+            guest_ended = sending.done()
         finally:
-            link.close()
-        if tunnel.ended:
+            for task in (sending, receiving):
+                task.cancel()
+            await asyncio.gather(sending, receiving, return_exceptions=True)
+            writer.close()
+        if guest_ended:
             with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the client closed at the same moment
                 await websocket.close(messages.TUNNEL_ENDED, "guest init closed the connection")
 
-    async def _open_link(self, pod: LocalPod) -> Link:
+    async def _connect(self, pod: LocalPod) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to a pod's guest init. The egress sockets that come with its first message are for the host only."""
         deadline = asyncio.get_running_loop().time() + RESTART_S
         while True:
             try:
-                return await pod.open_link()
+                link = await pod.open_link()
+                assert isinstance(link, SocketLink)
+                return await asyncio.open_connection(sock=link.sock, limit=TUNNEL_BUFFER)
             except OSError as error:  # the pod is being restarted by a snapshot, or has ended
                 if pod.id not in self.host.pods:
                     raise PodGone(f"pod {pod.id} is gone") from None

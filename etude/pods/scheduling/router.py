@@ -39,8 +39,6 @@ class HostReport:
     """A host's state, sent every few seconds."""
 
     host: str
-    address: str
-    backend: str
     pressure: Pressure
     pods: int  # with a reservation, including those being created
     max_pods: int
@@ -77,18 +75,26 @@ class PlacementRequest:
     requires: frozenset[str] = frozenset()  # labels of `capability_labels`
 
 
+@dataclass(eq=False, slots=True)
+class _PendingPlacement:
+    """One placement that no report has counted yet."""
+
+    time: float
+    image: str
+    memory: int
+    warm: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The host to start a pod on. `score` is minus the cost in seconds: greater is better."""
 
     host: str
-    address: str
     score: float
-    reason: str
     warm: bool = False
     image_local: bool = False
     transfer: bool = False  # the snapshot must be transferred there first
-    pending_id: int = 0  # for `PodRouter.release`
+    pending: _PendingPlacement | None = field(default=None, compare=False, repr=False)  # for `PodRouter.release`
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +142,6 @@ class _Holders:
         return self._arrays
 
 
-class _PendingPlacement:
-    """One placement that no report has counted yet."""
-
-    __slots__ = ("id", "image", "memory", "released", "time", "warm")
-
-    def __init__(self, id: int, now: float, image: str, memory: int, warm: bool) -> None:
-        self.id, self.time, self.image, self.memory, self.warm = id, now, image, memory, warm
-        self.released = False
-
-
 class _HostState:
     """State of a host that is not in a column: its latest report and the placements since."""
 
@@ -178,13 +174,10 @@ class PodRouter:
         self._free_rows: list[int] = []
         self._images: dict[str, _Holders] = {}
         self._snapshots: dict[str, _Holders] = {}
+        self._capabilities: dict[str, _Holders] = {}
+        self._indexes = {"images": self._images, "snapshots": self._snapshots, "capabilities": self._capabilities}
         self._warm: dict[str, _Holders] = {}
-        self._capability_sets: dict[frozenset[str], int] = {frozenset(): 0}  # -> its index in `_capability_index`
-        self._capable_cache: dict[frozenset[str], Booleans] = {}
-        self._pending: dict[int, tuple[str, _PendingPlacement]] = {}
-        self._last_pending_id = 0
         self._column: dict[str, Floats] = {name: np.zeros(0) for name in _COLUMNS}
-        self._capability_index = np.zeros(0, np.intp)  # by row
         self._grow(64)
 
     def __len__(self) -> int:
@@ -204,12 +197,11 @@ class PodRouter:
         # A host clock that was set back must not exclude its host for ever: once stale, any report is accepted.
         if last is not None and report.time < last.time and now - self._column["last_seen"][row] < self.policy.stale_s:
             return
-        self._update_index(self._images, row, last.images if last else frozenset(), report.images)
-        self._update_index(self._snapshots, row, last.snapshots if last else frozenset(), report.snapshots)
+        self._update_indexes(row, last, report)
         host.report = report
         self._expire_pulls(host, now)
-        while host.pending and (host.pending[0].released or host.pending[0].time <= now - self.policy.report_lag_s):
-            self._pending.pop(host.pending.popleft().id, None)
+        while host.pending and host.pending[0].time <= now - self.policy.report_lag_s:
+            host.pending.popleft()
         stalls, column = report.pressure, self._column
         column["last_seen"][row] = now
         column["memory_total"][row] = max(1, stalls.memory_total)
@@ -219,8 +211,6 @@ class PodRouter:
             value = getattr(stalls, name)
             column[name][row] = 0.0 if value is None else value
         column["draining"][row] = report.draining
-        labels = report.capabilities | {f"backend:{report.backend}"}
-        self._capability_index[row] = self._capability_sets.setdefault(labels, len(self._capability_sets))
         self._recount(host, last.warm if last else {})
 
     def forget(self, host: str) -> None:
@@ -229,13 +219,10 @@ class PodRouter:
         if gone is None:
             return
         if gone.report is not None:
-            self._update_index(self._images, gone.row, gone.report.images, frozenset())
-            self._update_index(self._snapshots, gone.row, gone.report.snapshots, frozenset())
+            self._update_indexes(gone.row, gone.report, None)
             for image in gone.report.warm:
                 self._warm[image].discard(gone.row)
         self._expire_pulls(gone, math.inf)
-        for pending in gone.pending:
-            self._pending.pop(pending.id, None)
         self._names[gone.row] = None
         self._column["last_seen"][gone.row] = -math.inf
         self._free_rows.append(gone.row)
@@ -255,12 +242,10 @@ class PodRouter:
 
     def release(self, placement: Placement) -> None:
         """Free what a placement counts against its host: the placement was not used."""
-        host_name, pending = self._pending.pop(placement.pending_id, (None, None))
-        if host_name is None or pending is None or pending.released:
-            return
-        pending.released = True
-        host = self._hosts[host_name]
-        self._recount(host, {pending.image: 1} if pending.warm else {})
+        host, pending = self._hosts.get(placement.host), placement.pending
+        if host is not None and pending is not None and pending in host.pending:
+            host.pending.remove(pending)
+            self._recount(host, {pending.image: 1} if pending.warm else {})
 
     # -- placement
 
@@ -272,8 +257,7 @@ class PodRouter:
         for name in exclude:
             if name in self._hosts:
                 fits[self._hosts[name].row] = False
-        holders = self._file_holders(request)
-        local_rows = [row for row in holders if fits[row]]
+        local_rows = [row for row in self._file_holders(request) if fits[row]]
         cost = self._costs(request, now)
         if local_rows:
             rows = np.array(local_rows, np.intp)
@@ -283,7 +267,7 @@ class PodRouter:
             row = int(np.argmin(cost))
             if not fits[row]:
                 raise self._no_host(request, now, exclude)
-        return self._assign(request, row, float(cost[row]), now, holders, bool(local_rows))
+        return self._assign(request, row, float(cost[row]), now, bool(local_rows))
 
     def _schedulable(self, now: float) -> Booleans:
         """Return the hosts that are alive, not backed off, not draining and below max_pods."""
@@ -299,11 +283,13 @@ class PodRouter:
 
     def _capable(self, requires: frozenset[str]) -> Booleans:
         """Return the hosts that have all required capabilities."""
-        table = self._capable_cache.get(requires)
-        if table is None or len(table) != len(self._capability_sets):
-            table = np.array([requires <= labels for labels in self._capability_sets], bool)
-            self._capable_cache[requires] = table
-        return np.asarray(table[self._capability_index])
+        able = np.full(len(self._column["last_seen"]), True)
+        for label in requires:
+            has = np.zeros(len(able), bool)
+            if (holders := self._capabilities.get(label)) is not None:
+                has[holders.arrays()[0]] = True
+            able &= has
+        return able
 
     def _file_holders(self, request: PlacementRequest) -> list[int]:
         """Return the rows of the hosts that hold the files a fork or a snapshot starts from."""
@@ -332,9 +318,7 @@ class PodRouter:
         busy = p.busy_s * (c["cpu_some"] > p.thresholds.cpu_some)
         return np.asarray(pull + start + price + busy + c["tie_break"])
 
-    def _assign(
-        self, request: PlacementRequest, row: int, cost: float, now: float, holders: list[int], local_files: bool
-    ) -> Placement:
+    def _assign(self, request: PlacementRequest, row: int, cost: float, now: float, local_files: bool) -> Placement:
         """Count the placement against its host and return it."""
         name = self._names[row]
         assert name is not None
@@ -347,27 +331,11 @@ class PodRouter:
             pull_time = self.policy.pull_time(request)
             self._images.setdefault(request.image, _Holders()).add(row, now + pull_time)
             host.pulling[request.image] = now + 2 * pull_time + self.policy.stale_s
-        image_local = ready == -math.inf
-        self._last_pending_id += 1
-        pending = _PendingPlacement(self._last_pending_id, now, request.image, request.memory, warm)
+        pending = _PendingPlacement(now, request.image, request.memory, warm)
         host.pending.append(pending)
-        self._pending[pending.id] = (name, pending)
         self._count_pending(row, pending, host.report)
         transfer = bool(request.snapshot or request.parent_host) and not local_files
-        reason = self._reason(request, holders, local_files, warm, image_local)
-        return Placement(name, host.report.address, -cost, reason, warm, image_local, transfer, pending.id)
-
-    def _reason(
-        self, request: PlacementRequest, holders: list[int], local_files: bool, warm: bool, image_local: bool
-    ) -> str:
-        if local_files:
-            return "has its files"
-        image = "has a warm pod" if warm else "has its image" if image_local else "best fit, must pull its image"
-        if not (request.snapshot or request.parent_host):
-            return image
-        names = ", ".join(sorted(str(self._names[row]) for row in holders)[:3])
-        source = f"{names} cannot take it now" if names else "no host is known to have them"
-        return f"{image}; its files must be transferred: {source}"
+        return Placement(name, -cost, warm, ready == -math.inf, transfer, pending)
 
     # -- refusal
 
@@ -407,12 +375,11 @@ class PodRouter:
     # -- columns and indexes
 
     def _grow(self, size: int) -> None:
-        start = len(self._capability_index)
+        start = len(self._column["last_seen"])
         for name in _COLUMNS:
             # A row without a host looks like a host that never reported.
             empty = {"last_seen": -math.inf, "memory_total": 1.0, "cores": 1.0}.get(name, 0.0)
             self._column[name] = np.concatenate([self._column[name], np.full(size - start, empty)])
-        self._capability_index = np.concatenate([self._capability_index, np.zeros(size - start, np.intp)])
 
     def _add_host(self, name: str) -> _HostState:
         if self._free_rows:
@@ -421,7 +388,7 @@ class PodRouter:
         else:
             row = len(self._names)
             self._names.append(name)
-            if row >= len(self._capability_index):
+            if row >= len(self._column["last_seen"]):
                 self._grow(2 * row)
         host = self._hosts[name] = _HostState(row)
         self._column["backoff_until"][row] = -math.inf
@@ -429,13 +396,15 @@ class PodRouter:
         self._column["tie_break"][row] = 1e-3 * zlib.crc32(f"{self._seed}:{name}".encode()) / 2**32
         return host
 
-    def _update_index(self, index: dict[str, _Holders], row: int, old: frozenset[str], new: frozenset[str]) -> None:
-        if old == new:  # the usual case
-            return
-        for item in old - new:
-            self._drop(index, item, row)
-        for item in new - old:
-            index.setdefault(item, _Holders()).add(row)
+    def _update_indexes(self, row: int, old: HostReport | None, new: HostReport | None) -> None:
+        """Record what a host holds by its new report, in place of what it held by the old one."""
+        for name, index in self._indexes.items():
+            before: frozenset[str] = getattr(old, name, frozenset())
+            after: frozenset[str] = getattr(new, name, frozenset())
+            for item in before - after:
+                self._drop(index, item, row)
+            for item in after - before:
+                index.setdefault(item, _Holders()).add(row)
 
     def _drop(self, index: dict[str, _Holders], item: str, row: int) -> None:
         if (holders := index.get(item)) is not None:
@@ -467,8 +436,7 @@ class PodRouter:
             else:
                 holders.discard(row)
         for pending in host.pending:
-            if not pending.released:
-                self._count_pending(row, pending, report)
+            self._count_pending(row, pending, report)
 
     def _count_pending(self, row: int, pending: _PendingPlacement, report: HostReport) -> None:
         self._column["pods"][row] += 1
@@ -476,6 +444,6 @@ class PodRouter:
         self._column["starting"][row] += not pending.warm
         if pending.warm:
             host = self._hosts[report.host]
-            taken = sum(other.warm and other.image == pending.image and not other.released for other in host.pending)
+            taken = sum(other.warm and other.image == pending.image for other in host.pending)
             if taken >= report.warm.get(pending.image, 0):
                 self._warm[pending.image].discard(row)
