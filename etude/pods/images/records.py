@@ -92,13 +92,3 @@ def reason(error: ValueError) -> str:
         return str(error)
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".lstrip(": ")
-
-
-def image_to_json(image: Image) -> Any:
-    """Return an image as a JSON object."""
-    return IMAGE.dump_python(image, mode="json")
-
-
-def image_from_json(value: Any) -> Image:
-    """Return the image in a JSON object; raise ValueError if it is invalid."""
-    return IMAGE.validate_python(value)
