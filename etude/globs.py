@@ -208,6 +208,11 @@ def parse_lines(lines: Iterable[str]) -> list[GitignorePattern]:
     return patterns
 
 
+def last_match(patterns: Sequence[GitignorePattern], path: str, directory: bool) -> GitignorePattern | None:
+    """Return the last pattern that matches, which decides."""
+    return next((pattern for pattern in reversed(patterns) if pattern.match(path, directory)), None)
+
+
 class Globs:
     """Patterns that select paths as a .gitignore does: the last one that matches decides, `!` takes a path out again.
 
@@ -215,15 +220,13 @@ class Globs:
     """
 
     def __init__(self, patterns: Iterable[str | GitignorePattern]) -> None:
-        parsed = [GitignorePattern(each) if isinstance(each, str) else each for each in patterns]
-        self.patterns = list(reversed(parsed))
+        self.patterns = [GitignorePattern(each) if isinstance(each, str) else each for each in patterns]
 
     def matches(self, path: str) -> bool:
         """Return whether the path of a file, relative to where the patterns stand, is selected."""
         parts = path.split("/")
         for depth in range(1, len(parts) + 1):
-            above, directory = "/".join(parts[:depth]), depth < len(parts)
-            found = next((pattern for pattern in self.patterns if pattern.match(above, directory)), None)
+            found = last_match(self.patterns, "/".join(parts[:depth]), depth < len(parts))
             if found is not None and not found.negated:
                 return True
         return False
@@ -238,17 +241,13 @@ class GitGlobs:
 
     def match(self, path: str, directory: bool = False) -> bool:
         """Return whether the last matching pattern includes the path."""
-        for pattern in reversed(self.patterns):
-            if pattern.match(path, directory):
-                return not pattern.negated
-        return False
+        found = last_match(self.patterns, path, directory)
+        return found is not None and not found.negated
 
     def admits(self, path: str) -> bool:
         """Return whether the path passes as a filter: without including patterns, everything not excluded passes."""
-        for pattern in reversed(self.patterns):
-            if pattern.match(path, False):
-                return not pattern.negated
-        return not self.has_includes
+        found = last_match(self.patterns, path, False)
+        return not self.has_includes if found is None else not found.negated
 
 
 def expand_braces(pattern: str) -> list[str]:

@@ -513,7 +513,7 @@ class Host:
             capabilities=capability_labels(self.backend.name, self.backend.capabilities),
             images=frozenset({"host", *(name for image in self.store.images() for name in (image.id, image.name))}),
             snapshots=frozenset(saved.snapshot.id for saved in self.store.snapshots()),
-            warm=warm,
+            warm=dict(warm),  # asdict would count the items of a Counter
             cores=pressure.cores,
             starting=sum(reservation.creating for reservation in self.reservations.values()),
             draining=self.draining,

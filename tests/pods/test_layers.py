@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from etude.errors import InputError
 from etude.pods.images import trees
-from etude.pods.images.archive import UnpackLimits, pack, unpack
+from etude.pods.images.archive import UnpackLimits, pack, tree_digest, unpack
 from etude.pods.images.layers import LayerDir, LayerStack, copy, merge
 from etude.pods.pod import PodError
 
@@ -213,7 +213,7 @@ def test_merging_keeps_hard_links_modes_times_and_attributes(tmp_path: Path) -> 
     assert os.getxattr(a, "user.note") == b"\xff\n"
     assert (tmp_path / "out/d").stat().st_mtime == 5
     assert os.listxattr(tmp_path / "out/d") == []
-    assert trees.tree_digest(low) == trees.tree_digest(tmp_path / "out")
+    assert tree_digest(low) == tree_digest(tmp_path / "out")
 
 
 def test_a_sparse_terabyte_is_copied_at_once(tmp_path: Path) -> None:
@@ -256,8 +256,8 @@ def test_files_whose_mode_forbids_reading_are_copied(tmp_path: Path) -> None:
     os.chmod(low / "etc", 0)
     (tmp_path / "out").mkdir()
     copy(low, tmp_path / "out")
-    before = trees.tree_digest(low)
-    assert before == trees.tree_digest(tmp_path / "out")
+    before = tree_digest(low)
+    assert before == tree_digest(tmp_path / "out")
     assert stat.S_IMODE((tmp_path / "out/etc").stat().st_mode) == 0
     packed = io.BytesIO()
     pack(low, packed)
@@ -283,9 +283,9 @@ def test_a_layer_survives_packing_and_unpacking(tmp_path: Path, layer: Tree) -> 
     (work / "out").mkdir()
     again.seek(0)
     unpack(again, work / "out", "layer")
-    assert trees.tree_digest(work / "out") == trees.tree_digest(work / "tidy")
+    assert tree_digest(work / "out") == tree_digest(work / "tidy")
     if not any("opaque" in repr(what) for what in layer.values()):
-        assert trees.tree_digest(work / "out") == trees.tree_digest(source)
+        assert tree_digest(work / "out") == tree_digest(source)
 
 
 def tar_of(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
@@ -520,4 +520,4 @@ def test_odd_names_and_attributes_survive(tmp_path: Path) -> None:
     packed.seek(0)
     (tmp_path / "out").mkdir()
     unpack(packed, tmp_path / "out", "odd")
-    assert trees.tree_digest(source) == trees.tree_digest(tmp_path / "out")
+    assert tree_digest(source) == tree_digest(tmp_path / "out")

@@ -94,20 +94,6 @@ async def test_a_client_that_does_not_read_stops_the_server() -> None:
 
 
 @on_loop
-async def test_the_byte_limit_of_a_pod_covers_all_its_connections() -> None:
-    limits = EgressLimits(total_bytes=50_000)
-    async with (
-        running_server(echo) as server,
-        running_proxy(["example.org:9"], server=server, limits=limits) as running,
-    ):
-        request = connect("example.org:9") + b"\0" * 20_000
-        assert len(await exchange(running.ports[0], request, end=True)) == len(ESTABLISHED) + 20_000
-        await exchange(running.ports[0], request, end=True)
-        assert b" 403 " in await exchange(running.ports[0], request, end=True)
-        assert "50000 bytes" in (await running.wait_for_records(3))[1]["error"]
-
-
-@on_loop
 async def test_closing_aborts_open_connections_and_records_them() -> None:
     async with running_server(echo) as server, running_proxy(["example.org:9"], server=server) as running:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.ports[0])

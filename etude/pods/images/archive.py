@@ -26,6 +26,7 @@ import zstandard
 
 from etude.errors import InputError
 from etude.pods.images.trees import (
+    DIGEST_LENGTH,
     MAX_ID,
     OVERFLOW_ID,
     Metadata,
@@ -71,6 +72,9 @@ class UnpackLimits:
     size: int = 64 << 30  # bytes of all files, holes included
     entries: int = 4_000_000
     depth: int = 120
+
+
+DEFAULT_LIMITS = UnpackLimits()
 
 
 # -- streams
@@ -153,76 +157,106 @@ def decompress(file: IO[bytes]) -> IO[bytes]:
 # -- packing
 
 
+class HashingWriter(io.RawIOBase):
+    """Writes to another stream, if any, computing the digest and size of what was written."""
+
+    def __init__(self, target: Any = None) -> None:
+        self._target, self._hash, self.size = target, hashlib.sha256(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        self.size += len(data)
+        if self._target is not None:
+            self._target.write(data)
+        return len(data)
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+
 def pack(layer: Path, file: IO[bytes], shift: int = 0) -> None:
     """Write a layer as a tar: sorted, ids without `shift`, the same bytes for the same layer and times."""
-    with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT, encoding="utf-8") as tar:
-        _pack_directory(tar, str(layer), "", shift, {}, 0)
+    _Packer(file, shift).pack(layer)
 
 
-def _pack_directory(
-    tar: tarfile.TarFile, path: str, name: str, shift: int, links: dict[tuple[int, int], str], depth: int
-) -> None:
-    check_depth(path, depth)
-    tar.addfile(_member(name or ".", os.lstat(path), path, shift))
-    with readable_directory(path) as names:
-        if is_opaque(path):
-            tar.addfile(_marker(f"{name}/{OPAQUE_NAME}" if name else OPAQUE_NAME))
-        for child in names:
-            inside, full = f"{name}/{child}" if name else child, f"{path}/{child}"
-            info = os.lstat(full)
-            if is_whiteout(info):
-                tar.addfile(_marker(f"{name}/{WHITEOUT}{child}" if name else WHITEOUT + child))
-            elif child.startswith(WHITEOUT):
-                raise PodError(f"{inside}: a name that starts with {WHITEOUT} means a deletion in a tar; rename it")
-            elif stat.S_ISDIR(info.st_mode):
-                _pack_directory(tar, full, inside, shift, links, depth + 1)
-            else:
-                _pack_leaf(tar, full, inside, info, shift, links)
+def tree_digest(root: Path) -> str:
+    """Return a digest of a tree's names, types, modes, owners, contents, links, attributes and whiteouts; not times."""
+    writer = HashingWriter()
+    _Packer(cast(IO[bytes], writer), 0, for_digest=True).pack(root)
+    return writer.hexdigest()[:DIGEST_LENGTH]
 
 
-def _pack_leaf(
-    tar: tarfile.TarFile, path: str, name: str, info: os.stat_result, shift: int, links: dict[tuple[int, int], str]
-) -> None:
-    inode = (info.st_dev, info.st_ino)
-    member = _member(name, info, path, shift)
-    if info.st_nlink > 1 and inode in links and not stat.S_ISFIFO(info.st_mode):
-        member.type, member.linkname, member.size = tarfile.LNKTYPE, links[inode], 0
-        tar.addfile(member)
-    elif stat.S_ISREG(info.st_mode):
-        if info.st_size > UnpackLimits().size:
-            raise PodError(f"{name}: a file of {info.st_size} bytes (with holes) is too large to export; remove it")
-        with os.fdopen(open_to_read(path), "rb") as file:
-            tar.addfile(member, file)
-        links[inode] = name
-    elif stat.S_ISLNK(info.st_mode) or stat.S_ISFIFO(info.st_mode):
-        tar.addfile(member)
-        links[inode] = name
-    # a socket is useless without its process, and layers contain no devices
+class _Packer:
+    def __init__(self, file: IO[bytes], shift: int, for_digest: bool = False) -> None:
+        self._tar = tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT, encoding="utf-8")  # noqa: SIM115
+        self._shift, self._for_digest = shift, for_digest  # a digest needs no times, and allows names of whiteouts
+        self._links: dict[tuple[int, int], str] = {}
 
+    def pack(self, layer: Path) -> None:
+        with self._tar:
+            self._add_directory(str(layer), "", 0)
 
-def _member(name: str, info: os.stat_result, path: str, shift: int) -> tarfile.TarInfo:
-    member = tarfile.TarInfo(name)
-    member.mode, member.mtime = stat.S_IMODE(info.st_mode), int(info.st_mtime)
-    if can_chown():
-        member.uid, member.gid = unshift_id(info.st_uid, shift), unshift_id(info.st_gid, shift)
-    if stat.S_ISDIR(info.st_mode):
-        member.type = tarfile.DIRTYPE
-    elif stat.S_ISLNK(info.st_mode):
-        member.type, member.linkname = tarfile.SYMTYPE, os.readlink(path)
-    elif stat.S_ISFIFO(info.st_mode):
-        member.type = tarfile.FIFOTYPE
-    else:
-        member.size = info.st_size
-    if not stat.S_ISLNK(info.st_mode):
-        xattrs = portable_xattrs(path)
-        member.pax_headers = {XATTR + key: value.decode("utf-8", "surrogateescape") for key, value in xattrs.items()}
-    return member
+    def _add_directory(self, path: str, name: str, depth: int) -> None:
+        check_depth(path, depth)
+        self._tar.addfile(self._member(name or ".", os.lstat(path), path))
+        above = f"{name}/" if name else ""
+        with readable_directory(path) as names:
+            if is_opaque(path):
+                self._add_marker(above + OPAQUE_NAME)
+            for child in names:
+                inside, full = above + child, f"{path}/{child}"
+                info = os.lstat(full)
+                if is_whiteout(info):
+                    self._add_marker(above + WHITEOUT + child)
+                elif child.startswith(WHITEOUT) and not self._for_digest:
+                    raise PodError(f"{inside}: a name that starts with {WHITEOUT} means a deletion in a tar; rename it")
+                elif stat.S_ISDIR(info.st_mode):
+                    self._add_directory(full, inside, depth + 1)
+                else:
+                    self._add_leaf(full, inside, info)
 
+    def _add_leaf(self, path: str, name: str, info: os.stat_result) -> None:
+        inode = (info.st_dev, info.st_ino)
+        member = self._member(name, info, path)
+        if info.st_nlink > 1 and inode in self._links and not stat.S_ISFIFO(info.st_mode):
+            member.type, member.linkname, member.size = tarfile.LNKTYPE, self._links[inode], 0
+            self._tar.addfile(member)
+        elif stat.S_ISREG(info.st_mode):
+            if info.st_size > DEFAULT_LIMITS.size:
+                raise PodError(f"{name}: a file of {info.st_size} bytes (with holes) is too large to export; remove it")
+            with os.fdopen(open_to_read(path), "rb") as file:
+                self._tar.addfile(member, file)
+            self._links[inode] = name
+        elif stat.S_ISLNK(info.st_mode) or stat.S_ISFIFO(info.st_mode):
+            self._tar.addfile(member)
+            self._links[inode] = name
+        # a socket is useless without its process, and layers contain no devices
 
-def _marker(name: str) -> tarfile.TarInfo:
-    member = tarfile.TarInfo(name)
-    member.mode = 0o600
-    return member
+    def _add_marker(self, name: str) -> None:
+        member = tarfile.TarInfo(name)
+        member.mode = 0o600
+        self._tar.addfile(member)
+
+    def _member(self, name: str, info: os.stat_result, path: str) -> tarfile.TarInfo:
+        member = tarfile.TarInfo(name)
+        member.mode, member.mtime = stat.S_IMODE(info.st_mode), 0 if self._for_digest else int(info.st_mtime)
+        if can_chown():
+            member.uid, member.gid = unshift_id(info.st_uid, self._shift), unshift_id(info.st_gid, self._shift)
+        if stat.S_ISDIR(info.st_mode):
+            member.type = tarfile.DIRTYPE
+        elif stat.S_ISLNK(info.st_mode):
+            member.type, member.linkname = tarfile.SYMTYPE, os.readlink(path)
+        elif stat.S_ISFIFO(info.st_mode):
+            member.type = tarfile.FIFOTYPE
+        else:
+            member.size = info.st_size
+        if not stat.S_ISLNK(info.st_mode):
+            xattrs = sorted(portable_xattrs(path).items())
+            member.pax_headers = {XATTR + key: value.decode("utf-8", "surrogateescape") for key, value in xattrs}
+        return member
 
 
 # -- unpacking
@@ -249,13 +283,12 @@ class _CheckedInfo(tarfile.TarInfo):
 
 
 def unpack(
-    source: IO[bytes], target: Path, label: str, limits: UnpackLimits | None = None, lowest: bool = False
+    source: IO[bytes], target: Path, label: str, limits: UnpackLimits = DEFAULT_LIMITS, lowest: bool = False
 ) -> list[str]:
     """Unpack a tar (compressed or not) into the empty directory `target`; `label` names it in errors.
 
     In a `lowest` layer whiteouts have no effect and are skipped. Returns the directories that no member describes.
     """
-    limits = limits or UnpackLimits()
     try:
         # padding and headers of the tar come on top of the file contents
         counted = HashingReader(decompress(source), limits.size + 2048 * limits.entries + _MAX_HEADER, label)

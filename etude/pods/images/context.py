@@ -16,7 +16,7 @@ from etude.errors import InputError
 from etude.globs import GitignorePattern, compile_name
 from etude.pods.images import layers
 from etude.pods.images.archive import unpack
-from etude.pods.images.layers import LayerStack
+from etude.pods.images.layers import LayerStack, StackEntry
 from etude.pods.images.trees import can_chown, components, copy_leaf, copy_metadata, digest, file_digest, remove_tree
 
 _MAGIC = re.compile(r"[*?\[]")
@@ -220,38 +220,33 @@ class CopyLayerWriter:
 
     def directory(self, path: str) -> Path:
         """Create a directory and its parents in the layer, following links of the layers below; return its path."""
-        if path in self.made:
-            return self.made[path]
-        place = self.target
-        reached = ""
-        for name in components(path):
-            reached = f"{reached}/{name}"
-            real, found = self.below.locate(reached)
-            if found.is_directory or not found.exists:
-                reached = real
-            self._check_writable(reached)
-            place = self.target / reached[1:]
-            if found.exists and not found.is_directory and not os.path.lexists(place):
-                raise InputError(f"{self.where}: {reached} is a file in the image; expected a directory")
-            self._make(reached)
-        self.made[path] = place
-        return place
-
-    def _make(self, path: str) -> None:
-        """Create a directory and its parents in the layer, with their metadata from below if they exist there."""
-        parts = components(path)
-        for depth in range(1, len(parts) + 1):
-            inside = "/".join(parts[:depth])
-            place = self.target / inside
-            if place.is_dir() and not place.is_symlink():
-                continue
-            remove_tree(place)  # an earlier source may have written a link here: never write through it
-            place.mkdir()
-            real, found = self.below.locate(f"/{inside}", follow=False)
-            if found.is_directory and found.info is not None and real == f"/{inside}":
-                copy_metadata(found.dirs[0].path, str(place), found.info, found.dirs[0].shift)
+        if not components(path):
+            return self.target
+        if path not in self.made:
+            parent, _, name = path.rpartition("/")
+            wanted = f"/{(self.directory(parent) / name).relative_to(self.target)}"
+            real, found = self.below.locate(wanted)
+            if os.path.lexists(self.target / wanted[1:]) or real == wanted:  # this layer hides a link below
+                self._make(wanted, found)
+                self.made[path] = self.target / wanted[1:]
             else:
-                self._set_owner_and_mode(place, 0o755)
+                self.made[path] = self.directory(real)
+        return self.made[path]
+
+    def _make(self, path: str, found: StackEntry) -> None:
+        """Create a directory in the layer, with its metadata from below if it exists there."""
+        self._check_writable(path)
+        place = self.target / path[1:]
+        if place.is_dir() and not place.is_symlink():
+            return
+        if found.exists and not found.is_directory and not os.path.lexists(place):
+            raise InputError(f"{self.where}: {path} is a file in the image; expected a directory")
+        remove_tree(place)  # an earlier source may have written a link here: never write through it
+        place.mkdir()
+        if found.is_directory and found.info is not None:
+            copy_metadata(found.dirs[0].path, str(place), found.info, found.dirs[0].shift)
+        else:
+            self._set_owner_and_mode(place, 0o755)
 
     def _check_writable(self, path: str) -> None:
         for bind in self.binds:

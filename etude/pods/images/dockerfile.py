@@ -32,7 +32,7 @@ from etude.pods.images.context import (
     owner_of,
     source_digest,
 )
-from etude.pods.images.instructions import BuildStage, Dockerfile, Instruction, expand, pairs, parse, substitute, words
+from etude.pods.images.instructions import Dockerfile, Instruction, expand, pairs, parse, substitute, words
 from etude.pods.images.layers import LayerStack
 from etude.pods.images.records import Image, Layer
 from etude.pods.images.store import Store
@@ -99,19 +99,17 @@ class _Interpreter:
     pin: Callable[[Iterable[Layer]], None]
     stages: dict[str, Image] = field(default_factory=dict)
 
-    async def run(
-        self, parsed: Dockerfile, stages: Sequence[BuildStage], args: Mapping[str, str], defer: bool
-    ) -> _StageState:
+    async def run(self, parsed: Dockerfile, args: Mapping[str, str], defer: bool) -> _StageState:
         """Execute stages and return the last one; with `defer`, its layers end with the last step that needs one."""
         global_args: dict[str, str] = {}
         for argument in parsed.arguments:
             global_args.update(_declare(argument, global_args, {}, args))
-        for number, stage in enumerate(stages):
+        for number, stage in enumerate(parsed.stages):
             _check_flags(stage.base)
             name = expand(stage.base.text.split()[0], global_args, stage.base.escape, stage.base.where)
             state = _StageState(await self._image(name, stage.base), global_args, args, built=number > 0)
             built = len(stage.steps)
-            if defer and stage is stages[-1]:
+            if defer and stage is parsed.stages[-1]:
                 built = max((at for at, step in enumerate(stage.steps, 1) if _needs_layer(step)), default=0)
             if built:
                 self._local(stage.steps[built - 1])
@@ -270,15 +268,13 @@ async def build(
     egress: Egress | None = None,
     *,
     name: str = "",
-    target: str | None = None,
 ) -> Image:
-    """Build the last stage of a Dockerfile, or the stage `target`, and add it to the store under `name`.
+    """Build the last stage of a Dockerfile and add it to the store under `name`.
 
     `base_images` maps a name after FROM to an `Image` or to the name of one in the store. `args` are values for ARG.
     RUN has the network that `egress` allows; none by default.
     """
     parsed = _read(dockerfile, context)
-    stages = parsed.stages if target is None else _until(parsed.stages, target, dockerfile)
     build_args = dict(args or {})
     _check_args(parsed, build_args, dockerfile)
 
@@ -291,7 +287,7 @@ async def build(
 
     with store.pin() as pin:
         work = _Interpreter(fleet, store, context, DockerIgnore.read(context), find, egress or Egress(), pin)
-        state = await work.run(parsed, stages, build_args, defer=False)
+        state = await work.run(parsed, build_args, defer=False)
         return store.add_image(state.image.with_(name=name))
 
 
@@ -310,7 +306,7 @@ async def plan(
     parsed = _read(dockerfile, context)
     with store.pin() if store is not None else nullcontext(lambda layers: None) as pin:
         work = _Interpreter(fleet, store, context, DockerIgnore.read(context), base_images, egress, pin)
-        state = await work.run(parsed, parsed.stages, {}, defer=True)
+        state = await work.run(parsed, {}, defer=True)
         if store is not None and state.built:
             store.add_image(Image.of(state.image.layers))  # keeps the layers
     made = {each.target: each for each in state.deferred or ()}  # a later step replaces a file of an earlier one
@@ -338,13 +334,6 @@ def _needs_layer(step: Instruction) -> bool:
         or bool(step.heredocs)
         or (step.name == "COPY" and not {flag for flag, _ in step.flags} <= {"chmod"})
     )
-
-
-def _until(stages: Sequence[BuildStage], target: str, file: Path) -> Sequence[BuildStage]:
-    for number, stage in enumerate(stages):
-        if target.lower() in (stage.name, str(number)):
-            return stages[: number + 1]
-    raise InputError(f"{file}: there is no stage {target!r}; there are: {', '.join(stage.name for stage in stages)}")
 
 
 # -- instructions that only change the configuration

@@ -156,11 +156,8 @@ def _escape(lines: Sequence[str], file: str) -> str:
 
 
 def _split(line: str, where: str) -> tuple[str, tuple[tuple[str, str], ...], str]:
-    name, _, rest = line.partition(" ") if " " in line else line.partition("\t")
+    name, rest = [*line.split(None, 1), ""][:2]
     name, rest = name.upper(), rest.strip()
-    if "\t" in name:
-        name, _, more = name.partition("\t")
-        rest = f"{more} {rest}".strip()
     if name not in INSTRUCTIONS:
         raise InputError(f"{where}: {name} is not an instruction; expected one of {', '.join(sorted(INSTRUCTIONS))}")
     flags: list[tuple[str, str]] = []

@@ -26,7 +26,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel, to_pascal
 
 from etude.errors import InputError
-from etude.pods.images.archive import HashingReader, UnpackLimits, decompress, pack, unpack
+from etude.pods.images.archive import HashingReader, HashingWriter, decompress, pack, unpack
 from etude.pods.images.layers import LayerStack
 from etude.pods.images.records import IMAGE, SNAPSHOT, SYSTEM_BINDS, Image, Layer, SnapshotRecord, check_id, reason
 from etude.pods.images.trees import copy_metadata, digest, is_opaque
@@ -220,7 +220,7 @@ class OciLayout:
                 f"{self._label}: {name} is not {kind.__name__} of an OCI layout ({reason(error)})"
             ) from None
 
-    def import_image(self, store: "Store", manifest: Manifest, limits: UnpackLimits) -> Image:
+    def import_image(self, store: "Store", manifest: Manifest) -> Image:
         """Return the image of a manifest, without a name; its layers are in the store then."""
         config = self.read(ImageConfig, manifest.config)
         diff_ids = config.rootfs.diff_ids
@@ -234,19 +234,17 @@ class OciLayout:
             # a directory that a layer does not describe takes its metadata from below: layers depend on lower ones
             chain = digest("oci", chain, diff_id)
             below = LayerStack.of(store.layer_dirs(taken))
-            layer = store.add_layer(partial(self._unpack, descriptor, diff_id, below, limits), key=chain)
+            layer = store.add_layer(partial(self._unpack, descriptor, diff_id, below), key=chain)
             if is_opaque(str(store.layer_path(layer))):
                 taken.clear()  # it hides everything below; overlayfs ignores the marker on the root itself
             taken.append(layer)
         return Image.of(tuple(taken), **(config.config or ProcessConfig()).to_image_fields())
 
-    def _unpack(
-        self, descriptor: Descriptor, diff_id: str, below: LayerStack, limits: UnpackLimits, target: Path
-    ) -> None:
+    def _unpack(self, descriptor: Descriptor, diff_id: str, below: LayerStack, target: Path) -> None:
         kind, _, wanted = diff_id.partition(":")
         with self.blob(descriptor) as raw:
             plain = HashingReader(decompress(cast(IO[bytes], raw)), kind=kind)
-            implied = unpack(cast(IO[bytes], plain), target, self._label, limits, lowest=not below.layers)
+            implied = unpack(cast(IO[bytes], plain), target, self._label, lowest=not below.layers)
             if plain.drain() != wanted:
                 raise InputError(
                     f"{self._label}: layer {diff_id} is damaged (its content has another digest); get it again"
@@ -274,26 +272,6 @@ def open_layout(file: Path, staging: Path) -> OciLayout:
 # -- export
 
 
-class _HashingWriter(io.RawIOBase):
-    """Writes to another stream, computing the digest and size of what was written."""
-
-    def __init__(self, target: Any) -> None:
-        self._target, self._hash, self.size = target, hashlib.sha256(), 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._hash.update(data)
-        self.size += len(data)
-        self._target.write(data)
-        return len(data)
-
-    @property
-    def digest(self) -> str:
-        return f"sha256:{self._hash.hexdigest()}"
-
-
 class _LayoutWriter:
     """Writes a layout into an empty directory."""
 
@@ -312,13 +290,15 @@ class _LayoutWriter:
         """Add a layer as a compressed tar; return its blob, and the digest of the plain tar."""
         part = self.directory / "blobs/part"
         with open(part, "xb") as file:
-            packed = _HashingWriter(file)
+            packed = HashingWriter(file)
             compressor = zstandard.ZstdCompressor(level=3, threads=-1)
             with compressor.stream_writer(cast(IO[bytes], packed), closefd=False) as stream:
-                plain = _HashingWriter(stream)
+                plain = HashingWriter(stream)
                 pack(layer, cast(IO[bytes], plain), shift)
-        part.rename(self.directory / "blobs" / packed.digest.replace(":", "/"))
-        return Descriptor(digest=packed.digest, media_type=LAYER, size=packed.size), plain.digest
+        name = packed.hexdigest()
+        part.rename(self.directory / "blobs/sha256" / name)
+        blob = Descriptor(digest=f"sha256:{name}", media_type=LAYER, size=packed.size)
+        return blob, f"sha256:{plain.hexdigest()}"
 
     def write_tar(self, file: IO[bytes]) -> None:
         def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -395,7 +375,7 @@ def import_(store: "Store", file: Path) -> str:
             raise InputError(f"{file}: the file is not an export of a store, or damaged ({error!r})") from None
         if refused := sorted(set(image.binds) - set(SYSTEM_BINDS)):
             raise InputError(f"{file}: binds the host paths {', '.join(refused)}; only system directories can be bound")
-        layers = layout.import_image(store, manifest, UnpackLimits()).layers
+        layers = layout.import_image(store, manifest).layers
         pin(layers)
         return _add_to_store(store, record, image.with_(layers=layers))
 

@@ -6,7 +6,7 @@
     pins/<id>.json        layers that a live process needs before a record refers to them
     staging/  trash/      work in progress; `collect_garbage` removes what killed processes left there
 
-References are counted by reading the records, so no crash can leave a wrong count. Records refer to existing layers
+References are found by reading the records, so no crash can leave a wrong count. Records refer to existing layers
 only; `lock` (shared to add, exclusive to collect) ensures that. Killing a process at any time is safe; images are
 synced against power loss, snapshots (taken in milliseconds) are not.
 """
@@ -19,7 +19,6 @@ import json
 import os
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from pydantic import TypeAdapter
 from etude.errors import InputError
 from etude.files import take_lock, write_atomically
 from etude.pods.images import layers, oci
+from etude.pods.images.archive import tree_digest
 from etude.pods.images.records import (
     IMAGE,
     IMAGE_NAME,
@@ -41,7 +41,7 @@ from etude.pods.images.records import (
     check_id,
     reason,
 )
-from etude.pods.images.trees import can_chown, digest, remove_tree, tree_digest
+from etude.pods.images.trees import can_chown, digest, remove_tree
 from etude.pods.pod import PodError, Snapshot
 
 __all__ = ["Image", "Layer", "SnapshotRecord", "Store"]
@@ -317,13 +317,11 @@ class Store:
             file.with_suffix(".lock").unlink(missing_ok=True)
             os.close(lock)
 
-    def references(self, in_use: Iterable[Layer] = ()) -> Counter[str]:
-        """Return the reference count of each layer id, from records, pins and `in_use`."""
-        stacks = [image.layers for image in self._read_all(IMAGE, "images")]
+    def references(self, in_use: Iterable[Layer] = ()) -> set[str]:
+        """Return the ids of the layers that records, live pins and `in_use` refer to."""
+        stacks = [in_use, *(image.layers for image in self._read_all(IMAGE, "images"))]
         stacks += [record.image.layers for record in self.snapshots()]
-        needed = Counter(layer.id for layer in in_use)
-        for stack in stacks:
-            needed.update({layer.id for layer in stack})
+        needed = {layer.id for stack in stacks for layer in stack}
         for file in (self.root / "pins").glob("*.json"):
             with contextlib.suppress(FileNotFoundError):
                 if not _abandoned(file.with_suffix(".lock")):

@@ -26,9 +26,9 @@ T = TypeVar("T")
 OPAQUE = "user.overlay.opaque"
 MAX_ID = 65535  # largest uid or gid in a pod; any other is shown as OVERFLOW_ID
 OVERFLOW_ID = 65534
+DIGEST_LENGTH = 40  # hex digits of an id: short enough for the 255 bytes of a mount option
 MAX_DEPTH = 200  # nested directories; real trees stay under 100, and every level takes a stack frame
 
-_HOIST_DEPTH = 32  # deletion moves deeper directories to the top, so depth costs neither frames nor descriptors
 _OPENAT2, _RESOLVE_NO_XDEV = 437, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _CAPABILITY = "security.capability"
@@ -97,45 +97,46 @@ def remove_tree(path: Path) -> None:
 
 
 def remove_at(parent: int, name: str) -> None:
-    """Remove `name` in the directory `parent`, with its contents."""
+    """Remove `name` in the directory `parent`, with its contents.
+
+    Directories below it are moved up into it before they are emptied, so depth costs neither frames nor descriptors.
+    """
     if _unlinked(parent, name):
         return
     with suppress(FileNotFoundError):
         top = _open_to_empty(parent, name)
         try:
-            hoisted = 0
-
-            def hoist(directory: int, child: str) -> None:
-                nonlocal hoisted
-                hoisted += 1
-                os.rename(child, f".hoisted-{hoisted}-{os.getpid()}", src_dir_fd=directory, dst_dir_fd=top)
-
+            moved = 0
             while names := os.listdir(top):
                 for child in names:
-                    _remove_below(top, child, 1, hoist)
+                    # if it changes meanwhile, the loop around this one tries again
+                    with suppress(FileNotFoundError, NotADirectoryError):
+                        moved += _empty_directory(top, child, moved)
         finally:
             os.close(top)
         os.rmdir(name, dir_fd=parent)
 
 
-def _remove_below(parent: int, name: str, depth: int, hoist: Callable[[int, str], None]) -> None:
-    if _unlinked(parent, name):
-        return
-    with suppress(FileNotFoundError, NotADirectoryError):  # it changed meanwhile: the loop at the top retries
-        directory = _open_to_empty(parent, name)
-        try:
-            if depth > _HOIST_DEPTH:
-                hoist(parent, name)
-                return
-            for child in os.listdir(directory):
-                _remove_below(directory, child, depth + 1, hoist)
-        finally:
-            os.close(directory)
-        try:
-            os.rmdir(name, dir_fd=parent)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
+def _empty_directory(top: int, name: str, moved: int) -> int:
+    """Remove `name`; if it is a directory, first move the directories in it up into `top`, and return their number."""
+    if _unlinked(top, name):
+        return 0
+    directory, count = _open_to_empty(top, name), 0
+    try:
+        for child in os.listdir(directory):
+            if not _unlinked(directory, child):
+                os.close(_open_to_empty(directory, child))  # to move a directory is to write to it
+                count += 1
+                new_name = f".moved-{moved + count}-{os.getpid()}"
+                os.rename(child, new_name, src_dir_fd=directory, dst_dir_fd=top)
+    finally:
+        os.close(directory)
+    try:
+        os.rmdir(name, dir_fd=top)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    return count
 
 
 def _unlinked(parent: int, name: str) -> bool:
@@ -357,59 +358,12 @@ def _copy_range(reader: int, writer: int, start: int, end: int) -> None:
 
 
 def digest(*parts: str) -> str:
-    """Return a digest of the parts: 40 hex digits, short enough for the 255 bytes of a mount option."""
+    """Return a digest of the parts, in hex."""
     running = hashlib.sha256()
     for part in parts:
         data = os.fsencode(part)
         running.update(len(data).to_bytes(8, "little") + data)
-    return running.hexdigest()[:40]
-
-
-def tree_digest(root: Path) -> str:
-    """Return a digest of a tree's names, types, modes, owners, contents, links, attributes and whiteouts; not times."""
-    running = hashlib.sha256()
-    links: dict[tuple[int, int], str] = {}
-
-    def add(*parts: bytes) -> None:
-        for part in parts:
-            running.update(len(part).to_bytes(8, "little") + part)
-
-    def visit(path: str, relative: str, depth: int) -> None:
-        info = os.lstat(path)
-        add(os.fsencode(relative), _metadata_bytes(info))
-        if stat.S_ISDIR(info.st_mode):
-            check_depth(path, depth)
-            add(b"opaque" if is_opaque(path) else b"", _xattr_bytes(path))
-            with readable_directory(path) as names:
-                for name in names:
-                    visit(f"{path}/{name}", f"{relative}/{name}", depth + 1)
-        elif stat.S_ISREG(info.st_mode):
-            first = links.setdefault((info.st_dev, info.st_ino), relative)
-            if first == relative:
-                add(_xattr_bytes(path), file_digest(path))
-            else:
-                add(b"link", os.fsencode(first))
-        elif stat.S_ISLNK(info.st_mode):
-            add(os.fsencode(os.readlink(path)))
-
-    visit(str(root), "", 0)
-    return running.hexdigest()[:40]
-
-
-def _metadata_bytes(info: os.stat_result) -> bytes:
-    owners = (unshift_id(info.st_uid, 0), unshift_id(info.st_gid, 0)) if can_chown() else (0, 0)
-    mode = info.st_mode
-    # the mode of a link has no meaning and differs by file system; that of a whiteout is set by overlayfs
-    shown = stat.S_IFMT(mode) if stat.S_ISLNK(mode) or is_whiteout(info) else mode
-    return f"{shown:o} {owners[0]} {owners[1]}".encode()
-
-
-def _xattr_bytes(path: str) -> bytes:
-    return b"".join(
-        len(part).to_bytes(4, "little") + part
-        for name, value in sorted(portable_xattrs(path).items())
-        for part in (os.fsencode(name), value)
-    )
+    return running.hexdigest()[:DIGEST_LENGTH]
 
 
 def file_digest(path: str) -> bytes:

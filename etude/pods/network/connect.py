@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
+import aiohappyeyeballs
 import h11
 
 from etude.errors import InputError
@@ -113,25 +114,13 @@ class Connector:
 
 async def _connect_to_first(addresses: Sequence[str], port: int) -> Connection:
     """Connect to the first address that answers, starting each attempt NEXT_ADDRESS_S after the one before."""
-    left, running = list(addresses), set[asyncio.Task[Connection]]()
-    failure: BaseException = OSError(errno.EHOSTUNREACH, "no address")
-    winner: asyncio.Task[Connection] | None = None
+    targets = [
+        (socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, port))
+        for address in addresses
+    ]
+    sock = await aiohappyeyeballs.start_connection(targets, happy_eyeballs_delay=NEXT_ADDRESS_S)
     try:
-        while left or running:
-            if left:
-                running.add(asyncio.create_task(asyncio.open_connection(left.pop(0), port, limit=CHUNK)))
-            wait = NEXT_ADDRESS_S if left else None
-            done, _ = await asyncio.wait(running, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                if (error := task.exception()) is None:
-                    winner = task
-                    return task.result()
-                running.discard(task)
-                failure = error
-        raise failure
-    finally:
-        for task in running:
-            task.cancel()
-        for result in await asyncio.gather(*(running - {winner}), return_exceptions=True):
-            if not isinstance(result, BaseException):
-                result[1].transport.abort()
+        return await asyncio.open_connection(sock=sock, limit=CHUNK)
+    except BaseException:
+        sock.close()
+        raise

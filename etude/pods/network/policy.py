@@ -314,13 +314,6 @@ def protocol_of(start: bytes) -> Literal["tls", "http", "other"] | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class ClientHello:
-    """The part of a TLS ClientHello that is used: the server name, empty if there is none."""
-
-    sni: str
-
-
 class _Cursor:
     """Reads fields from the front of a message; a truncated field raises ProtocolError."""
 
@@ -346,12 +339,13 @@ class _Cursor:
 
 
 class ClientHelloReader:
-    """Parses a ClientHello across any record and segment boundaries; feed it bytes until it returns one."""
+    """Reads the server name of a TLS ClientHello across any record and segment boundaries."""
 
     def __init__(self) -> None:
         self._raw, self._message, self._fed = bytearray(), bytearray(), 0
 
-    def feed(self, data: bytes) -> ClientHello | None:
+    def feed(self, data: bytes) -> str | None:
+        """Add bytes; return the server name once it is known, empty if the ClientHello has none."""
         self._raw += data
         self._fed += len(data)
         while self._raw:
@@ -364,13 +358,13 @@ class ClientHelloReader:
                 break
             self._message += self._raw[5 : 5 + length]
             del self._raw[: 5 + length]
-            if (hello := self._parse_complete()) is not None:
-                return hello
+            if (name := self._parse_complete()) is not None:
+                return name
         if self._fed > 2 * MAX_HELLO:
             raise ProtocolError("the ClientHello is too long")
         return None
 
-    def _parse_complete(self) -> ClientHello | None:
+    def _parse_complete(self) -> str | None:
         if self._message[0] != 1:
             raise ProtocolError("the first TLS message is not a ClientHello")
         if len(self._message) < 4:
@@ -381,7 +375,7 @@ class ClientHelloReader:
         return None if len(self._message) < 4 + length else _parse_hello(bytes(self._message[4 : 4 + length]))
 
 
-def _parse_hello(body: bytes) -> ClientHello:
+def _parse_hello(body: bytes) -> str:
     hello = _Cursor(body)
     hello.take(2 + 32)  # version, random
     for size in (1, 2, 1):  # session, ciphers, compressions
@@ -399,7 +393,7 @@ def _parse_hello(body: bytes) -> ClientHello:
         if sni is not None or form != 0 or names.more or data.more:
             raise ProtocolError("expected one server name in the ClientHello")
         sni = _parse_host(name)
-    return ClientHello(sni or "")
+    return sni or ""
 
 
 def _parse_host(name: bytes) -> str:

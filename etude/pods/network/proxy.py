@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import h11
@@ -53,23 +53,26 @@ class EgressLimits:
     header_s: float = 10.0  # for a whole request head or ClientHello
     connect_s: float = 15.0  # to resolve and connect
     idle_s: float = 300.0  # without a byte in either direction
-    total_bytes: int | None = None  # both directions, all connections
 
 
+@dataclass(slots=True)
 class EgressConnection:
     """One egress decision and its transfer, from the first byte to its record."""
 
-    def __init__(self, way: str, host: str = "", port: int = 0) -> None:
-        self.way, self.host, self.port = way, host, port
-        self.rule: EgressRule | None = None  # set when allowed
-        self.reason = ""  # why it was refused
-        self.error = ""  # how an allowed connection failed
-        self.note = ""
-        self.up = self.down = 0
-        self.started = self.last_activity = time.monotonic()
-        self.answered = False  # the beginning of an answer was sent to the client
-        self.keep_alive = False  # the client's connection can carry another request
-        self.unrecorded = False  # nothing was decided here
+    way: str
+    host: str = ""
+    port: int = 0
+    rule: EgressRule | None = None  # set when allowed
+    reason: str = ""  # why it was refused
+    error: str = ""  # how an allowed connection failed
+    note: str = ""
+    up: int = 0
+    down: int = 0
+    started: float = field(default_factory=time.monotonic)
+    last_activity: float = field(default_factory=time.monotonic)
+    answered: bool = False  # the beginning of an answer was sent to the client
+    keep_alive: bool = False  # the client's connection can carry another request
+    unrecorded: bool = False  # nothing was decided here
 
     @property
     def authority(self) -> str:
@@ -115,7 +118,6 @@ class EgressProxy:
         self._sockets: list[socket.socket] = []
         self._dns_transports: list[asyncio.DatagramTransport] = []
         self._refused_names: set[str] = set()
-        self._bytes = 0
 
     async def start(self, sockets: list[tuple[ListenSpec, socket.socket]]) -> None:
         """Start serving these sockets. The proxy owns them, even if this fails."""
@@ -179,7 +181,6 @@ class EgressProxy:
             self._spawn(self._serve(listen, accepted)).add_done_callback(lambda _: self._slots.release())
 
     async def _serve(self, listen: ListenSpec, accepted: socket.socket) -> None:
-        serve = {"proxy": self._serve_proxy, "dns": self._serve_dns, "carry": self._serve_carry}[listen.role]
         try:
             client = BufferedStream(*await asyncio.open_connection(sock=accepted, limit=CHUNK))
         except BaseException:
@@ -187,7 +188,12 @@ class EgressProxy:
             raise
         async with client:
             with suppress(OSError, TimeoutError):  # before anything was decided
-                await serve(client, listen)
+                if listen.role == "proxy":
+                    await self._serve_requests(client, None)
+                elif listen.role == "dns":
+                    await self._serve_dns(client)
+                else:
+                    await self._serve_carry(client, listen)
 
     # -- decisions and records
 
@@ -202,8 +208,6 @@ class EgressProxy:
         decision = self.policy.decide(connection.host, connection.port)
         if decision.rule is None:
             raise EgressRefused(decision.reason)
-        if self.limits.total_bytes is not None and self._bytes >= self.limits.total_bytes:
-            raise EgressRefused(f"the pod has used its {self.limits.total_bytes} bytes of network")
         connection.rule = decision.rule
         return decision.rule
 
@@ -271,9 +275,6 @@ class EgressProxy:
     ) -> None:
         connection.last_activity = time.monotonic()
         connection.up, connection.down = connection.up + count * up, connection.down + count * (not up)
-        self._bytes += count
-        if self.limits.total_bytes is not None and self._bytes > self.limits.total_bytes:
-            raise UpstreamUnreachable(502, f"the pod has used its {self.limits.total_bytes} bytes of network")
         await sink.write(data)
         connection.last_activity = time.monotonic()
 
@@ -314,7 +315,7 @@ class EgressProxy:
         reader, fed = ClientHelloReader(), 0
         try:
             async with asyncio.timeout(self.limits.header_s):
-                while (hello := reader.feed(bytes(client.buffer[fed:]))) is None:
+                while (name := reader.feed(bytes(client.buffer[fed:]))) is None:
                     fed = len(client.buffer)
                     if not await client.fill():
                         raise EgressRefused("the connection ended before its ClientHello did")
@@ -322,7 +323,7 @@ class EgressProxy:
             raise EgressRefused(str(error)) from None
         except TimeoutError:
             raise EgressRefused(f"no ClientHello in {self.limits.header_s:g} s") from None
-        return hello.sni
+        return name
 
     async def _check_server_name(self, client: BufferedStream, connection: EgressConnection) -> None:
         name = await self._read_server_name(client)
@@ -344,9 +345,6 @@ class EgressProxy:
             await asyncio.gather(sent, received, return_exceptions=True)
 
     # -- CONNECT and plain HTTP
-
-    async def _serve_proxy(self, client: BufferedStream, listen: ListenSpec) -> None:
-        await self._serve_requests(client, None)
 
     async def _serve_requests(
         self, client: BufferedStream, listen: ListenSpec | None, upstream: BufferedStream | None = None
@@ -489,7 +487,7 @@ class EgressProxy:
 
     # -- DNS
 
-    async def _serve_dns(self, client: BufferedStream, listen: ListenSpec) -> None:
+    async def _serve_dns(self, client: BufferedStream) -> None:
         while True:
             async with asyncio.timeout(self.limits.header_s):
                 while len(client.buffer) < 2 or len(client.buffer) < 2 + int.from_bytes(client.buffer[:2], "big"):
