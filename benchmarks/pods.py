@@ -2,7 +2,6 @@
 
     python benchmarks/pods.py                          # about two minutes; as root also runc, crun and podman
     python benchmarks/pods.py --peers bubblewrap       # only that one
-    python benchmarks/pods.py --python                 # the pure-Python zygote instead of the compiled one
 
 Every peer runs `/bin/echo hi` on the same root (the system's /usr, read-only), started by this process, from nothing to
 the end of the sandbox. Pods are measured the same way (create, first command, close) and by operation.
@@ -11,6 +10,7 @@ the end of the sandbox. Pods are measured the same way (create, first command, c
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -27,9 +27,6 @@ from rich.table import Table
 from etude.pods import Limits
 from etude.pods.fleet import open_host
 from etude.pods.host import Host
-from etude.pods.runtime import linux
-from etude.pods.runtime.native.build import find_helper
-from etude.pods.runtime.probe import cache_directory
 from etude.pods.scheduling.admission import Thresholds
 
 ECHO = ["/bin/echo", "hi"]
@@ -41,7 +38,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=200, help="repetitions of each timed operation")
     parser.add_argument("--idle", type=int, default=300, help="pods alive when memory per pod is measured")
-    parser.add_argument("--python", action="store_true", help="use the pure-Python zygote")
     parser.add_argument("--peers", default="bubblewrap,runc,crun,podman", help="comma-separated")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as directory:
@@ -54,13 +50,11 @@ def main() -> None:
 
 
 async def measure_ours(directory: Path, arguments: argparse.Namespace) -> dict[str, float | str]:
-    compiled = not arguments.python
     # No pod may wait for admission: the queue is not measured here.
     ceilings = {"cpu_some": 100, "memory_some": 100}
     thresholds = Thresholds(max_pods=5000, creations_per_core=64, unseen_image_fraction=0.001, **ceilings)
-    host = await open_host("namespace", directory / "state", thresholds, compiled)
-    native = compiled and find_helper(cache_directory(host.state))[0]
-    found: dict[str, float | str] = {"zygote": "compiled" if native else "Python"}
+    host = await open_host("namespace", directory / "state", thresholds)
+    found: dict[str, float | str] = {}
     try:
         for _ in range(10):
             await (await host.create(limits=LIMITS)).close()
@@ -195,9 +189,10 @@ def measure_peer(name: str, directory: Path, rounds: int) -> dict[str, float | s
 def hide_unified() -> None:
     """Hide the unified cgroup hierarchy from crun, which refuses a machine with both layouts."""
     if os.path.isdir("/sys/fs/cgroup/unified"):
-        linux.unshare(linux.NEWNS)
-        linux.mount("", "/", "", linux.MS_REC | linux.MS_PRIVATE)
-        linux.umount("/sys/fs/cgroup/unified")
+        libc = ctypes.CDLL(None)
+        libc.unshare(0x20000)  # CLONE_NEWNS
+        libc.mount(b"", b"/", b"", ctypes.c_ulong(0x44000), None)  # MS_REC | MS_PRIVATE
+        libc.umount2(b"/sys/fs/cgroup/unified", 2)
 
 
 @contextlib.contextmanager
@@ -245,7 +240,7 @@ def p99(times: list[float]) -> float:
 
 def show(ours: dict[str, float | str], peers: dict[str, dict[str, float | str]]) -> None:
     console = Console(width=110)
-    parts = Table(title=f"pods, {ours.pop('zygote')} zygote (median ms unless stated otherwise)")
+    parts = Table(title="pods (median ms unless stated otherwise)")
     parts.add_column("operation")
     parts.add_column("pods", justify="right")
     for name, value in ours.items():

@@ -96,8 +96,8 @@ ETUDE: Questions = [
     ),
     (
         "forbid dangerous kernel calls inside the sandbox",
-        "pods/runtime/seccomp.py:build_filter pods/runtime/seccomp.py:install pods/runtime/seccomp.py:calls "
-        "pods/runtime/landlock/seccomp_notify.py:build_filter",
+        "pods/runtime/seccomp.py:build_filter pods/runtime/seccomp.py:calls "
+        "pods/runtime/seccomp.py:build_shared_filter",
     ),
     (
         "do not print a half received unicode character while streaming an answer",

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from etude.system.compiler import COMPILE_S, cache_directory, find_compiled, run
+from etude.system.compiler import COMPILE_S, Compiler, cache_directory, find_compiled, find_compilers, run
 
 SWITCH = "ETUDE_CPU_KERNELS"
 COMPILERS = ("cc", "gcc", "clang")
@@ -50,12 +50,14 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get(SWITCH) == "off":
         return None, f"{SWITCH}=off"
     key = f"{OPTIONS} {_processor()}"
-    path, reason = find_compiled("decode", [_SOURCE], COMPILERS, _compile, _test, cache_directory(), key)
+    path, reason = find_compiled(
+        "decode", [_SOURCE], find_compilers(*COMPILERS), _compile, _test, cache_directory(), key
+    )
     return (_load(path), "") if path else (None, reason)
 
 
-def _compile(compiler: str, target: str) -> None:
-    run([compiler, *OPTIONS, "-o", target, str(_SOURCE), "-lm"], COMPILE_S)
+def _compile(compiler: Compiler, target: str) -> None:
+    run([*compiler, *OPTIONS, "-o", target, str(_SOURCE), "-lm"], COMPILE_S)
 
 
 def _test(path: Path) -> None:

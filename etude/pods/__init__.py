@@ -5,7 +5,7 @@
         result = await pod.exec(["python3", "-c", "print(1)"], timeout=10)
         children = await pod.fork(4)
 
-The names below are imported when first used: a pod's first process imports this package too and must stay small.
+The names below are imported when first used.
 """
 
 from typing import TYPE_CHECKING

@@ -234,7 +234,7 @@ def default_state() -> Path:
 
 
 async def open_host(
-    backend: str = "auto", state: Path | str | None = None, thresholds: Thresholds | None = None, compiled: bool = True
+    backend: str = "auto", state: Path | str | None = None, thresholds: Thresholds | None = None
 ) -> Host:
     """Open the host of a state directory on this machine."""
     state = Path(state or default_state()).absolute()
@@ -244,7 +244,7 @@ async def open_host(
         raise InputError(f"{state}: cannot be created: {error.strerror}; name another directory with --state") from None
     name = await choose_backend(backend)
     store = Store(state / "store")
-    host = Host(state, store, make_backend(name, state, store, compiled), thresholds)
+    host = Host(state, store, await asyncio.to_thread(make_backend, name, state, store), thresholds)
     await host.open()
     return host
 
@@ -257,7 +257,6 @@ async def open_fleet(
     hosts: Sequence[str] | None = None,
     token: str = "",
     thresholds: Thresholds | None = None,
-    compiled: bool = True,
 ) -> AsyncIterator[Fleet]:
     """Open a fleet on this machine or on `hosts` (URLs of `etude pods serve`); close it and its pods on exit."""
     if isinstance(hosts, str) or (hosts is not None and not hosts):
@@ -270,7 +269,7 @@ async def open_fleet(
         for client in clients:
             client.fleet = fleet  # so that pods there can fork to the other hosts
     else:
-        local = await open_host(backend, state, thresholds, compiled)
+        local = await open_host(backend, state, thresholds)
         fleet = Fleet([LocalHostClient(local)], local)
     try:
         await fleet.start()

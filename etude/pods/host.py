@@ -338,7 +338,7 @@ class Host:
         self.layers.ref(pod.spec.image.layers, -1)
         pod.spec = pod.spec.with_sealed(layers)
         self.registry.write(pod.spec)
-        await pod.restart(layers)
+        await pod.restart()
         pod.guest.on_disconnect = lambda: self._spawn(self._on_pod_lost(pod))
 
     def _on_restarted(self, pod: LocalPod, task: "asyncio.Task[None]") -> None:

@@ -10,31 +10,44 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 COMPILE_S = 120.0
 
-Compile = Callable[[str, str], None]  # (compiler, target): write the target or raise
+Compiler = Sequence[str]  # the words of its command
+Compile = Callable[[Compiler, str], None]  # (compiler, target): write the target or raise
 SmokeTest = Callable[[Path], None]  # raise when the result does not work on this machine
+
+
+def find_compilers(*names: str) -> list[Compiler]:
+    """Return the C compilers of this machine: $CC, those of the given names, and zig's of the PyPI package ziglang."""
+    named = os.environ.get("CC", "").split()
+    path = shutil.which(named[0]) if named else None
+    found: list[Compiler] = [[path, *named[1:]]] if path else []
+    found += [[path] for name in names if (path := shutil.which(name))]
+    if find_spec("ziglang"):
+        found.append([sys.executable, "-m", "ziglang", "cc"])
+    return found
 
 
 def find_compiled(
     name: str,
     sources: Sequence[Path],
-    compilers: Sequence[str],
+    compilers: Sequence[Compiler],
     compile: Compile,
     smoke_test: SmokeTest,
     cache: Path,
     key: str = "",
 ) -> tuple[Path | None, str]:
     """Return the path of the compiled program and "", or None and the reason. `key` is added to the digest."""
-    installed = [path for compiler in compilers if (path := shutil.which(compiler))]
-    if not installed:
-        return None, f"no C compiler ({', '.join(compilers)})"
+    if not compilers:
+        return None, "no C compiler"
     reasons = []
-    for compiler in installed:
+    for compiler in compilers:
         try:
             target = cache / f"{name}-{_digest(compiler, sources, key)[:16]}"
             if target.exists():
@@ -43,11 +56,11 @@ def find_compiled(
                 _build(target, compiler, compile, smoke_test)
             return target, ""
         except (OSError, subprocess.SubprocessError) as error:
-            reasons.append(f"{Path(compiler).name}: {_first_line(error)}")
+            reasons.append(f"{Path(compiler[0]).name}: {_first_line(error)}")
     return None, reasons[0]
 
 
-def _build(target: Path, compiler: str, compile: Compile, smoke_test: SmokeTest) -> None:
+def _build(target: Path, compiler: Compiler, compile: Compile, smoke_test: SmokeTest) -> None:
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     os.close(descriptor)
@@ -72,10 +85,12 @@ def cache_directory() -> Path:
     return Path(base).expanduser() / "etude"
 
 
-def _digest(compiler: str, sources: Sequence[Path], key: str) -> str:
+def _digest(compiler: Compiler, sources: Sequence[Path], key: str) -> str:
     """Return the digest of sources and compiler, identified by its file: faster than asking for its version."""
-    found = os.stat(compiler)
-    identity = f"{os.path.realpath(compiler)} {found.st_size} {found.st_mtime_ns} {platform.machine()} {key}"
+    found = os.stat(compiler[0])
+    identity = (
+        f"{os.path.realpath(compiler[0])} {compiler[1:]} {found.st_size} {found.st_mtime_ns} {platform.machine()} {key}"
+    )
     digest = hashlib.sha256(identity.encode())
     for source in sources:
         content = source.read_bytes()

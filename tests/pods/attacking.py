@@ -1,4 +1,4 @@
-"""Shared by the attack tests: a pod on each zygote, a second pod that must stay usable, and no leftovers."""
+"""Shared by the attack tests: a pod, a second pod that must stay usable, and no leftovers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,14 +16,14 @@ async def well(pod: Pod) -> str:
     return (await pod.exec("echo well", timeout=10)).stdout.strip()
 
 
-def run_in_pod(zygote: str, state: Path, act: Act, limits: Limits | None = None) -> None:
+def run_in_pod(state: Path, act: Act, limits: Limits | None = None) -> None:
     """Run an attack in a pod; check that another pod still works and that closing both leaves nothing behind."""
 
     async def main() -> None:
         calm = Thresholds(
             memory_some=101, memory_full=101, io_full=101
         )  # attacks cause pressure; do not wait for it to pass
-        host = await open_host("namespace", state, calm, compiled=zygote == "compiled")
+        host = await open_host("namespace", state, calm)
         try:
             before = await inventory.baseline(host)
             pod, other = await host.create(limits=limits), await host.create()

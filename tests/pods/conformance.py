@@ -1,10 +1,10 @@
 """The conformance suite of all backends: run by pytest, or by any interpreter that can import etude.
 
-    python tests/pods/conformance.py namespace STATE [--compiled] [CHECK ...]
+    python tests/pods/conformance.py namespace STATE [CHECK ...]
 
 A check is an async function of a `CheckContext`; its name states what it verifies. Every check prints one JSON object
-(name, outcome, seconds, text), so that a run as another user, on another machine or with another zygote has the same
-output. Where the backend declares that it lacks a capability, the check verifies that `Unsupported` is raised.
+(name, outcome, seconds, text), so that a run as another user or on another machine has the same output. Where the
+backend declares that it lacks a capability, the check verifies that `Unsupported` is raised.
 """
 
 import argparse
@@ -24,8 +24,7 @@ from typing import Any
 from etude.pods.fleet import open_host
 from etude.pods.host import Host
 from etude.pods.pod import Capabilities, Pod
-from etude.pods.runtime.native.build import find_helper
-from etude.pods.runtime.probe import cache_directory, probe
+from etude.pods.runtime.probe import probe
 
 DEADLINE_S = 60.0  # for one check; none takes more than a few seconds
 
@@ -109,12 +108,14 @@ async def run_one(context: CheckContext, name: str) -> dict[str, Any]:
     return {"name": name, "outcome": outcome, "seconds": round(time.perf_counter() - started, 3), "text": text}
 
 
-async def run(backend: str, state: Path, compiled: bool, names: list[str]) -> None:
+async def run(backend: str, state: Path, names: list[str]) -> None:
     """Run the checks one after the other on one host; print one JSON object per line."""
-    if (reason := await missing(backend, state, compiled)) is not None:
+    result = await probe(backend)
+    if not result.works:
+        reason = f"{backend} does not work here: {result.reason}"
         print(json.dumps({"name": UNAVAILABLE, "outcome": "skipped", "seconds": 0.0, "text": reason}), flush=True)
         return
-    host = await open_host(backend, state, compiled=compiled)
+    host = await open_host(backend, state)
     with tempfile.TemporaryDirectory(dir=state.parent) as scratch:
         context = CheckContext(host, Path(scratch))
         try:
@@ -126,16 +127,6 @@ async def run(backend: str, state: Path, compiled: bool, names: list[str]) -> No
     left = [path for path in (state / "pods").iterdir() if path.name != "probe"]
     row = {"name": NOTHING_LEFT, "outcome": "failed" if left else "passed", "seconds": 0.0, "text": str(left or "")}
     print(json.dumps(row), flush=True)
-
-
-async def missing(backend: str, state: Path, compiled: bool) -> str | None:
-    """Return why this backend cannot be checked here; None when it can."""
-    if compiled:
-        helper, reason = find_helper(cache_directory(state))
-        if helper is None:
-            return f"there is no compiled zygote: {reason}"
-    result = await probe(backend, compiled)
-    return None if result.works else f"{backend} does not work here: {result.reason}"
 
 
 UNAVAILABLE = "unavailable"
@@ -157,12 +148,11 @@ def main() -> None:
     parser.add_argument("backend")
     parser.add_argument("state", type=Path)
     parser.add_argument("checks", nargs="*")
-    parser.add_argument("--compiled", action="store_true")
     given = parser.parse_args()
     os.umask(0o022)
     os.environ["ETUDE_CONFORMANCE_SECRET"] = "of the service"
     load()
-    asyncio.run(run(given.backend, given.state, given.compiled, given.checks))
+    asyncio.run(run(given.backend, given.state, given.checks))
 
 
 if __name__ == "__main__":

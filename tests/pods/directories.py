@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from etude.pods.guest import processes
 from etude.pods.images.records import SYSTEM_BINDS, Image
 from etude.pods.images.store import Store
 from etude.pods.pod import Limits
+from etude.pods.runtime import directories as directory
+from etude.pods.runtime import landlock
 from etude.pods.runtime.backend import PodSpec
-from etude.pods.runtime.landlock import backend as directory
-from etude.pods.runtime.landlock import ruleset as landlock
-from etude.pods.runtime.landlock.backend import DirectoryBackend, DirectoryPod, LandlockBackend, SubprocessBackend
+from etude.pods.runtime.directories import DirectoryBackend, DirectoryPod
+from etude.pods.runtime.probe import make_backend
+from tests.pods import inventory
 
 needs_landlock = pytest.mark.skipif(landlock.abi() < 6, reason="needs Landlock ABI 6 (Linux 6.12)")
 HOST = Image("host", "host", (), binds=SYSTEM_BINDS)
@@ -38,7 +39,8 @@ async def opened(state: Path, kind: str) -> AsyncIterator[DirectoryBackend]:
         if kind == "shared":
             patch.setattr(directory, "pod_user_ids", lambda: None)
         store = Store(state / "store")
-        backend = SubprocessBackend(state, store) if kind == "subprocess" else LandlockBackend(state, store)
+        backend = make_backend("landlock" if kind == "shared" else kind, state, store)
+        assert isinstance(backend, DirectoryBackend)
         try:
             yield backend
         finally:
@@ -50,7 +52,9 @@ async def opened(state: Path, kind: str) -> AsyncIterator[DirectoryBackend]:
 
 async def start(backend: DirectoryBackend, id: str = "one", **options: object) -> DirectoryPod:
     spec = {"image": HOST, "limits": Limits(), "created": time.time()} | options
-    return await backend.start(PodSpec(id, **spec))  # type: ignore[arg-type]
+    pod = await backend.start(PodSpec(id, **spec))  # type: ignore[arg-type]
+    assert isinstance(pod, DirectoryPod)
+    return pod
 
 
 def with_pod(
@@ -63,7 +67,7 @@ def with_pod(
             pod = await start(backend, **options)
             init_pid, worker, guard = await family(pod)
             await check(pod, backend)
-            seen = {init_pid, *processes.descendants(init_pid)}
+            seen = {init_pid, *inventory.descendants(init_pid)}
             await pod.end()
             await pod.end()
             assert not pod.fs.exists()
@@ -85,7 +89,10 @@ def parent(pid: int) -> int:
 
 
 def alive(pid: int) -> bool:
-    return not processes.is_zombie(pid)
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
 
 
 async def gone(pids: set[int], seconds: float = 10.0) -> bool:

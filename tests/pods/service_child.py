@@ -1,6 +1,6 @@
 """A host in its own process, for tests that kill it: creates pods, prints their ids, then runs until it is killed.
 
-    python -m tests.pods.service_child STATE ZYGOTE ATTACHED DETACHED
+    python -m tests.pods.service_child STATE ATTACHED DETACHED
 
 Prints one JSON object (ids of the attached and of the detached pods) and then takes snapshots and forks in a loop.
 """
@@ -15,8 +15,8 @@ from etude.pods.fleet import open_host
 from etude.pods.pod import PodError
 
 
-async def main(state: Path, zygote: str, attached: int, detached: int) -> None:
-    host = await open_host("namespace", state, compiled=zygote == "compiled")
+async def main(state: Path, attached: int, detached: int) -> None:
+    host = await open_host("namespace", state)
     mine = [await host.create() for _ in range(attached)]
     others = [await host.create(attached=False) for _ in range(detached)]
     for pod in (*mine, *others):
@@ -37,4 +37,4 @@ async def main(state: Path, zygote: str, attached: int, detached: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

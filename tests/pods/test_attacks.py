@@ -24,7 +24,7 @@ SECRET = "secret-6f1c0d1e"
 
 
 @pytest.fixture(scope="module")
-def findings(zygote: str, state: Path) -> dict[str, str]:
+def findings(state: Path) -> dict[str, str]:
     """Return the outcomes of the script, with bait for every attack on the host."""
     os.environ["ETUDE_ATTACK_SECRET"] = SECRET
     private = tempfile.TemporaryDirectory(prefix="etude-hidden-")
@@ -47,14 +47,14 @@ def findings(zygote: str, state: Path) -> dict[str, str]:
             "private_names": [str(state), directory],
         }
         try:
-            return asyncio.run(run_script(zygote, state, facts))
+            return asyncio.run(run_script(state, facts))
         finally:
             abstract.close()
             docker.close()
 
 
-async def run_script(zygote: str, state: Path, facts: dict[str, object]) -> dict[str, str]:
-    host = await open_host("namespace", state, compiled=zygote == "compiled")
+async def run_script(state: Path, facts: dict[str, object]) -> dict[str, str]:
+    host = await open_host("namespace", state)
     try:
         before = await inventory.baseline(host)
         pod, other = await host.create(), await host.create()
@@ -109,37 +109,39 @@ def test_every_attack_generated_from_the_facts_is_refused(findings: dict[str, st
 # -- the guest init, PID 1 of the pod
 
 
-def test_a_pod_that_starves_its_guest_init_does_not_affect_others(zygote: str, state: Path) -> None:
+def test_a_pod_that_starves_its_guest_init_does_not_affect_others(state: Path) -> None:
     async def act(pod: Pod) -> None:
         code = "import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (3, 3))"  # we have the guest init's uid
         await pod.exec(["python3", "-c", code], timeout=5)
 
-    run_in_pod(zygote, state, act)
+    run_in_pod(state, act)
 
 
-@pytest.mark.parametrize("command", ["kill -9 1", "kill -STOP 1", "kill -TERM 1", "kill -9 -1", "kill -STOP -1"])
-def test_signals_to_the_guest_init_have_no_effect(command: str, zygote: str, state: Path) -> None:
+@pytest.mark.parametrize(
+    "command", ["kill -9 1", "kill -INT 1", "kill -STOP 1", "kill -TERM 1", "kill -9 -1", "kill -STOP -1"]
+)
+def test_signals_to_the_guest_init_have_no_effect(command: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         with_python = "import os,signal; os.kill(%d, %d)"
         _, number, target = command.split()
-        code = with_python % (int(target), {"-9": 9, "-STOP": 19, "-TERM": 15}[number])
+        code = with_python % (int(target), {"-9": 9, "-INT": 2, "-STOP": 19, "-TERM": 15}[number])
         await pod.exec(["python3", "-c", code], timeout=5)
         assert await well(pod) == "well"
 
-    run_in_pod(zygote, state, act)
+    run_in_pod(state, act)
 
 
-def test_injecting_terminal_input_is_refused(zygote: str, state: Path) -> None:
+def test_injecting_terminal_input_is_refused(state: Path) -> None:
     async def act(pod: Pod) -> None:
         code = "import fcntl, termios\nfor c in 'id\\n': fcntl.ioctl(0, termios.TIOCSTI, c.encode())"
         job = await pod.spawn(["python3", "-c", code], terminal=(24, 80))
         text = b"".join([data async for _, data in job.output()])
         assert b"PermissionError" in text or b"OSError" in text, text
 
-    run_in_pod(zygote, state, act)
+    run_in_pod(state, act)
 
 
-def test_an_unresponsive_pod_can_be_closed(zygote: str, state: Path) -> None:
+def test_an_unresponsive_pod_can_be_closed(state: Path) -> None:
     async def act(pod: Pod) -> None:
         assert isinstance(pod, LocalPod)
         await asyncio.to_thread(pod.group.freeze, True)
@@ -148,10 +150,10 @@ def test_an_unresponsive_pod_can_be_closed(zygote: str, state: Path) -> None:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(call, 0.1)
 
-    run_in_pod(zygote, state, act)
+    run_in_pod(state, act)
 
 
-def test_programs_have_no_new_privileges_and_few_capabilities(zygote: str, state: Path) -> None:
+def test_programs_have_no_new_privileges_and_few_capabilities(state: Path) -> None:
     async def act(pod: Pod) -> None:
         status = (await pod.exec("cat /proc/self/status")).stdout
         rows = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
@@ -163,7 +165,7 @@ def test_programs_have_no_new_privileges_and_few_capabilities(zygote: str, state
             assert int(rows[name], 16) & ~capabilities.mask() == 0
         assert int(rows["CapInh"], 16) == int(rows["CapAmb"], 16) == 0
 
-    run_in_pod(zygote, state, act)
+    run_in_pod(state, act)
 
 
 TRAPS = (
@@ -176,7 +178,7 @@ TRAPS = (
 )
 
 
-def test_hostile_account_files_do_not_block_the_guest_init(zygote: str, state: Path) -> None:
+def test_hostile_account_files_do_not_block_the_guest_init(state: Path) -> None:
     async def act(pod: Pod) -> None:
         for trap in TRAPS:
             await pod.exec(f"rm -rf /etc/passwd; {trap}", timeout=10)
@@ -184,10 +186,10 @@ def test_hostile_account_files_do_not_block_the_guest_init(zygote: str, state: P
                 await asyncio.wait_for(pod.exec("id", user="daemon"), 10)
             assert await well(pod) == "well"
 
-    run_in_pod(zygote, state, act)
+    run_in_pod(state, act)
 
 
-def test_short_connections_do_not_harm_the_guest_init(zygote: str, state: Path) -> None:
+def test_short_connections_do_not_harm_the_guest_init(state: Path) -> None:
     async def act(pod: Pod) -> None:
         directory = os.open(state / "pods" / pod.id, os.O_PATH)
         try:
@@ -201,4 +203,4 @@ def test_short_connections_do_not_harm_the_guest_init(zygote: str, state: Path) 
             os.close(directory)
         assert await well(pod) == "well"
 
-    run_in_pod(zygote, state, act)
+    run_in_pod(state, act)

@@ -19,9 +19,7 @@ WINDOWS = (  # procfs links that lead outside
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_no_file_request_reaches_a_file_of_the_host(
-    window: str, default_zygote: str, state: Path, tmp_path: Path
-) -> None:
+def test_no_file_request_reaches_a_file_of_the_host(window: str, state: Path, tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.write_text(SECRET)
 
@@ -44,12 +42,10 @@ def test_no_file_request_reaches_a_file_of_the_host(
         assert os.listdir(tmp_path) == ["hidden"]
         assert await well(pod) == "well"
 
-    run_in_pod(default_zygote, state, act)
+    run_in_pod(state, act)
 
 
-def test_the_guest_inits_memory_and_descriptors_cannot_be_read(
-    default_zygote: str, state: Path, tmp_path: Path
-) -> None:
+def test_the_guest_inits_memory_and_descriptors_cannot_be_read(state: Path, tmp_path: Path) -> None:
     async def act(pod: Pod) -> None:
         await pod.exec("ln -s /proc/self/mem m; ln -s /proc/self/environ e; ln -s /proc/self/fd f; ln -s /proc/1 one")
         names = ["mem", "environ", "maps", "pagemap", "fd/0", "fd/1", "fd/2", "fd/3", "fd/4", "fdinfo/3", "cwd", "exe"]
@@ -66,17 +62,17 @@ def test_the_guest_inits_memory_and_descriptors_cannot_be_read(
                 await pod.remove(path)
         assert await well(pod) == "well"
 
-    run_in_pod(default_zygote, state, act)
+    run_in_pod(state, act)
 
 
-def test_proc_1_contains_no_path_of_the_host(default_zygote: str, state: Path) -> None:
+def test_proc_1_contains_no_path_of_the_host(state: Path) -> None:
     async def act(pod: Pod) -> None:
         for directory in ("/proc/self/fd", "/proc/1/fd", "/proc/self"):
             with contextlib.suppress(PodError):
                 for info in await pod.list(directory):
                     assert str(state) not in info.target, info
 
-    run_in_pod(default_zygote, state, act)
+    run_in_pod(state, act)
 
 
 HOSTILE = r"""
@@ -92,7 +88,7 @@ open("sub/file", "w").write("fine")
 """
 
 
-def test_a_hostile_tree_is_downloaded_without_harm(default_zygote: str, state: Path, tmp_path: Path) -> None:
+def test_a_hostile_tree_is_downloaded_without_harm(state: Path, tmp_path: Path) -> None:
     async def act(pod: Pod) -> None:
         assert (await pod.exec(["python3", "-c", HOSTILE])).ok
         target = tmp_path / "out"
@@ -107,12 +103,10 @@ def test_a_hostile_tree_is_downloaded_without_harm(default_zygote: str, state: P
         assert os.readlink(target / "passwd") == "/etc/passwd"  # a link is copied as a link
         assert os.listdir(tmp_path) == ["out"]
 
-    run_in_pod(default_zygote, state, act)
+    run_in_pod(state, act)
 
 
-def test_a_tree_that_changes_during_the_copy_writes_nothing_outside(
-    default_zygote: str, state: Path, tmp_path: Path
-) -> None:
+def test_a_tree_that_changes_during_the_copy_writes_nothing_outside(state: Path, tmp_path: Path) -> None:
     race = (
         "import os\nos.makedirs('t/d', exist_ok=True)\nopen('t/d/f', 'w').write('x')\n"
         "open('ready', 'w').close()\n"
@@ -143,10 +137,10 @@ def test_a_tree_that_changes_during_the_copy_writes_nothing_outside(
                 assert os.path.realpath(directory).startswith(str(tmp_path)), name
         assert await pod.read("/etc/hosts")  # the guest init removed nothing else
 
-    run_in_pod(default_zygote, state, act)
+    run_in_pod(state, act)
 
 
-def test_reading_a_growing_file_ends(default_zygote: str, state: Path, tmp_path: Path) -> None:
+def test_reading_a_growing_file_ends(state: Path, tmp_path: Path) -> None:
     async def act(pod: Pod) -> None:
         job = await pod.spawn("while :; do head -c 100000 /dev/zero >> grow; done")
         while not (await pod.exec("test -s grow")).ok:
@@ -158,10 +152,10 @@ def test_reading_a_growing_file_ends(default_zygote: str, state: Path, tmp_path:
         await job.signal(9)
         assert await well(pod) == "well"
 
-    run_in_pod(default_zygote, state, act, Limits(memory=256 << 20, disk=64 << 20))
+    run_in_pod(state, act, Limits(memory=256 << 20, disk=64 << 20))
 
 
-def test_ten_thousand_nested_directories_are_handled(default_zygote: str, state: Path, tmp_path: Path) -> None:
+def test_ten_thousand_nested_directories_are_handled(state: Path, tmp_path: Path) -> None:
     deep = "import os\nfor _ in range(10000):\n    os.mkdir('d'); os.chdir('d')\nopen('end', 'w').close()"
 
     async def act(pod: Pod) -> None:
@@ -175,10 +169,10 @@ def test_ten_thousand_nested_directories_are_handled(default_zygote: str, state:
         await pod.remove("d")
         assert await pod.list(".") == []
 
-    run_in_pod(default_zygote, state, act)
+    run_in_pod(state, act)
 
 
-def test_a_directory_with_very_many_entries_can_be_listed(default_zygote: str, state: Path) -> None:
+def test_a_directory_with_very_many_entries_can_be_listed(state: Path) -> None:
     many = "import os\nos.mkdir('many')\nfor n in range(30000): os.close(os.open(f'many/{n}', os.O_CREAT))"
 
     async def act(pod: Pod) -> None:
@@ -186,10 +180,10 @@ def test_a_directory_with_very_many_entries_can_be_listed(default_zygote: str, s
         assert len(await pod.list("many")) == 30_000
         await pod.remove("many")
 
-    run_in_pod(default_zygote, state, act)
+    run_in_pod(state, act)
 
 
-def test_a_pod_with_deep_and_unreadable_trees_is_removed_completely(default_zygote: str, state: Path) -> None:
+def test_a_pod_with_deep_and_unreadable_trees_is_removed_completely(state: Path) -> None:
     mess = (
         "import os\nfor _ in range(300):\n    os.mkdir('d'); os.chdir('d')\n"
         "os.chdir('/work')\nfor n in range(50): os.makedirs(f'c{n}/x/y'); os.chmod(f'c{n}/x', 0)"
@@ -203,4 +197,4 @@ def test_a_pod_with_deep_and_unreadable_trees_is_removed_completely(default_zygo
         await disk.close()
         await child.close()
 
-    run_in_pod(default_zygote, state, act)
+    run_in_pod(state, act)

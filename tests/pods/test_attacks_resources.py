@@ -27,17 +27,17 @@ async def clear(pod: Pod) -> None:
         await asyncio.sleep(0.05)
 
 
-def test_a_fork_bomb_is_contained(default_zygote: str, state: Path) -> None:
+def test_a_fork_bomb_is_contained(state: Path) -> None:
     async def act(pod: Pod) -> None:
         result = await pod.exec(["bash", "-c", "bomb() { bomb | bomb & }; bomb; sleep 0.5"], timeout=3)
         assert (await pod.stats())["pids"] <= 64
         assert not result.ok or result.stderr is not None
         await clear(pod)
 
-    run_in_pod(default_zygote, state, act, SMALL)
+    run_in_pod(state, act, SMALL)
 
 
-def test_many_zombies_are_reaped(default_zygote: str, state: Path) -> None:
+def test_many_zombies_are_reaped(state: Path) -> None:
     async def act(pod: Pod) -> None:
         orphans = (
             "import os\nfor _ in range(1500):\n"
@@ -47,10 +47,10 @@ def test_many_zombies_are_reaped(default_zygote: str, state: Path) -> None:
         assert await well(pod) == "well"
         assert (await pod.stats())["pids"] < 10
 
-    run_in_pod(default_zygote, state, act, SMALL)
+    run_in_pod(state, act, SMALL)
 
 
-def test_out_of_memory_ends_programs_and_not_the_pod(default_zygote: str, state: Path) -> None:
+def test_out_of_memory_ends_programs_and_not_the_pod(state: Path) -> None:
     async def act(pod: Pod) -> None:
         hog = "x = []\nwhile True: x.append(bytearray(b'z' * (4 << 20)))"
         for _ in range(3):
@@ -61,11 +61,11 @@ def test_out_of_memory_ends_programs_and_not_the_pod(default_zygote: str, state:
         await pod.exec(many, timeout=1)
         await clear(pod)
 
-    run_in_pod(default_zygote, state, act, SMALL)
+    run_in_pod(state, act, SMALL)
 
 
 @pytest.mark.parametrize("place", ["/work/fill", "/dev/shm/fill", "/tmp/fill", "/dev/fill", "/run/fill"])
-def test_a_full_disk_affects_only_the_pod(place: str, default_zygote: str, state: Path) -> None:
+def test_a_full_disk_affects_only_the_pod(place: str, state: Path) -> None:
     async def act(pod: Pod) -> None:
         full = await pod.exec(f"dd if=/dev/zero of={place} bs=1M count=500; stat -c %s {place}", timeout=30)
         assert "No space left" in full.stderr, full
@@ -76,19 +76,19 @@ def test_a_full_disk_affects_only_the_pod(place: str, default_zygote: str, state
         await pod.exec(["rm", "-f", place])
         assert await well(pod) == "well"
 
-    run_in_pod(default_zygote, state, act, SMALL)
+    run_in_pod(state, act, SMALL)
 
 
-def test_filling_all_file_systems_leaves_the_guest_init_alive(default_zygote: str, state: Path) -> None:
+def test_filling_all_file_systems_leaves_the_guest_init_alive(state: Path) -> None:
     async def act(pod: Pod) -> None:
         fill = "; ".join(f"dd if=/dev/zero of={place} bs=64k 2>&-" for place in ("/work/f", "/dev/shm/f", "/dev/f"))
         await pod.exec(f"{fill}; true", timeout=30)
         assert await well(pod) == "well"
 
-    run_in_pod(default_zygote, state, act, SMALL)
+    run_in_pod(state, act, SMALL)
 
 
-def test_exhausted_inodes_affect_only_the_pod(default_zygote: str, state: Path) -> None:
+def test_exhausted_inodes_affect_only_the_pod(state: Path) -> None:
     async def act(pod: Pod) -> None:
         many = (
             "import os\nn = 0\ntry:\n    while True:\n        os.close(os.open(str(n), os.O_CREAT)); n += 1\n"
@@ -99,10 +99,10 @@ def test_exhausted_inodes_affect_only_the_pod(default_zygote: str, state: Path) 
         assert count <= 200_000
         assert await well(pod) == "well", result
 
-    run_in_pod(default_zygote, state, act, Limits(memory=64 * MIB, pids=64))
+    run_in_pod(state, act, Limits(memory=64 * MIB, pids=64))
 
 
-def test_a_flood_of_output_is_truncated_and_uses_no_memory(default_zygote: str, state: Path) -> None:
+def test_a_flood_of_output_is_truncated_and_uses_no_memory(state: Path) -> None:
     async def act(pod: Pod) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         results = await asyncio.gather(*(pod.exec("cat /dev/zero", timeout=1.0) for _ in range(4)))
@@ -112,10 +112,10 @@ def test_a_flood_of_output_is_truncated_and_uses_no_memory(default_zygote: str, 
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
         assert await well(pod) == "well"
 
-    run_in_pod(default_zygote, state, act, SMALL)
+    run_in_pod(state, act, SMALL)
 
 
-def test_a_million_tiny_writes_arrive_or_are_truncated(default_zygote: str, state: Path) -> None:
+def test_a_million_tiny_writes_arrive_or_are_truncated(state: Path) -> None:
     async def act(pod: Pod) -> None:
         drip = "import os\nfor _ in range(300000): os.write(1, b'x')"
         result = await pod.exec(["python3", "-c", drip], timeout=60)
@@ -123,10 +123,10 @@ def test_a_million_tiny_writes_arrive_or_are_truncated(default_zygote: str, stat
         job = await pod.spawn(["python3", "-c", drip.replace("300000", "100000")], timeout=60)
         assert sum([len(data) async for _, data in job.output()]) == 100_000
 
-    run_in_pod(default_zygote, state, act, SMALL)
+    run_in_pod(state, act, SMALL)
 
 
-def test_closing_a_busy_pod_leaves_nothing_behind(default_zygote: str, state: Path) -> None:
+def test_closing_a_busy_pod_leaves_nothing_behind(state: Path) -> None:
     async def act(pod: Pod) -> None:
         tasks = [asyncio.create_task(pod.exec("cat /dev/zero")) for _ in range(5)]
         tasks += [asyncio.create_task(pod.exec("setsid sleep 600 & sleep 600")) for _ in range(5)]
@@ -138,10 +138,10 @@ def test_closing_a_busy_pod_leaves_nothing_behind(default_zygote: str, state: Pa
         for ended in await asyncio.gather(*tasks, *waits, return_exceptions=True):
             assert isinstance(ended, PodError), ended
 
-    run_in_pod(default_zygote, state, act, SMALL)
+    run_in_pod(state, act, SMALL)
 
 
-def test_an_enormous_command_is_refused_and_the_pod_survives(default_zygote: str, state: Path) -> None:
+def test_an_enormous_command_is_refused_and_the_pod_survives(state: Path) -> None:
     async def act(pod: Pod) -> None:
         for command, env in ((["echo", *["x" * 1000] * 900], {}), (["env"], {f"V{n}": "y" * 1000 for n in range(900)})):
             assert (await pod.exec(command, env=env)).exit_code in (0, 126)
@@ -153,10 +153,10 @@ def test_an_enormous_command_is_refused_and_the_pod_survives(default_zygote: str
             await pod.exec(["x"] * 100_000)
         assert await well(pod) == "well"
 
-    run_in_pod(default_zygote, state, act, SMALL)
+    run_in_pod(state, act, SMALL)
 
 
-def test_many_concurrent_jobs_run_or_fail_with_a_reason(default_zygote: str, state: Path) -> None:
+def test_many_concurrent_jobs_run_or_fail_with_a_reason(state: Path) -> None:
     async def act(pod: Pod) -> None:
         made = await asyncio.gather(*(pod.spawn("sleep 2") for _ in range(200)), return_exceptions=True)
         refused = [job for job in made if isinstance(job, BaseException)]
@@ -164,4 +164,4 @@ def test_many_concurrent_jobs_run_or_fail_with_a_reason(default_zygote: str, sta
         assert len(refused) >= 130  # 64 processes are allowed
         await clear(pod)
 
-    run_in_pod(default_zygote, state, act, SMALL)
+    run_in_pod(state, act, SMALL)

@@ -50,21 +50,18 @@ class Variant(NamedTuple):
 
     backend: str
     user: str
-    compiled: bool = False
 
     def __str__(self) -> str:
-        return f"{self.backend}{'-compiled' if self.compiled else ''}-{self.user}"
+        return f"{self.backend}-{self.user}"
 
 
 VARIANTS = [
-    Variant(backend, user, compiled)
-    for user in ("root", "nobody")
-    for backend, compiled in (("namespace", False), ("namespace", True), ("landlock", False), ("subprocess", False))
+    Variant(backend, user) for user in ("root", "nobody") for backend in ("namespace", "landlock", "subprocess")
 ]
 
 
 # covered nearly as well by another fast variant or by the tests of one backend
-LATE = {Variant("namespace", "nobody", True), Variant("landlock", "nobody"), Variant("subprocess", "nobody")}
+LATE = {Variant("landlock", "nobody"), Variant("subprocess", "nobody")}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -110,7 +107,7 @@ def run_suite(variant: Variant, names: list[str]) -> dict[str, dict[str, str]]:
         if variant.user == "nobody":
             os.chown(directory, OVERFLOW_ID, OVERFLOW_ID)
         script = str(ROOT / "tests/pods/conformance.py")
-        command = [*prefix, script, variant.backend, f"{directory}/state", *names, *["--compiled"] * variant.compiled]
+        command = [*prefix, script, variant.backend, f"{directory}/state", *names]
         done = subprocess.run(
             command,
             env={**environment, "HOME": directory, "TMPDIR": directory},

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from etude.pods.pod import Egress, PodError
-from etude.pods.runtime.landlock import ruleset
-from etude.pods.runtime.landlock.backend import DirectoryBackend, DirectoryPod
+from etude.pods.runtime import landlock
+from etude.pods.runtime.directories import DirectoryBackend, DirectoryPod
 from tests.pods.directories import (
     CONFINED,
     PYTHON,
@@ -217,7 +217,7 @@ def test_sockets_of_the_machine_are_not_accessible(tmp_path: Path, kind: str, se
             shown = (await attack(pod, code, inet.getsockname()[1], path, public, name[1:])).splitlines()
             assert set(shown[:6]) <= {"EACCES", "EPERM"}, shown
             # A known gap where a pod has its own user: sockets named by a path that every user may connect to.
-            assert shown[6] == ("done" if backend.user_ids and ruleset.abi() < 9 else "EACCES")
+            assert shown[6] == ("done" if backend.user_ids and landlock.abi() < 9 else "EACCES")
             assert shown[7:] == ["x", "-1 -1 -1"]
 
     with_pod(tmp_path, kind, check)

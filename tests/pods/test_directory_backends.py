@@ -11,16 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from etude.pods.guest import processes
 from etude.pods.images.records import Image, Layer
 from etude.pods.images.store import Store
 from etude.pods.pod import Egress, Limits, PodError, PodFileError, PodGone, Unsupported
+from etude.pods.runtime import directories as directory
+from etude.pods.runtime import landlock, seccomp, zygote_protocol
 from etude.pods.runtime.backend import PodSpec
-from etude.pods.runtime.landlock import backend as directory
-from etude.pods.runtime.landlock import ruleset as landlock
-from etude.pods.runtime.landlock import seccomp_notify
-from etude.pods.runtime.landlock.backend import DirectoryBackend, DirectoryPod, LandlockBackend
-from etude.pods.runtime.landlock.client import landlock_available
+from etude.pods.runtime.directories import DirectoryBackend, DirectoryPod, LandlockBackend
+from tests.pods import inventory
 from tests.pods.directories import (
     CONFINED,
     HOST,
@@ -30,7 +28,6 @@ from tests.pods.directories import (
     attack,
     family,
     gone,
-    needs_landlock,
     needs_python,
     opened,
     start,
@@ -176,7 +173,7 @@ def test_a_snapshot_starts_a_pod_with_the_same_files(tmp_path: Path, kind: str) 
             )
             layers, how = await first.seal(None)
             assert how == "fs"
-            await first.restart(layers)
+            await first.restart()
             await first.exec("echo 2 > file")
             second = await start(backend, "two", image=HOST.with_(layers=layers))
             shown = await second.exec(
@@ -240,7 +237,7 @@ def sleepers(root: int) -> set[int]:
     """Wait for all processes that LEAVE starts below a guest init, and return them."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        found = set(processes.descendants(root))
+        found = set(inventory.descendants(root))
         with contextlib.suppress(OSError):
             found = {pid for pid in found if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"}
             if len(found) == 3:
@@ -322,7 +319,7 @@ def test_a_pod_ends_when_its_ttl_expires(tmp_path: Path, kind: str) -> None:
 def test_a_failed_creation_leaves_nothing_behind(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with opened(tmp_path, kind) as backend:
-            monkeypatch.setattr(DirectoryPod, "_create_fields", lambda *_: [])
+            monkeypatch.setattr(type(backend), "confinement", lambda *_: [(zygote_protocol.RULESET, b"none")])
             with pytest.raises(PodError):
                 await start(backend)
             assert not list((tmp_path / "pods").iterdir())
@@ -386,13 +383,6 @@ def skip_without(state: Path, kind: str, limit: str) -> None:
 # ------------------------------------------------------------------------------------------- probing
 
 
-@needs_landlock
-def test_the_probe_confines_a_real_process(tmp_path: Path) -> None:
-    works, words = landlock_available(tmp_path)
-    assert works, words
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(("abi", "users", "words"), [(0, False, "has none"), (2, True, "ABI 3"), (5, False, "signal")])
 def test_an_old_kernel_is_refused_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abi: int, users: bool, words: str
@@ -400,14 +390,14 @@ def test_an_old_kernel_is_refused_with_a_reason(
     monkeypatch.setattr(landlock, "abi", lambda: abi)
     monkeypatch.setattr(directory, "pod_user_ids", lambda: range(50_000, 60_000) if users else None)
     with pytest.raises(Unsupported, match=words):
-        LandlockBackend(tmp_path, Store(tmp_path / "store"))
+        LandlockBackend(tmp_path, Store(tmp_path / "store"), tmp_path)
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_notify_filter_is_small_and_ends_in_a_return(machine: str) -> None:
     for unix in (True, False):
         for egress in (True, False):
-            program = seccomp_notify.build_filter(unix, egress, False, machine)
+            program = seccomp.build_shared_filter(unix, egress, False, machine)
             assert len(program) % 8 == 0
             assert len(program) < 60 * 8
             assert program[-8:-6] == b"\x06\x00"

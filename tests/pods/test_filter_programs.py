@@ -10,6 +10,7 @@ import pytest
 
 from etude.pods.runtime import seccomp
 from tests.pods.children import in_child
+from tests.pods.confining import install
 
 GIT = "git init -q . && touch a && git add a && git -c user.name=a -c user.email=a@b commit -qm a && git log --oneline"
 C = "printf '#include <stdio.h>\\nint main(void) { puts(\"hello\"); }' > a.c && gcc -O1 a.c -o a && ./a | grep hello"
@@ -35,7 +36,7 @@ def test_a_tool_runs_as_without_the_filter(tool: str, tmp_path: Path) -> None:
         pytest.skip(f"{tool} is not installed")
 
     def child() -> tuple[int, str]:
-        seccomp.install(program)
+        install(program)
         run = subprocess.run(["bash", "-ec", COMMANDS[tool]], **options)
         return run.returncode, run.stdout[-2000:]
 

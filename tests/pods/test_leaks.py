@@ -25,12 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 
 
-def with_host(zygote: str, state: Path, act: Callable[[Host], Awaitable[None]], most: int = 1000) -> None:
+def with_host(state: Path, act: Callable[[Host], Awaitable[None]], most: int = 1000) -> None:
     """Run `act` on a host and check that the inventory afterwards is that before its first pod."""
 
     async def main() -> None:
         thresholds = Thresholds(max_pods=most, unseen_image_fraction=0.05)
-        host = await open_host("namespace", state, thresholds, compiled=zygote == "compiled")
+        host = await open_host("namespace", state, thresholds)
         try:
             before = await inventory.baseline(host)
             await act(host)
@@ -60,11 +60,11 @@ async def cycles(host: Host, count: int, workers: int = 4) -> None:
     await asyncio.gather(*(work() for _ in range(workers)))
 
 
-def test_a_hundred_and_fifty_pods_leave_nothing_behind(zygote: str, state: Path) -> None:
-    with_host(zygote, state, lambda host: cycles(host, 150))
+def test_a_hundred_and_fifty_pods_leave_nothing_behind(state: Path) -> None:
+    with_host(state, lambda host: cycles(host, 150))
 
 
-def test_removed_snapshots_and_forks_leave_nothing_behind(zygote: str, state: Path) -> None:
+def test_removed_snapshots_and_forks_leave_nothing_behind(state: Path) -> None:
     async def act(host: Host) -> None:
         pod = await host.create()
         job = await pod.spawn("sleep 600")
@@ -88,20 +88,20 @@ def test_removed_snapshots_and_forks_leave_nothing_behind(zygote: str, state: Pa
             while await host.backend.memory_layers():
                 await asyncio.sleep(0.05)
 
-    with_host(zygote, state, act)
+    with_host(state, act)
 
 
-def test_thousands_of_concurrent_requests_do_not_deadlock_service_and_zygote(zygote: str, state: Path) -> None:
+def test_thousands_of_concurrent_requests_do_not_deadlock_service_and_zygote(state: Path) -> None:
     """Both send blocking: without a limit, each could wait for the other to read."""
 
     async def act(host: Host) -> None:
         async with asyncio.timeout(60):
             await asyncio.gather(*(host.backend.memory_layers() for _ in range(3000)))
 
-    with_host(zygote, state, act)
+    with_host(state, act)
 
 
-def test_cancelled_creations_leave_nothing_behind(default_zygote: str, state: Path) -> None:
+def test_cancelled_creations_leave_nothing_behind(state: Path) -> None:
     async def act(host: Host) -> None:
         for n in range(40):
             task = asyncio.create_task(host.create())
@@ -110,10 +110,10 @@ def test_cancelled_creations_leave_nothing_behind(default_zygote: str, state: Pa
             with contextlib.suppress(asyncio.CancelledError):
                 await (await task).close()
 
-    with_host(default_zygote, state, act)
+    with_host(state, act)
 
 
-def test_cancelled_commands_and_jobs_leave_nothing_behind(default_zygote: str, state: Path) -> None:
+def test_cancelled_commands_and_jobs_leave_nothing_behind(state: Path) -> None:
     async def act(host: Host) -> None:
         pod = await host.create()
         before = len(os.listdir("/proc/self/fd"))
@@ -132,30 +132,28 @@ def test_cancelled_commands_and_jobs_leave_nothing_behind(default_zygote: str, s
                 await asyncio.sleep(0.02)
         await pod.close()
 
-    with_host(default_zygote, state, act)
+    with_host(state, act)
 
 
 # -- killed processes
 
 
-def start_service(
-    zygote: str, state: Path, attached: int, detached: int
-) -> tuple["subprocess.Popen[str]", dict[str, list[str]]]:
-    command = [sys.executable, "-m", "tests.pods.service_child", str(state), zygote, str(attached), str(detached)]
+def start_service(state: Path, attached: int, detached: int) -> tuple["subprocess.Popen[str]", dict[str, list[str]]]:
+    command = [sys.executable, "-m", "tests.pods.service_child", str(state), str(attached), str(detached)]
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert child.stdout
     with child.stdout as said:
         return child, json.loads(said.readline())
 
 
-def test_a_killed_service_ends_its_attached_pods_only(zygote: str, state: Path) -> None:
-    child, ids = start_service(zygote, state, attached=10, detached=3)
+def test_a_killed_service_ends_its_attached_pods_only(state: Path) -> None:
+    child, ids = start_service(state, attached=10, detached=3)
     time.sleep(0.3)  # in the middle of snapshots and forks
     child.send_signal(signal.SIGKILL)
     child.wait()
 
     async def main() -> None:
-        host = await open_host("namespace", state, compiled=zygote == "compiled")
+        host = await open_host("namespace", state)
         try:
             deadline = time.monotonic() + 5  # the dead service's last request may still be on its way to the zygote
             while time.monotonic() < deadline:
@@ -190,14 +188,14 @@ def test_a_killed_service_ends_its_attached_pods_only(zygote: str, state: Path) 
     asyncio.run(main())
 
 
-def test_a_pod_that_its_service_left_frozen_is_thawed_when_adopted(default_zygote: str, state: Path) -> None:
+def test_a_pod_that_its_service_left_frozen_is_thawed_when_adopted(state: Path) -> None:
     async def main() -> None:
-        host = await open_host("namespace", state, compiled=default_zygote == "compiled")
+        host = await open_host("namespace", state)
         pod = await host.create(attached=False)
         await pod.write("kept", "x")
         await asyncio.to_thread(pod.group.freeze, True)
         await host.close()
-        again = await open_host("namespace", state, compiled=default_zygote == "compiled")
+        again = await open_host("namespace", state)
         try:
             found = await again.find(pod.id)
             assert await found.read("kept") == b"x"
@@ -209,9 +207,9 @@ def test_a_pod_that_its_service_left_frozen_is_thawed_when_adopted(default_zygot
     asyncio.run(main())
 
 
-def test_a_killed_zygote_ends_every_pod_and_is_replaced(zygote: str, state: Path) -> None:
+def test_a_killed_zygote_ends_every_pod_and_is_replaced(state: Path) -> None:
     async def main() -> None:
-        host = await open_host("namespace", state, compiled=zygote == "compiled")
+        host = await open_host("namespace", state)
         try:
             await inventory.baseline(host)
             pods = [await host.create() for _ in range(5)]
@@ -248,7 +246,7 @@ def alive(pid: int) -> bool:
     return inventory.read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"], ["X"])
 
 
-def test_a_killed_guest_init_ends_only_its_pod(zygote: str, state: Path) -> None:
+def test_a_killed_guest_init_ends_only_its_pod(state: Path) -> None:
     async def act(host: Host) -> None:
         pod, other = await host.create(), await host.create()
         await pod.spawn("sleep 600")
@@ -263,14 +261,14 @@ def test_a_killed_guest_init_ends_only_its_pod(zygote: str, state: Path) -> None
         assert (await other.exec("echo well")).stdout == "well\n"
         await other.close()
 
-    with_host(zygote, state, act)
+    with_host(state, act)
 
 
-def test_a_second_service_does_not_affect_the_pods_of_the_first(default_zygote: str, state: Path) -> None:
+def test_a_second_service_does_not_affect_the_pods_of_the_first(state: Path) -> None:
     """A pod created while the second service looks for leftovers is not removed."""
 
     async def main() -> None:
-        host = await open_host("namespace", state, compiled=default_zygote == "compiled")
+        host = await open_host("namespace", state)
         stop = asyncio.Event()
 
         async def come_and_go() -> int:
@@ -286,7 +284,7 @@ def test_a_second_service_does_not_affect_the_pods_of_the_first(default_zygote: 
 
         async def newcomers() -> None:
             for _ in range(25):
-                other = await open_host("namespace", state, compiled=default_zygote == "compiled")
+                other = await open_host("namespace", state)
                 await other.collect_garbage()
                 await other.close()
             stop.set()
@@ -305,7 +303,7 @@ def test_a_second_service_does_not_affect_the_pods_of_the_first(default_zygote: 
 
 
 @pytest.mark.slow
-def test_a_thousand_pods_run_at_once(zygote: str, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_pods_run_at_once(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def act(host: Host) -> None:
         free, started = available(), time.perf_counter()
         pods: list[LocalPod] = []
@@ -325,23 +323,23 @@ def test_a_thousand_pods_run_at_once(zygote: str, state: Path, capsys: pytest.Ca
         closed = time.perf_counter() - started
         with capsys.disabled():
             print(
-                f"\n1,000 pods on the {zygote} zygote: made in {made:.1f} s, {taken / 1000 / MIB:.2f} MiB each, "
+                f"\n1,000 pods: made in {made:.1f} s, {taken / 1000 / MIB:.2f} MiB each, "
                 f"a command in each in {ran:.1f} s, closed in {closed:.1f} s"
             )
 
-    with_host(zygote, state, act, most=2000)
+    with_host(state, act, most=2000)
 
 
 @pytest.mark.slow
-def test_ten_thousand_pods_leave_nothing_behind(zygote: str, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ten_thousand_pods_leave_nothing_behind(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def act(host: Host) -> None:
         started = time.perf_counter()
         await cycles(host, 10_000)
         took = time.perf_counter() - started
         with capsys.disabled():
-            print(f"\n10,000 pods on the {zygote} zygote: {took:.0f} s, {10_000 / took:.0f} a second, nothing left")
+            print(f"\n10,000 pods: {took:.0f} s, {10_000 / took:.0f} a second, nothing left")
 
-    with_host(zygote, state, act)
+    with_host(state, act)
 
 
 def available() -> int:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from etude.pods.runtime import seccomp
 from tests.pods.children import Killed, in_child, libc, outcome, syscall
+from tests.pods.confining import install
 
 NETWORKS = ("own", "none", "tcp-only")
 ARCHS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -173,17 +174,6 @@ def test_invalid_filter_arguments_are_refused_with_a_reason() -> None:
         seccomp.build_filter("all")  # type: ignore[arg-type]
     with pytest.raises(OSError, match="no system-call table for riscv64; there is one for x86_64, aarch64"):
         seccomp.build_filter(machine="riscv64")
-    with pytest.raises(ValueError, match="3 bytes are not a filter"):
-        seccomp.install(b"abc")
-
-
-def test_the_explanation_names_every_call_that_is_refused() -> None:
-    rows = dict(seccomp.explain("tcp-only", "x86_64"))
-    assert rows["mount"] == "EPERM"
-    assert rows["clone3"] == "ENOSYS"
-    assert "CLONE_NEW" in rows["clone"]
-    assert "MSG_FASTOPEN" in rows["sendmsg"]
-    assert len(rows) == len(seccomp.calls("tcp-only", "x86_64")) + 2
 
 
 # -- the kernel with the program
@@ -194,7 +184,7 @@ def filtered(action: Callable[[], Any], network: Any = "own") -> Any:
 
     def child() -> Any:
         os.setsid()  # so that vhangup would hang up nothing if it got through
-        seccomp.install(program)
+        install(program)
         return action()
 
     program = seccomp.build_filter(network)
@@ -364,31 +354,11 @@ def test_a_debugger_can_trace() -> None:
 @linux
 def test_the_filter_survives_exec_and_others_can_be_stacked_on_it() -> None:
     def child() -> list[bool]:
-        seccomp.install(seccomp.build_filter("none"))
+        install(seccomp.build_filter("none"))
         run = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True, check=True)
         return ["Seccomp:\t2" in run.stdout, "NoNewPrivs:\t1" in run.stdout, outcome(socket.socket) == "EACCES"]
 
     assert filtered(child) == [True, True, True]
-
-
-@linux
-def test_the_filter_applies_to_every_thread() -> None:
-    def child() -> list[str]:
-        installed, found = threading.Event(), []
-
-        def wait_and_try() -> None:
-            installed.wait()
-            found.append(syscall(number_of("unshare")))
-
-        thread = threading.Thread(target=wait_and_try)
-        thread.start()
-        seccomp.install(program)
-        installed.set()
-        thread.join()
-        return found
-
-    program = seccomp.build_filter()
-    assert in_child(child) == ["EPERM"]
 
 
 @linux

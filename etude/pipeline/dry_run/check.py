@@ -399,7 +399,7 @@ def working_pod_backend() -> str:
     """Return the strongest backend that can make a pod on this machine."""
     reasons = []
     for name in ORDER:
-        verdict = asyncio.run(probe(name, compiled=False))
+        verdict = asyncio.run(probe(name))
         if verdict.works:
             return name
         reasons.append(f"{name}: {verdict.reason}")

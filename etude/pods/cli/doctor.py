@@ -15,13 +15,13 @@ from etude.pods.fleet import default_state
 from etude.pods.host import DEFAULT_LIMITS
 from etude.pods.runtime.cgroups import CONTROLLERS, CgroupLayout, find_layout
 from etude.pods.runtime.native.build import find_helper
-from etude.pods.runtime.probe import ORDER, ProbeResult, cache_directory, probe
+from etude.pods.runtime.probe import BACKENDS, ProbeResult, probe
 from etude.pods.scheduling.pressure import read_pressure
 
 
 async def diagnose(state: Path | None, backend: str = "all") -> dict[str, Any]:
     """Return the whole diagnosis as JSON."""
-    known = (*ORDER, "subprocess")
+    known = tuple(BACKENDS)
     if backend not in ("all", *known):
         raise InputError(f"--backend {backend}: expected one of all, {', '.join(known)}")
     directory = (state or default_state()).absolute()
@@ -79,8 +79,8 @@ def _advice(layout: CgroupLayout) -> str:
 
 
 def compiled_helper(state: Path) -> dict[str, Any]:
-    """Return the path of the compiled zygote, or the reason why the Python one is used."""
-    path, reason = find_helper(cache_directory(state))
+    """Return the path of the helper, or the reason why there is none, with advice."""
+    path, reason = find_helper(state)
     return {"path": str(path) if path else None, "reason": reason}
 
 
@@ -121,7 +121,7 @@ def print_diagnosis(found: dict[str, Any]) -> None:
     for note in filter(None, (groups["reason"], groups["advice"])):
         line("", note)
     helper = found["helper"]
-    line("helper", f"compiled, {helper['path']}" if helper["path"] else f"Python instead: {helper['reason']}")
+    line("helper", helper["path"] or helper["reason"])
     defaults = {**found["default_limits"]}
     sizes = [f"{name} {show_size(defaults.pop(name))}" for name in ("memory", "disk")]
     line("limits", ", ".join([*sizes, *(f"{name} {count:,}" for name, count in defaults.items())]) + " by default")

@@ -1,19 +1,9 @@
-"""The process inside a pod and the host side of its protocol.
+"""The host side of the process inside a pod, the guest init (`runtime/native/init.c`).
 
-`init.GuestInit` is PID 1 of a pod and serves the frames of `protocol`; `client.GuestClient` is its client and
-`guest_pod.GuestPod` a pod built on one. The exported names are imported when first used, because the zygote imports
-this package and must stay small.
+`protocol` has the frames, `client.GuestClient` sends them over a link, and `guest_pod.GuestPod` is a pod built on one.
 """
 
-from typing import TYPE_CHECKING
+from etude.pods.guest.client import GuestClient, Link, SocketLink
+from etude.pods.guest.guest_pod import GuestPod
 
-from etude.lazy import lazy_exports
-
-if TYPE_CHECKING:
-    from etude.pods.guest.client import GuestClient as GuestClient
-    from etude.pods.guest.client import Link as Link
-    from etude.pods.guest.client import SocketLink as SocketLink
-    from etude.pods.guest.guest_pod import GuestPod as GuestPod
-    from etude.pods.guest.init import GuestInit as GuestInit
-
-__getattr__ = lazy_exports(__name__)
+__all__ = ["GuestClient", "GuestPod", "Link", "SocketLink"]

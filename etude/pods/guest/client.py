@@ -5,11 +5,13 @@ has one link for short calls and opens another for every streaming job, so that 
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Literal, Protocol
 
 from etude.pods.guest import protocol
@@ -148,18 +150,41 @@ class SocketLink(Link):
             self.drained.set()
 
 
-def connect_unix(directory: str, name: str) -> socket.socket:
-    """Connect to a socket file whose path may be longer than the kernel's limit of 108 bytes."""
-    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextlib.contextmanager
+def _short_path(directory: Path, name: str) -> Iterator[str]:
+    """Yield a path of a socket file below the kernel's limit of 108 bytes."""
+    descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
+
+
+def connect_unix(directory: Path, name: str) -> socket.socket:
+    """Connect to a socket file."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        sock.connect(f"/proc/self/fd/{fd}/{name}")
+        with _short_path(directory, name) as path:
+            sock.connect(path)
     except OSError:
         sock.close()
         raise
-    finally:
-        os.close(fd)
     return sock
+
+
+def listen_unix(directory: Path, name: str) -> socket.socket:
+    """Listen on a socket file, which replaces one of the same name."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        with _short_path(directory, name) as path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            listener.bind(path)
+        listener.listen(64)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 class GuestClient:

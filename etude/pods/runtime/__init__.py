@@ -1,8 +1,8 @@
 """Ways to run a pod on this machine.
 
 A `Backend` creates pods from a `PodSpec`, adopts running ones and cleans up: `namespaces` (the default) and
-`landlock`. Pods are forked from a zygote, in Python or compiled (`native`). `probe` tests which backend works here.
-The exported names are imported when first used, because the zygote imports this package and must stay small.
+`directories` (confined by Landlock, or not). Pods are forked from a zygote (`native`). `probe` tests which backend
+works here. The exported names are imported when first used.
 """
 
 from typing import TYPE_CHECKING

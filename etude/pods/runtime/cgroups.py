@@ -148,9 +148,9 @@ class PodCgroup:
         return None
 
     @property
-    def procs(self) -> list[Path]:
-        """The files to write a pid to, to move a process into the group."""
-        return [directory / "cgroup.procs" for directory in self.joined]
+    def legacy_procs(self) -> list[Path]:
+        """The files of v1 groups to write a pid to, to move a process into the group."""
+        return [directory / "cgroup.procs" for directory in self.joined if directory != self.unified]
 
     @property
     def unified(self) -> Path | None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +16,17 @@ from etude.errors import InputError
 from etude.pods.images.sources import host_image
 from etude.pods.images.store import Store
 from etude.pods.pod import Capabilities, Limits, PodError, Unsupported
-from etude.pods.runtime import linux
+from etude.pods.runtime import landlock
 from etude.pods.runtime.backend import Backend, PodSpec
-from etude.pods.runtime.landlock import ruleset
-from etude.pods.runtime.landlock.backend import LandlockBackend, SubprocessBackend
+from etude.pods.runtime.directories import LandlockBackend, SubprocessBackend
 from etude.pods.runtime.namespaces import NamespaceBackend
-from etude.pods.runtime.native.build import find_helper
-from etude.system import compiler as compiling
+from etude.pods.runtime.native.build import require_helper
 
+BACKENDS: dict[str, Callable[[Path, Store, Path], Backend]] = {
+    "namespace": NamespaceBackend,
+    "landlock": LandlockBackend,
+    "subprocess": SubprocessBackend,
+}
 ORDER = ("namespace", "landlock")  # tried by "auto", the stronger isolation first; "subprocess" only by name
 PROBE_TIMEOUT_S = 20.0
 _chosen: dict[str, str] = {}  # the result of "auto", cached for the process
@@ -38,32 +42,16 @@ class ProbeResult:
     capabilities: Capabilities | None = None
 
 
-def make_backend(name: str, state: Path, store: Store, compiled: bool = True) -> Backend:
+def make_backend(name: str, state: Path, store: Store) -> Backend:
     """Return a backend by name, without probing it."""
-    if name == "namespace":
-        return NamespaceBackend(state, store, find_helper(cache_directory(state))[0] if compiled else None)
-    if name == "landlock":
-        return LandlockBackend(state, store)
-    if name == "subprocess":
-        return SubprocessBackend(state, store)
-    raise InputError(f"unknown pod backend {name!r}; expected one of auto, {', '.join(ORDER)}, subprocess")
+    if name not in BACKENDS:
+        raise InputError(f"unknown pod backend {name!r}; expected one of auto, {', '.join(BACKENDS)}")
+    return BACKENDS[name](state, store, require_helper(state))
 
 
-def cache_directory(state: Path) -> Path:
-    """Return where the compiled zygote is cached: the user's cache, or `state` for a user without a home directory."""
-    directory = compiling.cache_directory()
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return state / "cache"
-    return directory if os.access(directory, os.W_OK | os.X_OK) else state / "cache"
-
-
-async def probe(name: str, compiled: bool = True) -> ProbeResult:
+async def probe(name: str) -> ProbeResult:
     """Create a pod on this backend and run a command in it."""
-    if not linux.SUPPORTED and name != "subprocess":
-        return ProbeResult(name, False, f"needs Linux on x86_64 or aarch64, this is {os.uname().sysname}")
-    if name == "landlock" and ruleset.abi() == 0:
+    if name == "landlock" and landlock.abi() == 0:
         return ProbeResult(
             name, False, "this kernel has no Landlock (since 5.13, and it must be among the active LSMs)"
         )
@@ -73,7 +61,7 @@ async def probe(name: str, compiled: bool = True) -> ProbeResult:
     started = time.perf_counter()
     try:
         store = Store(state / "store")
-        backend = make_backend(name, state, store, compiled)
+        backend = await asyncio.to_thread(make_backend, name, state, store)
         spec = PodSpec(id="probe", image=host_image(store), limits=Limits())
         pod = await asyncio.wait_for(backend.start(spec), PROBE_TIMEOUT_S)
         try:
@@ -130,6 +118,8 @@ async def choose_backend(name: str) -> str:
             _chosen[name] = candidate
             return candidate
         failures.append(result)
+    if len({result.reason for result in failures}) == 1:  # such as a missing compiler
+        raise Unsupported(failures[0].reason)
     reasons = "\n".join(f"  {result.backend}: {result.reason}" for result in failures)
     raise Unsupported(
         f'no backend can isolate a pod on this machine:\n{reasons}\n  for trusted code only: backend="subprocess"'

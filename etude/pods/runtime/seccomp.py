@@ -1,23 +1,19 @@
-"""The system-call filter of a pod: refuses the calls that developer tools never make or must not be allowed.
+"""The system-call filters of a pod: they refuse the calls that developer tools never make or must not be allowed.
 
-`build_filter` builds a classic BPF program as bytes (an array of `struct sock_filter`) from the tables below;
-`install` applies it to this process, and the compiled zygote does the same with the same bytes. It is a deny list:
-compilers, interpreters, debuggers and servers run unchanged. Two rules close its gaps. A call newer than the tables
-fails with ENOSYS, as on an older kernel, until it has been reviewed. And another ABI of the same kernel (32-bit, x32)
-cannot bypass the filter: its calls have other numbers and are all refused.
+`build_filter` builds a classic BPF program as bytes (an array of `struct sock_filter`) from the tables below, which the
+zygote installs in a pod's first process. It is a deny list: compilers, interpreters, debuggers and servers run
+unchanged. Two rules close its gaps. A call newer than the tables fails with ENOSYS, as on an older kernel, until it has
+been reviewed. And another ABI of the same kernel (32-bit, x32) cannot bypass the filter: its calls have other numbers
+and are all refused.
 
 The filter decides by number first and checks arguments only for the few calls that need it: Linux 5.11 and later then
-determine at installation which calls always pass, and skip the filter for those. This file is imported inside pods:
-standard library only, and no call opens or imports anything.
+determine at installation which calls always pass, and skip the filter for those.
 """
 
-import ctypes
 import errno
 import os
 import struct
 from typing import Literal, NamedTuple, get_args
-
-from etude.pods.runtime.capabilities import no_new_privileges
 
 Network = Literal["own", "none", "tcp-only"]
 
@@ -70,6 +66,13 @@ DENIED = (
 CHECKED = "clone:56:220 ioctl:16:29 personality:135:92 socket:41:198 socketpair:53:199"
 CHECKED_TCP_ONLY = "sendto:44:206 sendmsg:46:211 sendmmsg:307:269"
 
+# Calls of the second filter. IPC objects outlive their creator and belong to a user id, not to a pod.
+IPC = ("shmget", "shmat", "semget", "msgget", "mq_open")
+SHARED = (
+    "shmget:29:194 shmat:30:196 semget:64:190 msgget:68:186 mq_open:240:180 prlimit64:302:261 setpriority:141:140 "
+    "ioprio_set:251:30 socket:41:198 socketpair:53:199 connect:42:203 listen:50:201"
+)
+
 # NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET. NEWTIME is not a flag of clone.
 CLONE_NEW = 0x7E020000
 # Injecting input into another process's terminal or into a console: both can run commands outside the pod.
@@ -81,26 +84,23 @@ AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
 # getaddrinfo queries netlink for addresses. Other protocols fail as on a kernel without them: su and useradd accept
 # that there is no audit, but stop on EPERM.
 NETLINK_ROUTE = 0
-SOCK_STREAM, SOCK_FLAGS = 1, 0x80800  # SOCK_CLOEXEC | SOCK_NONBLOCK share an argument with the type
+SOCK_STREAM, SOCK_SEQPACKET, SOCK_FLAGS = 1, 5, 0x80800  # SOCK_CLOEXEC | SOCK_NONBLOCK share an argument with the type
 IPPROTO_TCP = 6
 # Sending with this flag connects, which Landlock's port rules do not check: landlock-lsm/linux#41.
 MSG_FASTOPEN = 0x20000000
 
-_ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
+_ALLOW, _ERRNO, _KILL_PROCESS, _NOTIFY = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000
+_ACTIONS = {"allow": _ALLOW, "kill": _KILL_PROCESS, "notify": _NOTIFY}
 _LOAD, _JEQ, _JGE, _JSET, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
-_SET_MODE_FILTER, _FLAG_TSYNC = 1, 1
 
 
 class _Machine(NamedTuple):
     arch: int  # AUDIT_ARCH_*
     column: int  # in the tables above
-    seccomp: int  # number of the seccomp call
 
 
-_MACHINES = {"x86_64": _Machine(0xC000003E, 1, 317), "aarch64": _Machine(0xC00000B7, 2, 277)}
-
-_libc = ctypes.CDLL(None, use_errno=True)
+_MACHINES = {"x86_64": _Machine(0xC000003E, 1), "aarch64": _Machine(0xC00000B7, 2)}
 
 
 def build_filter(network: Network = "own", machine: str | None = None) -> bytes:
@@ -120,47 +120,44 @@ def build_filter(network: Network = "own", machine: str | None = None) -> bytes:
     return program.assemble()
 
 
-def install(program: bytes) -> None:
-    """Apply the filter irreversibly to this process, its threads and their children; sets no-new-privileges."""
-    if not program or len(program) % 8:
-        raise ValueError(f"seccomp: {len(program)} bytes are not a filter; expected instructions of 8 bytes")
-    code = ctypes.create_string_buffer(program, len(program))
-    description = _Description(len(program) // 8, ctypes.addressof(code))
-    no_new_privileges()
-    # TSYNC: an unfiltered thread could make forbidden calls for the others.
-    call = (_machine().seccomp, _SET_MODE_FILTER, _FLAG_TSYNC)
-    result = _libc.syscall(*map(ctypes.c_long, call), ctypes.byref(description))
-    if result > 0:
-        raise OSError(errno.EBUSY, f"seccomp: thread {result} has a filter of its own; install before starting threads")
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"seccomp: the kernel rejected the filter: {os.strerror(number)}")
+def build_shared_filter(unix: bool, egress: bool, own_user: bool, machine: str | None = None) -> bytes:
+    """Return the second filter of a pod that shares the machine's network, user or IPC objects.
 
-
-def explain(network: Network = "own", machine: str | None = None) -> list[tuple[str, str]]:
-    """Return the refused calls as (call, action) rows for people; every other call is allowed."""
-    column = _machine(machine).column
-    rows = [(name, errno.errorcode[number]) for number, group in DENIED for name in _numbers(group, column)]
-    internet = {
-        "own": "AF_INET and AF_INET6 allowed",
-        "none": "EACCES for AF_INET and AF_INET6",
-        "tcp-only": "EACCES for AF_INET and AF_INET6 other than TCP",
-    }[network]
-    sockets = f"{internet}; AF_UNIX and NETLINK_ROUTE allowed; EAFNOSUPPORT or EPROTONOSUPPORT for the rest"
-    rows += [
-        ("clone", "EPERM with any CLONE_NEW* flag"),
-        ("ioctl", "EPERM for TIOCSTI and TIOCLINUX"),
-        ("personality", "EPERM for all but the common ones and ADDR_NO_RANDOMIZE"),
-        ("socket", sockets),
-        ("socketpair", sockets),
-    ]
-    if network == "tcp-only":
-        rows += [(name, "EOPNOTSUPP with MSG_FASTOPEN") for name in _numbers(CHECKED_TCP_ONLY, column)]
-    return [
-        *rows,
-        (f"calls above {NEWEST}, x32", "ENOSYS"),
-        ("another architecture, 32-bit", "the process is killed"),
-    ]
+    Without namespaces gaps remain that Landlock does not cover either: System V IPC objects and POSIX queues, limits
+    and priorities of other processes of the same user, sockets named by a path (before ABI 9), and TCP to any address,
+    because Landlock's rules name a port and no address. `unix`: UNIX sockets are allowed; `egress`: every connect goes
+    to the pod's broker; `own_user`: no other process has the pod's user.
+    """
+    numbers = _numbers(SHARED, _machine(machine).column)
+    program = _Program()
+    program.load(_ARCH)
+    program.jump(_JEQ, _machine(machine).arch, no="allow")  # the first filter kills it
+    program.load(_NUMBER)
+    targets = dict.fromkeys(IPC, "EPERM")
+    targets |= (
+        {} if own_user else {"prlimit64": "own limits", "setpriority": "own priority", "ioprio_set": "own priority"}
+    )
+    targets |= {} if unix else {"socket": "socket", "socketpair": "socketpair"}
+    # listen() without bind() takes a port of the machine without a Landlock check.
+    targets |= {"connect": "notify", "listen": "EACCES"} if egress else {}
+    for name, target in targets.items():
+        program.jump(_JEQ, numbers[name], yes=target)
+    program.jump(_JGE, 0, yes="allow")
+    # A CPU limit of 0 kills like a signal. A process may change its own limits, as pid 0.
+    for label, argument in (("own limits", 0), ("own priority", 1)):
+        program.label(label)
+        program.load_argument(argument)
+        program.jump(_JEQ, 0, yes="allow", no="EPERM")
+    program.label("socket")
+    program.load_argument(0)
+    program.jump(_JEQ, AF_UNIX, yes="EACCES", no="allow")
+    # A socket pair stays connected, except for datagrams, which can be sent to any path.
+    program.label("socketpair")
+    program.load_argument(1)
+    program.keep_bits(~SOCK_FLAGS & 0xFFFFFFFF)
+    program.jump(_JEQ, SOCK_STREAM, yes="allow")
+    program.jump(_JEQ, SOCK_SEQPACKET, yes="allow", no="EACCES")
+    return program.assemble()
 
 
 def calls(network: Network = "own", machine: str | None = None) -> dict[int, str]:
@@ -187,12 +184,6 @@ def _numbers(group: str, column: int) -> dict[str, int]:
     return {row[0]: int(row[column]) for row in rows if row[column]}
 
 
-class _Description(ctypes.Structure):
-    """struct sock_fprog"""
-
-    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
-
-
 class _Program:
     """An assembler for the needed part of classic BPF: jumps go forward to labels, "" is the next instruction."""
 
@@ -217,10 +208,12 @@ class _Program:
         self._lines.append((test, value, yes, no))
 
     def assemble(self) -> bytes:
-        """Return the bytes; an undefined label is an action: `allow`, `kill` or the name of an error."""
+        """Return the bytes; an undefined label is an action: `allow`, `kill`, `notify` or the name of an error."""
         actions = {label for line in self._lines for label in line[2:] if label} - self._labels.keys()
         for name in sorted(actions):
-            value = {"allow": _ALLOW, "kill": _KILL_PROCESS}.get(name) or _ERRNO | getattr(errno, name)
+            value = {"allow": _ALLOW, "kill": _KILL_PROCESS, "notify": _NOTIFY}.get(name) or _ERRNO | getattr(
+                errno, name
+            )
             self.label(name)
             self._lines.append((_RETURN, value, "", ""))
         lines = enumerate(self._lines, 1)

@@ -6,13 +6,9 @@ stays a descendant of that process and ends with it, even if it forks or detache
 """
 
 import asyncio
-import contextlib
 import os
 import shutil
-import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -22,15 +18,13 @@ from typing import NoReturn
 
 from etude.errors import InputError
 from etude.pods.guest import protocol
-from etude.pods.guest.client import GuestClient, Link, SocketLink, connect_unix
+from etude.pods.guest.client import GuestClient, Link, SocketLink, connect_unix, listen_unix
 from etude.pods.guest.guest_pod import GuestPod
-from etude.pods.guest.init import GuestInit
-from etude.pods.guest.processes import kill_everything, other_processes
 from etude.pods.pod import Egress, FileInfo, Limits, Pod, Snapshot, SnapshotKind, Unsupported
-from etude.pods.runtime import linux
-from etude.pods.runtime.landlock.backend import GUEST_SOCKET, listen_unix
+from etude.pods.runtime.backend import GUEST_SOCKET
+from etude.pods.runtime.native.build import require_helper
+from etude.pods.runtime.zygote_client import run_helper
 
-START = "from etude.pods.runtime.unisolated import serve; serve()"
 END_S = 10.0  # for all descendants to end
 
 
@@ -46,24 +40,16 @@ class UnisolatedPod(GuestPod):
 
     async def start(self) -> None:
         """Start the guest init and attach to it, so that it ends with this process."""
-        with listen_unix(self.scratch) as listener:
-            # -P and cwd="/": nothing may be imported from the workspace.
-            command = [sys.executable, "-P", "-c", START, str(listener.fileno()), self.workdir]
-            self.process = subprocess.Popen(
-                command,
-                pass_fds=[listener.fileno()],
-                cwd="/",
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        helper = await asyncio.to_thread(require_helper, self.scratch)
+        with listen_unix(self.scratch, GUEST_SOCKET) as listener:
+            self.process = run_helper(helper, listener, Path(self.workdir), "guest", self.environment)
         self.connection = GuestClient(await self.open_link(), self.id)
         await self.connection.wait_until_ready()
         await self.connection.request(protocol.OWN, (protocol.TIME, 0), (protocol.FLAGS, protocol.ATTACHED))
         self.record("created", {"image": self.image})
 
     async def open_link(self) -> Link:
-        return SocketLink(connect_unix(str(self.scratch), GUEST_SOCKET))
+        return SocketLink(connect_unix(self.scratch, GUEST_SOCKET))
 
     def _user(self, user: str | None) -> str | None:
         if user:
@@ -116,24 +102,3 @@ async def open_unisolated(directory: Path, *, hidden: Sequence[str] = ()) -> Asy
     finally:
         await pod.close()
         await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
-
-
-def serve() -> None:
-    """Run the guest init's process: serve until the owner disconnects, then kill all descendants."""
-    listener, directory = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
-    listener.set_inheritable(False)
-    # No Ctrl-C reaches this session; a signal ignored here would be ignored in every command.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if linux.SUPPORTED:
-        linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
-    os.chdir(directory)
-    init = GuestInit(listener, (), directory, adjust_oom_score=False)
-    try:
-        init.serve()
-    finally:
-        for _ in range(1000):  # one pass can miss a concurrent fork
-            if not other_processes():
-                break
-            kill_everything()
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(-1, os.WNOHANG)

@@ -1,7 +1,7 @@
 """The client of the zygote: connects to it, starts it if none is running, and sends requests.
 
-One zygote serves all processes that use a state directory. It holds the lock file as long as it lives, so there is
-never a second one; a client that cannot connect and can take the lock starts it.
+One zygote serves all processes that use a state directory. It holds the lock file as long as it or a process of its
+pods lives, so there is never a second one; a client that cannot connect and can take the lock starts it.
 """
 
 import asyncio
@@ -9,19 +9,17 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import Any, Literal
 
-import etude
 from etude.errors import BusyError
 from etude.files import take_lock
 from etude.pods.guest import protocol
-from etude.pods.guest.client import connect_unix, decode_failure
+from etude.pods.guest.client import connect_unix, decode_failure, listen_unix
 from etude.pods.pod import PodError, PodGone
 from etude.pods.runtime import zygote_protocol
 
@@ -31,11 +29,14 @@ START_S = 20.0
 MAX_IN_FLIGHT = 64
 
 
+Mode = Literal["namespaces", "processes", "guest"]  # of the helper: zygote.c describes them
+
+
 class ZygoteClient:
     """A connection to the zygote; starts one when there is none."""
 
-    def __init__(self, state: Path, helper: Path | None) -> None:
-        self.state, self.helper = state, helper
+    def __init__(self, state: Path, helper: Path, name: str, mode: Mode) -> None:
+        self.state, self.helper, self.name, self.mode = state, helper, name, mode
         self.sock: socket.socket | None = None
         self.decoder = protocol.FrameDecoder()
         self.calls: dict[int, asyncio.Future[tuple[protocol.Fields, list[int]]]] = {}
@@ -87,14 +88,12 @@ class ZygoteClient:
         deadline = time.monotonic() + START_S
         while True:
             with contextlib.suppress(OSError):
-                self.sock = connect_unix(str(self.state), zygote_protocol.SOCKET)
+                self.sock = connect_unix(self.state, f"{self.name}.sock")
                 break
             with contextlib.suppress(BusyError):
-                start_zygote(self.state, self.helper)
+                start_zygote(self.state, self.helper, self.name, self.mode)
             if time.monotonic() > deadline:
-                raise PodError(
-                    f"no zygote answers in {self.state} within {START_S:g} s; see {zygote_protocol.LOG} there"
-                )
+                raise PodError(f"no zygote answers in {self.state} within {START_S:g} s; see {self.name}.log there")
             await asyncio.sleep(0.005)
         self.on_connect()
         # Blocking sends, non-blocking reads by the event loop: requests are small and answered in order.
@@ -143,63 +142,47 @@ class ZygoteClient:
             self.fetching.clear()
 
 
-def start_zygote(state: Path, helper: Path | None) -> None:
-    """Start the zygote of `state`; raise BusyError when one is running."""
-    lock = take_lock(state / zygote_protocol.LOCK, f"the pods of {state}")
-    directory = os.open(state, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def start_zygote(state: Path, helper: Path, name: str, mode: Mode) -> None:
+    """Start a zygote of `state`; raise BusyError when it is running."""
+    lock = take_lock(state / f"{name}.lock", f"the pods of {state}")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            (state / zygote_protocol.SOCKET).unlink()
-        listener.bind(f"/proc/self/fd/{directory}/{zygote_protocol.SOCKET}")
-        listener.listen(64)
-        clean_mount_points(state)
-        with (
-            open(state / zygote_protocol.LOG, "ab") as log,
-            zygote_command(helper, state, listener.fileno()) as (argv, program),
-        ):
-            zygote = subprocess.Popen(
-                argv,
-                stdin=program,
-                stdout=log,
-                stderr=log,
-                cwd="/",
-                env={
-                    "PATH": os.defpath,
-                    "PYTHONDONTWRITEBYTECODE": "1",
-                },  # not our environment: pods are forked from it
-                pass_fds=[listener.fileno(), lock],
-                start_new_session=True,
-            )
-        # It may end before us: reap it then.
-        threading.Thread(target=zygote.wait, daemon=True).start()
+        if mode == "namespaces":
+            prepare_mount_points(state)
+        with listen_unix(state, f"{name}.sock") as listener, open(state / f"{name}.log", "ab") as log:
+            environment = {"PATH": os.defpath}  # not our environment: pods are forked from it
+            zygote = run_helper(helper, listener, state, mode, environment, stdout=log, stderr=log, keep=[lock])
+        threading.Thread(target=zygote.wait, daemon=True).start()  # it may end before us: reap it then
     finally:
-        listener.close()
-        os.close(directory)
         os.close(lock)
 
 
-@contextlib.contextmanager
-def zygote_command(helper: Path | None, state: Path, listener: int) -> Iterator[tuple[list[str], IO[bytes]]]:
-    """Yield the zygote's command and its standard input.
+def run_helper(
+    helper: Path,
+    listener: socket.socket,
+    directory: Path,
+    mode: Mode,
+    environment: Mapping[str, str],
+    *,
+    keep: Sequence[int] = (),
+    **options: Any,
+) -> "subprocess.Popen[bytes]":
+    """Start the helper on a listening socket, in a session of its own."""
+    with tempfile.TemporaryFile() as arguments:  # not on its command line, which pods can read
+        arguments.write(os.fsencode(f"{listener.fileno()}\n{directory}\n{mode}\n"))
+        arguments.seek(0)
+        return subprocess.Popen(
+            [helper],
+            stdin=arguments,
+            cwd="/",
+            env=environment,
+            pass_fds=[listener.fileno(), *keep],
+            start_new_session=True,
+            **options,
+        )
 
-    Pods can read the command line of their first process, so the names of our directories are passed by standard
-    input: two lines for the compiled zygote, the program itself for Python.
-    """
-    root = str(Path(etude.__file__).parent.parent)
-    arguments = f"{listener}\n{state}\n"
-    code = (
-        f"import sys; sys.path.append({root!r}); from etude.pods.runtime.zygote import main; "
-        f"main({str(state)!r}, {listener})\n"
-    )
-    with tempfile.TemporaryFile() as file:
-        file.write((arguments if helper else code).encode())
-        file.seek(0)
-        yield [str(helper)] if helper else [sys.executable, "-I", "-S", "-"], file
 
-
-def clean_mount_points(state: Path) -> None:
-    """Remove the empty mount points of a killed zygote; its mounts disappeared with its mount namespace."""
+def prepare_mount_points(state: Path) -> None:
+    """Create the mount points, without those of a killed zygote; its mounts disappeared with its mount namespace."""
     (state / zygote_protocol.STAGE).mkdir(mode=0o700, exist_ok=True)
     for name in (zygote_protocol.MEMORY, zygote_protocol.MAPPED):
         (state / name).mkdir(mode=0o700, exist_ok=True)

@@ -1,13 +1,14 @@
 """The zygote's requests: the frames of `guest/protocol.py` with these ops and fields, over a UNIX socket.
 
-CREATE is the full specification of a pod, so that the zygote, in Python or compiled, makes no decisions and looks
-nothing up. Imported by the zygote: standard library only.
+CREATE is the full specification of a pod, so that the zygote makes no decisions and looks nothing up.
 
     request   fields                                                                reply
-    CREATE    ID, LOWER* (top first), UPPER | SIZE INODES, UIDMAP GIDMAP OWNER,     OK PID
-              BIND* (source NUL target), HOSTNAME WORKDIR SHM FLAGS, CAPS FILTER,
-              GROUP (a v2 control group), CGROUP* (files a pid is written to),
-              ADDRESS* LISTEN* (kind address port); with the guest init's listening socket
+    CREATE    ID, WORKDIR FLAGS FILTER, GROUP (a v2 control group),                 OK PID
+              CGROUP* (files a pid is written to); with the guest init's listening socket; and
+              with namespaces: LOWER* (top first), UPPER | SIZE INODES, UIDMAP GIDMAP OWNER, BIND* (source NUL target),
+              HOSTNAME SHM CAPS, ADDRESS* LISTEN* (kind address port)
+              without: OWNER (its own user), RULESET RULE* (rights, path) NOTIFY (the second filter),
+              PORT of the egress proxy, whose listening socket comes with it
     KILL      ID                                                                    OK when every process is gone
     SEAL      ID LAYER   ends the pod and turns its writes into the layer           OK
     FETCH     ID | LAYER the directory that holds the writes                        OK and a descriptor
@@ -22,34 +23,12 @@ are visible in the zygote's mount namespace only.
 
 CREATE, KILL, SEAL, FETCH, DROP, MAP, STATUS, STOP = range(32, 40)
 
-(
-    ID,
-    LOWER,
-    UPPER,
-    SIZE,
-    INODES,
-    BIND,
-    UIDMAP,
-    GIDMAP,
-    OWNER,
-    CGROUP,
-    HOSTNAME,
-    WORKDIR,
-    CAPS,
-    FILTER,
-    ADDRESS,
-    LISTEN,
-    FLAGS,
-    SHM,
-    LAYER,
-    PATH,
-    PID,
-    GROUP,
-) = range(128, 150)
+ID, LOWER, UPPER, SIZE, INODES, BIND, UIDMAP, GIDMAP, OWNER, CGROUP, HOSTNAME, WORKDIR, CAPS = range(128, 141)
+FILTER, ADDRESS, LISTEN, FLAGS, SHM, LAYER, PATH, PID, GROUP, RULESET, RULE, NOTIFY, PORT = range(141, 154)
 
-ADJUST_OOM_SCORE = 1  # FLAGS: the OOM killer prefers the pod's programs to its guest init; useful with a memory limit
+# FLAGS. The OOM killer prefers the pod's programs to its guest init; useful with a memory limit.
+ADJUST_OOM_SCORE = 1
+ZYGOTE_OPENS_TERMINALS = 2  # the guest init may not
 
-# Files and directories of the state directory. These names do not change, so that versions that share a state
-# directory share one zygote.
-SOCKET, LOCK, LOG = "keeper.sock", "keeper.lock", "keeper.log"
+# Directories of the state directory
 MEMORY, MAPPED, STAGE, ROOT = "memory", "mapped", "stage", "root"

@@ -1,1 +1,1 @@
-"""The zygote and the guest init as one small static C program, for machines with a compiler."""
+"""The zygote and the guest init: one small static C program, the helper."""

@@ -1,4 +1,4 @@
-/* The setup of a new pod, as in zygote.py: wait for the id maps, mount the root, drop privileges, become guest init.
+/* The setup of a new pod: wait for the id maps, mount the root, drop privileges, become guest init.
  *
  * Runs in the child of the zygote's clone. The zygote does not wait for it: a failure is reported to the first client
  * that connects to the guest init's socket. Every descriptor and mount of the zygote is closed before a program runs.
@@ -19,13 +19,10 @@
 #include <sys/syscall.h>
 
 #include "init.h"
+#include "processes.h"
 #include "zygote.h"
 
 enum { MAX_LAYERS = 500 /* the kernel's own limit */, MAX_BINDS = 256, REPORT_MS = 5000 };
-
-#ifndef SYS_close_range
-#define SYS_close_range 436
-#endif
 
 /* ------------------------------------------------------------------------------------------------- mounts */
 
@@ -283,34 +280,12 @@ static int enter(const struct request *spec)
     return 0;
 }
 
-static int by_number(const void *one, const void *other)
-{
-    return *(const int *)one - *(const int *)other;
-}
-
-/* Close every descriptor but the guest init's and the standard three: the zygote's give access to other pods. */
-static void close_others(void)
-{
-    int kept[sizeof guest.egress_sockets / sizeof *guest.egress_sockets + 1], count = 0;
-    unsigned first = 3;
-    kept[count++] = guest.listener;
-    for (int i = 0; i < guest.egress_count; i++)
-        kept[count++] = guest.egress_sockets[i];
-    qsort(kept, (size_t)count, sizeof *kept, by_number);
-    for (int i = 0; i < count; i++) {
-        if ((unsigned)kept[i] > first)
-            syscall(SYS_close_range, first, kept[i] - 1, 0);
-        first = (unsigned)kept[i] + 1;
-    }
-    syscall(SYS_close_range, first, ~0U, 0);
-}
-
-/* Drop all other capabilities irreversibly. Inheritable stays empty (CVE-2022-24769 in Docker). */
-static int drop_capabilities(uint64_t keep)
+/* Inheritable stays empty (CVE-2022-24769 in Docker). */
+int drop_capabilities(uint64_t keep, bool bounding)
 {
     struct { uint32_t version; int pid; } header = {0x20080522, 0};
     struct { uint32_t effective, permitted, inheritable; } sets[2];
-    for (int number = 0, held; number < 64 && (held = prctl(PR_CAPBSET_READ, number, 0, 0, 0)) >= 0; number++)
+    for (int number = 0, held; bounding && number < 64 && (held = prctl(PR_CAPBSET_READ, number, 0, 0, 0)) >= 0; number++)
         if (held && !(keep >> number & 1) && prctl(PR_CAPBSET_DROP, number, 0, 0, 0))
             return fail_errno("drop capability %d", number);
     if (prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0))
@@ -324,38 +299,44 @@ static int drop_capabilities(uint64_t keep)
     return syscall(SYS_capset, &header, sets) ? fail_errno("set the capabilities") : 0;
 }
 
-/* A filter is an array of instructions of 8 bytes, built by seccomp.py. */
-static int install_filter(struct span program)
+int install_filter(struct span program, unsigned flags)
 {
     struct { unsigned short length; const void *filter; } description = {
         (unsigned short)(program.size / 8), program.data};
-    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-        return fail_errno("set no-new-privileges");
-    if (!program.data)
-        return 0;
     if (!program.size || program.size % 8 || program.size / 8 > 4096)
         return fail(EINVAL, "seccomp: %u bytes are not a filter", program.size);
-    return syscall(SYS_seccomp, 1, 1, &description) ? fail_errno("the kernel rejected the filter") : 0;
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+        return fail_errno("set no-new-privileges");
+    int result = (int)syscall(SYS_seccomp, 1, flags, &description);
+    return result < 0 ? fail_errno("the kernel rejected the filter") : result;
+}
+
+void exit_if_orphaned(const struct pod_setup *setup)
+{
+    struct pollfd liveness = {.fd = setup->liveness};
+    if (poll(&liveness, 1, 0) > 0)
+        _exit(1);
 }
 
 /* Restrict this process irreversibly; the pod's programs inherit the restrictions. */
 static int drop_privileges(const struct request *spec, const struct pod_setup *setup)
 {
-    struct pollfd liveness = {.fd = setup->liveness};
-    /* Again: the change to the pod's root cleared it. Then check whether the zygote died in between. */
+    int kept[MAX_FDS + 1], count = guest.egress_count;
+    /* Again: the change to the pod's root cleared it. */
     if (prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0))
         return fail_errno("set the parent death signal");
-    if (poll(&liveness, 1, 0) > 0)
-        _exit(1);
-    close_others();
+    exit_if_orphaned(setup);
+    memcpy(kept, guest.egress_sockets, (size_t)count * sizeof *kept);
+    kept[count++] = setup->listener;
+    close_others(kept, count);
     /* Not dumpable: the pod's root has our uid, and must not trace us or open /proc/1/mem. */
     if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
         return fail_errno("become not dumpable");
     if (setrlimit(RLIMIT_NOFILE, &setup->files))
         return fail_errno("restore the limit of open files");
-    if (drop_capabilities((uint64_t)number(spec, ZYGOTE_CAPS, 0)))
+    if (drop_capabilities((uint64_t)number(spec, ZYGOTE_CAPS, 0), true))
         return -1;
-    return install_filter(field(spec, ZYGOTE_FILTER)) ? -1 : 0;
+    return install_filter(field(spec, ZYGOTE_FILTER), SYNC_THREADS) < 0 ? -1 : 0;
 }
 
 /* Send the first client that connects the reason why the pod could not be created. */
@@ -370,22 +351,28 @@ static void report_failure(int listener)
     _exit(1);
 }
 
-void run_pod(const struct request *spec, const struct pod_setup *setup)
+void run_pod(const struct request *spec, struct pod_setup *setup)
 {
     char go;
-    guest.listener = setup->listener;
+    int64_t flags = number(spec, ZYGOTE_FLAGS, 0);
+    int failed = 0;
+    guest.listener = setup->listener, guest.channel = setup->channel;
     prctl(PR_SET_NAME, "agent", 0, 0, 0); /* visible in the pod, so it does not change */
     prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
     struct span workdir = field(spec, ZYGOTE_WORKDIR);
-    guest.adjust_oom_score = number(spec, ZYGOTE_FLAGS, 0) & ADJUST_OOM_SCORE;
-    int failed = 0;
+    guest.adjust_oom_score = flags & ADJUST_OOM_SCORE;
+    guest.zygote_opens_terminals = flags & ZYGOTE_OPENS_TERMINALS;
     if (!text_of(workdir.data ? workdir : span_of("/"), guest.workdir, sizeof guest.workdir))
         failed = fail(EINVAL, "the working directory is no path");
+    bool namespaces = field(spec, ZYGOTE_UIDMAP).data;
     /* While the zygote maps our ids: neither call needs them, and this saves a tenth of a millisecond. */
-    failed = failed || open_sources(spec) || open_network(spec);
+    failed = failed || (namespaces && (open_sources(spec) || open_network(spec)));
+    if (setup->proxy >= 0)
+        guest.egress_sockets[guest.egress_count++] = setup->proxy;
     if (read(setup->go, &go, 1) != 1)
         _exit(1);
-    if (failed || enter(spec) || drop_privileges(spec, setup))
+    setup->workdir = guest.workdir;
+    if (failed || (namespaces ? enter(spec) || drop_privileges(spec, setup) : enter_directory(spec, setup)))
         report_failure(setup->listener);
     /* The zygote's log is a file of the host: its name would show in /proc/1/fd. */
     int null = open("/dev/null", O_RDWR | O_CLOEXEC);

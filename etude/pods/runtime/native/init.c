@@ -1,12 +1,10 @@
-/* The guest init, as guest/init.py: PID 1 of a pod, serving the requests of guest/protocol.py on a listening socket.
+/* The guest init: PID 1 of a pod, serving the requests of guest/protocol.py on a listening socket.
  *
- * Forked by the zygote, never exec'd. The programs it runs are untrusted: each gets pipes and a session of its own and
+ * Forked by the zygote, or run as it is for a pod without isolation. The programs it runs are untrusted: each gets pipes and a session of its own and
  * nothing else. It must never block on one, and no length that one chooses is trusted.
  */
 #define _GNU_SOURCE
-#include <dirent.h>
 #include <fcntl.h>
-#include <sched.h>
 #include <signal.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
@@ -17,6 +15,7 @@
 #include <sys/wait.h>
 
 #include "init.h"
+#include "processes.h"
 
 enum {
     HIGH_WATER = 4 << 20,          /* unsent bytes of a peer above which its jobs' output stays in their pipes */
@@ -276,6 +275,25 @@ static int register_pipes(struct job *job)
     return 0;
 }
 
+/* Ask the zygote for what a confined guest init may not do: `p` counts its processes, `k` kills them. */
+static int ask_zygote(char what)
+{
+    int32_t count;
+    if (send(guest.channel, &what, 1, MSG_NOSIGNAL) != 1 || recv(guest.channel, &count, sizeof count, 0) != sizeof count)
+        return fail_errno("ask the zygote");
+    return count;
+}
+
+/* Ask the zygote for a terminal: /dev/pts also contains the other terminals of the pod's user. */
+static int receive_terminal(int ends[2])
+{
+    int count = 0;
+    char byte;
+    if (send(guest.channel, "t", 1, MSG_NOSIGNAL) != 1 || receive_fds(guest.channel, &byte, 1, ends, &count, 2, 0) != 1)
+        return fail_errno("ask the zygote");
+    return count == 2 ? 0 : fail(EIO, "the zygote could not open a terminal");
+}
+
 static int spawn(struct peer *peer, const struct request *r)
 {
     struct span first_input = field(r, DATA);
@@ -288,9 +306,10 @@ static int spawn(struct peer *peer, const struct request *r)
     int child_fds[3] = {-1, -1, -1};
     int failed;
     if (field(r, ROWS).data) {
-        failed = open_terminal(&job->terminal, &child_fds[0]);
-        job->input = job->outputs[0] = job->terminal;
+        int ends[2] = {-1, -1};
+        failed = guest.zygote_opens_terminals ? receive_terminal(ends) : open_terminal(ends);
         if (!failed) {
+            job->input = job->outputs[0] = job->terminal = ends[0], child_fds[0] = ends[1];
             set_size(job->terminal, number(r, ROWS, 0), number(r, COLS, 0));
             job->pid = start_program(r, child_fds[0], child_fds[0], child_fds[0], true);
         }
@@ -402,36 +421,9 @@ static int set_owner(struct peer *peer, const struct request *r)
     return 0;
 }
 
-static bool is_dead(const char *pid)
-{
-    char path[64], text[512];
-    snprintf(path, sizeof path, "/proc/%.20s/stat", pid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return true;
-    ssize_t size = read(fd, text, sizeof text - 1);
-    close(fd);
-    text[size < 0 ? 0 : size] = 0;
-    const char *end = strrchr(text, ')'); /* a name may contain anything: the state follows the last bracket */
-    return !end || !end[1] || end[2] == 'Z' || end[2] == 'X';
-}
-
-int other_processes(void)
-{
-    int count = 0;
-    DIR *directory = opendir("/proc");
-    if (!directory)
-        return fail_errno("list the processes");
-    for (struct dirent *entry; (entry = readdir(directory));)
-        if (entry->d_name[0] >= '1' && entry->d_name[0] <= '9' && strcmp(entry->d_name, "1") != 0)
-            count += !is_dead(entry->d_name);
-    closedir(directory);
-    return count;
-}
-
 static int count_processes(struct peer *peer, const struct request *r)
 {
-    int count = other_processes();
+    int count = guest.channel >= 0 ? ask_zygote('p') : visit_descendants(getpid(), NULL, 0, 0);
     if (count < 0)
         return -1;
     size_t mark = begin_frame(&peer->queue, OK, r->call);
@@ -440,18 +432,12 @@ static int count_processes(struct peer *peer, const struct request *r)
     return 0;
 }
 
-/* As PID 1, kill(-1) reaches every process of the pod but us. Otherwise it would reach the host's: refuse. */
 static int kill_all(struct peer *peer, const struct request *r)
 {
-    int64_t deadline = now_ns() + 5000000000;
-    if (getpid() != 1)
-        return fail(EPERM, "%s", error_text(EPERM));
-    while (other_processes() > 0 && now_ns() < deadline) { /* one pass can miss a concurrent fork */
-        kill(-1, SIGKILL);
-        reap();
-        sched_yield();
-    }
+    int left = guest.channel >= 0 ? ask_zygote('k') : kill_descendants(getpid(), NULL, 0);
     reap();
+    if (left)
+        return left < 0 ? -1 : fail(EBUSY, "%d processes could not be killed", left);
     put_ok(peer, r->call);
     return 0;
 }
@@ -510,26 +496,13 @@ static void disconnect(struct peer *peer)
 /* Send HELLO with the egress sockets, so that a service that adopts the pod can serve them. */
 static int greet(int fd)
 {
-    union {
-        struct cmsghdr head;
-        char room[CMSG_SPACE(sizeof guest.egress_sockets)];
-    } control;
     struct buffer hello = {0};
     size_t mark = begin_frame(&hello, HELLO, 0);
     put_number(&hello, NUMBER, PROTOCOL_VERSION);
     put_text(&hello, PATH, guest.workdir);
     end_frame(&hello, mark);
-    struct iovec data = {hello.data, hello.size};
-    struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1};
-    if (guest.egress_count) {
-        size_t size = (size_t)guest.egress_count * sizeof(int);
-        memset(&control, 0, sizeof control);
-        message.msg_control = &control, message.msg_controllen = CMSG_SPACE(size);
-        struct cmsghdr *head = CMSG_FIRSTHDR(&message);
-        head->cmsg_level = SOL_SOCKET, head->cmsg_type = SCM_RIGHTS, head->cmsg_len = CMSG_LEN(size);
-        memcpy(CMSG_DATA(head), guest.egress_sockets, size);
-    }
-    bool sent = !hello.failed && sendmsg(fd, &message, MSG_NOSIGNAL) == (ssize_t)hello.size;
+    bool sent = !hello.failed && send_fds(fd, hello.data, hello.size, guest.egress_sockets, guest.egress_count) ==
+                                     (ssize_t)hello.size;
     clear_buffer(&hello);
     return sent ? 0 : -1;
 }
@@ -662,12 +635,15 @@ static void handle(int fd, uint32_t generation, uint32_t events)
 
 enum { UNCLAIMED_MS = 60000 }; /* a pod not claimed within this time was created for a service that died */
 
-/* The zygote blocks SIGCHLD and SIGPIPE before it creates a pod, so no SIGCHLD is missed before the loop starts. */
+/* SIGCHLD is blocked before the pod is created, so none is missed before the loop starts. Every other signal is blocked
+ * from here on: no program may end its pod by one that can be blocked. */
 void serve_guest(void)
 {
     struct epoll_event events[EVENTS];
     struct stat info;
-    sigset_t children;
+    sigset_t children, all;
+    sigfillset(&all);
+    sigprocmask(SIG_SETMASK, &all, NULL);
     sigemptyset(&children);
     sigaddset(&children, SIGCHLD);
     guest.epoll = epoll_create1(EPOLL_CLOEXEC);

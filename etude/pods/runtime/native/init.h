@@ -40,7 +40,8 @@ struct guest_init {
     int listener, epoll, signals, null;
     int egress_sockets[64], egress_count;
     char workdir[PATH_MAX];
-    bool adjust_oom_score, running;
+    int channel; /* to the zygote, for a guest init that may not open /proc; or -1 */
+    bool adjust_oom_score, zygote_opens_terminals, running;
     int64_t deadline; /* 0: none */
     struct peer *owner, *peers;
     struct job *jobs;
@@ -55,8 +56,8 @@ void serve_guest(void);
 /* Start the program of a SPAWN in a session of its own, on these descriptors; return its pid or -1. */
 pid_t start_program(const struct request *r, int input, int output, int error, bool terminal);
 
-/* Open the two ends of a new terminal. */
-int open_terminal(int *master, int *slave);
+/* Open the two ends of a new terminal, in this order. */
+int open_terminal(int ends[2]);
 /* Open the pipes of a job; `child_fds` gets the program's stdin, stdout and stderr, -1 where there is none to close. */
 int open_pipes(struct job *job, int child_fds[3], bool wants_input);
 
@@ -77,9 +78,6 @@ bool join_path(const char *base, const char *path, char *into, size_t room);
 
 /* Quote a text like Python's repr. */
 const char *quote(const char *text);
-
-/* Count the live processes besides this one. */
-int other_processes(void);
 
 void put_ok(struct peer *peer, uint32_t call);
 

@@ -1,4 +1,4 @@
-/* The frames of guest/protocol.py and the requests of zygote_protocol.py in C: constants, buffers, checked parsing.
+/* The frames of guest/protocol.py and the requests of zygote_protocol.py: constants, buffers, checked parsing.
  *
  *     frame   u32 length of the rest | u8 op | u32 call | fields...        field   u8 key | u32 length | bytes
  *
@@ -43,11 +43,12 @@ enum {
 enum {
     ZYGOTE_ID = 128, ZYGOTE_LOWER, ZYGOTE_UPPER, ZYGOTE_SIZE, ZYGOTE_INODES, ZYGOTE_BIND, ZYGOTE_UIDMAP,
     ZYGOTE_GIDMAP, ZYGOTE_OWNER, ZYGOTE_CGROUP, ZYGOTE_HOSTNAME, ZYGOTE_WORKDIR, ZYGOTE_CAPS, ZYGOTE_FILTER,
-    ZYGOTE_ADDRESS, ZYGOTE_LISTEN, ZYGOTE_FLAGS, ZYGOTE_SHM, ZYGOTE_LAYER, ZYGOTE_PATH, ZYGOTE_PID, ZYGOTE_GROUP
+    ZYGOTE_ADDRESS, ZYGOTE_LISTEN, ZYGOTE_FLAGS, ZYGOTE_SHM, ZYGOTE_LAYER, ZYGOTE_PATH, ZYGOTE_PID, ZYGOTE_GROUP,
+    ZYGOTE_RULESET, ZYGOTE_RULE, ZYGOTE_NOTIFY, ZYGOTE_PORT
 };
 
 enum { KEEP_STDIN = 1, TIMED_OUT = 1, TRUNCATED = 2, END = 1, TRUNCATE = 1, APPEND = 2, ATTACHED = 1 };
-enum { ADJUST_OOM_SCORE = 1 };
+enum { ADJUST_OOM_SCORE = 1, ZYGOTE_OPENS_TERMINALS = 2 };
 
 /* ------------------------------------------------------------------------------------------------ errors */
 
@@ -247,7 +248,7 @@ static inline bool is_number(int key)
     switch (key) {
     case FLAGS: case ROWS: case COLS: case LIMIT: case TIME: case JOB: case NUMBER: case OFFSET: case MODE: case SIZE:
     case ZYGOTE_SIZE: case ZYGOTE_INODES: case ZYGOTE_OWNER: case ZYGOTE_CAPS: case ZYGOTE_FLAGS: case ZYGOTE_SHM:
-    case ZYGOTE_PID:
+    case ZYGOTE_PID: case ZYGOTE_PORT:
         return true;
     default:
         return false;

@@ -35,18 +35,17 @@ struct start {
 
 /* ------------------------------------------------------------------------------------------- descriptors */
 
-/* Open the two ends of a new terminal. The slave comes from the master, so nothing in the pod's /dev can replace it. */
-int open_terminal(int *master, int *slave)
+/* The slave comes from the master, so nothing in the pod's /dev can replace it. */
+int open_terminal(int ends[2])
 {
     int unlocked = 0;
-    *master = open("/dev/ptmx", O_RDWR | O_NOCTTY | O_CLOEXEC | O_NONBLOCK);
-    if (*master < 0)
+    ends[0] = open("/dev/ptmx", O_RDWR | O_NOCTTY | O_CLOEXEC | O_NONBLOCK);
+    if (ends[0] < 0)
         return fail_errno("open a terminal");
-    if (ioctl(*master, TIOCSPTLCK, &unlocked) ||
-        (*slave = ioctl(*master, TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC)) < 0) {
+    if (ioctl(ends[0], TIOCSPTLCK, &unlocked) ||
+        (ends[1] = ioctl(ends[0], TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC)) < 0) {
         fail_errno("open a terminal");
-        close(*master);
-        *master = -1;
+        close(ends[0]);
         return -1;
     }
     return 0;

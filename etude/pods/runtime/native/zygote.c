@@ -1,11 +1,18 @@
-/* The zygote of a state directory, as zygote.py: the process that all its pods are cloned from, and their parent.
+/* The zygote of a state directory: the process that all its pods are cloned from, and their parent.
  *
- *     zygote < "LISTENER_FD\nSTATE_DIR\n"        zygote --version
+ *     zygote < "LISTENER_FD\nDIRECTORY\nMODE\n"        zygote --version
  *
  * It handles the requests of zygote_protocol.py one by one, makes no policy decisions, has one thread, and exits when
- * it holds no pod and no layer. It runs in a mount namespace of its own, where layers in memory and id-mapped layers
- * are mounted: when it dies, these mounts and every pod go with it. It never waits for a pod's setup, nor long for a
- * client.
+ * it holds no pod and no layer. It never waits for a pod's setup, nor long for a client. Its modes:
+ *
+ * `namespaces`: it runs in a mount namespace of its own, where layers in memory and id-mapped layers are mounted: when it
+ * dies, these mounts and every pod go with it.
+ * `processes`: pods have no namespaces. It is two processes: the worker handles requests, and its parent, the guard, only
+ * waits. Both are subreapers, and so is every guest init: whatever a program does (fork, setsid, double fork), it stays a
+ * descendant of its guest init, and becomes a child of the worker when the guest init dies. A child of the worker that
+ * is no guest init is a leftover, and is killed with its descendants. When the worker is killed the guard does the
+ * same; when the guard is, the worker ends everything.
+ * `guest`: no zygote, but the guest init of a pod without isolation, which works in the directory.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -22,6 +29,8 @@
 #include <sys/time.h>
 #include <sys/wait.h>
 
+#include "init.h"
+#include "processes.h"
 #include "zygote.h"
 
 enum {
@@ -43,13 +52,14 @@ static const uint64_t INTO_CGROUP = 0x200000000ull;
 
 struct error last_error;
 
-/* A created pod: its first process, and the tmpfs it writes to, or -1. */
+/* A created pod: its first process and the tmpfs it writes to; without namespaces its broker and our channel to it. */
 struct pod {
     struct pod *next;
     char name[NAME];
-    pid_t pid;
-    int tree;
+    pid_t pid, broker;
+    int tree, channel; /* or -1 */
     bool alive;
+    char *group; /* its v2 control group, or NULL */
 };
 
 /* A mounted layer. */
@@ -79,7 +89,7 @@ static struct {
     struct mapping *mappings;
     struct connection connections[MAX_CONNECTIONS];
     int connected;
-    bool running;
+    bool namespaces, running;
 } zygote;
 
 /* The contents of an OK reply. */
@@ -134,18 +144,55 @@ static void drop_pod(struct pod *pod)
         }
     if (pod->tree >= 0)
         close(pod->tree);
+    if (pod->channel >= 0)
+        close(pod->channel);
+    free(pod->group);
     free(pod);
 }
 
-/* Kill a pod's first process; the kernel kills the rest before that one can be waited for. */
-static void end_pod(struct pod *pod)
+/* Kill what ended pods without namespaces left to us. */
+static int kill_strays(void)
 {
-    if (!pod->alive)
-        return;
-    pod->alive = false;
-    kill(pod->pid, SIGKILL);
-    while (waitpid(pod->pid, NULL, 0) < 0 && errno == EINTR)
+    size_t count = 0;
+    for (struct pod *pod = zygote.pods; pod; pod = pod->next)
+        count += 2;
+    pid_t *kept = malloc((count + 1) * sizeof *kept);
+    if (!kept)
+        return fail(ENOMEM, "%s", error_text(ENOMEM));
+    count = 0;
+    for (struct pod *pod = zygote.pods; pod; pod = pod->next) {
+        if (pod->alive)
+            kept[count++] = pod->pid;
+        if (pod->broker > 0)
+            kept[count++] = pod->broker;
+    }
+    int left = kill_descendants(getpid(), kept, count);
+    free(kept);
+    return left > 0 ? fail(EBUSY, "%d processes of an ended pod could not be killed", left) : left;
+}
+
+static void kill_and_wait(pid_t pid)
+{
+    kill(pid, SIGKILL);
+    while (waitpid(pid, NULL, 0) < 0 && errno == EINTR)
         ;
+}
+
+/* Kill a pod's first process. In a PID namespace the kernel kills the rest before that one can be waited for. */
+static int end_pod(struct pod *pod)
+{
+    char path[PATH_MAX];
+    if (!zygote.namespaces && pod->group) {
+        /* Kills all at once, including processes being forked or frozen, where the kernel has it (5.14). */
+        snprintf(path, sizeof path, "%s/cgroup.kill", pod->group);
+        write_to(path, "1", 1);
+    }
+    if (pod->alive)
+        kill_and_wait(pod->pid);
+    if (pod->broker > 0)
+        kill_and_wait(pod->broker);
+    pod->alive = false, pod->broker = 0;
+    return zygote.namespaces ? 0 : kill_strays();
 }
 
 /* Reap pods that ended by themselves. They stay known until killed, so that their writes can be sealed. */
@@ -153,9 +200,14 @@ static void reap(void)
 {
     pid_t pid;
     while ((pid = waitpid(-1, NULL, WNOHANG)) > 0)
-        for (struct pod *pod = zygote.pods; pod; pod = pod->next)
+        for (struct pod *pod = zygote.pods; pod; pod = pod->next) {
             if (pod->pid == pid)
                 pod->alive = false;
+            if (pod->broker == pid)
+                pod->broker = 0;
+        }
+    if (!zygote.namespaces && kill_strays()) /* repeated with the next SIGCHLD; must not affect the other pods */
+        fprintf(stderr, "zygote: %s\n", last_error.text);
 }
 
 /* ---------------------------------------------------------------------------------------------- creating */
@@ -166,11 +218,12 @@ static int configure_child(const struct request *r, pid_t pid, int go, bool move
     struct span uids = field(r, ZYGOTE_UIDMAP), gids = field(r, ZYGOTE_GIDMAP), value;
     char path[PATH_MAX], text[16];
     int key;
-    if (write_map(pid, "uid_map", uids.data, uids.size))
+    if (zygote.namespaces && write_map(pid, "uid_map", uids.data, uids.size))
         return -1;
-    if ((getuid() || (gids.data && memmem(gids.data, gids.size, " 1\n", 3))) && write_map(pid, "setgroups", "deny", 4))
+    if (zygote.namespaces && (getuid() || (gids.data && memmem(gids.data, gids.size, " 1\n", 3))) &&
+        write_map(pid, "setgroups", "deny", 4))
         return -1;
-    if (write_map(pid, "gid_map", gids.data, gids.size))
+    if (zygote.namespaces && write_map(pid, "gid_map", gids.data, gids.size))
         return -1;
     int size = snprintf(text, sizeof text, "%d", (int)pid);
     for (size_t at = 0; next_field(r, &at, &key, &value);)
@@ -185,17 +238,18 @@ static int configure_child(const struct request *r, pid_t pid, int go, bool move
     return write(go, "g", 1) == 1 ? 0 : fail_errno("start the pod");
 }
 
-/* Fork into new namespaces, without a new stack, and directly into a v2 control group: moving a running process there
+/* Fork, into new namespaces where pods have them, without a new stack, and directly into a v2 control group: moving a running process there
  * costs an RCU grace period. Where that is not possible, `*moved` stays false. */
 static pid_t clone_into(const struct request *r, bool *moved)
 {
     char path[PATH_MAX];
+    unsigned long flags = zygote.namespaces ? NAMESPACES : 0;
     struct span group = field(r, ZYGOTE_GROUP);
     if (group.data && text_of(group, path, sizeof path)) {
         int directory = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         if (directory >= 0) {
             uint64_t arguments[11] = {
-                [0] = (uint64_t)NAMESPACES | INTO_CGROUP, [4] = SIGCHLD, [10] = (uint64_t)directory};
+                [0] = (uint64_t)flags | INTO_CGROUP, [4] = SIGCHLD, [10] = (uint64_t)directory};
             pid_t pid = (pid_t)syscall(SYS_clone3, arguments, sizeof arguments);
             close(directory);
             if (pid >= 0) {
@@ -204,11 +258,11 @@ static pid_t clone_into(const struct request *r, bool *moved)
             }
         }
     }
-    return (pid_t)syscall(SYS_clone, NAMESPACES | SIGCHLD, 0, 0, 0, 0);
+    return (pid_t)syscall(SYS_clone, flags | SIGCHLD, 0, 0, 0, 0);
 }
 
 /* Clone the first process of a pod; return its pid or -1. The child sets itself up; this does not wait for it. */
-static pid_t clone_pod(const struct request *r, int listener)
+static pid_t clone_pod(const struct request *r, struct pod_setup *setup)
 {
     int go[2];
     if (pipe2(go, O_CLOEXEC))
@@ -216,17 +270,15 @@ static pid_t clone_pod(const struct request *r, int listener)
     bool moved = false;
     pid_t pid = clone_into(r, &moved);
     if (pid == 0) {
-        struct pod_setup setup = zygote.setup;
         close(go[1]);
         close(zygote.liveness_w);
-        setup.listener = listener, setup.go = go[0];
-        run_pod(r, &setup);
+        setup->go = go[0];
+        run_pod(r, setup);
     }
     if (pid < 0)
         fail_errno("clone into new namespaces");
     else if (configure_child(r, pid, go[1], moved)) {
-        kill(pid, SIGKILL);
-        waitpid(pid, NULL, 0);
+        kill_and_wait(pid);
         pid = -1;
     }
     close(go[0]);
@@ -234,21 +286,54 @@ static pid_t clone_pod(const struct request *r, int listener)
     return pid;
 }
 
-static int create(const struct request *r, int descriptor, struct reply *reply)
+/* Create the processes of a pod without namespaces: its first one, our channel to it, and with egress its broker. */
+static int fork_pod(struct pod *pod, const struct request *r, struct pod_setup *setup)
+{
+    int channel[2] = {-1, -1}, broker[2] = {-1, -1};
+    pid_t parent = getpid();
+    struct span group = field(r, ZYGOTE_GROUP);
+    int failed = socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, channel) ||
+                 (setup->proxy >= 0 && socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, broker));
+    if (failed)
+        fail_errno("make a pair of sockets");
+    setup->channel = channel[1], setup->broker = broker[0], pod->channel = channel[0];
+    if (!failed && setup->proxy >= 0 && !(pod->broker = fork()))
+        run_broker(r, broker[1], parent);
+    pod->pid = failed ? -1 : clone_pod(r, setup);
+    pod->group = group.data ? strndup((const char *)group.data, group.size) : NULL;
+    for (int i = 0; i < 2; i++)
+        if (broker[i] >= 0)
+            close(broker[i]);
+    if (channel[1] >= 0)
+        close(channel[1]);
+    if (pod->pid < 0 && pod->broker > 0)
+        kill_and_wait(pod->broker);
+    return pod->pid < 0 ? -1 : 0;
+}
+
+static int create(const struct request *r, const int *descriptors, struct reply *reply)
 {
     char name[NAME];
+    struct pod_setup setup = zygote.setup;
     if (name_of(r, ZYGOTE_ID, name))
         return -1;
-    if (find_pod(name) || descriptor < 0)
+    if (find_pod(name) || descriptors[0] < 0)
         return fail(EINVAL, "pod %s exists already, or no socket came with it", name);
     struct pod *pod = calloc(1, sizeof *pod);
     if (!pod)
         return fail(ENOMEM, "%s", error_text(ENOMEM));
-    bool in_memory = !field(r, ZYGOTE_UPPER).data;
-    pod->tree = in_memory ? stage_memory(r) : -1;
-    pod->pid = in_memory && pod->tree < 0 ? -1 : clone_pod(r, descriptor);
-    if (pod->tree >= 0)
-        umount2(STAGE, MNT_DETACH);
+    setup.listener = descriptors[0], setup.proxy = descriptors[1], setup.channel = setup.broker = -1;
+    pod->tree = pod->channel = -1;
+    if (!zygote.namespaces) {
+        fork_pod(pod, r, &setup);
+    } else if (field(r, ZYGOTE_UPPER).data) {
+        pod->pid = clone_pod(r, &setup);
+    } else {
+        pod->tree = stage_memory(r);
+        pod->pid = pod->tree < 0 ? -1 : clone_pod(r, &setup);
+        if (pod->tree >= 0)
+            umount2(STAGE, MNT_DETACH);
+    }
     if (pod->pid < 0) {
         drop_pod(pod);
         return -1;
@@ -263,22 +348,21 @@ static int create(const struct request *r, int descriptor, struct reply *reply)
 
 /* ------------------------------------------------------------------------------------------------ requests */
 
-static int kill_pod(const struct request *r, int descriptor, struct reply *reply)
+static int kill_pod(const struct request *r, const int *descriptors, struct reply *reply)
 {
     char name[NAME];
-    (void)descriptor, (void)reply;
+    (void)descriptors, (void)reply;
     struct pod *pod = name_of(r, ZYGOTE_ID, name) ? NULL : find_pod(name);
-    if (pod) { /* otherwise it has already ended */
-        end_pod(pod);
+    int failed = pod ? end_pod(pod) : 0; /* without one, it has already ended */
+    if (pod && !failed)
         drop_pod(pod);
-    }
-    return 0;
+    return failed;
 }
 
-static int seal(const struct request *r, int descriptor, struct reply *reply)
+static int seal(const struct request *r, const int *descriptors, struct reply *reply)
 {
     char name[NAME], layer[NAME], path[NAME + 16];
-    (void)descriptor, (void)reply;
+    (void)descriptors, (void)reply;
     if (name_of(r, ZYGOTE_ID, name) || name_of(r, ZYGOTE_LAYER, layer))
         return -1;
     struct pod *pod = find_pod(name);
@@ -298,11 +382,11 @@ static int seal(const struct request *r, int descriptor, struct reply *reply)
     return 0;
 }
 
-static int fetch(const struct request *r, int descriptor, struct reply *reply)
+static int fetch(const struct request *r, const int *descriptors, struct reply *reply)
 {
     const int flags = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
     char name[NAME], path[NAME + 16];
-    (void)descriptor;
+    (void)descriptors;
     if (field(r, ZYGOTE_ID).data) {
         if (name_of(r, ZYGOTE_ID, name))
             return -1;
@@ -321,12 +405,12 @@ static int fetch(const struct request *r, int descriptor, struct reply *reply)
     return reply->fd < 0 ? fail_errno("open the writes of %s", name) : 0;
 }
 
-static int drop(const struct request *r, int descriptor, struct reply *reply)
+static int drop(const struct request *r, const int *descriptors, struct reply *reply)
 {
     struct { struct layer **known; const char *directory; } kinds[] = {
         {&zygote.memory, MEMORY}, {&zygote.mapped, MAPPED}};
     char name[NAME], path[NAME + 16];
-    (void)descriptor, (void)reply;
+    (void)descriptors, (void)reply;
     if (name_of(r, ZYGOTE_LAYER, name))
         return -1;
     for (int i = 0; i < 2; i++) {
@@ -367,10 +451,10 @@ static int find_namespace(const struct request *r)
 }
 
 /* Mount a layer with the owners that a pod's user namespace expects. */
-static int map_layer(const struct request *r, int descriptor, struct reply *reply)
+static int map_layer(const struct request *r, const int *descriptors, struct reply *reply)
 {
     char name[NAME], target[NAME + 16], path[PATH_MAX];
-    (void)descriptor, (void)reply;
+    (void)descriptors, (void)reply;
     if (name_of(r, ZYGOTE_LAYER, name))
         return -1;
     if (*find_layer(&zygote.mapped, name))
@@ -391,9 +475,9 @@ static int map_layer(const struct request *r, int descriptor, struct reply *repl
     return failed ? -1 : add_layer(&zygote.mapped, name);
 }
 
-static int status(const struct request *r, int descriptor, struct reply *reply)
+static int status(const struct request *r, const int *descriptors, struct reply *reply)
 {
-    (void)r, (void)descriptor;
+    (void)r, (void)descriptors;
     reap();
     for (struct pod *pod = zygote.pods; pod; pod = pod->next)
         if (pod->alive)
@@ -403,12 +487,10 @@ static int status(const struct request *r, int descriptor, struct reply *reply)
     return 0;
 }
 
-static int stop(const struct request *r, int descriptor, struct reply *reply)
+static int stop(const struct request *r, const int *descriptors, struct reply *reply)
 {
-    (void)r, (void)descriptor, (void)reply;
+    (void)r, (void)descriptors, (void)reply;
     zygote.running = false;
-    for (struct pod *pod = zygote.pods; pod; pod = pod->next)
-        end_pod(pod);
     return 0;
 }
 
@@ -417,20 +499,8 @@ static int stop(const struct request *r, int descriptor, struct reply *reply)
 /* Send a reply, waiting up to SEND_S; false when it could not be sent. */
 static bool send_reply(int socket, struct buffer *reply, int fd)
 {
-    union {
-        struct cmsghdr head;
-        char room[CMSG_SPACE(sizeof(int))];
-    } control = {0};
     while (reply->size) {
-        struct iovec data = {bytes(reply), reply->size};
-        struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1};
-        if (fd >= 0) {
-            message.msg_control = &control, message.msg_controllen = sizeof control.room;
-            struct cmsghdr *head = CMSG_FIRSTHDR(&message);
-            head->cmsg_level = SOL_SOCKET, head->cmsg_type = SCM_RIGHTS, head->cmsg_len = CMSG_LEN(sizeof(int));
-            memcpy(CMSG_DATA(head), &fd, sizeof fd);
-        }
-        ssize_t sent = sendmsg(socket, &message, MSG_NOSIGNAL);
+        ssize_t sent = send_fds(socket, bytes(reply), reply->size, &fd, fd >= 0);
         if (sent < 0 && errno == EINTR)
             continue;
         if (sent <= 0)
@@ -441,29 +511,29 @@ static bool send_reply(int socket, struct buffer *reply, int fd)
     return !reply->failed;
 }
 
-typedef int (*handler)(const struct request *, int descriptor, struct reply *);
+typedef int (*handler)(const struct request *, const int *descriptors, struct reply *);
 
 static bool dispatch(struct connection *from, const struct request *r)
 {
     static const handler handlers[] = {create, kill_pod, seal, fetch, drop, map_layer, status, stop};
     struct buffer frame = {0};
     struct reply reply = {&frame, -1};
-    int descriptor = -1;
-    if (r->op == CREATE && from->descriptor_count) {
-        descriptor = from->descriptors[0];
-        memmove(from->descriptors, from->descriptors + 1, (size_t)--from->descriptor_count * sizeof(int));
-    }
+    int descriptors[2] = {-1, -1}, *pending = from->descriptors;
+    int wanted = r->op != CREATE ? 0 : field(r, ZYGOTE_PORT).data ? 2 : 1;
+    wanted = wanted < from->descriptor_count ? wanted : from->descriptor_count;
+    memcpy(descriptors, pending, (size_t)wanted * sizeof(int));
+    memmove(pending, pending + wanted, (size_t)(from->descriptor_count -= wanted) * sizeof(int));
     size_t mark = begin_frame(&frame, OK, r->call);
     int failed = r->op < CREATE || r->op > STOP ? fail(EINVAL, "unknown request %d", r->op)
-                                                 : handlers[r->op - CREATE](r, descriptor, &reply);
+                                                 : handlers[r->op - CREATE](r, descriptors, &reply);
     if (failed) {
         frame.size = 0;
         put_failure(&frame, r->call);
     } else {
         end_frame(&frame, mark);
     }
-    if (descriptor >= 0)
-        close(descriptor);
+    for (int i = 0; i < wanted; i++)
+        close(descriptors[i]);
     bool sent = send_reply(from->fd, &frame, reply.fd);
     if (reply.fd >= 0)
         close(reply.fd);
@@ -471,39 +541,14 @@ static bool dispatch(struct connection *from, const struct request *r)
     return sent;
 }
 
-/* Take the descriptors of a message; close those beyond MAX_DESCRIPTORS. */
-static void take_descriptors(struct connection *from, struct msghdr *message)
-{
-    for (struct cmsghdr *head = CMSG_FIRSTHDR(message); head; head = CMSG_NXTHDR(message, head)) {
-        if (head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS)
-            continue;
-        size_t count = (head->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-        for (size_t i = 0; i < count; i++) {
-            int fd;
-            memcpy(&fd, CMSG_DATA(head) + i * sizeof fd, sizeof fd);
-            if (from->descriptor_count < MAX_DESCRIPTORS)
-                from->descriptors[from->descriptor_count++] = fd;
-            else
-                close(fd);
-        }
-    }
-}
-
 /* Read once and handle the complete requests; false when the connection has ended. */
 static bool handle_requests(struct connection *from)
 {
     static uint8_t scratch[1 << 16];
-    union {
-        struct cmsghdr head;
-        char room[CMSG_SPACE(MAX_DESCRIPTORS * sizeof(int))];
-    } control;
-    struct iovec data = {scratch, sizeof scratch};
-    struct msghdr message = {
-        .msg_iov = &data, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control.room};
-    ssize_t size = recvmsg(from->fd, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    ssize_t size = receive_fds(
+        from->fd, scratch, sizeof scratch, from->descriptors, &from->descriptor_count, MAX_DESCRIPTORS, MSG_DONTWAIT);
     if (size < 0)
         return errno == EAGAIN || errno == EINTR;
-    take_descriptors(from, &message);
     append(&from->received, scratch, (size_t)size);
     if (size == 0 || from->received.failed)
         return false;
@@ -544,10 +589,69 @@ static void accept_connection(void)
     zygote.connections[zygote.connected++] = (struct connection){.fd = fd};
 }
 
+/* Do for a guest init what it may not do itself: `p` counts its processes, `k` kills them, `t` opens a terminal. */
+static void handle_guest(struct pod *pod)
+{
+    char what;
+    int ends[2];
+    ssize_t size = recv(pod->channel, &what, 1, MSG_DONTWAIT);
+    if (size < 0 && (errno == EAGAIN || errno == EINTR))
+        return;
+    if (size == 1 && what == 't') {
+        int opened = open_terminal(ends) ? 0 : 2;
+        send_fds(pod->channel, "t", 1, ends, opened);
+        for (int i = 0; i < opened; i++)
+            close(ends[i]);
+    } else if (size == 1) {
+        int32_t count = what == 'k' ? kill_descendants(pod->pid, NULL, 0) : visit_descendants(pod->pid, NULL, 0, 0);
+        send(pod->channel, &count, sizeof count, MSG_NOSIGNAL | MSG_DONTWAIT);
+    } else {
+        close(pod->channel);
+        pod->channel = -1;
+    }
+}
+
+/* Wait for events and handle them; return false when there is no memory to wait with. */
+static bool serve_once(bool busy)
+{
+    static struct pollfd *waiting;
+    struct signalfd_siginfo info;
+    int connected = zygote.connected, count = 2 + connected, at;
+    for (struct pod *pod = zygote.pods; pod; pod = pod->next)
+        count += pod->channel >= 0;
+    struct pollfd *grown = realloc(waiting, (size_t)count * sizeof *waiting);
+    if (!grown)
+        return false;
+    waiting = grown;
+    waiting[0] = (struct pollfd){.fd = zygote.listener, .events = POLLIN};
+    waiting[1] = (struct pollfd){.fd = zygote.signals, .events = POLLIN};
+    for (int i = 0; i < connected; i++)
+        waiting[2 + i] = (struct pollfd){.fd = zygote.connections[i].fd, .events = POLLIN};
+    at = 2 + connected;
+    for (struct pod *pod = zygote.pods; pod; pod = pod->next)
+        if (pod->channel >= 0)
+            waiting[at++] = (struct pollfd){.fd = pod->channel, .events = POLLIN};
+    if (poll(waiting, (nfds_t)count, busy ? -1 : 1000) <= 0)
+        return true;
+    at = 2 + connected;
+    for (struct pod *pod = zygote.pods; pod; pod = pod->next) /* first: requests change the list of pods */
+        if (pod->channel >= 0 && waiting[at++].revents)
+            handle_guest(pod);
+    if (waiting[1].revents) {
+        while (read(zygote.signals, &info, sizeof info) > 0)
+            zygote.running = zygote.running && info.ssi_signo == SIGCHLD;
+        reap();
+    }
+    for (int i = connected - 1; i >= 0 && zygote.running; i--) /* from the end: a closed one is replaced by the last */
+        if (waiting[2 + i].revents && !handle_requests(&zygote.connections[i]))
+            close_connection(i);
+    if (waiting[0].revents)
+        accept_connection();
+    return true;
+}
+
 static void serve(void)
 {
-    struct pollfd waiting[MAX_CONNECTIONS + 2];
-    struct signalfd_siginfo ignored;
     int64_t idle_since = now_ns();
     zygote.running = true;
     while (zygote.running) {
@@ -555,26 +659,11 @@ static void serve(void)
         int64_t now = now_ns();
         if (busy)
             idle_since = now;
-        else if (now - idle_since > (int64_t)IDLE_MS * 1000000)
-            return;
-        waiting[0] = (struct pollfd){.fd = zygote.listener, .events = POLLIN};
-        waiting[1] = (struct pollfd){.fd = zygote.signals, .events = POLLIN};
-        int count = zygote.connected;
-        for (int i = 0; i < count; i++)
-            waiting[2 + i] = (struct pollfd){.fd = zygote.connections[i].fd, .events = POLLIN};
-        if (poll(waiting, (nfds_t)count + 2, busy ? -1 : 1000) <= 0)
-            continue;
-        if (waiting[1].revents) {
-            while (read(zygote.signals, &ignored, sizeof ignored) > 0)
-                ;
-            reap();
-        }
-        for (int i = count - 1; i >= 0 && zygote.running; i--) /* from the end: a closed one is replaced by the last */
-            if (waiting[2 + i].revents && !handle_requests(&zygote.connections[i]))
-                close_connection(i);
-        if (waiting[0].revents)
-            accept_connection();
+        if (now - idle_since > (int64_t)IDLE_MS * 1000000 || !serve_once(busy))
+            break;
     }
+    for (struct pod *pod = zygote.pods; pod; pod = pod->next)
+        end_pod(pod);
 }
 
 /* ------------------------------------------------------------------------------------------------ starting */
@@ -598,10 +687,49 @@ static int unshare_namespaces(void)
     return mount("", "/", "", MS_REC | MS_SLAVE, NULL) ? fail_errno("make mounts follow the host's") : 0;
 }
 
-/* Read the listener's number and the state directory from standard input, because pods can read our command line. */
-static int read_arguments(char state[PATH_MAX])
+/* Fork the worker and wait for it; then kill what it left. The caller's lock is held until no process is left. */
+static int guard_worker(void)
 {
-    char text[PATH_MAX + 32], *end;
+    pid_t guard = getpid(), worker;
+    sigset_t watched;
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+    if ((worker = fork()) < 0)
+        return fail_errno("fork the worker");
+    if (worker == 0) {
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+        prctl(PR_SET_PDEATHSIG, SIGTERM, 0, 0, 0);
+        if (getppid() == guard)
+            serve();
+        _exit(0);
+    }
+    close(zygote.listener); /* no client may reach a zygote that has no worker */
+    close(zygote.liveness_w);
+    sigemptyset(&watched);
+    sigaddset(&watched, SIGCHLD);
+    sigaddset(&watched, SIGTERM);
+    while (waitpid(worker, NULL, WNOHANG) == 0)
+        if (sigwaitinfo(&watched, NULL) == SIGTERM)
+            kill(worker, SIGTERM);
+    while (kill_descendants(guard, NULL, 0) > 0)
+        ;
+    return 0;
+}
+
+/* Serve as the guest init of a pod without isolation, and kill all descendants at the end. */
+static int serve_unisolated(const char *directory)
+{
+    guest.listener = zygote.listener, guest.channel = -1;
+    fcntl(guest.listener, F_SETFD, FD_CLOEXEC);
+    snprintf(guest.workdir, sizeof guest.workdir, "%s", directory);
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+    serve_guest();
+    return kill_descendants(getpid(), NULL, 0);
+}
+
+/* Read listener, directory and mode from standard input, because pods can read our command line. */
+static int read_arguments(char directory[PATH_MAX], char mode[16])
+{
+    char text[PATH_MAX + 64], *end;
     size_t size = 0;
     ssize_t got;
     while (size < sizeof text - 1 && (got = read(0, text + size, sizeof text - 1 - size)) > 0)
@@ -609,15 +737,16 @@ static int read_arguments(char state[PATH_MAX])
     text[size] = 0;
     long descriptor = strtol(text, &end, 10);
     char *line = *end == '\n' ? strchr(end + 1, '\n') : NULL;
-    if (end == text || !line || descriptor < 3 || descriptor > INT_MAX || line - end > PATH_MAX)
-        return fail(EINVAL, "expected `LISTENER_FD\\nSTATE_DIR\\n` on standard input");
+    if (end == text || !line || descriptor < 3 || descriptor > INT_MAX || line - end > PATH_MAX ||
+        sscanf(line, " %15s", mode) != 1)
+        return fail(EINVAL, "expected `LISTENER_FD\\nDIRECTORY\\nMODE\\n` on standard input");
     *line = 0;
-    strcpy(state, end + 1);
+    strcpy(directory, end + 1);
     zygote.listener = (int)descriptor;
     return 0;
 }
 
-static int prepare(char *name, const char *state)
+static int prepare(char *name, const char *directory, bool processes)
 {
     int liveness[2], null = open("/dev/null", O_RDWR | O_CLOEXEC);
     struct rlimit files;
@@ -631,41 +760,47 @@ static int prepare(char *name, const char *state)
         return fail_errno("prepare descriptors");
     close(null);
     zygote.setup.liveness = liveness[0], zygote.liveness_w = liveness[1];
-    /* Each pod in memory needs a descriptor, and a thousand exceed the usual limit. Pods get the old limit back. */
-    if (getrlimit(RLIMIT_NOFILE, &files))
+    if (getrlimit(RLIMIT_NOFILE, &zygote.setup.files))
         return fail_errno("read the limit of open files");
-    zygote.setup.files = files;
-    files.rlim_cur = files.rlim_max;
-    setrlimit(RLIMIT_NOFILE, &files);
-    /* Blocked, not handled: SIGCHLD is read from a signalfd, and a write to a closed pipe is just an error. */
+    if (zygote.namespaces || processes) {
+        /* Each pod needs a descriptor, and a thousand exceed the usual limit. Pods get the old limit back. */
+        files = zygote.setup.files;
+        files.rlim_cur = files.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &files);
+    }
+    /* Blocked, not handled: signals are read from a signalfd, and a write to a closed pipe is just an error. */
     sigemptyset(&blocked);
     sigaddset(&blocked, SIGCHLD);
-    sigaddset(&blocked, SIGPIPE);
-    sigprocmask(SIG_SETMASK, &blocked, NULL);
-    signal(SIGCHLD, SIG_DFL);
-    signal(SIGPIPE, SIG_DFL);
-    signal(SIGXFSZ, SIG_DFL);
-    signal(SIGINT, SIG_DFL);
-    sigdelset(&blocked, SIGPIPE);
+    if (processes)
+        sigaddset(&blocked, SIGTERM);
     if ((zygote.signals = signalfd(-1, &blocked, SFD_NONBLOCK | SFD_CLOEXEC)) < 0)
         return fail_errno("watch for ended pods");
+    sigaddset(&blocked, SIGPIPE);
+    sigprocmask(SIG_SETMASK, &blocked, NULL);
+    for (int number = 1; number < 32; number++)
+        signal(number, SIG_DFL);
     umask(077);
-    if (unshare_namespaces())
+    if (zygote.namespaces && unshare_namespaces())
         return -1;
-    return chdir(state) ? fail_errno("enter the state directory") : 0;
+    return chdir(directory) ? fail_errno("enter %s", directory) : 0;
 }
 
 int main(int count, char **words)
 {
-    char state[PATH_MAX];
+    char directory[PATH_MAX], mode[16];
     if (count == 2 && !strcmp(words[1], "--version")) {
         printf("etude zygote, protocol %d\n", PROTOCOL_VERSION);
         return 0;
     }
-    if (count != 1 || read_arguments(state) || prepare(words[0], state)) {
-        fprintf(stderr, "zygote: %s\n", count != 1 ? "takes no arguments but --version" : last_error.text);
-        return 1;
-    }
-    serve();
-    return 0;
+    int failed = count != 1 ? fail(EINVAL, "takes no arguments but --version") : read_arguments(directory, mode);
+    bool processes = !failed && !strcmp(mode, "processes");
+    zygote.namespaces = !failed && !strcmp(mode, "namespaces");
+    failed = failed || prepare(words[0], directory, processes);
+    if (!failed && zygote.namespaces)
+        serve();
+    else if (!failed)
+        failed = processes ? guard_worker() : serve_unisolated(directory);
+    if (failed)
+        fprintf(stderr, "zygote: %s\n", last_error.text);
+    return failed ? 1 : 0;
 }

@@ -1,4 +1,4 @@
-/* Shared by zygote.c (requests), mounts.c (system calls) and enter.c (the setup of a new pod). */
+/* Shared by zygote.c (requests), mounts.c (system calls), enter.c and confine.c (the setup of a new pod). */
 #ifndef ETUDE_ZYGOTE_H
 #define ETUDE_ZYGOTE_H
 
@@ -44,9 +44,26 @@ struct pod_setup {
     int go;       /* a byte arrives when the ids are mapped */
     int liveness; /* a pipe that closes when the zygote dies */
     struct rlimit files; /* the limit before the zygote raised its own */
+    /* of a pod without namespaces; -1 where there is none */
+    int proxy;           /* the listening socket of its egress proxy */
+    int channel;         /* to the zygote */
+    int broker;          /* to its broker */
+    const char *workdir;
 };
 
-/* Set up the pod's root, drop privileges and serve as guest init; runs in the child of a clone. */
-__attribute__((noreturn)) void run_pod(const struct request *spec, const struct pod_setup *setup);
+/* Set up the pod, drop privileges and serve as guest init; runs in the child of a clone. */
+__attribute__((noreturn)) void run_pod(const struct request *spec, struct pod_setup *setup);
+/* Set up a pod without namespaces. */
+int enter_directory(const struct request *spec, const struct pod_setup *setup);
+/* Serve the connects of a pod without namespaces until its last process ends. */
+__attribute__((noreturn)) void run_broker(const struct request *spec, int channel, pid_t parent);
+
+/* Exit if the zygote died before the kernel knew that we end with it. */
+void exit_if_orphaned(const struct pod_setup *setup);
+/* Drop all capabilities but `keep` irreversibly, in the bounding set too if requested. */
+int drop_capabilities(uint64_t keep, bool bounding);
+/* Install a filter, an array of instructions of 8 bytes; return its descriptor with NEW_LISTENER, else 0, or -1. */
+int install_filter(struct span program, unsigned flags);
+enum { SYNC_THREADS = 1, NEW_LISTENER = 8 };
 
 #endif
