@@ -4,8 +4,8 @@
     field   u8 key | u32 length | bytes
 
 All integers are little-endian; a number in a field is 8 bytes; a list is a repeated key. The caller chooses `call`;
-every reply carries it. The same frames travel over a UNIX socket, a WebSocket or a virtio port, so one conformance suite
-covers all backends. `runtime/native/protocol.h` has the same constants.
+every reply carries it. The same frames travel over a UNIX socket, a WebSocket or a virtio port, so one conformance
+suite covers all backends. `runtime/native/protocol.h` has the same constants.
 
     request   fields                                                        replies
     PING                                                                    OK
