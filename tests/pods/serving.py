@@ -21,7 +21,6 @@ from etude.errors import BusyError
 from etude.files import take_lock
 from etude.pods.fleet import open_host
 from etude.pods.remote.client import RemoteHostClient
-from etude.pods.runtime import zygote_protocol
 from etude.pods.runtime.probe import probe
 
 ROOT = Path(__file__).parent.parent.parent
@@ -68,7 +67,7 @@ def left_behind(state: Path) -> list[str]:
     """Return what is left of a state directory's pods: a zygote, control groups, mounts, pod directories."""
     found = []
     try:
-        os.close(take_lock(state / zygote_protocol.LOCK, "the zygote"))
+        os.close(take_lock(state / "keeper.lock", "the zygote"))
     except BusyError as error:
         found.append(str(error))
     name = f"etude-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"

@@ -33,11 +33,11 @@ static int set_limits(struct rlimit files, bool own_user)
         {RLIMIT_CORE, 0}, {RLIMIT_NOFILE, 65536}, {RLIMIT_MSGQUEUE, 0}, {RLIMIT_NPROC, 4096}};
     for (int i = 0; i < (own_user ? 4 : 3); i++) { /* the last is counted per user */
         struct rlimit limit = files;
-        if (limits[i].kind != RLIMIT_NOFILE && getrlimit((__rlimit_resource_t)limits[i].kind, &limit))
+        if (limits[i].kind != RLIMIT_NOFILE && getrlimit(limits[i].kind, &limit))
             return fail_errno("read a limit");
         limit.rlim_max = limit.rlim_max < limits[i].most ? limit.rlim_max : limits[i].most;
         limit.rlim_cur = limit.rlim_cur < limit.rlim_max ? limit.rlim_cur : limit.rlim_max;
-        if (setrlimit((__rlimit_resource_t)limits[i].kind, &limit))
+        if (setrlimit(limits[i].kind, &limit))
             return fail_errno("set a limit");
     }
     return 0;

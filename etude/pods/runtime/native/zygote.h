@@ -1,4 +1,4 @@
-/* Shared by zygote.c (requests), mounts.c (system calls), enter.c and confine.c (the setup of a new pod). */
+/* Shared by main.c, zygote.c (requests), pods.c (processes), enter.c, confine.c and mounts.c (setup of a new pod). */
 #ifndef ETUDE_ZYGOTE_H
 #define ETUDE_ZYGOTE_H
 
@@ -57,6 +57,56 @@ __attribute__((noreturn)) void run_pod(const struct request *spec, struct pod_se
 int enter_directory(const struct request *spec, const struct pod_setup *setup);
 /* Serve the connects of a pod without namespaces until its last process ends. */
 __attribute__((noreturn)) void run_broker(const struct request *spec, int channel, pid_t parent);
+
+enum {
+    MAX_CONNECTIONS = 256,
+    MAX_DESCRIPTORS = 8, /* of one message */
+    NAME = 200,          /* bytes of the name of a pod or layer */
+};
+
+/* A created pod: its first process and the tmpfs it writes to; without namespaces its broker and our channel to it. */
+struct pod {
+    struct pod *next;
+    char name[NAME];
+    pid_t pid, broker;
+    int tree, channel; /* or -1 */
+    bool alive;
+    char *group; /* its v2 control group, or NULL */
+};
+
+/* A mounted layer. */
+struct layer {
+    struct layer *next;
+    char name[NAME];
+};
+
+struct connection {
+    int fd;
+    struct buffer received;
+    int descriptors[MAX_DESCRIPTORS], descriptor_count;
+};
+
+struct zygote {
+    int listener, signals, liveness_w;
+    struct pod_setup setup;
+    struct pod *pods;
+    struct layer *memory, *mapped;
+    int id_maps; /* a user namespace with the id maps of pods, or 0 */
+    struct connection connections[MAX_CONNECTIONS];
+    int connected;
+    bool namespaces, running;
+};
+extern struct zygote zygote;
+
+/* Serve requests until a STOP, a SIGTERM, or half a minute without pods, layers and connections; end every pod. */
+void serve_zygote(void);
+struct pod *find_pod(const char *name);
+/* Forget a pod that has ended. */
+void drop_pod(struct pod *pod);
+int end_pod(struct pod *pod);
+void reap_pods(void);
+pid_t clone_pod(const struct request *r, struct pod_setup *setup);
+int fork_pod(struct pod *pod, const struct request *r, struct pod_setup *setup);
 
 /* Exit if the zygote died before the kernel knew that we end with it. */
 void exit_if_orphaned(const struct pod_setup *setup);
