@@ -134,9 +134,7 @@ class Screen:
     # ------------------------------------------------------------------------------------------- notes
 
     def note(self, text: str) -> None:
-        with self._lock:
-            self.end_line()
-            self._print(Text(escape_control(text), "dim"))
+        self.print(text, "dim")
 
     def print(self, text: str, style: str = "") -> None:
         with self._lock:

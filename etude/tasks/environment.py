@@ -15,9 +15,11 @@ import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
+
+from pydantic import TypeAdapter
 
 from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet
@@ -48,7 +50,7 @@ ARTIFACTS = "/logs/artifacts"  # always collected
 LOG_DIRECTORIES = ("/logs/agent", "/logs/verifier", ARTIFACTS)
 FINAL_MESSAGE = "/logs/agent/final.txt"  # the session's final message, for tasks whose `carry` lists this file
 Baseline = Mapping[str, FileToCopy | None]  # initial files by path; None: of the image, not copied from this host
-_image_files: dict[tuple[str, str, tuple[str, ...]], Baseline] = {}
+_image_files: dict[tuple[str, str, tuple[str, ...]] | None, Baseline] = {}
 _MAX_IMAGES = 64
 # One lock per fleet and Dockerfile: the first of many tasks with the same Dockerfile builds it for all of them.
 _plan_locks: weakref.WeakKeyDictionary[Fleet, weakref.WeakValueDictionary[str, asyncio.Lock]]
@@ -69,19 +71,14 @@ class EnvironmentCheckpoint:
 
     def to_json(self) -> dict[str, Any]:
         """Return the checkpoint as JSON; the inverse of `from_json`."""
-        files = {
-            path: [str(file.source), file.target, file.mode] if file else None for path, file in self.baseline.items()
-        }
-        return {"snapshot": asdict(self.snapshot), "files": files, "touched": sorted(self.touched)}
+        found: dict[str, Any] = TypeAdapter(EnvironmentCheckpoint).dump_python(self, mode="json")
+        return found
 
     @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> Self:
-        """Raise KeyError, TypeError or ValueError for anything that `to_json` did not return."""
-        baseline = {
-            path: FileToCopy(Path(file[0]), str(file[1]), int(file[2])) if file else None
-            for path, file in dict(state["files"]).items()
-        }
-        return cls(Snapshot(**state["snapshot"]), baseline, frozenset(state["touched"]))
+    def from_json(cls, state: Mapping[str, Any]) -> "EnvironmentCheckpoint":
+        """Raise KeyError or ValueError for anything that `to_json` did not return."""
+        fields = {name: state[name] for name in ("snapshot", "baseline", "touched")}
+        return TypeAdapter(EnvironmentCheckpoint).validate_python(fields)
 
 
 class PreparedEnvironments:
@@ -417,31 +414,32 @@ async def _populate(pod: Pod, plan: ImagePlan, carry: tuple[str, ...]) -> Baseli
 
 async def _files_of_image(pod: Pod, plan: ImagePlan, carry: tuple[str, ...]) -> Baseline:
     """Return the files of the workspace and of carried paths in the image itself; listed once per image."""
-    key_of_image = (plan.image.id if isinstance(plan.image, Image) else plan.image, plan.workspace, carry)
-    if key_of_image in _image_files:
-        return _image_files[key_of_image]
+    key = (plan.image.id, plan.workspace, carry) if isinstance(plan.image, Image) else None
+    if key in _image_files:
+        return _image_files[key]
     found: dict[str, None] = {}
-    pending = [("", plan.workspace)]
-    for path in carry:
-        info = await stat_if_exists(pod, path) if path.startswith("/") else None
-        if info is not None and info.kind == "directory":
-            pending.append((path, path))
-        elif info is not None:
-            found[path] = None
+    pending = [plan.workspace, *(path for path in carry if path.startswith("/"))]
     while pending:
-        key, directory = pending.pop()
-        for info in await pod.list(directory):
-            path = f"{key}/{info.name}" if key else info.name
+        directory = pending.pop()
+        try:
+            listed = await pod.list(directory)
+        except PodFileError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                raise
+            found |= {directory: None} if error.errno == errno.ENOTDIR else {}  # a carried file
+            continue
+        for info in listed:
+            path = f"{directory}/{info.name}".removeprefix(f"{plan.workspace}/")
             if info.kind != "directory":
                 found[path] = None
             elif is_tracked(path, carry):
-                pending.append((path, f"{directory}/{info.name}"))
+                pending.append(f"{directory}/{info.name}")
         if len(found) > MAX_IMAGE_FILES:
             raise InputError(f"{plan.workspace} has over {MAX_IMAGE_FILES:,} files; choose a smaller WORKDIR")
-    if isinstance(plan.image, Image):
+    if key is not None:
         while len(_image_files) >= _MAX_IMAGES:
             del _image_files[next(iter(_image_files))]
-        _image_files[key_of_image] = found
+        _image_files[key] = found
     return found
 
 
