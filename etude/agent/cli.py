@@ -13,8 +13,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from etude.config import make_settings
 from etude.errors import InputError
+from etude.harness.model_options import (
+    Brief,
+    DialectName,
+    ModelOptions,
+    SummaryModeName,
+    Temperature,
+    Tools,
+    Toolset,
+    Window,
+    session_changes,
+)
 
 if TYPE_CHECKING:
     from etude.agent.options import AgentOptions
@@ -57,10 +67,6 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Resume the session whose id follows, or the last one of this directory.")
 ]
 List = Annotated[bool, typer.Option("--list", help="List the saved sessions of this directory.")]
-Toolset = Annotated[
-    str, typer.Option(help="Names under which the tools are shown to the model: cursor, claude-code or bash.")
-]
-Brief = Annotated[bool, typer.Option("--brief", help="Use the short system prompt, for small context windows.")]
 Instructions = Annotated[
     Path | None, typer.Option(help="File with instructions, used in place of AGENTS.md.", show_default=False)
 ]
@@ -77,13 +83,8 @@ Allow = Annotated[
 Turns = Annotated[int | None, typer.Option(min=1, help="Maximum turns of the session.", show_default=False)]
 Tokens = Annotated[int | None, typer.Option(min=1, help="Maximum tokens sampled in the session.", show_default=False)]
 Seconds = Annotated[float | None, typer.Option(min=0.001, help="Maximum duration of the session.", show_default=False)]
-AnswerTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens of one turn.")]
-Window = Annotated[int, typer.Option(min=0, help="Context window in tokens; 0: the model's own.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")]
+AnswerTokens = Annotated[int | None, typer.Option(min=1, help="Maximum tokens of one turn.", show_default=False)]
 Seed = Annotated[int | None, typer.Option(min=0, help="Sampling seed; random if not given.", show_default=False)]
-DialectName = Annotated[
-    str, typer.Option(help="Dialect of tool calls, if the chat template does not determine it.", show_default=False)
-]
 Device = Annotated[str, typer.Option(help="Device for a checkpoint: auto, cpu, cuda, ...")]
 
 
@@ -99,8 +100,9 @@ def agent(
     apply: Apply = False,
     resume: Resume = False,
     list_: List = False,
-    toolset: Toolset = "cursor",
-    brief: Brief = False,
+    tools: Tools = "",
+    toolset: Toolset = "",
+    brief: Brief = None,
     instructions: Instructions = None,
     include: Include = None,
     history: History = True,
@@ -109,17 +111,16 @@ def agent(
     turns: Turns = None,
     tokens: Tokens = None,
     seconds: Seconds = None,
-    answer: AnswerTokens = 4096,
-    window: Window = 0,
-    temperature: Temperature = 1.0,
+    answer: AnswerTokens = None,
+    window: Window = None,
+    temperature: Temperature = None,
+    summaries: SummaryModeName = None,
     seed: Seed = None,
     dialect: DialectName = "",
     device: Device = "auto",
 ) -> None:
     """Let a model work on a directory: in a pod, with the changes shown before they are applied."""
     from etude.agent.options import AgentOptions
-    from etude.harness.model_options import ModelOptions
-    from etude.harness.tool_set import ToolSet
 
     if model and Path(model).expanduser().is_dir():
         model = str(Path(model).expanduser().resolve())
@@ -129,25 +130,27 @@ def agent(
     if list_:
         print_sessions(workspace, as_json)
         return
+    changes = session_changes(
+        tools=tools,
+        toolset=toolset,
+        brief=brief,
+        instructions=_read_instructions(instructions),
+        window=window,
+        temperature=temperature,
+        dialect=dialect,
+        summaries=summaries,
+        max_turn_tokens=answer,
+    )
+    # Limits of training sessions as a whole are not limits of use.
+    changes["budget"] = {"turns": turns, "tokens": tokens, "seconds": seconds, **changes.get("budget", {})}
     options = AgentOptions(
         directory=workspace,
-        model=ModelOptions(model, endpoint, key_env, window, dialect, device, temperature, seed),
-        tool_set=make_settings(
-            ToolSet,
-            "--toolset",
-            aliases=toolset,
-            short_system_prompt=brief,
-            instructions=_read_instructions(instructions),
-        ),
+        model=ModelOptions(model, endpoint, key_env, device, seed, changes),
         direct=direct,
         image=image,
         egress=tuple(allow or ()),
         include=tuple(include or ()),
         history=history,
-        turns=turns,
-        tokens=tokens,
-        seconds=seconds,
-        max_turn_tokens=answer,
     )
     if not print_mode and (as_json or apply):
         raise InputError("--json and --apply need --print; without it changes are applied interactively")
@@ -204,12 +207,13 @@ def resume_options(options: AgentOptions, record: SessionRecord) -> AgentOptions
     if options.direct and not record.direct:
         raise InputError(f"session {record.id[:12]} works in a pod and may hold changes; leave out --direct")
     model = options.model
+    session = {key: value for key, value in model.session.items() if key != "tool_set"}
     if not model.name and not model.endpoint:
-        model = record.model
+        model, session = record.model, {**record.model.session, **session}
+    session["tool_set"] = record.model.session["tool_set"]
     return replace(
         options,
-        model=model,
-        tool_set=record.environment,
+        model=replace(model, session=session),
         direct=record.direct,
         image=record.image,
         egress=record.egress,

@@ -20,14 +20,12 @@ from etude.agent.session_store import SessionRecord, directory_identity, save_se
 from etude.agent.upload import open_workspace, recent_files
 from etude.chat.messages import ToolCall
 from etude.errors import EtudeError, InputError
-from etude.harness.budget import Budget
 from etude.harness.model_client import ModelClient, TokenModelClient
-from etude.harness.open_client import open_model_client
+from etude.harness.open_client import OpenedModel, open_model_client
 from etude.harness.prompt import SessionRequest
 from etude.harness.search.searcher import open_searcher
 from etude.harness.session import Session, SessionSpec
 from etude.harness.session_factory import open_session
-from etude.harness.summary import SummarySettings
 from etude.harness.tools.executor import Approve, ToolExecutor
 from etude.harness.tools.tool import Tool
 from etude.harness.trace import Trace
@@ -56,13 +54,14 @@ class AgentConversation:
         self,
         options: AgentOptions,
         screen: Screen,
-        client: ModelClient,
+        model: OpenedModel,
         pod: Pod,
         manifest: dict[str, FileState],
         approve: Approve | None,
         id: str,
     ) -> None:
-        self.options, self.screen, self.client, self.pod = options, screen, client, pod
+        self.options, self.screen, self.pod = options, screen, pod
+        self.client, self.profile = model.client, model.profile
         self.manifest = manifest  # the files on disk as the session last saw them
         self.id = id
         self.started = time.time()
@@ -105,9 +104,8 @@ class AgentConversation:
             self.session.interrupt()
 
     async def _open(self, request: SessionRequest) -> None:
-        options = self.options
-        self.request = request
-        searcher = open_searcher() if "codebase_search" in options.tool_set.tools else None
+        self.request, profile = request, self.profile
+        searcher = open_searcher() if "codebase_search" in profile.tool_set.tools else None
         if searcher is not None:
             self._opened.callback(searcher.close)
         self.session, self.tools = await self._opened.enter_async_context(
@@ -115,15 +113,8 @@ class AgentConversation:
                 request,
                 self.client,
                 self.pod,
-                SessionSpec(
-                    tool_set=options.tool_set,
-                    budget=Budget(
-                        turns=options.turns,
-                        tokens=options.tokens,
-                        seconds=options.seconds,
-                        max_turn_tokens=options.max_turn_tokens,
-                    ),
-                    summaries=SummarySettings(reserve=min(SummarySettings().reserve, max(1, self.client.window // 4))),
+                SessionSpec.of(
+                    profile,
                     searcher=searcher,
                     approve=self._approve,
                     id=self.id,
@@ -207,9 +198,12 @@ class AgentConversation:
             directory=str(options.directory),
             identity=directory_identity(options.directory),
             direct=options.direct,
-            model=replace(options.model, name=options.model.name or client.model),
+            model=replace(
+                options.model,
+                name=options.model.name or client.model,
+                session=self.profile.model_dump(mode="json"),
+            ),
             tokenizer=tokenizer_digest(client),
-            environment=options.tool_set,
             request=self.request,
             image=options.image,
             egress=options.egress,
@@ -258,12 +252,12 @@ async def open_conversation(
         id = loaded.record.id if loaded else uuid.uuid4().hex
         screen.set_activity("loading the model")
         screen.tick()
-        client = await stack.enter_async_context(open_model_client(options.model, id))
+        model = await stack.enter_async_context(open_model_client(options.model, id))
         screen.set_activity("copying the files into a pod" if not options.direct else "")
         screen.tick()
         pod, manifest = await stack.enter_async_context(_open_workspace(options, screen))
         screen.set_activity("")
-        conversation = AgentConversation(options, screen, client, pod, manifest, approve, id)
+        conversation = AgentConversation(options, screen, model, pod, manifest, approve, id)
         stack.push_async_callback(conversation.close)
         if loaded is not None:
             await conversation.restore(loaded)
@@ -286,7 +280,6 @@ async def _open_workspace(options: AgentOptions, screen: Screen) -> AsyncIterato
             fleet,
             options.image,
             options.directory,
-            root=options.tool_set.root,
             include=options.include,
             history=options.history,
             egress=Egress.to(*options.egress) if options.egress else None,

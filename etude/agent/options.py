@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.harness.model_options import ModelOptions
-from etude.harness.tool_set import ToolSet
 
 
 @dataclass(frozen=True)
@@ -13,13 +12,8 @@ class AgentOptions:
 
     directory: Path  # real path
     model: ModelOptions = field(default_factory=ModelOptions)
-    tool_set: ToolSet = field(default_factory=ToolSet)
     direct: bool = False  # work on the directory itself, not in a pod
     image: str = "host"
     egress: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     history: bool = True
-    turns: int | None = None
-    tokens: int | None = None
-    seconds: float | None = None
-    max_turn_tokens: int = 4096

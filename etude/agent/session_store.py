@@ -23,7 +23,6 @@ from etude.errors import InputError
 from etude.files import write_atomically
 from etude.harness.model_options import ModelOptions
 from etude.harness.prompt import SessionRequest
-from etude.harness.tool_set import ToolSet
 from etude.harness.trace import Trace
 from etude.harness.trace_store import from_json, load_trace, save_trace, to_json
 from etude.pods.workspace import FileChange, FileState
@@ -44,7 +43,6 @@ class SessionRecord:
     direct: bool
     model: ModelOptions
     tokenizer: str  # digest; "" if the client does not handle tokens
-    environment: ToolSet
     request: SessionRequest
     image: str
     egress: tuple[str, ...]

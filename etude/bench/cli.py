@@ -7,13 +7,23 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from etude.config import make_settings
 from etude.errors import EtudeError, InputError, Interrupted
+from etude.harness.model_options import (
+    Brief,
+    DialectName,
+    Reserve,
+    SummaryModeName,
+    Temperature,
+    Tools,
+    Toolset,
+    Window,
+    session_changes,
+)
 from etude.system.cores import usable_cores
 from etude.tasks.cli import Allow, BuildAllow, Maps, State, Variables, host_settings_from_options
 
@@ -61,7 +71,12 @@ Prices = Annotated[
         show_default=False,
     ),
 ]
-Turns = Annotated[int, typer.Option("--budget-turns", min=1, help="Maximum turns of a session.")]
+Turns = Annotated[
+    int | None,
+    typer.Option(
+        "--budget-turns", min=1, help="Maximum turns of a session; default: as trained, else 50.", show_default=False
+    ),
+]
 Tokens = Annotated[
     int | None, typer.Option("--budget-tokens", min=1, help="Maximum tokens sampled in a session.", show_default=False)
 ]
@@ -71,27 +86,9 @@ Seconds = Annotated[
         "--budget-seconds", min=0.001, help="Time limit of a session; default: the task's own.", show_default=False
     ),
 ]
-AnswerTokens = Annotated[int, typer.Option("--budget-answer", min=1, help="Maximum tokens of one turn.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")]
-Window = Annotated[int, typer.Option(min=0, help="Context window in tokens; 0: each model's own.")]
-SummaryMode = Annotated[
-    Literal["self", "compaction", "off"],
-    typer.Option("--summaries", help="How to continue when the context window is full; off ends the session."),
+AnswerTokens = Annotated[
+    int | None, typer.Option("--budget-answer", min=1, help="Maximum tokens of one turn.", show_default=False)
 ]
-Reserve = Annotated[int, typer.Option(min=1, help="Tokens of the context window reserved for a summary.")]
-DialectName = Annotated[
-    str,
-    typer.Option(
-        help="Dialect of a checkpoint's tool calls, if its chat template does not determine it.", show_default=False
-    ),
-]
-Tools = Annotated[
-    str, typer.Option(metavar="A,B,...", help="Tools shown to the model; default: all.", show_default=False)
-]
-Toolset = Annotated[
-    str, typer.Option(help="Names under which the tools are shown to the model: cursor, claude-code or bash.")
-]
-Brief = Annotated[bool, typer.Option("--brief", help="Use the short system prompt, for small context windows.")]
 Seed = Annotated[int, typer.Option(min=0, help="Sampling seed of checkpoints.")]
 Device = Annotated[str, typer.Option(help="Device for checkpoints: auto, cpu, cuda, ...")]
 Directory = Annotated[Path, typer.Argument(metavar="OUT", help="Directory of a comparison.", show_default=False)]
@@ -113,18 +110,18 @@ def run(
     limit: Limit = None,
     key_envs: KeyEnvs = None,
     prices: Prices = None,
-    turns: Turns = 50,
+    turns: Turns = None,
     tokens: Tokens = None,
     seconds: Seconds = None,
-    answer: AnswerTokens = 4096,
-    temperature: Temperature = 1.0,
-    window: Window = 0,
-    summaries: SummaryMode = "self",
-    reserve: Reserve = 2048,
+    answer: AnswerTokens = None,
+    temperature: Temperature = None,
+    window: Window = None,
+    summaries: SummaryModeName = None,
+    reserve: Reserve = None,
     dialect: DialectName = "",
     tools: Tools = "",
-    toolset: Toolset = "cursor",
-    brief: Brief = False,
+    toolset: Toolset = "",
+    brief: Brief = None,
     seed: Seed = 0,
     device: Device = "auto",
     maps: Maps = None,
@@ -136,39 +133,31 @@ def run(
     """Compare policies on tasks. Each trial is a session in a pod, scored by the task's verifier."""
     from etude.bench.directory import BenchDirectory, BenchSpec, check_directory, find_named_tasks, probe_policies
     from etude.bench.policies import parse_policies, parse_prices
-    from etude.harness.budget import Budget
-    from etude.harness.search.searcher import open_searcher
-    from etude.harness.session import SessionSpec
-    from etude.harness.summary import SummarySettings
-    from etude.harness.tool_set import ALL_TOOLS, ToolSet
-    from etude.harness.tools.executor import exposed_tools
-    from etude.rollouts.rollout import RolloutOptions
 
     bench = BenchDirectory(Path(os.path.abspath(out)))
     check_directory(bench, resume)
     compared = parse_policies(policies, key_envs or ())
     if dialect and not any(each.directory for each in compared):
         raise InputError(f"--dialect {dialect}: no checkpoint among the policies, and endpoints have their own dialect")
-    tool_set = make_settings(
-        ToolSet,
-        "tool set",
-        tools=tuple(name.strip() for name in tools.split(",")) if tools else ALL_TOOLS,
-        aliases=toolset,
-        short_system_prompt=brief,
-    )
-    exposed_tools(tool_set)  # refuses unknown tools
-    session = SessionSpec(
-        tool_set,
-        Budget(turns=turns, tokens=tokens, seconds=seconds, max_turn_tokens=answer),
-        SummarySettings(mode=summaries, reserve=reserve),
-        open_searcher() if "codebase_search" in tool_set.tools else None,
+    changes = session_changes(
+        tools=tools,
+        toolset=toolset,
+        brief=brief,
+        window=window,
+        temperature=temperature,
+        dialect=dialect,
+        summaries=summaries,
+        reserve=reserve,
+        turns=turns,
+        tokens=tokens,
+        seconds=seconds,
+        max_turn_tokens=answer,
     )
     host_settings = host_settings_from_options(maps, build_allow, allow, env)
-    settings = RolloutOptions(session, temperature=temperature, host_settings=host_settings)
     found = find_named_tasks(tasks, limit)
     token_prices = parse_prices(prices or (), [each.name for each in compared])
-    profiles = asyncio.run(probe_policies(bench, compared, dialect, window))
-    spec = BenchSpec(compared, profiles, found, samples, settings, seed, token_prices)
+    profiles = asyncio.run(probe_policies(bench, compared, changes))
+    spec = BenchSpec(compared, profiles, found, samples, host_settings, seed, token_prices)
     summary, errors = _run(bench, spec, resume, at_once or max(2, usable_cores()), device, state)
     _show(summary, as_json)
     if not as_json:

@@ -1,6 +1,6 @@
 """The directory of a comparison and its specification, which is written before the first trial and does not change.
 
-    bench.json           policies, tasks (with their digests), samples, settings; resuming with others is refused
+    bench.json           policies, tasks (with their digests), samples; resuming with others is refused
     slots/NAME.sqlite    the rollout queue of a policy: one slot per trial
     traces/NAME/TASK/    the trace of every trial
     trials.jsonl, summary.json, report.html
@@ -24,11 +24,11 @@ from etude.errors import InputError
 from etude.evaluation.held_out import choose_tasks
 from etude.files import take_lock, write_atomically
 from etude.harness.trace_store import SUFFIX
-from etude.rollouts.rollout import RolloutOptions
+from etude.tasks.base_images import HostSettings
 from etude.tasks.harbor import find_tasks, read_task, task_digest
 from etude.tasks.task import Task
 
-FORMAT = 1
+FORMAT = 2
 OWN_NAMES = ("lock", "slots", "traces")  # may exist before bench.json if a run was killed
 
 
@@ -69,13 +69,12 @@ class BenchSpec:
     profiles: Mapping[str, PolicyProfile]  # by policy
     tasks: Mapping[str, Task]
     samples: int
-    settings: RolloutOptions
+    host_settings: HostSettings
     seed: int = 0
     prices: Mapping[str, TokenPrice] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the contents of bench.json. It contains neither API keys nor the names of their variables."""
-        settings = self.settings
         return {
             "format": FORMAT,
             "etude": __version__,
@@ -85,17 +84,13 @@ class BenchSpec:
                     "kind": each.kind,
                     "where": each.where,
                     "model": each.model or each.name,
-                    **asdict(self.profiles[each.name]),
+                    **self.profiles[each.name].to_json(),
                 }
                 for each in self.policies
             ],
             "tasks": {name: task_digest(task.directory) for name, task in self.tasks.items()},
             "samples": self.samples,
             "seed": self.seed,
-            "temperature": settings.temperature,
-            "environment": settings.session.tool_set.model_dump(mode="json"),
-            "budget": settings.session.budget.model_dump(),
-            "summaries": settings.session.summaries.model_dump(),
             "prices": {name: asdict(price) for name, price in self.prices.items()},
         }
 
@@ -133,7 +128,7 @@ def find_named_tasks(directories: Sequence[Path], limit: int | None = None) -> d
 
 
 async def probe_policies(
-    bench: BenchDirectory, policies: Sequence[BenchPolicy], dialect: str, window: int
+    bench: BenchDirectory, policies: Sequence[BenchPolicy], changes: Mapping[str, Any]
 ) -> dict[str, PolicyProfile]:
     """Check that all policies are usable. An endpoint whose trials are all finished need not be reachable any more."""
     recorded, done = {}, set[str]()
@@ -144,9 +139,8 @@ async def probe_policies(
 
     async def probe(policy: BenchPolicy) -> PolicyProfile:
         if policy.kind == "endpoint" and policy.name in done:
-            facts = recorded[policy.name]
-            return PolicyProfile(facts["window"], facts["dialect"], facts["digest"])
-        return await probe_policy(policy, dialect, window)
+            return PolicyProfile.from_json(recorded[policy.name], changes)
+        return await probe_policy(policy, changes)
 
     profiles = await asyncio.gather(*map(probe, policies))
     return {policy.name: profile for policy, profile in zip(policies, profiles, strict=True)}

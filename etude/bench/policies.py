@@ -6,6 +6,7 @@ this process, and are removed from an endpoint's answers and errors before anyth
 """
 
 import asyncio
+import json
 import os
 import re
 from collections import Counter
@@ -20,11 +21,15 @@ from etude.chat.dialects import dialect_for
 from etude.chat.tokenizer import Tokenizer, check_vocabulary
 from etude.errors import EtudeError, InputError
 from etude.files import files_digest
-from etude.harness.open_client import CHAT_WINDOW
+from etude.harness.open_client import CHAT_WINDOW, checkpoint_profile, endpoint_profile
+from etude.harness.profile import AgentProfile
+from etude.harness.search.searcher import CodebaseSearcher
+from etude.harness.session import SessionSpec
 from etude.inference.clients.openai import OpenAIChat
 from etude.inference.clients.transport import RetryPolicy, ServerError, ServerUnreachable
 from etude.model.config import ModelConfig
-from etude.rollouts.rollout import ChatBinding, ModelBinding, PolicyBinding, RolloutFailed
+from etude.rollouts.rollout import ChatBinding, ModelBinding, PolicyBinding, RolloutFailed, RolloutOptions
+from etude.tasks.base_images import HostSettings
 
 DEFAULT_KEY_ENV = "ETUDE_API_KEY"  # the variable that holds an endpoint's API key unless --key-env names another
 FATAL_STATUSES = (401, 403, 404)  # wrong key or wrong model: a retry does not help
@@ -77,11 +82,37 @@ class BenchPolicy:
 
 @dataclass(frozen=True)
 class PolicyProfile:
-    """Properties of a policy, found by `probe_policy`. Field names are keys of bench.json."""
+    """Properties of a policy, found by `probe_policy`."""
 
-    window: int  # tokens
+    session: AgentProfile  # the settings of its sessions
     dialect: str
     digest: str = ""  # of a checkpoint's files, so that results of two models are not mixed
+
+    @property
+    def window(self) -> int:
+        return self.session.window or CHAT_WINDOW
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the keys of a policy in bench.json."""
+        return {
+            "window": self.window,
+            "dialect": self.dialect,
+            "digest": self.digest,
+            "session": self.session.model_dump(mode="json"),
+        }
+
+    @classmethod
+    def from_json(cls, recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> "PolicyProfile":
+        """Return the profile of a policy in bench.json, with options that may differ from those recorded."""
+        session = AgentProfile.from_json(json.dumps(recorded["session"]), "bench.json")
+        session = AgentProfile.for_model(session, recorded["window"], changes)
+        return cls(session, recorded["dialect"], recorded["digest"])
+
+    def rollout_options(self, host_settings: HostSettings, searcher: CodebaseSearcher | None) -> RolloutOptions:
+        """Return the options of this policy's trials."""
+        searching = "codebase_search" in self.session.tool_set.tools
+        spec = SessionSpec.of(self.session, searcher=searcher if searching else None)
+        return RolloutOptions(spec, temperature=self.session.temperature, host_settings=host_settings)
 
 
 # ------------------------------------------------------------------------------------------- command line
@@ -170,28 +201,29 @@ def _split_option(text: str, option: str, form: str, names: Sequence[str]) -> tu
 # ------------------------------------------------------------------------------------------- probing
 
 
-async def probe_policy(policy: BenchPolicy, dialect: str = "", window: int = 0) -> PolicyProfile:
+async def probe_policy(policy: BenchPolicy, changes: Mapping[str, Any]) -> PolicyProfile:
     """Check that a policy is usable before any trial is run, and return its properties; errors name the policy."""
     try:
         if policy.directory is None:
-            return await _probe_endpoint(policy, window)
-        return await asyncio.to_thread(_probe_checkpoint, policy.directory, dialect, window)
+            return await _probe_endpoint(policy, changes)
+        return await asyncio.to_thread(_probe_checkpoint, policy.directory, changes)
     except InputError as error:
         raise InputError(f"policy {policy.name}: {error}") from None
     except EtudeError as error:
         raise EtudeError(f"policy {policy.name}: {error}") from None
 
 
-def _probe_checkpoint(directory: Path, dialect: str, window: int) -> PolicyProfile:
+def _probe_checkpoint(directory: Path, changes: Mapping[str, Any]) -> PolicyProfile:
     config = ModelConfig.load(directory)
     tokenizer = Tokenizer.load(directory)
     check_vocabulary(tokenizer, config.vocab_size, str(directory))
     files = sorted({path for pattern in MODEL_FILES for path in directory.glob(pattern) if path.is_file()})
     digest = files_digest((path.name, path) for path in files)
-    return PolicyProfile(_window(window, config.max_length), dialect_for(tokenizer, dialect or None).name, digest)
+    session = checkpoint_profile(directory, config.max_length, changes)
+    return PolicyProfile(session, dialect_for(tokenizer, session.dialect).name, digest)
 
 
-async def _probe_endpoint(policy: BenchPolicy, window: int) -> PolicyProfile:
+async def _probe_endpoint(policy: BenchPolicy, changes: Mapping[str, Any]) -> PolicyProfile:
     client = _client(policy, PROBE_RETRY)
     try:
         served = await client.models()
@@ -205,22 +237,11 @@ async def _probe_endpoint(policy: BenchPolicy, window: int) -> PolicyProfile:
     if facts is None and 0 < len(served) <= MAX_LISTED_MODELS:
         names = ", ".join(str(each.get("id")) for each in served)
         raise InputError(f"{policy.url} serves no {policy.model}; it serves {names}")
-    max_length = (facts or {}).get("max_model_len")  # vLLM's field
-    if isinstance(max_length, int) and max_length > 0:
-        return PolicyProfile(_window(window, max_length), "chat")
-    return PolicyProfile(window or CHAT_WINDOW, "chat")
-
-
-def _window(requested: int, available: int) -> int:
-    if requested > available:
-        raise InputError(f"--window {requested:,}: the context window of this model is {available:,} tokens")
-    return requested or available
+    return PolicyProfile(endpoint_profile(facts or {}, changes, policy.url), "chat")
 
 
 def _client(policy: BenchPolicy, retry: RetryPolicy) -> OpenAIChat:
-    # OpenAI's newer models refuse "max_tokens".
-    limit = "max_completion_tokens" if urlsplit(policy.url).hostname == "api.openai.com" else "max_tokens"
-    return OpenAIChat(policy.url, policy.key(), model=policy.model, limit=limit, retry=retry)
+    return OpenAIChat(policy.url, policy.key(), model=policy.model, retry=retry)
 
 
 # ------------------------------------------------------------------------------------------- trials
@@ -275,4 +296,4 @@ async def _check_endpoint(policy: BenchPolicy, failure: RolloutFailed) -> None:
     if isinstance(cause, ServerError) and cause.status in FATAL_STATUSES:
         raise cause
     if isinstance(cause, ServerUnreachable):  # raises if the endpoint is gone
-        await _probe_endpoint(policy, 0)
+        await _probe_endpoint(policy, {})

@@ -22,6 +22,7 @@ from etude.bench.results import latest_groups, summarize, task_name, trial_rows
 from etude.errors import EtudeError
 from etude.evaluation.held_out import start
 from etude.files import write_atomically
+from etude.harness.search.searcher import open_searcher
 from etude.harness.trace_store import save_trace
 from etude.pods.fleet import Fleet
 from etude.rollouts.queue import RolloutQueue, Slot
@@ -85,6 +86,9 @@ class _BenchRun:
         self.bench, self.spec, self.fleet, self.at_once = bench, spec, fleet, at_once
         self.device, self.report = device, report
         self.semaphore = asyncio.Semaphore(at_once)  # over all policies: pods share the machine
+        searcher = open_searcher()  # loads its model when it is first used
+        profiles, host = spec.profiles.items(), spec.host_settings
+        self.options = {name: profile.rollout_options(host, searcher) for name, profile in profiles}
         self.numbers = {name: number for number, name in enumerate(spec.tasks)}
         self.progress: dict[str, BenchProgress] = {}
         self.errors: dict[str, EtudeError] = {}
@@ -143,7 +147,13 @@ class _BenchRun:
         id = f"{name}/{policy.name}/{task}/{slot.number:02d}"
         try:
             return await run_rollout(
-                self.fleet, self.spec.tasks[task], opened.model, self.spec.settings, seed=seed, id=id, facts=facts
+                self.fleet,
+                self.spec.tasks[task],
+                opened.model,
+                self.options[policy.name],
+                seed=seed,
+                id=id,
+                facts=facts,
             )
         except EtudeError:
             raise
@@ -235,7 +245,14 @@ def describe(bench: BenchDirectory, prices: Mapping[str, TokenPrice] | None = No
     policies = [{key: each[key] for key in POLICY_KEYS} for each in spec["policies"]]
     summary["policies"] = [{**policy, **results} for policy, results in zip(policies, summary["policies"], strict=True)]
     kept = {key: value for key, value in spec.items() if key not in ("format", "policies", "prices", "tasks")}
-    return {**summary, "settings": {**kept, "tasks": len(spec["tasks"])}}
+    sessions = {f"sessions of {each['name']}": _flat(each["session"]) for each in spec["policies"]}
+    return {**summary, "settings": {**kept, "tasks": len(spec["tasks"]), **sessions}}
+
+
+def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a table and of the tables in it."""
+    nested = [each for each in table.values() if isinstance(each, dict)]
+    return {key: value for each in (table, *nested) for key, value in each.items() if not isinstance(value, dict)}
 
 
 def write_outputs(bench: BenchDirectory) -> dict[str, Any]:

@@ -1,8 +1,13 @@
-"""Opens model clients: a checkpoint in this process, an Etude server by token ids, or an OpenAI-compatible endpoint."""
+"""Opens model clients: a checkpoint in this process, an Etude server by token ids, or an OpenAI-compatible endpoint.
 
+A model comes with the settings of its sessions: those of its profile, changed by the options of the command.
+"""
+
+import json
 import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,6 +17,7 @@ from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
 from etude.harness.model_client import SEED_LIMIT, ChatModelClient, ModelClient, TokenModelClient
 from etude.harness.model_options import ModelOptions
+from etude.harness.profile import AgentProfile
 from etude.inference.clients.http import HttpPolicy
 from etude.inference.clients.openai import OpenAIChat
 from etude.inference.clients.transport import RetryPolicy, ServerError
@@ -24,9 +30,32 @@ RETRY = RetryPolicy(timeout=900.0, attempts=4)  # interactive use
 PAGE = 16
 
 
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model client, and the settings of its sessions."""
+
+    client: ModelClient
+    profile: AgentProfile
+
+
+def checkpoint_profile(directory: Path, window: int, changes: Mapping[str, Any]) -> AgentProfile:
+    """Return the settings of sessions with a checkpoint whose context has `window` tokens."""
+    return AgentProfile.for_model(AgentProfile.load(directory), window, changes)
+
+
+def endpoint_profile(facts: Mapping[str, Any], changes: Mapping[str, Any], where: str) -> AgentProfile:
+    """Return the settings of sessions with a model that an endpoint describes in its list of models."""
+    window, own = facts.get("max_model_len"), facts.get("etude")  # reported by vLLM and by `etude serve`
+    if not isinstance(window, int) or window <= 0:
+        window = changes.get("window") or CHAT_WINDOW
+    found = own.get("profile") if isinstance(own, dict) else None
+    profile = AgentProfile.from_json(json.dumps(found), f"{where}/models") if found else None
+    return AgentProfile.for_model(profile, window, changes)
+
+
 @asynccontextmanager
-async def open_model_client(model: ModelOptions, session: str) -> AsyncIterator[ModelClient]:
-    """Open the model client of one session and close its resources afterwards."""
+async def open_model_client(model: ModelOptions, session: str) -> AsyncIterator[OpenedModel]:
+    """Open a model for one session and close its resources afterwards."""
     if not model.name and not model.endpoint:
         raise InputError(
             "no model: give --model DIRECTORY for a checkpoint, or --endpoint URL for an OpenAI-compatible server"
@@ -41,12 +70,12 @@ async def open_model_client(model: ModelOptions, session: str) -> AsyncIterator[
         opened = _served_checkpoint(model, session)
     else:
         opened = _chat_endpoint(model)
-    async with opened as client:
-        yield client
+    async with opened as found:
+        yield found
 
 
 @asynccontextmanager
-async def _local_checkpoint(model: ModelOptions, session: str) -> AsyncIterator[ModelClient]:
+async def _local_checkpoint(model: ModelOptions, session: str) -> AsyncIterator[OpenedModel]:
     directory = model.directory
     if directory is None:
         raise InputError(f"--model {model.name}: no such directory; a model by name needs --endpoint URL")
@@ -62,16 +91,15 @@ async def _local_checkpoint(model: ModelOptions, session: str) -> AsyncIterator[
 
     network = load(directory, device=usable_device(model.device))
     check_vocabulary(tokenizer, network.config.vocab_size, str(directory))
-    window = _window(model, network.config.max_length)
+    profile = checkpoint_profile(directory, network.config.max_length, model.session)
+    window = profile.window or 0
     options = EngineOptions(kv_cache_tokens=-(-window // PAGE) * PAGE + 2 * PAGE, page_size=PAGE, max_sequences=1)
     async with EngineService(Engine(network, options, tokenizer=tokenizer)) as service:
-        yield _token_client(
-            model, InProcessPolicy(service), tokenizer, min(window, service.max_sequence_tokens), session
-        )
+        yield _token_client(model, InProcessPolicy(service), tokenizer, profile, session)
 
 
 @asynccontextmanager
-async def _served_checkpoint(model: ModelOptions, session: str) -> AsyncIterator[ModelClient]:
+async def _served_checkpoint(model: ModelOptions, session: str) -> AsyncIterator[OpenedModel]:
     """Use an Etude server by token ids; the tokenizer is loaded from the model directory."""
     directory = model.directory
     assert directory is not None
@@ -80,43 +108,42 @@ async def _served_checkpoint(model: ModelOptions, session: str) -> AsyncIterator
         served = await chat.models()
     finally:
         await chat.close()
-    if not any(each.get("owned_by") == "etude" for each in served):
+    if not (ours := [each for each in served if each.get("owned_by") == "etude"]):
         raise InputError(
             f"--model {model.name}: {model.endpoint} is not an Etude server and takes no token ids; give a model's name"
         )
     policy = HttpPolicy(model.endpoint.rstrip("/").removesuffix("/v1"), model.key(), retry=RETRY)
     try:
-        window = _window(model, ModelConfig.load(directory).max_length)
-        yield _token_client(model, policy, Tokenizer.load(directory), window, session)
+        window = min(ModelConfig.load(directory).max_length, ours[0].get("max_model_len") or CHAT_WINDOW)
+        profile = checkpoint_profile(directory, window, model.session)
+        yield _token_client(model, policy, Tokenizer.load(directory), profile, session)
     finally:
         await policy.close()
 
 
 def _token_client(
-    model: ModelOptions, policy: Policy, tokenizer: Tokenizer, window: int, session: str
-) -> TokenModelClient:
+    model: ModelOptions, policy: Policy, tokenizer: Tokenizer, profile: AgentProfile, session: str
+) -> OpenedModel:
     seed = random.randrange(SEED_LIMIT) if model.seed is None else model.seed
-    sampling = Sampling(temperature=model.temperature, seed=seed)
-    dialect = dialect_for(tokenizer, model.dialect or None)
-    return TokenModelClient(policy, dialect, sampling, window=window, session=session, model=Path(model.name).name)
+    sampling = Sampling(temperature=profile.temperature, seed=seed)
+    dialect, name, window = dialect_for(tokenizer, profile.dialect), Path(model.name).name, profile.window or 0
+    client = TokenModelClient(policy, dialect, sampling, window=window, session=session, model=name)
+    return OpenedModel(client, profile)
 
 
 @asynccontextmanager
-async def _chat_endpoint(model: ModelOptions) -> AsyncIterator[ModelClient]:
+async def _chat_endpoint(model: ModelOptions) -> AsyncIterator[OpenedModel]:
     url = urlsplit(model.endpoint)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise InputError(f"--endpoint {model.endpoint}: expected a URL such as http://127.0.0.1:8000/v1")
-    # OpenAI's newer models reject the older name.
-    limit = "max_completion_tokens" if url.hostname == "api.openai.com" else "max_tokens"
-    client = OpenAIChat(model.endpoint, model.key(), model=model.name, limit=limit, retry=RETRY)
+    client = OpenAIChat(model.endpoint, model.key(), model=model.name, retry=RETRY)
     try:
         served = await _list_models(client, model)
         client.model = client.model or _only_model(served, model)
         listed = next((each for each in served if each.get("id") == client.model), {})
-        known = listed.get("max_model_len")  # reported by vLLM
-        window = _window(model, known) if isinstance(known, int) and known > 0 else model.window or CHAT_WINDOW
-        sampling = Sampling(temperature=model.temperature, seed=model.seed or 0)
-        yield ChatModelClient(client, sampling, window=window)
+        profile = endpoint_profile(listed, model.session, model.endpoint)
+        sampling = Sampling(temperature=profile.temperature, seed=model.seed or 0)
+        yield OpenedModel(ChatModelClient(client, sampling, window=profile.window or 0), profile)
     finally:
         await client.close()
 
@@ -137,9 +164,3 @@ def _only_model(served: list[Mapping[str, Any]], model: ModelOptions) -> str:
         shown = ", ".join(names[:10]) or "none"
         raise InputError(f"--endpoint {model.endpoint}: choose a model with --model; it serves {shown}")
     return names[0]
-
-
-def _window(model: ModelOptions, known: int) -> int:
-    if model.window > known:
-        raise InputError(f"--window {model.window:,}: this model's window has {known:,} tokens")
-    return model.window or known

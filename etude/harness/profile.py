@@ -5,20 +5,23 @@ that a model is shown in use what it was shown in training.
 """
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from etude.chat.dialects import DIALECTS
-from etude.config import Settings, import_plugins, registered
+from etude.config import Settings, import_plugins, make_settings, registered
 from etude.errors import InputError
 from etude.harness.budget import Budget
 from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
 from etude.harness.tools.executor import exposed_tools
 from etude.model.config import PROFILE_FILE
+
+DEFAULT_TURNS = 50  # of a session with a model that has no profile
 
 
 def _check_tools(tool_set: ToolSet) -> ToolSet:
@@ -88,6 +91,38 @@ class AgentProfile(SessionSettings):
             import_plugins(json.loads(data).get("plugins", ()))
         return cls.from_json(data, str(file))
 
+    @classmethod
+    def for_model(cls, found: Self | None, window: int, changes: Mapping[str, Any]) -> Self:
+        """Return the settings of sessions with a model: those it was trained in, with some changed by options.
+
+        `found` is the model's profile, if it has one, and `window` the context length it can use. The limit of a turn
+        and the room for a summary fit the window, unless they are given and do not.
+        """
+        base, given = found or cls(budget=Budget(turns=DEFAULT_TURNS)), changes.get("window") or 0
+        if given > window:
+            raise InputError(f"--window {given:,}: this model's window has {window:,} tokens")
+        limit = given or min(base.window or window, window)
+        merged = _merge(base.model_dump(), {**changes, "window": limit})
+        largest = limit - 1 if found else limit // 4
+        for table, key in (("budget", "max_turn_tokens"), ("summaries", "reserve")):
+            unused = table == "summaries" and merged[table]["mode"] == "off"
+            if merged[table][key] > largest and key not in changes.get(table, {}) and not unused:
+                merged[table][key] = limit // 4
+        return make_settings(cls, "options", **merged)
+
     def to_json(self) -> str:
         """Return the contents of `agent.json`."""
         return self.model_dump_json(indent=2) + "\n"
+
+
+def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table with some of its values replaced, those of tables in it one by one."""
+    return {
+        **base,
+        **{
+            key: _merge(base[key], value)
+            if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
+            else value
+            for key, value in changes.items()
+        },
+    }

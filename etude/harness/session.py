@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from etude.chat.messages import Message, ToolCall, ToolSchema
 from etude.harness.budget import Budget
 from etude.harness.model_client import ModelClient, Turn
+from etude.harness.profile import SessionSettings
 from etude.harness.prompt import Recap, SessionRequest, opening_messages
 from etude.harness.search.searcher import CodebaseSearcher
 from etude.harness.summary import (
@@ -51,6 +52,11 @@ class SessionSpec:
     id: str = ""  # default: a random one
     facts: Mapping[str, Any] = field(default_factory=dict)  # recorded in the trace
     on_step: Callable[[Step], None] = lambda step: None
+
+    @classmethod
+    def of(cls, settings: SessionSettings, **others: Any) -> "SessionSpec":
+        """Return the sessions that settings describe, with other values of the spec."""
+        return cls(settings.tool_set, settings.budget, settings.summaries, **others)
 
 
 class SessionTools(Protocol):

@@ -116,13 +116,18 @@ def _engine(checkpoint: Path, dtype: torch.dtype | None, device: str, options: E
 
 def _read_profile(checkpoint: Path) -> dict[str, Any] | None:
     """Return the agent.json of a checkpoint; its clients check it."""
+    from etude.config import import_plugins
     from etude.model.config import PROFILE_FILE
 
     file = checkpoint / PROFILE_FILE
+    if not file.exists():
+        return None
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+        profile = dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{file}: not readable as a JSON object: {error}") from None
+    import_plugins(profile.get("plugins", ()))  # its dialect may come from one
+    return profile
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -93,12 +93,11 @@ class ServedModel:
         """
         if tokenizer is None:
             return cls(name, profile=profile)
-        trained = (profile or {}).get("dialect", "auto")
-        chosen = dialect or (None if trained == "auto" else trained)
+        chosen = dialect or (profile or {}).get("dialect", "auto")
         try:
             return cls(name, dialect_for(tokenizer, chosen), profile=profile)
         except InputError as error:
-            if chosen:
+            if chosen != "auto":
                 raise
             problem = f"{error}: start the server with --dialect NAME, or use /v1/completions"
             return cls(name, None, problem, profile)

@@ -488,7 +488,7 @@ def worker_config(layout: RunLayout, settings: RolloutSettings, seed: int) -> Wo
     """Return the configuration of a run's workers."""
     searcher = open_searcher() if "codebase_search" in settings.tool_set.tools else None
     training = RolloutOptions(
-        SessionSpec(settings.tool_set, settings.budget, settings.summaries, searcher),
+        SessionSpec.of(settings, searcher=searcher),
         temperature=settings.temperature,
         effort=settings.effort,
         checkpoint_s=settings.checkpoint_rollouts_s,
@@ -512,7 +512,7 @@ def worker_config(layout: RunLayout, settings: RolloutSettings, seed: int) -> Wo
 
 def bind_policy(layout: RunLayout, settings: RolloutSettings, policy: Policy) -> PolicyBinding:
     """Bind the policy of a run to its dialect and window."""
-    dialect = dialect_for(Tokenizer.load(layout.model), None if settings.dialect == "auto" else settings.dialect)
+    dialect = dialect_for(Tokenizer.load(layout.model), settings.dialect)
     window = settings.window or ModelConfig.load(layout.model).max_length
     return PolicyBinding(policy, dialect, window, layout.run.name)
 

@@ -17,6 +17,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from etude.errors import EtudeError, InputError, Interrupted
+from etude.harness.model_options import (
+    Brief,
+    ModelOptions,
+    Temperature,
+    Tools,
+    Toolset,
+    Window,
+    session_changes,
+)
 from etude.pods.fleet import Fleet, open_fleet
 from etude.pods.pod import Egress
 from etude.tasks.base_images import HostSettings
@@ -177,7 +186,14 @@ def run(
     model: Annotated[str, typer.Option(help="A checkpoint directory, or a model of --endpoint, to run as agent.")] = "",
     endpoint: Annotated[str, typer.Option(help="An OpenAI-compatible server whose model runs as agent.")] = "",
     key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = "",
-    turns: Annotated[int, typer.Option(min=1, help="Maximum turns of a session.")] = 50,
+    tools: Tools = "",
+    toolset: Toolset = "",
+    brief: Brief = None,
+    window: Window = None,
+    temperature: Temperature = None,
+    turns: Annotated[
+        int | None, typer.Option(min=1, help="Maximum turns of a session; default: as trained, else 50.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory for traces, logs and artifacts.", show_default=False)
     ] = None,
@@ -198,7 +214,11 @@ def run(
     host_settings = host_settings_from_options(maps, build_allow, allow, env)
     runner = TrialRunner(host_settings, in_place, out, at_once)
     paths = find_all_tasks(directories)
-    agent = model_agent(model, endpoint, key_env, turns) if model or endpoint else agent_by_name(agent_name)
+    changes = session_changes(
+        tools=tools, toolset=toolset, brief=brief, window=window, temperature=temperature, turns=turns
+    )
+    chosen = ModelOptions(model, endpoint, key_env, session=changes)
+    agent = model_agent(chosen) if model or endpoint else agent_by_name(agent_name)
     rows = with_fleet(state, lambda fleet: runner.run(fleet, paths, agent))
     if as_json:
         print(json.dumps(rows))

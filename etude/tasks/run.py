@@ -5,10 +5,12 @@ import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from etude.errors import InputError
+from etude.harness.model_options import ModelOptions
 from etude.harness.trace import Trace
 from etude.harness.trace_store import SUFFIX, save_trace
 from etude.pods.fleet import Fleet
@@ -33,16 +35,12 @@ def agent_by_name(name: str) -> TrialAgent:
     return commands_agent(file.read_text())
 
 
-def model_agent(model: str, endpoint: str, key_env: str, turns: int) -> TrialAgent:
+def model_agent(model: ModelOptions) -> TrialAgent:
     """Return an agent that runs harness sessions with a model."""
-    from etude.harness.budget import Budget
-    from etude.harness.model_options import ModelOptions
     from etude.harness.open_client import open_model_client
-    from etude.harness.session import SessionSpec
     from etude.tasks.session_agent import session_agent
 
-    chosen = ModelOptions(name=model, endpoint=endpoint, key_env=key_env)
-    return session_agent(lambda id: open_model_client(chosen, id), SessionSpec(budget=Budget(turns=turns)))
+    return session_agent(partial(open_model_client, model))
 
 
 @dataclass(frozen=True)

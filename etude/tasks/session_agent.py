@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 from etude.harness.model_client import ModelClient
+from etude.harness.open_client import OpenedModel
 from etude.harness.prompt import SessionRequest
 from etude.harness.session import Session, SessionSpec
 from etude.harness.session_factory import open_session
@@ -14,18 +15,17 @@ from etude.tasks.environment import TaskEnvironment
 from etude.tasks.task import TaskStep
 from etude.tasks.trial import TrialAgent
 
-OpenModelClient = Callable[[str], AbstractAsyncContextManager[ModelClient]]  # called with the session's id
+OpenModel = Callable[[str], AbstractAsyncContextManager[OpenedModel]]  # called with the session's id
 
 
-def session_agent(open_client: OpenModelClient, spec: SessionSpec | None = None) -> TrialAgent:
+def session_agent(open_model: OpenModel) -> TrialAgent:
     """Return an agent that runs one session and writes its final message where verifiers read it."""
 
     async def run(environment: TaskEnvironment, step: TaskStep | None) -> Trace:
-        async with (
-            open_client(_name(environment, step)) as client,
-            open_task_session(environment, step, client, spec or SessionSpec()) as (session, _),
-        ):
-            trace = await session.run()
+        async with open_model(_name(environment, step)) as model:
+            spec = SessionSpec.of(model.profile)
+            async with open_task_session(environment, step, model.client, spec) as (session, _):
+                trace = await session.run()
         await environment.write_final_message(trace.final)
         return trace
 

@@ -17,6 +17,8 @@ from stub_endpoint import StubEndpoint, call, says, serving
 from etude.agent.conversation import AgentConversation
 from etude.agent.options import AgentOptions
 from etude.agent.screen import Screen
+from etude.harness.open_client import OpenedModel
+from etude.harness.profile import AgentProfile
 from etude.harness.prompt import SessionRequest
 from etude.harness.session import Session
 from etude.harness.trace_store import load_trace
@@ -193,7 +195,13 @@ def test_a_failed_session_can_be_resumed(workspace: AgentWorkspace) -> None:
 def test_an_interruption_between_two_answers_does_not_end_the_next() -> None:
     session = Session(SessionRequest("Go."), scripted_client([rehearsed("One."), rehearsed("Two.")]), FakeTools())
     conversation = AgentConversation(
-        AgentOptions(Path("/")), Screen(Console()), session.client, cast(Pod, None), {}, None, "id"
+        AgentOptions(Path("/")),
+        Screen(Console()),
+        OpenedModel(session.client, AgentProfile()),
+        cast(Pod, None),
+        {},
+        None,
+        "id",
     )
     conversation.session = session
 

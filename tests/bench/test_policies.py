@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rl_runs import make_model
@@ -120,8 +121,8 @@ def test_a_price_counts_prompt_cached_and_sampled_tokens() -> None:
 # ------------------------------------------------------------------------------------------- probing
 
 
-def probe(candidate: BenchPolicy, window: int = 0, dialect: str = "") -> PolicyProfile:
-    return asyncio.run(probe_policy(candidate, dialect, window))
+def probe(candidate: BenchPolicy, **changes: Any) -> PolicyProfile:
+    return asyncio.run(probe_policy(candidate, changes))
 
 
 def test_probing_a_checkpoint_returns_its_window_dialect_and_digest(tmp_path: Path) -> None:
@@ -131,11 +132,9 @@ def test_probing_a_checkpoint_returns_its_window_dialect_and_digest(tmp_path: Pa
     assert first == probe(here)
     assert first.digest != other.digest
     assert probe(here, window=512).window == 512
-    with pytest.raises(
-        InputError, match="policy here: --window 4,096: the context window of this model is 2,048 tokens"
-    ):
+    with pytest.raises(InputError, match="policy here: --window 4,096: this model's window has 2,048 tokens"):
         probe(here, window=4096)
-    with pytest.raises(InputError, match=r"policy here: .*is not a dialect"):
+    with pytest.raises(InputError, match=r"policy here: .*latin"):
         probe(here, dialect="latin")
     with pytest.raises(InputError, match=r"policy x: .*config\.json: not found"):
         probe(BenchPolicy("x", tmp_path))
@@ -152,7 +151,7 @@ def test_a_missing_endpoint_or_a_wrong_key_is_reported_before_any_trial(
         with pytest.raises(EtudeError, match=r"^policy stub: GET .*/models: 401: wrong key$"):
             probe(known)
         monkeypatch.setenv(DEFAULT_KEY_ENV, SECRET)
-        assert probe(known) == PolicyProfile(128_000, "chat")
+        assert (probe(known).window, probe(known).dialect) == (128_000, "chat")
         with pytest.raises(InputError, match=r"policy x: .* serves no other; it serves stub"):
             probe(BenchPolicy("x", url=stub.url, model="other"))
 

@@ -18,8 +18,10 @@ from etude.chat.dialects import dialect_for
 from etude.chat.messages import Message
 from etude.chat.tokenizer import Tokenizer
 from etude.harness.budget import Budget
-from etude.harness.model_client import ModelClient, TokenModelClient
+from etude.harness.model_client import TokenModelClient
 from etude.harness.model_options import ModelOptions
+from etude.harness.open_client import OpenedModel
+from etude.harness.profile import AgentProfile
 from etude.harness.prompt import SessionRequest
 from etude.harness.scripted_policy import ReplayPolicy, ScriptedPolicy
 from etude.harness.session import SessionSpec
@@ -75,8 +77,9 @@ def test_every_prompt_of_a_session_is_the_same_in_a_terminal_and_in_a_rollout(wo
     asked = ScriptedPolicy(chatml(), SCRIPT)
 
     @asynccontextmanager
-    async def scripted(model: ModelOptions, session: str) -> AsyncIterator[ModelClient]:
-        yield TokenModelClient(asked, chatml(), Sampling(), window=WINDOW, model="script")
+    async def scripted(model: ModelOptions, session: str) -> AsyncIterator[OpenedModel]:
+        client = TokenModelClient(asked, chatml(), Sampling(), window=WINDOW, model="script")
+        yield OpenedModel(client, AgentProfile.for_model(None, WINDOW, model.session))
 
     workspace.monkeypatch.setattr(conversation, "open_model_client", scripted)
     said = workspace.agent("-p", REQUEST)

@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 
 from etude.cli import app
 from etude.errors import InputError
-from etude.harness.model_client import ModelClient
+from etude.harness.open_client import OpenedModel
+from etude.harness.profile import AgentProfile
 from etude.pods import open_fleet
 from etude.tasks.harbor import task_digest, write_task
 from etude.tasks.session_agent import session_agent
@@ -110,8 +111,8 @@ def test_a_harness_session_is_an_agent(tasks: Path) -> None:
     lines = [says("", call("run_terminal_cmd", command="echo 2 > said.txt")), says("It is done.")]
 
     @asynccontextmanager
-    async def speaking(id: str) -> AsyncIterator[ModelClient]:
-        yield scripted_client(lines)
+    async def speaking(id: str) -> AsyncIterator[OpenedModel]:
+        yield OpenedModel(scripted_client(lines), AgentProfile())
 
     async def go() -> Trial:
         async with open_fleet() as fleet:

@@ -23,8 +23,8 @@ for _builtin in (ChatML, Qwen3, Qwen3Coder, KimiK2, DeepSeekV3):
 
 
 def dialect_for(tokenizer: Tokenizer, name: str | None = None) -> TurnDialect:
-    """Return the named dialect or, without a name, the one that matches the tokenizer's tokens and chat template."""
-    if name is not None:
+    """Return the named dialect or, without a name or with "auto", the one that matches tokens and chat template."""
+    if name not in (None, "", "auto"):
         return DIALECTS[name](tokenizer)
     matching = [family for family in DIALECTS.values() if family.fits(tokenizer)]
     if len(matching) != 1:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from etude.chat.dialects.json_calls import MalformedCall, read_arguments
 from etude.chat.messages import CallStatus, ParsedTurn, PartListener, StreamPart, ToolCall, ToolSchema, tool_names
@@ -44,12 +45,12 @@ class Reply:
 
 
 class OpenAIChat:
-    """The chat API at `url` (including `/v1`). OpenAI's newer models need `limit="max_completion_tokens"`."""
+    """The chat API at `url` (including `/v1`)."""
 
-    def __init__(
-        self, url: str, key: str = "", *, model: str, limit: str = "max_tokens", retry: RetryPolicy | None = None
-    ) -> None:
-        self.url, self.model, self.limit, self._key = url.rstrip("/"), model, limit, key
+    def __init__(self, url: str, key: str = "", *, model: str, retry: RetryPolicy | None = None) -> None:
+        self.url, self.model, self._key = url.rstrip("/"), model, key
+        # OpenAI's newer models refuse the older name.
+        self.limit = "max_completion_tokens" if urlsplit(url).hostname == "api.openai.com" else "max_tokens"
         self._transport = Transport(key, retry)
 
     async def close(self) -> None:

@@ -372,7 +372,7 @@ def _check_rl(settings: RlSettings, recipe: Recipe, inputs: RecipeInputs) -> Non
         _check_length(inputs, "rl.window", settings.window or 0, model)
         if model.tokenizer is not None:
             with inputs.problems_of("rl.dialect"):
-                dialect_for(model.tokenizer, None if settings.dialect == "auto" else settings.dialect)
+                dialect_for(model.tokenizer, settings.dialect)
     with inputs.problems_of("rl"):
         inputs.pods = working_pod_backend()
 
