@@ -182,7 +182,7 @@ def _candidate(
             checks=(
                 VerifierCheck("code", {}, {"files": [file]}),
                 VerifierCheck("docstrings", {}, {"items": list(docstring_specs)}),
-                scope_check(files, (file, "docs/*", "*.md", "*.rst")),
+                scope_check(files, (f"/{file}", "docs/*", "*.md", "*.rst")),
             ),
             verifier_data={f"original/{file}": repository.files[file]},
             protected=(),

@@ -184,7 +184,7 @@ def make_draft(
         solution={FINDINGS_FILE: ("[\n" + ",\n".join(answer) + "\n]\n").encode()},
         checks=(
             VerifierCheck("findings", {}, {"file": FINDINGS_FILE, "planted": planted}),
-            scope_check(files, (FINDINGS_FILE,)),
+            scope_check(files, (f"/{FINDINGS_FILE}",)),
         ),
         committed={},
         metadata={"operators": [mutation.operator for mutation in chosen], "harmless": [each.kind for each in neutral]},

@@ -163,7 +163,7 @@ def make_draft(
         solution={removed_tests_file(repository, tests)[0]: removed_tests_file(repository, tests)[1]},
         checks=(
             VerifierCheck("mutants", run, {"least": math.ceil(MIN_KILLED_SHARE * KEPT_MUTANTS)}),
-            scope_check(files, tuple(f"{directory}/*" for directory in directories)),
+            scope_check(files, tuple("*" if directory == "." else f"/{directory}/*" for directory in directories)),
         ),
         verifier_data={**verifier_data, f"equal/0/{file}": equivalent},
         protected=tuple(sorted({each.rpartition("/")[0] + "/**" for each in repository.source.modules if "/" in each})),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -86,22 +87,8 @@ def _text(file: Path, default: str | None = None) -> str:
 # ------------------------------------------------------------------------------------------------- rows
 
 
-def read_smith(source: Path) -> Iterator[tuple[str, Callable[[], Instance]]]:
-    """Read SWE-smith rows: the patch introduces the bug, and reverting it is the solution."""
-    return _rows(source, _smith)
-
-
-def read_gym(source: Path) -> Iterator[tuple[str, Callable[[], Instance]]]:
-    """Read SWE-Gym rows, which have the form of SWE-bench rows."""
-    return _rows(source, _gym)
-
-
-def read_rebench(source: Path) -> Iterator[tuple[str, Callable[[], Instance]]]:
-    """Read SWE-rebench rows: SWE-bench rows with installation instructions."""
-    return _rows(source, _rebench)
-
-
 def _rows(source: Path, read: Callable[[Mapping[str, Any]], Instance]) -> Iterator[tuple[str, Callable[[], Instance]]]:
+    """Read rows of a file in JSON lines or Parquet."""
     if not source.is_file():
         raise InputError(f"{source}: not a file; expected rows in JSON lines or Parquet")
     for number, row, _ in read_rows(source, ReadLimits(max_item_bytes=MAX_ROW), columns=None):
@@ -145,6 +132,7 @@ def _common(row: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _smith(row: Mapping[str, Any]) -> Instance:
+    """Read a row of SWE-smith: the patch introduces the bug, and reverting it is the solution."""
     common = _common(row, "swe-smith")
     if not common["fail_to_pass"] or not common["pass_to_pass"]:
         raise InputError("has no FAIL_TO_PASS or no PASS_TO_PASS; such rows are invalid in SWE-smith too")
@@ -154,6 +142,7 @@ def _smith(row: Mapping[str, Any]) -> Instance:
 
 
 def _gym(row: Mapping[str, Any]) -> Instance:
+    """Read a row of SWE-Gym, which has the form of a SWE-bench row."""
     return Instance(
         **_common(row, "swe-gym"),
         gold=_string(row, "patch", required=True),
@@ -163,6 +152,7 @@ def _gym(row: Mapping[str, Any]) -> Instance:
 
 
 def _rebench(row: Mapping[str, Any]) -> Instance:
+    """Read a row of SWE-rebench: a SWE-bench row with installation instructions."""
     config = row.get("install_config") or {}
     if isinstance(config, str):
         config = json.loads(config)
@@ -187,7 +177,7 @@ def _rebench(row: Mapping[str, Any]) -> Instance:
 
 SOURCES: Mapping[str, ReadInstances] = {
     "swebench": read_swebench,
-    "swe-smith": read_smith,
-    "swe-gym": read_gym,
-    "swe-rebench": read_rebench,
+    "swe-smith": partial(_rows, read=_smith),
+    "swe-gym": partial(_rows, read=_gym),
+    "swe-rebench": partial(_rows, read=_rebench),
 }

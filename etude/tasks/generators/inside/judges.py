@@ -7,7 +7,6 @@ list of problems.
 from __future__ import annotations
 
 import ast
-import fnmatch
 import hashlib
 import io
 import json
@@ -16,6 +15,7 @@ import re
 import tokenize
 from typing import Any
 
+from etude.globs import Globs
 from etude.tasks.generators.inside.patterns import lines_with
 from etude.tasks.runner.guard import HERE, JsonObject
 
@@ -228,14 +228,8 @@ def judge_scope(view: WorkspaceView, expected: JsonObject, result: JsonObject) -
     """Check that only allowed files changed."""
     known: dict[str, str] = expected["digests"]
     changed = [path for path in {*known, *view.files} if known.get(path) != view.files.get(path)]
-    return all_or_nothing(
-        [
-            f"{path} was changed"
-            for path in sorted(changed)
-            # fnmatch, not etude.globs: this file is shipped alone, and the generator writes the patterns itself
-            if not any(fnmatch.fnmatch(path, glob) for glob in expected["allowed"])
-        ]
-    )
+    allowed = Globs(expected["allowed"])
+    return all_or_nothing([f"{path} was changed" for path in sorted(changed) if not allowed.matches(path)])
 
 
 def judge_patterns(view: WorkspaceView, expected: JsonObject, result: JsonObject) -> tuple[float, list[str]]:
