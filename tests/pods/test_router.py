@@ -249,11 +249,13 @@ def test_a_removed_host_may_return(clock: Clock) -> None:
     assert not made.place(ONE, exclude={"b"}).warm
 
 
-def test_a_report_survives_json() -> None:
+def test_a_report_survives_json_and_another_version_is_refused() -> None:
     sent = report("a", images=frozenset({"x", "y"}), warm={"x": 1}, capabilities=frozenset({"pause"}), memory_some=None)
     assert parse(HostReport, json.dumps(to_json(sent)).encode(), "report") == sent
     with pytest.raises(InputError, match=r"report: pods is 'many'; Input should be a valid integer"):
         parse(HostReport, json.dumps({**to_json(sent), "pods": "many"}).encode(), "report")
+    with pytest.raises(InputError, match=r"report: version is '99'; Input should be 1"):
+        parse(HostReport, json.dumps({**to_json(sent), "version": 99}).encode(), "report")
 
 
 # -- a reference implementation in plain Python

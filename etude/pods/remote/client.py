@@ -35,7 +35,7 @@ from etude.pods.pod import Event, ExecResult, FileInfo, Job, Pod, PodError, PodG
 from etude.pods.remote import messages
 from etude.pods.remote.messages import parse
 from etude.pods.remote.websocket import WebSocketLink
-from etude.pods.scheduling.router import REPORT_VERSION, HostReport
+from etude.pods.scheduling.router import HostReport
 
 CONNECT_S = 10.0
 RESPONSE_S = 60.0
@@ -80,13 +80,10 @@ class RemoteHostClient(HostClient):
         client = cls(url, token, lease)
         try:
             client.name = (await client.report()).host
-        except HostGone:
-            if required:
+        except EtudeError as error:
+            if required or not isinstance(error, HostGone):
                 await client.http.aclose()
                 raise
-        except EtudeError:
-            await client.http.aclose()
-            raise
         return client
 
     async def close(self) -> None:
@@ -117,13 +114,7 @@ class RemoteHostClient(HostClient):
 
     async def report(self) -> HostReport:
         body = await self.request("GET", "/report", retry=False)
-        found = parse(HostReport, body, f"report of {self.url}")
-        if found.version != REPORT_VERSION:
-            raise InputError(
-                f"report of {self.url}: version {found.version}; this router reads {REPORT_VERSION}: "
-                "run the same release on both sides"
-            )
-        return found
+        return parse(HostReport, body, f"report of {self.url}; does it run the same release?")
 
     async def create(
         self,
@@ -370,10 +361,6 @@ class RemotePod(GuestPod):
             self._renew()
             with contextlib.suppress(EtudeError):
                 await self.refresh()
-
-    def release(self) -> None:
-        """Disconnect from the pod without closing it: with `renews` it ends when its lease runs out."""
-        self._end(PodGone(f"pod {self.id} was released"))
 
     # ------------------------------------------------------------------------------------------- commands
 

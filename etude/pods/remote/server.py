@@ -71,9 +71,6 @@ class HostService:
 
     # ------------------------------------------------------------------------------------------- pods
 
-    async def report(self, _: Request) -> Any:
-        return self.host.report()
-
     async def create(self, request: Request) -> Any:
         wanted = messages.parse(messages.CreateRequest, await read_body(request), "create")
         self._require_open()
@@ -83,9 +80,6 @@ class HostService:
     def _require_open(self) -> None:
         if self.host.draining:
             raise HostGone(f"host {self.host.name} is draining and takes no new pods")
-
-    async def pods(self, _: Request) -> Any:
-        return await self.client.pods()
 
     async def pod(self, request: Request) -> Any:
         pod = await self._find(request)
@@ -192,12 +186,6 @@ class HostService:
 
     # ------------------------------------------------------------------------------------------- files
 
-    async def snapshots(self, _: Request) -> Any:
-        return await self.client.snapshots()
-
-    async def images(self, _: Request) -> Any:
-        return await self.client.images()
-
     async def export(self, request: Request) -> Any:
         with ExitStack() as stack:
             file = stack.enter_context(self.host.store.staging()) / "export.tar"
@@ -215,9 +203,6 @@ class HostService:
                 return {"id": await self.client.import_(file)}
             except InputError as error:  # do not show the server's temporary path to the client
                 raise InputError(str(error).replace(str(file), "the file")) from None
-
-    async def persist(self, request: Request) -> Any:
-        return await self.client.persist(request.path_params["id"])
 
     async def remove_snapshot(self, request: Request) -> Any:
         with contextlib.suppress(InputError):  # removing a missing snapshot is allowed
@@ -290,6 +275,7 @@ async def error_response(_: Request, error: Exception) -> Response:
 def app(host: Host, token: str, *, max_upload: int = MAX_UPLOAD) -> Starlette:
     """Return the application that serves an open host; an empty token disables authentication."""
     service = HostService(host, max_upload)
+    client = service.client
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -309,8 +295,8 @@ def app(host: Host, token: str, *, max_upload: int = MAX_UPLOAD) -> Starlette:
 
     return Starlette(
         routes=[
-            route("/report", GET=service.report),
-            route("/pods", GET=service.pods, POST=service.create),
+            route("/report", GET=lambda _: client.report()),
+            route("/pods", GET=lambda _: client.pods(), POST=service.create),
             route("/pods/{id}", GET=service.pod, DELETE=service.close),
             route("/pods/{id}/events", GET=service.events),
             route("/pods/{id}/memory", POST=service.memory),
@@ -318,9 +304,9 @@ def app(host: Host, token: str, *, max_upload: int = MAX_UPLOAD) -> Starlette:
             route("/pods/{id}/snapshot", POST=service.snapshot),
             route("/pods/{id}/fork", POST=service.fork),
             WebSocketRoute("/v1/pods/{id}/agent", service.tunnel),
-            route("/images", GET=service.images, PUT=service.import_file),
-            route("/snapshots", GET=service.snapshots),
-            route("/snapshots/{id}/persist", POST=service.persist),
+            route("/images", GET=lambda _: client.images(), PUT=service.import_file),
+            route("/snapshots", GET=lambda _: client.snapshots()),
+            route("/snapshots/{id}/persist", POST=lambda request: client.persist(request.path_params["id"])),
             route("/snapshots/{id:path}", GET=service.export, DELETE=service.remove_snapshot),
         ],
         middleware=[Middleware(TokenAuth, token=token)],

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections import deque
 
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, WebSocketException
@@ -21,9 +20,9 @@ class WebSocketLink(Link):
     def __init__(self, socket: ClientConnection, url: str) -> None:
         self.socket, self.url = socket, url
         self.receiver: Receiver | None = None
-        self.queue: deque[bytes] = deque()
-        self.queued = 0
-        self.reading, self.has_data, self.has_space = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.queue: asyncio.Queue[bytes] = asyncio.Queue()
+        self.queued = 0  # bytes
+        self.reading, self.has_space = asyncio.Event(), asyncio.Event()
         self.reading.set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.closed = False
@@ -60,20 +59,17 @@ class WebSocketLink(Link):
     async def _write(self) -> None:
         with contextlib.suppress(ConnectionClosed):  # the reader reports it
             while True:
-                while self.queue:
-                    data = self.queue.popleft()
-                    await self.socket.send(data)  # waits while the peer is slow
-                    self.queued -= len(data)
-                    if self.queued <= MAX_QUEUED:
-                        self.has_space.set()
-                self.has_data.clear()
-                await self.has_data.wait()
+                data = await self.queue.get()
+                await self.socket.send(data)  # waits while the peer is slow
+                self.queue.task_done()
+                self.queued -= len(data)
+                if self.queued <= MAX_QUEUED:
+                    self.has_space.set()
 
     def send(self, data: bytes) -> None:
         if not self.closed:
-            self.queue.append(data)
+            self.queue.put_nowait(data)
             self.queued += len(data)
-            self.has_data.set()
 
     async def drain(self) -> None:
         while self.queued > MAX_QUEUED and not self.closed:
@@ -93,10 +89,8 @@ class WebSocketLink(Link):
             asyncio.create_task(self._close_socket())  # noqa: RUF006  the connection's own tasks keep it alive
 
     async def _close_socket(self) -> None:
-        with contextlib.suppress(TimeoutError, ConnectionClosed):  # data queued before the close is still sent
-            async with asyncio.timeout(1):
-                while self.queue:
-                    await asyncio.sleep(0.005)
+        with contextlib.suppress(TimeoutError):  # data queued before the close is still sent
+            await asyncio.wait_for(self.queue.join(), 1)
         with contextlib.suppress(WebSocketException, OSError):
             await self.socket.close()
         for task in self.tasks:

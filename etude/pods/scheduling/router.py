@@ -12,6 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,6 @@ from etude.pods.pod import Capabilities, PodError
 from etude.pods.scheduling.admission import Thresholds
 from etude.pods.scheduling.pressure import Pressure
 
-REPORT_VERSION = 1
 Floats = npt.NDArray[np.float64]
 Booleans = npt.NDArray[np.bool_]
 
@@ -51,7 +51,7 @@ class HostReport:
     starting: int = 0  # pods that are being created
     draining: bool = False
     time: float = 0.0  # of the host's own clock: only compared with its other reports
-    version: int = REPORT_VERSION
+    version: Literal[1] = 1  # of this message
 
 
 def capability_labels(backend: str, capabilities: Capabilities) -> frozenset[str]:
