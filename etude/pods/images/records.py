@@ -1,5 +1,6 @@
 """The store's record types: layers, images, snapshots. pydantic reads and writes their JSON form."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -78,10 +79,14 @@ IMAGE_NAME = TypeAdapter(ImageName)
 SNAPSHOT = TypeAdapter(SnapshotRecord)
 
 
+def is_id(name: str) -> bool:
+    """Return whether a name can be an id: up to 128 letters, digits, `-`, `_` and `.`, not starting with a dot."""
+    return re.fullmatch(r"(?!\.)[A-Za-z0-9._-]{1,128}", name) is not None
+
+
 def check_id(name: str) -> str:
-    """Return an id if it is a valid file name of letters, digits, `-`, `_` and `.`, not starting with a dot."""
-    ok = 0 < len(name) <= 128 and name.isascii() and name[0] != "."
-    if not ok or not all(c.isalnum() or c in "-_." for c in name):
+    """Return an id; raise ValueError if it is none."""
+    if not is_id(name):
         raise ValueError(f"{name!r} is not an id")
     return name
 

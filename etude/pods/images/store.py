@@ -39,6 +39,7 @@ from etude.pods.images.records import (
     Layer,
     SnapshotRecord,
     check_id,
+    is_id,
     reason,
 )
 from etude.pods.images.trees import can_chown, digest, remove_tree
@@ -90,9 +91,7 @@ class Store:
 
         With a `key` (anything that determines the content), `fill` is not called if the key's layer is in the store.
         """
-        with self._shared():
-            cached = self._cached_image(key) if key is not None else None
-        if cached is not None:
+        if key is not None and (cached := self.cached_image(key)) is not None:
             return cached.layers[0]
         layer = self._build_layer(fill, lambda made: Layer(tree_digest(made)))
         if key is not None:
@@ -199,14 +198,11 @@ class Store:
     def cached_image(self, key: str) -> Image | None:
         """Return the image that `key` produced if all its layers exist, and restart their grace period."""
         with self._shared():
-            return self._cached_image(key)
-
-    def _cached_image(self, key: str) -> Image | None:
-        try:
-            image = IMAGE.validate_json(self._key_file(key).read_bytes())
-        except (FileNotFoundError, ValueError):
-            return None  # a lost cache entry only means that the image is built again
-        present = [self._present(layer) for layer in image.layers]  # a list: restarts the grace period of all
+            try:
+                image = IMAGE.validate_json(self._key_file(key).read_bytes())
+            except (FileNotFoundError, ValueError):
+                return None  # a lost cache entry only means that the image is built again
+            present = [self._present(layer) for layer in image.layers]  # a list: restarts the grace period of all
         return image if all(present) else None
 
     def _key_file(self, key: str) -> Path:
@@ -237,8 +233,8 @@ class Store:
     def _find_image(self, name: str) -> Image | None:
         named = self._read(IMAGE_NAME, self._name_file(name))
         if named is None:
-            return self._read(IMAGE, self.root / "images" / f"{name}.json") if _is_id(name) else None
-        found = self._read(IMAGE, self.root / "images" / f"{named.image}.json") if _is_id(named.image) else None
+            return self._read(IMAGE, self.root / "images" / f"{name}.json") if is_id(name) else None
+        found = self._read(IMAGE, self.root / "images" / f"{named.image}.json") if is_id(named.image) else None
         if found is None:
             raise _damaged(self._name_file(name), "its image is missing")
         return found.named(name)
@@ -280,7 +276,7 @@ class Store:
 
     def snapshot(self, id: str) -> SnapshotRecord:
         """Return a snapshot by its id."""
-        record = self._read(SNAPSHOT, self.root / "snapshots" / f"{id}.json") if _is_id(id) else None
+        record = self._read(SNAPSHOT, self.root / "snapshots" / f"{id}.json") if is_id(id) else None
         if record is None:
             raise InputError(f"there is no snapshot {id!r} in {self.root}")
         for layer in record.image.layers:
@@ -294,7 +290,7 @@ class Store:
 
     def remove_snapshot(self, id: str) -> None:
         """Remove a snapshot, if it exists; the next garbage collection removes its layers."""
-        if _is_id(id):
+        if is_id(id):
             (self.root / "snapshots" / f"{id}.json").unlink(missing_ok=True)
 
     # -- garbage collection
@@ -423,14 +419,6 @@ class Store:
 
 def _damaged(file: Path, why: str) -> PodError:
     return PodError(f"record {file} is damaged ({why}); {_REMEDIES[file.parent.name]}")
-
-
-def _is_id(name: str) -> bool:
-    try:
-        check_id(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _abandoned(lock: Path, after: float = 0.0) -> bool:
