@@ -18,6 +18,7 @@ from typing import Any
 
 import etude
 from etude.errors import EtudeError, InputError
+from etude.runs.layout import RunLayout
 from etude.system.processes import PARENT_VARIABLE, die_with_parent, parent_process
 
 POLL_S = 0.5
@@ -113,7 +114,7 @@ def progress_note(command: Command) -> str:
     """Return the stage and step of a command's run, from the last line of its metrics."""
     if command.run is None:
         return command.module
-    last = last_metrics(command.run / "metrics.jsonl")
+    last = last_metrics(RunLayout(command.run).metrics)
     return f"{last['stage']} step {last['step']}" if last else "starting"
 
 

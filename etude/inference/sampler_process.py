@@ -33,7 +33,7 @@ from etude.inference.settings import SamplerRunSettings
 from etude.inference.weight_update import check_finite
 from etude.kernels import usable_device
 from etude.model.checkpoint import load
-from etude.runs.layout import RunLayout, run_directory
+from etude.runs.layout import RunLayout
 from etude.runs.service_status import SAMPLER, sampler_token, write_status
 from etude.system.processes import die_with_parent, parent_process
 from etude.weights.delta import DeltaError
@@ -383,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         die_with_parent(parent_process())
-        layout = RunLayout(run_directory(given.run))
+        layout = RunLayout.of_run(given.run)
         settings = load_table(layout.recipe, "rl", SamplerRunSettings)
         Sampler(layout, given.name, process_settings(layout, settings)).run()
     except EtudeError as error:

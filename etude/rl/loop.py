@@ -128,7 +128,7 @@ def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, d
 
 def prompts_exhausted(loop: RlLoop) -> bool:
     """Return whether all prompts are used and fewer groups are in progress than a step needs."""
-    return (loop.layout.root / "exhausted").exists() and loop.queue.outstanding() < loop.settings.groups_per_step
+    return loop.layout.exhausted.exists() and loop.queue.outstanding() < loop.settings.groups_per_step
 
 
 # ------------------------------------------------------------------------------------------ training sequences

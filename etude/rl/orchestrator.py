@@ -247,7 +247,7 @@ class Orchestrator:
         self.queue.add(draw.prompts)
         if draw.missing:
             reason = self.curriculum.exhausted(self.queue) or "no prompt is left"
-            write_atomically(self.layout.root / "exhausted", reason)
+            write_atomically(self.layout.exhausted, reason)
 
     def start_due_evaluation(self, step: int) -> None:
         """Start the evaluation before the first step, or a periodic one. `is_finished` starts the last one."""
@@ -374,7 +374,7 @@ class Orchestrator:
     def finish(self) -> Facts:
         """Save the last weights as a checkpoint of the run, and return the facts of the stage's summary."""
         found = checkpoints(self.layout)
-        note = self.layout.root / "exhausted"
+        note = self.layout.exhausted
         ended_early = note.read_text(encoding="utf-8") if note.exists() else ""
         if not found:
             reason = ended_early or "the trainer ended before its first step"

@@ -12,7 +12,7 @@ from etude.inference.settings import SamplerRunSettings
 from etude.rl.advantages import EstimatorSettings
 from etude.rl.curriculum import CurriculumSettings
 from etude.rollouts.settings import RolloutSettings
-from etude.runs.layout import RunLayout, run_directory
+from etude.runs.layout import RunLayout
 
 # Losses of sampled tokens (`TokenLoss` in rl/objective.py), with their options as keyword-only parameters.
 OBJECTIVES = Registry[Callable[..., Any]]("objective", lazy={"policy_gradient": "etude.rl.objective:policy_gradient"})
@@ -79,7 +79,7 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
 
 def open_rl_run(run: Path | str) -> tuple[RunLayout, RlSettings]:
     """Return the layout of a run and the settings of its `rl` stage, from its recorded recipe."""
-    layout = RunLayout(run_directory(run))
+    layout = RunLayout.of_run(run)
     if "rl" not in read_toml(layout.recipe):
         raise InputError(f"{layout.run}: this run has no stage rl")
     settings = load_table(layout.recipe, "rl", RlSettings)

@@ -51,7 +51,7 @@ from etude.rollouts.rollout import (
 )
 from etude.rollouts.sampler_pool import SamplersUnavailable, open_sampler_pool
 from etude.rollouts.settings import QueueSettings, RolloutSettings, evaluation_queue
-from etude.runs.layout import RunLayout, read_task_lists, run_directory
+from etude.runs.layout import RunLayout
 from etude.runs.service_status import read_statuses, write_status
 from etude.system.cores import usable_cores
 from etude.system.processes import die_with_parent, parent_process
@@ -493,7 +493,7 @@ def worker_config(layout: RunLayout, settings: RolloutSettings, seed: int) -> Wo
         effort=settings.effort,
         checkpoint_s=settings.checkpoint_rollouts_s,
     )
-    tasks = read_task_lists(layout)
+    tasks = layout.task_lists()
     queues: dict[QueueName, QueueSettings] = {"training": settings}
     options: dict[QueueName, RolloutOptions] = {"training": training}
     if settings.evaluation is not None:
@@ -521,7 +521,7 @@ async def run_worker(name: str, config: WorkerConfig, settings: RolloutSettings)
     """Run a worker until SIGTERM or SIGINT."""
     layout = config.layout
     # All workers of a machine share one directory: each finds the pod snapshots of the others' checkpoints.
-    async with open_fleet(state=layout.root / "pods") as fleet, open_sampler_pool(layout) as policy:
+    async with open_fleet(state=layout.pods) as fleet, open_sampler_pool(layout) as policy:
         worker = Worker(name, config, fleet, bind_policy(layout, settings, policy))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -538,7 +538,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     layout: RunLayout | None = None
     try:
         die_with_parent(parent_process())
-        layout = RunLayout(run_directory(given.run))
+        layout = RunLayout.of_run(given.run)
         write_status(layout, given.name, state="starting")
         settings = load_table(layout.recipe, "rl", RolloutSettings)
         seed = int(read_toml(layout.recipe).get("seed", 0))

@@ -31,6 +31,7 @@ from etude import __version__
 from etude.config import Settings, differing_keys, read_toml, render_toml, settings_data
 from etude.errors import EtudeError, InputError
 from etude.files import content_digest, disk_errors, sync, sync_tree, take_lock, write_atomically
+from etude.runs.layout import RunLayout
 
 UNFINISHED = ".unfinished-"  # prefix of every artefact that is still being written
 MAX_DIFFERENCES = 10  # differing keys that an error lists
@@ -75,11 +76,10 @@ class Run:
     """One run directory, open for reading or, as a context manager, for writing by this process alone."""
 
     def __init__(self, path: Path, settings: RunSettings, lock: int | None) -> None:
-        self.path = path
-        self.settings = settings
+        self.path, self.layout, self.settings = path, RunLayout(path), settings
         self._lock = lock
         self.listeners: list[Callable[[str, int, dict[str, Any]], None]] = []  # called with every logged line
-        self._state: dict[str, dict[str, Any]] = _read_state(path / "state.json")
+        self._state: dict[str, dict[str, Any]] = _read_state(self.layout.state)
 
     @classmethod
     def create_or_resume(
@@ -89,16 +89,16 @@ class Run:
 
         `allow_changes` lets a run continue under a different recipe, which then replaces the recorded one.
         """
-        path = Path(os.path.abspath(path))
-        check_usable(path)
+        layout = RunLayout(path := Path(os.path.abspath(path)))
+        check_usable(layout)
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-            lock = take_lock(path / "lock", f"run {path}")
+            lock = take_lock(layout.lock, f"run {path}")
         try:
-            if (path / "recipe.toml").exists():
-                check_resumable(path, recipe, resume, allow_changes)
-            _remove_unfinished(path)
-            _replace(path / "recipe.toml", render_toml(recipe))
+            if layout.recipe.exists():
+                check_resumable(layout, recipe, resume, allow_changes)
+            _remove_unfinished(layout)
+            _replace(layout.recipe, render_toml(recipe))
             return cls(path, recipe, lock)
         except BaseException:
             os.close(lock)
@@ -107,10 +107,8 @@ class Run:
     @classmethod
     def read(cls, path: Path | str) -> Self:
         """Open for reading; a writer may be active at the same time."""
-        path = Path(os.path.abspath(path))
-        if not (path / "recipe.toml").is_file():
-            raise InputError(f"{path} is not a run: it has no recipe.toml; name a directory made by `etude run`")
-        return cls(path, _recorded_settings(path), None)
+        layout = RunLayout.of_run(path)
+        return cls(layout.run, _recorded_settings(layout), None)
 
     def __enter__(self) -> Self:
         return self
@@ -133,20 +131,20 @@ class Run:
         """Append one line of metrics. A number that is not finite is kept as a string: "NaN", "Infinity"."""
         if taken := values.keys() & {"time", "stage", "step"}:
             raise ValueError(f"{sorted(taken)} are set by log itself")
-        self._append("metrics.jsonl", {"time": round(time.time(), 3), "stage": stage, "step": step, **values})
+        self._append(self.layout.metrics, {"time": round(time.time(), 3), "stage": stage, "step": step, **values})
         for listener in self.listeners:
             listener(stage, step, values)
 
     def metrics(self, stage: str | None = None) -> list[dict[str, Any]]:
         """Return all complete lines of metrics, oldest first."""
-        records = _read_jsonl(self.path / "metrics.jsonl")
+        records = _read_jsonl(self.layout.metrics)
         return [record for record in records if stage in (None, record.get("stage"))]
 
     def rewind(self, stage: str, step: int = -1) -> None:
         """Delete the metrics of `stage` after `step`, before the stage repeats them."""
         self._check_writable()
         kept = [record for record in self.metrics() if record["stage"] != stage or record["step"] <= step]
-        _replace(self.path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+        _replace(self.layout.metrics, "".join(json.dumps(record) + "\n" for record in kept))
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -169,7 +167,7 @@ class Run:
         self._check_writable()
         entry = {"done": done, "saved": _now(), "facts": {**self.facts(stage), **to_plain(facts)}}
         state = {**self._state, stage: entry}
-        _replace(self.path / "state.json", json.dumps({"format": FORMAT, "stages": state}, indent=2) + "\n")
+        _replace(self.layout.state, json.dumps({"format": FORMAT, "stages": state}, indent=2) + "\n")
         self._state = state
 
     # ------------------------------------------------------------------------------------------ artefacts
@@ -178,19 +176,19 @@ class Run:
         self, name: str, *, kind: str, stage: str, parents: Sequence[Parent | Artefact | Path] = ()
     ) -> AbstractContextManager[Path]:
         """Yield a directory to write into; it gets its name and its lineage record only if the block succeeds."""
-        return self._write_directory(self.path / "artefacts" / name, kind, stage, parents)
+        return self._write_directory(self.layout.artefacts / name, kind, stage, parents)
 
     def checkpoint(
         self, stage: str, step: int, *, parents: Sequence[Parent | Artefact | Path] = ()
     ) -> AbstractContextManager[Path]:
         """Like `artefact`, for model weights: `checkpoints/STAGE-STEP`, of kind "checkpoint"."""
-        final = self.path / "checkpoints" / f"{stage}-{step}"
+        final = self.layout.checkpoints / f"{stage}-{step}"
         return self._write_directory(final, "checkpoint", stage, parents)
 
     def artefacts(self, kind: str | None = None) -> list[Artefact]:
         """Return the artefacts that exist, oldest first, each once."""
         newest: dict[Path, Artefact] = {}
-        for record in _read_jsonl(self.path / "lineage.jsonl"):
+        for record in _read_jsonl(self.layout.lineage):
             artefact = _artefact_from(record, self.path)
             if kind in (None, artefact.kind) and artefact.path.is_dir():
                 newest.pop(artefact.path, None)  # written again: it moves to the end
@@ -249,7 +247,7 @@ class Run:
             created=_now(),
             etude=__version__,
         )
-        self._append("lineage.jsonl", {"format": FORMAT, **asdict(record)})
+        self._append(self.layout.lineage, {"format": FORMAT, **asdict(record)})
 
     def parent(self, parent: Parent | Artefact | Path) -> Parent:
         """Return how the lineage names an input of an artefact."""
@@ -267,10 +265,9 @@ class Run:
         if self._lock is None:
             raise EtudeError(f"run {self.path} is open for reading only; open it with Run.create_or_resume")
 
-    def _append(self, name: str, record: dict[str, object]) -> None:
+    def _append(self, path: Path, record: dict[str, object]) -> None:
         self._check_writable()
         line = json.dumps(to_plain(record), allow_nan=False) + "\n"
-        path = self.path / name
         # One unbuffered write per line: a kill leaves the line whole or torn, and never mixes two.
         with disk_errors(path), path.open("ab", buffering=0) as file:
             size = file.tell()
@@ -287,11 +284,12 @@ class Run:
 # ------------------------------------------------------------------------------------------ opening a run
 
 
-def check_usable(path: Path) -> None:
+def check_usable(layout: RunLayout) -> None:
     """Refuse a directory that holds other files, before anything is written into it."""
+    path = layout.run
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file; name a directory for the run")
-    if not path.is_dir() or (path / "recipe.toml").exists():
+    if not path.is_dir() or layout.recipe.exists():
         return
     # A run that was killed while it was created holds nothing but these.
     own = ("lock", UNFINISHED, ".recipe.toml.")
@@ -299,20 +297,20 @@ def check_usable(path: Path) -> None:
         raise InputError(f"{path} is not a run and not empty (it has {foreign[0]}); name another directory")
 
 
-def check_resumable(path: Path, recipe: RunSettings, resume: bool, allow_changes: bool) -> None:
+def check_resumable(layout: RunLayout, recipe: RunSettings, resume: bool, allow_changes: bool) -> None:
     """Refuse to continue a run under a recipe that differs in anything that has already been used."""
     if not resume:
-        raise InputError(f"{path} already holds a run; add --resume to continue it or name another directory")
-    recorded, wanted = read_toml(path / "recipe.toml"), settings_data(recipe)
+        raise InputError(f"{layout.run} already holds a run; add --resume to continue it or name another directory")
+    recorded, wanted = read_toml(layout.recipe), settings_data(recipe)
     if recorded == wanted or allow_changes:
         return
     digests = wanted.get("plugin_digests", {})
     for plugin, digest in recorded.get("plugin_digests", {}).items():
         if digests.get(plugin, digest) != digest:
             raise InputError(
-                f"run {path} was started with another version of the plugin {plugin}; restore that version"
+                f"run {layout.run} was started with another version of the plugin {plugin}; restore that version"
             )
-    started = _started_stages(path)
+    started = _started_stages(layout)
     free = {"loggers", *(stage for stage in (*recorded.get("stages", ()), *recipe.stages) if stage not in started)}
     waiting = [stage for stage in recipe.stages if stage not in started]
     # A new stage must come after those that have started, because their outputs are not made again.
@@ -323,32 +321,32 @@ def check_resumable(path: Path, recipe: RunSettings, resume: bool, allow_changes
         more = [f"    and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
         differences = "\n".join([*lines[:MAX_DIFFERENCES], *more])
         raise InputError(
-            f"run {path} was started with another recipe; undo this or name another directory "
+            f"run {layout.run} was started with another recipe; undo this or name another directory "
             f"(only stages that have not started may change)\n{differences}"
         )
 
 
-def _recorded_settings(path: Path) -> RunSettings:
-    data = read_toml(path / "recipe.toml")
+def _recorded_settings(layout: RunLayout) -> RunSettings:
+    data = read_toml(layout.recipe)
     known = {name: value for name, value in data.items() if name in RunSettings.model_fields}
     return RunSettings.model_validate(known)
 
 
-def _started_stages(path: Path) -> set[str]:
+def _started_stages(layout: RunLayout) -> set[str]:
     """Return the stages that have written anything: their settings can no longer change."""
-    records = [*_read_jsonl(path / "lineage.jsonl"), *_read_jsonl(path / "metrics.jsonl")]
-    return {*_read_state(path / "state.json"), *(str(record.get("stage")) for record in records)}
+    records = [*_read_jsonl(layout.lineage), *_read_jsonl(layout.metrics)]
+    return {*_read_state(layout.state), *(str(record.get("stage")) for record in records)}
 
 
-def _remove_unfinished(path: Path) -> None:
+def _remove_unfinished(layout: RunLayout) -> None:
     """Remove unfinished files of a killed writer. Only the holder of the lock may call this."""
     # No artefact's name starts with a dot, so in these folders every such name is a draft.
-    drafts = [*path.glob(f"{UNFINISHED}*"), *path.glob(".*.part"), *path.glob("artefacts/.*")]
-    for draft in (*drafts, *path.glob("checkpoints/.*")):
+    drafts = [*layout.run.glob(f"{UNFINISHED}*"), *layout.run.glob(".*.part"), *layout.artefacts.glob(".*")]
+    for draft in (*drafts, *layout.checkpoints.glob(".*")):
         with disk_errors(draft):
             shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
-    for name in ("metrics.jsonl", "lineage.jsonl"):
-        _drop_torn_line(path / name)
+    for path in (layout.metrics, layout.lineage):
+        _drop_torn_line(path)
 
 
 def _drop_torn_line(path: Path) -> None:

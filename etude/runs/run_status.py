@@ -19,7 +19,7 @@ def run_status(path: Path, now: float | None = None) -> list[str]:
     parts = [f"{done} done"] if done else []
     parts.append(f"in {left[0]}{_latest_event(run, left[0], now)}")
     parts += [f"{', '.join(left[1:])} to come"] if left[1:] else []
-    holder = lock_holder(run.path / "lock")
+    holder = lock_holder(run.layout.lock)
     activity = f"running: {holder}" if holder else "not running; `etude run` with --resume continues it"
     return [f"{name}: {'; '.join(parts)}", activity]
 

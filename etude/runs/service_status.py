@@ -40,7 +40,7 @@ def read_statuses(layout: RunLayout) -> dict[str, dict[str, Any]]:
 
 def sampler_token(layout: RunLayout) -> str:
     """Return the bearer token of the run's samplers; the first process that asks creates it."""
-    path = layout.root / "sampler.token"
+    path = layout.sampler_token
     with contextlib.suppress(FileNotFoundError):
         return path.read_text(encoding="ascii")
     layout.root.mkdir(parents=True, exist_ok=True)

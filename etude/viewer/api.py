@@ -61,8 +61,8 @@ class RunApi:
         self.path = Path(path).resolve()
         self.layout = RunLayout(self.path)
         self.text_limit = text_limit or TextLimit()
-        self._metrics = JsonLines(self.path / "metrics.jsonl")
-        self._lineage = JsonLines(self.path / "lineage.jsonl")
+        self._metrics = JsonLines(self.layout.metrics)
+        self._lineage = JsonLines(self.layout.lineage)
         self._catalogue = RolloutCatalogue(self.layout)
         self._tasks: tuple[list[float], dict[str, ListedTask], list[str]] | None = None
         self._lock = threading.Lock()  # protects the caches, which all requests share
@@ -97,11 +97,11 @@ class RunApi:
         """Return the data of the first page."""
         problems: list[str] = []
         with self._lock:
-            text, recipe = read_recipe(self.path, problems.append)
-            stages = read_stages(self.path, recipe, problems.append)
+            text, recipe = read_recipe(self.layout, problems.append)
+            stages = read_stages(self.layout, recipe, problems.append)
             records = list(self._metrics.read(problems.append))
             lineage = list(self._lineage.read(problems.append))
-            status = run_status(self.path, stages)
+            status = run_status(self.layout, stages)
             curves = chart_data.training_curves(records, [stage["name"] for stage in stages])
             rl = self._rl(recipe, records, problems)
             facts: JsonObject = next((stage["facts"] for stage in stages if stage["name"] == "rl"), {})
@@ -176,7 +176,7 @@ class RunApi:
     def groups(self) -> list[RolloutGroup]:
         """Return all groups that can be read, with their rollouts."""
         with self._lock:
-            return self._groups(read_recipe(self.path, lambda problem: None)[1], [])
+            return self._groups(read_recipe(self.layout, lambda problem: None)[1], [])
 
     def services(self, problems: list[str]) -> list[JsonObject]:
         """Return the last status of every process of the run."""
@@ -207,11 +207,11 @@ class RunApi:
     def changes(self) -> JsonObject:
         """Return what a page compares to know whether its data is out of date."""
         problems: list[str] = []
-        _, recipe = read_recipe(self.path, problems.append)
-        status = run_status(self.path, read_stages(self.path, recipe, problems.append))
+        _, recipe = read_recipe(self.layout, problems.append)
+        status = run_status(self.layout, read_stages(self.layout, recipe, problems.append))
         return {
             "status": asdict(status),
-            "metrics": _stamp(self.path / "metrics.jsonl") + _stamp(self.path / "state.json"),
+            "metrics": _stamp(self.layout.metrics) + _stamp(self.layout.state),
             "rollouts": queue_stamp(self.layout),
             "services": self.services(problems),
             "now": time.time(),
@@ -223,7 +223,7 @@ class RunApi:
         """Return all rollouts as columns, and their groups."""
         problems: list[str] = []
         with self._lock:
-            _, recipe = read_recipe(self.path, problems.append)
+            _, recipe = read_recipe(self.layout, problems.append)
             groups = self._groups(recipe, problems)
         result = [
             [g.set, g.progress.id, g.task, g.step, g.progress.size, g.progress.ready, g.progress.failures]
@@ -314,7 +314,7 @@ class RunApi:
         """Return every task of the run with its groups."""
         problems: list[str] = []
         with self._lock:
-            _, recipe = read_recipe(self.path, problems.append)
+            _, recipe = read_recipe(self.layout, problems.append)
             groups = self._groups(recipe, problems)
             history = chart_data.task_histories(groups)
         listed = self._listed_tasks(problems.append)
@@ -335,7 +335,7 @@ class RunApi:
         """Return one task: instruction, files, validation result, and its groups."""
         problems: list[str] = []
         with self._lock:
-            _, recipe = read_recipe(self.path, problems.append)
+            _, recipe = read_recipe(self.layout, problems.append)
             history = chart_data.task_histories(self._groups(recipe, problems)).get(name, [])
         listed = self._listed_tasks(problems.append).get(name)
         if listed is None and not history:
@@ -399,11 +399,11 @@ def _evaluation_stage_records(records: Sequence[JsonObject]) -> list[JsonObject]
 def list_runs(runs: dict[str, Path]) -> JsonObject:
     """Return the runs of a directory with their status and held-out results."""
     result = []
-    for name, path in runs.items():
+    for name, layout in ((name, RunLayout(path)) for name, path in runs.items()):
         problems: list[str] = []
-        _, recipe = read_recipe(path, problems.append)
-        stages = read_stages(path, recipe, problems.append)
-        status = run_status(path, stages)
+        _, recipe = read_recipe(layout, problems.append)
+        stages = read_stages(layout, recipe, problems.append)
+        status = run_status(layout, stages)
         facts = {stage["name"]: stage["facts"] for stage in stages}
         result.append(
             {
@@ -413,7 +413,7 @@ def list_runs(runs: dict[str, Path]) -> JsonObject:
                 "stages": [{"name": stage["name"], "done": stage["done"]} for stage in stages],
                 "before": facts.get("rl", {}).get("before"),
                 "after": facts.get("rl", {}).get("after"),
-                "changed": max(_stamp(path / "metrics.jsonl")[0], _stamp(path / "state.json")[0]),
+                "changed": max(_stamp(layout.metrics)[0], _stamp(layout.state)[0]),
                 "problems": problems,
             }
         )

@@ -15,13 +15,14 @@ from typing import Any, Literal
 
 from etude.errors import InputError
 from etude.files import lock_holder
+from etude.runs.layout import RunLayout
 
 JsonObject = dict[str, Any]
 ReportProblem = Callable[[str], None]  # called with a message for the page
 
 
 def is_run(path: Path) -> bool:
-    return (path / "recipe.toml").is_file()
+    return RunLayout(path).recipe.is_file()
 
 
 def find_runs(path: Path) -> dict[str, Path]:
@@ -101,10 +102,10 @@ def read_json(path: Path, report_problem: ReportProblem) -> JsonObject:
     return found
 
 
-def read_recipe(path: Path, report_problem: ReportProblem) -> tuple[str, JsonObject]:
+def read_recipe(layout: RunLayout, report_problem: ReportProblem) -> tuple[str, JsonObject]:
     """Return the recipe's text and its tables, unvalidated: it may be of any version of Etude."""
     try:
-        text = (path / "recipe.toml").read_text(encoding="utf-8", errors="replace")
+        text = layout.recipe.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         report_problem(f"recipe.toml cannot be read: {error.strerror}")
         return "", {}
@@ -115,9 +116,9 @@ def read_recipe(path: Path, report_problem: ReportProblem) -> tuple[str, JsonObj
         return text, {}
 
 
-def read_stages(path: Path, recipe: JsonObject, report_problem: ReportProblem) -> list[JsonObject]:
+def read_stages(layout: RunLayout, recipe: JsonObject, report_problem: ReportProblem) -> list[JsonObject]:
     """Return the stages in the recipe's order with their saved state; stages that are not in the recipe come last."""
-    state = read_json(path / "state.json", report_problem).get("stages", {})
+    state = read_json(layout.state, report_problem).get("stages", {})
     kept: JsonObject = state if isinstance(state, dict) else {}
     wanted = recipe.get("stages", [])
     names = [str(name) for name in wanted] if isinstance(wanted, list) else []
@@ -149,9 +150,9 @@ class RunStatus:
     text: str
 
 
-def run_status(path: Path, stages: list[JsonObject]) -> RunStatus:
+def run_status(layout: RunLayout, stages: list[JsonObject]) -> RunStatus:
     """Return the status: running if a process holds the lock, finished if all stages are done, otherwise stopped."""
-    if holder := lock_holder(path / "lock"):
+    if holder := lock_holder(layout.lock):
         elsewhere = "" if holder.is_local else f"held by a process on {holder.host} "
         return RunStatus("running", f"{elsewhere}since {_format_time(holder.since)}")
     unfinished = [stage["name"] for stage in stages if not stage["done"]]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import InputError
+from etude.runs.layout import RunLayout
 from etude.viewer.run_reader import JsonLines, find_runs, read_recipe, read_stages, run_status
 
 
@@ -50,16 +51,16 @@ def test_damaged_lines_are_left_out_and_reported(tmp_path: Path) -> None:
 def test_a_run_is_running_finished_or_stopped(tmp_path: Path) -> None:
     done, open_ = {"name": "a", "done": True}, {"name": "b", "done": False}
     lock = tmp_path / "lock"
-    assert run_status(tmp_path, [done]).state == "finished"
-    assert run_status(tmp_path, [done, open_]).state == "stopped"
+    assert run_status(RunLayout(tmp_path), [done]).state == "finished"
+    assert run_status(RunLayout(tmp_path), [done, open_]).state == "stopped"
     lock.write_text(f"pid {os.getpid()} on {socket.gethostname()} since 2026-01-01T00:00:00+00:00\n")
-    assert run_status(tmp_path, [done, open_]).state == "running"
+    assert run_status(RunLayout(tmp_path), [done, open_]).state == "running"
     lock.write_text(f"pid {2**22 + 7} on {socket.gethostname()} since 2026-01-01T00:00:00+00:00\n")
-    stopped = run_status(tmp_path, [done, open_])
+    stopped = run_status(RunLayout(tmp_path), [done, open_])
     assert stopped.state == "stopped"
     assert "in b" in stopped.text
     lock.write_text("pid 1 on another-machine since 2026-01-01T00:00:00+00:00\n")
-    assert "another-machine" in run_status(tmp_path, [done, open_]).text
+    assert "another-machine" in run_status(RunLayout(tmp_path), [done, open_]).text
 
 
 def test_only_directories_with_a_recipe_are_runs(tmp_path: Path) -> None:
@@ -79,12 +80,12 @@ def test_a_malformed_recipe_or_state_is_reported(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text("name = [")
     (tmp_path / "state.json").write_text("{")
     problems: list[str] = []
-    text, recipe = read_recipe(tmp_path, problems.append)
+    text, recipe = read_recipe(RunLayout(tmp_path), problems.append)
     assert (text, recipe) == ("name = [", {})
-    assert read_stages(tmp_path, recipe, problems.append) == []
+    assert read_stages(RunLayout(tmp_path), recipe, problems.append) == []
     assert len(problems) == 2
     (tmp_path / "state.json").write_text('{"stages": {"pretrain": 3, "rl": {"done": true, "facts": []}}}')
-    stages = read_stages(tmp_path, {"stages": ["pretrain"]}, pytest.fail)
+    stages = read_stages(RunLayout(tmp_path), {"stages": ["pretrain"]}, pytest.fail)
     assert [(stage["name"], stage["done"], stage["facts"]) for stage in stages] == [
         ("pretrain", False, {}),
         ("rl", True, {}),

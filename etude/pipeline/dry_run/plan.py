@@ -21,6 +21,7 @@ from etude.pipeline.dry_run.stages import STAGE_PLANNERS, FreeResources, PlanCon
 from etude.pods.scheduling.pressure import read_pressure
 from etude.recipe.recipe import Recipe
 from etude.rl.settings import RlSettings
+from etude.runs.layout import RunLayout
 from etude.runs.run import Run, check_resumable, check_usable
 from etude.system.progress import ProgressCallback
 from etude.train.settings import TrainingSettings
@@ -89,10 +90,10 @@ def _existing_run(out: Path | None, recipe: Recipe, problems: list[str]) -> Run 
         return None
     path = Path(os.path.abspath(out))
     try:
-        check_usable(path)
-        if not (path / "recipe.toml").exists():
+        check_usable(RunLayout(path))
+        if not RunLayout(path).recipe.exists():
             return None
-        check_resumable(path, recipe, resume=True, allow_changes=False)
+        check_resumable(RunLayout(path), recipe, resume=True, allow_changes=False)
         return Run.read(path)
     except InputError as error:
         problems.append(str(error))
@@ -101,7 +102,7 @@ def _existing_run(out: Path | None, recipe: Recipe, problems: list[str]) -> Run 
 
 def _lock_warnings(run: Run | None) -> list[str]:
     """Return a warning if another process writes the run."""
-    holder = lock_holder(run.path / "lock") if run is not None else None
+    holder = lock_holder(run.layout.lock) if run is not None else None
     return [f"the run is in use by {holder}: it would have to end first"] if holder else []
 
 
