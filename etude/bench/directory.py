@@ -20,6 +20,7 @@ from typing import Any
 from etude import __version__
 from etude.bench.policies import BenchPolicy, PolicyProfile, TokenPrice, probe_policy
 from etude.bench.results import PolicyResults, read_results
+from etude.config import differing_keys
 from etude.errors import InputError
 from etude.evaluation.held_out import choose_tasks
 from etude.files import take_lock, write_atomically
@@ -32,33 +33,20 @@ FORMAT = 2
 OWN_NAMES = ("lock", "slots", "traces")  # may exist before bench.json if a run was killed
 
 
-@dataclass(frozen=True)
 class BenchDirectory:
     """The paths of one comparison."""
 
-    root: Path
-
-    @property
-    def spec_file(self) -> Path:
-        return self.root / "bench.json"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.spec_file, self.lock = root / "bench.json", root / "lock"
+        self.all_slots, self.all_traces = root / "slots", root / "traces"
+        self.trials, self.summary, self.report = root / "trials.jsonl", root / "summary.json", root / "report.html"
 
     def slots(self, policy: str) -> Path:
-        return self.root / "slots" / f"{policy}.sqlite"
+        return self.all_slots / f"{policy}.sqlite"
 
     def trace(self, policy: str, task: str, sample: int) -> Path:
-        return self.root / "traces" / policy / task / f"{sample:02d}{SUFFIX}"
-
-    @property
-    def trials(self) -> Path:
-        return self.root / "trials.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
+        return self.all_traces / policy / task / f"{sample:02d}{SUFFIX}"
 
 
 @dataclass(frozen=True)
@@ -166,13 +154,13 @@ def lock_directory(bench: BenchDirectory, spec: BenchSpec, resume: bool) -> Iter
     """Lock the directory and write the specification; refuse one that differs from the recorded one."""
     check_directory(bench, resume)
     bench.root.mkdir(parents=True, exist_ok=True)
-    lock = take_lock(bench.root / "lock", f"the comparison {bench.root}")
+    lock = take_lock(bench.lock, f"the comparison {bench.root}")
     try:
         form = spec.to_json()
         if bench.spec_file.exists():
             check_same_spec(read_spec(bench), form, bench.root)
-        for name in ("slots", "traces"):
-            (bench.root / name).mkdir(exist_ok=True)
+        for directory in (bench.all_slots, bench.all_traces):
+            directory.mkdir(exist_ok=True)
         write_atomically(bench.spec_file, json.dumps(form, indent=1) + "\n")
         yield
     finally:
@@ -187,7 +175,7 @@ def check_same_spec(recorded: Mapping[str, Any], asked: Mapping[str, Any], root:
         raise InputError(
             f"{root}: its policies are {', '.join(names)}; name them in this order, and new ones after them"
         )
-    changed = list(_differing(_compared(recorded, len(names)), _compared(asked, len(names))))
+    changed = differing_keys(_compared(recorded, len(names)), _compared(asked, len(names)))
     if changed:
         lines = "\n".join(f"    {line}" for line in changed[:10])
         raise InputError(f"{root} was started with other settings; undo these changes, or name another --out\n{lines}")
@@ -200,18 +188,6 @@ def _compared(form: Mapping[str, Any], policies: int) -> dict[str, Any]:
         moved = ("where",) if policy["kind"] == "checkpoint" else ()  # it is identified by its digest
         kept[f"policy {policy['name']}"] = {name: value for name, value in policy.items() if name not in moved}
     return json.loads(json.dumps(kept))  # type: ignore[no-any-return]  # tuples become lists, as in the file
-
-
-def _differing(before: Any, now: Any, where: str = "") -> Iterator[str]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in dict.fromkeys((*before, *now)):
-            yield from _differing(before.get(name), now.get(name), f"{where}.{name}" if where else name)
-    elif before != now:
-        yield f"{where}: {_show(before)} then, {_show(now)} now"
-
-
-def _show(value: Any) -> str:
-    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def read_all_results(bench: BenchDirectory) -> tuple[dict[str, Any], list[PolicyResults]]:

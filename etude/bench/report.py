@@ -5,6 +5,7 @@ Both are rendered from the summary alone. Names and reasons are untrusted and ar
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
 import jinja2
@@ -12,7 +13,6 @@ from markupsafe import Markup
 from rich.markup import escape
 from rich.table import Table
 
-from etude.bench.template import PAGE, STYLE
 from etude.evaluation.plot import COLOURS, Axis, Line, Panel, draw
 
 JsonObject = Mapping[str, Any]
@@ -179,12 +179,12 @@ def render_page(summary: JsonObject, name: str) -> str:
     forms = (percent, bounds, points, number, number_range, dollars)
     environment.filters |= {form.__name__: form for form in forms}
     policies = summary["policies"]
-    return environment.from_string(PAGE).render(
+    template = files("etude.bench").joinpath("report.html").read_text(encoding="utf-8")
+    return environment.from_string(template).render(
         summary=summary,
         name=name,
         policies=policies,
         k=max((largest_k(policy) for policy in policies), key=lambda k: int(k or 0), default=""),
-        style=Markup(STYLE),
         colours=COLOURS,
         colour_index={policy["name"]: index for index, policy in enumerate(policies)},
         plot=Markup(render_plots(summary)),

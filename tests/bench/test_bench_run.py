@@ -304,7 +304,7 @@ def test_two_comparisons_are_not_mixed(
     bench(*asked, "--limit", 1)
     assert "add --resume to continue it" in str(bench(*asked, "--limit", 1, code=2).exception)
     why = str(bench(*asked, "--limit", 1, "--resume", "--temperature", 0.5, code=2).exception)
-    assert "temperature: 1.0 then, 0.5 now" in why
+    assert "temperature: 1.0 -> 0.5" in why
     assert "tasks.nano" in str(bench(*asked, "--resume", code=2).exception)
     other = ("run", "--policy", model, *asked[3:])
     assert "its policies are stub; name them in this order" in str(
