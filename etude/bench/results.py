@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from etude.bench.policies import TokenPrice
-from etude.errors import EtudeError
 from etude.evaluation.held_out import Evaluation
 from etude.evaluation.statistics import bootstrap_interval, compare, summarise
 from etude.rollouts.queue import GroupProgress, Incident, ReadyGroup, RolloutQueue, Slot
@@ -114,7 +113,7 @@ def policy_summary(results: PolicyResults, price: TokenPrice | None = None) -> J
     """Return the statistics of one policy."""
     evaluation = results.evaluation
     line = summarise(evaluation, seed=SEED)
-    trials = [_record(slot) for group in evaluation.groups for slot in group.slots]
+    trials = [slot.record for group in evaluation.groups for slot in group.slots]
     about: JsonObject = {
         "name": results.name,
         "price": None if price is None else asdict(price),
@@ -148,7 +147,7 @@ def difference(before: PolicyResults, after: PolicyResults) -> JsonObject:
     line = compare(before.evaluation, after.evaluation, seed=SEED)
     (best,) = (name for name in line if name.startswith("best/") and name.removeprefix("best/").isdigit())
     old, new = (
-        {group.task: np.mean([_record(slot)["solved"] for slot in group.slots]) for group in each.evaluation.groups}
+        {group.task: np.mean([slot.record["solved"] for slot in group.slots]) for group in each.evaluation.groups}
         for each in (before, after)
     )
     return about | {
@@ -168,10 +167,10 @@ def task_rows(found: Sequence[PolicyResults]) -> list[JsonObject]:
     for results in found:
         for slot in results.graded:
             row = rows.setdefault(slot.task, {"task": slot.task, "category": "", "policies": {}})
-            row["category"] = row["category"] or str(_record(slot).get("category") or "")
+            row["category"] = row["category"] or str(slot.record.get("category") or "")
             cell = row["policies"].setdefault(results.name, {"solved": [], "score": [], "given_up": ""})
-            cell["solved"].append(bool(_record(slot)["solved"]))
-            cell["score"].append(float(_record(slot)["score"]))
+            cell["solved"].append(bool(slot.record["solved"]))
+            cell["score"].append(float(slot.record["score"]))
         for task, why in results.evaluation.dropped.items():
             row = rows.setdefault(task, {"task": task, "category": "", "policies": {}})
             cell = row["policies"].setdefault(results.name, {"solved": [], "score": []})
@@ -183,7 +182,7 @@ def trial_rows(results: PolicyResults, price: TokenPrice | None = None) -> list[
     """Return a row per scored trial of a policy."""
     rows = []
     for slot in sorted(results.graded, key=lambda slot: (slot.task, slot.number)):
-        trial = _record(slot)
+        trial = slot.record
         rows.append(
             {
                 "policy": results.name,
@@ -218,7 +217,7 @@ def _mean_resources(evaluation: Evaluation, price: TokenPrice | None) -> dict[st
     found = {}
     for name, measure in measures.items():
         means = np.array(
-            [np.mean([float(measure(_record(slot))) for slot in group.slots]) for group in evaluation.groups]
+            [np.mean([float(measure(slot.record)) for slot in group.slots]) for group in evaluation.groups]
         )
         low, high = bootstrap_interval(means, seed=SEED) or (None, None)
         found[name] = _estimate({name: float(means.mean()), f"{name}_low": low, f"{name}_high": high}, name, 0.0)
@@ -266,9 +265,3 @@ def _infrastructure(results: PolicyResults) -> JsonObject:
         "last": failed[-1] if failed else "",
         "given_up": dict(results.evaluation.dropped),
     }
-
-
-def _record(slot: Slot) -> JsonObject:
-    if slot.reward is None:
-        raise EtudeError(f"slot {slot.id} of {slot.task} is {slot.state}: it has no result to count")
-    return slot.reward

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from etude.errors import EtudeError, InputError
+from etude.errors import InputError
 from etude.evaluation.held_out import Evaluation
 from etude.rollouts.queue import Slot
 
@@ -127,18 +127,12 @@ def _by_task(evaluation: Evaluation) -> list[_TaskSamples]:
     return [
         _TaskSamples(
             group.task,
-            str(_reward(group.slots[0]).get("category", "")) or "none",
-            [float(bool(_reward(slot)["solved"])) for slot in group.slots],
-            [float(_reward(slot)["score"]) for slot in group.slots],
+            str(group.slots[0].record.get("category", "")) or "none",
+            [float(bool(slot.record["solved"])) for slot in group.slots],
+            [float(slot.record["score"]) for slot in group.slots],
         )
         for group in evaluation.groups
     ]
-
-
-def _reward(slot: Slot) -> dict[str, Any]:
-    if slot.reward is None:
-        raise EtudeError(f"slot {slot.id} of {slot.task} has no reward: its state is {slot.state}")
-    return slot.reward
 
 
 def _by_category(table: Sequence[_TaskSamples], size: int) -> dict[str, Any]:
@@ -155,11 +149,11 @@ def _by_category(table: Sequence[_TaskSamples], size: int) -> dict[str, Any]:
 
 def _costs(samples: Sequence[Slot]) -> dict[str, float | None]:
     """Return tokens and turns: per sample, per solved sample with all failures included, and of solved samples only."""
-    solved = [slot for slot in samples if _reward(slot)["solved"]]
+    solved = [slot for slot in samples if slot.record["solved"]]
     record: dict[str, float | None] = {}
     costs: dict[str, Callable[[Slot], float]] = {
-        "tokens": lambda slot: float(_reward(slot)["made"]),
-        "turns": lambda slot: float(_reward(slot)["cost"]["turns"]),
+        "tokens": lambda slot: float(slot.record["made"]),
+        "turns": lambda slot: float(slot.record["cost"]["turns"]),
     }
     for name, cost in costs.items():
         total, total_solved = math.fsum(map(cost, samples)), math.fsum(map(cost, solved))
@@ -170,7 +164,7 @@ def _costs(samples: Sequence[Slot]) -> dict[str, float | None]:
 
 
 def _endings(samples: Sequence[Slot]) -> dict[str, float]:
-    counts = Counter(str(_reward(slot)["ending"]) for slot in samples)
+    counts = Counter(str(slot.record["ending"]) for slot in samples)
     return {f"ending/{name}": count / len(samples) for name, count in sorted(counts.items())}
 
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from etude.errors import EtudeError
 from etude.rewards.monitors import MonitorSet
-from etude.rollouts.queue import ReadyGroup, RolloutQueue, Slot
+from etude.rollouts.queue import ReadyGroup, RolloutQueue
 
 Facts = dict[str, Any]
 TOKEN_KINDS = ("thinking", "call", "commentary", "final", "summary", "output", "prompt", "cached")  # in a cost
@@ -41,10 +40,10 @@ def step_metrics(
 
 def rollout_facts(groups: Sequence[ReadyGroup]) -> Facts:
     """Return rewards, costs and endings of the rollouts of a step."""
-    rewards = [_reward(slot) for group in groups for slot in group.slots]
+    rewards = [slot.record for group in groups for slot in group.slots]
     if not rewards:
         return {}
-    totals = [[float(_reward(slot)["total"]) for slot in group.slots] for group in groups]
+    totals = [[float(slot.record["total"]) for slot in group.slots] for group in groups]
     flat = np.concatenate(totals)
     record: Facts = {
         "groups": len(groups),
@@ -56,7 +55,7 @@ def rollout_facts(groups: Sequence[ReadyGroup]) -> Facts:
         "groups_alike": float(np.mean([min(group) == max(group) for group in totals])),
         "hacks": sum(bool(reward.get("hack")) for reward in rewards),
     }
-    solved = [[bool(_reward(slot).get("solved")) for slot in group.slots] for group in groups]
+    solved = [[bool(slot.record.get("solved")) for slot in group.slots] for group in groups]
     if any("solved" in reward for reward in rewards):
         record |= {"solved": float(np.mean(np.concatenate(solved))), "solved_best": float(np.mean([*map(any, solved)]))}
     record |= _means(rewards, "score", "segments", "tokens", "made", "pod_s")
@@ -233,12 +232,6 @@ def stage_facts(metrics: Sequence[Mapping[str, Any]], queue: RolloutQueue, death
 
 
 # ------------------------------------------------------------------------------------------- helpers
-
-
-def _reward(slot: Slot) -> Facts:
-    if slot.reward is None:
-        raise EtudeError(f"slot {slot.id} of {slot.task} has no reward: its state is {slot.state}")
-    return slot.reward
 
 
 def _part(rewards: Iterable[Mapping[str, Any]], name: str) -> list[Facts]:

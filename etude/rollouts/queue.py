@@ -21,7 +21,7 @@ from etude.errors import EtudeError, InputError
 from etude.rollouts.settings import QueueSettings
 
 SlotState = Literal["queued", "starting", "running", "grading", "ready"]
-IN_FLIGHT = ("starting", "running", "grading")
+IN_FLIGHT = "state IN ('starting', 'running', 'grading')"
 IncidentKind = Literal["failed", "lost", "stale", "dropped"]
 
 SCHEMA = """
@@ -99,6 +99,13 @@ class Slot:
     trace: str = ""
     resume: dict[str, Any] | None = None
     note: str = ""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The record of the scored rollout; EtudeError if it has none."""
+        if self.reward is None:
+            raise EtudeError(f"slot {self.id} of {self.task} has no reward: its state is {self.state}")
+        return self.reward
 
 
 @dataclass(frozen=True)
@@ -233,14 +240,7 @@ class RolloutQueue:
             db.execute("INSERT OR REPLACE INTO plan VALUES ('served', ?)", (str(step),))
 
     def _in_flight_full(self) -> bool:
-        marks = ", ".join("?" * len(IN_FLIGHT))
-        return bool(
-            self._scalar(f"SELECT COUNT(*) FROM slots WHERE state IN ({marks})", *IN_FLIGHT) >= self.settings.in_flight
-        )
-
-    def is_used(self, task: str) -> bool:
-        """Return whether a prompt was used before."""
-        return bool(self._scalar("SELECT COUNT(*) FROM groups WHERE task = ?", task))
+        return bool(self._scalar(f"SELECT COUNT(*) FROM slots WHERE {IN_FLIGHT}") >= self.settings.in_flight)
 
     # ------------------------------------------------------------------------------------------ workers
 
@@ -278,12 +278,11 @@ class RolloutQueue:
     def heartbeat_all(self, slots: Iterable[tuple[Slot, SlotState]], now: float) -> list[Slot]:
         """Renew the leases of all slots of a worker in one transaction; return those it has lost."""
         lost = []
-        marks = ", ".join("?" * len(IN_FLIGHT))
         with self._transaction() as db:
             for slot, state in slots:
                 found = db.execute(
-                    f"UPDATE slots SET state=?, lease=? WHERE id=? AND attempt=? AND state IN ({marks})",
-                    (state, now + self.settings.lease_s, slot.id, slot.attempt, *IN_FLIGHT),
+                    f"UPDATE slots SET state=?, lease=? WHERE id=? AND attempt=? AND {IN_FLIGHT}",
+                    (state, now + self.settings.lease_s, slot.id, slot.attempt),
                 )
                 if not found.rowcount:
                     lost.append(slot)
@@ -316,19 +315,17 @@ class RolloutQueue:
 
     def release(self, worker: str = "") -> int:
         """Requeue the slots of a worker (or of all) that has ended, without counting a failure; return how many."""
-        marks = ", ".join("?" * len(IN_FLIGHT))
         with self._transaction() as db:
             return db.execute(
-                f"UPDATE slots SET state='queued', worker='', lease=0 WHERE state IN ({marks}) AND ? IN ('', worker)",
-                (*IN_FLIGHT, worker),
+                f"UPDATE slots SET state='queued', worker='', lease=0 WHERE {IN_FLIGHT} AND ? IN ('', worker)",
+                (worker,),
             ).rowcount
 
     def _report(self, slot: Slot, change: str, values: Sequence[Any]) -> None:
-        marks = ", ".join("?" * len(IN_FLIGHT))
         with self._transaction() as db:
             found = db.execute(
-                f"UPDATE slots SET {change} WHERE id=? AND attempt=? AND state IN ({marks})",
-                (*values, slot.id, slot.attempt, *IN_FLIGHT),
+                f"UPDATE slots SET {change} WHERE id=? AND attempt=? AND {IN_FLIGHT}",
+                (*values, slot.id, slot.attempt),
             )
             if not found.rowcount:
                 raise StaleClaim(
@@ -339,12 +336,11 @@ class RolloutQueue:
 
     def reconcile(self, now: float, step: int) -> dict[str, int]:
         """Requeue slots whose lease expired, and rollouts too stale for the trainer at `step`; return the counts."""
-        marks = ", ".join("?" * len(IN_FLIGHT))
         with self._transaction() as db:
             lost = db.execute(
                 f"""UPDATE slots SET state='queued', failures=failures+1, worker='', note='its lease expired'
-                    WHERE state IN ({marks}) AND lease < ?""",
-                (*IN_FLIGHT, now),
+                    WHERE {IN_FLIGHT} AND lease < ?""",
+                (now,),
             ).rowcount
             stale = db.execute(
                 """UPDATE slots SET state='queued', reward=NULL, trace='', oldest=NULL, newest=NULL, resume='',
@@ -442,8 +438,7 @@ class RolloutQueue:
 
     def last_heartbeat(self) -> float:
         """Return the latest lease end of all slots in flight: it grows while any worker is alive."""
-        marks = ", ".join("?" * len(IN_FLIGHT))
-        return float(self._scalar(f"SELECT COALESCE(MAX(lease), 0) FROM slots WHERE state IN ({marks})", *IN_FLIGHT))
+        return float(self._scalar(f"SELECT COALESCE(MAX(lease), 0) FROM slots WHERE {IN_FLIGHT}"))
 
     def newest_version(self) -> int:
         """Return the newest published weight version; 0 before the first."""
@@ -498,8 +493,7 @@ class RolloutQueue:
         """Describe what a waiting trainer waits for."""
         row = self._db.execute(
             f"""SELECT slots.*, task FROM slots JOIN groups ON groups.id = grp
-                WHERE state IN ({", ".join("?" * len(IN_FLIGHT))}) ORDER BY lease LIMIT 1""",
-            IN_FLIGHT,
+                WHERE {IN_FLIGHT} ORDER BY lease LIMIT 1"""
         ).fetchone()
         counts = ", ".join(f"{n} {name}" for name, n in sorted(self.counts().items())) or "no slots"
         if row is None:
