@@ -1,5 +1,6 @@
 """`etude pods` as a process: arguments, streams, a terminal and exit codes."""
 
+import importlib.util
 import json
 import os
 import pty
@@ -20,6 +21,7 @@ import pytest
 from etude.cli import app
 from etude.errors import InputError
 from etude.pods.cli.units import parse_seconds, parse_size, show_seconds, show_size
+from etude.pods.runtime.native.build import PREBUILT
 from tests.pods.serving import ENVIRONMENT, TOKEN, need_namespaces, server, state_directory
 
 
@@ -228,6 +230,20 @@ def test_doctor_reports_what_works_and_why(state: Path) -> None:
     text = fine(state, "doctor", "--backend", "namespace")
     for word in ("kernel", "namespace   works", "cgroups", "helper", "pressure", "state"):
         assert word in text
+
+
+def test_without_a_compiler_run_and_doctor_say_what_to_install(state: Path, tmp_path: Path) -> None:
+    bare = {"PATH": "/nowhere", "CC": "", "XDG_CACHE_HOME": str(tmp_path)}
+    if PREBUILT.exists() or importlib.util.find_spec("ziglang"):
+        pytest.skip("the helper can be had here without a compiler on the path")
+    advice = "install a C compiler (gcc or clang), or `pip install ziglang`"
+    refused = pods(state, "run", "--", "true", **bare)
+    assert refused.returncode != 0
+    assert refused.stderr.strip().endswith(advice)
+    assert len(refused.stderr.strip().splitlines()) == 1
+    found = json.loads(pods(state, "doctor", "--json", **bare).stdout)
+    assert found["helper"]["reason"].endswith(advice)
+    assert not any(each["works"] for each in found["backends"])
 
 
 def test_sizes_and_durations() -> None:

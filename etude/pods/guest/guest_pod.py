@@ -6,6 +6,7 @@ import os
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -157,15 +158,8 @@ class GuestPod(Pod):
             raise
         finally:
             sending.cancel()
-        return ExecResult(
-            result.exit_code,
-            bytes(kept["stdout"]),
-            bytes(kept["stderr"]),
-            result.timed_out,
-            result.out_of_memory,
-            truncated,
-            result.usage,
-        )
+        stdout, stderr = bytes(kept["stdout"]), bytes(kept["stderr"])
+        return replace(result, stdout_bytes=stdout, stderr_bytes=stderr, truncated=truncated)
 
     async def spawn(
         self,
@@ -216,15 +210,7 @@ class GuestPod(Pod):
     def _record_exit(self, result: ExecResult) -> ExecResult:
         """Add what only the host can see, the OOM kill, and record the events."""
         if result.exit_code and self.memory_ran_out():
-            result = ExecResult(
-                result.exit_code,
-                result.stdout_bytes,
-                result.stderr_bytes,
-                result.timed_out,
-                True,
-                result.truncated,
-                result.usage,
-            )
+            result = replace(result, out_of_memory=True)
             self.record("out-of-memory", {"exit_code": result.exit_code})
         self.record("exit", {"exit_code": result.exit_code, "timed_out": result.timed_out})
         return result
