@@ -202,24 +202,17 @@ def run_agent(
 
 def resume_options(options: AgentOptions, record: SessionRecord) -> AgentOptions:
     """Return the options of a resumed session: its own, with the model given now, if any."""
-    if record.directory != str(options.directory):
-        raise InputError(f"session {record.id[:12]} worked in {record.directory}; run it there, or name it with -C")
-    if options.direct and not record.direct:
+    own = record.options
+    if own.directory != options.directory:
+        raise InputError(f"session {record.id[:12]} worked in {own.directory}; run it there, or name it with -C")
+    if options.direct and not own.direct:
         raise InputError(f"session {record.id[:12]} works in a pod and may hold changes; leave out --direct")
     model = options.model
     session = {key: value for key, value in model.session.items() if key != "tool_set"}
     if not model.name and not model.endpoint:
-        model, session = record.model, {**record.model.session, **session}
-    session["tool_set"] = record.model.session["tool_set"]
-    return replace(
-        options,
-        model=replace(model, session=session),
-        direct=record.direct,
-        image=record.image,
-        egress=record.egress,
-        include=record.include,
-        history=record.history,
-    )
+        model, session = own.model, {**own.model.session, **session}
+    session["tool_set"] = own.model.session["tool_set"]
+    return replace(own, model=replace(model, session=session))
 
 
 def print_sessions(directory: Path, as_json: bool) -> None:
@@ -234,7 +227,7 @@ def print_sessions(directory: Path, as_json: bool) -> None:
                 "id": each.id,
                 "updated": each.updated,
                 "ending": each.ending,
-                "model": each.model.name,
+                "model": each.options.model.name,
                 "request": each.request.text,
             }
             for each in found
@@ -246,7 +239,7 @@ def print_sessions(directory: Path, as_json: bool) -> None:
     for each in found:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.updated))
         asked = escape_control(" ".join(each.request.text.split()))[:60]
-        print(f"{each.id[:12]}  {when}  {each.ending:<11}  {Path(each.model.name).name}  {asked}")
+        print(f"{each.id[:12]}  {when}  {each.ending:<11}  {Path(each.options.model.name).name}  {asked}")
 
 
 def _read_instructions(file: Path | None) -> str:

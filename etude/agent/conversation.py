@@ -16,7 +16,7 @@ from typing import Any
 from etude.agent.changes import find_changes
 from etude.agent.options import AgentOptions
 from etude.agent.screen import Screen, call_title, escape_control
-from etude.agent.session_store import SessionRecord, directory_identity, save_session, sessions_directory
+from etude.agent.session_store import SessionRecord, save_session, sessions_directory
 from etude.agent.upload import open_workspace, recent_files
 from etude.chat.messages import ToolCall
 from etude.errors import EtudeError, InputError
@@ -192,23 +192,13 @@ class AgentConversation:
     def _write(self, trace: Trace) -> None:
         assert self.request is not None
         assert self.tools is not None
-        options, client = self.options, self.client
+        name = self.options.model.name or self.client.model
+        model = replace(self.options.model, name=name, session=self.profile.model_dump(mode="json"))
         record = SessionRecord(
             id=self.id,
-            directory=str(options.directory),
-            identity=directory_identity(options.directory),
-            direct=options.direct,
-            model=replace(
-                options.model,
-                name=options.model.name or client.model,
-                session=self.profile.model_dump(mode="json"),
-            ),
-            tokenizer=tokenizer_digest(client),
+            options=replace(self.options, model=model),
+            tokenizer=tokenizer_digest(self.client),
             request=self.request,
-            image=options.image,
-            egress=options.egress,
-            include=options.include,
-            history=options.history,
             started=self.started,
             updated=time.time(),
             ending=trace.ending,
@@ -220,9 +210,8 @@ class AgentConversation:
         """Continue a saved session: its trace, the state of its tools, and its files."""
         record = loaded.record
         if record.tokenizer and tokenizer_digest(self.client) not in ("", record.tokenizer):
-            raise InputError(
-                f"session {record.id}: its tokens are of another tokenizer; resume it with {record.model.name}"
-            )
+            model = record.options.model.name
+            raise InputError(f"session {record.id}: its tokens are of another tokenizer; resume it with {model}")
         self.started = record.started
         await self._open(record.request)
         assert self.session is not None

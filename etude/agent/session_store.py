@@ -1,6 +1,6 @@
 """Sessions saved on disk so that they can be resumed: one directory each below $XDG_STATE_HOME/etude/sessions.
 
-    session.json    directory, model, tool set and tool state of the session (SessionRecord)
+    session.json    options, request and tool state of the session (SessionRecord)
     session.trace   the trace, token for token (harness/trace_store.py)
     changes.zip     files that differ from those on disk and were not applied yet; changes.patch: the same as text
 
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.agent.changes import format_patch
+from etude.agent.options import AgentOptions
 from etude.errors import InputError
 from etude.files import write_atomically
-from etude.harness.model_options import ModelOptions
 from etude.harness.prompt import SessionRequest
 from etude.harness.trace import Trace
 from etude.harness.trace_store import from_json, load_trace, save_trace, to_json
@@ -38,16 +38,9 @@ class SessionRecord:
     """The contents of session.json. Field names are its keys."""
 
     id: str
-    directory: str  # real path of the working directory
-    identity: tuple[int, int]  # its device and inode
-    direct: bool
-    model: ModelOptions
+    options: AgentOptions
     tokenizer: str  # digest; "" if the client does not handle tokens
     request: SessionRequest
-    image: str
-    egress: tuple[str, ...]
-    include: tuple[str, ...]
-    history: bool
     started: float  # seconds since 1970
     updated: float
     ending: str = ""
@@ -59,12 +52,6 @@ def sessions_directory() -> Path:
     """Return the directory that holds all saved sessions."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser().absolute() / "etude" / "sessions"
-
-
-def directory_identity(directory: Path) -> tuple[int, int]:
-    """Return the device and inode of a directory."""
-    info = directory.stat()
-    return info.st_dev, info.st_ino
 
 
 def save_session(record: SessionRecord, trace: Trace, changes: Sequence[FileChange]) -> Path:
@@ -127,7 +114,7 @@ def sessions_of_directory(directory: Path) -> list[SessionRecord]:
             record = load_record(file.parent)
         except InputError:
             continue
-        if record.directory == str(directory):
+        if record.options.directory == directory:
             found.append(record)
     return sorted(found, key=lambda record: -record.updated)
 

@@ -183,6 +183,8 @@ def to_json(value: Any, where: str) -> Any:
     """Return the JSON form of dataclasses, settings, mappings and sequences; InputError names a value that has none."""
     if value is None or isinstance(value, str | int | float):
         return value
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, Settings):
         return value.model_dump(mode="json")
     if is_dataclass(value) and not isinstance(value, type):
@@ -222,7 +224,7 @@ def from_json(kind: Any, value: Any, where: str) -> Any:
         return tuple(
             from_json(part, item, f"{where}[{i}]") for i, (part, item) in enumerate(zip(kinds, value, strict=True))
         )
-    return value
+    return Path(value) if kind is Path else value
 
 
 _hints = functools.cache(get_type_hints)  # a trace has thousands of objects of a dozen types
@@ -245,7 +247,7 @@ def _json_type(kind: Any) -> Any:
         return kind
     if kind is float:
         return int | float
-    if get_origin(kind) is Literal:
+    if get_origin(kind) is Literal or kind is Path:
         return str
     return dict if _is_settings(kind) or is_dataclass(kind) or issubclass(get_origin(kind), Mapping) else list
 

@@ -30,6 +30,10 @@ class Unsupported(PodError):
     """The backend cannot do this on this machine; the message gives the reason and an alternative."""
 
 
+class DiffTooLarge(Unsupported):
+    """The files of a pod differ in more places, or deeper, than `Pod.diff` lists."""
+
+
 class PodGone(PodError):
     """The pod has ended: closed, past its ttl, or dead with its host."""
 

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet
 from etude.pods.images.records import Image
-from etude.pods.pod import Egress, FileInfo, Pod, PodError, PodFileError, Snapshot, Unsupported
+from etude.pods.pod import DiffTooLarge, Egress, FileInfo, Pod, PodError, PodFileError, Snapshot, Unsupported
 from etude.pods.scheduling.pools import Prepare
 from etude.pods.workspace import (
     CACHE_DIRECTORIES,
@@ -198,8 +198,16 @@ class TaskEnvironment:
         return carried_paths(self.task)
 
     async def changes(self) -> tuple[FileChange, ...]:
-        """Return the changes to the workspace and the carried paths; bytecode, caches and .git are skipped."""
-        found = changed_files(await self._touched(), self.baseline)
+        """Return the changes to the workspace and the carried paths; bytecode, caches and .git are skipped.
+
+        An agent that changed more files than a pod can list has changed nothing, as far as the verifier is concerned.
+        """
+        try:
+            touched = await self._touched()
+        except DiffTooLarge as error:
+            self.left_out = (str(error),)
+            return ()
+        found = changed_files(touched, self.baseline)
         files = {path: info for path, info in found.items() if is_tracked(path, self.carry)}
         unnamed = [path for path in files if path.encode("utf-8", "ignore").decode() != path]
         for path in unnamed:

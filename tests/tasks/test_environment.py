@@ -11,7 +11,7 @@ import pytest
 
 from etude.errors import InputError
 from etude.pods import Fleet, open_fleet
-from etude.pods.pod import Pod, PodFileError
+from etude.pods.pod import Pod, PodFileError, Unsupported
 from etude.pods.remote.client import RemoteHostClient
 from etude.pods.workspace import FileChange, FileState, apply_to_pod
 from etude.tasks.base_images import HostSettings, mapped_image, short_image_name
@@ -204,6 +204,19 @@ def test_remote_hosts_need_a_build_only_for_run(tmp_path: Path) -> None:
 
     with server() as running:
         asyncio.run(go(running.url))
+
+
+def test_an_agent_that_changed_too_much_to_list_has_changed_nothing(tmp_path: Path) -> None:
+    task = make_task(tmp_path / "t", "FROM host\nWORKDIR /work\nCOPY x a.py\n", x="1\n")
+
+    async def act(environment: TaskEnvironment) -> None:
+        await environment.pod.exec("echo 2 > a.py; d=; for i in $(seq 220); do d=$d/d; done; mkdir -p ./$d")
+        assert await environment.changes() == ()
+        assert "nested directories" in environment.left_out[0]
+        with pytest.raises(Unsupported):
+            await environment.checkpoint()
+
+    in_environment(task, act)
 
 
 def test_changes_to_carried_paths_are_reported(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pydantic_core import to_jsonable_python
 from etude.errors import BusyError, EtudeError, InputError
 from etude.pods.host_client import HostGone
 from etude.pods.pod import (
+    DiffTooLarge,
     Egress,
     Event,
     FileInfo,
@@ -113,6 +114,7 @@ _STATUS: Mapping[type[EtudeError], int] = {
     BusyError: 409,
     PodFileError: 422,
     Unsupported: 501,
+    DiffTooLarge: 501,
     WaitedTooLong: 503,
     HostGone: 503,
     NoHost: 503,

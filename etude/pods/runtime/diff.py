@@ -14,7 +14,7 @@ from typing import Literal
 
 from etude.pods.images.layers import LayerDir, StackEntry, lookup
 from etude.pods.images.trees import MAX_DEPTH, open_to_read, readable_directory
-from etude.pods.pod import FileInfo, PodError
+from etude.pods.pod import DiffTooLarge, FileInfo, PodError
 
 MAX_CHANGES = 100_000  # paths of one diff
 MAX_VISITED = 1_000_000  # names looked at
@@ -51,14 +51,14 @@ class _Walk:
     def add(self, path: str, info: FileInfo | None) -> None:
         self.changes[path] = info
         if len(self.changes) > MAX_CHANGES:
-            raise PodError(f"more than {MAX_CHANGES:,} files were changed in the pod, the limit of a diff")
+            raise DiffTooLarge(f"more than {MAX_CHANGES:,} files were changed in the pod, the limit of a diff")
 
     def directory(
         self, path: str, written: tuple[LayerDir, ...], base: tuple[LayerDir, ...], complete: bool, depth: int
     ) -> None:
         """Compare a merged directory with that of the same path in `base`."""
         if depth > MAX_DEPTH:
-            raise PodError(f"a diff is limited to {MAX_DEPTH} nested directories; there are more at {path[:200]}")
+            raise DiffTooLarge(f"a diff is limited to {MAX_DEPTH} nested directories; there are more at {path[:200]}")
         with ExitStack() as stack:
             # Through a descriptor: the programs of the pod may replace the directory by a link at any moment.
             pinned = os.open(written[0].path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -72,7 +72,7 @@ class _Walk:
                 names.update(below if complete else ())
             self.visited += len(names)
             if self.visited > MAX_VISITED:
-                raise PodError(f"the pod has more than {MAX_VISITED:,} files to compare, the limit of a diff")
+                raise DiffTooLarge(f"the pod has more than {MAX_VISITED:,} files to compare, the limit of a diff")
             for name in sorted(names, key=os.fsencode):
                 with suppress(FileNotFoundError, NotADirectoryError):  # it was changed meanwhile
                     self.name(f"{path}/{name}", lookup(written, name), lookup(base, name), complete, depth)
