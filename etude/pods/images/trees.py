@@ -85,28 +85,15 @@ def make_opaque(directory: str) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file or a tree. It may be missing, or be removed by another process meanwhile."""
-    try:
-        parent = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    try:
-        remove_at(parent, path.name)
-    finally:
-        os.close(parent)
-
-
-def remove_at(parent: int, name: str) -> None:
-    """Remove `name` in the directory `parent`, with its contents.
+    """Remove a file or a tree. It may be missing, or be removed by another process meanwhile.
 
     Directories below it are moved up into it before they are emptied, so depth costs neither frames nor descriptors.
     """
-    if _unlinked(parent, name):
-        return
-    with suppress(FileNotFoundError):
-        top = _open_to_empty(parent, name)
+    with suppress(FileNotFoundError), _opened(path.parent, os.O_PATH | os.O_DIRECTORY) as parent:
+        if _unlinked(parent, path.name):
+            return
+        top, moved = _open_to_empty(parent, path.name), 0
         try:
-            moved = 0
             while names := os.listdir(top):
                 for child in names:
                     # if it changes meanwhile, the loop around this one tries again
@@ -114,7 +101,17 @@ def remove_at(parent: int, name: str) -> None:
                         moved += _empty_directory(top, child, moved)
         finally:
             os.close(top)
-        os.rmdir(name, dir_fd=parent)
+        os.rmdir(path.name, dir_fd=parent)
+
+
+@contextmanager
+def _opened(path: str | Path, flags: int, mode: int = 0o600) -> Iterator[int]:
+    """Yield a descriptor, closed at the end of the block."""
+    handle = os.open(path, flags | os.O_CLOEXEC, mode)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def _empty_directory(top: int, name: str, moved: int) -> int:
@@ -315,18 +312,12 @@ def copy_metadata(source: str, target: str, info: os.stat_result, shift: int | N
 
 
 def _copy_contents(source: str, target: str) -> None:
-    reader = open_to_read(source)
-    try:
-        writer = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            size = os.fstat(reader).st_size
-            os.ftruncate(writer, size)
-            for start, end in _extents(reader, size):
-                _copy_range(reader, writer, start, end)
-        finally:
-            os.close(writer)
-    finally:
-        os.close(reader)
+    with os.fdopen(open_to_read(source), "rb") as file, _opened(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as writer:
+        reader = file.fileno()
+        size = os.fstat(reader).st_size
+        os.ftruncate(writer, size)
+        for start, end in _extents(reader, size):
+            _copy_range(reader, writer, start, end)
 
 
 def _extents(file: int, size: int) -> Iterator[tuple[int, int]]:
